@@ -51,11 +51,11 @@ from gateway.observe.event_log import log_events
 from gateway.observe.logs import Logs
 from gateway.observe.metrics import Metrics, MetricsSnapshot
 from gateway.observe.problems import StorageCondition
-from gateway.proxy.context import ProxyContext
+from gateway.proxy.accounting import ProxyContext
+from gateway.proxy.attempt import TimeoutMonitor
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.routes import Route, routes_of
-from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler

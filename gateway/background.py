@@ -25,7 +25,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.metering import Metering, NamedLoop
 from gateway.observe.metrics import BatchSample
 from gateway.observe.problems import StorageCondition
-from gateway.proxy.context import ProxyContext
+from gateway.proxy.accounting import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.request import RequestRules

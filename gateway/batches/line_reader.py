@@ -24,7 +24,7 @@ import msgspec
 from gateway.errors import truncate_echo
 from gateway.proxy.inbound.body import BYTE_ORDER_MARK, BYTES_PER_TOKEN, MISSING, measure_prompt
 from gateway.proxy.json_values import JSON_ERRORS, TEXT_DECODER
-from gateway.proxy.output_bound import BOUND_NAMES, largest_bound
+from gateway.proxy.tokens import BOUND_NAMES, largest_bound
 
 PIECE_BYTES = 128 << 10  # bytes that are read from the file at a time
 MOST_EMPTY_LINES = 1000  # empty lines that a file may have beside as many as lines: each takes time

@@ -34,9 +34,9 @@ from gateway.lease import Usage
 from gateway.proxy import sse
 from gateway.proxy.api.responses import read_response
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.proxy.resume.resumer import FirstRun
+from gateway.proxy.resume import FirstRun
+from gateway.proxy.tokens import read_openai_usage
 from gateway.proxy.transcript import TranscriptRecorder
-from gateway.proxy.usage import read_openai_usage
 from gateway.transport.errors import InvalidResponse
 from gateway.usage.meter import TokensSoFar
 

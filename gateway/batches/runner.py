@@ -33,13 +33,16 @@ from gateway.lease import BatchRoomService, Usage
 from gateway.proxy.api.base import Api, ResponseRewriter
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.client_response import (
+    JSON_HEADER_LINE,
+    BodyStream,
     EventsForClient,
+    ProxyResponse,
     for_client,
+    headers_for_node,
     node_error_body,
     node_error_code,
     rewrite_in_steps,
 )
-from gateway.proxy.forwarded_headers import headers_for_node
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.proxy.inbound.body import (
@@ -62,14 +65,8 @@ from gateway.proxy.inbound.request import (
 )
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.json_values import parse_object
-from gateway.proxy.response_stream import (
-    JSON_HEADER_LINE,
-    BodyStream,
-    ProxyResponse,
-    to_gateway_error,
-)
-from gateway.proxy.resume.plan import NotResumable, is_greedy
-from gateway.proxy.resume.resumer import FirstRun, node_kind
+from gateway.proxy.outcome import to_gateway_error
+from gateway.proxy.resume import FirstRun, NotResumable, is_greedy, node_kind
 from gateway.request import Caller, Endpoint, Headers, Priority
 from gateway.store.failures import StoreError
 from gateway.tracing.request_tracing import RequestTracing
@@ -408,7 +405,7 @@ class _Run:
             )
         self._response = response
         stream = response.body_stream
-        if self._sink is not None and (self._resumed if stream is None else stream.source.is_sse):
+        if self._sink is not None and (self._resumed if stream is None else stream.is_sse):
             await self._pass_events(response.content, stream, rewriter, self._sink)
             return record.status, response.header_lines, b""
         content, header_lines = response.content, response.header_lines

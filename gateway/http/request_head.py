@@ -35,7 +35,7 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.lease import KeyedHash
-from gateway.proxy.forwarded_headers import headers_for_node
+from gateway.proxy.client_response import headers_for_node
 from gateway.proxy.inbound.body import ParsedBody
 from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.proxy.inbound.request import ModelAliases, RequestRules

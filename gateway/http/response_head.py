@@ -11,9 +11,8 @@ from gateway.errors import GatewayError
 from gateway.events import RequestFinished
 from gateway.lease import QueuePosition
 from gateway.proxy.api.base import Api
-from gateway.proxy.client_response import node_error_code
-from gateway.proxy.prefill_progress import PrefillStatus
-from gateway.proxy.response_stream import ProxyResponse
+from gateway.proxy.client_response import ProxyResponse, node_error_code
+from gateway.proxy.in_flight import PrefillStatus
 from gateway.request import Headers, Priority
 from gateway.usage.limits import RateLimit
 

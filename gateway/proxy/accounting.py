@@ -1,18 +1,23 @@
-"""The end of each attempt: reported to the scheduler, and written into the request's record.
+"""The accounts of all requests: how attempts end, which requests kill nodes, how many are retried.
 
-What the scheduler and the fleet learn from it is their affair (`LeaseService.ended`, `settle`).
+The end of each attempt is reported to the scheduler, and written into the request's record. What
+the scheduler and the fleet learn from it is their affair (`LeaseService.ended`, `settle`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import asyncio
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec.structs import replace
+from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
 from gateway import errors
-from gateway.errors import GatewayError
+from gateway.config.routing import RetrySettings
+from gateway.config.settings import Settings
 from gateway.events import AttemptEnded, EventBus
 from gateway.lease import (
     NOTHING_CHARGED,
@@ -26,12 +31,13 @@ from gateway.lease import (
     Usage,
     UsageReport,
 )
-from gateway.proxy.attempt import Attempt
+from gateway.proxy.attempt import Attempt, TimeoutMonitor
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.inbound.body import identifying_pieces
+from gateway.proxy.inbound.body import TimeSlicer, identifying_pieces
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.outcome import fault_of
-from gateway.proxy.splice import SplicePoint
+from gateway.proxy.tokens import UsageOptions
+from gateway.proxy.transcript import SplicePoint
 from gateway.transport.errors import ConnectionReset
 
 USAGE_EDGE_BYTES = 8 * 1024
@@ -52,18 +58,12 @@ MOST_QUARANTINED = 4096
 """Request bodies that are remembered; the oldest is forgotten first."""
 
 
-@dataclass(slots=True)
-class QuarantineEntry:
-    """A request during which a node was lost."""
+class Losses(NamedTuple):
+    """The nodes that were lost during one request."""
 
-    lost_nodes: set[str] = field(default_factory=set)
-    last_lost: float = 0.0
+    nodes: frozenset[str]
+    last_at: float
     """When a node was last lost during it; monotonic seconds."""
-
-    def add(self, node: str, now: float) -> None:
-        """A node was lost during the request."""
-        self.lost_nodes.add(node)
-        self.last_lost = now
 
 
 class Quarantine:
@@ -73,26 +73,23 @@ class Quarantine:
 
     def __init__(self, keyed_hash: KeyedHash) -> None:
         self._keyed_hash = keyed_hash
-        self.entries: OrderedDict[bytes, QuarantineEntry] = OrderedDict()
+        self.entries: OrderedDict[bytes, Losses] = OrderedDict()
         """By the digest, the oldest first."""
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def rejection(self, request: Request, now: float, seconds: float) -> GatewayError | None:
-        """Why this request may go to no node; None: it may.
-
-        A request is rejected for `seconds` after the last loss; 0: none is ever rejected.
-        """
-        entry = self.entries.get(self._digest(request)) if self.entries and seconds else None
-        if entry is None or len(entry.lost_nodes) < MOST_LOST_NODES:
-            return None
-        left = entry.last_lost + seconds - now
+    def check(self, request: Request, now: float, seconds: float) -> None:
+        """Raises: GatewayError, for `seconds` after nodes died on this request; 0: never."""
+        entry = self.entries.get(self._digest(request)) if seconds else None
+        if entry is None or len(entry.nodes) < MOST_LOST_NODES:
+            return
+        left = entry.last_at + seconds - now
         if left <= 0:
             del self.entries[self._digest(request)]
-            return None
-        return errors.node_failed(
-            f"{len(entry.lost_nodes)} nodes died while they served this very request, so it is "
+            return
+        raise errors.node_failed(
+            f"{len(entry.nodes)} nodes died while they served this very request, so it is "
             f"refused for {left:.0f} s more. A grammar or schema may be what they died on."
         )
 
@@ -102,11 +99,12 @@ class Quarantine:
         Nodes that are lost together, such as those of one host, count as one.
         """
         key = self._digest(request)
-        entry = self.entries.setdefault(key, QuarantineEntry())
-        self.entries.move_to_end(key)
-        if entry.lost_nodes and leased_at < entry.last_lost:
-            return
-        entry.add(node, now)
+        entry = self.entries.pop(key, None)
+        if entry is None:
+            entry = Losses(frozenset({node}), now)
+        elif leased_at >= entry.last_at:
+            entry = Losses(entry.nodes | {node}, now)
+        self.entries[key] = entry
         if len(self.entries) > MOST_QUARANTINED:
             self.entries.popitem(last=False)
 
@@ -153,7 +151,8 @@ class Accounting:
         if outcome == ConnectionReset.outcome:
             self.node_lost(in_flight, attempt)
         # What fails now may have come to its end before.
-        sample = attempt.last_events if attempt.stream_ended else b""
+        events = attempt.events
+        sample = events.last_events if events is not None and events.ended else b""
         size = len(attempt.content)
         self.bus.defer(self._account, in_flight, attempt, outcome, now, sample, size)
 
@@ -203,12 +202,6 @@ class Accounting:
             in_flight.request, attempt.lease.node.name, attempt.started_at, self.clock()
         )
 
-    def rejection(self, in_flight: InFlightRequest, seconds: float) -> GatewayError | None:
-        """Why the request may go to no node, since others died on it within `seconds`."""
-        if not self.quarantine.entries:
-            return None
-        return self.quarantine.rejection(in_flight.request, self.clock(), seconds)
-
     def _end(
         self,
         in_flight: InFlightRequest,
@@ -223,7 +216,7 @@ class Accounting:
         report = AttemptReport(
             attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True, fault
         )
-        if attempt.came_plain:
+        if attempt.lease.stream and not attempt.is_sse:
             report = replace(report, came_plain=True)
         self.leases.ended(report)
         return self.clock()
@@ -246,7 +239,8 @@ class Accounting:
         """
         request = in_flight.request.lease_request
         opening = attempt.content if attempt.is_sse else b""
-        sample = attempt.usage_event or sample
+        if attempt.events is not None and (usage_filter := attempt.events.usage_filter) is not None:
+            sample = usage_filter.event or sample
         usage = attempt.api.read_usage(sample, opening) if sample else None
         events, splice_point = attempt.content_events, attempt.splice_point
         is_reported, prompt_read = usage is not None, None
@@ -324,3 +318,136 @@ def _of_whole_response(usage: Usage, splice_point: SplicePoint) -> Usage:
     prompt = splice_point.prompt_tokens
     completion = splice_point.prefix_tokens + usage.completion_tokens
     return Usage(prompt, min(usage.cached_tokens, prompt), completion)
+
+
+MOST_POOL_OVERFLOWS = 4
+"""Times that one request, or one cut stream, is sent again because the slots of its node had no
+room left for their tokens together. These are no retries: they take nothing of the budget, and
+nobody has failed. From the second on it runs alone."""
+
+BUDGET_WINDOW = 60.0
+"""Seconds of the past that the budget counts."""
+
+
+class RetryBudget:
+    """Counts requests and retries of the last minute; retries are at most a share of requests."""
+
+    def __init__(self) -> None:
+        self._requests: deque[tuple[int, int]] = deque()
+        """Seconds of the clock, and the requests counted in each."""
+        self._request_count = 0
+        self._retries: deque[float] = deque()
+
+    def count_request(self, now: float) -> None:
+        """Count a request's first attempt."""
+        second = int(now)
+        requests = self._requests
+        if requests and requests[-1][0] == second:
+            requests[-1] = (second, requests[-1][1] + 1)
+        else:
+            requests.append((second, 1))
+            self._forget(now)
+        self._request_count += 1
+
+    def spend(self, now: float, share: float, minimum: int) -> bool:
+        """Count a retry if one is left."""
+        if not self.remaining(now, share, minimum):
+            return False
+        self._retries.append(now)
+        return True
+
+    def remaining(self, now: float, share: float, minimum: int) -> int:
+        """Retries left: `share` of the last minute's requests, or `minimum` if that is more."""
+        self._forget(now)
+        return max(0, max(minimum, int(share * self._request_count)) - len(self._retries))
+
+    def _forget(self, now: float) -> None:
+        while self._requests and self._requests[0][0] < int(now) - BUDGET_WINDOW:
+            self._request_count -= self._requests.popleft()[1]
+        while self._retries and self._retries[0] < now - BUDGET_WINDOW:
+            self._retries.popleft()
+
+
+class Retries:
+    """The further attempts of one request, granted one by one within the budget.
+
+    The pauses before them are random, so that requests that failed together do not come together
+    again, and at most doubled from one to the next.
+    """
+
+    __slots__ = ("_most", "_pause", "_spend", "_state", "out_of_budget")
+
+    def __init__(self, settings: RetrySettings, attempts: int, spend: Callable[[], bool]) -> None:
+        """`attempts`: with the first one. `spend`: take a retry of the budget, if it has one."""
+        self._most, self._spend = attempts, spend
+        self._pause = wait_random_exponential(settings.backoff, settings.backoff_max)
+        self._state = RetryCallState(AsyncRetrying(), None, (), {})
+        self.out_of_budget = False
+        """Whether the last attempt was refused because the budget is spent."""
+
+    async def granted(self, *, reached_node: bool = True) -> bool:
+        """Whether another attempt may follow one that failed; returns when it is time to make it.
+
+        `reached_node`: whether the failed one did; if not, a retry adds no load and costs nothing.
+        """
+        if self._state.attempt_number >= self._most:
+            return False
+        self.out_of_budget = reached_node and not self._spend()
+        if self.out_of_budget:
+            return False
+        pause = self._pause(self._state)
+        self._state.attempt_number += 1
+        await asyncio.sleep(pause)
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class ProxyContext:
+    """What every request's attempts need; one for the whole process."""
+
+    leases: LeaseService
+    settings: Settings
+    bus: EventBus
+    timeout_monitor: TimeoutMonitor
+    clock: Callable[[], float]
+    time_slicer: TimeSlicer = field(default_factory=TimeSlicer)
+    """Runs slow preparations of requests in steps."""
+    keyed_hash: KeyedHash = field(default_factory=KeyedHash)
+    """Identifies requests that nodes died on."""
+    usage_options: UsageOptions = field(default_factory=UsageOptions)
+    """Remembers which nodes can be asked for the usage of a stream."""
+    quarantine: Quarantine = field(init=False)
+    accounting: Accounting = field(init=False)
+    retry_budget: RetryBudget = field(default_factory=RetryBudget)
+
+    def __post_init__(self) -> None:
+        self.quarantine = Quarantine(self.keyed_hash)
+        self.accounting = Accounting(self.leases, self.bus, self.clock, self.quarantine)
+
+    def configure(self, settings: Settings) -> None:
+        """Apply changed settings to the attempts that begin from now on."""
+        self.settings = settings
+
+    def check_quarantine(self, request: Request) -> None:
+        """Raises: GatewayError, if nodes have died on this very request."""
+        if self.quarantine.entries:
+            self.quarantine.check(request, self.clock(), self.settings.retries.quarantine)
+
+    def retries(self, attempts: int) -> Retries:
+        """The attempts that may follow the first one of a request, `attempts` in all."""
+        return Retries(self.settings.retries, attempts, self._spend_retry)
+
+    def retries_left(self) -> int:
+        """Retries that could be made now, for the metric."""
+        return self.retry_budget.remaining(self.clock(), *self._allowance())
+
+    def _spend_retry(self) -> bool:
+        return self.retry_budget.spend(self.clock(), *self._allowance())
+
+    def _allowance(self) -> tuple[float, int]:
+        """Retries a minute: this share of the minute's requests, or at least so many.
+
+        The minimum covers the slots of the largest host: all its requests may have to move at once.
+        """
+        settings = self.settings.retries
+        return settings.budget, max(settings.budget_min, self.leases.most_slots_of_a_host())

@@ -1,23 +1,23 @@
-"""One attempt: one lease on one node, one request sent, and its response up to the end."""
+"""One attempt: a lease on a node, a request sent, its response up to the end, and its timeouts."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
 from gateway import errors
+from gateway.config.routing import TimeoutSettings
 from gateway.config.settings import Settings
 from gateway.lease import GrantedLease, LeaseService
-from gateway.proxy import forwarded_headers, sse
-from gateway.proxy.api.base import LARGEST_ANSWER_BYTES, Api, StreamEventKind
-from gateway.proxy.inbound import request_limits
+from gateway.proxy import sse
+from gateway.proxy.api.base import Api, StreamEventKind
+from gateway.proxy.client_response import WriteToClient, headers_for_client
 from gateway.proxy.inbound.request import Request
-from gateway.proxy.json_values import InvalidJson, JsonObject
+from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.outcome import (
     context_overflow_sizes,
     error_event_to_body,
@@ -26,10 +26,9 @@ from gateway.proxy.outcome import (
     is_context_overflow,
     is_pool_full,
 )
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.sse import MOST_STEP_LINES, EventFilter, EventFramer
-from gateway.proxy.timeouts import AttemptTimeouts, TimeoutMonitor, timeouts_for, total_timeout
-from gateway.proxy.usage import UsageFilter
+from gateway.proxy.sse import MOST_STEP_LINES
+from gateway.proxy.stream import EventPipeline
+from gateway.proxy.transcript import SplicePoint
 from gateway.request import Headers, SegmentedBody
 from gateway.transport.connection import NodeConnection
 from gateway.transport.eager_task import ensure_task
@@ -39,79 +38,26 @@ from gateway.transport.errors import (
     NodeReportedError,
     PoolFull,
     UpstreamError,
+    UpstreamTimeout,
 )
 from gateway.transport.pool import ConnectionPool
 
 MOST_ERROR_BODY_BYTES = 256 * 1024
 """Bytes of an error's body that are read."""
 
-STREAM_TAIL_BYTES = 4 * 1024
-"""Bytes of a stream's end that are read for `usage`; an event that reaches further back counts
-whole."""
-
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 """The headers of a response whose body the gateway wrote for the node."""
-
-WriteToClient = Callable[[bytes], bool]
-"""Sends bytes to the client; returns whether the client lags."""
-
-
-@dataclass(slots=True)
-class UpstreamRequest:
-    """What an attempt sends, and how its response is read."""
-
-    head: bytes
-    body: bytes | SegmentedBody
-    api: Api
-    """The API of the path that is requested."""
-    event_filter: EventFilter | None = None
-    """Takes out of a stream the events that only the gateway asked for."""
-    on_output: Callable[[bytes], None] | None = None
-    """Called with all events of a stream that pass, in case it must be resumed."""
-    splice_point: SplicePoint | None = None
-    """Where this attempt resumes the stream of an earlier one."""
-    filters_prefill_only: bool = False
-    """Whether nothing is left to take out once the first content has come."""
 
 
 class Attempt:
     """Made with a lease, then opened. `close` ends it, once; the accounting reports its end."""
 
     __slots__ = (
-        "_clock",
-        "_closed",
-        "_connection",
-        "_dropped_events",
-        "_event_filter",
-        "_framer",
-        "_held",
-        "_leases",
-        "_on_fail",
-        "_on_output",
-        "_opening_events",
-        "_reported_content_at",
-        "_sent",
-        "_settings",
-        "_timeout_monitor",
-        "_timeouts",
-        "_write_to_client",
-        "api",
-        "content",
-        "failure",
-        "headers",
-        "is_sse",
-        "last_content_at",
-        "lease",
-        "node_done",
-        "pool",
-        "recent_chunks",
-        "request",
-        "sent_at",
-        "splice_point",
-        "started_at",
-        "status",
-        "stream_ended",
-    )
+        "_clock", "_closed", "_connection", "_held", "_leases", "_on_fail", "_reported_content_at",
+        "_sent", "_settings", "_timeout_monitor", "_timeouts", "_whole_at", "_write_to_client",
+        "api", "content", "events", "failure", "headers", "is_sse", "lease", "node_done", "pool",
+        "request", "sent_at", "splice_point", "started_at", "status",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -138,18 +84,11 @@ class Attempt:
         """Why the attempt was failed from outside; may be set before there is a connection."""
         self._on_fail: Callable[[], None] | None = None
         self.api: Api
-        """The API of the path that was requested; set by `open`, as the next three of a stream."""
+        """The API of the path that was requested; set by `open`."""
         self.splice_point: SplicePoint | None = None
         """Where this attempt resumes the stream of an earlier one."""
-        self._event_filter: EventFilter | None = None
-        self._on_output: Callable[[bytes], None] | None = None
-        self._framer: EventFramer | None = None
-        self._dropped_events = 0
-        """Whole events that the filter took out."""
-        self._opening_events = 0
-        """Events before the first one with content."""
-        self.stream_ended = False
-        """Whether the stream's terminal event has passed."""
+        self.events: EventPipeline | None = None
+        """What the events of a stream pass through; None: the response is no stream."""
         self._held: bytes | None = None
         """What `read` returns next; empty: the client lags."""
         self._write_to_client: WriteToClient | None = None
@@ -164,14 +103,12 @@ class Attempt:
         self.headers: Headers = []
         self.is_sse = False
         """Whether the response is a stream of events."""
-        self.last_content_at: float | None = None
-        """When content last came from the node; None: none has."""
+        self._whole_at: float | None = None
+        """When bytes of a plain response last came."""
         self._reported_content_at: float | None = None
-        """That of which the scheduler was told last."""
+        """The time of the content of which the scheduler was told last."""
         self.content = b""
         """What had come when `open` returned: the first events, or a whole plain response."""
-        self.recent_chunks: tuple[bytes, bytes, bytes] = (b"", b"", b"")
-        """The last three chunks of a stream."""
 
     @property
     def timeouts(self) -> AttemptTimeouts:
@@ -206,14 +143,19 @@ class Attempt:
         return 0 if self._connection is None else self._connection.unread_bytes
 
     @property
-    def event_count(self) -> int:
-        """Events that have passed."""
-        return self._framer.event_count - self._dropped_events if self._framer is not None else 0
+    def last_content_at(self) -> float | None:
+        """When content last came from the node; None: none has."""
+        return self._whole_at if self.events is None else self.events.last_content_at
 
     @property
     def content_events(self) -> int:
-        """Events that have passed, from the first one with content on: about one for each token."""
-        return 0 if self.last_content_at is None else self.event_count - self._opening_events
+        """Events of a stream that have passed, from the first one with content on."""
+        return 0 if self.events is None else self.events.content_events
+
+    @property
+    def stream_ended(self) -> bool:
+        """Whether the stream's terminal event has passed."""
+        return self.events is not None and self.events.ended
 
     @property
     def slot_seconds(self) -> float:
@@ -226,41 +168,31 @@ class Attempt:
         return self._clock() - self.started_at
 
     @property
-    def ends_mid_event(self) -> bool:
-        """Whether the stream ended within an event."""
-        return self._framer is not None and self._framer.has_partial
-
-    @property
-    def last_events(self) -> bytes:
-        """The last events of a stream, whole."""
-        last = self.recent_chunks[2]
-        data = last if len(last) > STREAM_TAIL_BYTES else b"".join(self.recent_chunks)
-        return sse.last_events(data, STREAM_TAIL_BYTES)
-
-    @property
-    def usage_event(self) -> bytes:
-        """The event with usage that only the gateway asked for; empty: none has come."""
-        event_filter = self._event_filter
-        return event_filter.event if isinstance(event_filter, UsageFilter) else b""
-
-    @property
     def header_lines(self) -> bytes:
         """The header lines of the response that are forwarded to the client."""
         connection, extra = self._connection, self._settings.headers.to_clients
         if connection is None or connection.headers is not self.headers:
-            return forwarded_headers.headers_for_client(self.headers, extra)
-        return connection.made_of_head(forwarded_headers.headers_for_client, extra)
+            return headers_for_client(self.headers, extra)
+        return connection.made_of_head(headers_for_client, extra)
 
-    async def open(self, upstream: UpstreamRequest) -> None:
+    async def open(
+        self,
+        api: Api,
+        head: bytes,
+        body: bytes | SegmentedBody,
+        events: EventPipeline | None,
+        splice_point: SplicePoint | None = None,
+    ) -> None:
         """Send the request; wait for the first content of a stream, else the whole response.
 
-        A plain response longer than may be buffered is left to `read`. Raises: UpstreamError.
+        `api`: that of the path. `events`: what a stream is to pass through. `splice_point`: where
+        it resumes an earlier one. A plain response longer than may be buffered is left to `read`.
+        Raises: UpstreamError.
         """
-        self.api = upstream.api
+        self.api = api
         connection = await self.pool.exchange(
-            upstream.head, upstream.body, dial=self._dial, on_connected=self._send_on
+            head, body, dial=self._dial, on_connected=self._send_on
         )
-        limits = self._settings.limits
         self.status = connection.status
         self.headers = connection.headers
         if self.status >= 300:
@@ -268,52 +200,27 @@ class Attempt:
             if not connection.complete:
                 self.headers = JSON_HEADERS
                 self.content = _oversized_error(self.status)
-        elif self.lease.stream and is_event_stream(self.headers):
+        elif events is not None and is_event_stream(self.headers):
             self._leases.reading_began(self.lease.id)
             self.is_sse = True
-            self.splice_point = upstream.splice_point
-            self._event_filter = upstream.event_filter
-            self._on_output = upstream.on_output
-            most = request_limits.max_event_bytes(
-                len(upstream.body), limits, logprobs=self.request.logprobs
-            )
-            self._framer = EventFramer(
-                most,
-                self.api.ordinary_events,
-                keep_comments=self._settings.heartbeat > 0,
-                ceiling=limits.response_bytes,
-            )
-            self.content = await self._read_first_content(most)
-            if upstream.filters_prefill_only:
-                self._event_filter = None
+            self.events, self.splice_point = events, splice_point
+            self.content = await self._read_first_content(events)
         elif connection.complete:
             self.content = connection.read_nowait()
         else:
-            self.content = await self._read_all(limits.response_bytes)
+            self.content = await self._read_all(self._settings.limits.response_bytes)
         if self.status < 300 and not self.is_sse:
-            self.api.check_answer(self.content, whole=connection.complete)
+            api.check_answer(self.content, whole=connection.complete)
 
-    @property
-    def came_plain(self) -> bool:
-        """Whether the response is plain though a stream was asked for."""
-        return self.lease.stream and not self.is_sse
-
-    def answer_as_events(self, request_fields: JsonObject) -> bytes:
-        """A plain response as the stream that the client asked for. Raises: InvalidResponse."""
-        if not self.complete or len(self.content) > LARGEST_ANSWER_BYTES:
-            raise InvalidResponse("The node's answer is too long for one that is not streamed")
-        try:
-            return self.api.answer_events(self.content, request_fields)
-        except (InvalidJson, AttributeError, KeyError, RecursionError, TypeError):
-            raise InvalidResponse("The node's answer has another form than expected") from None
-
-    async def open_again(self, upstream: UpstreamRequest) -> None:
+    async def open_again(
+        self, api: Api, head: bytes, body: bytes | SegmentedBody, events: EventPipeline | None
+    ) -> None:
         """Send the request in another form, after an error response. Raises: UpstreamError."""
         connection, self._connection, self._sent = self._connection, None, False
         assert connection is not None
         self.pool.release(connection)
-        self._framer, self._opening_events, self.status = None, 0, 0
-        await self.open(upstream)
+        self.events, self.status = None, 0
+        await self.open(api, head, body, events)
 
     async def read(self, write: WriteToClient | None = None) -> bytes | None:
         """The next bytes for the client, empty at the end. Raises: UpstreamError.
@@ -322,9 +229,9 @@ class Attempt:
         tasks. If `write` reports that the client lags, None is returned: call again when the
         client has caught up.
         """
-        connection, framer = self._connection, self._framer
+        connection, events = self._connection, self.events
         assert connection is not None
-        if framer is None:
+        if events is None:
             return await connection.read()
         self._write_to_client = write
         while True:
@@ -332,7 +239,9 @@ class Attempt:
             if chunk:
                 if len(chunk) > MOST_STEP_LINES:
                     chunk = await self._step(chunk)
-                passed = self._pass(chunk)
+                passed = events.feed(chunk)
+                if events.is_over:
+                    self._end_stream(events)
                 if passed:
                     return passed
             elif self.failure is not None:
@@ -350,13 +259,47 @@ class Attempt:
 
         If that is the node's error event, `failure` is set.
         """
-        framer = self._framer
-        if framer is None or self.stream_ended or not framer.lacks_blank_line:
+        events = self.events
+        if events is None or events.ended or not events.framer.lacks_blank_line:
             return b""
         try:
-            return self._pass(b"\n\n")
+            passed = events.feed(b"\n\n")
         except InvalidResponse:
             return b""
+        if events.is_over:
+            self._end_stream(events)
+        return passed
+
+    def _write_through(self) -> bool:
+        """Write what has come to the client; False if the reader must wake up."""
+        connection, write, events = self._connection, self._write_to_client, self.events
+        assert connection is not None
+        assert write is not None
+        assert events is not None
+        chunk = connection.read_nowait()
+        if len(chunk) > MOST_STEP_LINES and sse.step_size(chunk) < len(chunk):
+            connection.unread(chunk)
+            return False
+        try:
+            passed = events.feed(chunk)
+        except UpstreamError as error:
+            self.failure = error
+            return False
+        if events.is_over or self.failure is not None:
+            self._end_stream(events)
+            self._held = passed or None
+            return False
+        if passed and write(passed):
+            self._held = b""
+            return False
+        return not connection.complete
+
+    def _end_stream(self, events: EventPipeline) -> None:
+        """Fail if the stream ended by a broken event, or by the node's error event."""
+        if self.failure is None and events.failure is not None:
+            self.fail(events.failure)
+        elif self.failure is None and events.error_data is not None:
+            self.fail(self._reported_error(events.error_data))
 
     async def _step(self, chunk: bytes) -> bytes:
         """As much of a chunk as is worked on in one turn of the event loop; the rest is put back.
@@ -461,19 +404,18 @@ class Attempt:
         whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
         size = whole.write(first)
         while size < most and (part := await connection.read()):
-            self.last_content_at = self._clock()
+            self._whole_at = self._clock()
             size += whole.write(part)
         return whole.getvalue()
 
-    async def _read_first_content(self, most: int) -> bytes:
+    async def _read_first_content(self, events: EventPipeline) -> bytes:
         """All events up to the first with content; else the node's error, or a plain response.
 
         Raises: UpstreamError.
         """
-        connection, framer = self._connection, self._framer
+        connection = self._connection
         assert connection is not None
-        assert framer is not None
-        held, size = b"", 0
+        framer = events.framer
         while True:
             try:
                 chunk = await connection.read()
@@ -482,159 +424,29 @@ class Attempt:
                     raise
                 chunk = b""
             if not chunk:
-                if not size and framer.tail.startswith((b"{", b"[")):
-                    self.is_sse = False  # It is plain, whatever its head says.
+                if events.is_plain:
+                    self.is_sse, self.events = False, None
                     return framer.tail
                 if not framer.lacks_blank_line:
                     raise InvalidResponse("The node's stream ended before its first content")
                 chunk = b"\n\n"
             if len(chunk) > MOST_STEP_LINES:
                 chunk = await self._step(chunk)
-            passed, special = framer.feed(chunk), framer.special_bytes
-            if self._event_filter is not None:
-                passed, special = self._filter(self._event_filter, passed)
-            size += len(passed)
-            for event in sse.split(passed):
-                kind = self.api.classify_event(event)
-                if kind is StreamEventKind.NO_CONTENT:
-                    self._opening_events += 1
-                    continue
-                if kind is StreamEventKind.ERROR:
-                    return self._error_instead(sse.payload(event))
-                self.last_content_at = self._clock()
+            kind = events.feed_opening(chunk)
+            if kind is StreamEventKind.ERROR:
+                return self._error_instead(events.error_data or b"")
+            if events.is_over:
+                self._end_stream(events)
+            if kind is StreamEventKind.CONTENT:
                 self._leases.content_began(self.lease.id)
-                held += self._check_opening(passed, special)
-                self.recent_chunks = (b"", b"", held)
-                return held
-            held += self._check_opening(passed, special)
-            if size > most:
-                raise InvalidResponse(f"{most} bytes of events came without any content")
-
-    def _check_opening(self, events: bytes, special: int) -> bytes:
-        """The part of a stream's first events that may pass. Raises: UpstreamError."""
-        passed = self._check(events, special)
-        if self._on_output is not None and passed:
-            self._on_output(passed)
-        return passed
+                return events.opening
 
     def _error_instead(self, error: bytes) -> bytes:
         """An error event in place of content: the same as a response with the error's status."""
         self.status = error_status(error)
-        self.is_sse = False
+        self.is_sse, self.events = False, None
         self.headers = JSON_HEADERS
         return error_event_to_body(error)
-
-    # Passing the events of a stream.
-
-    def _write_through(self) -> bool:
-        """Write what has come to the client; False if the reader must wake up."""
-        connection, write = self._connection, self._write_to_client
-        assert connection is not None
-        assert write is not None
-        chunk = connection.read_nowait()
-        if len(chunk) > MOST_STEP_LINES and sse.step_size(chunk) < len(chunk):
-            connection.unread(chunk)
-            return False
-        try:
-            passed = self._pass(chunk)
-        except UpstreamError as error:
-            self.failure = error
-            return False
-        if self.stream_ended or self.failure is not None:
-            self._held = passed or None
-            return False
-        if passed and write(passed):
-            self._held = b""
-            return False
-        return not connection.complete
-
-    def _pass(self, chunk: bytes) -> bytes:
-        """The part of a chunk that goes to the client, possibly none. Raises: UpstreamError."""
-        framer = self._framer
-        assert framer is not None
-        if self.stream_ended:
-            return b""
-        before = framer.event_count
-        passed, special = framer.feed(chunk), framer.special_bytes
-        if self._event_filter is not None:
-            passed, special = self._filter(self._event_filter, passed)
-        if special or self.api.terminal_mark_nested or not passed.isascii():
-            passed = self._check(passed, special)
-        if self._on_output is not None and passed:
-            self._on_output(passed)
-        if framer.event_count != before:
-            self.last_content_at = self._clock()
-            _, second, third = self.recent_chunks
-            self.recent_chunks = (second, third, passed)
-        return passed
-
-    def _filter(self, event_filter: EventFilter, events: bytes) -> tuple[bytes, int]:
-        """These events as the client would have had them, and how many bytes of them are special.
-
-        Raises: UpstreamError.
-        """
-        assert self._framer is not None
-        passed = event_filter(events)
-        if passed is not events:
-            self._dropped_events += sse.count_events(events) - sse.count_events(passed)
-        return passed, self._framer.special_bytes_in(passed)
-
-    def _check(self, passed: bytes, special: int) -> bytes:
-        """The part of these events that may pass; only the last `special` bytes are looked at.
-
-        Raises: UpstreamError.
-        """
-        api = self.api
-        if api.terminal_mark_nested and passed.find(api.terminal_mark) >= 0:
-            special = len(passed)
-        if special:
-            at = len(passed) - special
-            unchecked = passed[at:] if at else passed
-            if unchecked == api.stream_end:
-                self.stream_ended = True
-            else:
-                valid = self._valid_part(self._cut_at_end(unchecked), may_be_empty=at > 0)
-                if len(valid) != len(unchecked):
-                    passed = passed[:at] + valid
-        sse.check_utf8(passed)
-        return passed
-
-    def _valid_part(self, events: bytes, *, may_be_empty: bool) -> bytes:
-        """These events up to the first broken one, which fails the attempt behind them.
-
-        Raises: InvalidResponse, if none comes before it, unless that `may_be_empty`.
-        """
-        try:
-            return sse.validated(events)
-        except InvalidResponse as failure:
-            kept: list[bytes] = []
-            with suppress(InvalidResponse):
-                kept += map(sse.validated, sse.split(events))
-            if not (kept or may_be_empty):
-                raise
-            self.fail(failure)
-            return b"".join(kept)
-
-    def _cut_at_end(self, events: bytes) -> bytes:
-        """These events without all behind the terminal one, and without the node's error event.
-
-        An error event fails the attempt; the client gets an error in its API's form.
-        """
-        api = self.api
-        marks = (api.terminal_mark, api.error_mark, sse.ERROR_LINE, b"event: error")
-        if not any(mark in events for mark in marks):
-            return events
-        ends = api.single_terminal_event or self.request.lease_request.size.slots < 2
-        kept = []
-        for event in sse.split(events):
-            if api.error_mark in event or sse.event_name(event) == b"error":
-                self.fail(self._reported_error(sse.payload(event)))
-                break
-            kept.append(event)
-            if ends and api.is_terminal_event(event):
-                self.stream_ended = True
-                break
-        return b"".join(kept)
 
     def ended_by_full_pool(self, status: int, content: bytes) -> bool:
         """Whether this error of the node's is that of a pool that its slots are known to share.
@@ -683,3 +495,181 @@ def is_event_stream(headers: Headers) -> bool:
     if encoding not in {b"", b"identity"}:
         raise InvalidResponse("The node compressed its stream though it was asked not to")
     return kind.startswith(b"text/event-stream")
+
+
+SILENCE_GRACE = 5.0
+"""Seconds that a silent stream still has when the excuse for its silence has ended."""
+
+CHECK_INTERVAL = 0.2
+"""Seconds between two checks, and so the precision of every timeout."""
+
+REPORT_INTERVAL = 1.0
+"""Seconds between two reports to the scheduler on streams that move."""
+
+DEADLINE_SLACK = 0.001
+"""Seconds by which a client's own deadline is kept late, so that it is never kept early."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptTimeouts:
+    """Seconds. `first_byte` None: the response comes in one piece, bounded by `deadline` alone."""
+
+    first_byte: float | None
+    silence: float
+    deadline: float
+    """When the whole request must be over; monotonic."""
+
+
+class TimeoutMonitor:
+    """Fails attempts whose nodes are overdue; each attempt knows when content last came.
+
+    One timer checks all attempts several times a second: a timer for each attempt would cost a
+    short request more than the checks cost a long one.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._attempts: dict[Attempt, float] = {}
+        """Each attempt, and until when none of its timeouts can pass."""
+        self._deadlines: dict[Attempt, asyncio.TimerHandle] = {}
+        """Timers of attempts whose client must get the error in that very moment."""
+        self._excused_at: dict[Attempt, float] = {}
+        """When an attempt was last silent through no fault of its node."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._skipped_check = False
+        self._next_report = 0.0
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def add(self, attempt: Attempt) -> None:
+        """Monitor `attempt` from now on."""
+        self._attempts[attempt] = 0.0
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self.check)
+
+    def add_deadline(self, attempt: Attempt, deadline: float) -> None:
+        """Fail a monitored attempt at `deadline` (monotonic) exactly, not at the next check."""
+        self._deadlines[attempt] = asyncio.get_running_loop().call_later(
+            max(0.0, deadline - self._clock()) + DEADLINE_SLACK, self._deadline_passed, attempt
+        )
+
+    def remove(self, attempt: Attempt) -> None:
+        """The attempt is over."""
+        self._attempts.pop(attempt, None)
+        if self._excused_at:
+            self._excused_at.pop(attempt, None)
+        if self._deadlines and (timer := self._deadlines.pop(attempt, None)) is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Stop the timers."""
+        for deadline in self._deadlines.values():
+            deadline.cancel()
+        self._deadlines.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def check(self) -> None:
+        """Fail the attempts that are overdue, and set the timer for the next check."""
+        timer, self._timer = self._timer, None
+        # An event loop that was held up must read what the nodes have sent before the next check.
+        now = asyncio.get_running_loop().time()
+        is_late = timer is not None and now > timer.when() + CHECK_INTERVAL
+        self._skipped_check = is_late and not self._skipped_check
+        if not self._skipped_check:
+            self._fail_overdue()
+        if self._attempts:
+            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self.check)
+
+    def _fail_overdue(self) -> None:
+        now = self._clock()
+        reports = now >= self._next_report
+        if reports:
+            self._next_report = now + REPORT_INTERVAL
+        for attempt in list(self._attempts):
+            due_at = self._attempts.get(attempt)
+            if due_at is None:
+                continue  # It has ended with another one.
+            if attempt.complete:
+                # Only the client has yet to read it: the slot is free.
+                attempt.report_received()
+            elif reports:
+                attempt.report_progress()
+            if now < due_at:
+                continue
+            timeouts, sent_at = attempt.timeouts, attempt.sent_at
+            failure = passed_timeout(timeouts, sent_at, attempt.last_content_at, now)
+            if failure is None:
+                until = earliest_timeout(timeouts, sent_at, attempt.last_content_at, now)
+                self._attempts[attempt] = until
+            elif not self._is_excused(attempt, failure, now):
+                self._attempts.pop(attempt, None)
+                attempt.fail(failure)
+
+    def _is_excused(self, attempt: Attempt, failure: UpstreamTimeout, now: float) -> bool:
+        """Whether the silence is not the node's fault: another prefill, or the client lags."""
+        if failure.limit == "total":
+            return False
+        if attempt.client_lagging or attempt.is_silence_excused():
+            self._excused_at[attempt] = now
+            return True
+        excused_at = self._excused_at.get(attempt)
+        grace = min(SILENCE_GRACE, attempt.timeouts.silence)
+        return excused_at is not None and now < excused_at + grace
+
+    def _deadline_passed(self, attempt: Attempt) -> None:
+        if attempt in self._attempts and not attempt.complete:
+            self._attempts.pop(attempt, None)
+            attempt.fail(total_timeout())
+
+
+def total_timeout() -> UpstreamTimeout:
+    """The failure of a request that takes too long as a whole."""
+    return UpstreamTimeout("total", "The request took longer than it may")
+
+
+def passed_timeout(
+    timeouts: AttemptTimeouts, sent_at: float, last_content_at: float | None, now: float
+) -> UpstreamTimeout | None:
+    """The timeout that has passed for a request sent at `sent_at`, if any has."""
+    if now >= timeouts.deadline:
+        return total_timeout()
+    if last_content_at is not None:
+        if now < max(sent_at, last_content_at) + timeouts.silence:
+            return None
+        return UpstreamTimeout("silence", f"The node was silent for {timeouts.silence:.0f} s")
+    if timeouts.first_byte is None or now < sent_at + timeouts.first_byte:
+        return None
+    return UpstreamTimeout("first_byte", f"Nothing came for {timeouts.first_byte:.0f} s")
+
+
+def earliest_timeout(
+    timeouts: AttemptTimeouts, sent_at: float, last_content_at: float | None, now: float
+) -> float:
+    """No timeout passes before this moment, whatever the node sends from `now` on."""
+    if last_content_at is not None:
+        return min(timeouts.deadline, max(sent_at, last_content_at) + timeouts.silence)
+    earliest = min(timeouts.deadline, now + timeouts.silence)
+    if timeouts.first_byte is None:
+        return earliest
+    return min(earliest, sent_at + timeouts.first_byte)
+
+
+def timeouts_for(
+    lease: GrantedLease, request: Request, timeouts: TimeoutSettings
+) -> AttemptTimeouts:
+    """The timeouts of this request under this lease; the node's own override the settings'."""
+    node = lease.node
+    deadline = request.received_at + (node.total_timeout or timeouts.total)
+    if request.deadline is not None:
+        deadline = min(deadline, request.deadline)
+    first_byte = None
+    route = ROUTES[request.path]
+    if lease.stream or not (route.generates or route.multipart):
+        # Any other response comes in one piece, after its last token.
+        # A node is not failed here while its state (`mute`) excuses it.
+        first_byte = max(node.first_byte_timeout or timeouts.first_byte, lease.prefill_grace)
+        first_byte += lease.wake
+    return AttemptTimeouts(first_byte, node.silence_timeout or timeouts.silence, deadline)

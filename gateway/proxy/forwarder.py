@@ -1,56 +1,57 @@
-"""Forwards a request to nodes, one attempt after another, until one of them answers.
+"""Forwards a request to nodes, one attempt after another, until one has answered to the end.
 
-It knows no web framework: a `Request` comes in, a response head and bytes to read go out.
+It knows no web framework: a `Request` comes in, a response head and bytes to read go out. A stream
+that has begun is resumed on another node by `ResponseStream`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
 from gateway.lease import NOTHING_TRIED, NodeError, NodeInfo, Tried
-from gateway.proxy import forwarded_headers, outcome
-from gateway.proxy.api.base import Api, AssemblyError, ResponseAssembler
-from gateway.proxy.attempt import Attempt, UpstreamRequest
-from gateway.proxy.context import ProxyContext
-from gateway.proxy.in_flight import (
-    InFlightRequest,
-    RequestCancelled,
-    RequestEvicted,
-)
-from gateway.proxy.inbound import edits
-from gateway.proxy.inbound.body import Body, bytes_to_parse, without_large_fields
-from gateway.proxy.inbound.request import Request
-from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.json_values import SHORT_BODY_BYTES, parse_object
-from gateway.proxy.multi_prompt import MultiPromptForwarder
-from gateway.proxy.outcome import ResponseOutcome
-from gateway.proxy.prefill_progress import PROGRESS_TOKENS
-from gateway.proxy.response_stream import (
+from gateway.proxy import outcome
+from gateway.proxy.accounting import MOST_POOL_OVERFLOWS, ProxyContext
+from gateway.proxy.api.base import LARGEST_ANSWER_BYTES, Api, AssemblyError, ResponseAssembler
+from gateway.proxy.attempt import Attempt
+from gateway.proxy.client_response import (
     JSON_HEADER_LINE,
     SSE_HEADER_LINE,
     EndedStream,
     ProxyResponse,
-    ResponseStream,
-    StreamFailed,
+    WriteToClient,
+    headers_for_client,
+)
+from gateway.proxy.in_flight import PROGRESS_TOKENS, InFlightRequest
+from gateway.proxy.inbound import edits
+from gateway.proxy.inbound.body import Body, bytes_to_parse, without_large_fields
+from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.routes import ROUTES
+from gateway.proxy.json_values import SHORT_BODY_BYTES, InvalidJson, parse_object
+from gateway.proxy.multi_prompt import MultiPromptForwarder
+from gateway.proxy.outcome import (
+    RequestCancelled,
+    RequestEvicted,
+    RequestYielded,
+    ResponseOutcome,
     is_resumable,
     to_gateway_error,
 )
-from gateway.proxy.resume.plan import NotResumable
-from gateway.proxy.resume.resumer import FirstRun, Resumer
-from gateway.proxy.retry import MOST_POOL_OVERFLOWS
-from gateway.proxy.sse import EventFilter
-from gateway.proxy.transcript import TokenIdExtractor, TranscriptRecorder
-from gateway.proxy.usage import UsageFilter
+from gateway.proxy.resume import FirstRun, NotResumable, Resumed, Resumer
+from gateway.proxy.stream import EventPipeline, TokenIdExtractor, UsageFilter
+from gateway.proxy.transcript import OverlapMismatch, TranscriptRecorder
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectFailed,
     ConnectionReset,
     ConnectTimedOut,
+    InvalidResponse,
     PoolFull,
     UpstreamError,
     UpstreamTimeout,
@@ -66,14 +67,32 @@ class Forwarder:
     context: ProxyContext
 
     async def forward(self, in_flight: InFlightRequest) -> ProxyResponse:
-        """The response to a request. Raises: GatewayError."""
+        """The response to a request: one attempt after another. Raises: GatewayError."""
         if in_flight.request.prompt_list is not None:
             await ensure_task()
             return await MultiPromptForwarder(in_flight, self.forward, self.context).run()
         result = await self._attempt(in_flight, NOTHING_TRIED)
         if isinstance(result, ProxyResponse):
             return result
-        return await self._retry(in_flight, result)
+        await ensure_task()
+        attempts = self.context.settings.retries.attempts
+        retries, may_cross = self.context.retries(attempts), attempts > 1
+        while result.retryable:
+            if not result.pool_full:
+                crosses = False
+                if may_cross and result.node.tier == "gpu":
+                    # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
+                    # multiply an outage of the GPU nodes.
+                    wanted, may_cross = in_flight.request.lease_request, False
+                    crosses = self.context.leases.has_cpu_node(wanted, result.tried)
+                if not crosses and not await retries.granted(reached_node=result.reached_node):
+                    break
+            result = await self._attempt(in_flight, result.tried)
+            if isinstance(result, ProxyResponse):
+                return result
+        if result.error_response is not None:
+            return result.error_response
+        raise result.error
 
     async def resume(
         self, in_flight: InFlightRequest, recorder: TranscriptRecorder, first_run: FirstRun
@@ -90,45 +109,12 @@ class Forwarder:
         attempt = resumed.attempt
         if attempt is None:
             return ProxyResponse(200, b"", resumed.first_bytes)
-        stream = ResponseStream(
-            attempt,
-            in_flight,
-            ROUTES[request.path].api,
-            context.accounting,
-            resumer,
-            rewriter=resumed.rewriter,
-        )
-        if request.lease_request.caller.yields:
-            in_flight.allow_yield(attempt, resumer.can_resume)
+        api = ROUTES[request.path].api
+        stream = ResponseStream(attempt, in_flight, api, context, recorder, resumer=resumer)
         lines, node = attempt.header_lines, attempt.lease.node
         return ProxyResponse(attempt.status, lines, resumed.first_bytes, stream, node)
 
-    async def _retry(self, in_flight: InFlightRequest, failed: FailedAttempt) -> ProxyResponse:
-        """Further attempts, as long as the retry policy grants them. Raises: GatewayError."""
-        await ensure_task()
-        settings = self.context.settings.retries
-        retries = self.context.retry_policy.retries(settings, settings.attempts)
-        may_cross = settings.attempts > 1
-        while True:
-            crosses = False
-            repeats = failed.pool_full and failed.retryable
-            if not repeats and may_cross and failed.retryable and failed.node.tier == "gpu":
-                # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
-                # multiply an outage of the GPU nodes.
-                lease_request = in_flight.request.lease_request
-                crosses = self.context.leases.has_cpu_node(lease_request, failed.tried)
-                may_cross = False
-            if not (crosses or repeats) and not await retries.granted(failed):
-                break
-            result = await self._attempt(in_flight, failed.tried)
-            if isinstance(result, ProxyResponse):
-                return result
-            failed = result
-        if failed.error_response is not None:
-            return failed.error_response
-        raise failed.error
-
-    async def _attempt(  # noqa: PLR0912 - each call costs
+    async def _attempt(  # noqa: PLR0912, PLR0915 - each call costs
         self, in_flight: InFlightRequest, tried: Tried
     ) -> ProxyResponse | FailedAttempt:
         """One attempt: select a node, count, exchange, judge. Raises: GatewayError."""
@@ -139,9 +125,9 @@ class Forwarder:
         # Select a node.
         if in_flight.cancel_error is not None:
             raise in_flight.cancel_error
-        if accounting.quarantine.entries:
-            self._check_quarantine(in_flight)
         request = in_flight.request
+        if context.quarantine.entries:
+            context.check_quarantine(request)
         lease_request, age = request.lease_request, clock() - request.received_at
         lease = leases.lease_now(lease_request, tried, age)
         if lease is None:
@@ -154,22 +140,43 @@ class Forwarder:
                 record.waited(clock() - queued_at)
 
         # Count the attempt.
-        if tried is NOTHING_TRIED:
-            context.retry_policy.count_request()
-        record.attempt_began(lease.node.name, lease.node.tier, lease.fallback)
         attempt = Attempt(lease, request, context.settings, leases, context.timeout_monitor, clock)
+        if tried is NOTHING_TRIED:
+            context.retry_budget.count_request(attempt.started_at)
+        record.attempt_began(lease.node.name, lease.node.tier, lease.fallback)
         in_flight.begin_attempt(attempt)
 
         # Exchange the request for the response's beginning.
         try:
-            recorder = self._recorder(attempt, api) if lease.stream else None
-            upstream = self._upstream_request(in_flight, attempt, api, recorder)
-            await attempt.open(upstream)
-            if isinstance(upstream.event_filter, UsageFilter) and self._refuses_usage(attempt):
-                upstream = self._upstream_request(in_flight, attempt, api, recorder)
-                await self._open_without_usage(attempt, upstream)
+            recorder = None
+            if (
+                lease.stream
+                and api.transcript_reader is not None
+                and lease.node.kind == "llama.cpp"
+                and lease_request.size.slots == 1
+                and context.settings.resume != "off"
+            ):
+                most = context.settings.limits.resume_bytes
+                recorder = TranscriptRecorder(api.transcript_reader, most)
+            head, body, events = self._upstream_request(in_flight, attempt, api, recorder)
+            await attempt.open(api, head, body, events)
+            if (
+                events is not None
+                and events.usage_filter is not None
+                and context.usage_options.are_refused(
+                    lease, request.path, attempt.status, attempt.content
+                )
+            ):
+                # Once more, without asking for usage.
+                head, body, events = self._upstream_request(in_flight, attempt, api, recorder)
+                try:
+                    await attempt.open_again(api, head, body, events)
+                finally:
+                    if not 0 < attempt.status < 300:
+                        # Something else was wrong, or the node has failed.
+                        context.usage_options.note(lease, request.path, taken=None)
             converts = request.stream and not attempt.is_sse and attempt.status < 300
-            events = await _as_events(attempt) if converts else None
+            converted = await _as_events(attempt) if converts else None
         except UpstreamError as failure:
             drop_traceback(failure)
             return self._judge_failure(in_flight, attempt, tried, failure)
@@ -184,10 +191,12 @@ class Forwarder:
         if tried is not NOTHING_TRIED:
             leases.answered(lease.id)
         if attempt.complete and not attempt.is_sse:
-            return self._plain_response(in_flight, attempt, api, events)
-        stream = self._response_stream(in_flight, attempt, api, recorder, tried)
+            return self._plain_response(in_flight, attempt, api, converted)
+        stream = ResponseStream(
+            attempt, in_flight, api, context, recorder if attempt.is_sse else None, tried
+        )
         if attempt.is_sse and not request.stream:
-            return await self._assemble(in_flight, stream, tried)
+            return await self._assemble(in_flight, attempt, stream, tried)
         if attempt.is_sse:
             record.first_content_sent(clock() - request.received_at)
         return ProxyResponse(
@@ -209,41 +218,7 @@ class Forwarder:
             lines = self._typed(attempt, JSON_HEADER_LINE)
         return ProxyResponse(attempt.status, lines, content, None, node)
 
-    def _check_quarantine(self, in_flight: InFlightRequest) -> None:
-        """Raises: GatewayError, if nodes have died on this very request."""
-        seconds = self.context.settings.retries.quarantine
-        rejection = self.context.accounting.rejection(in_flight, seconds)
-        if rejection is not None:
-            raise rejection
-
-    def _response_stream(
-        self,
-        in_flight: InFlightRequest,
-        attempt: Attempt,
-        api: Api,
-        recorder: TranscriptRecorder | None,
-        tried: Tried,
-    ) -> ResponseStream:
-        """The rest of the response, which is resumed on another node if its own fails."""
-        resumer = None
-        if recorder is not None and attempt.is_sse:
-            lease = attempt.lease
-            first_run = FirstRun(lease.model, None, lease.node.resume_key)
-            resumer = Resumer(self.context, in_flight, recorder, first_run, tried)
-            if attempt.request.lease_request.caller.yields:
-                in_flight.allow_yield(attempt, resumer.can_resume)
-        return ResponseStream(attempt, in_flight, api, self.context.accounting, resumer)
-
     # What is sent.
-
-    def _recorder(self, attempt: Attempt, api: Api) -> TranscriptRecorder | None:
-        """What records the stream, if it can be resumed."""
-        settings, node = self.context.settings, attempt.lease.node
-        if settings.resume == "off" or attempt.request.lease_request.size.slots != 1:
-            return None
-        if api.transcript_reader is None or node.kind != "llama.cpp":
-            return None
-        return TranscriptRecorder(api.transcript_reader, settings.limits.resume_bytes)
 
     def _upstream_request(
         self,
@@ -251,92 +226,75 @@ class Forwarder:
         attempt: Attempt,
         api: Api,
         recorder: TranscriptRecorder | None,
-    ) -> UpstreamRequest:
-        """The request for this node, which may know the model by a name of its own."""
-        request, lease = attempt.request, attempt.lease
+    ) -> tuple[bytes, Body, EventPipeline | None]:
+        """Head and body for this node, and what the events of its stream are to pass through."""
+        context, request, lease = self.context, attempt.request, attempt.lease
+        lease_request, kind = request.lease_request, lease.node.kind
         body: Body = request.bodies[lease.model]
-        event_filter: EventFilter | None = None
+        usage_filter = progress_filter = token_ids = None
         marks = api.added_fields_marks
-        if marks and (not isinstance(body, bytes) or any(mark in body for mark in marks)):
-            kind, settings = lease.node.kind, self.context.settings
-            if added := api.added_fields(edits.raw_fields(body), kind, settings):
-                body = edits.apply_edit(body, added)
-        if lease.stream and not request.stream:
+        if (
+            marks
+            and (not isinstance(body, bytes) or any(mark in body for mark in marks))
+            and (added := api.added_fields(edits.raw_fields(body), kind, context.settings))
+        ):
+            body = edits.apply_edit(body, added)
+        if not lease.stream:
+            if request.stream:
+                body = edits.apply_edit(body, edits.PLAIN)
+        elif not request.stream:
             body = edits.apply_edit(body, api.streaming_fields or {})
-        elif request.stream and not lease.stream:
-            body = edits.apply_edit(body, edits.PLAIN)
-        elif lease.stream and lease.node.kind == "openai":
-            options = self.context.usage_options
+        elif kind == "openai":
+            options = context.usage_options
             added = api.usage_fields(edits.raw_fields(body))
             if added and options.are_taken(lease, request.path) is not False:
                 body = edits.apply_edit(body, added)
-                event_filter = UsageFilter(partial(options.note, lease, request.path, taken=False))
-        lease_request = request.lease_request
-        reads_anew = lease_request.size.generates and not lease_request.wanted.prompt_cache
-        if reads_anew and lease.node.kind == "llama.cpp":
+                note = partial(options.note, lease, request.path, taken=False)
+                usage_filter = UsageFilter(note)
+        if (
+            lease_request.size.generates
+            and not lease_request.wanted.prompt_cache
+            and kind == "llama.cpp"
+        ):
             body = edits.apply_edit(body, edits.NO_PROMPT_CACHE)
-        filters_prefill_only = False
         if lease.stream and (
             in_flight.prefill_progress is not None
-            or request.lease_request.size.prompt_tokens >= PROGRESS_TOKENS
+            or lease_request.size.prompt_tokens >= PROGRESS_TOKENS
         ):
             progress = in_flight.follow_prefill()
             body, progress_filter = progress.begin_attempt(attempt, request, api, body)
-            if progress_filter is not None:
-                event_filter, filters_prefill_only = progress_filter, True
         if (
             recorder is not None
-            and self.context.settings.resume == "exact"
+            and context.settings.resume == "exact"
             and api.logprobs_fields is not None
             and api.can_resume_exactly(parse_object(bytes_to_parse(body)))
         ):
-            event_filter = TokenIdExtractor(
-                api.take_token_ids, recorder.add_token_ids, event_filter
-            )
-            filters_prefill_only = False
+            token_ids = TokenIdExtractor(api.take_token_ids, recorder.add_token_ids)
             body = edits.apply_edit(body, api.logprobs_fields)
         name = lease.served_name
         if name != request.model_in_body and (
-            request.model_in_body is not None or lease.node.kind == "openai"
+            request.model_in_body is not None or kind == "openai"
         ):
             body = edits.with_model(body, name)
         head = attempt.pool.address.request_head(
             b"POST", request.path.encode(), in_flight.header_lines(lease.id), len(body)
         )
-        on_output = None if recorder is None else recorder.add
-        return UpstreamRequest(
-            head, body, api, event_filter, on_output, filters_prefill_only=filters_prefill_only
-        )
-
-    def _refuses_usage(self, attempt: Attempt) -> bool:
-        """Whether the node may refuse the request just because it asks for usage: note it."""
-        options, lease, path = self.context.usage_options, attempt.lease, attempt.request.path
-        if attempt.status < 300:
-            if options.are_taken(lease, path) is None:
-                options.note(lease, path, taken=True)
-            return False
-        if not options.may_be_refused(lease, path, attempt.status, attempt.content):
-            return False
-        options.note(lease, path, taken=False)
-        return True
-
-    async def _open_without_usage(self, attempt: Attempt, upstream: UpstreamRequest) -> None:
-        """Send the request once more, without asking for usage. Raises: UpstreamError."""
-        try:
-            await attempt.open_again(upstream)
-        finally:
-            if not 0 < attempt.status < 300:
-                # Something else was wrong, or the node has failed.
-                self.context.usage_options.note(attempt.lease, attempt.request.path, taken=None)
+        if not lease.stream:
+            return head, body, None
+        record = None if recorder is None else recorder.add
+        events = EventPipeline(api, request, len(body), context.settings, context.clock, record)
+        if usage_filter or progress_filter or token_ids:
+            events.filter_by(usage_filter, progress_filter, token_ids)
+        return head, body, events
 
     # Judging what came. Each returns a failed attempt if another one may follow.
 
     async def _assemble(
-        self, in_flight: InFlightRequest, stream: ResponseStream, tried: Tried
+        self, in_flight: InFlightRequest, attempt: Attempt, stream: ResponseStream, tried: Tried
     ) -> ProxyResponse | FailedAttempt:
         """The plain response that the events of a stream make."""
         settings = self.context.settings
-        request, attempt = in_flight.request, stream.source
+        request = in_flight.request
         lease, most = attempt.lease, settings.limits.response_bytes
         node = lease.node
         try:
@@ -352,26 +310,27 @@ class Forwarder:
             content = assembler.response()
         except StreamFailed as failed:
             drop_traceback(failed)
-            if not _ended_by_request(failed.failure):
+            failure = failed.failure
+            out_of_time = isinstance(failure, UpstreamTimeout) and failure.limit == "total"
+            if not (out_of_time or isinstance(failure, RequestCancelled)):
                 self.context.accounting.discard(in_flight)
-            pool_full = isinstance(failed.failure, PoolFull)
-            if stream.resumer is not None:
+            pool_full = isinstance(failure, PoolFull)
+            if stream.pool_overflows is not None:
                 # It has counted this overflow already.
-                overflows = stream.resumer.pool_overflows - pool_full
-                tried = replace(tried, pool_overflows=overflows)
+                tried = replace(tried, pool_overflows=stream.pool_overflows - pool_full)
             if pool_full:
                 return _pool_full(node, tried, failed.error)
             tried = tried.failed_on(node.name)
             # An evicted request needs another node at once; any other may wait for one.
-            retryable = is_resumable(failed.failure) and (
-                not isinstance(failed.failure, RequestEvicted)
+            retryable = is_resumable(failure) and (
+                not isinstance(failure, RequestEvicted)
                 or self.context.leases.has_other_node(request.lease_request, tried)
             )
             return FailedAttempt(node, tried, failed.error, retryable=retryable)
-        except AssemblyError as failure:
+        except AssemblyError as odd:
             # The server is not quite llama.cpp's: it may still answer plainly.
             self.context.accounting.discard(in_flight)
-            error = errors.node_failed(f"{failure}".capitalize() + ".")
+            error = errors.node_failed(f"{odd}".capitalize() + ".")
             return FailedAttempt(
                 node, replace(tried.failed_on(node.name), may_assemble=False), error
             )
@@ -383,7 +342,7 @@ class Forwarder:
         """The header lines of a response, with this line for its type."""
         headers = [field for field in attempt.headers if field[0] != b"content-type"]
         extra = self.context.settings.headers.to_clients
-        return type_line + forwarded_headers.headers_for_client(headers, extra)
+        return type_line + headers_for_client(headers, extra)
 
     def _judge_error(
         self, in_flight: InFlightRequest, attempt: Attempt, tried: Tried
@@ -411,7 +370,13 @@ class Forwarder:
         if kind is ResponseOutcome.CONTEXT_OVERFLOW:
             return self._judge_overflow(request, content, node, tried)
         if kind is ResponseOutcome.REFUSED:
-            return self._judge_refusal(request, status, content, node, tried)
+            tried = tried.refused_by(node.name)
+            if status == 501:
+                tried = tried.unsupported_by(node.name, outcome.error_message(content))
+                error = self.context.leases.unsupported_error(request.lease_request, tried)
+                if error is not None:
+                    raise error
+            return self._not_served(request, status, node, tried)
         if kind is ResponseOutcome.BUSY:
             if status == 402:
                 tried = tried.refused_by(node.name)
@@ -425,18 +390,6 @@ class Forwarder:
         tried = replace(tried, statuses=(*tried.statuses, status))
         error = errors.node_failed("Every node tried failed.")
         return FailedAttempt(node, tried, error, error_response=response)
-
-    def _judge_refusal(
-        self, request: Request, status: int, content: bytes, node: NodeInfo, tried: Tried
-    ) -> FailedAttempt:
-        """The node can never serve this request; another node may. Raises: GatewayError."""
-        tried = tried.refused_by(node.name)
-        if status == 501:
-            tried = tried.unsupported_by(node.name, outcome.error_message(content))
-            error = self.context.leases.unsupported_error(request.lease_request, tried)
-            if error is not None:
-                raise error
-        return self._not_served(request, status, node, tried)
 
     def _not_served(
         self, request: Request, status: int, node: NodeInfo, tried: Tried
@@ -497,9 +450,7 @@ class Forwarder:
             return FailedAttempt(node, tried, error, retryable=retryable)
         if isinstance(failure, ConnectionReset):
             accounting.node_lost(in_flight, attempt)
-            seconds = self.context.settings.retries.quarantine
-            if (rejection := accounting.rejection(in_flight, seconds)) is not None:
-                raise rejection
+            self.context.check_quarantine(request)
         out_of_time = isinstance(failure, UpstreamTimeout) and failure.limit == "total"
         reached_node = not isinstance(failure, ConnectFailed | ConnectTimedOut)
         return FailedAttempt(
@@ -526,13 +477,18 @@ class FailedAttempt:
 
 async def _as_events(attempt: Attempt) -> bytes:
     """A plain response as the stream that the client asked for. Raises: InvalidResponse."""
-    body = attempt.request.bodies[attempt.lease.model]
-    fields = parse_object(without_large_fields(body))
-    if len(attempt.content) <= SHORT_BODY_BYTES:
-        return attempt.answer_as_events(fields)
-    # Megabytes take many milliseconds, of which each call in C has few.
-    await ensure_task()
-    return await asyncio.to_thread(attempt.answer_as_events, fields)
+    fields = parse_object(without_large_fields(attempt.request.bodies[attempt.lease.model]))
+    content = attempt.content
+    if not attempt.complete or len(content) > LARGEST_ANSWER_BYTES:
+        raise InvalidResponse("The node's answer is too long for one that is not streamed")
+    try:
+        if len(content) <= SHORT_BODY_BYTES:
+            return attempt.api.answer_events(content, fields)
+        # Megabytes take many milliseconds, of which each call in C has few.
+        await ensure_task()
+        return await asyncio.to_thread(attempt.api.answer_events, content, fields)
+    except (InvalidJson, AttributeError, KeyError, RecursionError, TypeError):
+        raise InvalidResponse("The node's answer has another form than expected") from None
 
 
 def _pool_full(node: NodeInfo, tried: Tried, error: GatewayError) -> FailedAttempt:
@@ -540,13 +496,6 @@ def _pool_full(node: NodeInfo, tried: Tried, error: GatewayError) -> FailedAttem
     tried = tried.overflowed_on(node.name)
     again = tried.pool_overflows <= MOST_POOL_OVERFLOWS
     return FailedAttempt(node, tried, error, retryable=again, pool_full=True)
-
-
-def _ended_by_request(failure: UpstreamError | None) -> bool:
-    """Whether the request ended by itself: it was cancelled, or its time was up."""
-    return isinstance(failure, RequestCancelled) or (
-        isinstance(failure, UpstreamTimeout) and failure.limit == "total"
-    )
 
 
 _SHOWING_OUTCOMES = frozenset({ResponseOutcome.REFUSED, ResponseOutcome.BUSY})
@@ -568,7 +517,188 @@ def _shown_error(request: Request, attempt: Attempt) -> NodeError | None:
         return None if names_account else NodeError(key_rejected_at=request.path)
     if status in {402, 429, 503}:
         return NodeError(
-            is_loading=outcome.is_model_loading(status, content),
+            is_loading=status == 503 and b"Loading model" in content,
             retry_after=outcome.retry_after(attempt.headers, time.time()),
         )
     return None
+
+
+class ResponseStream:
+    """The rest of an attempt's response. `close` must be called, whether it was read or not.
+
+    A stream is resumed on another node if its own fails.
+    """
+
+    __slots__ = (
+        "_attempt", "_closed", "_context", "_in_flight", "_recorder", "_resumed", "_resumer",
+        "_resuming", "_tried", "api",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        in_flight: InFlightRequest,
+        api: Api,
+        context: ProxyContext,
+        recorder: TranscriptRecorder | None,
+        tried: Tried = NOTHING_TRIED,
+        resumer: Resumer | None = None,
+    ) -> None:
+        """`recorder`: of a stream that may be resumed. `resumer`: has begun to do so."""
+        self._attempt = attempt
+        self._in_flight = in_flight
+        self.api = api
+        """The API that the client uses."""
+        self._context = context
+        self._recorder = recorder
+        self._tried = tried
+        self._resumer = resumer
+        self._resumed = resumer is not None
+        """Whether the events continue an earlier stream's."""
+        self._resuming = False
+        self._closed = False
+        if recorder is not None and in_flight.request.lease_request.caller.yields:
+            in_flight.allow_yield(attempt, self.resumer().can_resume)
+
+    @property
+    def is_sse(self) -> bool:
+        """Whether the response is a stream of events."""
+        return self._attempt.is_sse
+
+    @property
+    def failure(self) -> UpstreamError | None:
+        """Why the attempt was failed, if it was."""
+        return self._attempt.failure
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more is to come, so that a heartbeat may precede it."""
+        return self._resuming or not (self._closed or self._attempt.stream_ended)
+
+    @property
+    def last_content_at(self) -> float:
+        """When content last came from the node; monotonic."""
+        return self._attempt.last_content_at or 0.0
+
+    @property
+    def pool_overflows(self) -> int | None:
+        """How often the request has met a full pool; None: it was not tried to be resumed."""
+        return None if self._resumer is None else self._resumer.pool_overflows
+
+    def notify_failure(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the attempt is failed: the reader may wait for something else."""
+        self._attempt.notify_failure(callback)
+
+    def resumer(self) -> Resumer:
+        """What resumes the stream that is recorded."""
+        if self._resumer is None:
+            assert self._recorder is not None
+            lease = self._attempt.lease
+            first_run = FirstRun(lease.model, None, lease.node.resume_key)
+            self._resumer = Resumer(
+                self._context, self._in_flight, self._recorder, first_run, self._tried
+            )
+        return self._resumer
+
+    async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
+        """The next bytes for the client, empty at the end.
+
+        Chunks of a stream that arrive during the wait go straight to `write`; None: it reported
+        that the client lags.
+
+        A stream that fails ends with its API's error event. A plain response has none; Raises:
+        UpstreamError.
+        """
+        if self._closed:
+            return b""
+        try:
+            chunk = await self._attempt.read(write)
+        except UpstreamError as failure:
+            try:
+                return await self._end(failure, write)
+            finally:
+                drop_traceback(failure)
+        return await self._end(None, write) if chunk == b"" else chunk
+
+    def close(self) -> None:
+        """The client has received everything, or has left."""
+        if not self._closed:
+            self._closed = True
+            accounting = self._context.accounting
+            accounting.response_aborted(self._in_flight, self._attempt, "client_closed")
+
+    async def _end(  # noqa: PLR0912 - one story
+        self, failure: UpstreamError | None, write: WriteToClient | None
+    ) -> bytes | None:
+        """The attempt has ended, with `failure` or without: complete, resume or fail the stream."""
+        self._closed = True
+        attempt, in_flight, api = self._attempt, self._in_flight, self.api
+        accounting, events = self._context.accounting, attempt.events
+        if events is None:
+            if failure is None:
+                accounting.response_completed(in_flight, attempt, attempt.content)
+                return b""
+            accounting.response_aborted(in_flight, attempt, failure.outcome)
+            raise failure
+        rest = b""
+        if not events.ended:
+            with suppress(UpstreamError, OverlapMismatch):
+                rest = attempt.read_unclosed()
+        failure = failure or attempt.failure
+        tail, answers = events.last_events, in_flight.request.lease_request.size.slots
+        # Where each answer has a terminal event of its own, a failure may hide others that are due.
+        ends_once = attempt.api.single_terminal_event or answers < 2
+        if attempt.api.is_stream_complete(tail) and (
+            ends_once or (failure is None and not events.framer.has_partial)
+        ):
+            accounting.response_completed(in_flight, attempt, tail)
+            return rest + api.stream_end if self._resumed else rest
+        # All answers have ended: what the node does then is no error to the client.
+        is_finished = attempt.api.finished_answers(tail) >= max(1, answers)
+        if is_finished and not (self._recorder is not None and self.resumer().owes_usage()):
+            accounting.response_completed(in_flight, attempt, tail)
+            return rest + api.terminal_event
+        outcome = "truncated" if failure is None else failure.outcome
+        if failure is None and attempt.api.ends_with_error(tail):
+            outcome = "error_event"
+        accounting.response_aborted(in_flight, attempt, outcome)
+        error = to_gateway_error(failure)
+        if self._recorder is not None and is_resumable(failure):
+            self._resuming = True
+            try:
+                resumed = await self.resumer().resume(
+                    attempt,
+                    yielded=isinstance(failure, RequestYielded),
+                    pool_full=isinstance(failure, PoolFull),
+                )
+            except GatewayError as ended:
+                failure, error = RequestCancelled(ended), ended
+            else:
+                if resumed is not None:
+                    return rest + self._continue(resumed) or await self.next_chunk(write)
+            finally:
+                self._resuming = False
+        if is_finished:
+            return rest + api.terminal_event
+        if in_flight.request.stream:
+            in_flight.record.fail(error.status, error.code)
+            return rest + api.error_event(error, in_flight.request.x_request_id)
+        raise StreamFailed(error, failure)
+
+    def _continue(self, resumed: Resumed) -> bytes:
+        """The first bytes of the resumed stream, from which the rest is read now."""
+        if resumed.attempt is None:
+            return resumed.first_bytes + self.api.stream_end
+        self._closed, self._resumed, self._attempt = False, True, resumed.attempt
+        if self._in_flight.request.lease_request.caller.yields:
+            self._in_flight.allow_yield(resumed.attempt, self.resumer().can_resume)
+        return resumed.first_bytes
+
+
+class StreamFailed(UpstreamError):  # noqa: N818 - as `RequestCancelled`
+    """A stream failed of which the client has received nothing; `failure` None: it ended early."""
+
+    def __init__(self, error: GatewayError, failure: UpstreamError | None) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.failure = failure

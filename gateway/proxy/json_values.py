@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway import errors
-from gateway.errors import GatewayError
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -22,10 +21,6 @@ JsonObject = dict[str, Any]
 VALUE_DECODER = msgspec.json.Decoder()
 
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
-
-_OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
-
-_TEXTS = msgspec.json.Decoder(list[str])
 
 FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """Decodes an object's fields; each value stays bytes."""
@@ -63,22 +58,6 @@ def check_object(data: bytes) -> None:
     """Check that it is an object, without decoding its values. Raises: InvalidJson."""
     try:
         FIELDS_DECODER.decode(data)
-    except JSON_ERRORS:
-        raise InvalidJson from None
-
-
-def parse_objects(data: bytes) -> list[JsonObject]:
-    """The objects of a list. Raises: InvalidJson."""
-    try:
-        return _OBJECTS.decode(data)
-    except JSON_ERRORS:
-        raise InvalidJson from None
-
-
-def parse_texts(data: bytes) -> list[str]:
-    """The strings of a list. Raises: InvalidJson."""
-    try:
-        return _TEXTS.decode(data)
     except JSON_ERRORS:
         raise InvalidJson from None
 
@@ -281,7 +260,10 @@ def cut_long_strings(body: bytes) -> Generator[None, None, CutBody]:
                 spans.append((start, quote))
                 copied = quote
         if size + (start if in_string else at) - copied > MOST_PARSED_BYTES:
-            raise _too_many_short_parts()
+            raise errors.invalid_request(
+                f"The body has more than {MOST_PARSED_BYTES} bytes besides its long strings, which "
+                "is too much to translate: send it to the paths under /v1/."
+            )
         yield
     if in_string:
         raise errors.invalid_json("a string has no end")
@@ -295,10 +277,3 @@ def _without_escapes(body: bytes, start: int, end: int) -> bytes:
     if (len(part) - len(part.rstrip(b"\\"))) % 2:
         part += body[end : end + 1]
     return part.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-
-
-def _too_many_short_parts() -> GatewayError:
-    return errors.invalid_request(
-        f"The body has more than {MOST_PARSED_BYTES} bytes besides its long strings, which is too "
-        "much to translate: send it to the paths under /v1/."
-    )

@@ -19,18 +19,14 @@ from gateway import errors
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
 from gateway.proxy import outcome, sse
-from gateway.proxy.attempt import Attempt, WriteToClient
-from gateway.proxy.context import ProxyContext
+from gateway.proxy.accounting import ProxyContext
+from gateway.proxy.attempt import Attempt
+from gateway.proxy.client_response import JSON_HEADER_LINE, BodyStream, ProxyResponse, WriteToClient
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.inbound.body import LARGE_BODY_BYTES
 from gateway.proxy.inbound.request import PromptList
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.response_stream import (
-    JSON_HEADER_LINE,
-    BodyStream,
-    ProxyResponse,
-    to_gateway_error,
-)
+from gateway.proxy.outcome import to_gateway_error
 from gateway.transport.errors import UpstreamError
 
 MOST_BUFFERED_CHUNKS = 16
@@ -136,11 +132,6 @@ class MultiPromptForwarder:
             raise
 
     # The body stream.
-
-    @property
-    def source(self) -> MultiPromptForwarder:
-        """Itself: there is no single attempt."""
-        return self
 
     @property
     def is_sse(self) -> bool:

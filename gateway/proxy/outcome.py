@@ -1,4 +1,4 @@
-"""Classifies a node's response: pass it on or try another node; reads the bodies of errors."""
+"""What a node's response or failure means: pass it on or try another node, and who is to blame."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import NamedTuple
 
 import msgspec
 
+from gateway import errors
+from gateway.errors import GatewayError
 from gateway.lease import Fault
 from gateway.proxy.json_values import JSON_ERRORS
 from gateway.request import Endpoint, Headers
-from gateway.transport.errors import DECLINED
+from gateway.transport.errors import (
+    DECLINED,
+    NodeReportedError,
+    UpstreamError,
+    UpstreamTimeout,
+)
 
 
 class ResponseOutcome(enum.Enum):
@@ -263,11 +270,6 @@ def error_message(content: bytes) -> str | None:
     return error.message[:MOST_MESSAGE_CHARACTERS] or None if error is not None else None
 
 
-def is_model_loading(status: int, content: bytes) -> bool:
-    """Whether a 503 means that the model is still loading."""
-    return status == 503 and b"Loading model" in content
-
-
 def error_status(content: bytes) -> int:
     """The status of an error by its body's `code` or `type`; else 500."""
     error = _error(content)
@@ -286,3 +288,74 @@ def _error(content: bytes) -> _Error | None:
         return None
     # In a stream of `/v1/messages` llama.cpp sends the error's fields without the object around.
     return body.error or _Error(message=body.message, type=body.type, code=body.code)
+
+
+# Failures without a response.
+
+
+class RequestCancelled(UpstreamError):  # noqa: N818 - no error of the node's
+    """The gateway ends the request; its client gets `error`."""
+
+    outcome = "cancelled"
+
+    def __init__(self, error: GatewayError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class RequestEvicted(UpstreamError):  # noqa: N818 - no error of the node's
+    """The request must leave its node; its client gets `error` if no other node takes it."""
+
+    outcome = "moved"
+
+    def __init__(self, error: GatewayError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class RequestYielded(UpstreamError):  # noqa: N818 - no error of the node's
+    """The request gives up its slot to one of a higher class, and goes on later."""
+
+    outcome = "yielded"
+
+
+def is_resumable(failure: UpstreamError | None) -> bool:
+    """Whether a stream that failed like this is worth resuming; None: it ended early."""
+    if isinstance(failure, UpstreamTimeout):
+        return failure.limit != "total"
+    if isinstance(failure, NodeReportedError) and failure.is_request_fault:
+        return False
+    return not isinstance(failure, RequestCancelled)
+
+
+_FORWARDED_ERRORS = {
+    400: "invalid_request",
+    413: "request_too_large",
+    422: "invalid_request",
+    429: "rate_limit_exceeded",
+    503: "node_failed",
+    504: "node_timeout",
+    529: "node_failed",
+}
+"""Statuses of a node's error event that the client gets as they are, with their error codes. All
+others concern only the gateway and the node."""
+
+
+def to_gateway_error(failure: UpstreamError | None) -> GatewayError:
+    """The error for the client; None: the stream ended early."""
+    if failure is None:
+        return errors.node_failed("The node's stream ended too early.")
+    if isinstance(failure, RequestCancelled | RequestEvicted):
+        return failure.error
+    if isinstance(failure, RequestYielded):
+        return errors.cut_for_others()
+    if isinstance(failure, UpstreamTimeout):
+        return errors.node_timeout(f"{failure}.")
+    if isinstance(failure, NodeReportedError) and failure.client_error is not None:
+        return failure.client_error
+    if isinstance(failure, NodeReportedError) and failure.status in _FORWARDED_ERRORS:
+        status = failure.status
+        wait = errors.UNREPORTED_RETRY_AFTER if status in {429, 503, 529} else None
+        code = _FORWARDED_ERRORS[status]
+        return GatewayError(status, code, f"{failure}", retry_after=wait, retryable=False)
+    return errors.node_failed(f"{failure}".rstrip(".") + ".")

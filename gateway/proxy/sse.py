@@ -39,9 +39,6 @@ _BOUNDARY = re.compile(rb"\n\r?\n")
 _STEP = re.compile(rb"(?:[^\n]*\n){%d}" % MOST_STEP_LINES)
 
 
-EventFilter = Callable[[bytes], bytes]
-"""Removes fields or events that only the gateway asked for. Raises: InvalidResponse."""
-
 EventMatcher = Callable[[bytes], re.Match[bytes] | None]
 """Matches, from the beginning, all whole events that are ordinary; possibly none."""
 
@@ -76,16 +73,9 @@ class EventFramer:
     """
 
     __slots__ = (
-        "_begin",
-        "_ceiling",
-        "_comment",
-        "_limit",
-        "_lines",
-        "_matcher",
-        "_tail",
-        "event_count",
+        "_begin", "_ceiling", "_comment", "_limit", "_lines", "_matcher", "_tail", "event_count",
         "special_bytes",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,

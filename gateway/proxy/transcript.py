@@ -1,30 +1,34 @@
-"""The transcript of a stream: the response as the client has it, for another node to continue.
+"""The transcript of a stream, and the splice point in it from which another node continues.
 
 Outgoing events are kept as bytes and parsed only when they have become many or when the node has
 failed: nothing is parsed per token while a stream runs well. Even then, only the first of the
 events that differ in nothing but their text are parsed as objects. The readers of events and the
 requests for token ids are each API's own (`gateway.proxy.api`), so this module lies below them.
+
+A text continues exactly only from where it tokenizes as it was written: continuations by text
+differ when the text is cut within what the tokenizer would make one token (measured: 5 of 48). So
+under greedy sampling the splice point steps back to a token boundary, and the node's repetition of
+the overlap is compared and dropped.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import msgspec
 
 from gateway.proxy import sse
 from gateway.proxy.json_values import (
+    JSON_ERRORS,
     InvalidJson,
     JsonObject,
     parse_object,
-    parse_objects,
-    parse_texts,
 )
-from gateway.transport.errors import InvalidResponse
 
 MOST_RAW_BYTES = 48 * 1024
 """Bytes of events that are kept unparsed: about 240 tokens."""
@@ -40,6 +44,10 @@ tokens one by one."""
 COMPRESSION_BLOCK_BYTES = 4 * 1024
 """Bytes of text that are compressed together. Smaller blocks compress badly, larger ones leave
 more text uncompressed."""
+
+_TEXTS = msgspec.json.Decoder(list[str])
+
+_OBJECTS = msgspec.json.Decoder(list[JsonObject])
 
 
 @dataclass(slots=True)
@@ -182,8 +190,8 @@ class EventTemplate:
         if b"".join((self.before, between, self.after)) != events:
             return None
         try:
-            texts = parse_texts(b"[" + b",".join(strings) + b"]")
-        except InvalidJson:
+            texts = _TEXTS.decode(b"[" + b",".join(strings) + b"]")
+        except JSON_ERRORS:
             return None
         return texts if len(texts) == len(strings) else None
 
@@ -244,27 +252,21 @@ class TranscriptRecorder:
     """
 
     __slots__ = (
-        "_content",
-        "_max_bytes",
-        "_raw_chunks",
-        "_read",
-        "_reasoning",
-        "_template",
-        "_templates_left",
-        "_transcript",
-        "raw_bytes",
-    )
+        "_content", "_made", "_max_bytes", "_raw_chunks", "_read", "_reasoning", "_template",
+        "_templates_left", "raw_bytes",
+    )  # fmt: skip
 
     def __init__(self, read: TranscriptReader, max_bytes: int) -> None:
+        # Most streams end without more than this.
         self._read = read
         self._max_bytes = max_bytes
-        self._transcript = Transcript()
+        self._made: Transcript | None = None
         self._raw_chunks: list[bytes] = []
         self.raw_bytes = 0
         """Bytes of the events that are kept unparsed."""
-        self._reasoning = CompressedText()
-        self._content = CompressedText()
-        """The text before that in `_transcript`."""
+        self._reasoning: CompressedText
+        self._content: CompressedText
+        """The text before that in the transcript; made with it."""
         self._template: EventTemplate | None = None
         self._templates_left = MOST_TEMPLATES
 
@@ -281,11 +283,19 @@ class TranscriptRecorder:
 
     def transcript(self) -> Transcript:
         """All that was sent. Call it when the stream has failed."""
+        transcript = self._transcript
         self._parse(b"".join(self._raw_chunks))
         self._raw_chunks, self.raw_bytes = [], 0
-        self._reasoning.unpack(self._transcript.reasoning_pieces)
-        self._content.unpack(self._transcript.content_pieces)
-        return self._transcript
+        self._reasoning.unpack(transcript.reasoning_pieces)
+        self._content.unpack(transcript.content_pieces)
+        return transcript
+
+    @property
+    def _transcript(self) -> Transcript:
+        if self._made is None:
+            self._made = Transcript()
+            self._reasoning, self._content = CompressedText(), CompressedText()
+        return self._made
 
     def _compact(self) -> None:
         transcript = self._transcript
@@ -346,48 +356,156 @@ class TranscriptRecorder:
             self._transcript.mark_unresumable("an event that was sent is too large to be read")
             return
         try:
-            for value in parse_objects(b"[" + b",".join(objects) + b"]"):
+            for value in _OBJECTS.decode(b"[" + b",".join(objects) + b"]"):
                 self._read(self._transcript, value)
-        except (InvalidJson, TypeError, AttributeError):
+        except (*JSON_ERRORS, TypeError, AttributeError):
             self._transcript.mark_unresumable("an event that was sent can't be read")
 
 
 _NOT_OBJECTS = frozenset({b"", b"[DONE]", b"null"})
 
-_LOGPROBS = b'"logprobs"'
+PostToNode = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Posts JSON to a path of the replacement node and returns its JSON. Raises: UpstreamError."""
+
+MOST_STEP_BACKS = 4
+"""Positions that are tried before the splice point is the end of the text."""
+
+MIN_AGREEING_TOKENS = 3
+"""Tokens before the splice point that must be those that were sent."""
 
 
-class TokenIdExtractor:
-    """Removes logprobs from events and reports the token ids in them, for `resume: exact`.
+@dataclass(frozen=True, slots=True)
+class SplicePoint:
+    """Where the replacement node takes over."""
 
-    llama.cpp reports token ids of chats and completions only with `logprobs`. The client gets its
-    stream as if nobody had asked for them, at the price of parsing and encoding each event.
+    prefix: str
+    """The text that it is given as written."""
+    overlap: str
+    """The text behind `prefix` that it must repeat, and that is not sent a second time."""
+    prompt_tokens: int
+    """Tokens of the client's own prompt."""
+    sent_tokens: int
+    """Tokens of all text that was sent."""
+    prefix_tokens: int
+    """Tokens of `prefix`."""
+
+
+async def find_splice_point(
+    post: PostToNode,
+    prompt: str,
+    transcript: Transcript,
+    *,
+    greedy: bool,
+    has_stop_words: bool = False,
+) -> SplicePoint:
+    """Find the splice point of this transcript. Raises: UpstreamError.
+
+    `prompt`: the request as the node's template renders it, up to the beginning of the response.
+    `has_stop_words`: the last token may have been sent only in part.
     """
+    text, sent = transcript.text, transcript.content_pieces
+    prompt_tokens = len(await tokenize_pieces(post, prompt))
+    pieces_of_all = await tokenize_pieces(post, prompt + text)
+    # Tokenized anew, broken words make fewer tokens than were written. An event is one token,
+    # except for the bytes of a single character.
+    total = (
+        transcript.token_count
+        if text.isascii()
+        else max(len(pieces_of_all) - prompt_tokens, transcript.token_count)
+    )
+    if not greedy:
+        return SplicePoint(text, "", prompt_tokens, total, total)
+    for back in step_back_offsets(sent, pieces_of_all)[:MOST_STEP_BACKS]:
+        if has_stop_words and not back:
+            continue
+        prefix = text[: len(text) - back] if back else text
+        pieces = pieces_of_all if not back else await tokenize_pieces(post, prompt + prefix)
+        end = tokens_before(sent, back)
+        start = max(0, end - MIN_AGREEING_TOKENS)
+        packed = start == 0 and transcript.token_count > len(sent)
+        if tokenizes_as_sent(pieces, sent[start:end], packed=packed):
+            overlap_tokens = len(sent) - end
+            return SplicePoint(
+                prefix, text[len(prefix) :], prompt_tokens, total, total - overlap_tokens
+            )
+    return SplicePoint(text, "", prompt_tokens, total, total)
 
-    __slots__ = ("_inner_filter", "_on_token_ids", "_take_token_ids")
 
-    def __init__(
-        self,
-        take_token_ids: Callable[[JsonObject], list[int]],
-        on_token_ids: Callable[[Iterable[int]], None],
-        inner_filter: sse.EventFilter | None = None,
-    ) -> None:
-        """`take_token_ids`: the API's. `inner_filter` is applied to the events first."""
-        self._take_token_ids = take_token_ids
-        self._on_token_ids = on_token_ids
-        self._inner_filter = inner_filter
+async def tokenize_pieces(post: PostToNode, text: str) -> list[str]:
+    """The texts of a text's tokens, in order; for a token of incomplete UTF-8, its bytes' list."""
+    reply = await post(
+        "/tokenize",
+        {"content": text, "with_pieces": True, "add_special": True, "parse_special": True},
+    )
+    pieces = []
+    for token in reply.get("tokens") or ():
+        piece = token.get("piece") if isinstance(token, dict) else token
+        pieces.append(piece if isinstance(piece, str) else repr(piece))
+    return pieces
 
-    def __call__(self, events: bytes) -> bytes:
-        """The events without logprobs. Raises: InvalidResponse."""
-        if self._inner_filter is not None:
-            events = self._inner_filter(events)
-        return sse.edit_matching(events, _LOGPROBS, self._without_logprobs)
 
-    def _without_logprobs(self, event: bytes) -> bytes:
-        try:
-            value = parse_object(sse.payload(event))
-            if ids := self._take_token_ids(value):
-                self._on_token_ids(ids)
-        except (InvalidJson, KeyError, TypeError):
-            raise InvalidResponse("An event of the node's stream can't be read") from None
-        return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def step_back_offsets(sent: Sequence[str], pieces: Sequence[str]) -> list[int]:
+    """Characters to step back, least first: where a sent token and a token of the text both end."""
+    ends = set()
+    distance = 0
+    for piece in reversed(pieces):
+        ends.add(distance)
+        distance += len(piece)
+    offsets = []
+    distance = 0
+    for piece in reversed(sent):
+        if distance in ends:
+            offsets.append(distance)
+        distance += len(piece)
+    return offsets
+
+
+def tokens_before(sent: Sequence[str], back: int) -> int:
+    """How many tokens were sent before the position so many characters back."""
+    distance, end = 0, len(sent)
+    while end and distance < back:
+        end -= 1
+        distance += len(sent[end])
+    return end
+
+
+def tokenizes_as_sent(pieces: Sequence[str], sent: Sequence[str], *, packed: bool = False) -> bool:
+    """Whether the text's last tokens are those that were sent.
+
+    `packed`: the oldest piece joins many tokens; the end of it must be the end of a token.
+    """
+    left = len(sent)
+    for written, found in zip(reversed(sent), reversed(pieces), strict=False):
+        left -= 1
+        if written == found:
+            continue
+        return packed and not left and len(written) > len(found) and written.endswith(found)
+    return True
+
+
+class OverlapMismatch(Exception):  # noqa: N818 - not an error: another way is tried
+    """The replacement node wrote something else than had been sent."""
+
+    outcome = "mismatch"
+
+
+class OverlapFilter:
+    """Drops the overlap from the text of the replacement node while both agree."""
+
+    __slots__ = ("_expected",)
+
+    def __init__(self, overlap: str) -> None:
+        self._expected = overlap
+
+    @property
+    def done(self) -> bool:
+        """Whether the whole overlap has been repeated."""
+        return not self._expected
+
+    def feed(self, text: str) -> str:
+        """The part of `text` behind the overlap. Raises: OverlapMismatch."""
+        repeated = self._expected[: len(text)]
+        if not text.startswith(repeated):
+            raise OverlapMismatch
+        self._expected = self._expected[len(repeated) :]
+        return text[len(repeated) :]

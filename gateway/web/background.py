@@ -62,11 +62,11 @@ from gateway.http.request_head import (
     owner_by_head,
 )
 from gateway.http.response_head import encode_headers
+from gateway.proxy.client_response import JSON_HEADER_LINE
 from gateway.proxy.inbound.body import BYTE_ORDER_MARK, is_slow_to_parse
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.response_stream import JSON_HEADER_LINE
 from gateway.request import Headers
 from gateway.transport.eager_task import ensure_task
 from gateway.web.asgi import JsonResponse, error_response, page_limit

@@ -47,7 +47,10 @@ from gateway.http.response_head import (
 from gateway.lease import LeaseRequest
 from gateway.proxy.api.base import Api, NumberedHeartbeats, ResponseRewriter
 from gateway.proxy.client_response import (
+    JSON_HEADER_LINE,
+    BodyStream,
     EventsForClient,
+    ProxyResponse,
     for_client,
     is_slow_to_rewrite,
     node_error,
@@ -56,7 +59,12 @@ from gateway.proxy.client_response import (
     rewrite_in_steps,
 )
 from gateway.proxy.forwarder import Forwarder
-from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
+from gateway.proxy.in_flight import (
+    InFlightRegistry,
+    InFlightRequest,
+    PrefillProgress,
+    SupersedingMap,
+)
 from gateway.proxy.inbound import multipart
 from gateway.proxy.inbound.body import (
     BYTE_ORDER_MARK,
@@ -76,8 +84,6 @@ from gateway.proxy.inbound.request import (
     prepare_in_turn,
 )
 from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
-from gateway.proxy.prefill_progress import PrefillProgress
-from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
 from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
@@ -453,7 +459,7 @@ class _HandledRequest:
             exchange.end_response(content)
 
     async def _send_stream(self, response: ProxyResponse, stream: BodyStream) -> None:
-        exchange, is_sse, rewriter = self.exchange, stream.source.is_sse, self._rewriter
+        exchange, is_sse, rewriter = self.exchange, stream.is_sse, self._rewriter
         if rewriter is not None and not is_sse:
             raise errors.node_failed("The node's answer is too long.")
         if self._heartbeat is not None and not (is_sse and self.config.settings.heartbeat):
@@ -488,9 +494,9 @@ class _HandledRequest:
 
     async def _wait_writable(self, stream: BodyStream) -> None:
         """Wait until the client has taken most of its data, or the attempt fails."""
-        exchange, source = self.exchange, stream.source
-        if exchange.write_paused and source.failure is None:
-            source.notify_failure(exchange.wake_writer)
+        exchange = self.exchange
+        if exchange.write_paused and stream.failure is None:
+            stream.notify_failure(exchange.wake_writer)
             await exchange.wait_writable()
 
     async def _let_client_time_out(self, request: Request) -> None:

@@ -64,7 +64,7 @@ async def test_a_plain_request_that_is_left_frees_its_slot_at_once(
     await until_busy(narrow_url, 1)
     await until(
         lambda: any(
-            in_flight.attempt and in_flight.attempt.event_count > 5
+            in_flight.attempt and in_flight.attempt.content_events > 5
             for in_flight in narrow.gateway.registry
         )
     )

@@ -117,7 +117,7 @@ def torn(site: Site) -> set[str]:
         attempt, record = in_flight.attempt, in_flight.record
         if attempt is None or record.node is None:
             continue
-        if not (attempt.is_sse and attempt.event_count > 5):
+        if not (attempt.is_sse and attempt.content_events > 5):
             waiting.add(record.node)
         elif record.stream:
             begun.add(record.node)
@@ -151,7 +151,7 @@ async def until_read(site: Site, name: str) -> None:
     while same < 10:
         await asyncio.sleep(0.01)
         now = {
-            id(one): one.attempt and one.attempt.event_count
+            id(one): one.attempt and one.attempt.content_events
             for one in site.gateway.registry
             if one.record.node == name
         }
@@ -162,7 +162,7 @@ async def until_read(site: Site, name: str) -> None:
 def under_way(site: Site) -> int:
     """Attempts that have received a part of their answer."""
     attempts = [in_flight.attempt for in_flight in site.gateway.registry]
-    return sum(attempt is not None and attempt.event_count > 0 for attempt in attempts)
+    return sum(attempt is not None and attempt.content_events > 0 for attempt in attempts)
 
 
 @pytest.mark.smoke

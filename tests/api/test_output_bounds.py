@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gateway.proxy.inbound.body import bytes_to_parse
-from gateway.proxy.output_bound import BOUND_NAMES
+from gateway.proxy.tokens import BOUND_NAMES
 from tests.proxy.inbound.test_request import prepared
 from tests.proxy.proxy_over_nodes import BODIES
 from tests.servers import running_demo_servers

@@ -27,7 +27,7 @@ from gateway.batches.results import LineResults
 from gateway.batches.runner import Outcome
 from gateway.config.batches import BatchSettings
 from gateway.events import RequestFinished
-from gateway.proxy.response_stream import JSON_HEADER_LINE
+from gateway.proxy.client_response import JSON_HEADER_LINE
 from gateway.store.database import locate_store
 from gateway.store.store import Store
 from gateway.usage.ledger import ROW_COLUMNS, Ledger, UsageRow

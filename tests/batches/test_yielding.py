@@ -20,7 +20,7 @@ from tests.batches.stored_rows import to_run
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
 from tests.proxy.proxy_over_nodes import BODIES, ProxyOverNodes, Stream, proxy_over
-from tests.proxy.resume.test_resumer import check_whole, metrics_of
+from tests.proxy.test_resume import check_whole, metrics_of
 from tests.servers import start_demo_servers
 from tests.virtual import in_virtual_time, now
 

@@ -14,7 +14,7 @@ from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import KeyedHash
 from gateway.proxy.inbound.prompt_key import BLOCK_BYTES, VolatileLines, build_prompt_key
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.usage import read_usage
+from gateway.proxy.tokens import read_usage
 from tests.servers import running_demo_servers, spawn_demo_server, stop_demo_server
 from tests.servers import wait_for_demo_server as wait_for
 

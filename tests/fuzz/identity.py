@@ -1,4 +1,4 @@
-"""Who asks, and what of a head is forwarded: `access/`, `proxy/forwarded_headers.py`, contexts.
+"""Who asks, and what of a head is forwarded: `access/`, `proxy/client_response.py`, contexts.
 
 An input is header lines. Oracles: a caller is a key's holder only if the key itself is there; what
 a proxy has forwarded is never local; an address is that of the peer unless the peer is trusted;
@@ -24,7 +24,7 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.http.request_head import HandlerConfig, parse_context, x_request_id_of
 from gateway.lease import KeyedHash
-from gateway.proxy.forwarded_headers import headers_for_client, headers_for_node
+from gateway.proxy.client_response import headers_for_client, headers_for_node
 from gateway.request import Headers, Priority
 from gateway.usage.limits import LimitBook
 from tests.fuzz.inputs import Check, Target, divide, seed

@@ -12,7 +12,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from gateway.proxy.forwarded_headers import headers_for_client
+from gateway.proxy.client_response import headers_for_client
 from gateway.request import Headers
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import UpstreamError

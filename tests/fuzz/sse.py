@@ -22,7 +22,8 @@ from gateway.proxy.api.native import NATIVE
 from gateway.proxy.api.ollama import OllamaChatApi, OllamaGenerateApi
 from gateway.proxy.api.responses import RESPONSES, ResponsesRepair, TokenLimits
 from gateway.proxy.inbound.body import run_at_once
-from gateway.proxy.transcript import TokenIdExtractor, TranscriptRecorder
+from gateway.proxy.stream import TokenIdExtractor
+from gateway.proxy.transcript import TranscriptRecorder
 from gateway.transport.errors import InvalidResponse
 from tests.fuzz.inputs import Check, Target, divide, seed
 

@@ -109,21 +109,36 @@ def inventory() -> str:
 
 
 def log_events() -> str:
-    """All events that the code logs, with their level and constant fields."""
-    found: dict[tuple[str, str], set[str]] = {}
+    """All events that the code logs, with their levels and constant fields."""
+    found: dict[str, tuple[set[str], set[str]]] = {}
     for file in sorted((ROOT / "gateway").rglob("*.py")):
         for call in ast.walk(ast.parse(file.read_text())):
-            match call:
-                case ast.Call(
-                    func=ast.Attribute(value=owner, attr=level),
-                    args=[ast.Constant(value=str(event)), *_],
-                ) if level in LEVELS and re.search(r"\blog\b|_log\b", ast.unparse(owner)):
-                    fields = {one.arg or "**" for one in call.keywords} - {"exc_info"}
-                    found.setdefault((event, level), set()).update(fields)
+            if isinstance(call, ast.Call) and (logged := _logged(call)) is not None:
+                event, level = logged
+                levels, fields = found.setdefault(event, (set(), set()))
+                levels.add(level)
+                fields |= {one.arg or "**" for one in call.keywords} - {"exc_info"}
     return "".join(
-        f"{level}: {event}: {' '.join(sorted(fields))}\n"
-        for (event, level), fields in sorted(found.items())
+        f"{event}: {' '.join(sorted(levels))}: {' '.join(sorted(fields))}\n"
+        for event, (levels, fields) in sorted(found.items())
     )
+
+
+def _logged(call: ast.Call) -> tuple[str, str] | None:
+    """The event and the level, if a call logs a constant event."""
+    match call:
+        case ast.Call(
+            func=ast.Attribute(value=owner, attr=level), args=[ast.Constant(value=str(event)), *_]
+        ) if level in LEVELS and re.search(r"\blog\b|_log\b|get_logger", ast.unparse(owner)):
+            return event, level
+        case ast.Call(
+            func=ast.Attribute(attr="_log" | "_write"),
+            args=[level, ast.Constant(value=str(event)), *_],
+        ):
+            return event, str(level.value) if isinstance(
+                level, ast.Constant
+            ) else "by what it tells"
+    return None
 
 
 def state_files() -> str:

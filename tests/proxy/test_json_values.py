@@ -13,7 +13,6 @@ from gateway.proxy.json_values import (
     check_object,
     parse_json,
     parse_object,
-    parse_objects,
 )
 
 VALUES = st.recursive(
@@ -31,10 +30,9 @@ def test_every_value_is_read_as_it_was_written(value: Any) -> None:
     if isinstance(value, dict):
         check_object(data)
         assert parse_object(data) == value
-        assert parse_objects(b"[" + data + b"," + data + b"]") == [value, value]
 
 
-@pytest.mark.parametrize("parse", [parse_json, parse_object, parse_objects, check_object])
+@pytest.mark.parametrize("parse", [parse_json, parse_object, check_object])
 @pytest.mark.parametrize("data", [b"", b"{", b"nul", b'{"a": \xff}', b'"\xff"', TOO_DEEP])
 def test_what_is_no_json_is_one_kind_of_error(parse: Callable[[bytes], Any], data: bytes) -> None:
     with pytest.raises(InvalidJson):
@@ -46,9 +44,3 @@ def test_what_is_no_json_is_one_kind_of_error(parse: Callable[[bytes], Any], dat
 def test_another_type_is_no_object(parse: Callable[[bytes], Any], data: bytes) -> None:
     with pytest.raises(InvalidJson):
         parse(data)
-
-
-@pytest.mark.parametrize("data", [b"{}", b"[1]", b"null"])
-def test_another_type_is_no_list_of_objects(data: bytes) -> None:
-    with pytest.raises(InvalidJson):
-        parse_objects(data)

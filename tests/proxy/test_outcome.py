@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from gateway.fleet.health import RETRY_REFUSED_AFTER
+from gateway.fleet.node import NodeState
 from gateway.proxy.outcome import (
     ResponseOutcome,
     classify,
@@ -21,6 +22,7 @@ from gateway.proxy.outcome import (
     error_status,
     retry_after,
 )
+from gateway.transport.errors import DECLINED
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import until
@@ -29,10 +31,12 @@ from tests.proxy.proxy_over_nodes import (
     BODIES,
     GENERATION_PATHS,
     MESSAGES,
+    ProxyOverNodes,
     prompt_field,
     proxy_over,
 )
-from tests.virtual import in_virtual_time
+from tests.proxy.test_resume import GREEDY, PATHS, check_whole, nodes
+from tests.virtual import in_virtual_time, now
 
 
 @pytest.mark.parametrize(("status", "stream"), [(400, False), (400, True), (422, False)])
@@ -495,88 +499,53 @@ def test_an_overflow_is_known_by_its_message_without_a_type(
     assert context_overflow_sizes(content) == sizes
 
 
-@pytest.mark.parametrize(
-    ("message", "sizes"),
-    [
-        (
-            (
-                "This model's maximum context length is 16384 tokens. However, you requested "
-                "122946 tokens (112946 in the messages, 10000 in the completion). Please reduce "
-                "the length of the messages or completion."
-            ),
-            (112946, 16384, 10000),
-        ),
-        (
-            (
-                "This model's maximum context length is 4096 tokens. However, you requested 4097 "
-                "tokens in the messages, Please reduce the length of the messages."
-            ),
-            (4097, 4096, None),
-        ),
-        (
-            (
-                "This model's maximum context length is 4096 tokens. However, your request has "
-                "5000 input tokens. Please reduce the length of the input messages."
-            ),
-            (5000, 4096, None),
-        ),
-        (
-            (
-                "'max_tokens' or 'max_completion_tokens' is too large: 1000. This model's maximum"
-                " context length is 1024 tokens and your request has 530 input tokens (1000 > "
-                "1024 - 530)."
-            ),
-            (530, 1024, 1000),
-        ),
-        (
-            (
-                "This model's maximum context length is 16384 tokens. However, you requested 8192"
-                " output tokens and your prompt contains at least 8193 input tokens, for a total "
-                "of at least 16385 tokens."
-            ),
-            (8193, 16384, 8192),
-        ),
-        (
-            (
-                "You passed 31745 input tokens and requested 1024 output tokens. However, the "
-                "model's context length is only 32768 tokens, resulting in a maximum input length"
-                " of 31744 tokens."
-            ),
-            (31745, 32768, 1024),
-        ),
-        (
-            ("The decoder prompt (length 11466) is longer than the maximum model length of 8192."),
-            (11466, 8192, None),
-        ),
-        (
-            (
-                "The input (691793 tokens) is longer than the model's context length (540000 "
-                "tokens)."
-            ),
-            (691793, 540000, None),
-        ),
-        (
-            (
-                "Requested token count exceeds the model's maximum context length of 4096 tokens."
-                " You requested a total of 5000 tokens: 4500 tokens from the input messages and "
-                "500 tokens for the completion."
-            ),
-            (4500, 4096, 500),
-        ),
-        (
-            (
-                "This model's maximum context length is 8192 tokens. However, your messages "
-                "resulted in 9000 tokens."
-            ),
-            (9000, 8192, None),
-        ),
-    ],
-)
-def test_the_figures_of_other_engines_overflows_are_read(
-    message: str, sizes: tuple[int | None, ...]
-) -> None:
-    told = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
-    for content in (msgspec.json.encode({"error": told}), msgspec.json.encode(told)):
+OVERFLOWS = """\
+112946 16384 10000
+This model's maximum context length is 16384 tokens. However, you requested 122946 tokens (112946 in
+the messages, 10000 in the completion). Please reduce the length of the messages or completion.
+===
+4097 4096 -
+This model's maximum context length is 4096 tokens. However, you requested 4097 tokens in the
+messages, Please reduce the length of the messages.
+===
+5000 4096 -
+This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens.
+Please reduce the length of the input messages.
+===
+530 1024 1000
+'max_tokens' or 'max_completion_tokens' is too large: 1000. This model's maximum context length is
+1024 tokens and your request has 530 input tokens (1000 > 1024 - 530).
+===
+8193 16384 8192
+This model's maximum context length is 16384 tokens. However, you requested 8192 output tokens and
+your prompt contains at least 8193 input tokens, for a total of at least 16385 tokens.
+===
+31745 32768 1024
+You passed 31745 input tokens and requested 1024 output tokens. However, the model's context length
+is only 32768 tokens, resulting in a maximum input length of 31744 tokens.
+===
+11466 8192 -
+The decoder prompt (length 11466) is longer than the maximum model length of 8192.
+===
+691793 540000 -
+The input (691793 tokens) is longer than the model's context length (540000 tokens).
+===
+4500 4096 500
+Requested token count exceeds the model's maximum context length of 4096 tokens. You requested a
+total of 5000 tokens: 4500 tokens from the input messages and 500 tokens for the completion.
+===
+9000 8192 -
+This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.
+"""
+"""Tokens of prompt, context and answer, and how an engine tells them, in one line."""
+
+
+@each_case("told", OVERFLOWS.split("===\n"))
+def test_the_figures_of_other_engines_overflows_are_read(told: str) -> None:
+    figures, *lines = told.splitlines()
+    sizes = tuple(None if figure == "-" else int(figure) for figure in figures.split())
+    error = {"message": " ".join(lines), "type": "BadRequestError", "param": None, "code": 400}
+    for content in (msgspec.json.encode({"error": error}), msgspec.json.encode(error)):
         assert classify(400, content, "chat") is ResponseOutcome.CONTEXT_OVERFLOW
         assert context_overflow_sizes(content) == sizes
 
@@ -645,3 +614,224 @@ def test_retry_after_is_read_as_seconds_or_a_date(value: bytes, seconds: float |
 
 def test_no_retry_after_means_no_pause() -> None:
     assert retry_after([(b"content-length", b"3")], 1000.0) is None
+
+
+# Nodes that decline a request, or want none for a while: others serve it, and nobody is blamed.
+
+
+HOSTED: dict[str, Any] = {"kind": "openai", "model": "demo", "slots": 4}
+WAITS = {"retry-after": "30"}
+
+
+def decline(node: EmulatedNode, status: int, headers: dict[str, str] | None = None) -> None:
+    """The node answers all requests like this from now on."""
+    node.faults.clear()
+    node.faults.set("status", status=status, headers=headers or {})
+
+
+@in_virtual_time
+async def test_one_callers_content_takes_a_node_from_nobody(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+
+        @each_case(
+            ("status", "path", "stream"),
+            itertools.product([409, 424, 425, 451], GENERATION_PATHS, [False, True]),
+        )
+        async def check(status: int, path: str, stream: bool) -> None:
+            decline(one, status)
+            for _ in range(4):
+                reply = await proxy.ask(path, stream=stream)
+                assert (reply.status_code, reply.headers["x-gateway-node"]) == (200, "b")
+                assert reply.headers["x-gateway-attempts"] == "2"
+            one.faults.clear()
+            node = proxy.node("a")
+            assert (node.failures, node.state) == (0, NodeState.READY)
+            reply = await proxy.ask(path, stream=stream)
+            assert reply.headers["x-gateway-node"] == "a"
+
+        await check()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@in_virtual_time
+async def test_what_all_nodes_decline_has_failed_and_is_not_repeated(
+    tmp_path: Path, count: int
+) -> None:
+    servers = [EmulatedNode() for _ in range(count)]
+    async with proxy_over(tmp_path, *servers, nodes=A_FIRST[:count]) as proxy:
+
+        @each_case(("status", "path"), itertools.product(sorted(DECLINED), GENERATION_PATHS))
+        async def check(status: int, path: str) -> None:
+            before = sum(server.requests for server in servers)
+            for server in servers:
+                decline(server, status)
+            reply = await proxy.ask(path, stream=True)
+            assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
+            assert reply.headers["x-should-retry"] == "false"
+            assert sum(server.requests for server in servers) == before + count
+            assert [node.failures for node in proxy.app.fleet.nodes.values()] == [0] * count
+
+        await check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_an_endpoint_out_of_credit_leaves_premium_requests_to_the_cpus(
+    tmp_path: Path, stream: bool
+) -> None:
+    gpus, cpu = [EmulatedNode(), EmulatedNode()], EmulatedNode()
+    specs: tuple[dict[str, Any], ...] = ({**HOSTED, "tier": "gpu"}, {**HOSTED, "tier": "gpu"}, {})
+    async with proxy_over(tmp_path, *gpus, cpu, nodes=specs) as proxy:
+        for gpu in gpus:
+            decline(gpu, 402)
+        premium = {"x-priority": "premium"}
+        for number in range(6):
+            reply = await proxy.ask(stream=stream, headers=premium)
+            assert (reply.status_code, reply.headers["x-gateway-node"]) == (200, "c")
+            assert reply.headers["x-gateway-attempts"] == ("1" if number else "3")
+        assert [gpu.requests for gpu in gpus] == [1, 1]
+        assert "402" in proxy.node("a").reason
+        assert [proxy.node(name).failures for name in "abc"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("status", [402, 429])
+@in_virtual_time
+async def test_a_model_whose_endpoint_wants_a_pause_leaves_requests_to_the_next_of_its_alias(
+    tmp_path: Path, status: int
+) -> None:
+    first, second = EmulatedNode(), EmulatedNode()
+    specs: tuple[dict[str, Any], ...] = ({**HOSTED, "model": "m"}, {})
+    models = {"helper": {"use": ["m", "demo"]}}
+    async with proxy_over(tmp_path, first, second, nodes=specs, models=models) as proxy:
+        decline(first, status, WAITS)
+        for number in range(4):
+            began = now()
+            reply = await proxy.ask(model="helper", stream=bool(number % 2))
+            assert (reply.status_code, reply.headers["x-gateway-node"]) == (200, "b")
+            assert now() - began < 5
+        assert first.requests == 1
+        first.faults.clear()
+        await asyncio.sleep(30)
+        reply = await proxy.ask(model="helper")
+        assert reply.headers["x-gateway-node"] == "a"
+
+
+async def all_limited(proxy: ProxyOverNodes, path: str, **more: Any) -> tuple[Any, float]:
+    """The reply to a request that no node serves now, and how long it took."""
+    began = now()
+    reply = await proxy.ask(path, **more)
+    assert (reply.status_code, reply.headers["x-gateway-reason"]) == (429, "queue_full")
+    return reply, now() - began
+
+
+@pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
+@in_virtual_time
+async def test_when_all_nodes_want_a_pause_the_client_gets_429_with_the_shortest(
+    tmp_path: Path, kind: str
+) -> None:
+    servers = [EmulatedNode() for _ in range(3)]
+    spec = HOSTED if kind == "openai" else {}
+    paths = [
+        path for path in GENERATION_PATHS if kind == "llama.cpp" or path in GENERATION_PATHS[:2]
+    ]
+    for path in paths:
+        for stream in (False, True):
+            folder = tmp_path / f"{path.replace('/', '-')}-{stream}"
+            folder.mkdir()
+            async with proxy_over(folder, *servers, nodes=(spec, spec, spec)) as proxy:
+                for server, wait in zip(servers, ("30", "12", "17"), strict=True):
+                    decline(server, 429, {"retry-after": wait})
+                reply, seconds = await all_limited(proxy, path, stream=stream)
+                assert reply.headers["retry-after"] == "12"
+                assert "x-should-retry" not in reply.headers
+                assert reply.headers["x-gateway-attempts"] == "3"
+                assert seconds < 2
+                error = reply.json()["error"]
+                assert error["type"] == "rate_limit_error"
+                if kind == "openai" and not stream:
+                    # They pause now: the next request waits for the first, not for the second.
+                    reply, seconds = await all_limited(proxy, path, stream=stream)
+                    assert reply.headers["retry-after"] == "12"
+                    assert seconds == pytest.approx(12, abs=1)
+
+
+@in_virtual_time
+async def test_a_429_without_a_time_names_one(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two) as proxy:
+        decline(one, 429)
+        decline(two, 429)
+        reply, _ = await all_limited(proxy, GENERATION_PATHS[0])
+        assert reply.headers["retry-after"] == "5"
+
+
+@in_virtual_time
+async def test_a_short_pause_of_all_nodes_is_waited_for(tmp_path: Path) -> None:
+    one, retries = EmulatedNode(), {"backoff_max": 2.0}
+    async with proxy_over(tmp_path, one, nodes=(HOSTED,), retries=retries) as proxy:
+        began = now()
+        one.faults.next("status", status=429, headers={"retry-after": "2"})
+        reply = await proxy.ask()
+        assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
+        assert now() - began >= 2
+
+
+@in_virtual_time
+async def test_a_pause_counts_unless_another_node_failed(tmp_path: Path) -> None:
+    """Whoever only declines could not have served it; a node that failed may fail it again."""
+    one, two = EmulatedNode(), EmulatedNode()
+
+    @each_case(
+        ("first", "second", "status"),
+        [
+            *((429, other, 429) for other in (401, 402, 404, 451)),
+            *((other, 429, 429) for other in (401, 402, 404, 451)),
+            (429, 503, 502),
+            (503, 429, 502),
+        ],
+    )
+    async def check(first: int, second: int, status: int) -> None:
+        folder = tmp_path / f"{first}-{second}"
+        folder.mkdir()
+        async with proxy_over(folder, one, two, nodes=A_FIRST) as proxy:
+            decline(one, first, WAITS if first == 429 else None)
+            decline(two, second, WAITS if second == 429 else None)
+            reply = await proxy.ask()
+            assert reply.status_code == status
+            if status == 429:
+                assert reply.headers["retry-after"] == "30"
+
+    await check()
+
+
+@pytest.mark.parametrize("at", [None, "/tokenize", "/props"])
+@pytest.mark.parametrize("path", PATHS)
+@in_virtual_time
+async def test_a_node_that_declines_to_resume_a_stream_is_left_for_another(
+    tmp_path: Path, path: str, at: str | None
+) -> None:
+    one, two, three = nodes(3)
+    in_order: tuple[dict[str, Any], ...] = ({"speed_hint": 100.0}, {"speed_hint": 50.0}, {})
+    async with proxy_over(tmp_path, one, two, three, nodes=in_order) as proxy:
+        whole = await proxy.stream(path, **BODIES[path] | GREEDY)
+        one.faults.next("close", after_events=9)
+        two.faults.set("status", status=402 if at is None else 451, path=at)
+        check_whole(path, await proxy.stream(path, **BODIES[path] | GREEDY), whole)
+        two.faults.clear()
+        await proxy.settled()
+        assert [outcome for node, outcome in proxy.outcomes if node == "b"] == ["refused"]
+        assert proxy.node("b").failures == 0
+
+
+@in_virtual_time
+async def test_a_node_that_declines_in_the_middle_of_a_stream_is_not_blamed(tmp_path: Path) -> None:
+    one, two = nodes()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        whole = await proxy.stream(**GREEDY)
+        declined = b'data: {"error":{"code":451,"message":"Not this content"}}\n\n'
+        one.faults.next("insert", after_events=9, data=declined)
+        check_whole(PATHS[0], await proxy.stream(**GREEDY), whole)
+        await proxy.settled()
+        assert proxy.outcomes == [("a", "ok"), ("a", "refused"), ("b", "ok")]
+        assert proxy.node("a").failures == 0

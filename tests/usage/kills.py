@@ -40,7 +40,7 @@ import msgspec
 import yaml
 from sqlalchemy import Connection, select
 
-from gateway.proxy.prefill_progress import DEFAULT_BATCH, PROGRESS_TOKENS
+from gateway.proxy.in_flight import DEFAULT_BATCH, PROGRESS_TOKENS
 from gateway.store.database import locate_store
 from gateway.store.schema import open_requests, usage
 from gateway.store.store import Store

@@ -29,11 +29,11 @@ from gateway.lease import KeyedHash
 from gateway.observe.audit import AuditTrail
 from gateway.observe.metrics import Metrics
 from gateway.observe.problems import StorageCondition
-from gateway.proxy.context import ProxyContext
+from gateway.proxy.accounting import ProxyContext
+from gateway.proxy.attempt import TimeoutMonitor
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.routes import routes_of
-from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store

@@ -31,9 +31,8 @@ from gateway.proxy.json_values import (
     parse_object,
 )
 from gateway.proxy.outcome import error_message
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.transcript import Transcript, TranscriptReader
-from gateway.proxy.usage import read_usage
+from gateway.proxy.tokens import read_usage
+from gateway.proxy.transcript import SplicePoint, Transcript, TranscriptReader
 from gateway.request import SegmentedBody
 from gateway.transport.errors import InvalidResponse
 

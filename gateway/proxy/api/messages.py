@@ -12,7 +12,7 @@ from gateway import errors
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import NodeInfo, Usage
-from gateway.proxy import sse, usage
+from gateway.proxy import sse, tokens
 from gateway.proxy.api import resuming
 from gateway.proxy.api.base import (
     Answer,
@@ -53,9 +53,8 @@ from gateway.proxy.json_values import (
     parse_json,
     parse_object,
 )
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.transcript import Transcript
-from gateway.proxy.usage import token_count
+from gateway.proxy.tokens import token_count
+from gateway.proxy.transcript import SplicePoint, Transcript
 from gateway.transport.errors import InvalidResponse
 
 _ERROR_TYPES = {
@@ -349,11 +348,11 @@ class MessagesApi(Api):
 
     def read_usage(self, tail: bytes, opening: bytes = b"") -> Usage | None:
         """The tokens; a stream reports those of the prompt at its beginning."""
-        found = usage.read_usage(tail, _read_anthropic_usage)
+        found = tokens.read_usage(tail, _read_anthropic_usage)
         if found is None or found.timings is not None or found.prompt_tokens or not opening:
             return found
         for event in sse.split(opening):
-            first = usage.read_usage(event, _read_anthropic_usage)
+            first = tokens.read_usage(event, _read_anthropic_usage)
             if first is not None and first.prompt_tokens:
                 return Usage(first.prompt_tokens, first.cached_tokens, found.completion_tokens)
         return found

@@ -26,7 +26,7 @@ from gateway.proxy.api.resuming import (
     data_event,
 )
 from gateway.proxy.json_values import JsonObject, parse_json
-from gateway.proxy.output_bound import BOUND_NAMES
+from gateway.proxy.tokens import BOUND_NAMES
 from gateway.proxy.transcript import Transcript
 
 

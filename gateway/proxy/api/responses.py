@@ -46,9 +46,8 @@ from gateway.proxy.json_values import (
     parse_json,
     parse_object,
 )
-from gateway.proxy.output_bound import BOUND_NAMES
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.transcript import Transcript
+from gateway.proxy.tokens import BOUND_NAMES
+from gateway.proxy.transcript import SplicePoint, Transcript
 from gateway.transport.errors import InvalidResponse
 
 _NO_CONTENT_TYPES = frozenset(

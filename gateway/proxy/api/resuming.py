@@ -10,9 +10,8 @@ import msgspec
 from gateway.proxy import sse
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.outcome import error_message, error_status
-from gateway.proxy.output_bound import BOUND_NAMES, largest_bound
-from gateway.proxy.splice import OverlapFilter, OverlapMismatch, SplicePoint
-from gateway.proxy.transcript import Transcript
+from gateway.proxy.tokens import BOUND_NAMES, largest_bound
+from gateway.proxy.transcript import OverlapFilter, OverlapMismatch, SplicePoint, Transcript
 from gateway.transport.errors import InvalidResponse, NodeReportedError
 
 

@@ -28,7 +28,7 @@ from gateway.proxy.inbound.media import (
     measure_media,
 )
 from gateway.proxy.json_values import FIELDS_DECODER, TEXT_DECODER
-from gateway.proxy.output_bound import Number
+from gateway.proxy.tokens import Number
 
 BYTES_PER_TOKEN = 4
 """English text has about 4 bytes per token in the tokenizers of today's open models. JSON around

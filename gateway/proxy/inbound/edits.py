@@ -16,7 +16,7 @@ from gateway.config.routing import ModelRule
 from gateway.proxy.inbound import multipart, request_limits
 from gateway.proxy.inbound.body import MISSING, Body, ParsedBody
 from gateway.proxy.json_values import FIELDS_DECODER
-from gateway.proxy.output_bound import BOUND_NAMES, Number
+from gateway.proxy.tokens import BOUND_NAMES, Number
 
 B = TypeVar("B", bound=Body)
 

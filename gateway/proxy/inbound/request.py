@@ -55,7 +55,7 @@ from gateway.proxy.inbound.prompt_key import (
 )
 from gateway.proxy.inbound.routes import Route, can_assemble
 from gateway.proxy.json_values import ITEMS_DECODER
-from gateway.proxy.output_bound import settle_bound
+from gateway.proxy.tokens import settle_bound
 from gateway.request import Caller, Priority
 
 MOST_TARGETS = 32

@@ -23,9 +23,8 @@ from gateway.access.keys import AdminIdentity
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import RequestFinished
 from gateway.http.request_head import class_of
-from gateway.proxy.client_response import node_error
-from gateway.proxy.forwarded_headers import headers_for_node
-from gateway.proxy.in_flight import InFlightRequest
+from gateway.proxy.client_response import ProxyResponse, headers_for_node, node_error
+from gateway.proxy.in_flight import InFlightRequest, PrefillProgress
 from gateway.proxy.inbound.body import Body, parse_body
 from gateway.proxy.inbound.request import (
     IncomingRequest,
@@ -35,8 +34,7 @@ from gateway.proxy.inbound.request import (
 )
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.prefill_progress import PrefillProgress
-from gateway.proxy.response_stream import ProxyResponse, to_gateway_error
+from gateway.proxy.outcome import to_gateway_error
 from gateway.request import Caller, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.usage.meter import MeteredRequest

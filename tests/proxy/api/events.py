@@ -10,7 +10,7 @@ from gateway.lease import NodeInfo
 from gateway.proxy import sse
 from gateway.proxy.api.base import Api, ResponseAssembler
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.splice import SplicePoint
+from gateway.proxy.transcript import SplicePoint
 
 IDENTITY = {"id": "first", "created": 1, "model": "m", "object": "chat.completion.chunk"}
 """The fields that identify the first stream's response."""

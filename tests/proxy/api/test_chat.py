@@ -19,8 +19,8 @@ from gateway.proxy.api.chat import (
 )
 from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.resuming import ReasoningEndMark, wants_usage
-from gateway.proxy.splice import OverlapMismatch
-from gateway.proxy.transcript import TokenIdExtractor, Transcript, TranscriptRecorder
+from gateway.proxy.stream import TokenIdExtractor
+from gateway.proxy.transcript import OverlapMismatch, Transcript, TranscriptRecorder
 from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case
 from tests.proxy.api.events import (

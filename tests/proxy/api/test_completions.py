@@ -16,8 +16,8 @@ from gateway.proxy.api.completions import (
     read_completion,
 )
 from gateway.proxy.api.native import NATIVE
-from gateway.proxy.splice import OverlapMismatch, SplicePoint
-from gateway.proxy.transcript import TokenIdExtractor, Transcript, TranscriptRecorder
+from gateway.proxy.stream import TokenIdExtractor
+from gateway.proxy.transcript import OverlapMismatch, SplicePoint, Transcript, TranscriptRecorder
 from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case
 from tests.proxy.api.events import IDENTITY, SPLICE_POINT, TIMINGS, USAGE, assembled, event, values

@@ -25,8 +25,7 @@ from gateway.proxy.api.responses import (
 )
 from gateway.proxy.api.resuming import ReasoningEndMark, named_event
 from gateway.proxy.json_values import FIELDS_DECODER, parse_object
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.transcript import EventTemplate, Transcript
+from gateway.proxy.transcript import EventTemplate, SplicePoint, Transcript
 from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode

@@ -13,7 +13,7 @@ from gateway.proxy.api.messages import MESSAGES
 from gateway.proxy.api.native import INFILL, NATIVE, native_body
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.api.resuming import EventRewriter, StreamRewriter, remaining_tokens
-from gateway.proxy.resume.plan import is_greedy
+from gateway.proxy.resume import is_greedy
 from gateway.proxy.transcript import Transcript
 from gateway.transport.errors import InvalidResponse, NodeReportedError
 from tests.each_case import each_case

@@ -18,7 +18,7 @@ from gateway.proxy.inbound.edits import (
     required_edit,
     with_model,
 )
-from gateway.proxy.output_bound import BOUND_NAMES, settle_bound
+from gateway.proxy.tokens import BOUND_NAMES, settle_bound
 from tests.each_case import each_case
 
 

@@ -1,22 +1,27 @@
-"""Tokens and speeds, read from the end of a response without parsing the rest.
-
-Streams of OpenAI-compatible nodes report `usage` only if asked. Where the client does not ask, the
-gateway does, and takes it out again.
+"""Tokens of a response: those it took, read from its end, and the bound on those of one answer.
 
 llama.cpp adds `timings` to the last chunk of a stream and to plain responses, and `usage` where the
 API has it. Inside a JSON string the quotes of `"usage":{` would be escaped, so its raw bytes are
-found only where it is a real key.
+found only where it is a real key. Streams of OpenAI-compatible nodes report `usage` only if asked.
+Where the client does not ask, the gateway does, and takes it out again (`stream.UsageFilter`).
+
+Of the bound llama.cpp obeys one of several names, another one on each API: `n_predict` before
+`max_completion_tokens` before `max_tokens`; on `/v1/responses` `max_output_tokens`, null too, in
+place of `max_tokens`; on `/v1/messages` `max_tokens` alone. Other servers know an API's own name
+only. So the largest bound counts, and nodes are sent that one, under the API's own name.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from gateway.lease import GrantedLease, Usage
-from gateway.proxy import sse
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 
 MOST_CLOSING_BRACKETS = 16
@@ -96,50 +101,6 @@ def token_count(value: object) -> int:
     return int(min(value, MOST_PLAUSIBLE_TOKENS))
 
 
-_KEY = b'"usage"'
-
-_NULL_USAGE = re.compile(rb', *"usage" *: *null(?= *[,}])|"usage" *: *null *,')
-"""What OpenAI adds to each chunk before the one with usage."""
-
-
-class UsageFilter:
-    """Takes out of a stream what reports usage, since only the gateway asked; an `EventFilter`.
-
-    `on_timings` is called if `timings` come with it: llama.cpp's server would have sent them
-    unasked, in a chunk that the client gets.
-    """
-
-    __slots__ = ("_on_timings", "event")
-
-    def __init__(self, on_timings: Callable[[], None] = lambda: None) -> None:
-        self._on_timings = on_timings
-        self.event = b""
-        """The chunk with usage that no choice followed; empty: none has come."""
-
-    def __call__(self, events: bytes) -> bytes:
-        """These whole events as they would be if nobody had asked."""
-        passed = events
-        if _KEY in events:
-            events = _NULL_USAGE.sub(b"", events)
-            passed = sse.edit_matching(events, _KEY, self._take)
-        if self.event and b'"choices"' in events.rpartition(self.event)[2]:
-            self.event = b""  # some nodes report it again and again
-        return passed
-
-    def _take(self, event: bytes) -> bytes:
-        try:
-            value = parse_object(sse.payload(event))
-        except InvalidJson:
-            return event
-        said = value.get("choices") or value.get("error")
-        if said or not isinstance(value.get("usage"), dict):
-            return event  # some nodes report it unasked, beside a choice
-        self.event = event
-        if "timings" in value:
-            self._on_timings()
-        return b""
-
-
 class UsageOptions:
     """Which nodes may be asked for usage: they take the option, and report nothing without it.
 
@@ -166,14 +127,86 @@ class UsageOptions:
         else:
             known[path, lease.served_name] = taken
 
-    def may_be_refused(self, lease: GrantedLease, path: str, status: int, content: bytes) -> bool:
-        """Whether the option may be why the node refuses a request with this error."""
-        return status in {400, 422} and (
-            self.are_taken(lease, path) is not True
-            or b"stream_options" in content
-            or b"include_usage" in content
-        )
+    def are_refused(self, lease: GrantedLease, path: str, status: int, content: bytes) -> bool:
+        """Note what the answer to a request with the option shows about the node.
+
+        Returns whether the node may refuse the request just because of the option.
+        """
+        taken = self.are_taken(lease, path)
+        if status < 300:
+            if taken is None:
+                self.note(lease, path, taken=True)
+            return False
+        if status not in {400, 422} or (
+            taken and b"stream_options" not in content and b"include_usage" not in content
+        ):
+            return False
+        self.note(lease, path, taken=False)
+        return True
 
     def forget(self) -> None:
         """Nothing is known of any node."""
         self._taken.clear()
+
+
+Number = int | float | None
+
+BOUND_NAMES = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+
+MOST_TOKENS = (1 << 31) - 1
+"""llama.cpp's numbers have 32 bits: of a larger one it would take the lower bits."""
+
+UNBOUNDED = -1
+
+SMALL_BOUND = 4096
+"""Tokens; hardly a server refuses such a bound as larger than its answers may be."""
+
+
+def largest_bound(values: Iterable[int | float]) -> int | None:
+    """The largest of these bounds, in tokens; None: there is none, or an answer has no bound."""
+    counts = [_tokens(value) for value in values]
+    return max(counts) if counts and min(counts) >= 0 else None
+
+
+def settle_bound(
+    body: Any, fields: tuple[str, ...], most: int | None, left: float = math.inf
+) -> tuple[int | None, dict[str, Any]]:
+    """The most tokens that a node may write for one answer, and the edit that tells it so.
+
+    None: any number. `body` has the values as attributes; `fields` are the API's own names, the
+    usual one first; `most` is the operator's and the caller's limit on one answer, `left` what
+    the caller's other limits leave at best, which bounds an answer that has no bound: the largest
+    ones only where a negative number asks for it. The edit is mostly empty.
+    """
+    values, own = _bounds_of(body), getattr(body, fields[0])
+    cap = MOST_TOKENS if most is None else min(most, MOST_TOKENS)
+    # Nearly all bodies have the usual name alone.
+    if values.count(None) == len(values) - 1 and type(own) is int and 0 < own <= cap:
+        return own, {}
+    given = {
+        name: value for name, value in zip(BOUND_NAMES, values, strict=True) if value is not None
+    }
+    bound = largest_bound(given.values())
+    if most is not None and (bound is None or bound > most):
+        bound = most
+    elif not given and left > SMALL_BOUND:
+        return None, {}
+    # A bound of 0 still lets llama.cpp write a token.
+    tokens = None if bound is None else bound or 1
+    sent = bound
+    if sent is None:
+        sent = UNBOUNDED if left == math.inf else _tokens(max(1, left))
+    if len(given) == 1:
+        [(name, value)] = given.items()
+        if name in fields and _tokens(value) == sent and value <= MOST_TOKENS:
+            return tokens, {}
+    names = [name for name in fields if name in given] or fields[:1]
+    return tokens, dict.fromkeys(given, msgspec.UNSET) | {names[-1]: sent}
+
+
+_bounds_of = attrgetter(*BOUND_NAMES)
+
+
+def _tokens(value: float) -> int:
+    """A bound as llama.cpp reads it; `UNBOUNDED`, if it is negative."""
+    return int(max(UNBOUNDED, min(value, MOST_TOKENS)))

@@ -1,7 +1,4 @@
-"""Hosted streams report usage only if asked: the gateway asks, and the client sees none of it.
-
-The endpoint answers in the exact forms of OpenAI and of vLLM.
-"""
+"""Tokens are read from the end of a response, whatever its text says."""
 
 from __future__ import annotations
 
@@ -14,11 +11,193 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.events import AttemptEnded, RequestFinished
+from gateway.lease import Usage
+from gateway.proxy.api.base import Api
+from gateway.proxy.api.chat import CHAT as CHAT_API
+from gateway.proxy.api.messages import MESSAGES
+from gateway.proxy.api.native import NATIVE
+from gateway.proxy.api.relayed import RELAYED
+from gateway.proxy.api.responses import RESPONSES
+from gateway.proxy.stream import UsageFilter
+from gateway.proxy.tokens import (
+    MOST_OBJECT_BYTES,
+    MOST_PLAUSIBLE_TOKENS,
+    find_last_object,
+    read_usage,
+)
 from tests.each_case import each_case
 from tests.gateways import Running, running_gateway, until
 from tests.transport.raw import Peer, raw_server
+
+TIMINGS = {
+    "cache_n": 236,
+    "prompt_n": 1,
+    "prompt_ms": 30.958,
+    "predicted_n": 35,
+    "predicted_ms": 661.064,
+}
+
+
+def dump(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def read(value: Any, api: Api = CHAT_API) -> tuple[int, int, int]:
+    usage = api.read_usage(dump(value))
+    assert usage is not None
+    return usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+
+
+OPENAI = {
+    "completion_tokens": 35,
+    "prompt_tokens": 237,
+    "total_tokens": 272,
+    "prompt_tokens_details": {"cached_tokens": 236},
+}
+ANTHROPIC = {"cache_read_input_tokens": 40, "input_tokens": 5, "output_tokens": 9}
+OF_RESPONSES = {
+    "input_tokens": 45,
+    "output_tokens": 9,
+    "total_tokens": 54,
+    "input_tokens_details": {"cached_tokens": 40},
+}
+OF_A_PROMPT = {"prompt_tokens": 7, "total_tokens": 7}
+
+
+@each_case(
+    ("value", "api", "figures"),
+    [
+        ({"choices": [{}], "usage": OPENAI, "timings": TIMINGS}, CHAT_API, (237, 236, 35)),
+        # Their input tokens leave out the cached ones; those of responses don't.
+        ({"type": "message", "usage": ANTHROPIC}, MESSAGES, (45, 40, 9)),
+        ({"type": "message_delta", "usage": {"output_tokens": 9}}, MESSAGES, (0, 0, 9)),
+        ({"response": {"usage": OF_RESPONSES}}, RESPONSES, (45, 40, 9)),
+        ({"data": [], "usage": OF_A_PROMPT}, RELAYED, (7, 0, 0)),
+        ({"data": [0.5] * 1000, "usage": OF_A_PROMPT}, RELAYED, (7, 0, 0)),
+        ({"content": "x", "stop": True, "timings": TIMINGS}, NATIVE, (237, 236, 35)),
+        # No more is cached than the prompt has.
+        (
+            {"usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 9}}},
+            CHAT_API,
+            (3, 3, 0),
+        ),
+    ],
+)
+def test_each_apis_figures_are_read(value: Any, api: Api, figures: tuple[int, int, int]) -> None:
+    assert read(value, api) == figures
+
+
+def test_a_stream_without_usage_reports_timings() -> None:
+    stream = b'data: {"choices":[{"finish_reason":"stop"}],"timings":%b}\n\ndata: [DONE]\n\n'
+    assert read_usage(stream % dump(TIMINGS)) == Usage(237, 236, 35, TIMINGS)
+
+
+@each_case(
+    "body",
+    [
+        *(b"", b"{}", b'{"usage":null}', b'{"usage":null,"a":{"prompt_tokens":3}}', b"[1"),
+        *(b'{"usage":{"prompt_tokens":%b}}' % number for number in (b"NaN", b"Infinity", b"1e")),
+        b'{"usage":{' + MOST_OBJECT_BYTES * b" " + b'"prompt_tokens":1}}',
+    ],
+)
+def test_a_response_without_figures_has_no_usage(body: bytes) -> None:
+    assert read_usage(body) is None
+
+
+def test_null_is_not_followed_to_the_next_object() -> None:
+    assert find_last_object(b'{"usage":1,"a":{"x":1}}', b'"usage":') is None
+    assert find_last_object(b'{"usage": {"x":1}}', b'"usage":') == {"x": 1}
+
+
+@given(st.text(), st.sampled_from(["content", 'x"usage":{"', "arguments"]))
+def test_text_that_looks_like_usage_is_not_read(text: str, key: str) -> None:
+    inside = text + '"usage":{"prompt_tokens":999999},"timings":{"prompt_n":999999}' + text
+    usage = {"prompt_tokens": 3, "completion_tokens": 4}
+    assert read({"usage": usage, "choices": [{key: inside}]}) == (3, 0, 4)
+    assert read_usage(dump({"choices": [{key: inside}]})) is None
+
+
+@each_case(
+    ("number", "tokens"),
+    [
+        *((no, 0) for no in ("-5", "-1e300", "null", '"7"', "[]", "{}", "false", "0", "0.2")),
+        *((huge, MOST_PLAUSIBLE_TOKENS) for huge in ("1e300", "9" * 400, "4294967296")),
+    ],
+)
+def test_an_implausible_number_counts_as_zero_and_a_huge_one_is_bounded(
+    number: str, tokens: int
+) -> None:
+    body = f'{{"usage":{{"prompt_tokens":{number},"completion_tokens":2}}}}'
+    assert read_usage(body.encode()) == Usage(tokens, 0, 2)
+    if tokens:
+        found = read_usage(f'{{"timings":{{"prompt_n":{number}}}}}'.encode())
+        assert found is not None
+        assert found.prompt_tokens == tokens
+
+
+@given(st.binary())
+def test_any_bytes_can_be_read(data: bytes) -> None:
+    read_usage(b'{"usage":{' + data)
+    read_usage(b'"timings":' + data + b"}")
+
+
+@each_case(
+    ("came", "passed"),
+    [
+        (b'{"a":1,"usage":null}', b'{"a":1}'),
+        (b'{"a": 1, "usage": null, "b": 2}', b'{"a": 1, "b": 2}'),
+        (b'{"usage":null,"a":1}', b'{"a":1}'),
+        (b'{"choices":[{"delta":{"content":"\\"usage\\":null,"}}]}', None),
+        (b'{"choices":[{"delta":{}}],"usage":{"prompt_tokens":1}}', None),
+        (b'{"choices":[],"prompt_filter_results":[]}', None),
+        (b'{"choices":[],"usage":{"prompt_tokens":1}}', b""),
+        (b'{"choices":[],"error":null,"usage":{"prompt_tokens":1}}', b""),
+        (b'{"usage":{"prompt_tokens":1}}', b""),
+        (b'{"error":{"message":"no"},"choices":[],"usage":{"prompt_tokens":1}}', None),
+        (b"[DONE]", None),
+    ],
+)
+def test_the_traces_of_a_question_for_usage_are_taken_out(
+    came: bytes, passed: bytes | None
+) -> None:
+    """None: the event passes as it is."""
+    event_filter, other = UsageFilter(), b'data: {"choices":[{"text":"a"}]}\n\n'
+    expected = came if passed is None else passed
+    expected = b"data: %b\n\n" % expected if expected else b""
+    event = b"data: %b\n\n" % came
+    assert event_filter(other + event) == other + expected
+    assert event_filter.event == (b"" if expected else event)
+
+
+def test_usage_before_further_choices_is_not_that_of_the_whole_stream() -> None:
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":%d}}\n\n'
+    text, done = b'data: {"choices":[{}]}\n\n', b"data: [DONE]\n\n"
+
+    @each_case(
+        ("chunks", "reported"),
+        [
+            ([usage % 1, text, usage % 2, done], usage % 2),
+            ([usage % 1 + text + usage % 2 + done], usage % 2),
+            ([usage % 1, text, done], b""),
+            ([usage % 1 + text + done], b""),
+            ([usage % 1, b'data: {"choices":[{}],"usage":{"prompt_tokens":2}}\n\n', done], b""),
+            ([usage % 1, b":\n", usage % 2 + b":\n" + done], usage % 2),
+        ],
+    )
+    def check(chunks: list[bytes], reported: bytes) -> None:
+        event_filter = UsageFilter()
+        assert b"[]" not in b"".join(event_filter(chunk) for chunk in chunks)
+        assert event_filter.event == reported
+
+    check()
+
+
+# Hosted streams report usage only if asked: the gateway asks, and the client sees none of it.
+
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USAGE = {
