@@ -9,8 +9,9 @@ from typing import Any
 class RecordedTransport(asyncio.Transport):
     """A client's transport without a socket."""
 
-    def __init__(self) -> None:
-        super().__init__({"peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 8000)})
+    def __init__(self, **extra: object) -> None:
+        addresses = {"peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 8000)}
+        super().__init__({**addresses, **extra})
         self.sent = b""
         self.closed = False
         self.paused = False

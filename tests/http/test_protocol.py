@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from packaging.version import Version
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -587,12 +588,130 @@ def test_one_call_does_a_bounded_amount_of_work() -> None:
     assert peak < len(data) / 4, "the rest of the data was copied"
 
 
+# Requests that the ASGI application serves.
+
+
+@dataclass
+class Application:
+    """Answers each request with two pieces of a body once it may; reads when it is told to."""
+
+    scopes: list[Scope] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    may_read: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: int = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scopes.append(scope)
+        await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await send({"type": "http.response.body", "body": b"two"})
+        await self.may_read.wait()
+        self.told.append((await receive())["type"])
+        self.ended += 1
+
+
+@dataclass
+class Asked:
+    """A connection to an `Application`, and what was sent on it."""
+
+    application: Application = field(default_factory=Application)
+    transport: RecordedTransport = field(default_factory=RecordedTransport)
+    open: set[BoundedProtocol] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    connection: BoundedProtocol = field(init=False)
+
+    def __post_init__(self) -> None:
+        kind = protocol_class(LimitSettings())
+        self.connection = kind(self.application, 5.0, self.open, self.tasks)
+        self.connection.connection_made(self.transport)
+
+
+async def some_turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+ASKED = b"%b / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+
+
+async def test_an_application_gets_the_head_as_asgi_has_it() -> None:
+    asked = Asked(transport=RecordedTransport(sslcontext=object()))
+    asked.connection.data_received(b"PUT /a%20b%2Fc?q=%31 HTTP/1.1\r\nHost: a\r\nX-Y: Z\r\n\r\n")
+    await some_turns()
+    (scope,) = asked.application.scopes
+    abort = scope.pop("state")["abort"]
+    assert scope == {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+        "method": "PUT", "scheme": "https", "path": "/a b/c", "raw_path": b"/a%20b%2Fc",
+        "query_string": b"q=%31", "root_path": "", "headers": [(b"host", b"a"), (b"x-y", b"Z")],
+        "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 8000),
+    }  # fmt: skip
+    abort()
+    assert asked.transport.closed
+    asked.connection.connection_lost(None)
+
+
+async def test_an_application_whose_slow_client_leaves_waits_for_it_no_longer() -> None:
+    asked = Asked()
+    asked.connection.data_received(ASKED % (b"GET", 0))
+    asked.connection.pause_writing()
+    asked.application.may_answer.set()
+    await some_turns()
+    assert (asked.transport.sent, len(asked.tasks), len(asked.open)) == (b"", 1, 1)
+    asked.application.may_read.set()
+    asked.connection.connection_lost(None)
+    await some_turns()
+    assert asked.application.told == ["http.disconnect"]
+    assert (asked.transport.sent, len(asked.tasks), len(asked.open)) == (b"", 0, 0)
+
+
+async def test_of_a_body_that_no_application_reads_little_is_kept() -> None:
+    asked = Asked()
+    asked.connection.data_received(ASKED % (b"POST", 1 << 20) + b"x" * 70_000)
+    assert not asked.transport.reads()
+    asked.application.may_answer.set()
+    await some_turns()
+    assert asked.transport.reads(), "its response is complete, and the rest may come"
+    cycle = asked.connection.cycle
+    assert cycle is not None
+    kept = len(cycle.body)
+    asked.connection.data_received(b"x" * 70_000)
+    assert (len(cycle.body), asked.transport.reads()) == (kept, True)
+    asked.application.may_read.set()
+    await some_turns()
+    asked.connection.connection_lost(None)
+
+
+@pytest.mark.parametrize("how", ["drained", "begins to drain", "shut down"])
+async def test_a_connection_that_ends_has_the_response_that_runs(how: str) -> None:
+    asked = Asked()
+    if how == "begins to drain":
+        asked.connection.begin_drain()
+    asked.connection.data_received(ASKED % (b"GET", 0))
+    await some_turns()
+    if how == "drained":
+        asked.connection.drain()
+    elif how == "shut down":
+        asked.connection.shutdown()
+    assert not asked.transport.closed
+    asked.application.may_answer.set()
+    asked.application.may_read.set()
+    await some_turns()
+    head, _, body = asked.transport.sent.partition(b"\r\n\r\n")
+    assert b"\r\nconnection: close" in head
+    assert body == b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
+    assert (asked.transport.closed, asked.application.ended) == (True, 1)
+    asked.connection.connection_lost(None)
+
+
 INSTALLED = version("uvicorn")
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def changed(what: str, where: str) -> str:
-    return f"uvicorn {INSTALLED}: {what}; check gateway/web/{where}"
+    return f"uvicorn {INSTALLED}: {what}; check gateway/http/{where}"
 
 
 def attributes_of(kind: type, owner: str, context: type[ast.expr_context]) -> set[str]:

@@ -159,6 +159,13 @@ async def test_an_allowed_page_may_read_every_kind_of_response(tmp_path: Path) -
         assert beaten.headers["access-control-allow-origin"] == PAGE
         stranger = await gate.ask(request(short, "Origin: https://evil.example"))
         assert "access-control-allow-origin" not in stranger.headers
+        asks = (
+            "Access-Control-Request-Method: POST",
+            "Access-Control-Request-Headers: authorization",
+        )
+        preflight = await gate.ask(request(b"", origin, *asks, method="OPTIONS"))
+        assert (preflight.status, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
+        assert "POST" in preflight.headers["access-control-allow-methods"]
 
 
 PADDED: dict[str, Any] = {

@@ -368,6 +368,14 @@ async def test_a_page_of_another_origin_may_not() -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
+async def test_every_page_may_read_if_the_settings_say_so() -> None:
+    async with bare_gateway() as gateway:
+        answer = await reply(gateway, CorsSpec(origins=("*",)), "GET", origin=FOREIGN)
+        error = await reply(gateway, CorsSpec(origins=("*",)), "DELETE", origin=FOREIGN)
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert (error.status_code, error.headers["access-control-allow-origin"]) == (405, "*")
+
+
 @pytest.mark.parametrize(
     ("path", "use"),
     [
