@@ -8,7 +8,8 @@ with k of its slots busy a request is there for
 
 for X seconds of node time that a prompt takes, D seconds that an answer takes alone, and c, the
 cost of a busy slot more. Erlang C and Allen-Cunneen's formula take every slot to be as slow as in a
-full node, always: waits come out too long rather than too short.
+full node, always: waits come out too long rather than too short. The time in a slot is that of the
+slots which are busy in the mean (`busy_slots`).
 
 **A trial** plays the traffic through the real scheduler on simulated nodes
 (`gateway/tools/simulate`), and has the last word.
@@ -31,7 +32,7 @@ from gateway.tools.simulate.simulation import SimulatedMachine, simulate
 from gateway.tools.simulate.trace import Job, Trace, unread_tokens
 
 MOST_SERVERS = 1_000_000
-"""More slots than this are a mistake; Erlang's recursion takes a second for them."""
+"""More slots than this are a mistake; the recursions take a second for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,28 @@ def erlang_c(servers: int, offered: float) -> float:
     return blocked / (1.0 - (1.0 - blocked) * offered / servers)
 
 
+def busy_slots(times: NodeTimes, nodes: int, arrivals: float) -> float:
+    """Mean number of busy slots of equal nodes that are not overloaded.
+
+    Of the birth-death process in which n busy slots, evenly on the nodes, end n / `in_slot(n /
+    nodes)` requests per second. Source: the state probabilities of such processes, p(n)
+    proportional to the product of arrivals / rate(k); Kleinrock, "Queueing Systems", volume 1
+    (1975), section 3.1.
+    """
+    slots = nodes * times.slots
+    # Weights of the states relative to that of an idle fleet; scaled, so that none can overflow.
+    total, weight, busy = 1.0, 1.0, 0.0
+    for number in range(1, slots + 1):
+        weight *= arrivals * times.in_slot(max(1.0, number / nodes)) / number
+        if weight > 1e200:
+            total, busy, weight = total / weight, busy / weight, 1.0
+        if number == slots:  # and any number of requests that wait
+            weight /= 1.0 - arrivals / (nodes * times.capacity)
+        total += weight
+        busy += number * weight
+    return busy / total
+
+
 def allen_cunneen(
     probability: float,
     arrivals: float,
@@ -166,13 +189,13 @@ def estimate(
     if nodes < 1 or not 0 <= arrivals < math.inf:
         raise ValueError("an estimate needs a node, and a finite rate of arrivals")
     most = nodes * times.capacity
-    use = min(1.0, arrivals / most)
-    # Arrivals go to the least busy node: of a large fleet all are about evenly busy.
-    busy = max(1.0, use * times.slots + (1.0 - use) / nodes)
     waiting = erlang_c(nodes * times.slots, arrivals * times.full)
+    service = times.alone if arrivals < most else times.full
+    if 0 < arrivals < most:
+        service = busy_slots(times, nodes, arrivals) / arrivals
     scv = times.service_scv(lengths_scv)
     wait = allen_cunneen(waiting, arrivals, most, arrival_scv=arrival_scv, service_scv=scv)
-    return WaitEstimate(arrivals / most, waiting, wait, times.in_slot(busy), scv)
+    return WaitEstimate(arrivals / most, waiting, wait, service, scv)
 
 
 # Trials.

@@ -234,9 +234,10 @@ class _Lines:
         klass = line.text("class") or "normal"
         if klass not in _CLASSES:
             raise line.broken("class", f"{klass!r} is no class", ", ".join(_CLASSES))
-        self._time = line.seconds("time", self._time, -MOST_SECONDS)
+        time = line.seconds("time", self._time, -MOST_SECONDS)
         pause = line.seconds("pause", 0.0, 0.0)
         limit = line.whole("max_tokens", 1, MOST_TOKENS) if "max_tokens" in line.value else None
+        self._time = time
         if session:
             stream = self._streams.setdefault(session, len(self._streams) + 1)
         else:
@@ -245,7 +246,7 @@ class _Lines:
         head = self._heads.setdefault(prefix, len(self._heads) + 1) if prefix and shared else 0
         return Job(
             0,
-            self._time,
+            time,
             TracePrompt(stream, prompt, head, shared if head else 0),
             output if limit is None else min(output, limit),
             limit,

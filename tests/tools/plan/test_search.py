@@ -97,6 +97,18 @@ def test_one_slot_is_the_queue_of_the_books() -> None:
     assert found.completion == pytest.approx(found.wait + times.full)
 
 
+@pytest.mark.parametrize(("slots", "batch_cost"), [(16, 0.05), (4, 1.5)], ids=str)
+def test_a_node_that_is_not_full_is_faster_than_a_full_one(slots: int, batch_cost: float) -> None:
+    node_type = a_type(slots=slots, decode_tps=20, prefill_tps=500, batch_cost=batch_cost)
+    parts, limit = (FleetPart(node_type, 2),), TimeLimit(60.0)
+    times = node_times(node_type.machine("m"), 400, 200)
+    arrivals = 0.5 * 2 * times.capacity
+    workload = Workload(arrivals * 3600, 400, 200)
+    found = estimate(times, 2, arrivals, lengths_scv=workload.lengths_scv)
+    trial = try_fleet(parts, make_trace(workload, 1000, seed=1), limit, warm=True)
+    assert found.service == pytest.approx(trial.service, rel=0.1)
+
+
 def test_times_are_those_of_the_simulated_server() -> None:
     """A full node, kept full, ends as many requests as the formula says."""
     one = machine(slots=4, decode=40, prefill=600)

@@ -135,6 +135,15 @@ def test_broken_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
     assert (len(trace.jobs), trace.skipped) == (2, 2)
 
 
+def test_a_request_without_a_time_comes_with_the_one_before_that_is_not_broken(
+    tmp_path: Path,
+) -> None:
+    good = {"prompt_tokens": 1, "output_tokens": 1}
+    lines = {**good, "time": 1}, {**good, "time": 900, "pause": -1}, good
+    trace = read_trace(written(tmp_path, *lines), skip_broken=True)
+    assert [job.time for job in trace.jobs] == [0, 0]
+
+
 def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
     assert problems(written(tmp_path, "")) == ["trace.jsonl: holds no request (write one a line)"]
 
