@@ -251,7 +251,8 @@ class KeySync:
         self._revision: int | None = None
         """The revision of the keys in the ring; None: they are not the store's, or there are none.
         """
-        self._worker = StoreWorker(self._look, poll_seconds)
+        # No longer pauses while the store is away: a key may be revoked meanwhile.
+        self._worker = StoreWorker(self._look, poll_seconds, longest_pause=poll_seconds)
         self._unchanged = 0
         self._refreshing = asyncio.Lock()
         self._seen_changes = -1

@@ -182,10 +182,6 @@ class KeyRing:
         self.is_complete = True
         self._change()
 
-    def hidden_ids(self) -> frozenset[str]:
-        """Ids of stored keys that do not count, since the settings have a key of the same id."""
-        return frozenset(self._stored.keys() & self._settings.keys())
-
     def callers(self) -> Iterator[Caller]:
         """The holders of all keys that have not expired."""
         return (key.caller for key in self._by_id.values())

@@ -13,16 +13,17 @@ from collections.abc import Awaitable, Callable
 from gateway.store.failures import StoreError
 
 LONGEST_PAUSE = 5.0
-"""Seconds until a pass that failed is tried again, at most, unless its period is longer."""
+"""Seconds until a pass that failed is tried again, at most, where the worker says nothing else."""
 
 
 class StoreWorker:
     """Does one pass after the other. Its owner runs `run` in a task, and cancels and awaits it.
 
     `period`: seconds from the beginning of a pass to that of the next. `first`: seconds until the
-    first pass, in place of a period. `on_away` is told, once for each time that the store is away,
-    why; the store itself has a line in the log. `clock` is monotonic; by default it is the event
-    loop's.
+    first pass, in place of a period. `longest_pause`: seconds until a pass that failed is tried
+    again, at most, unless `period` is longer. `on_away` is told, once for each time that the store
+    is away, why; the store itself has a line in the log. `clock` is monotonic; by default it is the
+    event loop's.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class StoreWorker:
         period: float,
         *,
         first: float | None = None,
+        longest_pause: float = LONGEST_PAUSE,
         on_away: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = lambda: asyncio.get_running_loop().time(),
     ) -> None:
@@ -43,6 +45,7 @@ class StoreWorker:
         has not begun."""
         self._one_pass = one_pass
         self._period = self._pause = period
+        self._longest_pause = max(longest_pause, period)
         self._first = period if first is None else first
         self._on_away = on_away
         self._clock = clock
@@ -78,7 +81,7 @@ class StoreWorker:
             self._pause = self._period
             self._on_away(why)
         else:
-            self._pause = min(2 * self._pause, max(LONGEST_PAUSE, self._period))
+            self._pause = min(2 * self._pause, self._longest_pause)
         self.problem = why
         self.failures += 1
 

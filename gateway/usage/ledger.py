@@ -387,7 +387,8 @@ class Ledger:
             journal[one.id] = one
             self._refresh_after = one.id
             work.opened.append(_open_row(one, self.own.id, now))
-        if self.clock() >= self._next_heartbeat:
+        # A pass after one that failed must not succeed because it has nothing to write.
+        if self.clock() >= self._next_heartbeat or self.worker.problem is not None:
             work.heartbeat = now
         return work
 

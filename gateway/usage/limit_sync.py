@@ -127,6 +127,7 @@ class LimitSync:
         self.worker = StoreWorker(
             self._look_if_due,
             POLL_SECONDS,
+            longest_pause=POLL_SECONDS,
             on_away=lambda why: log.warning("limits do not follow the store", why=why),
             clock=self.clock,
         )

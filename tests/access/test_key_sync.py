@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import shutil
@@ -37,11 +38,13 @@ from gateway.access.stored_keys import StoredKey, add_keys, revoke_key, rotate_k
 from gateway.config.listeners import KeySpec
 from gateway.startup import Options, check_startup, keys_file
 from gateway.store.database import StoreLocation, locate_store, never_had_keys
+from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import keys as keys_table
 from gateway.store.store import LOOK_SECONDS, Store
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.postgres import needs_postgres, running_postgres
+from tests.virtual import in_virtual_time, now
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -147,6 +150,26 @@ async def test_the_ring_looks_for_revocations_twice_a_second(tmp_path: Path) -> 
             await store.run(lambda c: revoke_key(c, "alice", time.time()))
         await until(lambda: running.gateway.key_ring.find(ALICE.text) is None)
         assert await connection.status(ALICE) == 401
+
+
+@in_virtual_time
+async def test_keys_are_asked_for_at_each_poll_while_the_store_is_away(tmp_path: Path) -> None:
+    asked: list[float] = []
+
+    class AwayStore(Store):
+        async def run(self, job: Any, **named: Any) -> Any:
+            asked.append(now())
+            raise StoreUnavailable("gone", "wait")
+
+    store = AwayStore(locate_store(f"sqlite:///{tmp_path / 'gateway.db'}", tmp_path))
+    sync = KeySync(store, KeyRing(is_complete=False), None)
+    work = asyncio.create_task(sync.run())
+    await asyncio.sleep(60.0)
+    work.cancel()
+    await asyncio.wait([work])
+    pauses = [after - before for before, after in itertools.pairwise(asked)]
+    assert len(pauses) > 100
+    assert max(pauses) == pytest.approx(min(pauses)), "they do not grow"
 
 
 async def test_keys_are_read_again_only_when_the_store_may_have_changed(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import structlog
 from sqlalchemy import Connection, insert, select
 
 from gateway.store.database import locate_store
@@ -23,7 +24,7 @@ from gateway.usage.processes import DEAD_SECONDS, MOST_TAKEN, ProcessIdentity
 from tests.fleet.build import Clock
 from tests.gateways import until
 from tests.postgres import needs_postgres, running_postgres
-from tests.virtual import in_virtual_time
+from tests.virtual import in_virtual_time, now
 
 T = TypeVar("T")
 
@@ -235,6 +236,35 @@ async def test_others_run_while_the_open_requests_are_walked_over() -> None:
     await ledger.start(LIMIT)
     counting.cancel()
     assert 0 < most <= 300
+
+
+@in_virtual_time
+async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_write() -> None:
+    class ReadlessStore:
+        """Fails from a look for dead processes on."""
+
+        is_away = False
+
+        async def run(self, job: Any, /, *, write: bool = True) -> Any:
+            self.is_away = self.is_away or (now() > 1001.0 and not write)
+            if self.is_away:
+                raise StoreUnavailable("gone", "wait")
+            return []
+
+    own = ProcessIdentity("p.0", "host", 1, NOW)
+    store = ReadlessStore()
+    ledger = Ledger(store, own, lambda: NOW, now, lambda _: ())
+    problems: list[str | None] = []
+    with structlog.testing.capture_logs() as logs:
+        task = asyncio.create_task(ledger.worker.run())
+        for _ in range(600):
+            await asyncio.sleep(0.1)
+            if store.is_away:
+                problems.append(ledger.problem)
+    task.cancel()
+    assert len(problems) > 100
+    assert set(problems) == {"gone; wait"}
+    assert [one["event"] for one in logs] == ["usage waits for the store"]
 
 
 async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(url: str) -> None:

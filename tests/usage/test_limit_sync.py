@@ -36,6 +36,7 @@ from tests.usage.build import (
     read_rows,
 )
 from tests.usage.ledger_rows import DAY, a_row, add_rows
+from tests.virtual import in_virtual_time, now
 
 T = TypeVar("T")
 
@@ -331,6 +332,28 @@ async def test_a_start_without_the_store_admits_and_counts_all_when_it_comes(
         assert (found.day_tokens, found.requests) == (980, 10)
         assert used(late.account("key:alice"), world.clocks) == found
         assert "1000 tokens a day" in refusal(late, alice, 21)
+
+
+@in_virtual_time
+async def test_use_is_asked_for_at_each_poll_while_the_store_is_away() -> None:
+    asked: list[float] = []
+
+    class AwayStore:
+        changes = 0
+
+        async def run(self, job: object, **named: object) -> None:
+            asked.append(now())
+            raise StoreUnavailable("gone", "wait")
+
+    store: Any = AwayStore()
+    sync = LimitSync(LimitBook(Settings()), store, "own", clock=now, now=lambda: NOW)
+    work = asyncio.create_task(sync.worker.run())
+    await asyncio.sleep(60.0)
+    work.cancel()
+    await asyncio.wait([work])
+    pauses = [after - before for before, after in itertools.pairwise(asked)]
+    assert len(pauses) > 100
+    assert max(pauses) == pytest.approx(limit_sync.POLL_SECONDS)
 
 
 # Clocks that are set.

@@ -155,7 +155,9 @@ class StoreAlone:
 
     def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
         """Change a key."""
-        return self._do(self._desk.change(name, patch))
+        changed = self._do(self._desk.change(name, patch))
+        # Only of models that this change names: others were warned of before.
+        return changed if "models" in patch else {**changed, "warnings": ()}
 
     def rotate(self, name: str, sha256: str, grace: float) -> dict[str, Any]:
         """Give a key another secret."""

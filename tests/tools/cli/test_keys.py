@@ -107,6 +107,8 @@ def test_a_key_s_class_models_group_and_end_are_stored(alone: Path) -> None:
     assert key["expires"] is not None
     assert "declares the model 'c'" in ran.err
     assert "'mistral-7b'" not in ran.err
+    assert "warning" not in run("keys", "set", "alice", "--rpm", "7").err
+    assert "declares the model 'd'" in run("keys", "set", "alice", "--models", "d").err
 
 
 def test_the_entry_for_the_settings_has_the_limits_too(alone: Path) -> None:
