@@ -192,8 +192,9 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """Begin what can be claimed; how many those are."""
         rows = await self.leases.claim_rows(picks)
         for row in rows:
-            held = self._held[row.id] = HeldRequest(row)
-            self._begin(held)
+            if row.id not in self._held:  # Else its last run has not ended yet: it goes first.
+                held = self._held[row.id] = HeldRequest(row)
+                self._begin(held)
         return len(rows)
 
     async def _full_owners(self, owners: set[str]) -> set[str]:

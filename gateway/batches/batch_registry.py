@@ -65,7 +65,6 @@ PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
 
 
 PAGE_ROWS = 200  # rows that are read at a time for lines that are recorded so far
-PIECE_BYTES = 256 << 10  # bytes of a final file that are read at a time
 
 _PREFIXES = {ANTHROPIC: "msgbatch_"}
 

@@ -271,7 +271,6 @@ OUTPUT_PURPOSE = "batch_output"
 
 PAGE_ROWS = 500  # rows that are read from the store at a time
 PIECE_BYTES = 256 << 10  # bytes of lines that are written or sent at a time, if no line is longer
-MOST_FILES = 16  # files of results that are open at a time
 
 
 @dataclass(slots=True)

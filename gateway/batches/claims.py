@@ -439,12 +439,17 @@ class RowLeases:
         """Claim rows; their bodies are for others to read. Raises: StoreError, FolderError."""
         folder, now = await self.threads.opened(self.folder), self.now()
         try:
-            return await self.store.run(
+            rows = await self.store.run(
                 job(claim, folder, self.process.id, picks, now, self.lease_seconds)
             )
         except (StoreError, asyncio.CancelledError):
             self._unknown.append(now)
             raise
+        # Rows that others have put back meanwhile: from now on they run again.
+        claimed = {row.id for row in rows}
+        for ids in self._put_back.values():
+            ids.difference_update(claimed)
+        return rows
 
     async def claim(
         self, picks: Sequence[Pick], most_bytes: int

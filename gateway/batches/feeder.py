@@ -268,10 +268,6 @@ class Supply:
             self.read_soon(0.2)
 
 
-REFUSED_SECONDS = 1.0
-"""Most seconds until late rows are offered again of which one found no place in the queue."""
-
-
 # Rows that are held.
 
 

@@ -500,9 +500,8 @@ class FileRegistry:
         purpose: str | None = None,
     ) -> FilePage:
         """Some of the owner's files, by age. Raises: GatewayError 503."""
-        return await ask_store(
-            self._store, job(read_files, owner, self._now(), limit, after, order, purpose)
-        )
+        reading = job(read_files, owner, self._now(), limit, after, order, purpose)
+        return await ask_store(self._store, reading, write=False)
 
     async def open_content(self, owner: str, id_: str) -> Content:
         """The owner's file, to be read. Raises: GatewayError 404, 503."""

@@ -639,12 +639,13 @@ class RowRuns(Generic[H]):
         """Run a row until its result is recorded, or let it wait again."""
         id_ = held.row.id
         try:
-            await self._run(held)
+            try:
+                await self._run(held)
+            except asyncio.CancelledError:
+                await self._cancelled(held)
+                raise
         except RunFailed as failed:
             self.leases.put_back([id_], self.now() + failed.seconds, failed=True)
-        except asyncio.CancelledError:
-            await self._cancelled(held)
-            raise
         except Exception:  # noqa: BLE001 - it is told
             self._tell_failed(id_)
             self.leases.put_back([id_], self.now() + self._retry_seconds, failed=True)

@@ -146,6 +146,8 @@ class Run:
     found: Findings
     batch: dict[str, Any] = field(default_factory=dict)
     """As last seen."""
+    restart: asyncio.Task[None] | None = None
+    """The last one, which goes on when the batch has ended meanwhile."""
 
     async def play(self, seconds: float) -> None:
         """Create the batch, and kill the gateway until the batch has ended."""
@@ -164,18 +166,23 @@ class Run:
             for task in troubles:
                 task.cancel()
             ends = await asyncio.gather(*troubles, return_exceptions=True)
+            if self.restart is not None:
+                # A second process beside one that starts would have no port.
+                await self.restart
         for end in ends:
             if isinstance(end, Exception):
                 raise end
-        if not self.site.up.is_set():
-            await self.site.start()
 
     async def _kill(self) -> None:
         while True:
             await asyncio.sleep(self.kill_every)
-            await self.site.kill()
-            self.found.kills += 1
-            await self.site.start()
+            self.restart = asyncio.create_task(self._restart())
+            await asyncio.shield(self.restart)
+
+    async def _restart(self) -> None:
+        await self.site.kill()
+        self.found.kills += 1
+        await self.site.start()
 
     async def _restart_store(self) -> None:
         """Restart PostgreSQL when a third of the lines have ended, and two thirds."""

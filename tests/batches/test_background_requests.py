@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection
 
+from gateway.batches import background_runner
 from gateway.batches.background_requests import (
     ORPHAN_SECONDS,
     DeferredHead,
@@ -26,6 +27,7 @@ from gateway.batches.background_requests import (
     keep_background,
     waiting_owners,
 )
+from gateway.batches.claims import put_back
 from gateway.batches.files import kept_by
 from gateway.batches.folder import ID_FILE, FolderError
 from gateway.batches.request_rows import RequestKind, RequestState, StoredRow, job
@@ -147,6 +149,25 @@ async def test_what_runs_when_the_gateway_ends_is_run_by_the_next_one(tmp_path: 
                 assert found.json()["usage"]["completion_tokens"] == 40
             ledger = running.gateway.ledger
             assert ledger is not None
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_response_that_its_process_has_lost_and_claims_anew_has_one_run_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_runner, "RENEW_SECONDS", 0.0)
+    ask = {"input": "tell me a story", "max_output_tokens": 60, "background": True}
+    node = EmulatedNode(slots=4, decode_tps=20, answer_tokens=1000)
+    async with node, running_gateway(tmp_path, [node.url]) as running:
+        id_ = (await running.client.post("/v1/responses", json=ask)).json()["id"]
+        await until(lambda: node.busy == 1)
+        requests, ledger = running.gateway.background.requests, running.gateway.ledger
+        assert requests is not None
+        assert ledger is not None
+        # As another process does when the lease is over.
+        await requests.store.run(job(put_back, ledger.own.id, [id_], 0.0))
+        assert (await ended(running, id_))["status"] == "incomplete"
+        assert node.requests == 2
 
 
 async def ended(running: Running, id_: str) -> dict[str, object]:

@@ -550,6 +550,18 @@ async def test_rows_of_lost_processes_wait_again(store: Store, tmp_path: Path) -
     assert await lost.renew([a_line(1).id]) == set()
 
 
+async def test_a_row_that_is_claimed_anew_is_not_put_back_for_its_earlier_claim(
+    store: Store, tmp_path: Path
+) -> None:
+    leases = leases_of(store, tmp_path)
+    ids = [row.id for row, _ in await leases.claim(ANY, 1000)]
+    do(store, put_back, leases.process.id, ids[:1], NOW)  # Somebody else has, as it was lost.
+    leases.put_back(ids[:2], NOW)
+    assert [row.id for row, _ in await leases.claim(ANY, 1000)] == ids[:1]
+    assert await leases.write()
+    assert states(store) == [RequestState.RUNNING, RequestState.WAITING, RequestState.RUNNING]
+
+
 async def test_rows_of_a_claim_that_nobody_was_told_of_wait_again_at_once(
     store: Store, tmp_path: Path
 ) -> None:

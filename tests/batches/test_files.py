@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, create_engine, func, insert, select, text
 
 from gateway.batches.background_requests import add_background, delete_background
 from gateway.batches.batch_registry import NewBatch
@@ -259,6 +259,25 @@ async def test_a_store_that_is_away_is_told_and_nothing_is_lost(
             assert len(here.kept()) == 2
         assert await refused(here.registry.find("alice", id_)) == (503, "store_unavailable")
         assert await refused(here.add()) == (503, "store_unavailable")
+
+
+async def test_files_are_shown_and_listed_while_another_process_writes(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with place(store_url, tmp_path / "kept") as here:
+        id_ = await here.add()
+        engine = create_engine(here.store.location.url)
+        is_sqlite = here.store.location.path is not None
+        lock = "BEGIN IMMEDIATE" if is_sqlite else "LOCK TABLE files IN EXCLUSIVE MODE"
+        try:
+            with engine.connect() as connection:
+                connection.execute(text(lock))
+                async with asyncio.timeout(2.0):
+                    assert await here.ids() == [id_]
+                    assert (await here.registry.find("alice", id_)).id == id_
+                connection.rollback()
+        finally:
+            engine.dispose()
 
 
 async def test_the_row_says_what_came(store_url: str, tmp_path: Path) -> None:

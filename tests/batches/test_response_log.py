@@ -590,11 +590,13 @@ async def test_followers_that_can_return_are_cut_the_others_stay(tmp_path: Path)
         cut, kept = logs.follow(log.name), logs.follow(log.name, can_return=False)
         for pieces in (cut, kept):
             assert numbers(await anext(pieces)) == [0]
-        waits = [asyncio.ensure_future(anext(pieces)) for pieces in (cut, kept)]
-        await asyncio.sleep(0)
+        ahead = logs.follow(log.name, 7)
+        waits = [asyncio.ensure_future(anext(pieces)) for pieces in (cut, kept, ahead)]
+        await until(lambda: len(log.waiters) == 3)
         logs.cut()
-        with pytest.raises(LogBroken):
-            await waits[0]
+        for wait in (waits[0], waits[2]):
+            with pytest.raises(LogBroken):
+                await wait
         with pytest.raises(LogBroken):
             await read(logs, log.name, -1)
         assert numbers(await read(logs, done.name, -1)) == [0, 1]

@@ -328,6 +328,8 @@ class Runs(RowRuns[HeldRow]):
 
     def __init__(self) -> None:
         self.put_back: list[str] = []
+        self.told: list[str] = []
+        self.fails = False  # whether the end of a cancelled run does
         leases = SimpleNamespace(put_back=lambda ids, _, **__: self.put_back.extend(ids))
         anything: Any = None
         super().__init__(cast("Any", leases), anything, anything, lambda: 0.0, 1.0)
@@ -342,7 +344,12 @@ class Runs(RowRuns[HeldRow]):
         await asyncio.Event().wait()
 
     async def _cancelled(self, held: HeldRow) -> None:
+        if self.fails:
+            raise ValueError
         self.leases.put_back([held.row.id], 0.0)
+
+    def _tell_failed(self, id_: str) -> None:
+        self.told.append(id_)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -357,3 +364,14 @@ async def test_a_row_whose_run_is_cancelled_waits_again_though_it_had_not_begun(
     async with asyncio.timeout(5):
         await runs.ended()
     assert runs.put_back == ["row_1"]
+
+
+async def test_a_row_whose_cancelled_run_fails_to_end_waits_again_and_is_told() -> None:
+    runs = Runs()
+    runs.fails = True
+    task = runs.begin()
+    await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(5):
+        await runs.ended()
+    assert runs.put_back == runs.told == ["row_1"]
