@@ -690,6 +690,8 @@ class ResponseStream:
         if resumed.attempt is None:
             return resumed.first_bytes + self.api.stream_end
         self._closed, self._resumed, self._attempt = False, True, resumed.attempt
+        assert self._recorder is not None
+        self._recorder.add(resumed.first_bytes)
         if self._in_flight.request.lease_request.caller.yields:
             self._in_flight.allow_yield(resumed.attempt, self.resumer().can_resume)
         return resumed.first_bytes

@@ -537,6 +537,7 @@ class Resumer:
         if resumed.splice_point is not None:
             point = resumed.splice_point
             self._in_flight.record.count_tokens(point.prompt_tokens, 0, point.sent_tokens)
+        self._recorder.add(resumed.first_bytes)
         return resumed
 
     async def _resume_yielded(self, node: str) -> Resumed | None:
@@ -812,7 +813,6 @@ class Resumer:
             if not chunk:
                 raise OverlapMismatch
             first_bytes += rewriter.rewrite(chunk)
-        self._recorder.add(first_bytes)
         events.continue_stream(rewriter.rewrite, self._recorder.add)
         return Resumed(first_bytes, attempt)
 

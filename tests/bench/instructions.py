@@ -101,6 +101,13 @@ def stop(*_):
         delay if delay < {SHORTEST_STOPPED} else {STOPPED}, *result)
     asyncio.timeout = lambda delay: timeout(
         delay if delay is not None and delay < {SHORTEST_STOPPED} else None)
+    try:
+        from gateway.store.worker import StoreWorker
+    except ImportError:
+        return
+    rest = StoreWorker._rest
+    StoreWorker._rest = lambda worker, seconds: rest(
+        worker, seconds if seconds < {SHORTEST_STOPPED} else {STOPPED})
 signal.signal(signal.SIGUSR1, stop)  # by then the gateway is ready, for which it must wait
 for module, values in {TIMERS!r}.items():
     try:

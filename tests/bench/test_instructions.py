@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,30 @@ def test_a_checkout_without_an_environment_is_a_usage_error(
         instructions.main([str(tmp_path)])
     assert ended.value.code == 2
     assert "has no .venv" in capsys.readouterr().err
+
+
+def test_nothing_looks_into_the_store_by_the_clock_while_requests_are_counted() -> None:
+    program = (
+        instructions.STOP_CLOCKS
+        + """
+from gateway.store.worker import StoreWorker
+async def main(passes):
+    async def one_pass():
+        passes.append(1)
+    signal.raise_signal(signal.SIGUSR1)
+    worker = StoreWorker(one_pass, 0.2)
+    working = asyncio.create_task(worker.run())
+    await sleep(0.5)
+    worker.wake()
+    await sleep(0.05)
+    print(len(passes))
+asyncio.run(main([]))
+"""
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout == "1\n"
 
 
 def test_work_by_the_clock_is_shared_out_over_the_requests_of_a_second() -> None:

@@ -40,6 +40,7 @@ from tests.servers import start_demo_servers
 from tests.virtual import in_virtual_time
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/completion"]
+EVENTS_WITHOUT_TEXT = {"/v1/chat/completions": 1, "/v1/messages": 2}  # at the beginning
 TOKENS = 40
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
 QUIET = {"timeouts": {"silence": 0.3}}
@@ -145,6 +146,8 @@ async def test_a_broken_stream_is_resumed_on_another_node(
         assert (node, outcome) == ("b", "ok")
         (event,) = events
         assert (event.failed_node, event.resumed_on, event.failure) == ("a", "b", None)
+        # Without those of the node that goes on.
+        assert event.tokens == AFTER - EVENTS_WITHOUT_TEXT.get(path, 0)
         (record,) = proxy.finished
         assert (record.status, record.reason, record.node, record.attempts) == (200, None, "b", 2)
         assert record.completion_tokens == TOKENS
