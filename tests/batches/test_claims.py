@@ -77,7 +77,7 @@ from tests.store.stores import opened
 ROOT = Path(__file__).parents[2]
 
 
-LIMIT = 60.0
+LIMIT = 120.0
 
 
 def left(store: Store, number: int = 1) -> tuple[int, int]:
@@ -634,9 +634,6 @@ WORKERS, BATCHES, LINES = 3, 6, 60
 
 
 CANCELLED = {1, 2}
-
-
-LIMIT = 120.0
 
 
 def do_unlocked(

@@ -215,7 +215,7 @@ async def test_a_small_request_is_served_without_a_task(tmp_path: Path) -> None:
 
 QUICK = {"health": {"interval": 0.2}, "heartbeat": "off"}
 STREAM = {**HELLO, "stream": True}
-LONG = 30_000
+LONG = 90_000  # events, 50 MB: more than the buffers of four sockets grow to
 """Tokens whose events, with `timings_per_token`, exceed the buffers of any socket."""
 
 
