@@ -372,6 +372,7 @@ with opened(f"sqlite:///{sys.argv[1]}") as store:
 ON_A_DISK_WITHOUT_ROOM = """
 import asyncio, sys
 from pathlib import Path
+from tests.access.test_key_sync import KeptConnection
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 

@@ -543,7 +543,7 @@ async def test_the_receiver_of_the_page_takes_what_is_signed_and_refuses_the_res
     names: dict[str, Any] = {}
     exec(code, names)
     server = uvicorn.Server(
-        uvicorn.Config(names["app"], port=0, log_level="error", lifespan="off", ws="none")
+        uvicorn.Config(names["app"], port=0, log_config=None, lifespan="off", ws="none")
     )
     with contextlib.suppress(AttributeError):
         monkeypatch.setattr(server, "capture_signals", contextlib.nullcontext)
