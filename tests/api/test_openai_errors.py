@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -371,6 +372,7 @@ async def test_requests_that_the_operator_cancels_are_errors_of_their_clients(
         assert error_facts(refused.value) == (503, "cancelled", "cancelled")
         with pytest.raises(package.APIError, match="has cancelled"):
             await read(aiter(stream))
+        gc.collect()  # what its generators hold, on this thread and not on the store's
         await site.until_idle()
         assert await busy(narrow_url) == 0
         assert len(site.records) == 2  # neither was retried
