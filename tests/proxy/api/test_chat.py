@@ -285,6 +285,9 @@ def test_a_chat_that_ends_within_the_overlap_is_a_mismatch() -> None:
     rewriter = ChatRewriter(Transcript(first_event=IDENTITY), OVERLAPPING)
     with pytest.raises(OverlapMismatch):
         rewriter.rewrite({"choices": [chat_choice({}, "stop")]})
+    native = NativeToChatRewriter(Transcript(first_event=IDENTITY), OVERLAPPING)
+    with pytest.raises(OverlapMismatch):
+        native.rewrite({"content": " t", "stop": True})
 
 
 def resumed_in_reasoning(mark: ReasoningEndMark) -> NativeToChatRewriter:

@@ -505,6 +505,9 @@ def test_a_large_body_without_a_format_passes_as_it_is() -> None:
         assert translation.body is body
     broken = b'{"output_config": {"format": "' + b"a" * 100_000
     assert run_at_once(MESSAGES.translate(broken, lambda _: True)).body is broken
+    with pytest.raises(GatewayError):
+        # A node would answer it from its prompt cache.
+        run_at_once(MESSAGES.translate(broken, lambda _: True, prompt_cache=False))
 
 
 @each_case("messages", [None, "x", {"role": "user"}, 7])

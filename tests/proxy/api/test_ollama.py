@@ -16,6 +16,8 @@ from gateway.errors import GatewayError
 from gateway.proxy.api.base import ModelSummary, ResponseRewriter, Translation
 from gateway.proxy.api.ollama import (
     OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
     OLLAMA_GENERATE,
     PAGES,
     OllamaChatApi,
@@ -270,6 +272,9 @@ def test_an_error_is_a_text_with_the_clients_names_of_fields() -> None:
     assert OLLAMA_CHAT.error_body(error, "req_1") == body
     assert OLLAMA_CHAT.error_event(error, "req_1") == body + b"\n"
     assert b"'prompt' are wrong" in OLLAMA_GENERATE.error_body(error, "req_1")
+    empty = errors.invalid_request("'input' is empty.", "input")
+    assert OLLAMA_EMBED.error_body(empty, "req_1") == b'{"error":"\'input\' is empty."}'
+    assert OLLAMA_EMBEDDINGS.error_body(empty, "req_1") == b'{"error":"\'prompt\' is empty."}'
     assert not OLLAMA_CHAT.is_own_error(b'{"error":{"message":"x"}}')
 
 
