@@ -687,6 +687,8 @@ async def test_without_a_catch_all_an_unknown_name_is_404(
         for name in ("gpt-4o", "*"):
             assert outcome(await asked(running, name)) == (404, "model_not_found")
         assert running.gateway.fleet.model_index.cached_lookups == {}
+        async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
+            assert "gpt-4o" not in (await admin.get("/metrics")).text
 
 
 KEY = new_key("all")

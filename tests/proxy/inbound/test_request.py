@@ -56,6 +56,7 @@ def prepared(
     known: tuple[str, ...] = ("demo",),
     caller: Caller = ANYONE,
     paused: frozenset[str] = frozenset(),
+    most_of_caller: int | None = None,
     **limits: Any,
 ) -> Request:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -68,6 +69,7 @@ def prepared(
         body=data,
         caller=caller,
         received_at=100.0,
+        max_tokens=most_of_caller,
     )
     rules = RequestRules(LimitSettings(**limits), ModelAliases(models or {}), default)
     model_index = ModelIndex()
@@ -229,6 +231,14 @@ def test_the_most_tokens_are_known_if_the_body_says_so(
     body: dict[str, Any], tokens: int | None
 ) -> None:
     assert prepared(body).lease_request.size.max_tokens == tokens
+
+
+@each_case(("of_all", "of_caller", "most"), [(64, 30, 30), (20, 30, 20), (None, 30, 30)])
+def test_an_answer_is_as_long_as_the_settings_and_the_callers_limits_allow(
+    of_all: int | None, of_caller: int, most: int
+) -> None:
+    one = prepared({"max_tokens": 100}, most_of_caller=of_caller, max_tokens=of_all)
+    assert one.lease_request.size.max_tokens == most
 
 
 @each_case(
