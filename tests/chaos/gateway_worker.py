@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 REQUEST_OBJECTS = (
     *("HttpExchange", "_HandledRequest", "InFlightRequest"),
-    *("Attempt", "GrantedLease", "Lease", "LeaseRecord", "ResponseStream"),
+    *("Attempt", "GrantedLease", "LeaseRecord", "ResponseStream"),
 )
 """Classes of the gateway whose objects must not outlive their request."""
 MIN_POLLS = 4

@@ -25,9 +25,9 @@ from rich.console import Console
 
 from tests.bench import machine
 from tests.bench.arguments import one_of, positive
-from tests.bench.report import OURS, write_between_markers
+from tests.bench.report import write_between_markers
 from tests.bench.scheduling import report, virtual
-from tests.bench.scheduling.fronts import FRONTS, USUAL, Front
+from tests.bench.scheduling.fronts import FRONTS, OURS, USUAL, Front
 from tests.bench.scheduling.report import LOADS, Results
 from tests.bench.scheduling.rounds import WARM_UP, Plan, Rounds
 from tests.bench.scheduling.trace import Shape

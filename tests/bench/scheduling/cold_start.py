@@ -25,8 +25,7 @@ from pathlib import Path
 from statistics import fmean
 
 from tests.bench.arguments import positive
-from tests.bench.node_replies import MODEL
-from tests.bench.scheduling.fronts import Speed, nodes
+from tests.bench.scheduling.fronts import MODEL, Speed, nodes
 from tests.bench.scheduling.play import UNKNOWN, ask
 from tests.bench.scheduling.trace import Shape, make
 from tests.gateways import running_gateway

@@ -13,7 +13,7 @@ import httptools
 import msgspec
 
 from tests.bench.load import Address
-from tests.bench.node_replies import MODEL
+from tests.bench.scheduling.fronts import MODEL
 from tests.bench.scheduling.trace import Trace, Turn
 from tests.emulator import expected_chat_text
 

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.dataplane import SLOTS
 from tests.bench.scheduling import trace
-from tests.bench.scheduling.fronts import FAST, FLEET, SLOW, Speed
+from tests.bench.scheduling.fronts import FAST, FLEET, SLOTS, SLOW, Speed, answer_tokens
 from tests.bench.scheduling.trace import (
     Least,
     Shape,
@@ -16,7 +15,6 @@ from tests.bench.scheduling.trace import (
 )
 from tests.emulator import render_chat
 from tests.emulator.language_model import count_tokens
-from tests.hybrid.one_gpu import answer_tokens
 
 
 def test_a_seed_gives_the_same_trace_and_another_gives_another() -> None:

@@ -29,8 +29,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.bench.dataplane import SLOTS
-from tests.bench.scheduling.fronts import Speed
+from tests.bench.scheduling.fronts import SLOTS, Speed
 from tests.emulator.language_model import WORDS
 
 THINK = (4.0, 0.6, 1.0, 20.0)

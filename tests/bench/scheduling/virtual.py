@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.load import Address
-from tests.bench.report import OURS
-from tests.bench.scheduling.fronts import FRONTS, nodes
+from tests.bench.scheduling.fronts import FRONTS, OURS, nodes
 from tests.bench.scheduling.play import Answer, Player, as_emulated, ask
 from tests.bench.scheduling.report import (
     FIGURES,
