@@ -924,8 +924,3 @@ def _part_size(target: Path) -> int:
         return part_path(target).stat().st_size
     except OSError:
         return 0
-
-
-def describe_source(wish: ModelWish) -> str:
-    """Return the address for people, without its secrets."""
-    return printable(wish.url)

@@ -327,16 +327,6 @@ class ModelShape:
     layers: tuple[Layer, ...] = field(repr=False)
     tensors: tuple[Tensor, ...] = field(repr=False)
 
-    @property
-    def has_states(self) -> bool:
-        """Whether a layer keeps a state, which can't be rolled back."""
-        return any(layer.state_bytes for layer in self.layers)
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether a layer attends to a window of tokens only."""
-        return any(layer.window is not None for layer in self.layers)
-
 
 def model_shape(headers: Sequence[Header]) -> ModelShape:
     """Return the shape of the model in these files. Raises UnknownShapeError."""
