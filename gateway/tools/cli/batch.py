@@ -110,114 +110,77 @@ def submit(
         str,
         typer.Argument(metavar="FILE", help="JSON lines, a .csv, a folder of texts; '-' is stdin."),
     ],
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Follow it to its end, and write the results.")
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only check the input; every problem is shown.")
-    ] = False,
-    anyway: Annotated[
-        bool,
-        typer.Option(
-            "--anyway",
-            help="Submit although lines are broken: each gets an error line; rows are left out.",
-        ),
-    ] = False,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--endpoint",
-            metavar="PATH",
-            show_default="the lines' own url, /v1/chat/completions for prompts",
-            help="Endpoint of all requests.",
-        ),
-    ] = None,
-    window: Annotated[
-        str,
-        typer.Option("--window", metavar="TIME", help="Time within which it must be done: 2h, 7d."),
-    ] = "24h",
-    metadata: Annotated[
-        list[str] | None,
-        typer.Option("--metadata", metavar="NAME=VALUE", help="Kept with the batch; repeatable."),
-    ] = None,
-    idempotency_key: Annotated[
-        str | None,
-        typer.Option(
-            "--idempotency-key",
-            metavar="KEY",
-            show_default="a random one",
-            help="The same key and input again is the same batch, and no second one.",
-        ),
-    ] = None,
-    input_kind: Annotated[
-        Form | None,
-        typer.Option(
-            "--input",
-            metavar="jsonl|csv|folder",
-            show_default="by the name",
-            help="Form of the input.",
-        ),
-    ] = None,
-    template: Annotated[
-        str | None,
-        _of_prompts(
-            "--template",
-            metavar="WORDS",
-            help="The prompt; {name} is a column, or a file's {text} and {name}; {{ is a brace.",
-        ),
-    ] = None,
-    template_file: Annotated[
-        Path | None,
-        _of_prompts("--template-file", metavar="FILE", help="File that holds the template."),
-    ] = None,
-    id_column: Annotated[
-        str | None,
-        _of_prompts(
-            "--id-column",
-            metavar="NAME",
-            show_default="row-1, row-2 and on",
-            help="Column with each row's custom_id.",
-        ),
-    ] = None,
-    delimiter: Annotated[
-        str | None,
-        _of_prompts(
-            "--delimiter",
-            metavar="CHARACTER",
-            show_default="a comma; a tab for .tsv",
-            help="What separates columns.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, _of_prompts("--model", metavar="NAME", help="Model of each request.")
-    ] = None,
-    system: Annotated[
-        str | None, _of_prompts("--system", metavar="WORDS", help="System prompt.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, _of_prompts("--max-tokens", min=1, metavar="N", help="Longest answer.")
-    ] = None,
-    largest_text: Annotated[
-        int,
-        _of_prompts(
-            "--largest-text", min=1, metavar="BYTES", help="Larger files of a folder are skipped."
-        ),
-    ] = 512 << 10,
-    strict: Annotated[
-        bool,
-        _of_prompts(
-            "--strict", help="A file of the folder that is no text is a problem, and not skipped."
-        ),
-    ] = False,
-    output: Annotated[
-        Path | None,
-        _of_results(
-            "--output",
-            metavar="PATH",
-            show_default="FILE.out.jsonl",
-            help="With --wait: where results go; '-' is stdout.",
-        ),
-    ] = None,
+    wait: bool = typer.Option(False, "--wait", help="Follow it to its end, and write the results."),
+    check: bool = typer.Option(
+        False, "--check", help="Only check the input; every problem is shown."
+    ),
+    anyway: bool = typer.Option(
+        False,
+        "--anyway",
+        help="Submit although lines are broken: each gets an error line; rows are left out.",
+    ),
+    endpoint: str | None = typer.Option(
+        None,
+        metavar="PATH",
+        show_default="the lines' own url, /v1/chat/completions for prompts",
+        help="Endpoint of all requests.",
+    ),
+    window: str = typer.Option(
+        "24h", metavar="TIME", help="Time within which it must be done: 2h, 7d."
+    ),
+    metadata: list[str] | None = typer.Option(
+        None, metavar="NAME=VALUE", help="Kept with the batch; repeatable."
+    ),
+    idempotency_key: str | None = typer.Option(
+        None,
+        metavar="KEY",
+        show_default="a random one",
+        help="The same key and input again is the same batch, and no second one.",
+    ),
+    input_kind: Form | None = typer.Option(
+        None,
+        "--input",
+        metavar="jsonl|csv|folder",
+        show_default="by the name",
+        help="Form of the input.",
+    ),
+    template: str | None = _of_prompts(
+        None,
+        metavar="WORDS",
+        help="The prompt; {name} is a column, or a file's {text} and {name}; {{ is a brace.",
+    ),
+    template_file: Path | None = _of_prompts(
+        None, metavar="FILE", help="File that holds the template."
+    ),
+    id_column: str | None = _of_prompts(
+        None,
+        metavar="NAME",
+        show_default="row-1, row-2 and on",
+        help="Column with each row's custom_id.",
+    ),
+    delimiter: str | None = _of_prompts(
+        None,
+        metavar="CHARACTER",
+        show_default="a comma; a tab for .tsv",
+        help="What separates columns.",
+    ),
+    model: str | None = _of_prompts(None, metavar="NAME", help="Model of each request."),
+    system: str | None = _of_prompts(None, metavar="WORDS", help="System prompt."),
+    max_tokens: int | None = _of_prompts(None, min=1, metavar="N", help="Longest answer."),
+    largest_text: int = _of_prompts(
+        512 << 10, min=1, metavar="BYTES", help="Larger files of a folder are skipped."
+    ),
+    strict: bool = _of_prompts(
+        False,
+        "--strict",
+        help="A file of the folder that is no text is a problem, and not skipped.",
+    ),
+    output: Path | None = _of_results(
+        None,
+        metavar="PATH",
+        show_default="FILE.out.jsonl",
+        help="With --wait: where results go; '-' is stdout.",
+    ),
     format_: Format = Form.JSONL,
     force: Force = False,
     url: Url = None,
@@ -288,9 +251,7 @@ def submit(
     ),
 )
 def list_(
-    limit: Annotated[
-        int, typer.Option("--limit", min=1, max=10_000, metavar="N", help="Most batches.")
-    ] = 20,
+    limit: int = typer.Option(20, min=1, max=10_000, metavar="N", help="Most batches."),
     url: Url = None,
     key_file: KeyFile = None,
     ca: Ca = None,
@@ -317,7 +278,7 @@ def list_(
 )
 def show(
     id_: BatchId,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end.")] = False,
+    wait: bool = typer.Option(False, "--wait", help="Follow it to its end."),
     url: Url = None,
     key_file: KeyFile = None,
     ca: Ca = None,
@@ -395,18 +356,10 @@ def resume(
 )
 def fetch(
     id_: BatchId,
-    partial: Annotated[
-        bool, typer.Option("--partial", help="What there is so far, before the end.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        _of_results(
-            "--output",
-            metavar="PATH",
-            show_default="ID.out.jsonl",
-            help="Where results go; '-' is stdout.",
-        ),
-    ] = None,
+    partial: bool = typer.Option(False, "--partial", help="What there is so far, before the end."),
+    output: Path | None = _of_results(
+        None, metavar="PATH", show_default="ID.out.jsonl", help="Where results go; '-' is stdout."
+    ),
     format_: Format = Form.JSONL,
     force: Force = False,
     url: Url = None,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -65,179 +65,149 @@ class EndpointName(enum.StrEnum):
 
 
 def bench(
-    url: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="URL",
-            show_default=False,
-            help="Address of the server or gateway, with or without /v1.",
+    url: str | None = typer.Argument(
+        None,
+        metavar="URL",
+        show_default=False,
+        help="Address of the server or gateway, with or without /v1.",
+    ),
+    concurrency: str | None = _load(
+        None,
+        metavar="N,...",
+        show_default=DEFAULT_LEVELS,
+        help="Closed loop: so many requests at a time, one load after the other.",
+    ),
+    rate: str | None = _load(
+        None,
+        metavar="R,...",
+        help=(
+            "Open loop: so many requests a second at random times (Poisson), whether the "
+            "server keeps up or not."
         ),
-    ] = None,
-    concurrency: Annotated[
-        str | None,
-        _load(
-            metavar="N,...",
-            show_default=DEFAULT_LEVELS,
-            help="Closed loop: so many requests at a time, one load after the other.",
-        ),
-    ] = None,
-    rate: Annotated[
-        str | None,
-        _load(
-            metavar="R,...",
-            help="Open loop: so many requests a second at random times (Poisson), whether the "
-            "server keeps up or not.",
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        _load(
-            metavar="FILE",
-            help="Open loop: the requests of a trace at its times (JSON lines, or .csv in the "
+    ),
+    trace: Path | None = _load(
+        None,
+        metavar="FILE",
+        help=(
+            "Open loop: the requests of a trace at its times (JSON lines, or .csv in the "
             "layout of the Azure LLM traces). A later turn of a conversation waits for "
-            "the one before.",
+            "the one before."
         ),
-    ] = None,
-    speed_up: Annotated[
-        float, _load(min=0.001, max=1e6, metavar="X", help="Play the trace X times as fast.")
-    ] = 1.0,
-    requests: Annotated[
-        int | None,
-        _load(
-            min=1,
-            max=200_000,
-            metavar="N",
-            show_default="closed loop: 4 for each at a time, at least 10",
-            help="Requests of each load.",
+    ),
+    speed_up: float = _load(
+        1.0, min=0.001, max=1e6, metavar="X", help="Play the trace X times as fast."
+    ),
+    requests: int | None = _load(
+        None,
+        min=1,
+        max=200_000,
+        metavar="N",
+        show_default="closed loop: 4 for each at a time, at least 10",
+        help="Requests of each load.",
+    ),
+    duration: float | None = _load(
+        None,
+        min=0.1,
+        max=7 * 86_400,
+        metavar="SECONDS",
+        show_default="--rate: 60",
+        help="No request of a load starts later. Those under way are awaited.",
+    ),
+    warm_up: int = _load(
+        2,
+        min=0,
+        max=1000,
+        metavar="N",
+        help=(
+            "Requests before the first load, one after the other. They show what a request "
+            "takes alone, and are not counted."
         ),
-    ] = None,
-    duration: Annotated[
-        float | None,
-        _load(
-            min=0.1,
-            max=7 * 86_400,
-            metavar="SECONDS",
-            show_default="--rate: 60",
-            help="No request of a load starts later. Those under way are awaited.",
-        ),
-    ] = None,
-    warm_up: Annotated[
-        int,
-        _load(
-            min=0,
-            max=1000,
-            metavar="N",
-            help="Requests before the first load, one after the other. They show what a request "
-            "takes alone, and are not counted.",
-        ),
-    ] = 2,
-    in_flight: Annotated[
-        int,
-        _load(
-            min=1,
-            max=20_000,
-            metavar="N",
-            help="Open loop: most requests under way; others start late, which is told.",
-        ),
-    ] = 512,
-    endpoint: Annotated[
-        EndpointName,
-        _request(metavar="NAME", help="chat, completions (both streamed) or embeddings."),
-    ] = EndpointName.CHAT,
-    prompt: Annotated[
-        int,
-        _request(
-            min=1, max=200_000, metavar="TOKENS", help="Length of a prompt, in the server's tokens."
-        ),
-    ] = 256,
-    max_tokens: Annotated[
-        int, _request(min=1, max=100_000, metavar="TOKENS", help="Length of an answer, at most.")
-    ] = 64,
-    prefix_share: Annotated[
-        float,
-        _request(
-            min=0.0,
-            max=1.0,
-            metavar="SHARE",
-            help="Share of a prompt that is the same in all, such as a system prompt.",
-        ),
-    ] = 0.0,
-    prefixes: Annotated[
-        int, _request(min=1, max=10_000, metavar="N", help="Different beginnings, taken in turn.")
-    ] = 1,
-    ignore_eos: Annotated[
-        bool | None,
-        _request(
-            "--ignore-eos/--no-ignore-eos",
-            show_default="where the server is known to understand it",
-            help="Ask for answers that go on to --max-tokens.",
-        ),
-    ] = None,
-    body: Annotated[
-        str,
-        _request(
-            metavar="JSON",
-            help='Fields of every body, such as {"top_k": 1}; null leaves one of ours out.',
-        ),
-    ] = "{}",
-    seed: Annotated[int, _request(metavar="N", help="Same seed, same requests.")] = 1,
-    model: Annotated[
-        str | None,
-        _server(
-            metavar="NAME", show_default="the server's first one", help="The model to ask for."
-        ),
-    ] = None,
-    key_file: Annotated[
-        Path | None,
-        _server(
-            metavar="FILE",
-            show_default="the key in LLAMA_GATEWAY_KEY",
-            help="File that holds the API key.",
-        ),
-    ] = None,
-    ca: Annotated[
-        Path | None,
-        _server(
-            envvar="LLAMA_GATEWAY_CA",
-            metavar="FILE",
-            show_default="the system's authorities",
-            help="For https: PEM file of the server's certificate, or of the authority behind it.",
-        ),
-    ] = None,
-    timeout: Annotated[
-        float,
-        _server(
-            min=0.1, max=86_400, metavar="SECONDS", help="For a request; a longer one has failed."
-        ),
-    ] = 600.0,
-    goal_ttft: Annotated[
-        float | None, _goal(min=0.0, metavar="SECONDS", help="Longest time to the first token.")
-    ] = None,
-    goal_inter_token: Annotated[
-        float | None, _goal(min=0.0, metavar="SECONDS", help="Longest mean time between tokens.")
-    ] = None,
-    goal_completion: Annotated[
-        float | None,
-        _goal(min=0.0, metavar="SECONDS", help="Longest time to the end of the answer."),
-    ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        _output(
-            metavar="BEFORE.json AFTER.json",
-            show_default=False,
-            help="Measure nothing: compare two reports that --json wrote.",
-        ),
-    ] = None,
-    csv: Annotated[
-        Path | None, _output(metavar="FILE", help="Write a line for each request.")
-    ] = None,
-    plot: Annotated[
-        Path | None, _output(metavar="FILE", help="Plot the results: .png, .svg or .pdf.")
-    ] = None,
-    html: Annotated[
-        Path | None,
-        _output(metavar="FILE", help="Write the report as one page that needs nothing else."),
-    ] = None,
+    ),
+    in_flight: int = _load(
+        512,
+        min=1,
+        max=20_000,
+        metavar="N",
+        help="Open loop: most requests under way; others start late, which is told.",
+    ),
+    endpoint: EndpointName = _request(
+        EndpointName.CHAT, metavar="NAME", help="chat, completions (both streamed) or embeddings."
+    ),
+    prompt: int = _request(
+        256,
+        min=1,
+        max=200_000,
+        metavar="TOKENS",
+        help="Length of a prompt, in the server's tokens.",
+    ),
+    max_tokens: int = _request(
+        64, min=1, max=100_000, metavar="TOKENS", help="Length of an answer, at most."
+    ),
+    prefix_share: float = _request(
+        0.0,
+        min=0.0,
+        max=1.0,
+        metavar="SHARE",
+        help="Share of a prompt that is the same in all, such as a system prompt.",
+    ),
+    prefixes: int = _request(
+        1, min=1, max=10_000, metavar="N", help="Different beginnings, taken in turn."
+    ),
+    ignore_eos: bool | None = _request(
+        None,
+        "--ignore-eos/--no-ignore-eos",
+        show_default="where the server is known to understand it",
+        help="Ask for answers that go on to --max-tokens.",
+    ),
+    body: str = _request(
+        "{}",
+        metavar="JSON",
+        help='Fields of every body, such as {"top_k": 1}; null leaves one of ours out.',
+    ),
+    seed: int = _request(1, metavar="N", help="Same seed, same requests."),
+    model: str | None = _server(
+        None, metavar="NAME", show_default="the server's first one", help="The model to ask for."
+    ),
+    key_file: Path | None = _server(
+        None,
+        metavar="FILE",
+        show_default="the key in LLAMA_GATEWAY_KEY",
+        help="File that holds the API key.",
+    ),
+    ca: Path | None = _server(
+        None,
+        envvar="LLAMA_GATEWAY_CA",
+        metavar="FILE",
+        show_default="the system's authorities",
+        help="For https: PEM file of the server's certificate, or of the authority behind it.",
+    ),
+    timeout: float = _server(
+        600.0,
+        min=0.1,
+        max=86_400,
+        metavar="SECONDS",
+        help="For a request; a longer one has failed.",
+    ),
+    goal_ttft: float | None = _goal(
+        None, min=0.0, metavar="SECONDS", help="Longest time to the first token."
+    ),
+    goal_inter_token: float | None = _goal(
+        None, min=0.0, metavar="SECONDS", help="Longest mean time between tokens."
+    ),
+    goal_completion: float | None = _goal(
+        None, min=0.0, metavar="SECONDS", help="Longest time to the end of the answer."
+    ),
+    compare: tuple[Path, Path] | None = _output(
+        None,
+        metavar="BEFORE.json AFTER.json",
+        show_default=False,
+        help="Measure nothing: compare two reports that --json wrote.",
+    ),
+    csv: Path | None = _output(None, metavar="FILE", help="Write a line for each request."),
+    plot: Path | None = _output(None, metavar="FILE", help="Plot the results: .png, .svg or .pdf."),
+    html: Path | None = _output(
+        None, metavar="FILE", help="Write the report as one page that needs nothing else."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Put load on an OpenAI-compatible server, and measure what its clients get.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -75,25 +75,19 @@ def list_cache(as_json: Json = False) -> None:
 
 @app.command("remove", cls=HelpCommand, epilog=_REMOVE_EXAMPLES)
 def remove_cache(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Names of cache list.", show_default=False),
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Remove all that is not in use.")
-    ] = False,
-    older_than: Annotated[
-        str | None,
-        typer.Option(
-            "--older-than",
-            metavar="TIME",
-            show_default=False,
-            help="Remove what was not used for so long, such as 30d or 12h.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
-    ] = False,
+    names: list[str] | None = typer.Argument(
+        None, metavar="[NAME]...", help="Names of cache list.", show_default=False
+    ),
+    everything: bool = typer.Option(False, "--all", help="Remove all that is not in use."),
+    older_than: str | None = typer.Option(
+        None,
+        metavar="TIME",
+        show_default=False,
+        help="Remove what was not used for so long, such as 30d or 12h.",
+    ),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Say what would be removed, and remove nothing."
+    ),
     as_json: Json = False,
 ) -> None:
     """Remove models, partial downloads, logs or measurements.

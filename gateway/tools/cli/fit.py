@@ -50,93 +50,74 @@ def fit(
     model: Annotated[
         Path, typer.Argument(metavar="FILE.gguf", help="The model; of a split one, any part.")
     ],
-    slots: Annotated[int, _servers(min=1, max=256, metavar="N", help="Requests at once.")] = 2,
-    context: Annotated[
-        int, _servers(min=1, max=1 << 22, metavar="TOKENS", help="Context of one slot.")
-    ] = 4096,
-    kv_type: Annotated[
-        str,
-        _servers(
-            metavar="TYPE[,TYPE]",
-            help="Type of the KV cache, or of keys and of values: f32, f16, bf16, q8_0, q5_1, "
-            "q5_0, q4_1, q4_0, iq4_nl.",
+    slots: int = _servers(2, min=1, max=256, metavar="N", help="Requests at once."),
+    context: int = _servers(
+        4096, min=1, max=1 << 22, metavar="TOKENS", help="Context of one slot."
+    ),
+    kv_type: str = _servers(
+        "f16",
+        metavar="TYPE[,TYPE]",
+        help=(
+            "Type of the KV cache, or of keys and of values: f32, f16, bf16, q8_0, q5_1, "
+            "q5_0, q4_1, q4_0, iq4_nl."
         ),
-    ] = "f16",
-    cache_ram: Annotated[
-        str,
-        _servers(
-            metavar="SIZE",
-            help="Memory for prompts that no slot holds any more; `up` gives what stays free.",
-        ),
-    ] = "0",
-    micro_batch: Annotated[
-        int,
-        _servers(
-            "--ubatch", min=1, max=1 << 16, metavar="TOKENS", help="Tokens of one computation."
-        ),
-    ] = 256,
-    memory: Annotated[
-        str | None,
-        _machine(
-            metavar="SIZE",
-            show_default="what this machine has available",
-            help="Memory of the machine, such as 32GiB.",
-        ),
-    ] = None,
-    cores: Annotated[
-        int | None,
-        _machine(
-            min=1,
-            max=1 << 14,
-            metavar="N",
-            show_default="this machine's",
-            help="Physical cores of the machine.",
-        ),
-    ] = None,
-    numa_nodes: Annotated[
-        int | None,
-        _machine(
-            min=1,
-            max=256,
-            metavar="N",
-            show_default="this machine's",
-            help="NUMA nodes of the machine: each has a server, and an equal share of all.",
-        ),
-    ] = None,
-    instructions: Annotated[
-        str | None,
-        _machine(
-            metavar="SET",
-            show_default="this machine's",
-            help="Best instruction set: avx2, avx-512, avx-512-vnni, amx, dot-product, i8mm.",
-        ),
-    ] = None,
-    channels: Annotated[
-        int | None,
-        _machine(
-            min=1,
-            max=1024,
-            metavar="N",
-            help="Memory channels in use, of all sockets; with --mt-per-s.",
-        ),
-    ] = None,
-    transfers: Annotated[
-        float | None,
-        _machine(
-            "--mt-per-s",
-            min=100,
-            max=100_000,
-            metavar="N",
-            help="Speed of the memory modules, such as 4800; with --channels.",
-        ),
-    ] = None,
-    measure: Annotated[
-        bool,
-        _machine(
-            "--measure",
-            help="Measure this machine's memory bandwidth, for about a second on all cores.",
-        ),
-    ] = False,
+    ),
+    cache_ram: str = _servers(
+        "0",
+        metavar="SIZE",
+        help="Memory for prompts that no slot holds any more; `up` gives what stays free.",
+    ),
+    micro_batch: int = _servers(
+        256, "--ubatch", min=1, max=1 << 16, metavar="TOKENS", help="Tokens of one computation."
+    ),
+    memory: str | None = _machine(
+        None,
+        metavar="SIZE",
+        show_default="what this machine has available",
+        help="Memory of the machine, such as 32GiB.",
+    ),
+    cores: int | None = _machine(
+        None,
+        min=1,
+        max=1 << 14,
+        metavar="N",
+        show_default="this machine's",
+        help="Physical cores of the machine.",
+    ),
+    numa_nodes: int | None = _machine(
+        None,
+        min=1,
+        max=256,
+        metavar="N",
+        show_default="this machine's",
+        help="NUMA nodes of the machine: each has a server, and an equal share of all.",
+    ),
+    instructions: str | None = _machine(
+        None,
+        metavar="SET",
+        show_default="this machine's",
+        help="Best instruction set: avx2, avx-512, avx-512-vnni, amx, dot-product, i8mm.",
+    ),
+    channels: int | None = _machine(
+        None,
+        min=1,
+        max=1024,
+        metavar="N",
+        help="Memory channels in use, of all sockets; with --mt-per-s.",
+    ),
+    transfers: float | None = _machine(
+        None,
+        "--mt-per-s",
+        min=100,
+        max=100_000,
+        metavar="N",
+        help="Speed of the memory modules, such as 4800; with --channels.",
+    ),
+    measure: bool = _machine(
+        False,
+        "--measure",
+        help="Measure this machine's memory bandwidth, for about a second on all cores.",
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Tell whether a model fits a machine, and how fast it will be there.

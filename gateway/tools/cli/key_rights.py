@@ -77,11 +77,12 @@ def _checked_expiry(value: str | None) -> str | None:
 
 
 def _limit(flag: str, text: str, panel: str = LIMITS_PANEL) -> Any:
-    return typer.Option(flag, min=1, metavar="N", help=text, rich_help_panel=panel)
+    return typer.Option(None, flag, min=1, metavar="N", help=text, rich_help_panel=panel)
 
 
 def _budget(flag: str, text: str, panel: str = LIMITS_PANEL) -> Any:
     return typer.Option(
+        None,
         flag,
         metavar="AMOUNT/month|day",
         callback=_checked_budget,
@@ -104,122 +105,84 @@ NewName = Annotated[
 
 def rights_of(
     *,
-    default_class: Annotated[
-        PriorityChoice | None,
-        typer.Option(
-            "--class",
-            metavar=_CLASSES,
-            help="The class of its requests that name none; unset: normal.",
-        ),
-    ] = None,
-    max_class: Annotated[
-        PriorityChoice | None,
-        typer.Option(
-            "--max-class",
-            metavar=_CLASSES,
-            help="The highest class it gets; unset: its --class.",
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help="A model that it may use; repeat it for more. Unset: all.",
-        ),
-    ] = None,
-    models: Annotated[
-        str | None,
-        typer.Option("--models", metavar="A,B", help="Models that it may use, in one list."),
-    ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option("--group", metavar="GROUP", help="The group whose limits it shares."),
-    ] = None,
-    expires: Annotated[
-        str | None,
-        typer.Option(
-            "--expires",
-            metavar="TIME",
-            callback=_checked_expiry,
-            help="When it ends: in 90d or 12h, or on 2027-01-31. Unset: never.",
-        ),
-    ] = None,
-    rpm: Annotated[int | None, _limit("--rpm", "Requests within any 60 seconds.")] = None,
-    tpm: Annotated[int | None, _limit("--tpm", "Tokens within any 60 seconds.")] = None,
-    tokens_per_day: Annotated[
-        int | None, _limit("--tokens-per-day", "Tokens in a day (UTC).")
-    ] = None,
-    budget: Annotated[
-        str | None,
-        _budget("--budget", "Money a month or day, in the currency of the nodes' costs."),
-    ] = None,
-    concurrency: Annotated[int | None, _limit("--concurrency", "Requests at one time.")] = None,
-    prompt_tokens: Annotated[
-        int | None, _limit("--prompt-tokens", "Largest prompt, in tokens.")
-    ] = None,
-    completion_tokens: Annotated[
-        int | None, _limit("--completion-tokens", "Most tokens of one answer.")
-    ] = None,
-    trust_user_headers: Annotated[
-        bool | None,
-        typer.Option(
-            "--trust-user-headers/--no-trust-user-headers",
-            help=TRUST_HELP,
-            rich_help_panel=USERS_PANEL,
-        ),
-    ] = None,
-    user_rpm: Annotated[
-        int | None, _limit("--user-rpm", "Requests of each within any 60 seconds.", USERS_PANEL)
-    ] = None,
-    user_tpm: Annotated[
-        int | None, _limit("--user-tpm", "Tokens of each within any 60 seconds.", USERS_PANEL)
-    ] = None,
-    user_tokens_per_day: Annotated[
-        int | None, _limit("--user-tokens-per-day", "Tokens of each in a day.", USERS_PANEL)
-    ] = None,
-    user_budget: Annotated[
-        str | None, _budget("--user-budget", "Money of each a month or day.", USERS_PANEL)
-    ] = None,
-    user_concurrency: Annotated[
-        int | None, _limit("--user-concurrency", "Requests of each at one time.", USERS_PANEL)
-    ] = None,
-    cache_hide: Annotated[
-        bool | None,
-        typer.Option(
-            "--cache-hide/--no-cache-hide",
-            help="Take the figures that tell what was cached out of its responses.",
-            rich_help_panel=CACHE_PANEL,
-        ),
-    ] = None,
-    cache_isolate: Annotated[
-        IsolateChoice | None,
-        typer.Option(
-            "--cache-isolate",
-            metavar="|".join(IsolateChoice),
-            help="Whose prompts may draw its requests to the node that has them cached.",
-            rich_help_panel=CACHE_PANEL,
-        ),
-    ] = None,
-    cache_nodes: Annotated[
-        str | None,
-        typer.Option(
-            "--cache-nodes",
-            metavar="LABEL=VALUE,...",
-            help=f"Labels of the nodes that it may use, and no other; {ALL_NODES}: every node.",
-            rich_help_panel=CACHE_PANEL,
-        ),
-    ] = None,
-    prompt_cache: Annotated[
-        bool | None,
-        typer.Option(
-            "--prompt-cache/--no-prompt-cache",
-            help=(
-                "Whether nodes may serve its prompts from their caches; without, each is read anew."
-            ),
-            rich_help_panel=CACHE_PANEL,
-        ),
-    ] = None,
+    default_class: PriorityChoice | None = typer.Option(
+        None,
+        "--class",
+        metavar=_CLASSES,
+        help="The class of its requests that name none; unset: normal.",
+    ),
+    max_class: PriorityChoice | None = typer.Option(
+        None, metavar=_CLASSES, help="The highest class it gets; unset: its --class."
+    ),
+    model: list[str] | None = typer.Option(
+        None, metavar="NAME", help="A model that it may use; repeat it for more. Unset: all."
+    ),
+    models: str | None = typer.Option(
+        None, metavar="A,B", help="Models that it may use, in one list."
+    ),
+    group: str | None = typer.Option(
+        None, metavar="GROUP", help="The group whose limits it shares."
+    ),
+    expires: str | None = typer.Option(
+        None,
+        metavar="TIME",
+        callback=_checked_expiry,
+        help="When it ends: in 90d or 12h, or on 2027-01-31. Unset: never.",
+    ),
+    rpm: int | None = _limit("--rpm", "Requests within any 60 seconds."),
+    tpm: int | None = _limit("--tpm", "Tokens within any 60 seconds."),
+    tokens_per_day: int | None = _limit("--tokens-per-day", "Tokens in a day (UTC)."),
+    budget: str | None = _budget(
+        "--budget", "Money a month or day, in the currency of the nodes' costs."
+    ),
+    concurrency: int | None = _limit("--concurrency", "Requests at one time."),
+    prompt_tokens: int | None = _limit("--prompt-tokens", "Largest prompt, in tokens."),
+    completion_tokens: int | None = _limit("--completion-tokens", "Most tokens of one answer."),
+    trust_user_headers: bool | None = typer.Option(
+        None,
+        "--trust-user-headers/--no-trust-user-headers",
+        help=TRUST_HELP,
+        rich_help_panel=USERS_PANEL,
+    ),
+    user_rpm: int | None = _limit(
+        "--user-rpm", "Requests of each within any 60 seconds.", USERS_PANEL
+    ),
+    user_tpm: int | None = _limit(
+        "--user-tpm", "Tokens of each within any 60 seconds.", USERS_PANEL
+    ),
+    user_tokens_per_day: int | None = _limit(
+        "--user-tokens-per-day", "Tokens of each in a day.", USERS_PANEL
+    ),
+    user_budget: str | None = _budget(
+        "--user-budget", "Money of each a month or day.", USERS_PANEL
+    ),
+    user_concurrency: int | None = _limit(
+        "--user-concurrency", "Requests of each at one time.", USERS_PANEL
+    ),
+    cache_hide: bool | None = typer.Option(
+        None,
+        "--cache-hide/--no-cache-hide",
+        help="Take the figures that tell what was cached out of its responses.",
+        rich_help_panel=CACHE_PANEL,
+    ),
+    cache_isolate: IsolateChoice | None = typer.Option(
+        None,
+        metavar="|".join(IsolateChoice),
+        help="Whose prompts may draw its requests to the node that has them cached.",
+        rich_help_panel=CACHE_PANEL,
+    ),
+    cache_nodes: str | None = typer.Option(
+        None,
+        metavar="LABEL=VALUE,...",
+        help=f"Labels of the nodes that it may use, and no other; {ALL_NODES}: every node.",
+        rich_help_panel=CACHE_PANEL,
+    ),
+    prompt_cache: bool | None = typer.Option(
+        None,
+        "--prompt-cache/--no-prompt-cache",
+        help="Whether nodes may serve its prompts from their caches; without, each is read anew.",
+        rich_help_panel=CACHE_PANEL,
+    ),
 ) -> dict[str, Any]:
     """Return the fields of a key that these flags set. Raises BadParameter."""
     return given(
@@ -259,12 +222,12 @@ def rights_of(
 def takes_rights(**instead: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of `rights_of` in place of its parameter `rights`.
 
-    `instead`: annotations of flags that this command has in another form.
+    `instead`: the flags that this command has in another form.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         flags = [
-            one.replace(annotation=instead.get(one.name, one.annotation))
+            one.replace(default=instead.get(one.name, one.default))
             for one in inspect.signature(rights_of, eval_str=True).parameters.values()
         ]
 

@@ -86,12 +86,9 @@ KeyName = Annotated[str, typer.Argument(metavar="NAME", help="The key's name or 
 )
 def hash_(
     key_id: KeyId = None,
-    read: Annotated[
-        bool,
-        typer.Option(
-            "--read", help="Read a key from the prompt or from stdin instead of making one."
-        ),
-    ] = False,
+    read: bool = typer.Option(
+        False, "--read", help="Read a key from the prompt or from stdin instead of making one."
+    ),
     as_json: Json = False,
 ) -> None:
     """Make a key, or read one, and show its SHA-256 for the settings.
@@ -124,21 +121,19 @@ _CREATE_EXAMPLES = examples_epilog(
 
 @app.command("create", cls=HelpCommand, epilog=_CREATE_EXAMPLES)
 @key_rights.takes_rights(
-    trust_user_headers=Annotated[
-        bool | None,
-        typer.Option(
-            "--trust-user-headers",
-            help=key_rights.TRUST_HELP,
-            rich_help_panel=key_rights.USERS_PANEL,
-        ),
-    ]
+    trust_user_headers=typer.Option(
+        None,
+        "--trust-user-headers",
+        help=key_rights.TRUST_HELP,
+        rich_help_panel=key_rights.USERS_PANEL,
+    )
 )
 def create(
     *,
     key_id: KeyId = None,
     name: key_rights.NewName = None,
     rights: dict[str, Any],
-    print_only: Annotated[bool, typer.Option("--print", hidden=True)] = False,
+    print_only: bool = typer.Option(False, "--print", hidden=True),
     as_json: Json = False,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
@@ -181,7 +176,7 @@ def create(
 
 @app.command("list", cls=HelpCommand)
 def list_(
-    revoked: Annotated[bool, typer.Option("--revoked", help="Show revoked keys as well.")] = False,
+    revoked: bool = typer.Option(False, "--revoked", help="Show revoked keys as well."),
     as_json: Json = False,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
@@ -237,24 +232,21 @@ _SET_EXAMPLES = examples_epilog(
 def set_(
     *,
     name: KeyName,
-    new_name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            metavar="NAME",
-            callback=key_rights.checked_name,
-            help="Another name; its usage stays under its id.",
+    new_name: str | None = typer.Option(
+        None,
+        "--name",
+        metavar="NAME",
+        callback=key_rights.checked_name,
+        help="Another name; its usage stays under its id.",
+    ),
+    unset: list[str] | None = typer.Option(
+        None,
+        metavar="FLAG,...",
+        help=(
+            "Take these away: names of the flags below, such as rpm,budget; or limits, "
+            "user-limits, cache for all of them."
         ),
-    ] = None,
-    unset: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--unset",
-            metavar="FLAG,...",
-            help="Take these away: names of the flags below, such as rpm,budget; or limits, "
-            "user-limits, cache for all of them.",
-        ),
-    ] = None,
+    ),
     rights: dict[str, Any],
     as_json: Json = False,
     admin_url: options.AdminUrl = None,
@@ -314,10 +306,9 @@ def revoke(
 )
 def rotate(
     name: KeyName,
-    grace: Annotated[
-        str,
-        typer.Option("--grace", metavar="TIME", help="How long the old secret works; 0: it ends."),
-    ] = "24h",
+    grace: str = typer.Option(
+        "24h", metavar="TIME", help="How long the old secret works; 0: it ends."
+    ),
     as_json: Json = False,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import quote
 
 import typer
@@ -66,64 +66,46 @@ class NodeAction(enum.StrEnum):
 
 
 def nodes(
-    action: Annotated[
-        NodeAction, typer.Argument(metavar="|".join(NodeAction), help="What to do.")
-    ] = NodeAction.LIST,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="The nodes; or choose them by the options below."),
-    ] = None,
-    hosts: Annotated[
-        list[str] | None,
-        _which(
-            "--host",
-            metavar="HOST",
-            help="Nodes of this host, as the inventory says; repeat it for several.",
-        ),
-    ] = None,
-    labels: Annotated[
-        list[str] | None,
-        _which(
-            "--label",
-            metavar="KEY=VALUE",
-            help="Nodes with this label; of several they must have all.",
-        ),
-    ] = None,
-    all_but: Annotated[
-        list[str] | None,
-        _which("--all-but", metavar="NAME", help="All nodes but this one; repeat it for several."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show the nodes that it would touch.")
-    ] = False,
-    yes: Annotated[
-        bool,
-        typer.Option(
-            "--yes", help="Drain a group though nobody else serves a model of it; do not ask."
-        ),
-    ] = False,
+    action: NodeAction = typer.Argument(
+        NodeAction.LIST, metavar="|".join(NodeAction), help="What to do."
+    ),
+    names: list[str] | None = typer.Argument(
+        None, metavar="NAME", help="The nodes; or choose them by the options below."
+    ),
+    hosts: list[str] | None = _which(
+        None,
+        "--host",
+        metavar="HOST",
+        help="Nodes of this host, as the inventory says; repeat it for several.",
+    ),
+    labels: list[str] | None = _which(
+        None,
+        "--label",
+        metavar="KEY=VALUE",
+        help="Nodes with this label; of several they must have all.",
+    ),
+    all_but: list[str] | None = _which(
+        None, metavar="NAME", help="All nodes but this one; repeat it for several."
+    ),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Only show the nodes that it would touch."
+    ),
+    yes: bool = typer.Option(
+        False, "--yes", help="Drain a group though nobody else serves a model of it; do not ask."
+    ),
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
     admin_ca: options.AdminCa = None,
     config: options.ConfigFile = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Drain: end only when the nodes are idle.")
-    ] = False,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=0.0, metavar="SECONDS", help="Longest --wait.")
-    ] = 3600.0,
-    deadline: Annotated[
-        float | None,
-        typer.Option(
-            "--deadline",
-            min=0.0,
-            metavar="SECONDS",
-            show_default="none",
-            help=(
-                "Drain: requests that still run after this time are moved to another node or ended."
-            ),
-        ),
-    ] = None,
+    wait: bool = typer.Option(False, "--wait", help="Drain: end only when the nodes are idle."),
+    timeout: float = typer.Option(3600.0, min=0.0, metavar="SECONDS", help="Longest --wait."),
+    deadline: float | None = typer.Option(
+        None,
+        min=0.0,
+        metavar="SECONDS",
+        show_default="none",
+        help="Drain: requests that still run after this time are moved to another node or ended.",
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Show the nodes of the running gateway; drain, resume or probe some.
@@ -449,12 +431,12 @@ class ModelAction(enum.StrEnum):
 
 
 def models(
-    action: Annotated[
-        ModelAction, typer.Argument(metavar="|".join(ModelAction), help="What to do.")
-    ] = ModelAction.LIST,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The public name; needed for all but list.")
-    ] = None,
+    action: ModelAction = typer.Argument(
+        ModelAction.LIST, metavar="|".join(ModelAction), help="What to do."
+    ),
+    name: str | None = typer.Argument(
+        None, metavar="NAME", help="The public name; needed for all but list."
+    ),
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
     admin_ca: options.AdminCa = None,

@@ -108,9 +108,10 @@ AllowAnonymous = Annotated[
 ]
 
 
-def since(shown_default: str) -> Any:
+def since(default: str | None, shown_default: str) -> Any:
     """Return the option `--since`."""
     return typer.Option(
+        default,
         "--since",
         metavar="TIME",
         show_default=shown_default,

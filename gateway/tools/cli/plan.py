@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -68,168 +68,127 @@ _simulation = partial(typer.Option, rich_help_panel="Simulation and output")
 
 
 def plan(
-    requests_per_hour: Annotated[
-        float | None, _traffic(metavar="N", help="Requests of a mean hour.")
-    ] = None,
-    prompt: Annotated[float | None, _traffic(metavar="TOKENS", help="Mean prompt.")] = None,
-    completion: Annotated[float | None, _traffic(metavar="TOKENS", help="Mean completion.")] = None,
-    repeat: Annotated[
-        float,
-        _traffic(
-            metavar="SHARE",
-            help="Share of the prompt that all have in common, 0 to 1: a node reads it once.",
-        ),
-    ] = 0.0,
-    peak: Annotated[
-        float,
-        _traffic(
-            metavar="FACTOR",
-            help="Requests of the busiest hour, as a multiple of the mean hour: latency is that of "
+    requests_per_hour: float | None = _traffic(None, metavar="N", help="Requests of a mean hour."),
+    prompt: float | None = _traffic(None, metavar="TOKENS", help="Mean prompt."),
+    completion: float | None = _traffic(None, metavar="TOKENS", help="Mean completion."),
+    repeat: float = _traffic(
+        0.0,
+        metavar="SHARE",
+        help="Share of the prompt that all have in common, 0 to 1: a node reads it once.",
+    ),
+    peak: float = _traffic(
+        1.0,
+        metavar="FACTOR",
+        help=(
+            "Requests of the busiest hour, as a multiple of the mean hour: latency is that of "
             "the busiest hour, prices are those of the mean. With --fleet: how many times as "
-            "many as in the ledger's.",
+            "many as in the ledger's."
         ),
-    ] = 1.0,
-    backlog: Annotated[
-        float | None,
-        _traffic(
-            metavar="N",
-            help="In place of --requests-per-hour: requests that all wait from the start.",
+    ),
+    backlog: float | None = _traffic(
+        None,
+        metavar="N",
+        help="In place of --requests-per-hour: requests that all wait from the start.",
+    ),
+    within: float = _traffic(8.0, metavar="HOURS", help="Hours that a backlog may take."),
+    trace: Path | None = _traffic(
+        None,
+        metavar="FILE",
+        help="Recorded requests, as `llama-gateway simulate --trace` reads them.",
+    ),
+    limit: int = _traffic(200_000, min=2, metavar="N", help="First requests of the trace."),
+    ttft_p95: float | None = _goal(
+        None, metavar="SECONDS", help="95 % of the requests have their first token by then."
+    ),
+    completion_p95: float | None = _goal(
+        None, metavar="SECONDS", help="95 % of the requests have ended by then."
+    ),
+    most_use: float = _goal(
+        0.8,
+        metavar="SHARE",
+        help="Without a goal: share of the capacity that the busiest hour may use.",
+    ),
+    tokens_per_second: float | None = _nodes(
+        None,
+        metavar="R",
+        show_default="nodes by the catalogue",
+        help="Your node: tokens/s of one request alone.",
+    ),
+    prefill_tokens_per_second: float | None = _nodes(
+        None,
+        metavar="R",
+        show_default="10 times --tokens-per-second",
+        help="Your node: prompt tokens/s.",
+    ),
+    slots: int = _nodes(1, min=1, max=256, metavar="N", help="Your node: requests at a time."),
+    batch_cost: float = _nodes(
+        0.15, metavar="SHARE", help="Your node: by how much one more busy slot prolongs a step."
+    ),
+    price_per_hour: float | None = _nodes(None, metavar="PRICE", help="Your node."),
+    price_per_month: float | None = _nodes(None, metavar="PRICE", help="Likewise, of 730 hours."),
+    watts: float = _nodes(0.0, metavar="W", help="Your node, while it works."),
+    idle_watts: float = _nodes(0.0, metavar="W", help="Your node, idle."),
+    catalogue: Path | None = _nodes(
+        None,
+        metavar="FILE",
+        show_default="the package's, of examples",
+        help="Node types with their speeds and prices.",
+    ),
+    types: list[str] | None = _nodes(
+        None,
+        "--type",
+        metavar="NAME",
+        show_default="all",
+        help="A type of the catalogue, also beside your node. Repeat it.",
+    ),
+    model_gib: float | None = _nodes(
+        None,
+        metavar="GIB",
+        show_default="the catalogue's model",
+        help="Size of the model's file: scales the catalogue's speeds, checks its memory.",
+    ),
+    price_per_kwh: float = _nodes(
+        0.0, metavar="PRICE", help="Electricity of the types that have `watts`."
+    ),
+    claimed_per_million: float | None = _nodes(
+        None,
+        metavar="PRICE",
+        help="A price of a million tokens that somebody claims of your node: is it possible?",
+    ),
+    fleet: bool = _fleet(
+        False,
+        "--fleet",
+        help=(
+            "Nodes of the gateway that runs, and the busiest hour of its ledger: what if one "
+            "more, one less?"
         ),
-    ] = None,
-    within: Annotated[
-        float, _traffic(metavar="HOURS", help="Hours that a backlog may take.")
-    ] = 8.0,
-    trace: Annotated[
-        Path | None,
-        _traffic(
-            metavar="FILE",
-            help="Recorded requests, as `llama-gateway simulate --trace` reads them.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int, _traffic(min=2, metavar="N", help="First requests of the trace.")
-    ] = 200_000,
-    ttft_p95: Annotated[
-        float | None,
-        _goal(metavar="SECONDS", help="95 % of the requests have their first token by then."),
-    ] = None,
-    completion_p95: Annotated[
-        float | None, _goal(metavar="SECONDS", help="95 % of the requests have ended by then.")
-    ] = None,
-    most_use: Annotated[
-        float,
-        _goal(
-            metavar="SHARE",
-            help="Without a goal: share of the capacity that the busiest hour may use.",
-        ),
-    ] = 0.8,
-    tokens_per_second: Annotated[
-        float | None,
-        _nodes(
-            metavar="R",
-            show_default="nodes by the catalogue",
-            help="Your node: tokens/s of one request alone.",
-        ),
-    ] = None,
-    prefill_tokens_per_second: Annotated[
-        float | None,
-        _nodes(
-            metavar="R",
-            show_default="10 times --tokens-per-second",
-            help="Your node: prompt tokens/s.",
-        ),
-    ] = None,
-    slots: Annotated[
-        int, _nodes(min=1, max=256, metavar="N", help="Your node: requests at a time.")
-    ] = 1,
-    batch_cost: Annotated[
-        float,
-        _nodes(metavar="SHARE", help="Your node: by how much one more busy slot prolongs a step."),
-    ] = 0.15,
-    price_per_hour: Annotated[float | None, _nodes(metavar="PRICE", help="Your node.")] = None,
-    price_per_month: Annotated[
-        float | None, _nodes(metavar="PRICE", help="Likewise, of 730 hours.")
-    ] = None,
-    watts: Annotated[float, _nodes(metavar="W", help="Your node, while it works.")] = 0.0,
-    idle_watts: Annotated[float, _nodes(metavar="W", help="Your node, idle.")] = 0.0,
-    catalogue: Annotated[
-        Path | None,
-        _nodes(
-            metavar="FILE",
-            show_default="the package's, of examples",
-            help="Node types with their speeds and prices.",
-        ),
-    ] = None,
-    types: Annotated[
-        list[str] | None,
-        _nodes(
-            "--type",
-            metavar="NAME",
-            show_default="all",
-            help="A type of the catalogue, also beside your node. Repeat it.",
-        ),
-    ] = None,
-    model_gib: Annotated[
-        float | None,
-        _nodes(
-            metavar="GIB",
-            show_default="the catalogue's model",
-            help="Size of the model's file: scales the catalogue's speeds, checks its memory.",
-        ),
-    ] = None,
-    price_per_kwh: Annotated[
-        float, _nodes(metavar="PRICE", help="Electricity of the types that have `watts`.")
-    ] = 0.0,
-    claimed_per_million: Annotated[
-        float | None,
-        _nodes(
-            metavar="PRICE",
-            help="A price of a million tokens that somebody claims of your node: is it possible?",
-        ),
-    ] = None,
-    fleet: Annotated[
-        bool,
-        _fleet(
-            "--fleet",
-            help="Nodes of the gateway that runs, and the busiest hour of its ledger: what if one "
-            "more, one less?",
-        ),
-    ] = False,
-    since: Annotated[
-        str,
-        _fleet(
-            metavar="TIME",
-            help="The busiest hour of the ledger from then on: a date, or how long ago.",
-        ),
-    ] = "7d",
+    ),
+    since: str = _fleet(
+        "7d",
+        metavar="TIME",
+        help="The busiest hour of the ledger from then on: a date, or how long ago.",
+    ),
     config: options.ConfigFile = None,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
     admin_ca: options.AdminCa = None,
-    requests: Annotated[
-        int,
-        _simulation(
-            min=100,
-            max=1_000_000,
-            metavar="N",
-            help="Made-up requests of a simulation: more make its figures surer.",
-        ),
-    ] = 3000,
-    seed: Annotated[int, _simulation(metavar="N", help="Same seed, same plan.")] = 1,
+    requests: int = _simulation(
+        3000,
+        min=100,
+        max=1_000_000,
+        metavar="N",
+        help="Made-up requests of a simulation: more make its figures surer.",
+    ),
+    seed: int = _simulation(1, metavar="N", help="Same seed, same plan."),
     start: options.Start = options.StartKind.COLD,
-    time_limit: Annotated[
-        float,
-        _simulation(
-            metavar="SECONDS",
-            help="Longest time for all simulations; what is missing then is estimated.",
-        ),
-    ] = 180.0,
-    plot: Annotated[
-        Path | None,
-        _simulation(
-            metavar="FILE", help="Draw the break-even of CPU, GPU and hybrid: .png, .svg or .pdf."
-        ),
-    ] = None,
+    time_limit: float = _simulation(
+        180.0,
+        metavar="SECONDS",
+        help="Longest time for all simulations; what is missing then is estimated.",
+    ),
+    plot: Path | None = _simulation(
+        None, metavar="FILE", help="Draw the break-even of CPU, GPU and hybrid: .png, .svg or .pdf."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Say how many of which nodes a traffic takes, at what wait and price.

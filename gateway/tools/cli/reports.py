@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -30,24 +30,18 @@ USAGE_EXAMPLES = examples_epilog(
 
 
 def usage(
-    by: Annotated[
-        str,
-        typer.Option(
-            "--by",
-            metavar="key|group|user|model|class|day|tier",
-            help="What to sum up by; two of them with a comma: key,day.",
-        ),
-    ] = "model",
-    since: Annotated[str | None, options.since("30d")] = None,
+    by: str = typer.Option(
+        "model",
+        metavar="key|group|user|model|class|day|tier",
+        help="What to sum up by; two of them with a comma: key,day.",
+    ),
+    since: str | None = options.since(None, "30d"),
     until: options.Until = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit", metavar="N", show_default="10000", help="Most rows; the total has all."
-        ),
-    ] = None,
+    limit: int | None = typer.Option(
+        None, metavar="N", show_default="10000", help="Most rows; the total has all."
+    ),
     as_json: options.Json = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV, for spreadsheets.")] = False,
+    as_csv: bool = typer.Option(False, "--csv", help="Write CSV, for spreadsheets."),
     config: options.ConfigFile = None,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
@@ -185,25 +179,17 @@ AUDIT_EXAMPLES = examples_epilog(
 
 
 def audit(
-    since: Annotated[str | None, options.since("the beginning")] = None,
+    since: str | None = options.since(None, "the beginning"),
     until: options.Until = None,
-    action: Annotated[
-        str | None,
-        typer.Option(
-            "--action",
-            metavar="ACTION",
-            help="Only this action, such as drain or keys.revoke; keys: all that begin so.",
-        ),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target", metavar="NAME", help="Only what was done to this node, key or request."
-        ),
-    ] = None,
-    limit: Annotated[
-        int, typer.Option("--limit", min=1, max=MOST_SHOWN, metavar="N", help="Most entries.")
-    ] = 100,
+    action: str | None = typer.Option(
+        None,
+        metavar="ACTION",
+        help="Only this action, such as drain or keys.revoke; keys: all that begin so.",
+    ),
+    target: str | None = typer.Option(
+        None, metavar="NAME", help="Only what was done to this node, key or request."
+    ),
+    limit: int = typer.Option(100, min=1, max=MOST_SHOWN, metavar="N", help="Most entries."),
     as_json: options.Json = False,
     config: options.ConfigFile = None,
     admin_url: options.AdminUrl = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -90,9 +90,7 @@ def check(
     admin_port: options.AdminPort = None,
     admin_key_file: options.AdminKeyFile = None,
     allow_anonymous: options.AllowAnonymous = False,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Ask every node for its properties as well.")
-    ] = False,
+    probe: bool = typer.Option(False, "--probe", help="Ask every node for its properties as well."),
     as_json: options.Json = False,
 ) -> None:
     """Check whether serve would start with these files and flags, and list the problems if not.

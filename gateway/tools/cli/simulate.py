@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -77,98 +77,88 @@ _COLUMNS = (
 
 def simulate(
     nodes: options.NodesFile = options.DEFAULT_NODES,
-    fleet: Annotated[
-        str | None,
-        _fleet(
-            metavar="COUNTxSLOTS@DECODE:PREFILL",
-            show_default="the inventory",
-            help="A made-up fleet: nodes, slots each, tokens/s of decode for one request, tokens/s "
+    fleet: str | None = _fleet(
+        None,
+        metavar="COUNTxSLOTS@DECODE:PREFILL",
+        show_default="the inventory",
+        help=(
+            "A made-up fleet: nodes, slots each, tokens/s of decode for one request, tokens/s "
             "of prefill. Several kinds with commas; +0.3 behind one: the share that another "
-            "busy slot adds to a step (default 0.15).",
+            "busy slot adds to a step (default 0.15)."
         ),
-    ] = None,
-    standby: Annotated[
-        str | None,
-        _fleet(
-            metavar="COUNTxSLOTS@DECODE:PREFILL",
-            help="Standby machines beside --fleet. Compares all always on, autoscaled, and without "
-            "them.",
+    ),
+    standby: str | None = _fleet(
+        None,
+        metavar="COUNTxSLOTS@DECODE:PREFILL",
+        help=(
+            "Standby machines beside --fleet. Compares all always on, autoscaled, and without them."
         ),
-    ] = None,
-    elastic: Annotated[
-        str,
-        _fleet(
-            metavar="NAME=VALUE,...",
-            help="Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
-            "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour.",
+    ),
+    elastic: str = _fleet(
+        "startup=60",
+        metavar="NAME=VALUE,...",
+        help=(
+            "Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
+            "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour."
         ),
-    ] = "startup=60",
-    speeds: Annotated[
-        Path | None,
-        _fleet(
-            metavar="FILE",
-            help="Speeds of the inventory's nodes: the output of `llama-gateway nodes --json`.",
-        ),
-    ] = None,
-    speed: Annotated[
-        str,
-        _fleet(
-            metavar="DECODE:PREFILL",
-            help="Tokens/s of a node that is not in --speeds, times its `speed_hint`.",
-        ),
-    ] = "10:100",
-    batch: Annotated[
-        int, _fleet(min=32, max=65536, metavar="TOKENS", help="Tokens of a step.")
-    ] = 512,
-    cache_ram: Annotated[
-        int, _fleet(min=0, metavar="MiB", help="Host memory of each node for prompts; 0 for none.")
-    ] = 8192,
-    trace: Annotated[
-        Path | None,
-        _traffic(
-            metavar="FILE",
-            show_default="generated traffic",
-            help="Requests: JSON lines, or .csv in the layout of the public Azure LLM traces.",
-        ),
-    ] = None,
-    skip_broken: Annotated[
-        bool,
-        _traffic("--skip-broken", help="Skip broken lines of the trace, and print their number."),
-    ] = False,
-    limit: Annotated[
-        int | None, _traffic(min=1, metavar="N", help="Only the first N requests of the trace.")
-    ] = None,
-    generate: Annotated[
-        str,
-        _traffic(
-            metavar="NAME=VALUE,...",
-            help="Traffic without a trace: rate (requests/s), requests, turns, tenants, system, "
+    ),
+    speeds: Path | None = _fleet(
+        None,
+        metavar="FILE",
+        help="Speeds of the inventory's nodes: the output of `llama-gateway nodes --json`.",
+    ),
+    speed: str = _fleet(
+        "10:100",
+        metavar="DECODE:PREFILL",
+        help="Tokens/s of a node that is not in --speeds, times its `speed_hint`.",
+    ),
+    batch: int = _fleet(512, min=32, max=65536, metavar="TOKENS", help="Tokens of a step."),
+    cache_ram: int = _fleet(
+        8192, min=0, metavar="MiB", help="Host memory of each node for prompts; 0 for none."
+    ),
+    trace: Path | None = _traffic(
+        None,
+        metavar="FILE",
+        show_default="generated traffic",
+        help="Requests: JSON lines, or .csv in the layout of the public Azure LLM traces.",
+    ),
+    skip_broken: bool = _traffic(
+        False, "--skip-broken", help="Skip broken lines of the trace, and print their number."
+    ),
+    limit: int | None = _traffic(
+        None, min=1, metavar="N", help="Only the first N requests of the trace."
+    ),
+    generate: str = _traffic(
+        "rate=1,requests=5000",
+        metavar="NAME=VALUE,...",
+        help=(
+            "Traffic without a trace: rate (requests/s), requests, turns, tenants, system, "
             "question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
-            "(shares); burst (times as many), every, lasting (s).",
+            "(shares); burst (times as many), every, lasting (s)."
         ),
-    ] = "rate=1,requests=5000",
-    seed: Annotated[int, _traffic(metavar="N", help="Same seed, same traffic.")] = 1,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            show_default="all",
-            help="Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; "
-            "nginx (least_conn), haproxy (leastconn, maxconn = slots).",
+    ),
+    seed: int = _traffic(1, metavar="N", help="Same seed, same traffic."),
+    policy: list[str] | None = typer.Option(
+        None,
+        metavar="NAME",
+        show_default="all",
+        help=(
+            "Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; "
+            "nginx (least_conn), haproxy (leastconn, maxconn = slots)."
         ),
-    ] = None,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact",
-            help="The gateway knows speeds, lengths and caches instead of learning them. For "
-            "fleets of some dozens of nodes.",
+    ),
+    exact: bool = typer.Option(
+        False,
+        "--exact",
+        help=(
+            "The gateway knows speeds, lengths and caches instead of learning them. For "
+            "fleets of some dozens of nodes."
         ),
-    ] = False,
+    ),
     start: options.Start = options.StartKind.COLD,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot the results: .png, .svg or .pdf.")
-    ] = None,
+    plot: Path | None = typer.Option(
+        None, metavar="FILE", help="Plot the results: .png, .svg or .pdf."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Play traffic on a model of the fleet, under one policy after the other.

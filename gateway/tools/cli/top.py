@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -31,9 +31,7 @@ def top(
     admin_key_file: options.AdminKeyFile = None,
     admin_ca: options.AdminCa = None,
     config: options.ConfigFile = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print the state once; the default in a pipe.")
-    ] = False,
+    once: bool = typer.Option(False, "--once", help="Print the state once; the default in a pipe."),
     as_json: options.Json = False,
 ) -> None:
     """Show the running gateway: problems first, nodes, queue and requests, once a second.

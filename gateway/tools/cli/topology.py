@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -23,12 +23,9 @@ EXAMPLES = examples_epilog(
 
 
 def topology(
-    root: Annotated[
-        Path,
-        typer.Option(
-            "--root", metavar="FOLDER", help="Folder that holds the machine's `sys` and `proc`."
-        ),
-    ] = Path("/"),
+    root: Path = typer.Option(
+        Path("/"), metavar="FOLDER", help="Folder that holds the machine's `sys` and `proc`."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Show what this machine has for llama.cpp: sockets, NUMA nodes, cores, caches, memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -48,69 +48,57 @@ _output = partial(typer.Option, rich_help_panel="Output")
 
 
 def tune(
-    model: Annotated[
-        Path | None,
-        _servers(
-            metavar="FILE.gguf",
-            show_default="a small demo model; its results mean little",
-            help="The model to measure with.",
+    model: Path | None = _servers(
+        None,
+        metavar="FILE.gguf",
+        show_default="a small demo model; its results mean little",
+        help="The model to measure with.",
+    ),
+    goal: str = _judged(
+        "balanced",
+        metavar="GOAL",
+        help=(
+            "latency: a request alone, and the stalls by other prompts. throughput: requests "
+            "an hour with all slots busy. balanced: both."
         ),
-    ] = None,
-    goal: Annotated[
-        str,
-        _judged(
-            metavar="GOAL",
-            help="latency: a request alone, and the stalls by other prompts. throughput: requests "
-            "an hour with all slots busy. balanced: both.",
+    ),
+    prompt: int = _judged(
+        1024, min=64, metavar="TOKENS", help="Prompt of the request that settings are judged by."
+    ),
+    answer: int = _judged(128, min=16, metavar="TOKENS", help="Its answer."),
+    minutes: float = typer.Option(30.0, min=0.1, metavar="M", help="Longest duration."),
+    context: int = _servers(4096, min=256, metavar="TOKENS", help="Context of one slot."),
+    max_slots: int = _servers(8, min=1, max=32, metavar="N", help="Most slots to try."),
+    server_bin: Path | None = _servers(
+        None,
+        metavar="FILE",
+        show_default="llama-server on PATH, else the embedded one",
+        help="The llama-server program to measure.",
+    ),
+    write: Path | None = _output(
+        None,
+        metavar="FILE",
+        help=(
+            "Write the best setting: .yml as variables of the Ansible role llama_node (a file "
+            "of its own, such as host_vars/HOST/tuned.yml), .json with all figures."
         ),
-    ] = "balanced",
-    prompt: Annotated[
-        int,
-        _judged(
-            min=64, metavar="TOKENS", help="Prompt of the request that settings are judged by."
-        ),
-    ] = 1024,
-    answer: Annotated[int, _judged(min=16, metavar="TOKENS", help="Its answer.")] = 128,
-    minutes: Annotated[float, typer.Option(min=0.1, metavar="M", help="Longest duration.")] = 30.0,
-    context: Annotated[
-        int, _servers(min=256, metavar="TOKENS", help="Context of one slot.")
-    ] = 4096,
-    max_slots: Annotated[int, _servers(min=1, max=32, metavar="N", help="Most slots to try.")] = 8,
-    server_bin: Annotated[
-        Path | None,
-        _servers(
-            metavar="FILE",
-            show_default="llama-server on PATH, else the embedded one",
-            help="The llama-server program to measure.",
-        ),
-    ] = None,
-    write: Annotated[
-        Path | None,
-        _output(
-            metavar="FILE",
-            help="Write the best setting: .yml as variables of the Ansible role llama_node (a file "
-            "of its own, such as host_vars/HOST/tuned.yml), .json with all figures.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None, _output(metavar="FILE", help="Plot the measurements: .png, .svg or .pdf.")
-    ] = None,
-    measurements: Annotated[
-        Path | None,
-        _output(
-            metavar="FILE.jsonl",
-            show_default="tuning.jsonl in the cache folder",
-            help="File of the measurements; those of an earlier run are used again.",
-        ),
-    ] = None,
-    remeasure: Annotated[bool, _output("--again", help="Measure everything again.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Measure even if other work loads the machine.")
-    ] = False,
-    force_memory: Annotated[
-        bool,
-        _servers("--force-memory", help="Start servers even if too little memory would stay free."),
-    ] = False,
+    ),
+    plot: Path | None = _output(
+        None, metavar="FILE", help="Plot the measurements: .png, .svg or .pdf."
+    ),
+    measurements: Path | None = _output(
+        None,
+        metavar="FILE.jsonl",
+        show_default="tuning.jsonl in the cache folder",
+        help="File of the measurements; those of an earlier run are used again.",
+    ),
+    remeasure: bool = _output(False, "--again", help="Measure everything again."),
+    force: bool = typer.Option(
+        False, "--force", help="Measure even if other work loads the machine."
+    ),
+    force_memory: bool = _servers(
+        False, "--force-memory", help="Start servers even if too little memory would stay free."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Measure real llama.cpp servers on this machine, and find the best settings for a model.

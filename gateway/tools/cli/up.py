@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -53,116 +53,86 @@ LONGEST_TOKEN = 4096  # characters of a token for a download
 
 
 def up(
-    model: Annotated[
-        str | None,
-        _of_servers(
-            "--model",
-            metavar="FILE.gguf|URL",
-            show_default="a small demo model of random weights",
-            help="The model to serve: a file, or an https address that it is downloaded from once.",
+    model: str | None = _of_servers(
+        None,
+        metavar="FILE.gguf|URL",
+        show_default="a small demo model of random weights",
+        help="The model to serve: a file, or an https address that it is downloaded from once.",
+    ),
+    servers: int | None = _of_servers(
+        None,
+        min=1,
+        max=256,
+        metavar="N",
+        show_default="one per NUMA node",
+        help="How many llama.cpp servers to start.",
+    ),
+    slots: int = _of_servers(
+        2, min=1, max=256, metavar="N", help="Requests that one server takes at once."
+    ),
+    context: int | None = _of_servers(
+        None,
+        min=1,
+        max=1 << 24,
+        metavar="N",
+        show_default="4096, or the model's if that is less",
+        help=(
+            "Tokens of prompt and answer that one request may have. Coding agents begin with "
+            "thousands. Memory grows with slots times context."
         ),
-    ] = None,
-    servers: Annotated[
-        int | None,
-        _of_servers(
-            "--servers",
-            min=1,
-            max=256,
-            metavar="N",
-            show_default="one per NUMA node",
-            help="How many llama.cpp servers to start.",
+    ),
+    embedding: bool = _of_servers(
+        False,
+        "--embedding",
+        help=(
+            "Serve /v1/embeddings too, beside chats. A text may have --context tokens, and "
+            "takes them at once: that costs memory."
         ),
-    ] = None,
-    slots: Annotated[
-        int,
-        _of_servers(
-            "--slots", min=1, max=256, metavar="N", help="Requests that one server takes at once."
+    ),
+    server_port: int | None = _of_servers(
+        None,
+        min=0,
+        max=65535,
+        metavar="PORT",
+        show_default="8081",
+        help=(
+            "Port of the first server; the others get the next ones. Ports in use are skipped. "
+            "0 takes free ones."
         ),
-    ] = 2,
-    context: Annotated[
-        int | None,
-        _of_servers(
-            "--context",
-            min=1,
-            max=1 << 24,
-            metavar="N",
-            show_default="4096, or the model's if that is less",
-            help=(
-                "Tokens of prompt and answer that one request may have. Coding agents begin with "
-                "thousands. Memory grows with slots times context."
-            ),
+    ),
+    server_bin: Path | None = _of_servers(
+        None,
+        metavar="FILE",
+        show_default="llama-server on PATH, else the embedded one",
+        help="The llama-server program to use.",
+    ),
+    force_memory: bool = _of_servers(
+        False, "--force-memory", help="Start even if too little memory would stay free."
+    ),
+    mlock: bool = _of_servers(
+        False, "--mlock", help="Lock the model in memory, so that it is never swapped out."
+    ),
+    sha256: list[str] | None = _of_download(
+        None,
+        metavar="DIGEST",
+        show_default="not checked",
+        help="SHA-256 of the model behind a URL; once for each file of a split one.",
+    ),
+    token_env: str | None = _of_download(
+        None,
+        metavar="NAME",
+        show_default="no token is sent",
+        help=(
+            "Variable of the environment, such as HF_TOKEN, whose token is sent to the URL's "
+            "host (and to no other one)."
         ),
-    ] = None,
-    embedding: Annotated[
-        bool,
-        _of_servers(
-            "--embedding",
-            help=(
-                "Serve /v1/embeddings too, beside chats. A text may have --context tokens, and "
-                "takes them at once: that costs memory."
-            ),
-        ),
-    ] = False,
-    server_port: Annotated[
-        int | None,
-        _of_servers(
-            "--server-port",
-            min=0,
-            max=65535,
-            metavar="PORT",
-            show_default="8081",
-            help=(
-                "Port of the first server; the others get the next ones. Ports in use are skipped. "
-                "0 takes free ones."
-            ),
-        ),
-    ] = None,
-    server_bin: Annotated[
-        Path | None,
-        _of_servers(
-            "--server-bin",
-            metavar="FILE",
-            show_default="llama-server on PATH, else the embedded one",
-            help="The llama-server program to use.",
-        ),
-    ] = None,
-    force_memory: Annotated[
-        bool, _of_servers("--force-memory", help="Start even if too little memory would stay free.")
-    ] = False,
-    mlock: Annotated[
-        bool,
-        _of_servers("--mlock", help="Lock the model in memory, so that it is never swapped out."),
-    ] = False,
-    sha256: Annotated[
-        list[str] | None,
-        _of_download(
-            "--sha256",
-            metavar="DIGEST",
-            show_default="not checked",
-            help="SHA-256 of the model behind a URL; once for each file of a split one.",
-        ),
-    ] = None,
-    token_env: Annotated[
-        str | None,
-        _of_download(
-            "--token-env",
-            metavar="NAME",
-            show_default="no token is sent",
-            help=(
-                "Variable of the environment, such as HF_TOKEN, whose token is sent to the URL's "
-                "host (and to no other one)."
-            ),
-        ),
-    ] = None,
-    max_bytes: Annotated[
-        str | None,
-        _of_download(
-            "--max-bytes",
-            metavar="SIZE",
-            show_default="what disk and memory have room for",
-            help="Refuse a larger download, such as 8GiB.",
-        ),
-    ] = None,
+    ),
+    max_bytes: str | None = _of_download(
+        None,
+        metavar="SIZE",
+        show_default="what disk and memory have room for",
+        help="Refuse a larger download, such as 8GiB.",
+    ),
     config: options.ConfigFile = None,
     host: options.Host = None,
     port: options.Port = None,

@@ -492,4 +492,4 @@ def test_a_port_in_use_is_reported_before_a_server_starts(flag: str) -> None:
 
 def test_the_slots_of_a_server_are_those_of_the_plan() -> None:
     assert up.up.__defaults__ is not None
-    assert up.up.__defaults__[2] == DEFAULT_SLOTS
+    assert up.up.__defaults__[2].default == DEFAULT_SLOTS
