@@ -36,8 +36,7 @@ from gateway.tools.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from gateway.tools.cli.batch_input import PreparedInput, Problems
-    from gateway.tools.cli.batch_results import Fetched, ResultPlaces
+    from gateway.tools.cli.batch_files import Fetched, PreparedInput, Problems, ResultPlaces
 
 FIRST_POLL, LONGEST_POLL = 0.25, 3.0  # seconds between questions for a batch's state; they double
 
@@ -194,14 +193,15 @@ def submit(
     The input is checked here first. Prints the batch's id. With --wait it ends with status 1 if a
     line failed; Ctrl-C leaves the batch running.
     """
-    from gateway.tools.cli.batch_input import (
+    from gateway.tools.cli.batch_files import (
         MOST_SHOWN,
         InputOptions,
         Problems,
         create_fields,
+        places_for,
         prepare,
+        stem_of,
     )
-    from gateway.tools.cli.batch_results import places_for, stem_of
 
     fields = create_fields(window, metadata or [])
     chosen = InputOptions(
@@ -299,40 +299,38 @@ def show(
         end_by(batch)
 
 
-@app.command(
+def _add_action(name: str, meaning: str, effect: str) -> None:
+    """Add a command that changes a batch and shows it."""
+
+    def act(
+        id_: BatchId,
+        url: Url = None,
+        key_file: KeyFile = None,
+        ca: Ca = None,
+        as_json: Json = False,
+    ) -> None:
+        with BatchClient.connect(url, key_file, ca) as client:
+            batch = client.act(id_, name)
+        if as_json:
+            print_json(batch)
+        else:
+            print(f"{id_}: {format_cell(describe(progress_of(batch), None, time.time()))}")
+
+    example = (f"llama-gateway batch {name} batch_01a2", effect)
+    app.command(name, cls=HelpCommand, help=meaning, epilog=examples_epilog(example))(act)
+
+
+_add_action(
     "cancel",
-    cls=HelpCommand,
-    epilog=examples_epilog(("llama-gateway batch cancel batch_01a2", "what is done stays")),
+    "Cancel a batch: lines that wait are not run, those that run are ended.",
+    "what is done stays",
 )
-def cancel(
-    id_: BatchId, url: Url = None, key_file: KeyFile = None, ca: Ca = None, as_json: Json = False
-) -> None:
-    """Cancel a batch: lines that wait are not run, those that run are ended."""
-    _act(id_, "cancel", url, key_file, ca, as_json=as_json)
-
-
-@app.command(
+_add_action(
     "pause",
-    cls=HelpCommand,
-    epilog=examples_epilog(("llama-gateway batch pause batch_01a2", "no more of its lines begin")),
+    "Pause a batch: no more of its lines begin. Its time goes on.",
+    "no more of its lines begin",
 )
-def pause(
-    id_: BatchId, url: Url = None, key_file: KeyFile = None, ca: Ca = None, as_json: Json = False
-) -> None:
-    """Pause a batch: no more of its lines begin. Its time goes on."""
-    _act(id_, "pause", url, key_file, ca, as_json=as_json)
-
-
-@app.command(
-    "resume",
-    cls=HelpCommand,
-    epilog=examples_epilog(("llama-gateway batch resume batch_01a2", "its lines run again")),
-)
-def resume(
-    id_: BatchId, url: Url = None, key_file: KeyFile = None, ca: Ca = None, as_json: Json = False
-) -> None:
-    """Resume a paused batch."""
-    _act(id_, "resume", url, key_file, ca, as_json=as_json)
+_add_action("resume", "Resume a paused batch.", "its lines run again")
 
 
 @app.command(
@@ -369,7 +367,7 @@ def fetch(
     as_json: Json = False,
 ) -> None:
     """Fetch the results of a batch: its output and its errors."""
-    from gateway.tools.cli.batch_results import fetch_results, places_for
+    from gateway.tools.cli.batch_files import fetch_results, places_for
 
     places = places_for(id_, format_, output, force=force)
     _check_stdout(places, as_json=as_json)
@@ -384,17 +382,6 @@ def fetch(
             )
         written = fetch_results(client, batch, places, patience)
     _tell_written(batch, written, as_json=as_json)
-
-
-def _act(
-    id_: str, action: str, url: str | None, key_file: Path | None, ca: Path | None, *, as_json: bool
-) -> None:
-    with BatchClient.connect(url, key_file, ca) as client:
-        batch = client.act(id_, action)
-    if as_json:
-        print_json(batch)
-    else:
-        print(f"{id_}: {format_cell(describe(progress_of(batch), None, time.time()))}")
 
 
 # Following a batch to its end.
@@ -454,7 +441,7 @@ def _follow(
     as_json: bool,
 ) -> None:
     """Wait for the end, write the results and end with the status that they deserve."""
-    from gateway.tools.cli.batch_results import fetch_results
+    from gateway.tools.cli.batch_files import fetch_results
 
     batch = _waited(client, batch, retry_for)
     try:
@@ -489,9 +476,6 @@ def progress_of(batch: Mapping[str, Any]) -> ShownProgress:
     """Read the progress of a batch from its object."""
     counts, own = _mapping(batch.get("request_counts")), _mapping(batch.get("llama_gateway"))
     paused = own.get("paused")
-    why = None
-    if isinstance(paused, dict):
-        why = str(paused.get("reason") or "paused")
     return ShownProgress(
         str(batch.get("status")),
         int(_number(counts.get("total")) or 0),
@@ -501,7 +485,7 @@ def progress_of(batch: Mapping[str, Any]) -> ShownProgress:
         _number(own.get("expected_end")),
         _number(own.get("cost")),
         _number(own.get("expected_cost")),
-        why,
+        str(paused.get("reason") or "paused") if isinstance(paused, dict) else None,
     )
 
 
@@ -644,9 +628,8 @@ def end_by(batch: dict[str, Any], failed: int = 0) -> None:
 
 
 def _reasons(batch: dict[str, Any]) -> str:
-    errors = batch.get("errors")
-    listed = errors.get("data") if isinstance(errors, dict) else None
-    messages = [str(one.get("message")) for one in listed or () if isinstance(one, dict)]
+    listed = _mapping(batch.get("errors")).get("data") or ()
+    messages = [str(one.get("message")) for one in listed if isinstance(one, dict)]
     return f": {'; '.join(messages[:3])}" if messages else ""
 
 
@@ -671,7 +654,6 @@ def _row(batch: dict[str, Any]) -> list[object]:
 def details(batch: dict[str, Any]) -> list[tuple[str, object]]:
     """What `show` tells of a batch, each with its name."""
     progress, now = progress_of(batch), time.time()
-    metadata = batch.get("metadata")
     end = Estimate().end(progress)
     listed: list[tuple[str, object]] = [
         ("id", batch.get("id")),
@@ -686,12 +668,7 @@ def details(batch: dict[str, Any]) -> list[tuple[str, object]]:
         ("input", batch.get("input_file_id")),
         ("output", batch.get("output_file_id")),
         ("errors", batch.get("error_file_id")),
-        (
-            "metadata",
-            [f"{key}={value}" for key, value in metadata.items()]
-            if isinstance(metadata, dict)
-            else None,
-        ),
+        ("metadata", [f"{key}={value}" for key, value in _mapping(batch.get("metadata")).items()]),
     ]
     return [(name, value) for name, value in listed if value is not None and value != []]
 

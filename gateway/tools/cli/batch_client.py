@@ -24,7 +24,7 @@ from gateway.tools.cli.terminal import CommandFailed, print_note
 if TYPE_CHECKING:
     import httpx
 
-    from gateway.tools.cli.batch_input import PreparedInput
+    from gateway.tools.cli.batch_files import PreparedInput
 
 T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:8000"

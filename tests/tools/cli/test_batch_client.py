@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.tools.cli.batch_client import BatchClient, Patience, upload_name
-from gateway.tools.cli.batch_input import CHAT, PreparedInput
+from gateway.tools.cli.batch_files import CHAT, PreparedInput
 from gateway.tools.cli.client import GatewayAway, GatewayRefused
 from gateway.tools.cli.terminal import CommandFailed
 from tests.tools.cli.batch_api import batch_api

@@ -1,9 +1,10 @@
-"""Inputs of `batch submit`: what is told of them, and the lines that they become."""
+"""Files of batches: what is told of inputs, the lines that they become, and results."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.cli import batch_input
-from gateway.tools.cli.batch_input import (
+from gateway.tools.cli import batch_files
+from gateway.tools.cli.batch_files import (
     CHAT,
+    LONGEST_FILE_NAME,
     LONGEST_TEMPLATE,
     InputOptions,
     PreparedInput,
     Problems,
-    RequestShape,
-    TemplateError,
     create_fields,
+    custom_id_of,
+    error_of,
+    file_name_of,
     kind_of,
     parse_template,
+    places_for,
     prepare,
-    prepare_folder,
-    prepare_lines,
-    prepare_table,
+    stem_of,
+    text_of,
+    write_whole,
 )
 from gateway.tools.cli.options import Form
 from gateway.tools.cli.terminal import CommandFailed
@@ -38,16 +42,8 @@ def read(found: PreparedInput) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def table(path: Path, template: str, problems: Problems | None = None, **options: Any) -> Any:
-    read_template = parse_template(template)
-    told = problems or Problems(20)
-    return prepare_table(str(path), read_template, RequestShape(CHAT), told, **options)
-
-
-def folder(path: Path, problems: Problems | None = None, **options: Any) -> PreparedInput:
-    template = parse_template("{text}")
-    told = problems or Problems(20)
-    return prepare_folder(str(path), template, RequestShape(CHAT), told, **options)
+def made(path: Path, template: str, problems: Problems | None = None, **options: Any) -> Any:
+    return prepare(str(path), InputOptions(template=template, **options), problems or Problems(20))
 
 
 def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
@@ -61,7 +57,7 @@ def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
     ("shape", "body"),
     [
         (
-            RequestShape(CHAT, "m", "be brief", 5),
+            InputOptions(CHAT, model="m", system="be brief", max_tokens=5),
             {
                 "model": "m",
                 "messages": [
@@ -71,13 +67,13 @@ def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
                 "max_tokens": 5,
             },
         ),
-        (RequestShape("/v1/completions", max_tokens=5), {"prompt": "hi", "max_tokens": 5}),
+        (InputOptions("/v1/completions", max_tokens=5), {"prompt": "hi", "max_tokens": 5}),
         (
-            RequestShape("/v1/responses", "m", "be brief", 5),
+            InputOptions("/v1/responses", model="m", system="be brief", max_tokens=5),
             {"model": "m", "input": "hi", "instructions": "be brief", "max_output_tokens": 5},
         ),
         (
-            RequestShape("/v1/messages", "m", "be brief", 5),
+            InputOptions("/v1/messages", model="m", system="be brief", max_tokens=5),
             {
                 "model": "m",
                 "messages": [{"role": "user", "content": "hi"}],
@@ -85,27 +81,27 @@ def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
                 "max_tokens": 5,
             },
         ),
-        (RequestShape("/v1/embeddings", "m"), {"model": "m", "input": "hi"}),
+        (InputOptions("/v1/embeddings", model="m"), {"model": "m", "input": "hi"}),
     ],
-    ids=lambda value: value.endpoint if isinstance(value, RequestShape) else "",
+    ids=lambda value: value.endpoint if isinstance(value, InputOptions) else "",
 )
-def test_each_endpoint_has_its_own_body(shape: RequestShape, body: dict[str, Any]) -> None:
-    shape.check()
+def test_each_endpoint_has_its_own_body(shape: InputOptions, body: dict[str, Any]) -> None:
+    shape.check_request()
     assert shape.body("hi") == body
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        RequestShape("/v1/moderations"),
-        RequestShape("/v1/messages"),
-        RequestShape("/v1/embeddings", max_tokens=5),
-        RequestShape("/v1/completions", system="be brief"),
+        InputOptions("/v1/moderations"),
+        InputOptions("/v1/messages"),
+        InputOptions("/v1/embeddings", max_tokens=5),
+        InputOptions("/v1/completions", system="be brief"),
     ],
 )
-def test_what_an_endpoint_cannot_have_is_refused(shape: RequestShape) -> None:
+def test_what_an_endpoint_cannot_have_is_refused(shape: InputOptions) -> None:
     with pytest.raises(CommandFailed) as error:
-        shape.check()
+        shape.check_request()
     assert error.value.status == 2
 
 
@@ -114,7 +110,7 @@ def test_the_endpoint_of_lines_is_that_of_the_first(tmp_path: Path) -> None:
     one = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}}
     file.write_text("no json\n" + json.dumps(one))
     problems = Problems(20)
-    found = prepare_lines(str(file), None, problems)
+    found = prepare(str(file), InputOptions(), problems)
     found.file.close()
     assert (found.endpoint, found.lines, problems.count) == ("/v1/embeddings", 1, 1)
     assert (found.size, found.stem) == (file.stat().st_size, "in")
@@ -132,7 +128,7 @@ def test_problems_beyond_the_most_are_counted(capsys: pytest.CaptureFixture[str]
 def test_rows_without_an_id_column_are_numbered(tmp_path: Path) -> None:
     file = tmp_path / "in.csv"
     file.write_text('﻿text\none\n\n"two\nlines"\n')
-    lines = read(table(file, "<{text}>"))
+    lines = read(made(file, "<{text}>"))
     assert [line["custom_id"] for line in lines] == ["row-1", "row-2"]
     assert lines[1]["body"]["messages"][0]["content"] == "<two\nlines>"
 
@@ -143,7 +139,7 @@ def test_broken_rows_are_told_by_the_line_where_they_end(
     file = tmp_path / "in.csv"
     file.write_text("id,text\na,one\nb\n,three\na,four\nc,five\n")
     problems = Problems(20)
-    lines = read(table(file, "{text}", problems, id_column="id"))
+    lines = read(made(file, "{text}", problems, id_column="id"))
     assert [line["custom_id"] for line in lines] == ["a", "c"]
     shown = capsys.readouterr().err
     assert "line 3: has 1 columns, and the header 2" in shown
@@ -165,25 +161,25 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes, 
     file = tmp_path / "in.csv"
     file.write_bytes(content)
     with pytest.raises(CommandFailed) as error:
-        table(file, "{text}")
+        made(file, "{text}")
     assert (error.value.status, told in str(error.value)) == (2, True), str(error.value)
 
 
 def test_an_endless_line_of_a_table_is_not_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_input, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(batch_files, "LONGEST_LINE", 1000)
     file = tmp_path / "in.csv"
     file.write_text("text\n" + "x" * 5000 + "\n")
     with pytest.raises(CommandFailed, match=r"line 1: is longer than 1,000 characters"):
-        table(file, "{text}")
+        made(file, "{text}")
 
 
 def test_an_unknown_id_column_is_told_with_those_there_are(tmp_path: Path) -> None:
     file = tmp_path / "in.csv"
     file.write_text("id,text\na,b\n")
     with pytest.raises(CommandFailed, match=r"there is 'id', 'text'"):
-        table(file, "{text}", id_column="name")
+        made(file, "{text}", id_column="name")
 
 
 def test_only_regular_texts_of_a_folder_are_taken(
@@ -196,7 +192,7 @@ def test_only_regular_texts_of_a_folder_are_taken(
     (tmp_path / "link").symlink_to("a.txt")
     (tmp_path / "below").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    found = folder(tmp_path, largest=100)
+    found = made(tmp_path, "{text}", largest_text=100)
     assert found.skipped == 5
     assert [line["custom_id"] for line in read(found)] == ["a.txt", "b.txt"]
     shown = capsys.readouterr().err
@@ -212,7 +208,7 @@ def test_a_strict_folder_has_a_problem_for_each_that_is_no_text(tmp_path: Path) 
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "below").mkdir()
     problems = Problems(20)
-    found = folder(tmp_path, problems, strict=True)
+    found = made(tmp_path, "{text}", problems, strict=True)
     found.file.close()
     assert (found.lines, found.skipped, problems.count) == (1, 0, 1)
 
@@ -221,7 +217,7 @@ def test_a_pipe_or_a_missing_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, told in (("pipe", "is no regular file"), ("missing", "can't be read")):
         with pytest.raises(CommandFailed, match=told):
-            prepare_lines(str(tmp_path / name), None, Problems(20))
+            prepare(str(tmp_path / name), InputOptions(), Problems(20))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +268,6 @@ def test_metadata_is_pairs() -> None:
 
 def test_fields_are_replaced_by_their_text_and_doubled_braces_are_braces() -> None:
     template = parse_template('Answer as {{"mail": ...}}: {mail} of {mail} and {who is it}')
-    assert template.fields == ("mail", "who is it")
     filled = template.fill({"mail": "{who is it}", "who is it": "x"})
     assert filled == 'Answer as {"mail": ...}: {who is it} of {who is it} and x'
 
@@ -291,7 +286,7 @@ def test_fields_are_replaced_by_their_text_and_doubled_braces_are_braces() -> No
     ],
 )
 def test_what_is_no_plain_field_is_refused(text: str, told: str) -> None:
-    with pytest.raises(TemplateError) as error:
+    with pytest.raises(ValueError) as error:
         parse_template(text)
     assert told in str(error.value)
 
@@ -299,8 +294,8 @@ def test_what_is_no_plain_field_is_refused(text: str, told: str) -> None:
 @pytest.mark.parametrize("name", ["text.__class__", "text[0]", "0", "text.real"])
 def test_a_field_is_a_name_and_no_way_into_an_object(name: str) -> None:
     template = parse_template(f"{{{name}}}")
-    with pytest.raises(TemplateError) as error:
-        template.check(("text",))
+    with pytest.raises(CommandFailed) as error:
+        template.check(("text",), "--template", "column")
     assert f"'{{{name}}}', but there is no such column: there is 'text'" in str(error.value)
     assert template.fill({name: "its own text"}) == "its own text"
 
@@ -308,4 +303,92 @@ def test_a_field_is_a_name_and_no_way_into_an_object(name: str) -> None:
 @given(st.text())
 def test_any_text_with_doubled_braces_is_itself(text: str) -> None:
     template = parse_template(text.replace("{", "{{").replace("}", "}}"))
-    assert (template.fill({}), template.fields) == (text, ())
+    assert template.fill({}) == text
+
+
+# Results.
+
+
+def answered(body: object, status: int = 200) -> dict[str, Any]:
+    return {"custom_id": "a", "response": {"status_code": status, "body": body}, "error": None}
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"choices": [{"message": {"content": "chat"}}]}, "chat"),
+        ({"choices": [{"message": {"content": None}}]}, ""),
+        ({"choices": [{"text": "completion"}]}, "completion"),
+        ({"choices": []}, ""),
+        (
+            {
+                "output": [
+                    {"type": "reasoning", "content": [{"text": "hm"}]},
+                    {"type": "message", "content": [{"text": "two "}, {"text": "parts"}]},
+                ]
+            },
+            "two parts",
+        ),
+        ({"content": [{"type": "text", "text": "message"}]}, "message"),
+        ({"data": [{"embedding": [1.5, 2]}]}, "[1.5, 2]"),
+        ({"data": [{"embedding": [1]}, {"embedding": [2]}]}, "[[1], [2]]"),
+        ("no object", ""),
+    ],
+)
+def test_the_text_of_each_api(body: object, text: str) -> None:
+    assert text_of(answered(body)) == text
+    assert error_of(answered(body)) == ""
+
+
+def test_why_a_line_has_no_result() -> None:
+    refused = answered({"error": {"code": "model_not_found", "message": "No such."}}, 404)
+    assert (text_of(refused), error_of(refused)) == ("", "model_not_found: No such.")
+    assert error_of(answered("?", 502)) == "status 502"
+    never_run = {"custom_id": None, "response": None, "error": {"code": "broken", "line": 7}}
+    assert (error_of(never_run), custom_id_of(never_run)) == ("broken", "line 7")
+
+
+def test_where_results_go() -> None:
+    lines = places_for(stem_of("in/lines.jsonl"), Form.JSONL, None, force=False)
+    assert (str(lines.output), str(lines.errors)) == ("in/lines.out.jsonl", "in/lines.errors.jsonl")
+    named = places_for("x", Form.JSONL, Path("to/done.jsonl"), force=False)
+    assert str(named.errors) == "to/done.errors.jsonl"
+    assert places_for(stem_of("a.csv"), Form.CSV, None, force=False).output == Path("a.out.csv")
+    assert places_for("a", Form.FOLDER, None, force=False).output == Path("a.out")
+    with pytest.raises(CommandFailed):
+        places_for("a", Form.FOLDER, Path("-"), force=False)
+
+
+@given(st.text(), st.text())
+def test_each_custom_id_has_a_file_name_of_its_own_within_the_folder(one: str, two: str) -> None:
+    names = [file_name_of(one), file_name_of(two)]
+    for name in names:
+        assert len(name.encode()) <= LONGEST_FILE_NAME + 4
+        assert not name.startswith(".")
+        assert not {"/", "\0"} & set(name)
+    if one.removesuffix(".txt") != two.removesuffix(".txt"):
+        assert names[0] != names[1]
+
+
+def test_names_that_would_be_the_same_are_told_apart() -> None:
+    assert file_name_of("a") == file_name_of("a.txt") == "a.txt"
+    assert file_name_of("a.txt", is_taken=True) != "a.txt"
+    assert file_name_of("../../etc/passwd") == "%2E.%2F..%2Fetc%2Fpasswd.txt"
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    place = tmp_path / "out"
+
+    def fail() -> Iterator[bytes]:
+        yield b"some"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_whole(place, fail(), force=False)
+    assert list(tmp_path.iterdir()) == []
+    write_whole(place, [b"one"], force=False)
+    with pytest.raises(CommandFailed, match="is there already"):
+        write_whole(place, [b"two"], force=False)
+    assert place.read_bytes() == b"one"
+    write_whole(place, [b"two"], force=True)
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("out", b"two")]
