@@ -11,16 +11,14 @@ from gateway import __version__
 from gateway.tools.cli import (
     batch,
     bench,
-    cache,
-    fit,
     keys,
+    machine,
     nodes,
     plan,
     reports,
     serve,
     simulate,
     top,
-    topology,
     tune,
     up,
     webhooks,
@@ -61,8 +59,8 @@ for command, examples in (
     (reports.audit, reports.AUDIT_EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
     (plan.plan, plan.EXAMPLES),
-    (topology.topology, topology.EXAMPLES),
-    (fit.fit, fit.EXAMPLES),
+    (machine.topology, machine.TOPOLOGY_EXAMPLES),
+    (machine.fit, machine.FIT_EXAMPLES),
     (tune.tune, tune.EXAMPLES),
     (bench.bench, bench.EXAMPLES),
 ):
@@ -71,7 +69,7 @@ for command, examples in (
 app.add_typer(keys.app, name="keys")
 app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(batch.app, name="batch")
-app.add_typer(cache.app, name="cache")
+app.add_typer(machine.cache, name="cache")
 
 
 def _show_version(wanted: bool) -> None:
