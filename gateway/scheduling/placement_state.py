@@ -120,6 +120,10 @@ MOST_PENALTY_SECONDS = 1e6
 
 MOST_SLOTS = 1 << 16
 
+CROWD, CROWD_SHARE = 64, 1 / 32
+"""Requests on one row from which on the expected ends of all are not moved with each that starts or
+ends, but once for that share of them: a bounded number for each."""
+
 EXPLORING_REQUESTS = 2
 """Requests that a row gets in order to learn its speed, though another seems to be better. The
 second one corrects the first, for which a server may have had to read its model from disk."""
@@ -412,6 +416,11 @@ class NodeSlots:
     """When the prompts that are queued there are expected to have been read."""
     ends_sum: float = 0.0
     running: list[Placement] = field(default_factory=list)
+    _stretch: tuple[float, float] = (1.0, 0.0)
+    """What the expected ends of a crowd have not been moved by yet: a factor of the time left, and
+    seconds."""
+    _unmoved: int = 0
+    """Starts and ends in `_stretch`."""
     deferred: list[QueuedRequest] = field(default_factory=list)
     """Waiting requests that are deferred to it, in the order in which they were."""
     reserved_for: QueuedRequest | None = None
@@ -551,7 +560,11 @@ class NodeSlots:
         decodes = completion > NEGLIGIBLE_COMPLETION
         if not (decodes or self.decoding):
             start = max(now, self.prefill_until)
+        elif len(running) >= CROWD:
+            start = max(now, self.prefill_until)
+            self._stretch_ends(1.0 + self.decode_slowdown, prefill, now)
         elif running:
+            self._move_ends(now)
             start = max(now, self.prefill_until)
             slowdown = self.decode_slowdown
             total = 0.0
@@ -596,10 +609,14 @@ class NodeSlots:
 
     def prefill_done(self, placement: Placement, now: float) -> None:
         """The prompt of `placement` has been read at `now`."""
-        shift = now - placement.prefill_ends
+        before = placement.prefill_ends
+        shift = now - before
         placement.prefill_ends = now
         placement.ends += shift
         self.ends_sum += shift
+        if len(self.running) >= CROWD and before < self.prefill_until:
+            self.prefill_until = max(now, self.prefill_until)  # Another was to be the last.
+            return
         latest = now
         for one in self.running:
             if one.prefill_ends > latest:  # noqa: PLR1730 - a call costs four times as much
@@ -623,6 +640,11 @@ class NodeSlots:
         self.decoding -= decodes
         if not running:
             self.ends_sum = self.prefill_until = 0.0
+            self._stretch, self._unmoved = (1.0, 0.0), 0
+        elif len(running) >= CROWD and placement.prefill_ends <= now:
+            self.ends_sum -= placement.ends
+            if decodes or self.decoding:
+                self._stretch_ends(1.0 - self.token_step / self.per_output_token, 0.0, now)
         elif decodes or self.decoding:
             self._hasten(running, placement, now)
         else:
@@ -632,6 +654,7 @@ class NodeSlots:
 
     def _hasten(self, running: list[Placement], placement: Placement, now: float) -> None:
         """What still runs goes faster now that `placement` has ended."""
+        self._move_ends(now)
         gain = self.token_step / self.per_output_token
         prefill_ends = placement.prefill_ends
         unread = prefill_ends - now
@@ -646,6 +669,33 @@ class NodeSlots:
             total += ends
             if other.prefill_ends > latest:  # noqa: PLR1730 - a call costs four times as much
                 latest = other.prefill_ends
+        self.ends_sum, self.prefill_until = total, latest
+
+    def _stretch_ends(self, factor: float, seconds: float, now: float) -> None:
+        """Move the ends of a crowd: `factor` of the time left, and `seconds` more.
+
+        Not each time, since a burst of thousands would look at thousands each time: what counts
+        meanwhile is as it was at most a `CROWD_SHARE` of them earlier.
+        """
+        earlier_factor, earlier_seconds = self._stretch
+        self._stretch = earlier_factor * factor, earlier_seconds * factor + seconds
+        self._unmoved += 1
+        if self._unmoved > len(self.running) * CROWD_SHARE:
+            self._move_ends(now)
+
+    def _move_ends(self, now: float) -> None:
+        """Move all ends by what they have not been moved by yet."""
+        if not self._unmoved:
+            return
+        factor, seconds = self._stretch
+        self._stretch, self._unmoved = (1.0, 0.0), 0
+        total, latest = 0.0, 0.0
+        for one in self.running:
+            left = one.ends - now
+            one.ends += seconds + (left * (factor - 1.0) if left > 0.0 else 0.0)
+            total += one.ends
+            if one.prefill_ends > latest:  # noqa: PLR1730 - a call costs four times as much
+                latest = one.prefill_ends
         self.ends_sum, self.prefill_until = total, latest
 
     def _slotless_ended(self, caller: str) -> None:
