@@ -219,7 +219,7 @@ def test_a_request_that_can_go_nowhere_else_takes_an_idle_reserved_node() -> Non
     assert placement.row is sim.rows[0]
     waits, none = sim.arrive(priority=BATCH, excluded={1})
     assert none is None
-    assert [one.queued for one in sim.finish(placement, 1.0)] == [waits]
+    assert sim.finish(placement, 1.0) == [waits]
 
 
 def test_a_wide_request_takes_a_reserved_node_only_where_no_other_is_wide_enough() -> None:
