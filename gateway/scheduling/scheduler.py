@@ -716,12 +716,12 @@ class Scheduler:
             placement,
             request,
             tried,
-            model,
-            node.spec.tier,
-            fallback,
-            self.dispatcher.placement_state.node_count,
-            self._nodes_without_room(placement, now),
-            lease_id,
+            model=model,
+            tier=node.spec.tier,
+            fallback=fallback,
+            fleet_size=self.dispatcher.placement_state.node_count,
+            out=self._nodes_without_room(placement, now),
+            lease_id=lease_id,
         )
         lease = LeaseRecord(
             node,
