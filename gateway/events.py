@@ -50,6 +50,8 @@ class RequestFinished:
     attempts that failed and were retried."""
     request_id: str = ""
     """The gateway's own id, unique in this process."""
+    ended_at: float = 0.0
+    """Monotonic seconds of the gateway's clock."""
     trace: RequestTrace | None = None
     """Its part of a trace; None: it is not traced."""
     _open_parts: int = 0
@@ -78,9 +80,10 @@ class RequestFinished:
         if model is not None:
             self.model = model
 
-    def finish(self, duration_seconds: float) -> RequestFinished:
+    def finish(self, received_at: float, now: float) -> RequestFinished:
         """The request is over; returns the complete record."""
-        self.duration_seconds = duration_seconds
+        self.duration_seconds = now - received_at
+        self.ended_at = now
         return self
 
     def waited(self, seconds: float) -> None:

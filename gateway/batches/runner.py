@@ -337,10 +337,9 @@ class _Run:
             if not has_result and self._metered is not None:
                 runner.meter.dropped(self._metered)
             if has_result or record.attempts:
-                seconds = runner.clock() - self._received_at
                 if runner.tracing.active:
                     runner.tracing.finished(self._stored.id, record, [], self._received_at)
-                runner.bus.publish_deferred(record.finish(seconds))
+                runner.bus.publish_deferred(record.finish(self._received_at, runner.clock()))
             elif runner.tracing.active:
                 runner.tracing.forget(self._stored.id)
         return Outcome(status, header_lines, content, usage, record, record.reason)

@@ -34,6 +34,12 @@ MOST_CALLERS = 256
 MOST_FAILURES = 64
 """Pairs of a reason and a node of one step by which failed requests are counted."""
 
+MOST_SERVED = 4096
+"""Ended requests that are kept which have been at a node."""
+
+MOST_UNSERVED = 1024
+"""Those that have not: a flood of refusals pushes no other out."""
+
 OTHER_CALLER = ""
 """Stands for all further callers of a step."""
 
@@ -131,7 +137,7 @@ class _Step:
 
 
 class FleetHistory:
-    """Counts what ends, and keeps a point for each step of the last hour."""
+    """Counts what ends, a point for each step of the last hour, and keeps the newest requests."""
 
     def __init__(
         self,
@@ -152,6 +158,8 @@ class FleetHistory:
         self._written = 0
         """Tokens written when the last step was closed, by requests in flight too."""
         self._closed_at: float | None = None
+        self._served: deque[RequestFinished] = deque(maxlen=MOST_SERVED)
+        self._unserved: deque[RequestFinished] = deque(maxlen=MOST_UNSERVED)
         bus.subscribe(RequestFinished, self.finished)
 
     def restore(self, points: Iterable[HistoryPoint], now: float) -> None:
@@ -162,7 +170,8 @@ class FleetHistory:
         self.points.extend(whole[at] for at in recent)
 
     def finished(self, event: RequestFinished) -> None:
-        """Count a request that has ended."""
+        """Count and keep a request that has ended."""
+        (self._served if event.attempts else self._unserved).append(event)
         step = self._step
         completion = event.completion_tokens
         self._completion += completion
@@ -202,6 +211,17 @@ class FleetHistory:
         tokens[0] += event.prompt_tokens
         tokens[1] += event.cached_tokens
         tokens[2] += completion
+
+    def find(self, name: str) -> Iterator[RequestFinished]:
+        """Ended requests of this id or `X-Request-ID`, the newest first in each of the two kinds.
+
+        They have no text, as records have none.
+        """
+        self._flush()
+        for kind in (self._served, self._unserved):
+            for one in reversed(kind):
+                if name in {one.request_id, one.x_request_id}:
+                    yield one
 
     def close_step(self, at: float, now: float, gauges: Gauges) -> HistoryPoint:
         """End the step; `at` is Unix time, `now` monotonic seconds."""
@@ -289,43 +309,3 @@ def _percentile(times: Counter[int], share: float) -> float | None:
 
 def _share(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if whole else None
-
-
-MOST_SERVED = 4096
-"""Requests that have been at a node."""
-
-MOST_UNSERVED = 1024
-"""Requests that have not: a flood of refusals pushes no other out."""
-
-
-class EndedRequest(NamedTuple):
-    """A request that has ended."""
-
-    record: RequestFinished
-    ended_at: float
-    """Monotonic seconds, up to a twentieth of a second late."""
-
-
-@dataclass(slots=True, eq=False)
-class RecentRequests:
-    """The newest requests that have ended; without their text, as records have none."""
-
-    bus: EventBus
-    clock: Callable[[], float]
-    _served: deque[EndedRequest] = field(default_factory=lambda: deque(maxlen=MOST_SERVED))
-    _unserved: deque[EndedRequest] = field(default_factory=lambda: deque(maxlen=MOST_UNSERVED))
-
-    def __post_init__(self) -> None:
-        self.bus.subscribe(RequestFinished, self._ended)
-
-    def find(self, name: str) -> Iterator[EndedRequest]:
-        """Those of this id or `X-Request-ID`, the newest first in each of the two kinds."""
-        self.bus.flush()
-        for kind in (self._served, self._unserved):
-            for one in reversed(kind):
-                if name in {one.record.request_id, one.record.x_request_id}:
-                    yield one
-
-    def _ended(self, record: RequestFinished) -> None:
-        ended = EndedRequest(record, self.clock())
-        (self._served if record.attempts else self._unserved).append(ended)

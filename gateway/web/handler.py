@@ -553,7 +553,7 @@ class _HandledRequest:
                     handler.latest_edits.discard(self._edit_session, self._in_flight)
         finally:
             # Whatever fails: else its slot of the limits would be lost.
-            record = self.record.finish(handler.clock() - self.received_at)
+            record = self.record.finish(self.received_at, handler.clock())
             if self._metered is not None:
                 handler.meter.ended(self._metered, record)
             tracing = handler.tracing

@@ -244,7 +244,7 @@ class _Chat:
         finally:
             if self._in_flight is not None:
                 handler.registry.remove(self._in_flight)
-            finished = record.finish(handler.clock() - self._received_at)
+            finished = record.finish(self._received_at, handler.clock())
             if self._metered is not None:
                 handler.meter.ended(self._metered, finished)
             if handler.tracing is not None and handler.tracing.active:
