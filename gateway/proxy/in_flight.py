@@ -182,9 +182,14 @@ class InFlightRegistry:
         """Each request, without its sub-requests."""
         return list(self._requests.values())
 
-    def add(self, in_flight: InFlightRequest) -> None:
-        """A request has been read."""
-        self._requests[in_flight.request.id] = in_flight
+    def begin(
+        self, request: Request, record: RequestFinished, progress: PrefillProgress | None = None
+    ) -> InFlightRequest:
+        """A request was admitted; `progress`: of a client that asked for it. See `remove`."""
+        in_flight = self._requests[request.id] = InFlightRequest(
+            request, record, prefill_progress=progress
+        )
+        return in_flight
 
     def remove(self, in_flight: InFlightRequest) -> None:
         """A request is over."""
