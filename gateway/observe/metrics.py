@@ -41,10 +41,7 @@ from gateway.events import (
 from gateway.request import Priority
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-CHARACTERS_OF_A_STEP = 32 << 10
-"""Text that is written at once: about a millisecond."""
-
+CHARACTERS_OF_A_STEP = 32 << 10  # Text that is written at once: about a millisecond
 OTHER_LABEL = "other"
 """The label of what is counted together, since too many different values have come."""
 
@@ -254,17 +251,12 @@ NODE_STATES = (
 )
 """Every state a node can be in, as the admin API names them."""
 
-MOST_MODELS = 1000
-"""Most distinct model labels; further models are counted as `other`."""
-
-NODES_OF_A_STEP = 200
-"""Nodes whose state is read at once: about a millisecond."""
-
+MOST_MODELS = 1000  # Most distinct model labels; further models are counted as `other`
+NODES_OF_A_STEP = 200  # Nodes whose state is read at once: about a millisecond
 MOST_REFUSED = 200
 """Most pairs of a caller and a reason of refusals; further ones are counted as `other`."""
 
-MOST_NODES = 10_000
-"""Most distinct node labels; further nodes are counted as `other`."""
+MOST_NODES = 10_000  # Most distinct node labels; further nodes are counted as `other`
 
 _OVERHEAD = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
@@ -301,31 +293,25 @@ class NodeSample:
     slots_busy: int
     decode_tps: float | None = None
     prefill_tps: float | None = None
-    differs: bool = False
-    """Whether it differs from what the inventory declares."""
+    differs: bool = False  # Whether it differs from what the inventory declares
 
 
 @dataclass(slots=True)
 class StoreSample:
     """The store at the time of a scrape."""
 
-    up: bool
-    """Whether it can be read and written."""
-    waiting: int
-    """Jobs that wait for it."""
+    up: bool  # Whether it can be read and written
+    waiting: int  # Jobs that wait for it
 
 
 @dataclass(slots=True)
 class LedgerSample:
     """The ledger of requests at the time of a scrape; counts are of this process."""
 
-    pending: int
-    """Rows that wait to be written."""
+    pending: int  # Rows that wait to be written
     written: int
-    recovered: int
-    """Of them, rows of requests whose process was killed."""
-    dropped: int
-    """Rows that were lost, since too many waited or none could store them."""
+    recovered: int  # Of them, rows of requests whose process was killed
+    dropped: int  # Rows that were lost, since too many waited or none could store them
 
 
 @dataclass(slots=True)
@@ -333,41 +319,32 @@ class TraceSample:
     """Traces of requests that have ended; counts are of this process."""
 
     exported: int
-    dropped: Mapping[str, int]
-    """By the reason."""
+    dropped: Mapping[str, int]  # By the reason
 
 
 @dataclass(slots=True)
 class BatchSample:
     """Work that can wait, at the time of a scrape; counts are of this process."""
 
-    batches: Mapping[str, int]
-    """By state."""
-    lines: Mapping[str, int]
-    """Lines whose result was recorded, by outcome."""
-    waiting: Mapping[str, int]
-    """Stored requests that may run, by kind."""
-    running: int
-    """Lines that were offered to the scheduler."""
-    claimed: int
-    """Lines that are to be offered next."""
+    batches: Mapping[str, int]  # By state
+    lines: Mapping[str, int]  # Lines whose result was recorded, by outcome
+    waiting: Mapping[str, int]  # Stored requests that may run, by kind
+    running: int  # Lines that were offered to the scheduler
+    claimed: int  # Lines that are to be offered next
     deferred: int
     retried: int
     oldest_seconds: float
     results_blocked: bool = False
     """Whether results wait, since the disk or the store does not take them."""
-    folder_refusals: int = 0
-    """Files for which the folder had no room."""
-    folder_full: bool = False
-    """Whether the folder has no room for what came of late."""
+    folder_refusals: int = 0  # Files for which the folder had no room
+    folder_full: bool = False  # Whether the folder has no room for what came of late
 
 
 @dataclass(slots=True)
 class MetricsSnapshot:
     """The gateway's state at the time of a scrape."""
 
-    nodes: Iterable[NodeSample] = ()
-    """Read once, in steps."""
+    nodes: Iterable[NodeSample] = ()  # Read once, in steps
     queue: Mapping[Priority, int] = field(default_factory=dict)
     """Queued requests by class; a missing class has none."""
     oldest: Mapping[Priority, float] = field(default_factory=dict)
@@ -376,30 +353,21 @@ class MetricsSnapshot:
     """Actual times by those that were expected, `first_token` and `completion`."""
     cached_expected: float = 0.0
     """Tokens that nodes were believed to have cached of the prompts that they got."""
-    cached_found: int = 0
-    """Those of them that they had cached."""
-    queue_places: int = 0
-    """Requests that may wait at once."""
+    cached_found: int = 0  # Those of them that they had cached
+    queue_places: int = 0  # Requests that may wait at once
     spill_money_left: float | None = None
     """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
-    in_flight: int = 0
-    """Requests that are queued or run."""
-    paused_models: Sequence[str] = ()
-    """Public names that an operator has paused."""
-    inventory_error: bool = False
-    """The inventory on disk is invalid; an older one is in force."""
-    retry_budget: float | None = None
-    """Retries that the budget allows now."""
+    in_flight: int = 0  # Requests that are queued or run
+    paused_models: Sequence[str] = ()  # Public names that an operator has paused
+    inventory_error: bool = False  # The inventory on disk is invalid; an older one is in force
+    retry_budget: float | None = None  # Retries that the budget allows now
     certificate_days_left: Mapping[str, float] = field(default_factory=dict)
     """Days until the certificate of each listener with TLS expires."""
-    store: StoreSample | None = None
-    """None: there is no store."""
+    store: StoreSample | None = None  # None: there is no store
     ledger: LedgerSample | None = None
     batches: BatchSample | None = None
-    traces: TraceSample | None = None
-    """None: no requests are traced."""
-    webhooks_waiting: int = 0
-    """Deliveries that wait in the store."""
+    traces: TraceSample | None = None  # None: no requests are traced
+    webhooks_waiting: int = 0  # Deliveries that wait in the store
 
 
 class Metrics:
@@ -739,11 +707,8 @@ SECONDS_UP_TO_AN_HOUR = (
     *(120, 300, 600, 1200, 1800, 3600),
 )
 
-MOST_LABEL_SETS = 300
-"""Most combinations of labels of one histogram that name a model."""
-
-NO_TIER = "none"
-"""The tier of a request that no node has seen."""
+MOST_LABEL_SETS = 300  # Most combinations of labels of one histogram that name a model
+NO_TIER = "none"  # The tier of a request that no node has seen
 
 
 def outcome_of(status: int) -> str:
@@ -795,8 +760,7 @@ class _Alike:
     """What is counted of the requests of one model, class, status and tier, looked up once."""
 
     counts: RequestCounts
-    labels: tuple[str, str, str]
-    """Model, class and tier."""
+    labels: tuple[str, str, str]  # Model, class and tier
     response: Histogram
     first_token: Histogram | None = None
     wait: Histogram | None = None

@@ -89,12 +89,10 @@ from gateway.web.background import Storing
 
 PROGRESS_SECONDS = 1.0  # seconds between progress comments, for a client that asks for them
 TIMER_TOLERANCE = 0.01  # seconds by which a timer may fire early
-
 CLIENT_TIMEOUT_GRACE = 2.0
 """Seconds past its deadline that an official client has to time out by itself."""
 
 HEARTBEAT_TOLERANCE = 0.01  # a heartbeat may come early by this part of its interval
-
 PADDING_HEADER_LINES = b"content-type: application/json; charset=utf-8\r\n"
 """Those of a plain response that begins with white space."""
 

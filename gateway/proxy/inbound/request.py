@@ -58,8 +58,7 @@ from gateway.proxy.json_values import ITEMS_DECODER
 from gateway.proxy.tokens import settle_bound
 from gateway.request import Caller, Headers, Priority
 
-MOST_TARGETS = 32
-"""Models that one alias may resolve to."""
+MOST_TARGETS = 32  # Models that one alias may resolve to
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,28 +145,18 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     Times are monotonic seconds of the gateway's clock.
     """
 
-    id: str
-    """Unique in this process; not chosen by the client."""
-    x_request_id: str
-    """`X-Request-ID`: the client's own if it sent a valid one, else `id`."""
-    path: str
-    """The path as nodes know it, for example `/v1/chat/completions`."""
-    header_lines: bytes
-    """The client's header lines that nodes get, each with its line end."""
-    bodies: Mapping[str, Body]
-    """The body for each of the model names."""
-    model_in_body: str | None
-    """The model's name in these bodies; None: they name none."""
+    id: str  # Unique in this process; not chosen by the client
+    x_request_id: str  # `X-Request-ID`: the client's own if it sent a valid one, else `id`
+    path: str  # The path as nodes know it, for example `/v1/chat/completions`
+    header_lines: bytes  # The client's header lines that nodes get, each with its line end
+    bodies: Mapping[str, Body]  # The body for each of the model names
+    model_in_body: str | None  # The model's name in these bodies; None: they name none
     caller: Caller
     received_at: float
-    lease_request: LeaseRequest
-    """All that the scheduler may know of it."""
-    stream: bool = False
-    """Whether the client asked for a stream."""
-    logprobs: bool = False
-    """Whether the response contains log probabilities."""
-    deadline: float | None = None
-    """When the client stops waiting for the complete response."""
+    lease_request: LeaseRequest  # All that the scheduler may know of it
+    stream: bool = False  # Whether the client asked for a stream
+    logprobs: bool = False  # Whether the response contains log probabilities
+    deadline: float | None = None  # When the client stops waiting for the complete response
     client_has_timer: bool = False
     """Whether the client times out by itself at `deadline`, so that it needs no error."""
     prompt_list: PromptList | None = None
@@ -188,8 +177,7 @@ class PromptList:
     """The prompts of one request."""
 
     prompts: list[msgspec.Raw]
-    other_fields: dict[str, msgspec.Raw]
-    """The body's other fields, which are sent with each prompt."""
+    other_fields: dict[str, msgspec.Raw]  # The body's other fields, which are sent with each prompt
     make_request: SubRequestMaker
 
     async def sub_request(self, index: int, time_slicer: TimeSlicer) -> Request:
@@ -200,9 +188,7 @@ class PromptList:
 
 # Several prompts.
 
-MOST_PROMPTS_BYTES = FULL_PARSE_BYTES
-"""Bytes of several prompts together: they are split in one go."""
-
+MOST_PROMPTS_BYTES = FULL_PARSE_BYTES  # Bytes of several prompts together: they are split in one go
 MOST_REPEATED_BYTES = 8 << 20
 """Bytes of the other fields, times the prompts that they are sent with."""
 
@@ -273,8 +259,7 @@ class RequestRules:
     model_aliases: ModelAliases
     default_model: str | None
     volatile_lines: VolatileLines = field(default_factory=VolatileLines)
-    keyed_hash: KeyedHash = field(default_factory=KeyedHash)
-    """Identifies prompts."""
+    keyed_hash: KeyedHash = field(default_factory=KeyedHash)  # Identifies prompts
 
 
 @dataclass(slots=True)
@@ -282,13 +267,11 @@ class Sender:
     """Who sends a request, and for how long they wait: all that is known before its body."""
 
     caller: Caller
-    header_lines: bytes = b""
-    """The header lines that nodes get."""
+    header_lines: bytes = b""  # The header lines that nodes get
     fairness_key: str = ""
     """The caller or end user that the wait queue is fair to; empty: the caller."""
     session: str | None = None
-    client_timeout: float | None = None
-    """Seconds that the client will wait for a complete stream."""
+    client_timeout: float | None = None  # Seconds that the client will wait for a complete stream
     plain_client_timeout: float | None = None
     """Seconds that it will wait for a complete plain response."""
     client_has_timer: bool = False
@@ -304,8 +287,7 @@ class IncomingRequest:
     id: str
     x_request_id: str
     route: Route
-    body: Body
-    """Without a byte order mark, and brought to its usual shape, once it was parsed."""
+    body: Body  # Without a byte order mark, and brought to its usual shape, once it was parsed
     sender: Sender
     received_at: float
     max_tokens: int | None = None
@@ -592,8 +574,7 @@ def _edit_bodies(
     return bodies, slots, max_tokens
 
 
-UNKNOWN_CONTEXT = 1 << 17
-"""Tokens of a slot of a model whose nodes have not reported any."""
+UNKNOWN_CONTEXT = 1 << 17  # Tokens of a slot of a model whose nodes have not reported any
 
 
 def _largest_context(catalog: ServedModels, model: str, labels: NodeLabels) -> int:
