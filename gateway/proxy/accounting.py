@@ -174,11 +174,11 @@ class Accounting:
                 attempt.status,
                 attempt.sent_at > 0,
                 attempt.node_done,
-                False,
-                fault,
-                error,
-                unreachable,
-                in_flight.prompt_read(attempt, attempt.elapsed),
+                response_began=False,
+                fault=fault,
+                error=error,
+                unreachable=unreachable,
+                prompt_read=in_flight.prompt_read(attempt, attempt.elapsed),
             )
         )
         if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
@@ -207,10 +207,11 @@ class Accounting:
         in_flight.end_attempt()
         # Positional arguments: this runs for each request.
         report = AttemptReport(
-            attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True, fault
+            attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True
         )
-        if attempt.lease.stream and not attempt.is_sse:
-            report = replace(report, came_plain=True)
+        came_plain = attempt.lease.stream and not attempt.is_sse
+        if came_plain or fault is not Fault.NOBODY:
+            report = replace(report, fault=fault, came_plain=came_plain)
         self.leases.ended(report)
         return self.clock()
 
