@@ -20,9 +20,8 @@ from msgspec.structs import replace
 from gateway import errors
 from gateway.access.callers import cache_policy_of, owner_of_stored
 from gateway.access.keys import KeyRing
-from gateway.batches.claims import RowLeases
+from gateway.batches.claims import RowLeases, StoredRow
 from gateway.batches.folder import FolderError
-from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents, RunEnd
 from gateway.catalog import ServedModels
 from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
