@@ -6,19 +6,21 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 
-from gateway.batches.background_requests import BACKGROUND_KINDS, BackgroundRequests
-from gateway.batches.background_runner import LEASE_SECONDS, BackgroundRunner
+from gateway.batches.background_requests import (
+    BACKGROUND_KINDS,
+    LEASE_SECONDS,
+    BackgroundRequests,
+    BackgroundRunner,
+)
 from gateway.batches.batch_registry import BatchRegistry
-from gateway.batches.claims import RowLeases
+from gateway.batches.claims import RowLeases, UnfinishedWork
 from gateway.batches.feeder import Feeder, Supply
 from gateway.batches.files import FileRegistry
 from gateway.batches.folder import DiskThreads, Folder, FolderFull
-from gateway.batches.request_rows import UnfinishedWork
 from gateway.batches.response_log import ResponseLogs
 from gateway.batches.results import LineResults
 from gateway.batches.runner import RequestRunner
-from gateway.batches.webhook_receivers import WebhookPoster, WebhookTargets
-from gateway.batches.webhooks import WebhookEvents, WebhookSender
+from gateway.batches.webhooks import WebhookEvents, WebhookPoster, WebhookSender, WebhookTargets
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet

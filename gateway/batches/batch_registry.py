@@ -16,16 +16,26 @@ from gateway import errors
 from gateway.batches.batch_rows import (
     Batch,
     BatchPage,
+    BatchProgress,
     EndListener,
+    SpeedMeter,
     add_batch,
     cancel_batch,
     delete_batch,
     find_batch,
     pause_batch,
+    progress_of,
     read_batches,
     resume_batch,
 )
 from gateway.batches.batch_upkeep import REQUESTS, BatchEnd, BatchUpkeep, Intake
+from gateway.batches.claims import (
+    UnfinishedWork,
+    job,
+    new_id,
+    result_rows,
+    work_left,
+)
 from gateway.batches.files import Content, delete_file, find_file, kept_by, kept_too_much
 from gateway.batches.folder import (
     DiskThreads,
@@ -35,14 +45,6 @@ from gateway.batches.folder import (
     add_surely,
     ask_store,
     folder_errors_told,
-)
-from gateway.batches.progress import BatchProgress, SpeedMeter, progress_of
-from gateway.batches.request_rows import (
-    UnfinishedWork,
-    job,
-    new_id,
-    result_rows,
-    work_left,
 )
 from gateway.batches.results import ANTHROPIC, ResultReader
 from gateway.config.batches import BatchSettings

@@ -25,6 +25,7 @@ from sqlalchemy import Connection, func, select
 from gateway.batches.batch_rows import (
     Batch,
     EndListener,
+    SpeedMeter,
     begin_batch,
     begin_finalizing,
     end_batch,
@@ -38,6 +39,18 @@ from gateway.batches.batch_rows import (
     take_due_batches,
     unfinished,
     with_requests,
+)
+from gateway.batches.claims import (
+    STEP_ROWS,
+    BatchState,
+    RequestKind,
+    RequestState,
+    StoredRow,
+    UnfinishedWork,
+    add_rows,
+    job,
+    line_id,
+    result_rows,
 )
 from gateway.batches.files import FILE, KEY_STORAGE_FULL, StoredFile, full_owners
 from gateway.batches.folder import (
@@ -57,19 +70,6 @@ from gateway.batches.line_reader import (
     LineSpec,
     TooManyLines,
     check_line_count,
-)
-from gateway.batches.progress import SpeedMeter
-from gateway.batches.request_rows import (
-    STEP_ROWS,
-    BatchState,
-    RequestKind,
-    RequestState,
-    StoredRow,
-    UnfinishedWork,
-    add_rows,
-    job,
-    line_id,
-    result_rows,
 )
 from gateway.batches.results import (
     RESULTS,

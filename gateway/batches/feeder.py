@@ -24,7 +24,18 @@ from typing import Final, NamedTuple
 import structlog
 from sqlalchemy import Connection, func, or_, select
 
-from gateway.batches.claims import Pick, RowLeases
+from gateway.batches.claims import (
+    IS_WAITING,
+    Pick,
+    RequestKind,
+    RowLeases,
+    StoredRow,
+    UnfinishedWork,
+    WaitingLines,
+    job,
+    waiting_by_kind,
+    waiting_lines,
+)
 from gateway.batches.feeding import (
     MOST_LATE,
     BatchWork,
@@ -38,16 +49,6 @@ from gateway.batches.feeding import (
     rows_to_offer,
 )
 from gateway.batches.folder import StorageTrouble
-from gateway.batches.request_rows import (
-    IS_WAITING,
-    RequestKind,
-    StoredRow,
-    UnfinishedWork,
-    WaitingLines,
-    job,
-    waiting_by_kind,
-    waiting_lines,
-)
 from gateway.batches.results import ANTHROPIC, LineResults
 from gateway.batches.runner import (
     MOST_RUNS,

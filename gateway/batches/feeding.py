@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gateway.batches.request_rows import StoredRow
+from gateway.batches.claims import StoredRow
 from gateway.lease import BatchRoom
 
 MOST_READY = 256  # rows of one target that are claimed ahead, at most

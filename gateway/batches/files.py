@@ -38,6 +38,7 @@ from sqlalchemy import (
 )
 
 from gateway import errors
+from gateway.batches.claims import IS_RUNNING, RequestKind, chunks, job
 from gateway.batches.folder import (
     DiskThreads,
     Folder,
@@ -48,7 +49,6 @@ from gateway.batches.folder import (
     folder_errors_told,
     store_unavailable,
 )
-from gateway.batches.request_rows import IS_RUNNING, RequestKind, chunks, job
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
 from gateway.store.database import insert_for

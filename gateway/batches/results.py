@@ -24,10 +24,9 @@ import structlog
 from sqlalchemy import Connection
 
 from gateway.batches.batch_rows import pause_batch
-from gateway.batches.claims import RecordedResult, record
+from gateway.batches.claims import RecordedResult, RequestState, StoredRow, job, record
 from gateway.batches.folder import AppendedFile, DiskThreads, Folder, FolderError, FolderFull
 from gateway.batches.line_reader import LineError
-from gateway.batches.request_rows import RequestState, StoredRow, job
 from gateway.batches.runner import Outcome
 from gateway.proxy.json_values import JSON_ERRORS, VALUE_DECODER, JsonObject
 from gateway.store.failures import StoreError

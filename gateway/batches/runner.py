@@ -18,9 +18,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from gateway import errors
 from gateway.access.callers import cache_policy_of, owner_of_stored
 from gateway.access.keys import KeyRing
-from gateway.batches.claims import RowLeases
+from gateway.batches.claims import RowLeases, StoredRow
 from gateway.batches.folder import FolderError
-from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents, RunEnd
 from gateway.catalog import ServedModels
 from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels

@@ -18,10 +18,9 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.access.callers import cache_policy_of
 from gateway.batches.batch_registry import BatchRegistry, NewBatch
-from gateway.batches.batch_rows import Batch
-from gateway.batches.progress import BatchProgress
-from gateway.batches.request_rows import BatchState
-from gateway.batches.webhook_receivers import WebhookTargets
+from gateway.batches.batch_rows import Batch, BatchProgress
+from gateway.batches.claims import BatchState
+from gateway.batches.webhooks import WebhookTargets
 from gateway.config.fields import format_duration
 from gateway.errors import GatewayError
 from gateway.http.request_head import Callers, no_store, owner_by_head

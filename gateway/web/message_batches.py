@@ -18,10 +18,9 @@ from starlette.responses import Response
 
 from gateway import errors
 from gateway.batches.batch_registry import BatchRegistry
-from gateway.batches.batch_rows import Batch
+from gateway.batches.batch_rows import Batch, BatchProgress
 from gateway.batches.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RETRY_AFTER
 from gateway.batches.folder import FolderError
-from gateway.batches.progress import BatchProgress
 from gateway.batches.results import ANTHROPIC
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.body import body_parts, check_plain, content_length

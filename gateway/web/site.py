@@ -23,7 +23,7 @@ from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of
 from gateway.batches.background_requests import BackgroundRequests
 from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.files import FileRegistry
-from gateway.batches.webhook_receivers import WebhookTargets
+from gateway.batches.webhooks import WebhookTargets
 from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
 from gateway.config.cache_privacy import NodeLabels
 from gateway.config.listeners import CorsSpec

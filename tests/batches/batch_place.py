@@ -19,10 +19,9 @@ from sqlalchemy import Connection, func, select
 
 from gateway.batches.batch_registry import BatchRegistry, NewBatch
 from gateway.batches.batch_rows import Batch, EndListener
-from gateway.batches.claims import Pick, claim
+from gateway.batches.claims import Pick, RequestKind, StoredRow, claim, job
 from gateway.batches.files import FileRegistry
 from gateway.batches.folder import ID_FILE, DiskThreads, Folder
-from gateway.batches.request_rows import RequestKind, StoredRow, job
 from gateway.batches.results import LineResults
 from gateway.batches.runner import Outcome
 from gateway.config.batches import BatchSettings

@@ -10,9 +10,10 @@ from sqlalchemy import Connection, select
 
 from gateway.batches import claims
 from gateway.batches.batch_rows import Batch, add_batch, begin_batch
-from gateway.batches.claims import Pick, RecordedResult
-from gateway.batches.request_rows import (
+from gateway.batches.claims import (
     COLUMNS,
+    Pick,
+    RecordedResult,
     RequestKind,
     RequestState,
     StoredRow,

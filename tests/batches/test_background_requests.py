@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection
 
-from gateway.batches import background_runner
+from gateway.batches import background_requests
 from gateway.batches.background_requests import (
     ORPHAN_SECONDS,
     DeferredHead,
@@ -27,10 +27,9 @@ from gateway.batches.background_requests import (
     keep_background,
     waiting_owners,
 )
-from gateway.batches.claims import put_back
+from gateway.batches.claims import RequestKind, RequestState, StoredRow, job, put_back
 from gateway.batches.files import kept_by
 from gateway.batches.folder import ID_FILE, FolderError
-from gateway.batches.request_rows import RequestKind, RequestState, StoredRow, job
 from gateway.http.request_head import ANONYMOUS_OWNER
 from gateway.store.database import locate_store
 from gateway.store.store import Store
@@ -155,7 +154,7 @@ async def test_what_runs_when_the_gateway_ends_is_run_by_the_next_one(tmp_path: 
 async def test_a_response_that_its_process_has_lost_and_claims_anew_has_one_run_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_runner, "RENEW_SECONDS", 0.0)
+    monkeypatch.setattr(background_requests, "RENEW_SECONDS", 0.0)
     ask = {"input": "tell me a story", "max_output_tokens": 60, "background": True}
     node = EmulatedNode(slots=4, decode_tps=20, answer_tokens=1000)
     async with node, running_gateway(tmp_path, [node.url]) as running:

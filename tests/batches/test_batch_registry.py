@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.batches.batch_registry import ENDPOINTS, NewBatch
-from gateway.batches.request_rows import BatchState
+from gateway.batches.claims import BatchState
 from gateway.errors import GatewayError
 from gateway.store.schema import batches, files, stored_requests
 from tests.batches.batch_place import (

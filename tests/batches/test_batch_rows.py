@@ -5,17 +5,17 @@ from typing import Any
 
 from gateway.batches import batch_rows, files
 from gateway.batches.batch_rows import Batch, DueBatch, add_batch, read_batches
-from gateway.batches.claims import record
-from gateway.batches.files import StoredFile
-from gateway.batches.request_rows import (
+from gateway.batches.claims import (
     BatchState,
     RequestKind,
     RequestState,
     StoredRow,
     add_rows,
     job,
+    record,
     work_left,
 )
+from gateway.batches.files import StoredFile
 from gateway.store.store import Store
 from tests.batches.stored_rows import (
     DAY,

@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 
 from gateway.batches.batch_rows import Batch
 from gateway.batches.batch_upkeep import CLEAN_SECONDS, UNAVAILABLE_SECONDS, input_place
+from gateway.batches.claims import BatchState, RequestState, StoredRow, result_rows
 from gateway.batches.folder import FolderError, FolderFull
-from gateway.batches.request_rows import BatchState, RequestState, StoredRow, result_rows
 from gateway.batches.results import ResultReader
 from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
 from gateway.store.schema import batches, files, stored_requests
@@ -367,7 +367,7 @@ async def test_very_many_cancelled_lines_end_step_by_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.batches.batch_rows.STEP_ROWS", 100)
-    monkeypatch.setattr("gateway.batches.request_rows.STEP_ROWS", 100)
+    monkeypatch.setattr("gateway.batches.claims.STEP_ROWS", 100)
     async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
         batch = await here.create([line(f"c{n}") for n in range(6000)])
         await here.settle()

@@ -29,27 +29,25 @@ from gateway.batches.batch_rows import (
 )
 from gateway.batches.claims import (
     CALM_SECONDS,
+    BatchState,
     ClockJumps,
     Pick,
     RecordedResult,
+    RequestKind,
+    RequestState,
     RowLeases,
+    StoredRow,
+    WorkLeft,
+    add_rows,
     paused,
     put_back,
     record,
     release_lost,
     renew,
+    work_left,
 )
 from gateway.batches.claims import claim as claim_picks
 from gateway.batches.folder import DiskThreads, Folder, FolderError
-from gateway.batches.request_rows import (
-    BatchState,
-    RequestKind,
-    RequestState,
-    StoredRow,
-    WorkLeft,
-    add_rows,
-    work_left,
-)
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import stored_requests, usage
 from gateway.store.store import Store

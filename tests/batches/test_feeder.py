@@ -19,10 +19,9 @@ from gateway.access.keys import hash_key
 from gateway.batches.batch_rows import (
     pause_batch,
 )
-from gateway.batches.claims import Pick
+from gateway.batches.claims import Pick, RequestKind, job
 from gateway.batches.feeder import IDLE_SECONDS, READ_SECONDS, Supply, read_prefixes, read_waiting
 from gateway.batches.feeding import PrefixGroup, Want
-from gateway.batches.request_rows import RequestKind, job
 from gateway.batches.runner import RequestTarget
 from gateway.events import RequestFinished
 from gateway.request import Priority

@@ -11,6 +11,7 @@ from itertools import count
 
 import pytest
 
+from gateway.batches.claims import RequestKind, StoredRow
 from gateway.batches.feeding import (
     BatchWork,
     Lane,
@@ -22,7 +23,6 @@ from gateway.batches.feeding import (
     ready_wanted,
     rows_to_offer,
 )
-from gateway.batches.request_rows import RequestKind, StoredRow
 from gateway.lease import BatchRoom
 
 IDS = count()

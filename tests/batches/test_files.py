@@ -17,6 +17,7 @@ from sqlalchemy import Connection, create_engine, func, insert, select, text
 from gateway.batches.background_requests import add_background, delete_background
 from gateway.batches.batch_registry import NewBatch
 from gateway.batches.batch_rows import Batch
+from gateway.batches.claims import BatchState, RequestKind, StoredRow, job
 from gateway.batches.files import (
     ORPHAN_SECONDS,
     FileRegistry,
@@ -27,7 +28,6 @@ from gateway.batches.files import (
     note_log_sizes,
 )
 from gateway.batches.folder import ID_FILE, Folder
-from gateway.batches.request_rows import BatchState, RequestKind, StoredRow, job
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
 from gateway.store.database import locate_store

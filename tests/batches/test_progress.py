@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.batches.batch_rows import Batch
-from gateway.batches.progress import WINDOW_SECONDS, BatchSpeed, SpeedMeter, progress_of
-from gateway.batches.request_rows import BatchState, WorkLeft
+from gateway.batches.batch_rows import WINDOW_SECONDS, Batch, BatchSpeed, SpeedMeter, progress_of
+from gateway.batches.claims import BatchState, WorkLeft
 
 BATCH = Batch(
     "batch_1", "alice", "openai", "/v1/embeddings", "file-1", 0.0, 9.0, 99.0, "f",

@@ -13,9 +13,7 @@ from sqlalchemy import Connection, update
 
 from gateway.batches.background_requests import add_background
 from gateway.batches.batch_rows import add_batch, pause_batch, resume_batch
-from gateway.batches.claims import put_back, record
-from gateway.batches.folder import ID_FILE, DiskThreads, Folder
-from gateway.batches.request_rows import (
+from gateway.batches.claims import (
     BEFORE,
     BUSY_SECONDS,
     LONGEST_UNREAD,
@@ -30,11 +28,14 @@ from gateway.batches.request_rows import (
     job,
     line_id,
     new_id,
+    put_back,
+    record,
     result_rows,
     waiting_by_kind,
     waiting_lines,
     work_left,
 )
+from gateway.batches.folder import ID_FILE, DiskThreads, Folder
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from tests.batches.stored_rows import (

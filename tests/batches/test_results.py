@@ -16,9 +16,8 @@ import pytest
 from sqlalchemy import Connection
 
 from gateway.batches.batch_rows import Batch
-from gateway.batches.claims import put_back, release_lost
+from gateway.batches.claims import BatchState, RequestState, put_back, release_lost
 from gateway.batches.line_reader import LineError
-from gateway.batches.request_rows import BatchState, RequestState
 from gateway.batches.results import (
     ROW_BYTES,
     broken_line,
@@ -371,7 +370,7 @@ ON_A_FULL_DISK = """
 import asyncio, sys
 from pathlib import Path
 from gateway.batches import results
-from gateway.batches.request_rows import BatchState
+from gateway.batches.claims import BatchState
 from gateway.store.schema import usage
 from tests.batches.batch_place import answer, batch_place, count, line
 

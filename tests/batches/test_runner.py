@@ -13,7 +13,7 @@ import pytest
 
 from gateway import errors
 from gateway.access.keys import hash_key
-from gateway.batches.request_rows import StoredRow
+from gateway.batches.claims import StoredRow
 from gateway.batches.runner import HeldRow, Outcome, RowDeferred, RowExpired, RowRuns
 from gateway.proxy import sse
 from gateway.proxy.inbound.body import LARGE_BODY_BYTES

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.batches.stored_responses import (
+from gateway.errors import GatewayError
+from gateway.web.background import (
     LONGEST_OPTION,
     MOST_ECHOED_BYTES,
     body_to_run,
@@ -20,7 +21,6 @@ from gateway.batches.stored_responses import (
     read_fields,
     read_options,
 )
-from gateway.errors import GatewayError
 
 ANSWER = {"type": "message", "id": "msg_1", "role": "assistant", "content": []}
 

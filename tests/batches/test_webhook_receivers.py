@@ -20,16 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import InvalidWebhookSignatureError, OpenAI
 
-from gateway.batches.webhook_receivers import (
+from gateway.batches.webhooks import (
     MOST_READ,
     PostResult,
+    WebhookEvent,
     WebhookPoster,
     WebhookTargets,
     address_problem,
     retry_after_seconds,
     signatures,
 )
-from gateway.batches.webhooks import WebhookEvent
 from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.errors import GatewayError
 from gateway.transport.resolver import Resolver

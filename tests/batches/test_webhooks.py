@@ -22,8 +22,7 @@ from structlog.testing import capture_logs
 
 from gateway.access.keys import new_key
 from gateway.batches.batch_rows import Batch
-from gateway.batches.request_rows import BatchState, RequestKind, StoredRow, job
-from gateway.batches.webhook_receivers import WebhookPoster, WebhookTargets
+from gateway.batches.claims import BatchState, RequestKind, StoredRow, job
 from gateway.batches.webhooks import (
     JITTER,
     KEPT_SECONDS,
@@ -36,7 +35,9 @@ from gateway.batches.webhooks import (
     DeliveryState,
     WebhookEvent,
     WebhookEvents,
+    WebhookPoster,
     WebhookSender,
+    WebhookTargets,
     add_deliveries,
     claim_deliveries,
     end_delivery,
@@ -622,8 +623,8 @@ async def test_the_store_is_asked_when_something_was_recorded_and_not_before(
 _PROCESS = """
 import asyncio, sys, time
 from pathlib import Path
-from gateway.batches.webhook_receivers import WebhookPoster
-from gateway.batches.webhook_receivers import WebhookTargets
+from gateway.batches.webhooks import WebhookPoster
+from gateway.batches.webhooks import WebhookTargets
 from gateway.batches.webhooks import WebhookSender
 from gateway.config.webhooks import WebhookSettings
 from gateway.events import EventBus
@@ -836,9 +837,6 @@ async def test_neither_logs_nor_the_admin_api_show_secrets(tmp_path: Path) -> No
     for text in (shown, log):
         assert "hidden-path" not in text
         assert SECRET not in text
-
-
-pytest.importorskip("gateway.batches.background_runner")
 
 
 @pytest.mark.usefixtures("hurried")

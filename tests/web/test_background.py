@@ -17,8 +17,8 @@ from openai import AsyncOpenAI
 
 from gateway.batches import response_log
 from gateway.batches.background_requests import NewRequest
+from gateway.batches.claims import RequestKind
 from gateway.batches.folder import ID_FILE
-from gateway.batches.request_rows import RequestKind
 from gateway.errors import GatewayError
 from gateway.web.background import background_object
 from tests.emulator import EmulatedNode

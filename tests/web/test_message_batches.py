@@ -20,7 +20,7 @@ from anthropic.types.messages import MessageBatch
 
 from gateway.access.keys import ApiKey
 from gateway.batches.batch_rows import Batch
-from gateway.batches.request_rows import BatchState
+from gateway.batches.claims import BatchState
 from gateway.errors import GatewayError
 from gateway.web.message_batches import MessageBatchBody, message_batch_object
 from tests.each_case import each_case

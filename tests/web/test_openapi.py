@@ -12,9 +12,8 @@ import jsonschema
 import msgspec
 import pytest
 
-from gateway.batches.batch_rows import Batch
-from gateway.batches.progress import BatchProgress
-from gateway.batches.request_rows import BatchState
+from gateway.batches.batch_rows import Batch, BatchProgress
+from gateway.batches.claims import BatchState
 from gateway.config.settings import Settings
 from gateway.proxy.inbound.routes import pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES
