@@ -33,48 +33,21 @@ class CacheSpec(ConfigModel):
     it must hold for the rest: at the top level.
     """
 
-    hide: Annotated[
-        bool | None,
-        Field(
-            description=(
-                "Take the figures that tell what was cached out of responses: `cached_tokens` and "
-                "its kin, `timings` of the prompt, progress of the prefill, `id_slot`. Unset: no."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = None
-    isolate: Annotated[
-        Literal["group", "key", "off"] | None,
-        BeforeValidator(_off_as_text),
-        Field(
-            description=(
-                "Whose prompts may draw a request to the node that has them cached: those of its "
-                "`group` (without one, of its key), of its `key` (without one, of its address), "
-                "or everybody's (`off`). Unset: `off`."
-            )
-        ),
-    ] = None
+    hide: bool | None = None
+    """Take the figures that tell what was cached out of responses: `cached_tokens` and its kin,
+    `timings` of the prompt, progress of the prefill, `id_slot`. Unset: no."""
+    isolate: Annotated[Literal["group", "key", "off"] | None, BeforeValidator(_off_as_text)] = None
+    """Whose prompts may draw a request to the node that has them cached: those of its `group`
+    (without one, of its key), of its `key` (without one, of its address), or everybody's (`off`).
+    Unset: `off`."""
     nodes: Annotated[
-        Mapping[NonEmptyText, str] | None,
-        Field(
-            description=(
-                "Labels of the nodes that it may use, such as `{tenant: a}`: nodes with all of "
-                "them, and no other. `{}`: all nodes. Unset: all nodes."
-            ),
-            max_length=64,
-        ),
-        TypeLabel("mapping of texts"),
+        Mapping[NonEmptyText, str] | None, Field(max_length=64), TypeLabel("mapping of texts")
     ] = None
-    prompt_cache: Annotated[
-        bool | None,
-        Field(
-            description=(
-                "`false`: llama.cpp's server reads each prompt anew (`cache_prompt: false`), which "
-                "costs its whole prefill. Unset: what the client asks for."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = None
+    """Labels of the nodes that it may use, such as `{tenant: a}`: nodes with all of them, and no
+    other. `{}`: all nodes. Unset: all nodes."""
+    prompt_cache: bool | None = None
+    """`false`: llama.cpp's server reads each prompt anew (`cache_prompt: false`), which costs its
+    whole prefill. Unset: what the client asks for."""
 
 
 @dataclass(frozen=True, slots=True)
