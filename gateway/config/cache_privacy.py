@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from gateway.config.fields import ConfigModel, NonEmptyText, TypeLabel
+from gateway.config.fields import ConfigModel, LowercasedOrOff, NonEmptyText, TypeLabel
 
 NodeLabels = tuple[tuple[str, str], ...]
 """Labels that a node must have, sorted by name; empty: any node."""
@@ -17,13 +17,6 @@ NodeLabels = tuple[tuple[str, str], ...]
 def has_labels(labels: Mapping[str, str], wanted: NodeLabels) -> bool:
     """Whether a node with these `labels` has all that are wanted."""
     return all(labels.get(name) == value for name, value in wanted)
-
-
-def _off_as_text(value: object) -> object:
-    # YAML 1.1 reads it as a boolean.
-    if value is False:
-        return "off"
-    return value.lower() if isinstance(value, str) else value
 
 
 class CacheSpec(ConfigModel):
@@ -36,7 +29,7 @@ class CacheSpec(ConfigModel):
     hide: bool | None = None
     """Take the figures that tell what was cached out of responses: `cached_tokens` and its kin,
     `timings` of the prompt, progress of the prefill, `id_slot`. Unset: no."""
-    isolate: Annotated[Literal["group", "key", "off"] | None, BeforeValidator(_off_as_text)] = None
+    isolate: Annotated[Literal["group", "key", "off"] | None, LowercasedOrOff] = None
     """Whose prompts may draw a request to the node that has them cached: those of its `group`
     (without one, of its key), of its `key` (without one, of its address), or everybody's (`off`).
     Unset: `off`."""

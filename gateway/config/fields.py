@@ -223,6 +223,11 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
+def _lower_or_off(value: object) -> object:
+    # YAML 1.1 reads `off` as a boolean.
+    return "off" if value is False else _lower(value)
+
+
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?")
 
 
@@ -409,6 +414,8 @@ EnvVarName = Annotated[str, BeforeValidator(_variable), TypeLabel("name of a var
 
 Lowercased = BeforeValidator(_lower)
 
+LowercasedOrOff = BeforeValidator(_lower_or_off)
+
 JsonMap = Mapping[str, Annotated[Any, BeforeValidator(check_json_value)]]
 
 LONGEST_SECRET = 16384
@@ -419,28 +426,37 @@ def secret_from_variable(variable: str, env: Mapping[str, str], key: str = "api_
 
     `key`: the key of the file that names the variable.
     """
-    if variable not in env:
-        raise validation_error(
-            f"the variable {variable} is not set",
-            "set it where the gateway is started",
-            key,
-        )
-    return _checked_secret(env[variable], f"the variable {variable}", key)
+    return _checked_secret(text_of_variable(variable, env, key), f"the variable {variable}", key)
 
 
 def secret_from_file(path: Path, key: str = "api_key_file") -> str:
     """Read a secret from a file, without the white space around it; raises a validation error."""
+    return _checked_secret(text_of_file(path, key), "the file", key)
+
+
+def text_of_variable(variable: str, env: Mapping[str, str], key: str) -> str:
+    """The value of a variable that holds secrets; raises a validation error that blames `key`."""
+    if variable not in env:
+        raise validation_error(
+            f"the variable {variable} is not set", "set it where the gateway is started", key
+        )
+    return env[variable]
+
+
+def text_of_file(path: Path, key: str) -> str:
+    """The first 16 KiB of a file that holds secrets, each byte as one character of Latin-1.
+
+    What is not ASCII is refused by those who check it. Raises a validation error that blames `key`.
+    """
     try:
         with path.open("rb") as file:
-            content = file.read(LONGEST_SECRET + 1)
+            return file.read(LONGEST_SECRET + 1).decode("latin-1")
     except OSError as error:
         raise validation_error(
             f"can't be read: {error.strerror}",
             "the gateway's user must be allowed to read it",
             key,
         ) from None
-    # Latin-1 decodes any byte; the check below refuses what is not ASCII.
-    return _checked_secret(content.decode("latin-1"), "the file", key)
 
 
 def _checked_secret(text: str, source: str, key: str) -> str:

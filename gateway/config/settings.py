@@ -17,6 +17,7 @@ from gateway.config.fields import (
     ConfigModel,
     Fraction,
     Lowercased,
+    LowercasedOrOff,
     NonEmptyText,
     PriorityName,
     SecondsOrOff,
@@ -208,13 +209,6 @@ class ShutdownSettings(ConfigModel):
     """Time in which queued and running requests may end."""
 
 
-def _off_as_text(value: object) -> object:
-    # YAML 1.1 reads it as a boolean.
-    if value is False:
-        return "off"
-    return value.lower() if isinstance(value, str) else value
-
-
 def _empty_rule(value: object) -> object:
     return {} if value is None else value
 
@@ -285,7 +279,7 @@ class Settings(ConfigModel):
     """Limits of one request to a node."""
     retries: RetrySettings = RetrySettings()
     """Retries on another node."""
-    resume: Annotated[Literal["text", "exact", "off"], BeforeValidator(_off_as_text)] = "text"
+    resume: Annotated[Literal["text", "exact", "off"], LowercasedOrOff] = "text"
     """How a stream is resumed on another node when its own fails: `text`, from the text that was
     sent; `exact`, from its token ids, which costs more for each token; `off`: it ends with an error
     event."""

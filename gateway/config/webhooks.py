@@ -21,7 +21,6 @@ from pydantic import (
 )
 
 from gateway.config.fields import (
-    LONGEST_SECRET,
     ConfigModel,
     EnvVarName,
     ExistingFile,
@@ -30,6 +29,8 @@ from gateway.config.fields import (
     Seconds,
     TypeLabel,
     as_list,
+    text_of_file,
+    text_of_variable,
     validation_error,
 )
 from gateway.config.usage_limits import GroupName
@@ -165,9 +166,9 @@ class WebhookTarget(ConfigModel):
             return ()  # one of them has a problem of its own
         env: Mapping[str, str] = (info.context or {}).get("env") or os.environ
         if variable := data["secret_env"]:
-            return _checked(_from_variable(variable, env), "secret_env")
+            return _checked(text_of_variable(variable, env, "secret_env"), "secret_env")
         if path := data["secret_file"]:
-            return _checked(_from_file(path), "secret_file")
+            return _checked(text_of_file(path, "secret_file"), "secret_file")
         raise validation_error(
             "has no secret to sign with", "name one by secret_file or secret_env", "secret_file"
         )
@@ -186,28 +187,6 @@ class WebhookTarget(ConfigModel):
     def wants(self, event: str) -> bool:
         """Whether events of this type go there."""
         return not self.events or event in self.events
-
-
-def _from_variable(variable: str, env: Mapping[str, str]) -> str:
-    if variable not in env:
-        raise validation_error(
-            f"the variable {variable} is not set",
-            "set it where the gateway is started",
-            "secret_env",
-        )
-    return env[variable]
-
-
-def _from_file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return file.read(LONGEST_SECRET).decode("latin-1")
-    except OSError as error:
-        raise validation_error(
-            f"can't be read: {error.strerror}",
-            "the gateway's user must be allowed to read it",
-            "secret_file",
-        ) from None
 
 
 def _checked(text: str, key: str) -> tuple[SecretStr, ...]:
