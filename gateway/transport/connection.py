@@ -31,6 +31,13 @@ BODY_HIGH_WATER = 256 * 1024  # unread bytes of body at which the socket is no l
 STALE_SECONDS = 1.0
 """If a reused connection breaks later than this after sending, the request reached the node."""
 
+MOST_RELAYED_BYTES = 1024
+"""Larger chunks are parsed; one with a token has some 300 bytes."""
+
+Relay = Callable[[bytes, int], bool]
+"""Gets what came where a chunk begins, and where the size line ends that fits all of it. It is one
+chunk if it ends in CRLF, too. Returns whether it has dealt with it. It must not raise."""
+
 TIMEOUT_STEPS = 10
 """Parts of a limit that pass one after the other. However long the event loop is held up, one or
 two of them pass, and the data that has come meanwhile is read before the next one ends."""
@@ -44,8 +51,9 @@ class NodeConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_bodyless", "_error", "_framed", "_known", "_known_headers", "_loop", "_made",
-        "_made_for", "_parser", "_parts", "_paused", "_pending", "_sent_at", "_sink",
+        "_between_chunks", "_bodyless", "_error", "_framed", "_known", "_known_headers", "_loop",
+        "_made", "_made_for", "_parser", "_parts", "_paused", "_pending", "_relay", "_sent_at",
+        "_sink",
         "_stale_seconds", "_waiter", "alive", "complete", "headers", "on_body", "on_wake",
         "received_bytes", "requests_sent", "reusable", "status", "transport",
     )  # fmt: skip
@@ -62,6 +70,7 @@ class NodeConnection(asyncio.Protocol):
         self.on_wake: Callable[[bool], None] | None = None
         """Called instead of a future when no task waits (`eager_task.Wakeable`)."""
         self._sink: Callable[[], bool] | None = None
+        self._relay: Relay | None = None
         self._parts: list[bytes] = []
         # The parser calls this for every piece of a body: a C function is fastest.
         self.on_body = self._parts.append
@@ -90,6 +99,7 @@ class NodeConnection(asyncio.Protocol):
         self.received_bytes = 0
         self._framed = False
         self._bodyless = False
+        self._between_chunks = False  # whether the parser expects the size line of a chunk
         self._error: UpstreamError | None = None
         self._parts.clear()
         self._pending = 0  # bytes that have come since the reader last took some, framing included
@@ -189,20 +199,22 @@ class NodeConnection(asyncio.Protocol):
     def close(self) -> None:
         """Close at once; unsent bytes are lost."""
         self.alive = False
-        self._sink = None
+        self._sink = self._relay = None
         if self.transport is not None:
             self.transport.abort()
 
-    def wait_for_data(self, sink: Callable[[], bool] | None = None) -> Awaitable[object]:
+    def wait_for_data(
+        self, sink: Callable[[], bool] | None = None, relay: Relay | None = None
+    ) -> Awaitable[object]:
         """Done when more has come, or the end. Raises: UpstreamError, if nothing more can come.
 
         `sink` is called first when more has come, from within the event loop. While it returns
         True it has dealt with the data, and the waiter is not woken. At the end it must return
-        False. It must not raise.
+        False. It must not raise. `relay` may take a chunk before it is parsed.
         """
         if self._error is not None:
             raise self._error
-        self._sink = sink
+        self._sink, self._relay = sink, relay
         if asyncio.current_task() is None:
             return self
         waiter = self._waiter = self._loop.create_future()
@@ -212,7 +224,7 @@ class NodeConnection(asyncio.Protocol):
         yield self
 
     def _wake(self) -> None:
-        self._sink = None
+        self._sink = self._relay = None
         on_wake = self.on_wake
         if on_wake is not None:
             self.on_wake = None
@@ -242,7 +254,13 @@ class NodeConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         self.alive = True
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:  # noqa: PLR0912 - each call costs
+        if self._between_chunks and self._relay is not None:
+            size = len(data)
+            if size < MOST_RELAYED_BYTES:
+                line = _SIZE_LINES[size]
+                if data.startswith(line) and self._relay(data, len(line)):
+                    return  # the parser would be where it was
         if self.complete or not self.requests_sent:
             # A response without a request: the connection can't be trusted.
             self.reusable = False
@@ -280,6 +298,11 @@ class NodeConnection(asyncio.Protocol):
         if self.status:
             if self.received_bytes == len(data):
                 self._learn_head(data)
+            # The last line end is the chunk's, as the parser has not taken it for the body's.
+            parts = self._parts
+            self._between_chunks = (
+                data.endswith(b"\n\n\r\n") and bool(parts) and not parts[-1].endswith(b"\r\n")
+            )
             sink = self._sink
             if sink is None or not sink():
                 self._wake()
@@ -353,6 +376,20 @@ class NodeConnection(asyncio.Protocol):
         self.complete = True
         # llhttp knows this only within this callback.
         self.reusable = self._parser.should_keep_alive()
+
+
+def _size_lines() -> list[bytes]:
+    """By the bytes of a whole chunk, the line that it begins with; `-` if there is none."""
+    lines = [b"-"] * MOST_RELAYED_BYTES
+    for size in range(1, MOST_RELAYED_BYTES):
+        line = b"%x\r\n" % size
+        whole = len(line) + size + len(b"\r\n")
+        if whole < MOST_RELAYED_BYTES:
+            lines[whole] = line
+    return lines
+
+
+_SIZE_LINES = _size_lines()
 
 
 def _head_too_large() -> InvalidResponse:

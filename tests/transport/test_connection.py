@@ -523,6 +523,47 @@ def test_a_spoilt_response_is_a_response_or_an_error(
         assert not connection.reusable
 
 
+BODIES = st.lists(
+    st.sampled_from(
+        [b"data: {1}\n\n", b"\n\n\r\n", b"a\n\n\r\nb\r\n", b"5\r\nab\n\n\r\n", b"x" * 1100]
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(bodies=BODIES, cuts=st.sets(st.integers(1, 3000)), framed=st.booleans())
+def test_a_relay_gets_whole_chunks_whose_bytes_are_those_of_the_body(
+    bodies: list[bytes], cuts: set[int], framed: bool
+) -> None:
+    ends = list(itertools.accumulate(len(b"%x\r\n%b\r\n" % (len(b), b)) for b in bodies))
+    data = b"".join(b"%x\r\n%b\r\n" % (len(body), body) for body in bodies) + b"0\r\n\r\n"
+    places = sorted({0, *ends, *(() if framed else cuts), len(data)} & set(range(len(data) + 1)))
+    found: list[bytes] = []
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        connection = NodeConnection(loop)
+        connection.connection_made(Silent())
+        connection.send(b"")
+
+        def relay(chunk: bytes, start: int) -> bool:
+            if chunk.endswith(b"\r\n"):
+                found.append(chunk[start:-2])
+            return chunk.endswith(b"\r\n")
+
+        def sink() -> bool:
+            found.append(connection.read_nowait())
+            return not connection.complete
+
+        async def wait() -> None:
+            connection.wait_for_data(sink, relay)
+
+        connection.data_received(CHUNKED)
+        loop.run_until_complete(wait())
+        for start, end in itertools.pairwise(places):
+            connection.data_received(data[start:end])
+        assert (b"".join(found), connection.complete) == (b"".join(bodies), True)
+
+
 async def test_a_sink_takes_the_data_until_it_wants_the_reader_woken() -> None:
     taken: list[bytes] = []
     read, woken = asyncio.Event(), asyncio.Event()

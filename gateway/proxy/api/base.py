@@ -737,7 +737,7 @@ class ResponseAssembler:
         """Whether the events have more than `max_bytes`."""
         return self._bytes_left < 0
 
-    def add(self, events: bytes) -> bool:
+    def add(self, events: bytes, _: bytes | None = None, /) -> bool:
         """Add whole events, and return `too_large`."""
         self._chunks.append(events)
         self._unread += len(events)
