@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
@@ -30,6 +32,7 @@ from gateway.proxy.api.resuming import (
 )
 from gateway.proxy.json_values import JSON_ERRORS, JsonObject, parse_json
 from gateway.proxy.transcript import Transcript
+from gateway.transport.errors import InvalidResponse
 
 # llama.cpp's order: JSON has none, but people who read a response do.
 _FIELD_ORDER = (
@@ -134,14 +137,25 @@ class ChoicesApi(Api):
 
     def assemble(self, request_fields: JsonObject) -> Assembly:
         last: RawFields = {}
-        answers: dict[int, AnswerParts] = {}
-        while (fields := (yield)) is not None:
-            for choice in read_choices(fields):
-                index = as_index(choice.index)
-                if index not in answers:
-                    answers[index] = AnswerParts()
-                answers[index].add(choice)
-            last |= fields
+        answers: defaultdict[int, AnswerParts] = defaultdict(AnswerParts)
+        run: TextRun | None = None
+        tries = MOST_TEXT_RUNS
+        while (events := (yield)) is not None:
+            pieces = events.split(b"\n\n")
+            for piece in pieces:
+                if run is not None and run.takes(piece):
+                    continue
+                if run is not None:
+                    run.end(answers[0])
+                for fields in read_events(piece + b"\n\n"):
+                    for choice in read_choices(fields):
+                        answers[as_index(choice.index)].add(choice)
+                    last |= fields
+                if tries and len(pieces) > LEAST_TEXT_RUN:
+                    tries -= 1
+                    run = TextRun.like(piece)
+            if run is not None:
+                run.end(answers[0])
         if not answers:
             raise AssemblyError("the node's stream has no answer")
         found = {name: parse_json(bytes(raw)) for name, raw in last.items() if name != "choices"}
@@ -221,6 +235,10 @@ class AnswerParts:
             if tokens := inner_items(choice.logprobs.content):
                 self._logprobs.append(tokens)
 
+    def add_texts(self, texts: list[str], *, are_reasoning: bool) -> None:
+        """Add what chunks have that hold nothing else."""
+        (self.reasoning if are_reasoning else self._texts).extend(texts)
+
     @property
     def text(self) -> str:
         """The text so far."""
@@ -239,6 +257,73 @@ class AnswerParts:
         if self._logprobs is None:
             return None
         return {"content": msgspec.Raw(b"[%b]" % b",".join(self._logprobs))}
+
+
+LEAST_TEXT_RUN = 8
+"""Events that come together, from which on a run is looked for."""
+
+MOST_TEXT_RUNS = 8
+"""Events of one response of which it is tried whether those behind them are like them."""
+
+_TEXT = re.compile(rb'"(?:content|reasoning_content|text)": ?"((?:[^"\\]|\\.)*)"')
+
+_PROBES = (
+    [ChunkChoice(delta=_Delta(content="\0"))],
+    [ChunkChoice(delta=_Delta(reasoning_content="\0"))],
+    [ChunkChoice(text="\0")],
+)
+"""The choices of chunks that have one text and nothing else."""
+
+
+class TextRun:
+    """Chunks that differ in nothing but their text, as most do: one call reads their texts."""
+
+    __slots__ = ("_after", "_before", "_is_reasoning", "_texts")
+
+    def __init__(self, before: bytes, after: bytes, *, is_reasoning: bool) -> None:
+        """`before` and `after`: what stands around the text, its quotes included."""
+        self._before = before
+        self._after = after
+        self._is_reasoning = is_reasoning
+        self._texts: list[bytes] = []
+
+    @classmethod
+    def like(cls, event: bytes) -> TextRun | None:
+        """A run of events like this one, which has been read; None: it has more than a text."""
+        found = _TEXT.search(event)
+        if found is None or not event.startswith(b"data:") or b"\n" in event:
+            return None
+        before, after = event[: found.start(1)], event[found.end(1) :]
+        try:
+            choices = read_choices(read_fields(before[5:] + b"\\u0000" + after))
+        except (InvalidResponse, *JSON_ERRORS):
+            return None
+        if choices not in _PROBES:
+            return None
+        return cls(before, after, is_reasoning=choices == _PROBES[1])
+
+    def takes(self, event: bytes) -> bool:
+        """Add the event if it belongs to the run."""
+        before, after = self._before, self._after
+        if not (event.startswith(before) and event.endswith(after)):
+            return False
+        text = event[len(before) : -len(after)]
+        if b'"' in text or len(event) < len(before) + len(after):
+            return False
+        self._texts.append(text)
+        return True
+
+    def end(self, answer: AnswerParts) -> None:
+        """Add the texts to the answer. Raises: JSON_ERRORS."""
+        if self._texts:
+            texts = _STRINGS.decode(b'["' + b'","'.join(self._texts) + b'"]')
+            if len(texts) != len(self._texts):
+                raise AssemblyError("an event of the node's stream is no JSON object")
+            answer.add_texts(texts, are_reasoning=self._is_reasoning)
+            self._texts.clear()
+
+
+_STRINGS = msgspec.json.Decoder(list[str])
 
 
 def as_index(value: object) -> int:
