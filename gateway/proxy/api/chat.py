@@ -138,24 +138,17 @@ class ChoicesApi(Api):
     def assemble(self, request_fields: JsonObject) -> Assembly:
         last: RawFields = {}
         answers: defaultdict[int, AnswerParts] = defaultdict(AnswerParts)
-        run: TextRun | None = None
-        tries = MOST_TEXT_RUNS
         while (events := (yield)) is not None:
-            pieces = events.split(b"\n\n")
-            for piece in pieces:
-                if run is not None and run.takes(piece):
-                    continue
-                if run is not None:
-                    run.end(answers[0])
-                for fields in read_events(piece + b"\n\n"):
+            pieces, at, tries = events.split(b"\n\n"), 0, MOST_RUN_TRIES
+            while at < len(pieces):
+                for fields in read_events(pieces[at] + b"\n\n"):
                     for choice in read_choices(fields):
                         answers[as_index(choice.index)].add(choice)
                     last |= fields
-                if tries and len(pieces) > LEAST_TEXT_RUN:
+                at += 1
+                if tries and len(pieces) - at >= LEAST_RUN:
+                    at = read_run(pieces, at, answers)
                     tries -= 1
-                    run = TextRun.like(piece)
-            if run is not None:
-                run.end(answers[0])
         if not answers:
             raise AssemblyError("the node's stream has no answer")
         found = {name: parse_json(bytes(raw)) for name, raw in last.items() if name != "choices"}
@@ -259,71 +252,50 @@ class AnswerParts:
         return {"content": msgspec.Raw(b"[%b]" % b",".join(self._logprobs))}
 
 
-LEAST_TEXT_RUN = 8
-"""Events that come together, from which on a run is looked for."""
+LEAST_RUN = 4
+"""Events that come together, from which on it is tried to read them as a run."""
 
-MOST_TEXT_RUNS = 8
-"""Events of one response of which it is tried whether those behind them are like them."""
+MOST_RUN_TRIES = 8
 
-_TEXT = re.compile(rb'"(?:content|reasoning_content|text)": ?"((?:[^"\\]|\\.)*)"')
+_TEXT = re.compile(rb'"(?:content|reasoning_content|text)": ?("(?:[^"\\]|\\.)*")')
 
-_PROBES = (
-    [ChunkChoice(delta=_Delta(content="\0"))],
-    [ChunkChoice(delta=_Delta(reasoning_content="\0"))],
-    [ChunkChoice(text="\0")],
-)
-"""The choices of chunks that have one text and nothing else."""
+_REASONING = [ChunkChoice(delta=_Delta(reasoning_content=""))]
 
+_TEXT_ALONE = (_REASONING, [ChunkChoice(delta=_Delta(content=""))], [ChunkChoice(text="")])
+"""The choices of a chunk that has a text and nothing else."""
 
-class TextRun:
-    """Chunks that differ in nothing but their text, as most do: one call reads their texts."""
-
-    __slots__ = ("_after", "_before", "_is_reasoning", "_texts")
-
-    def __init__(self, before: bytes, after: bytes, *, is_reasoning: bool) -> None:
-        """`before` and `after`: what stands around the text, its quotes included."""
-        self._before = before
-        self._after = after
-        self._is_reasoning = is_reasoning
-        self._texts: list[bytes] = []
-
-    @classmethod
-    def like(cls, event: bytes) -> TextRun | None:
-        """A run of events like this one, which has been read; None: it has more than a text."""
-        found = _TEXT.search(event)
-        if found is None or not event.startswith(b"data:") or b"\n" in event:
-            return None
-        before, after = event[: found.start(1)], event[found.end(1) :]
-        try:
-            choices = read_choices(read_fields(before[5:] + b"\\u0000" + after))
-        except (InvalidResponse, *JSON_ERRORS):
-            return None
-        if choices not in _PROBES:
-            return None
-        return cls(before, after, is_reasoning=choices == _PROBES[1])
-
-    def takes(self, event: bytes) -> bool:
-        """Add the event if it belongs to the run."""
-        before, after = self._before, self._after
-        if not (event.startswith(before) and event.endswith(after)):
-            return False
-        text = event[len(before) : -len(after)]
-        if b'"' in text or len(event) < len(before) + len(after):
-            return False
-        self._texts.append(text)
-        return True
-
-    def end(self, answer: AnswerParts) -> None:
-        """Add the texts to the answer. Raises: JSON_ERRORS."""
-        if self._texts:
-            texts = _STRINGS.decode(b'["' + b'","'.join(self._texts) + b'"]')
-            if len(texts) != len(self._texts):
-                raise AssemblyError("an event of the node's stream is no JSON object")
-            answer.add_texts(texts, are_reasoning=self._is_reasoning)
-            self._texts.clear()
+_TEXTS = msgspec.json.Decoder(list[str])
 
 
-_STRINGS = msgspec.json.Decoder(list[str])
+def read_run(pieces: list[bytes], at: int, answers: Mapping[int, AnswerParts]) -> int:
+    """Read the events from `at` on that differ from the one before in nothing but their text.
+
+    Most do, and one call decodes all of them. Returns the place of the first other one.
+    """
+    first = pieces[at - 1]
+    found = _TEXT.search(first)
+    if found is None or not first.startswith(b"data:") or b"\n" in first:
+        return at
+    before, after = first[: found.start(1)], first[found.end(1) :]
+    try:
+        choices = read_choices(read_fields(before[5:] + b'""' + after))
+    except (InvalidResponse, *JSON_ERRORS):
+        return at
+    if choices not in _TEXT_ALONE:
+        return at
+    end = at
+    while end < len(pieces) and pieces[end].startswith(before) and pieces[end].endswith(after):
+        end += 1
+    begin, behind = len(before), -len(after)
+    try:
+        strings = b",".join([piece[begin:behind] for piece in pieces[at:end]])
+        texts = _TEXTS.decode(b"[%b]" % strings)
+    except JSON_ERRORS:
+        return at
+    if len(texts) != end - at:
+        return at
+    answers[0].add_texts(texts, are_reasoning=choices == _REASONING)
+    return end
 
 
 def as_index(value: object) -> int:
