@@ -8,7 +8,10 @@ thing at a time.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import Self, cast
@@ -34,6 +37,9 @@ STALE_SECONDS = 1.0
 MOST_RELAYED_BYTES = 1024
 """Larger chunks are parsed; one with a token has some 300 bytes."""
 
+TURN_SECONDS = 0.01
+"""Work on what has come, up to twice as much in one turn of the event loop; once on what waited."""
+
 Relay = Callable[[bytes, int], bool]
 """Gets what came where a chunk begins, and where the size line ends that fits all of it. It is one
 chunk if it ends in CRLF, too. Returns whether it has dealt with it. It must not raise."""
@@ -41,6 +47,58 @@ chunk if it ends in CRLF, too. Returns whether it has dealt with it. It must not
 TIMEOUT_STEPS = 10
 """Parts of a limit that pass one after the other. However long the event loop is held up, one or
 two of them pass, and the data that has come meanwhile is read before the next one ends."""
+
+
+class TurnLimit:
+    """Bounds the work on what sockets bring in one turn of the event loop; all of them share one.
+
+    uvloop reads all sockets that are ready in one turn, a thousand in a burst. What one of them
+    brings behind the limit waits for the next turn, unparsed, and the socket is not read meanwhile.
+    """
+
+    def __init__(
+        self, seconds: float = TURN_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._since = -math.inf
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_scheduled = False
+        """Whether the next turn, which will begin with `_go_on`, has not begun."""
+        self.is_spent = False
+        """Whether `look` has found that this turn has no time left."""
+
+    def look(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Look whether this turn of the one `loop` has no time left: then `wait`."""
+        if not self.is_spent:
+            now = self._clock()
+            if now - self._since > self._seconds:
+                # Many turns may have passed, unless the next one still waits to be told of.
+                self._loop, self._since, self.is_spent = loop, now, self._is_scheduled
+                self._schedule()
+        return self.is_spent
+
+    def wait(self, go_on: Callable[[], None]) -> None:
+        """Call `go_on` in one of the next turns, when those that wait longer have been called."""
+        self._waiting.append(go_on)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled and self._loop is not None:
+            self._is_scheduled = True
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self.is_spent = self._is_scheduled = False
+        began = self._clock()
+        try:
+            while self._waiting and self._clock() - began < self._seconds:
+                self._waiting.popleft()()
+        finally:
+            self._since = self._clock()
+            if self._waiting:
+                self._schedule()
 
 
 class NodeConnection(asyncio.Protocol):
@@ -53,15 +111,21 @@ class NodeConnection(asyncio.Protocol):
     __slots__ = (
         "_between_chunks", "_bodyless", "_error", "_framed", "_known", "_known_headers", "_loop",
         "_made", "_made_for", "_parser", "_parts", "_paused", "_pending", "_relay", "_sent_at",
-        "_sink",
-        "_stale_seconds", "_waiter", "alive", "complete", "headers", "on_body", "on_wake",
-        "received_bytes", "requests_sent", "reusable", "status", "transport",
+        "_sink", "_stale_seconds", "_turn", "_unreceived", "_waiter", "alive", "complete",
+        "headers", "on_body", "on_wake", "received_bytes", "requests_sent", "reusable", "status",
+        "transport",
     )  # fmt: skip
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, stale_seconds: float = STALE_SECONDS
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        stale_seconds: float = STALE_SECONDS,
+        turn: TurnLimit | None = None,
     ) -> None:
         self._loop = loop
+        self._turn = turn or TurnLimit()
+        self._unreceived = b""  # has come, and waits for another turn
         self._stale_seconds = stale_seconds
         self.transport: asyncio.Transport | None = None
         self.alive = False
@@ -199,6 +263,7 @@ class NodeConnection(asyncio.Protocol):
     def close(self) -> None:
         """Close at once; unsent bytes are lost."""
         self.alive = False
+        self._unreceived = b""
         self._sink = self._relay = None
         if self.transport is not None:
             self.transport.abort()
@@ -254,8 +319,8 @@ class NodeConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         self.alive = True
 
-    def data_received(self, data: bytes) -> None:  # noqa: PLR0912 - each call costs
-        if self._between_chunks and self._relay is not None:
+    def data_received(self, data: bytes) -> None:
+        if self._between_chunks and self._relay is not None and not self._turn.is_spent:
             size = len(data)
             if size < MOST_RELAYED_BYTES:
                 line = _SIZE_LINES[size]
@@ -265,7 +330,27 @@ class NodeConnection(asyncio.Protocol):
             # A response without a request: the connection can't be trusted.
             self.reusable = False
             self.close()
+        elif self._unreceived or self._turn.look(self._loop):
+            if not self._unreceived:
+                self._turn.wait(self._receive_late)
+                if not self._paused and self.transport is not None:
+                    self.transport.pause_reading()
+            self._unreceived += data
+            self._between_chunks = False  # no chunk overtakes these bytes
+        else:
+            self._receive(data)
+
+    def _receive_late(self) -> None:
+        """Receive what had to wait."""
+        data, self._unreceived = self._unreceived, b""
+        if not data:
             return
+        self._receive(data)
+        transport = self.transport
+        if not self._paused and transport is not None and not transport.is_closing():
+            transport.resume_reading()
+
+    def _receive(self, data: bytes) -> None:
         if self._known is not None and not self.received_bytes and not self._bodyless:
             body = self._known.match_body(data)
             if body is not None:
@@ -325,6 +410,7 @@ class NodeConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._receive_late()
         del self._parser  # it refers to this object: only the garbage collector would free both
         self.alive = False
         self.reusable = False

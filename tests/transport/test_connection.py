@@ -37,7 +37,16 @@ from gateway.transport.errors import (
 )
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from tests.fuzz.replies import MOST_REPLIES, make_check
-from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, Script, always, once, raw_server
+from tests.transport.raw import (
+    HOWEVER_SLOW,
+    Peer,
+    RawServer,
+    Script,
+    Silent,
+    always,
+    once,
+    raw_server,
+)
 from tests.virtual import in_virtual_time, now
 
 ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"
@@ -453,22 +462,6 @@ async def test_a_wait_for_the_head_ends_with_a_failure_from_this_side() -> None:
 
 
 # Any bytes, in any pieces.
-
-
-class Silent(asyncio.Transport):
-    """A transport that leads nowhere: what would come from it is fed to the connection."""
-
-    closed = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None: ...
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
 
 
 def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> NodeConnection:
