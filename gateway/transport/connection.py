@@ -93,8 +93,10 @@ class TurnLimit:
         self.is_spent = self._is_scheduled = False
         began = self._clock()
         try:
-            while self._waiting and self._clock() - began < self._seconds:
+            while self._waiting:
                 self._waiting.popleft()()
+                if self._clock() - began >= self._seconds:
+                    break
         finally:
             self._since = self._clock()
             if self._waiting:
