@@ -57,7 +57,7 @@ class TurnLimit:
     """
 
     def __init__(
-        self, seconds: float = TURN_SECONDS, clock: Callable[[], float] = time.monotonic
+        self, *, seconds: float = TURN_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._seconds = seconds
         self._clock = clock

@@ -200,7 +200,10 @@ class Connections:
 
 def make_check() -> Check:
     """The check of whole connections."""
-    connections, waiting = Connections(TurnLimit(math.inf)), Connections(TurnLimit(-1))
+    connections, waiting = (
+        Connections(TurnLimit(seconds=math.inf)),
+        Connections(TurnLimit(seconds=-1)),
+    )
 
     def check(data: bytes) -> None:
         one = divide(data)

@@ -122,7 +122,7 @@ class Exchanges:
         connection = self._connection
         if connection is None:
             clock: Any = SimpleNamespace(time=lambda: 0.0)
-            connection = NodeConnection(clock, turn=TurnLimit(math.inf))
+            connection = NodeConnection(clock, turn=TurnLimit(seconds=math.inf))
             connection.connection_made(RecordedTransport())
         connection.send(b"POST / HTTP/1.1\r\n\r\n", bodyless=reply.bodyless)
         found = b""

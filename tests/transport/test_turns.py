@@ -42,7 +42,7 @@ class Burst:
     """Sockets, of which all bring something at once, and the turns that it takes."""
 
     def __init__(self, seconds: float) -> None:
-        self.turn = TurnLimit(seconds)
+        self.turn = TurnLimit(seconds=seconds)
         self.peers: list[socket.socket] = []
         self.longest = 0.0
         self._last = 0.0
@@ -133,7 +133,7 @@ async def from_clients(burst: Burst) -> None:
 
 
 async def test_what_waits_is_received_before_the_end_of_its_connection() -> None:
-    loop, turn = asyncio.get_running_loop(), TurnLimit(-1)
+    loop, turn = asyncio.get_running_loop(), TurnLimit(seconds=-1)
     connection = NodeConnection(loop, turn=turn)
     connection.connection_made(Silent())
     connection.send(b"")
