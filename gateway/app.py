@@ -540,7 +540,6 @@ class Gateway:
             fleet=self.fleet,
             scheduler=self.scheduler,
             registry=self.registry,
-            bus=self.bus,
             metrics=self.metrics,
             drain_deadlines=self.drain_deadlines,
             gateway=self,

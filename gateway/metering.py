@@ -28,7 +28,6 @@ from gateway.usage.reports import CallerUsage, Reporter
 from gateway.usage.retention import Retention
 
 log = structlog.get_logger()
-
 LEAST_SECONDS = 0.1
 """For each step of a start, when a store that does not answer has used up the time."""
 

@@ -17,9 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 from gateway.config.cache_privacy import CacheSpec
 from gateway.config.usage_limits import LimitSpec
 
-Headers = list[tuple[bytes, bytes]]
-"""Header fields in wire order, with names in lower case."""
-
+Headers = list[tuple[bytes, bytes]]  # Header fields in wire order, with names in lower case
 Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 """What a node can do, by the names of `endpoints` in the inventory."""
 
@@ -57,7 +55,6 @@ class Priority(enum.IntEnum):
 
 
 _LABELS = {priority: priority.name.lower() for priority in Priority}
-
 _BY_LABEL = {label: priority for priority, label in _LABELS.items()}
 
 
@@ -67,21 +64,16 @@ class Caller:
 
     id: str
     name: str
-    max_priority: Priority
-    """The highest class that its requests may have."""
-    models: frozenset[str] | None = None
-    """Public names of the models that it may use; None: all."""
+    max_priority: Priority  # The highest class that its requests may have
+    models: frozenset[str] | None = None  # Public names of the models that it may use; None: all
     anonymous: bool = False
-    trust_user_headers: bool = False
-    """Whether it may name its end users by a header."""
-    default_priority: Priority = Priority.NORMAL
-    """The class of a request that asks for none."""
+    trust_user_headers: bool = False  # Whether it may name its end users by a header
+    default_priority: Priority = Priority.NORMAL  # The class of a request that asks for none
     group: str | None = None
     """The group that its key belongs to: callers of a group share the group's limits."""
     limits: LimitSpec | None = None
     """Limits of its key, beside those of its group and of all callers."""
-    user_limits: LimitSpec | None = None
-    """Limits of each end user that it names; None: its group's."""
+    user_limits: LimitSpec | None = None  # Limits of each end user that it names; None: its group's
     cache: CacheSpec | None = None
     """What its key says of prompt caches; None: its group and the settings say all."""
 
@@ -102,37 +94,27 @@ class Caller:
 MOST_TRACESTATE_BYTES = 512
 """Bytes of a client's `tracestate` that are passed on: what the standard demands."""
 
-MOST_TRACESTATE_MEMBERS = 32
-"""Its members that are passed on: the most that the standard allows."""
-
+MOST_TRACESTATE_MEMBERS = 32  # Its members that are passed on: the most that the standard allows
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-
 _NAME, _STATE_NAME = b"traceparent: ", b"tracestate: "
 
 
 class Traceparent(NamedTuple):
     """What a client says of its trace."""
 
-    trace_id: str
-    """32 hexadecimal digits."""
-    span_id: str
-    """16: the client's own span, which sent the request."""
-    sampled: bool
-    """Whether the client may have recorded it."""
+    trace_id: str  # 32 hexadecimal digits
+    span_id: str  # 16: the client's own span, which sent the request
+    sampled: bool  # Whether the client may have recorded it
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
     """A request that is traced."""
 
-    trace_id: str
-    """32 hexadecimal digits."""
-    parent_id: str | None
-    """The client's span, of 16; None: the trace begins here."""
-    request_id: str
-    """The gateway's own id of the request."""
-    received_at: float
-    """Monotonic seconds."""
+    trace_id: str  # 32 hexadecimal digits
+    parent_id: str | None  # The client's span, of 16; None: the trace begins here
+    request_id: str  # The gateway's own id of the request
+    received_at: float  # Monotonic seconds
 
     def span_id(self, *parts: object) -> str:
         """The id of the span of this name within the request's part of the trace."""

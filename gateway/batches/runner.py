@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from msgspec.structs import replace
-
 from gateway import errors
 from gateway.access.callers import cache_policy_of, owner_of_stored
 from gateway.access.keys import KeyRing
@@ -45,22 +43,13 @@ from gateway.proxy.client_response import (
 )
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
-from gateway.proxy.inbound.body import (
-    BYTE_ORDER_MARK,
-    LARGE_BODY_BYTES,
-    SMALL_BODY_BYTES,
-    Body,
-    TimeSlicer,
-    bytes_to_parse,
-    is_slow_to_parse,
-    parse_body,
-)
+from gateway.proxy.inbound.body import Body, TimeSlicer, bytes_to_parse
 from gateway.proxy.inbound.request import (
     IncomingRequest,
     Request,
     RequestRules,
-    prepare,
-    prepare_large,
+    Sender,
+    read_in_turn,
     resolve_model,
 )
 from gateway.proxy.inbound.routes import ROUTES, Route
@@ -337,10 +326,9 @@ class _Run:
             if not has_result and self._metered is not None:
                 runner.meter.dropped(self._metered)
             if has_result or record.attempts:
-                seconds = runner.clock() - self._received_at
                 if runner.tracing.active:
                     runner.tracing.finished(self._stored.id, record, [], self._received_at)
-                runner.bus.publish_deferred(record.finish(seconds))
+                runner.bus.publish_deferred(record.finish(self._received_at, runner.clock()))
             elif runner.tracing.active:
                 runner.tracing.forget(self._stored.id)
         return Outcome(status, header_lines, content, usage, record, record.reason)
@@ -387,16 +375,15 @@ class _Run:
         accounts = runner.meter.book.accounts(caller, user)
         self._cache = cache_policy_of(accounts.caller, settings)
         record.identify(caller.id)
-        request = await self._prepare(route, accounts, body)
+        request = await self._read(route, accounts, body)
         if request.stream and self._sink is None:
             raise errors.invalid_request(
                 "'stream' is not possible here: the response is kept whole.", "stream"
             )
-        prompts = 1 if request.prompt_list is None else len(request.prompt_list.prompts)
-        metered = runner.meter.admit_stored(accounts, request.lease_request, record, prompts)
-        self._metered = metered
-        in_flight = self._in_flight = InFlightRequest(request, record)
-        runner.registry.add(in_flight)
+        self._metered = runner.meter.admit_stored(
+            accounts, request.lease_request, record, request.prompts
+        )
+        in_flight = self._in_flight = runner.registry.begin(request, record)
         response = self._response = await self._forward(in_flight)
         rewriter = None
         if self._api.rewrites_responses or self._cache.hide:
@@ -453,53 +440,36 @@ class _Run:
         started_at, now = metered.reservation.admitted_at, runner.wall_clock()
         return RunEnd(started_at, now, node_word(id_, record.node), record.attempts, *cost)
 
-    async def _prepare(self, route: Route, accounts: Accounts, body: bytes) -> Request:
+    async def _read(self, route: Route, accounts: Accounts, body: bytes) -> Request:
         """The request that the body describes. Raises: GatewayError."""
-        runner, limits = self._runner, self._runner.rules.limits
-        if len(body) > limits.body_bytes:
-            raise errors.body_too_large(limits.body_bytes)
-        body = body.removeprefix(BYTE_ORDER_MARK)
-        prepare_body = partial(self._prepare_body, route, accounts)
-        if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
-            return prepare_body(body)
-        if len(body) < LARGE_BODY_BYTES:
-            return await runner.time_slicer.run_once(partial(prepare_body, body))
-        scope = self._cache.scope_of(self._stored.id)
-        return await runner.time_slicer.run(
-            prepare_large(body, route, runner.rules, prepare_body, scope)
-        )
-
-    def _prepare_body(self, route: Route, accounts: Accounts, body: Body) -> Request:
         runner, stored, record, caller = self._runner, self._stored, self._record, accounts.caller
-        parsed = parse_body(body) if isinstance(body, bytes) else body.parse()
-        priority = max(self._priority, caller.max_priority)
-        record.classify(priority)
+        if len(body) > runner.rules.limits.body_bytes:
+            raise errors.body_too_large(runner.rules.limits.body_bytes)
+        seconds = None if self._deadline is None else self._deadline - self._received_at
+        sender = Sender(
+            caller,
+            headers_for_node(STORED_HEADERS, runner.settings.headers.to_nodes),
+            caller.id if accounts.user is None else f"{caller.id}/{accounts.user}",
+            client_timeout=seconds,
+            plain_client_timeout=seconds,
+            cache=self._cache,
+        )
+        # It can wait: of class `batch`, one of a higher class that would have to may have its slot.
         incoming = IncomingRequest(
             stored.id,
             record.x_request_id,
             route,
-            headers_for_node(STORED_HEADERS, runner.settings.headers.to_nodes),
-            None if self._deadline is None else self._deadline - self._received_at,
             body,
-            caller,
+            sender,
             self._received_at,
-            caller.id if accounts.user is None else f"{caller.id}/{accounts.user}",
-            cache=self._cache,
             max_tokens=accounts.completion_tokens,
             most_tokens=accounts.most_tokens,
+            patient=True,
         )
-        request = prepare(incoming, parsed, priority, runner.rules, runner.catalog)
-        lease_request = request.lease_request
-        # It can wait: of class `batch`, one of a higher class that would have to may have its slot.
-        yields = priority is Priority.BATCH
-        waiting = replace(lease_request.caller, patient=True, yields=yields)
-        lease_request = replace(lease_request, caller=waiting)
-        request = replace(request, lease_request=lease_request)
-        is_served = any(runner.catalog.serves(name) for name in lease_request.wanted.model_names)
-        record.describe(
-            stream=request.stream, model=lease_request.wanted.model if is_served else None
+        priority = max(self._priority, caller.max_priority)
+        return await read_in_turn(
+            incoming, record, runner.rules, runner.catalog, lambda _: priority, runner.time_slicer
         )
-        return request
 
     # The response.
 

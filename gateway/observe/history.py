@@ -16,33 +16,23 @@ from typing import Any, NamedTuple
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES
 from gateway.events import EventBus, RequestFinished
 
-STEP_SECONDS = 5.0
-"""Seconds of one step."""
-
-SPAN_SECONDS = 3600.0
-"""Seconds that are kept."""
-
+STEP_SECONDS = 5.0  # Seconds of one step
+SPAN_SECONDS = 3600.0  # Seconds that are kept
 RECENT_SECONDS = 60.0
 """Seconds of which a step's percentiles and shares are: one step alone has too few requests."""
 
 MOST_MODELS = 64
 """Models of one step whose price on the GPU tier is counted apart; with more it is unknown."""
 
-MOST_CALLERS = 256
-"""Callers of one step that are counted apart."""
-
-MOST_FAILURES = 64
-"""Pairs of a reason and a node of one step by which failed requests are counted."""
-
-OTHER_CALLER = ""
-"""Stands for all further callers of a step."""
-
+MOST_CALLERS = 256  # Callers of one step that are counted apart
+MOST_FAILURES = 64  # Pairs of a reason and a node of one step by which failed requests are counted
+MOST_SERVED = 4096  # Ended requests that are kept which have been at a node
+MOST_UNSERVED = 1024  # Those that have not: a flood of refusals pushes no other out
+OTHER_CALLER = ""  # Stands for all further callers of a step
 CLASS_RATIO = 1.1
 """Each class of times is so many times as wide as the one before: a percentile is 5 % off."""
 
-LEAST_TIME = 0.001
-"""Seconds; shorter times are in the first class."""
-
+LEAST_TIME = 0.001  # Seconds; shorter times are in the first class
 GpuCost = Callable[[str, int, int, int], float | None]
 """What a model's prompt, cached and completion tokens cost on the GPU tier; None: unknown."""
 
@@ -50,43 +40,32 @@ GpuCost = Callable[[str, int, int, int], float | None]
 class Gauges(NamedTuple):
     """The state when a step is closed."""
 
-    queued: int
-    """Requests that wait for a slot."""
+    queued: int  # Requests that wait for a slot
     slots_busy: int
-    completion_tokens: int
-    """Tokens by now of the requests in flight."""
+    completion_tokens: int  # Tokens by now of the requests in flight
 
 
 class HistoryPoint(NamedTuple):
     """One step. Counts are of the step; percentiles and shares of the last minute."""
 
-    at: float
-    """Unix time of its end."""
-    requests: int
-    """Requests that ended, without those whose client left."""
+    at: float  # Unix time of its end
+    requests: int  # Requests that ended, without those whose client left
     failed: int
     """Of them, those with a status of 500 or more that were not refused for lack of room."""
-    refused: int
-    """Of them, those with 429 or 503."""
-    ttft_p50: float | None
-    """Seconds."""
+    refused: int  # Of them, those with 429 or 503
+    ttft_p50: float | None  # Seconds
     ttft_p95: float | None
-    tokens_per_second: float
-    """Tokens written, of all requests together."""
+    tokens_per_second: float  # Tokens written, of all requests together
     queued: int
     slots_busy: int
-    cached_share: float | None
-    """Share of the prompts' tokens that nodes had cached."""
-    gpu_share: float | None
-    """Share of the requests that ran on GPU nodes."""
-    cost: float
-    """In the settings' currency."""
+    cached_share: float | None  # Share of the prompts' tokens that nodes had cached
+    gpu_share: float | None  # Share of the requests that ran on GPU nodes
+    cost: float  # In the settings' currency
     gpu_cost: float | None
     """What the same would have cost on GPU nodes alone; None: a price is not known."""
 
 
-COLUMNS = HistoryPoint._fields
-"""The names of a point's values."""
+COLUMNS = HistoryPoint._fields  # The names of a point's values
 
 
 class RecentTraffic(NamedTuple):
@@ -94,12 +73,10 @@ class RecentTraffic(NamedTuple):
 
     requests: int
     failed: int
-    refused: Mapping[str, int]
-    """Requests that the gateway refused, by the error's code."""
+    refused: Mapping[str, int]  # Requests that the gateway refused, by the error's code
     callers: Mapping[str, int]
     """Requests by caller, refused ones included; the busiest callers of each step."""
-    limited: Mapping[str, int]
-    """Those of them that limits refused, likewise."""
+    limited: Mapping[str, int]  # Those of them that limits refused, likewise
     failures: Mapping[tuple[str, str], int]
     """Of `failed`, by the error's code and the last node ("": none); up to a bound."""
 
@@ -111,15 +88,13 @@ class _Step:
     requests: int = 0
     failed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    served: int = 0
-    """Requests that ran on a node."""
+    served: int = 0  # Requests that ran on a node
     gpu: int = 0
     prompt: int = 0
     cached: int = 0
     completion: int = 0
     cost: float = 0.0
-    times: Counter[int] = field(default_factory=Counter)
-    """TTFTs by class."""
+    times: Counter[int] = field(default_factory=Counter)  # TTFTs by class
     models: dict[str, list[int]] = field(default_factory=dict)
     """Prompt, cached and completion tokens."""
     too_many_models: bool = False
@@ -131,7 +106,7 @@ class _Step:
 
 
 class FleetHistory:
-    """Counts what ends, and keeps a point for each step of the last hour."""
+    """Counts what ends, a point for each step of the last hour, and keeps the newest requests."""
 
     def __init__(
         self,
@@ -147,11 +122,11 @@ class FleetHistory:
         self._gpu_cost = gpu_cost
         self._step = _Step()
         self._recent: deque[_Step] = deque(maxlen=max(1, int(RECENT_SECONDS / step_seconds)))
-        self._completion = 0
-        """Tokens written by all requests that have ended."""
-        self._written = 0
-        """Tokens written when the last step was closed, by requests in flight too."""
+        self._completion = 0  # Tokens written by all requests that have ended
+        self._written = 0  # Tokens written when the last step was closed, by requests in flight too
         self._closed_at: float | None = None
+        self._served: deque[RequestFinished] = deque(maxlen=MOST_SERVED)
+        self._unserved: deque[RequestFinished] = deque(maxlen=MOST_UNSERVED)
         bus.subscribe(RequestFinished, self.finished)
 
     def restore(self, points: Iterable[HistoryPoint], now: float) -> None:
@@ -162,7 +137,8 @@ class FleetHistory:
         self.points.extend(whole[at] for at in recent)
 
     def finished(self, event: RequestFinished) -> None:
-        """Count a request that has ended."""
+        """Count and keep a request that has ended."""
+        (self._served if event.attempts else self._unserved).append(event)
         step = self._step
         completion = event.completion_tokens
         self._completion += completion
@@ -202,6 +178,17 @@ class FleetHistory:
         tokens[0] += event.prompt_tokens
         tokens[1] += event.cached_tokens
         tokens[2] += completion
+
+    def find(self, name: str) -> Iterator[RequestFinished]:
+        """Ended requests of this id or `X-Request-ID`, the newest first in each of the two kinds.
+
+        They have no text, as records have none.
+        """
+        self._flush()
+        for kind in (self._served, self._unserved):
+            for one in reversed(kind):
+                if name in {one.request_id, one.x_request_id}:
+                    yield one
 
     def close_step(self, at: float, now: float, gauges: Gauges) -> HistoryPoint:
         """End the step; `at` is Unix time, `now` monotonic seconds."""
@@ -289,43 +276,3 @@ def _percentile(times: Counter[int], share: float) -> float | None:
 
 def _share(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if whole else None
-
-
-MOST_SERVED = 4096
-"""Requests that have been at a node."""
-
-MOST_UNSERVED = 1024
-"""Requests that have not: a flood of refusals pushes no other out."""
-
-
-class EndedRequest(NamedTuple):
-    """A request that has ended."""
-
-    record: RequestFinished
-    ended_at: float
-    """Monotonic seconds, up to a twentieth of a second late."""
-
-
-@dataclass(slots=True, eq=False)
-class RecentRequests:
-    """The newest requests that have ended; without their text, as records have none."""
-
-    bus: EventBus
-    clock: Callable[[], float]
-    _served: deque[EndedRequest] = field(default_factory=lambda: deque(maxlen=MOST_SERVED))
-    _unserved: deque[EndedRequest] = field(default_factory=lambda: deque(maxlen=MOST_UNSERVED))
-
-    def __post_init__(self) -> None:
-        self.bus.subscribe(RequestFinished, self._ended)
-
-    def find(self, name: str) -> Iterator[EndedRequest]:
-        """Those of this id or `X-Request-ID`, the newest first in each of the two kinds."""
-        self.bus.flush()
-        for kind in (self._served, self._unserved):
-            for one in reversed(kind):
-                if name in {one.record.request_id, one.record.x_request_id}:
-                    yield one
-
-    def _ended(self, record: RequestFinished) -> None:
-        ended = EndedRequest(record, self.clock())
-        (self._served if record.attempts else self._unserved).append(ended)

@@ -29,23 +29,14 @@ import structlog
 from gateway.config.errors import escape_json
 
 LogFormat = Literal["auto", "console", "json"]
-
 STDERR = 2
-
-MOST_VALUE_CHARACTERS = 2000
-"""Longer values are cut."""
-
+MOST_VALUE_CHARACTERS = 2000  # Longer values are cut
 MOST_BUFFERED_LOG_BYTES = 4 * 1024 * 1024
 """Bytes of lines that wait to be written; further lines are dropped."""
 
-LOG_BATCH_SECONDS = 0.05
-"""Seconds for which lines are collected into one write."""
-
-LOG_FLUSH_SECONDS = 2.0
-"""Most seconds that `close` waits for the last lines to be written."""
-
+LOG_BATCH_SECONDS = 0.05  # Seconds for which lines are collected into one write
+LOG_FLUSH_SECONDS = 2.0  # Most seconds that `close` waits for the last lines to be written
 MOST_CHAINED_EXCEPTIONS = 5
-
 MOST_FRAMES = 30
 
 # asyncio logs a callback with its arguments: bytes of a body, for a protocol's data_received.
@@ -325,8 +316,7 @@ class LogWriter:
         self._lines: deque[bytes] = deque()
         self._waiting_bytes = 0
         self.dropped_lines = 0
-        self._unreported_lines = 0
-        """Dropped lines that no line has reported."""
+        self._unreported_lines = 0  # Dropped lines that no line has reported
         self._closing = False
         self._work = threading.Event()
         try:

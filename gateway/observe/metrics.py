@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import platform
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -41,10 +41,7 @@ from gateway.events import (
 from gateway.request import Priority
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-CHARACTERS_OF_A_STEP = 32 << 10
-"""Text that is written at once: about a millisecond."""
-
+CHARACTERS_OF_A_STEP = 32 << 10  # Text that is written at once: about a millisecond
 OTHER_LABEL = "other"
 """The label of what is counted together, since too many different values have come."""
 
@@ -254,17 +251,12 @@ NODE_STATES = (
 )
 """Every state a node can be in, as the admin API names them."""
 
-MOST_MODELS = 1000
-"""Most distinct model labels; further models are counted as `other`."""
-
-NODES_OF_A_STEP = 200
-"""Nodes whose state is read at once: about a millisecond."""
-
+MOST_MODELS = 1000  # Most distinct model labels; further models are counted as `other`
+NODES_OF_A_STEP = 200  # Nodes whose state is read at once: about a millisecond
 MOST_REFUSED = 200
 """Most pairs of a caller and a reason of refusals; further ones are counted as `other`."""
 
-MOST_NODES = 10_000
-"""Most distinct node labels; further nodes are counted as `other`."""
+MOST_NODES = 10_000  # Most distinct node labels; further nodes are counted as `other`
 
 _OVERHEAD = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
@@ -282,13 +274,6 @@ class RequestCounts:
     prompt: int = 0
     cached: int = 0
     completion: int = 0
-
-    def count(self, event: RequestFinished) -> None:
-        """Count a request."""
-        self.requests += 1
-        self.prompt += event.prompt_tokens
-        self.cached += event.cached_tokens
-        self.completion += event.completion_tokens
 
     def add(self, other: RequestCounts) -> None:
         """Add the counts of `other`."""
@@ -308,31 +293,25 @@ class NodeSample:
     slots_busy: int
     decode_tps: float | None = None
     prefill_tps: float | None = None
-    differs: bool = False
-    """Whether it differs from what the inventory declares."""
+    differs: bool = False  # Whether it differs from what the inventory declares
 
 
 @dataclass(slots=True)
 class StoreSample:
     """The store at the time of a scrape."""
 
-    up: bool
-    """Whether it can be read and written."""
-    waiting: int
-    """Jobs that wait for it."""
+    up: bool  # Whether it can be read and written
+    waiting: int  # Jobs that wait for it
 
 
 @dataclass(slots=True)
 class LedgerSample:
     """The ledger of requests at the time of a scrape; counts are of this process."""
 
-    pending: int
-    """Rows that wait to be written."""
+    pending: int  # Rows that wait to be written
     written: int
-    recovered: int
-    """Of them, rows of requests whose process was killed."""
-    dropped: int
-    """Rows that were lost, since too many waited or none could store them."""
+    recovered: int  # Of them, rows of requests whose process was killed
+    dropped: int  # Rows that were lost, since too many waited or none could store them
 
 
 @dataclass(slots=True)
@@ -340,41 +319,32 @@ class TraceSample:
     """Traces of requests that have ended; counts are of this process."""
 
     exported: int
-    dropped: Mapping[str, int]
-    """By the reason."""
+    dropped: Mapping[str, int]  # By the reason
 
 
 @dataclass(slots=True)
 class BatchSample:
     """Work that can wait, at the time of a scrape; counts are of this process."""
 
-    batches: Mapping[str, int]
-    """By state."""
-    lines: Mapping[str, int]
-    """Lines whose result was recorded, by outcome."""
-    waiting: Mapping[str, int]
-    """Stored requests that may run, by kind."""
-    running: int
-    """Lines that were offered to the scheduler."""
-    claimed: int
-    """Lines that are to be offered next."""
+    batches: Mapping[str, int]  # By state
+    lines: Mapping[str, int]  # Lines whose result was recorded, by outcome
+    waiting: Mapping[str, int]  # Stored requests that may run, by kind
+    running: int  # Lines that were offered to the scheduler
+    claimed: int  # Lines that are to be offered next
     deferred: int
     retried: int
     oldest_seconds: float
     results_blocked: bool = False
     """Whether results wait, since the disk or the store does not take them."""
-    folder_refusals: int = 0
-    """Files for which the folder had no room."""
-    folder_full: bool = False
-    """Whether the folder has no room for what came of late."""
+    folder_refusals: int = 0  # Files for which the folder had no room
+    folder_full: bool = False  # Whether the folder has no room for what came of late
 
 
 @dataclass(slots=True)
 class MetricsSnapshot:
     """The gateway's state at the time of a scrape."""
 
-    nodes: Iterable[NodeSample] = ()
-    """Read once, in steps."""
+    nodes: Iterable[NodeSample] = ()  # Read once, in steps
     queue: Mapping[Priority, int] = field(default_factory=dict)
     """Queued requests by class; a missing class has none."""
     oldest: Mapping[Priority, float] = field(default_factory=dict)
@@ -383,30 +353,21 @@ class MetricsSnapshot:
     """Actual times by those that were expected, `first_token` and `completion`."""
     cached_expected: float = 0.0
     """Tokens that nodes were believed to have cached of the prompts that they got."""
-    cached_found: int = 0
-    """Those of them that they had cached."""
-    queue_places: int = 0
-    """Requests that may wait at once."""
+    cached_found: int = 0  # Those of them that they had cached
+    queue_places: int = 0  # Requests that may wait at once
     spill_money_left: float | None = None
     """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
-    in_flight: int = 0
-    """Requests that are queued or run."""
-    paused_models: Sequence[str] = ()
-    """Public names that an operator has paused."""
-    inventory_error: bool = False
-    """The inventory on disk is invalid; an older one is in force."""
-    retry_budget: float | None = None
-    """Retries that the budget allows now."""
+    in_flight: int = 0  # Requests that are queued or run
+    paused_models: Sequence[str] = ()  # Public names that an operator has paused
+    inventory_error: bool = False  # The inventory on disk is invalid; an older one is in force
+    retry_budget: float | None = None  # Retries that the budget allows now
     certificate_days_left: Mapping[str, float] = field(default_factory=dict)
     """Days until the certificate of each listener with TLS expires."""
-    store: StoreSample | None = None
-    """None: there is no store."""
+    store: StoreSample | None = None  # None: there is no store
     ledger: LedgerSample | None = None
     batches: BatchSample | None = None
-    traces: TraceSample | None = None
-    """None: no requests are traced."""
-    webhooks_waiting: int = 0
-    """Deliveries that wait in the store."""
+    traces: TraceSample | None = None  # None: no requests are traced
+    webhooks_waiting: int = 0  # Deliveries that wait in the store
 
 
 class Metrics:
@@ -427,11 +388,12 @@ class Metrics:
         self._calibrations: dict[str, int] = dict.fromkeys(CALIBRATION_OUTCOMES, 0)
         self._limits_reached: dict[tuple[str, str], int] = {}
         self._refused: dict[tuple[str, str], int] = {}
-        self._duration = Histogram(SECONDS_UP_TO_AN_HOUR)
-        self._ttft = Histogram(SECONDS_UP_TO_AN_HOUR)
-        self._queue = Histogram(SECONDS_UP_TO_AN_HOUR)
         self._overhead = Histogram(_OVERHEAD)
-        self._labelled = RequestHistograms()
+        self._response = LabelledHistogram("model", "class", "tier", "outcome")
+        self._first_token = LabelledHistogram("model", "class", "tier")
+        self._wait = LabelledHistogram("model", "class", "tier")
+        self._alike: dict[tuple[Priority, str, int, str | None], _Alike] = {}
+        """The series of requests of models within the cap."""
         self._gen_ai = GenAiHistograms()
         self._with_gen_ai = False
         self._process = CollectorRegistry()
@@ -452,34 +414,48 @@ class Metrics:
 
     def finished(self, event: RequestFinished) -> None:
         """Count a request that has ended."""
-        counts = self._requests.get((event.priority, event.model, event.status))
-        if counts is None:
-            counts = self._counts_for(event)
-        counts.count(event)
-        self._duration.observe(event.duration_seconds)
+        alike = self._alike.get((event.priority, event.model, event.status, event.tier))
+        if alike is None:
+            alike = self._alike_to(event)
+        counts = alike.counts
+        counts.requests += 1
+        counts.prompt += event.prompt_tokens
+        counts.cached += event.cached_tokens
+        counts.completion += event.completion_tokens
+        alike.response.observe(event.duration_seconds)
         if event.ttft is not None:
-            self._ttft.observe(event.ttft)
+            if alike.first_token is None:
+                alike.first_token = self._first_token.of(*alike.labels)
+            alike.first_token.observe(event.ttft)
+        if event.attempts or event.queue_seconds:
+            if alike.wait is None:
+                alike.wait = self._wait.of(*alike.labels)
+            alike.wait.observe(event.queue_seconds)
         if event.overhead_seconds is not None:
             self._overhead.observe(event.overhead_seconds)
-        if event.attempts or event.queue_seconds:
-            self._queue.observe(event.queue_seconds)
         if event.tier is not None:
             self._cost[event.tier] = self._cost.get(event.tier, 0.0) + event.cost
         if event.status == REFUSED_STATUS:
             self._count_refusal(event.caller, event.reason or "unknown")
-        self._labelled.count(event)
         if self._with_gen_ai:
             self._gen_ai.count(event)
 
-    def _counts_for(self, event: RequestFinished) -> RequestCounts:
-        """The counts for the first event of its kind; those of `other` if there are too many."""
-        model = event.model
-        if model not in self._models:
-            if len(self._models) < MOST_MODELS:
-                self._models.add(model)
-            else:
-                model = OTHER_LABEL
-        return self._requests.setdefault((event.priority, model, event.status), RequestCounts())
+    def _alike_to(self, event: RequestFinished) -> _Alike:
+        """The series for the first event of its kind; models above the cap count as `other`."""
+        model, priority, status = event.model, event.priority, event.status
+        is_capped = model not in self._models and len(self._models) >= MOST_MODELS
+        if not is_capped:
+            self._models.add(model)
+        key = (priority, OTHER_LABEL if is_capped else model, status)
+        labelled = (model, priority.label, event.tier or NO_TIER)
+        alike = _Alike(
+            self._requests.setdefault(key, RequestCounts()),
+            labelled,
+            self._response.of(*labelled, outcome_of(status)),
+        )
+        if not is_capped:
+            self._alike[(priority, model, status, event.tier)] = alike
+        return alike
 
     def _count_refusal(self, caller: str, reason: str) -> None:
         key = (caller, reason)
@@ -591,11 +567,13 @@ class Metrics:
         page.counts("limits_reached_total", self._limits_reached, "limit", "scope")
         page.counts("refused_requests_total", self._refused, "caller", "reason")
         page.counts("cost_total", self._cost, "tier")
-        page.histograms("request_duration_seconds", [({}, self._duration)])
-        page.histograms("time_to_first_token_seconds", [({}, self._ttft)])
-        page.histograms("queue_seconds", [({}, self._queue)])
+        page.histograms("request_duration_seconds", self._response.sum())
+        page.histograms("time_to_first_token_seconds", self._first_token.sum())
+        page.histograms("queue_seconds", self._wait.sum())
         page.histograms("overhead_seconds", [({}, self._overhead)])
-        self._labelled.add_to(page)
+        page.histograms("response_seconds", self._response.samples())
+        page.histograms("first_token_seconds", self._first_token.samples())
+        page.histograms("slot_wait_seconds", self._wait.samples())
 
     def _token_samples(self) -> Iterator[tuple[tuple[str, str], float]]:
         models: dict[str, RequestCounts] = {}
@@ -622,11 +600,11 @@ class Metrics:
                 for state in NODE_STATES
             ),
         )
-        page.nodes("node_slots_total", nodes, attrgetter("slots_total"))
-        page.nodes("node_slots_busy", nodes, attrgetter("slots_busy"))
+        page.nodes("node_slots_total", nodes, operator.attrgetter("slots_total"))
+        page.nodes("node_slots_busy", nodes, operator.attrgetter("slots_busy"))
         page.nodes("node_differs", nodes, lambda node: int(node.differs))
-        page.nodes("node_decode_tokens_per_second", nodes, attrgetter("decode_tps"))
-        page.nodes("node_prefill_tokens_per_second", nodes, attrgetter("prefill_tps"))
+        page.nodes("node_decode_tokens_per_second", nodes, operator.attrgetter("decode_tps"))
+        page.nodes("node_prefill_tokens_per_second", nodes, operator.attrgetter("prefill_tps"))
 
     def _forget_others(self, names: Iterable[str]) -> None:
         """Drop nodes that have left; attempts that ended after that have added them again."""
@@ -729,11 +707,8 @@ SECONDS_UP_TO_AN_HOUR = (
     *(120, 300, 600, 1200, 1800, 3600),
 )
 
-MOST_LABEL_SETS = 300
-"""Most combinations of labels of one histogram that name a model."""
-
-NO_TIER = "none"
-"""The tier of a request that no node has seen."""
+MOST_LABEL_SETS = 300  # Most combinations of labels of one histogram that name a model
+NO_TIER = "none"  # The tier of a request that no node has seen
 
 
 def outcome_of(status: int) -> str:
@@ -748,21 +723,21 @@ def outcome_of(status: int) -> str:
 class LabelledHistogram:
     """Histograms with the same bounds, by labels; the first label is the model."""
 
-    __slots__ = ("_by_labels", "_names", "bounds")
+    __slots__ = ("_bounds", "_by_labels", "_names")
 
-    def __init__(self, names: Sequence[str], bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self._names = tuple(names)
+    def __init__(self, *names: str, bounds: Sequence[float] = SECONDS_UP_TO_AN_HOUR) -> None:
+        self._bounds = bounds
+        self._names = names
         self._by_labels: dict[tuple[str, ...], Histogram] = {}
 
-    def observe(self, value: float, values: tuple[str, ...]) -> None:
-        """Count a value under these labels."""
+    def of(self, *values: str) -> Histogram:
+        """The histogram of these labels; beyond the bound that of all further models."""
         histogram = self._by_labels.get(values)
         if histogram is None:
             if len(self._by_labels) >= MOST_LABEL_SETS:
                 values = (OTHER_LABEL, *values[1:])
-            histogram = self._by_labels.setdefault(values, Histogram(self.bounds))
-        histogram.observe(value)
+            histogram = self._by_labels.setdefault(values, Histogram(self._bounds))
+        return histogram
 
     def samples(self) -> list[tuple[Mapping[str, str], Histogram]]:
         """All histograms with their labels."""
@@ -771,30 +746,24 @@ class LabelledHistogram:
             for values, histogram in self._by_labels.items()
         ]
 
+    def sum(self) -> Iterator[tuple[Mapping[str, str], Histogram]]:
+        """All of them as one without labels, added up when it is written."""
+        total = Histogram(self._bounds)
+        for one in self._by_labels.values():
+            total.sum += one.sum
+            total.counts = list(map(operator.add, total.counts, one.counts))
+        yield {}, total
 
-class RequestHistograms:
-    """Times of requests by model, class, tier and outcome."""
 
-    def __init__(self) -> None:
-        names = ("model", "class", "tier")
-        self._response = LabelledHistogram((*names, "outcome"), SECONDS_UP_TO_AN_HOUR)
-        self._first_token = LabelledHistogram(names, SECONDS_UP_TO_AN_HOUR)
-        self._wait = LabelledHistogram(names, SECONDS_UP_TO_AN_HOUR)
+@dataclass(slots=True)
+class _Alike:
+    """What is counted of the requests of one model, class, status and tier, looked up once."""
 
-    def count(self, event: RequestFinished) -> None:
-        """Count a request that has ended."""
-        labelled = (event.model, event.priority.label, event.tier or NO_TIER)
-        self._response.observe(event.duration_seconds, (*labelled, outcome_of(event.status)))
-        if event.ttft is not None:
-            self._first_token.observe(event.ttft, labelled)
-        if event.attempts or event.queue_seconds:
-            self._wait.observe(event.queue_seconds, labelled)
-
-    def add_to(self, page: _Page) -> None:
-        """Add the families to a page."""
-        page.histograms("response_seconds", self._response.samples())
-        page.histograms("first_token_seconds", self._first_token.samples())
-        page.histograms("slot_wait_seconds", self._wait.samples())
+    counts: RequestCounts
+    labels: tuple[str, str, str]  # Model, class and tier
+    response: Histogram
+    first_token: Histogram | None = None
+    wait: Histogram | None = None
 
 
 # https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ advises these bounds; those
@@ -838,10 +807,10 @@ class GenAiHistograms:
 
     def __init__(self) -> None:
         names = ("gen_ai_request_model", "gen_ai_operation_name", "gen_ai_provider_name")
-        self._duration = LabelledHistogram((*names, "error_type"), _DURATION)
-        self._first_token = LabelledHistogram(names, _FIRST_TOKEN)
-        self._output_token = LabelledHistogram(names, _OUTPUT_TOKEN)
-        self._tokens = LabelledHistogram((*names, "gen_ai_token_type"), _TOKENS)
+        self._duration = LabelledHistogram(*names, "error_type", bounds=_DURATION)
+        self._first_token = LabelledHistogram(*names, bounds=_FIRST_TOKEN)
+        self._output_token = LabelledHistogram(*names, bounds=_OUTPUT_TOKEN)
+        self._tokens = LabelledHistogram(*names, "gen_ai_token_type", bounds=_TOKENS)
 
     def count(self, event: RequestFinished) -> None:
         """Count a request that has ended."""
@@ -850,16 +819,17 @@ class GenAiHistograms:
             return
         labelled = (event.model, operation, PROVIDER)
         failed = "" if event.status < 400 else str(event.status)
-        self._duration.observe(event.duration_seconds, (*labelled, failed))
+        self._duration.of(*labelled, failed).observe(event.duration_seconds)
         if event.ttft is not None:
-            self._first_token.observe(event.ttft, labelled)
+            self._first_token.of(*labelled).observe(event.ttft)
             if event.completion_tokens > 1:
                 decode = max(0.0, event.duration_seconds - event.ttft)
-                self._output_token.observe(decode / (event.completion_tokens - 1), labelled)
+                output = self._output_token.of(*labelled)
+                output.observe(decode / (event.completion_tokens - 1))
         if event.prompt_tokens:
-            self._tokens.observe(event.prompt_tokens, (*labelled, "input"))
+            self._tokens.of(*labelled, "input").observe(event.prompt_tokens)
         if event.completion_tokens:
-            self._tokens.observe(event.completion_tokens, (*labelled, "output"))
+            self._tokens.of(*labelled, "output").observe(event.completion_tokens)
 
     def add_to(self, page: _Page) -> None:
         """Add the families to a page."""

@@ -48,22 +48,16 @@ CALLERS_OUTCOMES = frozenset({"client_closed", "cancelled", "total_timeout"})
 left, its time was up, or somebody cancelled the request. The caller pays for them, and the operator
 for all others."""
 
-BYTES_PER_TOKEN = 4
-"""Bytes of a plain response that count as a token, where its node reports none."""
-
-MOST_LOST_NODES = 2
-"""Nodes that may be lost over one request."""
-
-MOST_QUARANTINED = 4096
-"""Request bodies that are remembered; the oldest is forgotten first."""
+BYTES_PER_TOKEN = 4  # Bytes of a plain response that count as a token, where its node reports none
+MOST_LOST_NODES = 2  # Nodes that may be lost over one request
+MOST_QUARANTINED = 4096  # Request bodies that are remembered; the oldest is forgotten first
 
 
 class Losses(NamedTuple):
     """The nodes that were lost during one request."""
 
     nodes: frozenset[str]
-    last_at: float
-    """When a node was last lost during it; monotonic seconds."""
+    last_at: float  # When a node was last lost during it; monotonic seconds
 
 
 class Quarantine:
@@ -73,8 +67,7 @@ class Quarantine:
 
     def __init__(self, keyed_hash: KeyedHash) -> None:
         self._keyed_hash = keyed_hash
-        self.entries: OrderedDict[bytes, Losses] = OrderedDict()
-        """By the digest, the oldest first."""
+        self.entries: OrderedDict[bytes, Losses] = OrderedDict()  # By the digest, the oldest first
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -181,11 +174,11 @@ class Accounting:
                 attempt.status,
                 attempt.sent_at > 0,
                 attempt.node_done,
-                False,
-                fault,
-                error,
-                unreachable,
-                in_flight.prompt_read(attempt, attempt.elapsed),
+                response_began=False,
+                fault=fault,
+                error=error,
+                unreachable=unreachable,
+                prompt_read=in_flight.prompt_read(attempt, attempt.elapsed),
             )
         )
         if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
@@ -214,10 +207,11 @@ class Accounting:
         in_flight.end_attempt()
         # Positional arguments: this runs for each request.
         report = AttemptReport(
-            attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True, fault
+            attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True
         )
-        if attempt.lease.stream and not attempt.is_sse:
-            report = replace(report, came_plain=True)
+        came_plain = attempt.lease.stream and not attempt.is_sse
+        if came_plain or fault is not Fault.NOBODY:
+            report = replace(report, fault=fault, came_plain=came_plain)
         self.leases.ended(report)
         return self.clock()
 
@@ -325,8 +319,7 @@ MOST_POOL_OVERFLOWS = 4
 room left for their tokens together. These are no retries: they take nothing of the budget, and
 nobody has failed. From the second on it runs alone."""
 
-BUDGET_WINDOW = 60.0
-"""Seconds of the past that the budget counts."""
+BUDGET_WINDOW = 60.0  # Seconds of the past that the budget counts
 
 
 class RetryBudget:

@@ -42,9 +42,7 @@ from gateway.transport.errors import (
 )
 from gateway.transport.pool import ConnectionPool
 
-MOST_ERROR_BODY_BYTES = 256 * 1024
-"""Bytes of an error's body that are read."""
-
+MOST_ERROR_BODY_BYTES = 256 * 1024  # Bytes of an error's body that are read
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 """The headers of a response whose body the gateway wrote for the node."""
 
@@ -71,8 +69,7 @@ class Attempt:
         self.lease = lease
         pool = lease.node.connections
         assert isinstance(pool, ConnectionPool)
-        self.pool = pool
-        """The connections to the node."""
+        self.pool = pool  # The connections to the node
         self.request = request
         self._leases = leases
         self._settings = settings
@@ -83,28 +80,22 @@ class Attempt:
         self.failure: UpstreamError | None = None
         """Why the attempt was failed from outside; may be set before there is a connection."""
         self._on_fail: Callable[[], None] | None = None
-        self.api: Api
-        """The API of the path that was requested; set by `open`."""
+        self.api: Api  # The API of the path that was requested; set by `open`
         self.splice_point: SplicePoint | None = None
         """Where this attempt resumes the stream of an earlier one."""
         self.events: EventPipeline | None = None
         """What the events of a stream pass through; None: the response is no stream."""
-        self._held: bytes | None = None
-        """What `read` returns next; empty: the client lags."""
+        self._held: bytes | None = None  # What `read` returns next; empty: the client lags
         self._write_to_client: WriteToClient | None = None
         self._closed = False
-        self.node_done = False
-        """Once it is closed: whether the node has nothing left to do for it."""
+        self.node_done = False  # Once it is closed: whether the node has nothing left to do for it
         self._sent = False
         self.started_at = clock()
-        self.sent_at = 0.0
-        """When the request was first sent; 0 before."""
+        self.sent_at = 0.0  # When the request was first sent; 0 before
         self.status = 0
         self.headers: Headers = []
-        self.is_sse = False
-        """Whether the response is a stream of events."""
-        self._whole_at: float | None = None
-        """When bytes of a plain response last came."""
+        self.is_sse = False  # Whether the response is a stream of events
+        self._whole_at: float | None = None  # When bytes of a plain response last came
         self._reported_content_at: float | None = None
         """The time of the content of which the scheduler was told last."""
         self.content = b""
@@ -504,12 +495,8 @@ def is_event_stream(headers: Headers) -> bool:
 SILENCE_GRACE = 5.0
 """Seconds that a silent stream still has when the excuse for its silence has ended."""
 
-CHECK_INTERVAL = 0.2
-"""Seconds between two checks, and so the precision of every timeout."""
-
-REPORT_INTERVAL = 1.0
-"""Seconds between two reports to the scheduler on streams that move."""
-
+CHECK_INTERVAL = 0.2  # Seconds between two checks, and so the precision of every timeout
+REPORT_INTERVAL = 1.0  # Seconds between two reports to the scheduler on streams that move
 DEADLINE_SLACK = 0.001
 """Seconds by which a client's own deadline is kept late, so that it is never kept early."""
 
@@ -520,8 +507,7 @@ class AttemptTimeouts:
 
     first_byte: float | None
     silence: float
-    deadline: float
-    """When the whole request must be over; monotonic."""
+    deadline: float  # When the whole request must be over; monotonic
 
 
 class TimeoutMonitor:

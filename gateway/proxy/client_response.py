@@ -45,7 +45,6 @@ from gateway.request import Headers
 from gateway.transport.errors import InvalidResponse, UpstreamError
 
 JSON_HEADER_LINE = b"content-type: application/json; charset=utf-8\r\n"
-
 SSE_HEADER_LINE = b"content-type: text/event-stream\r\n"
 
 
@@ -102,12 +101,10 @@ class ProxyResponse:
     """A response for the client: whole in `content`, or begun there with the rest to follow."""
 
     status: int
-    header_lines: bytes
-    """The node's header lines that are forwarded."""
+    header_lines: bytes  # The node's header lines that are forwarded
     content: bytes
     body_stream: BodyStream | None = None
-    node: NodeInfo | None = None
-    """The node that answered; None: several, to one prompt each."""
+    node: NodeInfo | None = None  # The node that answered; None: several, to one prompt each
 
 
 def for_client(
@@ -163,8 +160,7 @@ class EventsForClient:
     def __init__(self, rewriter: ResponseRewriter, api: Api, record: RequestFinished) -> None:
         self._rewriter: ResponseRewriter | None = rewriter
         """None once the stream has ended with an error."""
-        self.api = api
-        """The API that the client uses."""
+        self.api = api  # The API that the client uses
         self._record = record
 
     @property
@@ -186,7 +182,6 @@ class EventsForClient:
 
 
 _NODE_ERROR_CODES = {400: "invalid_request", 413: "request_too_large", 422: "invalid_request"}
-
 _OTHER_NODE_ERROR = "node_error"
 
 
@@ -212,7 +207,6 @@ def node_error_code(status: int) -> str:
 
 
 Fields = dict[str, msgspec.Raw]
-
 _KEY = re.compile(rb'(?:cache|prompt_)[A-Za-z0-9_/]*"\s*:')
 """Each object with telling figures has such a key. Within a text its quote would be escaped."""
 
@@ -395,14 +389,11 @@ def _encoded(value: object) -> msgspec.Raw:
 
 
 _TO_NODE = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"})
-
 _TO_CLIENT = frozenset({b"content-type", b"retry-after", b"traceparent", b"tracestate"})
-
 _EITHER_WAY = (b"anthropic-", b"openai-")
 """Prefixes of two APIs' headers: versions, betas, organisations, processing times, limits."""
 
 _NO_HEADER_NAMES = (b"keep-alive", b"close")
-
 _FORM = b"application/x-www-form-urlencoded"
 """The content type of forms, which no routed path takes."""
 

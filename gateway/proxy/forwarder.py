@@ -7,6 +7,7 @@ that has begun is resumed on another node by `ResponseStream`.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +26,6 @@ from gateway.proxy.client_response import (
     SSE_HEADER_LINE,
     EndedStream,
     ProxyResponse,
-    headers_for_client,
 )
 from gateway.proxy.in_flight import PROGRESS_TOKENS, InFlightRequest
 from gateway.proxy.inbound import edits
@@ -57,6 +57,8 @@ from gateway.transport.errors import (
 )
 
 JSON_TYPE = b"content-type: application/json"
+
+_TYPE_LINE = re.compile(rb"^content-type:[^\n]*\n", re.MULTILINE)
 
 
 @dataclass(slots=True, eq=False)
@@ -211,10 +213,10 @@ class Forwarder:
         if events is not None:
             age = self.context.clock() - in_flight.request.received_at
             in_flight.record.first_content_sent(age)
-            lines = self._typed(attempt, SSE_HEADER_LINE)
+            lines = SSE_HEADER_LINE + _TYPE_LINE.sub(b"", lines)
             return ProxyResponse(200, lines, events, EndedStream(), node)
         if api.answers_json and JSON_TYPE not in lines:
-            lines = self._typed(attempt, JSON_HEADER_LINE)
+            lines = JSON_HEADER_LINE + _TYPE_LINE.sub(b"", lines)
         return ProxyResponse(attempt.status, lines, content, None, node)
 
     # What is sent.
@@ -335,13 +337,8 @@ class Forwarder:
             )
         finally:
             stream.close()
-        return ProxyResponse(200, self._typed(attempt, JSON_HEADER_LINE), content, node=node)
-
-    def _typed(self, attempt: Attempt, type_line: bytes) -> bytes:
-        """The header lines of a response, with this line for its type."""
-        headers = [field for field in attempt.headers if field[0] != b"content-type"]
-        extra = self.context.settings.headers.to_clients
-        return type_line + headers_for_client(headers, extra)
+        lines = JSON_HEADER_LINE + _TYPE_LINE.sub(b"", attempt.header_lines)
+        return ProxyResponse(200, lines, content, node=node)
 
     def _judge_error(
         self, in_flight: InFlightRequest, attempt: Attempt, tried: Tried
@@ -462,12 +459,10 @@ class FailedAttempt:
     """An attempt without a response. `error` is for the client if no other attempt may follow."""
 
     node: NodeInfo
-    tried: Tried
-    """What the request has tried, this attempt included."""
+    tried: Tried  # What the request has tried, this attempt included
     error: GatewayError
     retryable: bool = True
-    reached_node: bool = True
-    """Whether the node received the request; if not, a retry adds no load."""
+    reached_node: bool = True  # Whether the node received the request; if not, a retry adds no load
     error_response: ProxyResponse | None = None
     """The node's own error, for the client if no other attempt may follow."""
     pool_full: bool = False
@@ -546,14 +541,12 @@ class ResponseStream:
         """`recorder`: of a stream that may be resumed. `resumer`: has begun to do so."""
         self._attempt = attempt
         self._in_flight = in_flight
-        self.api = api
-        """The API that the client uses."""
+        self.api = api  # The API that the client uses
         self._context = context
         self._recorder = recorder
         self._tried = tried
         self._resumer = resumer
-        self._resumed = resumer is not None
-        """Whether the events continue an earlier stream's."""
+        self._resumed = resumer is not None  # Whether the events continue an earlier stream's
         self._resuming = False
         self._closed = False
         if recorder is not None and in_flight.request.lease_request.caller.yields:

@@ -182,9 +182,14 @@ class InFlightRegistry:
         """Each request, without its sub-requests."""
         return list(self._requests.values())
 
-    def add(self, in_flight: InFlightRequest) -> None:
-        """A request has been read."""
-        self._requests[in_flight.request.id] = in_flight
+    def begin(
+        self, request: Request, record: RequestFinished, progress: PrefillProgress | None = None
+    ) -> InFlightRequest:
+        """A request was admitted; `progress`: of a client that asked for it. See `remove`."""
+        in_flight = self._requests[request.id] = InFlightRequest(
+            request, record, prefill_progress=progress
+        )
+        return in_flight
 
     def remove(self, in_flight: InFlightRequest) -> None:
         """A request is over."""
@@ -254,17 +259,14 @@ DEFAULT_BATCH = 2048
 is believed to have read no more."""
 
 _REQUEST_FIELD = b'"return_progress"'
-
 _EVENT_FIELD = b'"prompt_progress"'
 
 
 class _Report(NamedTuple):
     """What a node said of its prefill."""
 
-    elapsed: float
-    """Seconds of the attempt by then."""
-    done: int
-    """Tokens that were read or cached."""
+    elapsed: float  # Seconds of the attempt by then
+    done: int  # Tokens that were read or cached
     total: int
 
 
@@ -291,12 +293,9 @@ class PrefillProgress:
         self._first: _Report | None = None
         self._last: _Report | None = None
         """What this attempt's node said first, and last; None: nothing."""
-        self._batch = 0
-        """Tokens between its last two reports; 0: there were none."""
-        self._cached = 0
-        """Tokens that the node had cached."""
-        self._client_asked = False
-        """Whether the client itself asks for progress events."""
+        self._batch = 0  # Tokens between its last two reports; 0: there were none
+        self._cached = 0  # Tokens that the node had cached
+        self._client_asked = False  # Whether the client itself asks for progress events
         self._keep_next = False
         """Whether the next progress event stands for an event that the client must get."""
 

@@ -98,8 +98,7 @@ class MultiPromptForwarder:
         self._body_streams: dict[str, BodyStream] = {}
         self._header_lines = b""
         self._closed = False
-        self.last_content_at = 0.0
-        """When a chunk last came; monotonic seconds."""
+        self.last_content_at = 0.0  # When a chunk last came; monotonic seconds
         self._on_fail: Callable[[], None] | None = None
         in_flight.begin_sub_requests(self._sub_requests, self._fail)
 

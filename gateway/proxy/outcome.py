@@ -29,21 +29,16 @@ class ResponseOutcome(enum.Enum):
     """A success, or an error that the client has caused."""
     CONTEXT_OVERFLOW = "context_overflow"
     """The prompt is too long: a node with a larger context may take it."""
-    REFUSED = "refused"
-    """This node can never serve the request: try another one."""
-    BUSY = "busy"
-    """This node can't serve the request now: try another one."""
+    REFUSED = "refused"  # This node can never serve the request: try another one
+    BUSY = "busy"  # This node can't serve the request now: try another one
     POOL_FULL = "pool_full"
     """The slots of the node have no room left for their tokens together: wait, or go elsewhere."""
     SERVER_ERROR = "server_error"
     """The node failed, or the request makes every node fail: another node shows which."""
 
 
-LONGEST_RETRY_AFTER = 86_400.0
-"""Seconds for which a node is believed to want no request."""
-
-MOST_MESSAGE_CHARACTERS = 1024
-"""Characters of a node's message that are read."""
+LONGEST_RETRY_AFTER = 86_400.0  # Seconds for which a node is believed to want no request
+MOST_MESSAGE_CHARACTERS = 1024  # Characters of a node's message that are read
 
 _CONTEXT = re.compile(
     r"exceeds? the available context size|maximum context length (?:is|of) \d"
@@ -86,7 +81,6 @@ _REFUSED_REQUESTS = re.compile(
 those for which a chat template raises an error, as of old its engine minja says it."""
 
 _REFUSED = frozenset({401, 403, 404, 405, 501}) | (DECLINED - {402})
-
 _BUSY = frozenset({402, 408, 429, 502, 503, 504})
 
 _STATUSES = {
@@ -123,7 +117,6 @@ class _ErrorBody(msgspec.Struct):
 
 
 _ANY = msgspec.json.Decoder()
-
 _BODY = msgspec.json.Decoder(_ErrorBody)
 
 
@@ -213,8 +206,7 @@ class OverflowSizes(NamedTuple):
 
     prompt: int | None = None
     context: int | None = None
-    answer: int | None = None
-    """Those that the request asks for."""
+    answer: int | None = None  # Those that the request asks for
 
 
 def context_overflow_sizes(content: bytes) -> OverflowSizes:

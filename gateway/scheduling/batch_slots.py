@@ -40,9 +40,7 @@ def room_for_batch(
         now_free = row.capacity - row.busy
         room = _unreserved(row, now_free, busy=row.busy)
         ending = sum(
-            placement.queued.slots
-            for placement in row.running
-            if placement.seconds_left(now) <= seconds
+            placement.slots for placement in row.running if placement.seconds_left(now) <= seconds
         )
         free += room
         soon += _unreserved(row, now_free + ending, busy=row.busy - ending) - room

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import msgspec
-
 from gateway import errors
 from gateway.config.cache_privacy import NodeLabels, has_labels
 from gateway.config.settings import Settings
@@ -747,7 +745,7 @@ class TierRouter:
         failed = any(row.index in queued.failed for row in rows)
         if not alive:
             return TierStatus(alive=False, has_room=False, failed=failed)
-        alone = msgspec.structs.replace(queued, groups=((tier,),))
+        alone = replace(queued, groups=((tier,),))
         available = available_rows(self.dispatcher.placement_state, alone)
         has_room = available is not None and any(
             row.index not in queued.failed for row in available.rows

@@ -25,7 +25,7 @@ import msgspec
 from gateway.errors import GatewayError
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried, Usage
 from gateway.request import Priority
-from gateway.scheduling.placement_state import Comparison, Deferral, Placement, QueuedRequest
+from gateway.scheduling.placement_state import Comparison, Deferral, QueuedRequest
 
 MOST_GRANTS = 4096
 """Leases that are remembered: at 5 requests a second, those of a quarter of an hour."""
@@ -165,7 +165,7 @@ class DecisionLog:
 
     def granted(
         self,
-        placement: Placement,
+        placement: QueuedRequest,
         request: LeaseRequest,
         tried: Tried,
         model: str,
@@ -176,16 +176,16 @@ class DecisionLog:
         lease_id: int,
     ) -> Grant:
         """A placement has become a lease."""
-        queued, now = placement.queued, placement.placed_at
+        now = placement.placed_at
         # By position: this runs for each request.
         grant = Grant(
             request.id,
             now,
-            queued.received_at,
+            placement.received_at,
             model,
-            queued.slots,
-            queued.prompt_tokens,
-            queued.completion_tokens,
+            placement.slots,
+            placement.prompt_tokens,
+            placement.completion_tokens,
             placement.prefill_ends - now,
             placement.ends - now,
             placement.comparison,
@@ -194,7 +194,7 @@ class DecisionLog:
             None if tried is NOTHING_TRIED else tried,
             request.wanted.resume_key is not None,
             request.caller.times_yielded,
-            queued.deferral,
+            placement.deferral,
             fleet_size,
             out,
             lease_id,

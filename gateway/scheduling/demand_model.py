@@ -33,7 +33,6 @@ from gateway.scheduling.placement_state import (
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     NodeSlots,
-    Placement,
     PlacementState,
     QueuedRequest,
 )
@@ -375,7 +374,6 @@ class DemandModel:
             if isinstance(earlier.prompt_key, PromptKey):
                 key = earlier.prompt_key
                 prompt_tokens = key.tokens
-        # By position, since it is made for each request: keywords cost more.
         queued = QueuedRequest(
             request.id,
             candidates.groups,
@@ -383,13 +381,13 @@ class DemandModel:
             request.caller.fairness_key,
             received_at,
             request.size.slots if request.size.slots < 2 else _slots(request, candidates),
-            prompt_tokens,
-            completion_tokens,
-            NO_ROWS,
-            NO_ROWS,
-            candidates.excluded,
-            candidates.failed,
-            candidates.penalties,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            cached=NO_ROWS,
+            pending=NO_ROWS,
+            excluded=candidates.excluded,
+            failed=candidates.failed,
+            penalties=candidates.penalties,
         )
         if request.caller.time_limit is not None:
             queued.deadline = received_at + request.caller.time_limit
@@ -457,15 +455,15 @@ class DemandModel:
             found = self.prompt_cache.lookup(prompt_key)
             queued.set_cached(found.tokens, found.cached, found.pending)
 
-    def placed(self, placement: Placement, request: LeaseRequest) -> None:
+    def placed(self, placement: QueuedRequest, request: LeaseRequest) -> None:
         """The request starts there."""
-        row, prompt_key = placement.row, placement.queued.prompt_key
+        row, prompt_key = placement.row, placement.prompt_key
         if isinstance(prompt_key, PromptKey):
             self.prompt_cache.request_placed(row.index, prompt_key)
         if request.caller.session is not None and request.size.generates:
             self.session_affinity.placed(request.caller.session, request.wanted.model, row)
 
-    def abandoned(self, placement: Placement | None, *, refund: bool) -> None:
+    def abandoned(self, placement: QueuedRequest | None, *, refund: bool) -> None:
         """The request ended there without an answer; `refund`: its caller does not pay for it.
 
         `placement`: None, if its row is no longer its node's.
@@ -474,7 +472,7 @@ class DemandModel:
             return
         if refund:
             self.dispatcher.settled(placement, 0.0, 0.0, 0.0)
-        prompt_key = placement.queued.prompt_key
+        prompt_key = placement.prompt_key
         if isinstance(prompt_key, PromptKey) and self._row_is_current(placement):
             self.prompt_cache.request_dropped(placement.row.index, prompt_key)
 
@@ -485,7 +483,7 @@ class DemandModel:
 
     def learn(
         self,
-        placement: Placement | None,
+        placement: QueuedRequest | None,
         request: LeaseRequest,
         reported: Usage | None,
         sent_tokens: float,
@@ -501,7 +499,6 @@ class DemandModel:
         self.learning_pending = False  # The caller learns of all answers that have ended.
         if placement is None:
             return
-        queued = placement.queued
         completion: float = sent_tokens
         if reported is not None:
             completion = reported.completion_tokens
@@ -509,21 +506,21 @@ class DemandModel:
                 placement, reported.prompt_tokens, reported.cached_tokens, completion
             )
         elif sent_tokens:
-            cached = queued.cached.get(placement.row.index, 0.0)
-            self.dispatcher.settled(placement, queued.prompt_tokens, cached, sent_tokens)
+            cached = placement.cached.get(placement.row.index, 0.0)
+            self.dispatcher.settled(placement, placement.prompt_tokens, cached, sent_tokens)
         if learn_sizes and (request.size.generates or reported is not None):
             self.token_estimates.learn(
                 request.wanted.model,
                 request.caller.fairness_key,
                 request.size.text_bytes,
                 0.0 if reported is None else reported.prompt_tokens,
-                completion / max(1, queued.slots),
+                completion / max(1, placement.slots),
                 request.size.max_tokens,
                 request.size.exact_tokens,
                 request.size.media_tokens,
                 complete=complete,
             )
-        prompt_key = queued.prompt_key
+        prompt_key = placement.prompt_key
         if not isinstance(prompt_key, PromptKey) or not self._row_is_current(placement):
             return
         if reported is None:
@@ -538,7 +535,7 @@ class DemandModel:
                 request.caller.id,
             )
 
-    def _row_is_current(self, placement: Placement) -> bool:
+    def _row_is_current(self, placement: QueuedRequest) -> bool:
         """Whether its row is still that of a node: another row may have its index by now."""
         row = placement.row
         return self.dispatcher.placement_state.by_name.get(row.name) is row

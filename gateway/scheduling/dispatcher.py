@@ -40,7 +40,6 @@ from gateway.scheduling.placement_state import (
     Deferral,
     FairnessAccount,
     NodeSlots,
-    Placement,
     PlacementState,
     QueuedRequest,
     clamp,
@@ -529,7 +528,7 @@ class Dispatcher:
 
     # Placing.
 
-    def place_or_queue(self, queued: QueuedRequest, now: float) -> Placement | None:
+    def place_or_queue(self, queued: QueuedRequest, now: float) -> QueuedRequest | None:
         """Place a request at once, or queue it: None."""
         placement = self.place(queued, now, keep_deferral=True)
         if placement is None:
@@ -538,7 +537,7 @@ class Dispatcher:
 
     def place(
         self, queued: QueuedRequest, now: float, *, keep_deferral: bool = False
-    ) -> Placement | None:
+    ) -> QueuedRequest | None:
         """Place a request at once; None: it would have to wait, and is not queued.
 
         Where slots have come free that `match` has not given out yet, waiting requests go first.
@@ -567,12 +566,12 @@ class Dispatcher:
         account = counters.account(queued.fairness_key)
         return self._start(queued, counters, account, row, available, now)
 
-    def match(self, now: float, most: float = math.inf) -> list[Placement]:
+    def match(self, now: float, most: float = math.inf) -> list[QueuedRequest]:
         """Give free slots to waiting requests; to be called when capacity has changed.
 
         After `most` of those with a slot it stops: `slots_freed` says that others may follow.
         """
-        placements: list[Placement] = []
+        placements: list[QueuedRequest] = []
         self.placement_state.clear_slots_freed()
         self._holds.clear()
         while (
@@ -610,14 +609,14 @@ class Dispatcher:
         if queued.slots:
             self._wait_queue.set_fills_pool(queued, fills=self._fills_pool(queued))
 
-    def prefill_done(self, placement: Placement, now: float) -> None:
+    def prefill_done(self, placement: QueuedRequest, now: float) -> None:
         """The first token came: the prompt has been read. Sharpens the predictions."""
         if not placement.released:
             self.placement_state.prefill_done(placement, now)
 
     def finished(
         self,
-        placement: Placement,
+        placement: QueuedRequest,
         now: float,
         prompt_tokens: float,
         cached_tokens: float,
@@ -627,14 +626,14 @@ class Dispatcher:
         self.released(placement, now)
         self.settled(placement, prompt_tokens, cached_tokens, completion_tokens)
 
-    def released(self, placement: Placement, now: float) -> None:
+    def released(self, placement: QueuedRequest, now: float) -> None:
         """The slots of `placement` are free again. Then call `match`."""
         if not placement.released:
             self.placement_state.end(placement, now)
 
     def settled(
         self,
-        placement: Placement,
+        placement: QueuedRequest,
         prompt_tokens: float,
         cached_tokens: float,
         completion_tokens: float,
@@ -649,7 +648,7 @@ class Dispatcher:
             used += completion_tokens * placement.token_weight
         self._settle(placement, used)
 
-    def cancelled(self, placement: Placement, now: float) -> None:
+    def cancelled(self, placement: QueuedRequest, now: float) -> None:
         """The placement was never used: it costs its caller nothing."""
         self.released(placement, now)
         self._settle(placement, 0.0)
@@ -703,7 +702,7 @@ class Dispatcher:
         if queued.deferred_to is not None:
             self._wake_at = min(self._wake_at, queued.deferred_until)
 
-    def _start_match(self, match: Match, now: float) -> Placement:
+    def _start_match(self, match: Match, now: float) -> QueuedRequest:
         """Place a request that waits."""
         queued, account = match.queued, match.queued.account
         assert account is not None
@@ -722,26 +721,26 @@ class Dispatcher:
         row: NodeSlots,
         available: AvailableRows,
         now: float,
-    ) -> Placement:
+    ) -> QueuedRequest:
         state, forecast = self.placement_state, self._forecast
         number = state.placement_count + 1
         if number >= forecast.refresh_at or state.speed_changes:
             forecast.refresh_if_due(number)
-        comparison = None
-        if self._keeps_comparisons:
-            comparison = compare(available, queued, row, self._policy, now)
-        placement = state.start(
-            queued, row, available.group, now, account, forecast.token_weight, comparison
+        queued.begin(
+            row,
+            available.group,
+            compare(available, queued, row, self._policy, now) if self._keeps_comparisons else None,
         )
-        counters.started(account, placement.charge)
-        return placement
+        state.start(queued, now)
+        queued.charge_to(account, forecast.token_weight)
+        counters.started(account, queued.charge)
+        return queued
 
-    def _settle(self, placement: Placement, used: float) -> None:
-        account = placement.take_account()
+    def _settle(self, placement: QueuedRequest, used: float) -> None:
+        account = placement.take_payer()
         if account is not None:
-            queued = placement.queued
-            queue = self._wait_queue if queued.slots else self._slotless_queue
-            queue.levels[queued.priority].counters.settled(account, used - placement.charge)
+            queue = self._queue_of(placement)
+            queue.levels[placement.priority].counters.settled(account, used - placement.charge)
 
     def _queue_of(self, queued: QueuedRequest) -> WaitQueue:
         return self._wait_queue if queued.slots else self._slotless_queue

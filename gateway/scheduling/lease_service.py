@@ -172,7 +172,7 @@ class LocalLeaseService:
         fast the node writes them, for example since the client lags.
         """
         lease = self._records[lease_id]
-        context = 0.0 if lease.placement is None else lease.placement.queued.prompt_tokens
+        context = 0.0 if lease.placement is None else lease.placement.prompt_tokens
         self.fleet.stream_went_on(lease, tokens, context)
 
     def response_received(self, lease_id: int) -> None:
@@ -320,7 +320,7 @@ class LocalLeaseService:
     def _woke(self, lease: LeaseRecord, now: float) -> None:
         """Content came from a server that had slept."""
         placement, speed = lease.placement, lease.node.speed
-        tokens = 0.0 if placement is None else placement.queued.prompt_tokens
+        tokens = 0.0 if placement is None else placement.prompt_tokens
         self.fleet.woke(lease, now, tokens / speed.expected_prefill_tps)
 
     def _learn_speed(self, lease: Lease, usage: Usage) -> None:
@@ -406,7 +406,7 @@ def _charge_of_failed(lease: LeaseRecord, report: AttemptReport, now: float) -> 
     """
     request, placement = lease.request, lease.placement
     seconds = now - lease.taken_at
-    estimate = request.size.prompt_tokens if placement is None else placement.queued.prompt_tokens
+    estimate = request.size.prompt_tokens if placement is None else placement.prompt_tokens
     prompt, cached, completion = estimate, 0.0, 0.0
     if report.prompt_read is not None:
         prompt, cached = report.prompt_read

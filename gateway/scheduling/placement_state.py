@@ -1,8 +1,9 @@
 """The placement state: a table of all nodes, a `NodeSlots` row for each, with what runs on them.
 
 A `QueuedRequest` is a request in numbers, which names rows by their index; a `CandidateSet` holds
-the rows that serve one thing; a `Placement` is a request on a row, and its `Comparison` has the
-rows that it was compared with. Times are monotonic seconds, speeds tokens per second.
+the rows that serve one thing. A request that has slots on a row, a placement, is the same
+`QueuedRequest`; its `Comparison` has the rows that it was compared with. Times are monotonic
+seconds, speeds tokens per second.
 
 Every module may read rows. `PlacementState` alone changes them, through the row's own methods, so
 that the sets and counters that it keeps about them never fall behind. A row moves the expected ends
@@ -120,6 +121,10 @@ MOST_PENALTY_SECONDS = 1e6
 
 MOST_SLOTS = 1 << 16
 
+CROWD, CROWD_SHARE = 64, 1 / 32
+"""Requests on one row from which on the expected ends of all are not moved with each that starts or
+ends, but once for that share of them: a bounded number for each."""
+
 EXPLORING_REQUESTS = 2
 """Requests that a row gets in order to learn its speed, though another seems to be better. The
 second one corrects the first, for which a server may have had to read its model from disk."""
@@ -151,10 +156,11 @@ class Requirements(NamedTuple):
 NO_REQUIREMENTS = Requirements()
 
 
-# A struct of msgspec, since one is made for each request: a dataclass takes three times as long to
-# make. Writing a field takes ten times as long, so that what changes often stays a dataclass.
-class QueuedRequest(msgspec.Struct, eq=False):
-    """A request for slots on one node, in numbers. Out-of-range numbers are clamped.
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """A request for slots on one node, in numbers, from its arrival until it is released.
+
+    Out-of-range numbers are clamped. Once it has slots on a row, it is called a placement.
 
     `groups` has the candidate sets of each model name that the request stands for; a later name
     counts only when no node of an earlier one is alive, or all that are want a pause.
@@ -169,15 +175,15 @@ class QueuedRequest(msgspec.Struct, eq=False):
     slots: int = 1
     prompt_tokens: float = 0.0
     completion_tokens: float = DEFAULT_COMPLETION_TOKENS
-    cached: Mapping[int, float] = msgspec.field(default_factory=lambda: NO_ROWS)
+    cached: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
     """Prompt tokens that a row is believed to have cached, by row index."""
-    pending: Mapping[int, float] = msgspec.field(default_factory=lambda: NO_ROWS)
+    pending: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
     """Prompt tokens that a row will have cached once what runs there has ended, by row index."""
     excluded: Collection[int] = ()
     """Indexes of rows that can't serve it: never used."""
     failed: Collection[int] = ()
     """Indexes of rows that have failed it: used only while no other is alive."""
-    penalties: Mapping[int, float] = msgspec.field(default_factory=lambda: NO_ROWS)
+    penalties: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
     """Seconds by which a row looks slower to this request, by row index; negative: faster."""
     prompt_key: object = None
     """Its prompt's key in the prompt cache's index, for whoever refreshes `cached`."""
@@ -213,6 +219,24 @@ class QueuedRequest(msgspec.Struct, eq=False):
     deferred_until: float = 0.0
     """When that node was predicted to have a slot, with a margin; 0: never deferred."""
     deferral: Deferral | None = None
+    # Set when it is placed; the row moves its expected ends.
+    row: NodeSlots = field(init=False)
+    group: int = 0
+    """The model name it is served under: an index of `groups`."""
+    placed_at: float = 0.0
+    prefill_ends: float = 0.0
+    """When its prompt is expected to have been read."""
+    ends: float = 0.0
+    uncached: float = 0.0
+    """Prompt tokens that the node has to read."""
+    payer: FairnessAccount | None = None
+    """The account that pays for it; None: it was settled, or it has not been placed."""
+    charge: float = 0.0
+    token_weight: float = 1.0
+    """Price of an output token when it was placed: it is settled at the same price."""
+    released: bool = False
+    comparison: Comparison | None = None
+    """What its row was compared with, if that is kept."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.prompt_tokens <= MOST_TOKENS_PER_REQUEST:
@@ -303,6 +327,35 @@ class QueuedRequest(msgspec.Struct, eq=False):
         if not self.deferred_until:
             self.deferred_until = until
 
+    def begin(self, row: NodeSlots, group: int, comparison: Comparison | None) -> None:
+        """It gets slots on this row, which sets when it is expected to end."""
+        self.row, self.group, self.comparison, self.released = row, group, comparison, False
+
+    def expect(self, now: float, prefill_ends: float, ends: float, uncached: float) -> None:
+        """It is placed now; when its prompt is expected to have been read, and when it ends."""
+        self.placed_at, self.prefill_ends, self.ends = now, prefill_ends, ends
+        self.uncached = uncached
+
+    def charge_to(self, payer: FairnessAccount, token_weight: float) -> None:
+        """This account pays for it, for an output token so many prompt tokens."""
+        self.payer, self.token_weight = payer, token_weight
+        self.charge = self.uncached + self.completion_tokens * token_weight
+
+    def release(self) -> None:
+        """Its slots are free."""
+        self.released = True
+
+    def take_payer(self) -> FairnessAccount | None:
+        """The account that pays for it, the first time; then None."""
+        payer, self.payer = self.payer, None
+        return payer
+
+    def seconds_left(self, now: float) -> float:
+        """Seconds until it ends, as expected now: the longer it is late, the longer it takes."""
+        left = self.ends - now
+        overrun = (now - self.placed_at) * OVERRUN_SHARE
+        return left if left > 0.0 else overrun
+
     def undefer(self) -> None:
         """Let it wait for no row in particular."""
         if self.deferred_to is not None:
@@ -335,39 +388,6 @@ class FairnessAccount:
         """One has ended; its price differs from the charge by `correction`."""
         self.running -= 1
         self.counter += correction
-
-
-@dataclass(slots=True, eq=False)
-class Placement:
-    """A request that has slots on a row, until it is released."""
-
-    queued: QueuedRequest
-    row: NodeSlots
-    group: int
-    """The model name it is served under: an index of `queued.groups`."""
-    placed_at: float
-    prefill_ends: float
-    """When its prompt is expected to have been read."""
-    ends: float
-    uncached: float = 0.0
-    """Prompt tokens that the node has to read."""
-    account: FairnessAccount | None = None
-    charge: float = 0.0
-    token_weight: float = 1.0
-    """Price of an output token when it was placed: it is settled at the same price."""
-    released: bool = False
-    comparison: Comparison | None = None
-
-    def take_account(self) -> FairnessAccount | None:
-        """The account that pays for it, the first time; then None."""
-        account, self.account = self.account, None
-        return account
-
-    def seconds_left(self, now: float) -> float:
-        """Seconds until it ends, as expected now: the longer it is late, the longer it takes."""
-        left = self.ends - now
-        overrun = (now - self.placed_at) * OVERRUN_SHARE
-        return left if left > 0.0 else overrun
 
 
 @dataclass(slots=True, eq=False)
@@ -411,7 +431,12 @@ class NodeSlots:
     prefill_until: float = 0.0
     """When the prompts that are queued there are expected to have been read."""
     ends_sum: float = 0.0
-    running: list[Placement] = field(default_factory=list)
+    running: list[QueuedRequest] = field(default_factory=list)
+    _stretch: tuple[float, float] = (1.0, 0.0)
+    """What the expected ends of a crowd have not been moved by yet: a factor of the time left, and
+    seconds."""
+    _unmoved: int = 0
+    """Starts and ends in `_stretch`."""
     deferred: list[QueuedRequest] = field(default_factory=list)
     """Waiting requests that are deferred to it, in the order in which they were."""
     reserved_for: QueuedRequest | None = None
@@ -496,7 +521,7 @@ class NodeSlots:
     def set_pool(self, tokens: int, foreign: int) -> None:
         """As `PlacementState.set_pool`."""
         self.pool, self.pool_foreign = tokens, foreign
-        self.pool_reserved = sum([self._pool_share(one.queued) for one in self.running])
+        self.pool_reserved = sum([self._pool_share(one) for one in self.running])
         self.pool_room = math.inf
         self.recompute()
 
@@ -529,16 +554,7 @@ class NodeSlots:
 
     # Its work.
 
-    def start(
-        self,
-        queued: QueuedRequest,
-        group: int,
-        now: float,
-        number: int,
-        account: FairnessAccount,
-        token_weight: float,
-        comparison: Comparison | None = None,
-    ) -> Placement:
+    def start(self, queued: QueuedRequest, now: float, number: int) -> None:
         """Start a request: its prefill holds up what decodes, its decoding slows that down.
 
         Where nothing decodes, prompts are read one after the other and no other end moves.
@@ -551,7 +567,11 @@ class NodeSlots:
         decodes = completion > NEGLIGIBLE_COMPLETION
         if not (decodes or self.decoding):
             start = max(now, self.prefill_until)
+        elif len(running) >= CROWD:
+            start = max(now, self.prefill_until)
+            self._stretch_ends(1.0 + self.decode_slowdown, prefill, now)
         elif running:
+            self._move_ends(now)
             start = max(now, self.prefill_until)
             slowdown = self.decode_slowdown
             total = 0.0
@@ -564,22 +584,8 @@ class NodeSlots:
             start, self.ends_sum = now, 0.0
         self.prefill_until = prefill_ends = start + prefill
         ends = prefill_ends + completion * self.per_output_token
-        charge = uncached + completion * token_weight
-        placement = Placement(
-            queued,
-            self,
-            group,
-            now,
-            prefill_ends,
-            ends,
-            uncached,
-            account,
-            charge,
-            token_weight,
-            False,
-            comparison,
-        )
-        running.append(placement)
+        queued.expect(now, prefill_ends, ends, uncached)
+        running.append(queued)
         self.decoding += decodes
         self.ends_sum += ends
         self.last_placement = number
@@ -592,37 +598,44 @@ class NodeSlots:
             self.slotless_running += 1
             self.slotless_by_caller[caller] = self.slotless_by_caller.get(caller, 0) + 1
         self.recompute()
-        return placement
 
-    def prefill_done(self, placement: Placement, now: float) -> None:
+    def prefill_done(self, placement: QueuedRequest, now: float) -> None:
         """The prompt of `placement` has been read at `now`."""
-        shift = now - placement.prefill_ends
+        before = placement.prefill_ends
+        shift = now - before
         placement.prefill_ends = now
         placement.ends += shift
         self.ends_sum += shift
+        if len(self.running) >= CROWD and before < self.prefill_until:
+            self.prefill_until = max(now, self.prefill_until)  # Another was to be the last.
+            return
         latest = now
         for one in self.running:
             if one.prefill_ends > latest:  # noqa: PLR1730 - a call costs four times as much
                 latest = one.prefill_ends
         self.prefill_until = latest
 
-    def end(self, placement: Placement, now: float) -> None:
+    def end(self, placement: QueuedRequest, now: float) -> None:
         """`placement` has ended: what it held up or slowed down goes faster."""
         running = self.running
         running.remove(placement)
-        placement.released = True
-        queued = placement.queued
-        if queued.slots:
-            self.ours -= queued.slots
+        placement.release()
+        if placement.slots:
+            self.ours -= placement.slots
             if self.pool:
-                left = self.pool_reserved - self._pool_share(queued)
+                left = self.pool_reserved - self._pool_share(placement)
                 self.pool_reserved = left if self.ours else 0.0
         else:
-            self._slotless_ended(queued.slotless_caller)
-        decodes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
+            self._slotless_ended(placement.slotless_caller)
+        decodes = placement.completion_tokens > NEGLIGIBLE_COMPLETION
         self.decoding -= decodes
         if not running:
             self.ends_sum = self.prefill_until = 0.0
+            self._stretch, self._unmoved = (1.0, 0.0), 0
+        elif len(running) >= CROWD and placement.prefill_ends <= now:
+            self.ends_sum -= placement.ends
+            if decodes or self.decoding:
+                self._stretch_ends(1.0 - self.token_step / self.per_output_token, 0.0, now)
         elif decodes or self.decoding:
             self._hasten(running, placement, now)
         else:
@@ -630,8 +643,9 @@ class NodeSlots:
             self.prefill_until = running[-1].prefill_ends
         self.recompute()
 
-    def _hasten(self, running: list[Placement], placement: Placement, now: float) -> None:
+    def _hasten(self, running: list[QueuedRequest], placement: QueuedRequest, now: float) -> None:
         """What still runs goes faster now that `placement` has ended."""
+        self._move_ends(now)
         gain = self.token_step / self.per_output_token
         prefill_ends = placement.prefill_ends
         unread = prefill_ends - now
@@ -646,6 +660,33 @@ class NodeSlots:
             total += ends
             if other.prefill_ends > latest:  # noqa: PLR1730 - a call costs four times as much
                 latest = other.prefill_ends
+        self.ends_sum, self.prefill_until = total, latest
+
+    def _stretch_ends(self, factor: float, seconds: float, now: float) -> None:
+        """Move the ends of a crowd: `factor` of the time left, and `seconds` more.
+
+        Not each time, since a burst of thousands would look at thousands each time: what counts
+        meanwhile is as it was at most a `CROWD_SHARE` of them earlier.
+        """
+        earlier_factor, earlier_seconds = self._stretch
+        self._stretch = earlier_factor * factor, earlier_seconds * factor + seconds
+        self._unmoved += 1
+        if self._unmoved > len(self.running) * CROWD_SHARE:
+            self._move_ends(now)
+
+    def _move_ends(self, now: float) -> None:
+        """Move all ends by what they have not been moved by yet."""
+        if not self._unmoved:
+            return
+        factor, seconds = self._stretch
+        self._stretch, self._unmoved = (1.0, 0.0), 0
+        total, latest = 0.0, 0.0
+        for one in self.running:
+            left = one.ends - now
+            one.ends += seconds + (left * (factor - 1.0) if left > 0.0 else 0.0)
+            total += one.ends
+            if one.prefill_ends > latest:  # noqa: PLR1730 - a call costs four times as much
+                latest = one.prefill_ends
         self.ends_sum, self.prefill_until = total, latest
 
     def _slotless_ended(self, caller: str) -> None:
@@ -680,8 +721,8 @@ class NodeSlots:
         for wait, one in sorted(
             [(one.seconds_left(now), one) for one in self.running], key=itemgetter(0)
         ):
-            slots -= one.queued.slots
-            tokens -= self._pool_share(one.queued)
+            slots -= one.slots
+            tokens -= self._pool_share(one)
             if slots <= 0 and tokens <= 0.0:
                 return wait
         return None
@@ -692,8 +733,8 @@ class NodeSlots:
             return 0.0
         running = self.running
         if slots == 1:
-            return min([one.seconds_left(now) for one in running if one.queued.slots], default=None)
-        for wait, count in sorted([(one.seconds_left(now), one.queued.slots) for one in running]):
+            return min([one.seconds_left(now) for one in running if one.slots], default=None)
+        for wait, count in sorted([(one.seconds_left(now), one.slots) for one in running]):
             slots -= count
             if slots <= 0:
                 return wait
@@ -1008,23 +1049,12 @@ class PlacementState:
 
     # Requests on them.
 
-    def start(
-        self,
-        queued: QueuedRequest,
-        row: NodeSlots,
-        group: int,
-        now: float,
-        account: FairnessAccount,
-        token_weight: float,
-        comparison: Comparison | None = None,
-    ) -> Placement:
-        """Place a request on a row; `account` pays, for an output token `token_weight`.
-
-        `comparison`: what the row was compared with, if that is kept.
-        """
+    def start(self, queued: QueuedRequest, now: float) -> None:
+        """Start a request on the row that it was given (`QueuedRequest.begin`)."""
         self.placement_count = number = self.placement_count + 1
+        row = queued.row
         before = row.free
-        placement = row.start(queued, group, now, number, account, token_weight, comparison)
+        row.start(queued, now, number)
         if before and not row.free:
             self.free_rows_version += 1
             self.free_rows.pop(row.index, None)
@@ -1033,20 +1063,19 @@ class PlacementState:
             if not row.exploring:
                 self.exploring.discard(row.index)
         self._changed.add(row.index)
-        return placement
 
-    def prefill_done(self, placement: Placement, now: float) -> None:
+    def prefill_done(self, placement: QueuedRequest, now: float) -> None:
         """The prompt of `placement` has been read."""
         row = placement.row
         row.prefill_done(placement, now)
         self._changed.add(row.index)
 
-    def end(self, placement: Placement, now: float) -> None:
+    def end(self, placement: QueuedRequest, now: float) -> None:
         """`placement` has ended: its slots are free."""
         row = placement.row
         before = row.free
         row.end(placement, now)
-        if not placement.queued.slots or row.free > before:
+        if not placement.slots or row.free > before:
             self.slots_freed = True
         if row.free and not before:
             self.free_rows[row.index] = row

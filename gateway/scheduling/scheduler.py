@@ -59,7 +59,7 @@ from gateway.scheduling.candidates import CandidateFinder, FleetSync, NodeCandid
 from gateway.scheduling.decision_log import DecisionLog, Grant, PredictionAccuracy
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
-from gateway.scheduling.placement_state import Placement, PlacementState, QueuedRequest, TierSets
+from gateway.scheduling.placement_state import PlacementState, QueuedRequest, TierSets
 from gateway.scheduling.tiers import SpillReservation, TierPolicy, dearest_token
 
 TICK = 0.5
@@ -91,7 +91,7 @@ class LeaseRecord(Lease):
     """
 
     request: LeaseRequest
-    placement: Placement | None
+    placement: QueuedRequest | None
     """None: its row is no longer its node's, which counts the slots by itself."""
     reservation: SpillReservation | None
     """The share of the budget that it holds."""
@@ -179,7 +179,7 @@ def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> YieldCand
         request.caller.priority,
         None if decode_began is None else now - decode_began,
         placement.seconds_left(now),
-        (placement.queued.prompt_tokens + decoded) / row.prefill_tps,
+        (placement.prompt_tokens + decoded) / row.prefill_tps,
         request.caller.times_yielded,
     )
 
@@ -671,7 +671,7 @@ class Scheduler:
 
     def grant(
         self,
-        placement: Placement,
+        placement: QueuedRequest,
         request: LeaseRequest,
         tried: Tried,
         candidates: NodeCandidates,
@@ -681,8 +681,7 @@ class Scheduler:
 
         Then the placement is cancelled and the placement state up to date.
         """
-        node, queued = self.fleet_sync.nodes[placement.row.index], placement.queued
-        slots = queued.slots
+        node, slots = self.fleet_sync.nodes[placement.row.index], placement.slots
         if node.free_slots(now) < slots if slots else not node.capacity(now):
             self.dispatcher.cancelled(placement, now)
             self.fleet_sync.sync()
@@ -699,7 +698,7 @@ class Scheduler:
         )
         # The predicted prefill and total bound how long the node may be silent.
         speed, prefill_tps = node.speed, node.speed.prefill_tps
-        tokens = max(request.size.prompt_tokens, queued.prompt_tokens)
+        tokens = max(request.size.prompt_tokens, placement.prompt_tokens)
         grace = prefill = tokens / (prefill_tps or PESSIMISTIC_PREFILL_TPS)
         wake = wake_limit = 0.0
         if node.sleep.seen:
@@ -717,12 +716,12 @@ class Scheduler:
             placement,
             request,
             tried,
-            model,
-            node.spec.tier,
-            fallback,
-            self.dispatcher.placement_state.node_count,
-            self._nodes_without_room(placement, now),
-            lease_id,
+            model=model,
+            tier=node.spec.tier,
+            fallback=fallback,
+            fleet_size=self.dispatcher.placement_state.node_count,
+            out=self._nodes_without_room(placement, now),
+            lease_id=lease_id,
         )
         lease = LeaseRecord(
             node,
@@ -766,20 +765,20 @@ class Scheduler:
             prompt_tokens=round(tokens),
         )
 
-    def _nodes_without_room(self, placement: Placement, now: float) -> Mapping[str, int]:
+    def _nodes_without_room(self, placement: QueuedRequest, now: float) -> Mapping[str, int]:
         """Other nodes that serve the model of a placement and had no room for it, by the reason."""
-        comparison, queued = placement.comparison, placement.queued
-        tiers = queued.groups[placement.group]
+        comparison = placement.comparison
+        tiers = placement.groups[placement.group]
         if comparison is None or (
             comparison.with_room == comparison.candidates and len(tiers) == 1
         ):
             return _NOTHING_OUT  # Nearly always.
         found: Counter[str] = Counter()
         for candidates in tiers:
-            if queued.excluded or queued.failed:
-                rows = [row for row in candidates.rows if row.index not in queued.excluded]
+            if placement.excluded or placement.failed:
+                rows = [row for row in candidates.rows if row.index not in placement.excluded]
                 found["excluded"] += len(candidates.rows) - len(rows)
-                count = len([row for row in rows if row.index not in queued.failed])
+                count = len([row for row in rows if row.index not in placement.failed])
                 found["failed"] += len(rows) - count
             else:
                 count = len(candidates.rows)
@@ -791,9 +790,9 @@ class Scheduler:
             found["full"] += max(0, count - sum(out.values()))
         return {reason: number for reason, number in found.items() if number}
 
-    def _grant(self, placement: Placement, now: float) -> bool:
+    def _grant(self, placement: QueuedRequest, now: float) -> bool:
         """Give a placement to its waiter; False: it was not used, and others may go."""
-        waiter = self.waiters.pop(placement.queued)
+        waiter = self.waiters.pop(placement)
         if waiter is None or waiter.granted.done():
             self.dispatcher.cancelled(placement, now)
             if waiter is not None:

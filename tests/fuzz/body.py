@@ -30,6 +30,7 @@ from gateway.proxy.inbound.request import (
     ModelAliases,
     Request,
     RequestRules,
+    Sender,
     prepare,
 )
 from gateway.proxy.inbound.routes import ROUTES, Route
@@ -144,7 +145,7 @@ class Preparer:
 
     def _incoming(self, body: bytes | LargeBody, route: Route) -> IncomingRequest:
         return IncomingRequest(
-            "req_1", "tag", route, b"accept: */*\r\n", None, body, _CALLER, 100.0
+            "req_1", "tag", route, body, Sender(_CALLER, b"accept: */*\r\n"), 100.0
         )
 
 

@@ -149,3 +149,10 @@ def test_who_is_refused_by_limits_is_told_from_who_sends_most() -> None:
     counted.step(*[ended(caller="alice") for _ in range(5)], ended(caller="bob", **refused))
     counted.bus.publish(ended(caller="bob", status=429, reason="queue_full"))
     assert counted.history.recent().limited == {"bob": 1}
+
+
+def test_an_ended_request_is_found_before_its_event_is_due() -> None:
+    bus = EventBus(lambda _seconds, _work: None)
+    history = FleetHistory(bus)
+    bus.publish_deferred(RequestFinished("it", "/v1/chat/completions"))
+    assert [one.x_request_id for one in history.find("it")] == ["it"]

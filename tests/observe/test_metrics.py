@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,12 +11,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestFinished
 from gateway.observe.metrics import (
+    MOST_LABEL_SETS,
     MOST_MODELS,
     MOST_REFUSED,
     NODE_STATES,
+    Histogram,
     Metrics,
+    MetricsPage,
     MetricsSnapshot,
     NodeSample,
+    labels,
+    outcome_of,
 )
 from gateway.request import Priority
 from tests.each_case import each_case
@@ -226,23 +234,23 @@ def test_a_node_that_comes_back_counts_from_zero(gateway: Gateway) -> None:
     assert gateway.scrape().value("attempts_total", node="a", outcome="ok") == 1
 
 
-def test_queue_depth_has_every_class(gateway: Gateway) -> None:
-    gateway.snapshot = MetricsSnapshot(queue={Priority.BATCH: 3}, in_flight=5, inventory_error=True)
+def test_depth_and_age_of_the_queue_have_every_class(gateway: Gateway) -> None:
+    gateway.snapshot = MetricsSnapshot(
+        queue={Priority.BATCH: 3},
+        oldest={Priority.BATCH: 61.5},
+        in_flight=5,
+        inventory_error=True,
+    )
     page = gateway.scrape()
+    assert page.value("queue_oldest_seconds", **{"class": "batch"}) == 61.5
+    assert page.value("queue_oldest_seconds", **{"class": "urgent"}) == 0
+    assert page.count("queue_oldest_seconds") == 4
     assert page.value("queue_depth", **{"class": "batch"}) == 3
     assert page.value("queue_depth", **{"class": "urgent"}) == 0
     assert page.count("queue_depth") == 4
     assert page.value("in_flight") == 5
     assert page.value("inventory_error") == 1
     assert page.value("retry_budget") is None
-
-
-def test_the_age_of_the_queue_has_every_class(gateway: Gateway) -> None:
-    gateway.snapshot = MetricsSnapshot(oldest={Priority.BATCH: 61.5})
-    page = gateway.scrape()
-    assert page.value("queue_oldest_seconds", **{"class": "batch"}) == 61.5
-    assert page.value("queue_oldest_seconds", **{"class": "urgent"}) == 0
-    assert page.count("queue_oldest_seconds") == 4
 
 
 def test_refusals_are_told_by_caller_within_a_bound(gateway: Gateway) -> None:
@@ -299,3 +307,105 @@ def test_a_counter_on_which_an_alert_looks_is_there_before_its_first_event(
     outcomes = ("delivered", "failed", "refused", "given_up")
     values = [gateway.scrape().value("webhook_attempts_total", outcome=one) for one in outcomes]
     assert values == [0, 0, 0, 0]
+
+
+# Times of requests by their labels.
+
+
+@each_case(
+    ("status", "outcome"),
+    [(200, "ok"), (400, "rejected"), (429, "rejected"), (499, "client_closed"), (502, "failed")],
+)
+def test_an_outcome_says_whose_fault_it_was(status: int, outcome: str) -> None:
+    assert outcome_of(status) == outcome
+
+
+def test_times_are_told_by_model_class_tier_and_outcome() -> None:
+    gateway = Gateway()
+    gateway.publish(
+        finished(duration_seconds=2.0, ttft=0.4, queue_seconds=3.0),
+        finished(duration_seconds=9.0, ttft=None, tier="gpu", priority=Priority.URGENT, status=502),
+        finished(duration_seconds=0.1, ttft=None, tier=None, attempts=0, status=429),
+    )
+    page = gateway.scrape()
+    normal = {"model": "mistral-7b", "class": "normal", "tier": "cpu"}
+    urgent = {**normal, "class": "urgent", "tier": "gpu"}
+    assert page.value("response_seconds_sum", **normal, outcome="ok") == 2.0
+    assert page.value("response_seconds_bucket", **normal, outcome="ok", le="2.5") == 1
+    assert page.value("response_seconds_count", **urgent, outcome="failed") == 1
+    refused = {**normal, "tier": "none", "outcome": "rejected"}
+    assert page.value("response_seconds_count", **refused) == 1
+    assert page.value("first_token_seconds_sum", **normal) == 0.4
+    assert page.value("first_token_seconds_count", **urgent) is None
+    assert page.value("slot_wait_seconds_sum", **normal) == 3.0
+    assert page.value("slot_wait_seconds_count", **{**normal, "tier": "none"}) is None
+
+
+def test_models_beyond_the_bound_are_counted_together() -> None:
+    gateway = Gateway()
+    gateway.publish(*(finished(model=f"m{n}") for n in range(MOST_LABEL_SETS + 50)))
+    page = gateway.scrape()
+    assert page.count("first_token_seconds_count") == MOST_LABEL_SETS + 1
+    other = {"model": "other", "class": "normal", "tier": "cpu"}
+    assert page.value("first_token_seconds_count", **other) == 50
+
+
+def test_open_telemetrys_names_are_there_only_if_they_are_asked_for() -> None:
+    gateway = Gateway()
+    once = finished(prompt_tokens=40, completion_tokens=11, ttft=0.5, duration_seconds=2.5)
+    gateway.publish(once)
+    assert "gen_ai_server_request_duration_seconds" not in gateway.scrape().families
+    gateway.metrics.configure(gen_ai=True)
+    gateway.publish(
+        once, finished(path="/v1/embeddings", ttft=None, status=503), finished(path="/tokenize")
+    )
+    values = gateway.scrape().values
+    chat = {
+        "gen_ai_request_model": "mistral-7b",
+        "gen_ai_operation_name": "chat",
+        "gen_ai_provider_name": "llama.cpp",
+    }
+
+    def value(name: str, **named: str) -> float | None:
+        return values.get((name, tuple(sorted(named.items()))))
+
+    assert value("gen_ai_server_request_duration_seconds_sum", **chat, error_type="") == 2.5
+    assert value("gen_ai_server_time_to_first_token_seconds_sum", **chat) == 0.5
+    per_token = value("gen_ai_server_time_per_output_token_seconds_sum", **chat)
+    assert per_token == pytest.approx(0.2)
+    assert value("gen_ai_client_token_usage_sum", **chat, gen_ai_token_type="input") == 40
+    assert value("gen_ai_client_token_usage_sum", **chat, gen_ai_token_type="output") == 11
+    failed = {**chat, "gen_ai_operation_name": "embeddings", "error_type": "503"}
+    assert value("gen_ai_server_request_duration_seconds_count", **failed) == 1
+    durations = [key for key in values if key[0] == "gen_ai_server_request_duration_seconds_count"]
+    assert len(durations) == 2, "what generates nothing is left out"
+
+
+# The text.
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1e6), max_size=50))
+def test_a_histograms_buckets_hold_values_up_to_their_bound(values: list[float]) -> None:
+    histogram = Histogram([0.1, 1, 10])
+    for value in values:
+        histogram.observe(value)
+    page = MetricsPage("")
+    page.add_histogram("h", "meaning", [({}, histogram)])
+    (family,) = text_string_to_metric_families(page.render())
+    read = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
+    for bound in (0.1, 1.0, 10.0, math.inf):
+        name = "+Inf" if bound == math.inf else repr(bound)
+        assert read[name] == sum(value <= bound for value in values)
+    assert read["h_count"] == len(values)
+    assert read["h_sum"] == pytest.approx(sum(values))
+
+
+def test_values_that_are_not_finite_are_written_as_prometheus_reads_them() -> None:
+    def written(values: Iterable[float]) -> list[float]:
+        page = MetricsPage("")
+        page.add_family("g", "gauge", "m", [(labels(n=str(n)), v) for n, v in enumerate(values)])
+        (family,) = text_string_to_metric_families(page.render())
+        return [sample.value for sample in family.samples]
+
+    assert written([math.inf, -math.inf, 1e-7, 3]) == [math.inf, -math.inf, 1e-7, 3]
+    assert math.isnan(written([math.nan])[0])

@@ -640,18 +640,6 @@ def spent(budget: RetryBudget, now: float, share: float, least: int) -> int:
     return count
 
 
-def test_some_retries_are_always_allowed() -> None:
-    assert spent(RetryBudget(), 5.0, 0.2, 10) == 10
-
-
-def test_more_requests_allow_more_retries() -> None:
-    budget = RetryBudget()
-    for i in range(1000):
-        budget.count_request(i / 100)
-    assert spent(budget, 10.0, 0.2, 10) == 200
-    assert spent(budget, 11.0, 0.2, 10) == 0
-
-
 def test_the_past_is_forgotten_on_both_sides() -> None:
     budget = RetryBudget()
     for _ in range(1000):

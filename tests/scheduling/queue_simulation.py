@@ -12,7 +12,6 @@ from gateway.request import Priority
 from gateway.scheduling.dispatcher import Dispatcher, DispatchRules
 from gateway.scheduling.placement_state import (
     NodeSlots,
-    Placement,
     PlacementState,
     QueuedRequest,
     TierSets,
@@ -31,7 +30,7 @@ class QueueSimulation:
     speeds: tuple[float, ...] = ()
     """Prompt tokens/s; output tokens come at a tenth of it."""
     state: PlacementState = field(default_factory=PlacementState)
-    running: list[Placement] = field(default_factory=list)
+    running: list[QueuedRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         speeds = self.speeds or (100.0,) * len(self.slots)
@@ -56,7 +55,9 @@ class QueueSimulation:
         }
         return QueuedRequest(**values | options)
 
-    def arrive(self, now: float = 0.0, **options: Any) -> tuple[QueuedRequest, Placement | None]:
+    def arrive(
+        self, now: float = 0.0, **options: Any
+    ) -> tuple[QueuedRequest, QueuedRequest | None]:
         """A request arrives: it is placed, or queued."""
         queued = self.request(**{"received_at": now} | options)
         placement = self.dispatcher.place_or_queue(queued, now)
@@ -64,7 +65,7 @@ class QueueSimulation:
             self.running.append(placement)
         return queued, placement
 
-    def fill(self, now: float = 0.0, **options: Any) -> list[Placement]:
+    def fill(self, now: float = 0.0, **options: Any) -> list[QueuedRequest]:
         """Take every free slot."""
         placements = []
         while self.state.free_rows:
@@ -73,17 +74,16 @@ class QueueSimulation:
             placements.append(placement)
         return placements
 
-    def finish(self, placement: Placement, now: float) -> list[Placement]:
+    def finish(self, placement: QueuedRequest, now: float) -> list[QueuedRequest]:
         """End a placement with the tokens that were expected, and give out what is free."""
-        queued = placement.queued
         self.running.remove(placement)
-        cached = queued.cached.get(placement.row.index, 0.0)
+        cached = placement.cached.get(placement.row.index, 0.0)
         self.dispatcher.finished(
-            placement, now, queued.prompt_tokens, cached, queued.completion_tokens
+            placement, now, placement.prompt_tokens, cached, placement.completion_tokens
         )
         return self.match(now)
 
-    def match(self, now: float) -> list[Placement]:
+    def match(self, now: float) -> list[QueuedRequest]:
         """Give free slots to waiting requests."""
         placements = self.dispatcher.match(now)
         self.running += placements
@@ -99,15 +99,15 @@ class QueueSimulation:
         *,
         until: float = 1e9,
         lengths: float = 1.0,
-    ) -> dict[QueuedRequest, Placement]:
+    ) -> dict[QueuedRequest, QueuedRequest]:
         """Play arrivals to their end; every request takes `lengths` times what is predicted."""
-        placed: dict[QueuedRequest, Placement] = {}
-        ends: list[tuple[float, int, Placement]] = []
+        placed: dict[QueuedRequest, QueuedRequest] = {}
+        ends: list[tuple[float, int, QueuedRequest]] = []
         later = sorted(((at, i, one) for i, (at, one) in enumerate(arrivals)), reverse=True)
 
-        def note(placements: list[Placement], now: float) -> None:
+        def note(placements: list[QueuedRequest], now: float) -> None:
             for one in placements:
-                placed[one.queued] = one
+                placed[one] = one
                 heapq.heappush(ends, (now + (one.ends - now) * lengths, id(one), one))
 
         for _ in range(1_000_000):

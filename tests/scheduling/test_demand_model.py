@@ -53,7 +53,7 @@ def prompt_request(*blocks: int, size: int = 4000) -> LeaseRequest:
 def queued(record: LeaseRecord) -> QueuedRequest:
     """The request in numbers, as it was placed."""
     assert record.placement is not None
-    return record.placement.queued
+    return record.placement
 
 
 def believed_cached(scheduler: Scheduler, record: LeaseRecord) -> float:

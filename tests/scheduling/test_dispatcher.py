@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.request import Priority
 from gateway.scheduling.dispatcher import MOST_DECLINES, DispatchRules, StarvationGuard
-from gateway.scheduling.placement_state import Placement, QueuedRequest
+from gateway.scheduling.placement_state import QueuedRequest
 from gateway.scheduling.selection import POLICIES
 from tests.scheduling.queue_simulation import QueueSimulation
 
@@ -33,7 +33,7 @@ def test_waiting_requests_go_before_arrivals_when_a_slot_is_free() -> None:
     late, placement = sim.arrive(1.0)
     assert placement is None
     (given,) = sim.match(1.0)
-    assert given.queued is waits
+    assert given is waits
     assert sim.waiting() == [late]
 
 
@@ -55,7 +55,7 @@ def test_a_higher_class_goes_first() -> None:
     order = []
     for now in range(4):
         (running,) = sim.finish(running, float(now))
-        order.append(running.queued.priority)
+        order.append(running.priority)
     assert order == sorted(Priority)
 
 
@@ -64,7 +64,7 @@ def test_of_one_caller_the_request_that_fits_the_free_node_goes() -> None:
     (running,) = sim.fill()
     sim.arrive(prompt_tokens=5000.0)
     warm, _ = sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0})
-    assert sim.finish(running, 1.0)[0].queued is warm
+    assert sim.finish(running, 1.0)[0] is warm
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -81,7 +81,7 @@ def test_a_later_model_name_counts_only_when_no_node_of_the_first_is_alive_or_ta
     assert none is None
     sim.state.set_slots(sim.rows[0], 1, 0, 0, alive=paused, paused=paused)
     (given,) = sim.match(1.0)
-    assert (given.queued, given.group, given.row) == (waits, 1, sim.rows[1])
+    assert (given, given.group, given.row) == (waits, 1, sim.rows[1])
 
 
 def test_a_tier_without_room_is_passed_over() -> None:
@@ -114,7 +114,7 @@ def test_a_node_that_failed_it_is_avoided_while_another_is_alive() -> None:
     waits, none = sim.arrive(failed={0})
     assert none is None
     sim.state.set_slots(other, 1, 0, 0, alive=False)
-    assert [one.queued for one in sim.match(1.0)] == [waits]
+    assert sim.match(1.0) == [waits]
 
 
 def test_an_excluded_node_is_never_used() -> None:
@@ -131,7 +131,7 @@ def test_requests_without_a_node_hold_up_no_other() -> None:
     for _ in range(50):
         sim.arrive(excluded={0, 1})
     able, _ = sim.arrive()
-    assert sim.finish(running[0], 1.0)[0].queued is able
+    assert sim.finish(running[0], 1.0)[0] is able
 
 
 def test_slotless_requests_are_limited_for_each_node_and_caller() -> None:
@@ -142,9 +142,7 @@ def test_slotless_requests_are_limited_for_each_node_and_caller() -> None:
     assert [row.slotless_running for row in sim.rows] == [3, 3]
     assert sim.dispatcher.waiting == 12
     assert sim.dispatcher.depths()[Priority.NORMAL] == 12
-    served = [
-        one.queued.slotless_caller for _ in range(8) for one in sim.finish(sim.running[0], 1.0)
-    ]
+    served = [one.slotless_caller for _ in range(8) for one in sim.finish(sim.running[0], 1.0)]
     assert min(Counter(served).values()) >= 3, "in turn"
     while sim.running:
         sim.finish(sim.running[0], 2.0)
@@ -162,8 +160,8 @@ def test_slotless_and_other_requests_do_not_wait_for_each_other() -> None:
     for _ in range(50):
         sim.arrive(slots=0, priority=Priority.URGENT)
     assert sim.dispatcher.predicted_wait(sim.request(), 0.0) == wait
-    assert [one.queued for one in sim.finish(full, 1.0)] == [narrow]
-    assert [one.queued.slots for one in sim.finish(none, 1.0)] == [0]
+    assert sim.finish(full, 1.0) == [narrow]
+    assert [one.slots for one in sim.finish(none, 1.0)] == [0]
     assert sim.dispatcher.withdraw(slotless)
     assert {wait for queued, wait in sim.dispatcher.predicted_waits(1.0) if not queued.slots} == {
         math.inf
@@ -203,7 +201,7 @@ def test_a_warm_request_is_deferred_if_it_ends_sooner_on_its_node() -> None:
     assert placement is not None, "the free slot is for others meanwhile"
     assert placement.row is sim.rows[1]
     assert cold.deferred_to is None
-    assert sim.finish(first, 2.0)[0].queued is warm
+    assert sim.finish(first, 2.0)[0] is warm
 
 
 def test_a_warm_request_goes_elsewhere_if_that_is_sooner() -> None:
@@ -230,7 +228,7 @@ def test_a_deferral_ends_in_time() -> None:
     assert wake is not None
     assert sim.match(wake - 0.01) == []
     (placement,) = sim.match(wake)
-    assert (placement.queued, placement.row) == (warm, sim.rows[1])
+    assert (placement, placement.row) == (warm, sim.rows[1])
 
 
 def test_a_slot_that_many_declined_is_given_out() -> None:
@@ -254,7 +252,7 @@ def test_a_waiting_requests_cache_is_looked_up_again_when_slots_have_come_free()
             queued.cached = {second.row.index: 4990.0}
 
     sim.dispatcher.set_cache_refresh(refresh)
-    assert sim.finish(second, 1.0)[0].queued is queued
+    assert sim.finish(second, 1.0)[0] is queued
     assert set(looked) == {queued, other}
     sim.finish(first, 2.0)
 
@@ -263,7 +261,7 @@ def test_a_cancelled_placement_costs_its_caller_nothing() -> None:
     sim = QueueSimulation((1,))
     _, placement = sim.arrive()
     assert placement is not None
-    account = placement.account
+    account = placement.payer
     assert account is not None
     assert account.counter > 0
     for _ in range(2):
@@ -358,7 +356,7 @@ def test_usage_as_predicted_changes_no_counter_though_the_token_weight_has_chang
     sim = QueueSimulation((1,))
     _, placement = sim.arrive(fairness_key="one", prompt_tokens=10.0, completion_tokens=20.0)
     assert placement is not None
-    account = placement.account
+    account = placement.payer
     assert account is not None
     counted = account.counter
     row = placement.row
@@ -428,7 +426,7 @@ def test_without_overdue_requests_the_class_decides_alone() -> None:
     order = []
     for i in range(20):
         (running,) = sim.finish(running, i / 10)
-        order.append(running.queued)
+        order.append(running)
     assert set(order) == set(high)
     assert sim.waiting() == low
 
@@ -443,7 +441,7 @@ def test_callers_of_one_class_share_fairly_however_long_one_of_them_has_waited()
     callers = []
     for i in range(60):
         (running,) = sim.finish(running, 100.0 + i)
-        callers.append(running.queued.fairness_key)
+        callers.append(running.fairness_key)
     assert abs(callers.count("much") - callers.count("little")) <= 4
 
 
@@ -508,11 +506,11 @@ def play(played: list[tuple[float, dict[str, Any]]], rules: DispatchRules) -> li
     order: list[tuple[str, str]] = []
     now = 0.0
 
-    def note(placements: list[Placement]) -> None:
+    def note(placements: list[QueuedRequest]) -> None:
         for one in placements:
-            assert one.queued not in withdrawn
-            assert one.row.index not in one.queued.excluded
-            order.append((str(arrived.index(one.queued)), one.row.name))
+            assert one not in withdrawn
+            assert one.row.index not in one.excluded
+            order.append((str(arrived.index(one)), one.row.name))
 
     for gap, event in played:
         now += gap
@@ -557,17 +555,17 @@ def check(sim: QueueSimulation, now: float) -> None:
     for row in sim.rows:
         running = [one for one in sim.running if one.row is row]
         assert row.running == running
-        assert row.ours == sum(one.queued.slots for one in running)
+        assert row.ours == sum(one.slots for one in running)
         assert row.free == max(0, row.capacity - row.ours - row.foreign)
         assert (row.index in sim.state.free_rows) == (row.free > 0)
         assert math.isfinite(row.ends_sum)
-        shares = [min(one.queued.tokens_needed, row.pool) for one in running if one.queued.slots]
+        shares = [min(one.tokens_needed, row.pool) for one in running if one.slots]
         assert row.pool_reserved == pytest.approx(sum(shares) if row.pool else 0.0)
         assert row.reserved_for is None or row.reserved_for.account is not None
     assert sim.state.pools == sum(row.pool > 0 for row in sim.rows)
     waiting = sim.waiting(now)
     assert len(waiting) == dispatcher.waiting == sum(dispatcher.depths().values())
-    assert not {one.queued for one in sim.running} & set(waiting)
+    assert not set(sim.running) & set(waiting)
     assert len(set(waiting)) == len(waiting)
     assert all(queued.account is not None for queued in waiting)
     assert [dispatcher.count_ahead(queued) for queued in waiting] == list(range(len(waiting)))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.request import Priority
+from gateway.scheduling import placement_state
 from gateway.scheduling.dispatcher import DispatchRules
 from gateway.scheduling.placement_state import (
     DEFAULT_COMPLETION_TOKENS,
@@ -67,6 +68,36 @@ def test_a_slotless_request_that_decodes_slows_nothing_down() -> None:
     [row] = sim.rows
     sim.state.set_speed(row, 100.0, 0.1, 0.1)
     assert (row.decoding, row.busy, row.decode_slowdown) == (1, 0, 0.0)
+
+
+def test_a_burst_on_a_crowded_row_moves_the_ends_of_all_only_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else 1,000 answers that end in one turn of the event loop would look at 1,000 each."""
+    ends, moves = [], []
+    for crowd in (placement_state.CROWD, 10_000):
+        monkeypatch.setattr(placement_state, "CROWD", crowd)
+        sim = QueueSimulation((1000,))
+        [row] = sim.rows
+        sim.state.set_speed(row, 5000.0, 0.03, 0.0001)
+        running = sim.fill(prompt_tokens=10.0, completion_tokens=2000.0)
+        last, moved = running[-1], 0
+        for one in running:
+            sim.dispatcher.prefill_done(one, 10.0)
+        for one in running[:900]:
+            before = last.ends
+            sim.finish(one, 12.0)
+            moved += last.ends != before
+        ends.append(sum(one.ends for one in row.running) / 100 - 12.0)
+        moves.append(moved)
+        assert row.ends_sum == pytest.approx(sum(one.ends for one in row.running))
+        assert row.prefill_until == 10.0
+        for one in running[900:]:
+            sim.finish(one, 13.0)
+        assert (row.ends_sum, row.prefill_until, row.decoding) == (0.0, 0.0, 0)
+    assert ends[0] == pytest.approx(ends[1], rel=0.03)
+    assert moves[1] == 900
+    assert moves[0] < 120
 
 
 def test_removing_a_row_twice_does_nothing() -> None:
@@ -188,7 +219,7 @@ def test_a_request_that_can_go_nowhere_else_takes_an_idle_reserved_node() -> Non
     assert placement.row is sim.rows[0]
     waits, none = sim.arrive(priority=BATCH, excluded={1})
     assert none is None
-    assert [one.queued for one in sim.finish(placement, 1.0)] == [waits]
+    assert sim.finish(placement, 1.0) == [waits]
 
 
 def test_a_wide_request_takes_a_reserved_node_only_where_no_other_is_wide_enough() -> None:

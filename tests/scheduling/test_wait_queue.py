@@ -39,7 +39,7 @@ def test_requests_go_by_class_and_then_by_age() -> None:
     order = []
     for now in (4.0, 5.0, 6.0):
         (running,) = sim.finish(running, now)
-        order.append(running.queued)
+        order.append(running)
     assert order == [urgent, early, late]
 
 
@@ -105,7 +105,7 @@ def test_ten_times_the_requests_get_a_caller_no_more_tokens(seed: int) -> None:
             sim.running.append(placement)
     while done["greedy"] < 200 or done["modest"] < 200:
         placement = min(sim.running, key=lambda one: one.ends)
-        queued = placement.queued
+        queued = placement
         served[queued.fairness_key] += queued.prompt_tokens + 10 * queued.completion_tokens  # type: ignore[assignment]
         done[queued.fairness_key] += 1
         sim.finish(placement, placement.ends)
@@ -122,9 +122,9 @@ def test_the_charge_is_replaced_by_the_real_usage() -> None:
     sim.running.remove(lucky)
     sim.dispatcher.finished(lucky, 1.0, 10, 0, 1)
     first = sim.match(1.0)[0]
-    assert first.queued.fairness_key == "lucky"
+    assert first.fairness_key == "lucky"
     sim.dispatcher.cancelled(first, 1.0)
-    assert sim.match(1.0)[0].queued is other
+    assert sim.match(1.0)[0] is other
 
 
 def test_a_caller_that_was_idle_has_saved_up_no_credit() -> None:

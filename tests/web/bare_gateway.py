@@ -177,7 +177,6 @@ async def bare_gateway(
             fleet=running.fleet,
             scheduler=scheduler,
             registry=registry,
-            bus=bus,
             metrics=metrics,
             drain_deadlines=drain_deadlines,
             gateway=gateway,

@@ -35,11 +35,8 @@ BYTES_PER_TOKEN = 4
 """English text has about 4 bytes per token in the tokenizers of today's open models. JSON around
 it makes estimates low on purpose, since they only ever exclude nodes."""
 
-PROMPT_FIELDS = ("messages", "prompt", "input")
-"""Fields of `ParsedBody` that hold a prompt."""
-
-MISSING = msgspec.Raw()
-"""The value of a field that the body does not have."""
+PROMPT_FIELDS = ("messages", "prompt", "input")  # Fields of `ParsedBody` that hold a prompt
+MISSING = msgspec.Raw()  # The value of a field that the body does not have
 
 
 class ParsedBody(msgspec.Struct):
@@ -90,7 +87,6 @@ class ParsedBody(msgspec.Struct):
 
 
 _PARSED_BODY = msgspec.json.Decoder(ParsedBody)
-
 _ERROR_WITH_PATH = re.compile(r"^(?P<problem>.*?) - at `\$\.?(?P<field>[^`]*)`$", re.DOTALL)
 
 
@@ -191,22 +187,16 @@ def has_edited_options(parsed: ParsedBody) -> bool:
 
 
 _NO_EDITED_OPTIONS = (None, None, None, MISSING, MISSING, MISSING, MISSING, None, None)
-
 TOKEN_IDS_START = re.compile(rb"\s*\[\s*\d")
-
-SHORTEST_IMAGE = 256
-"""Bytes; a shorter prompt holds no image."""
+SHORTEST_IMAGE = 256  # Bytes; a shorter prompt holds no image
 
 
 class PromptSize(NamedTuple):
     """A prompt's size, from which `scheduling/demand_model.py` estimates its tokens."""
 
-    text_bytes: int = 0
-    """Bytes of text, as UTF-8."""
-    exact_tokens: int = 0
-    """Tokens that the client sent as ids."""
-    media_tokens: int = 0
-    """Estimated tokens of images and audio."""
+    text_bytes: int = 0  # Bytes of text, as UTF-8
+    exact_tokens: int = 0  # Tokens that the client sent as ids
+    media_tokens: int = 0  # Estimated tokens of images and audio
 
 
 def measure_prompt(*fields: msgspec.Raw) -> PromptSize:
@@ -282,42 +272,27 @@ def nesting_depth(body: bytes, limit: int) -> int:
 
 
 _TO_SQUARE = bytes.maketrans(b"{}", b"[]")
-
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 T = TypeVar("T")
-
 LARGE_BODY_BYTES = 64 * 1024
 """Bytes from which a body is large. A smaller one of any shape takes some milliseconds."""
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Some clients put it in front of UTF-8."""
-
-SMALL_BODY_BYTES = 4 * 1024
-"""A body of fewer bytes takes no time to parse, whatever it holds."""
-
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Some clients put it in front of UTF-8
+SMALL_BODY_BYTES = 4 * 1024  # A body of fewer bytes takes no time to parse, whatever it holds
 MOST_JSON_CONTAINERS = 1000
 """Most objects and lists of a body that is parsed at once, in 0.3 ms. A body with more takes its
 turn: 60 kB hold 20,000 of them, which take 6-9 ms, and a client may send hundreds at once."""
 
-PARSED_FIELD_BYTES = 16 * 1024
-"""Bytes of a field of `ParsedBody` that may be parsed at once."""
-
+PARSED_FIELD_BYTES = 16 * 1024  # Bytes of a field of `ParsedBody` that may be parsed at once
 IDENTIFYING_BYTES = LARGE_BODY_BYTES
 """Bytes of a large body's beginning, and of its end, by which it is told from others."""
 
-SMALL_FIELD_BYTES = 1024
-"""Bytes of any field that may be parsed at once: there may be a thousand."""
-
-FULL_PARSE_BYTES = 4 << 20
-"""Bytes of a body up to which it is parsed whole to resume its stream."""
-
-LONGEST_LINK = 16 * 1024
-"""Bytes of a URL that are looked at."""
-
-MEDIA_PER_STEP = 64
-"""Images and audio files that are measured in one step."""
+SMALL_FIELD_BYTES = 1024  # Bytes of any field that may be parsed at once: there may be a thousand
+FULL_PARSE_BYTES = 4 << 20  # Bytes of a body up to which it is parsed whole to resume its stream
+LONGEST_LINK = 16 * 1024  # Bytes of a URL that are looked at
+MEDIA_PER_STEP = 64  # Images and audio files that are measured in one step
 
 _SHORT_FIELDS = frozenset(
     name
@@ -329,7 +304,6 @@ _SHORT_FIELDS = frozenset(
 """Fields of `ParsedBody` with decoded values; none is long but `model`."""
 
 _OTHER_PROMPT_PARTS: tuple[str, ...] = ("tools", "system", "instructions")
-
 FieldBytes = bytes | memoryview
 
 
@@ -375,8 +349,7 @@ class LargeBody:
     ) -> None:
         self._body = body
         self.outline = outline
-        self._values = values
-        """By field; of repeated fields the last."""
+        self._values = values  # By field; of repeated fields the last
         self._media = media
         self._edited = edited
         self._small_fields: bytes | None = None
@@ -552,8 +525,7 @@ def _join_fields(fields: Iterable[tuple[str, FieldBytes]]) -> bytes:
     return b"{" + b",".join(parts) + b"}"
 
 
-Body = bytes | LargeBody
-"""A request's body: bytes, or a large body."""
+Body = bytes | LargeBody  # A request's body: bytes, or a large body
 
 
 def bytes_to_parse(body: Body) -> bytes:

@@ -19,14 +19,11 @@ from gateway.proxy.json_values import FIELDS_DECODER
 from gateway.proxy.tokens import BOUND_NAMES, Number
 
 B = TypeVar("B", bound=Body)
-
 _NULL = b"null"
-
 _HUGE = 1 << 62
 """More than any client can mean. JSON integers may have any length and overflow a float."""
 
-Edit = dict[str, Any]
-"""New values of a body's fields, by name; `msgspec.UNSET` removes one."""
+Edit = dict[str, Any]  # New values of a body's fields, by name; `msgspec.UNSET` removes one
 
 
 def required_edit(parsed: ParsedBody, n_probs: int, context: Callable[[], int]) -> Edit:
@@ -138,9 +135,7 @@ def with_model(body: B, model: str) -> B:
 PLAIN: Edit = {"stream": False, "stream_options": msgspec.UNSET}
 """Asks a node that does not stream for a plain response."""
 
-NO_PROMPT_CACHE: Edit = {"cache_prompt": False}
-"""Makes llama.cpp's server read a prompt anew."""
-
+NO_PROMPT_CACHE: Edit = {"cache_prompt": False}  # Makes llama.cpp's server read a prompt anew
 _FIGURE_FIELDS = ("return_progress", "timings_per_token")
 """Fields by which a client asks llama.cpp's server for figures of its prompt cache."""
 

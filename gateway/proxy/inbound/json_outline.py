@@ -38,31 +38,18 @@ from gateway.proxy.json_values import TEXT_DECODER
 class ScanSizes(NamedTuple):
     """How much of a body one step scans, in bytes; tests use smaller ones."""
 
-    chunk: int = 16 * 1024
-    """Outside of long strings: at most 16,000 tokens, some milliseconds."""
-    string_chunk: int = 256 * 1024
-    """Within a string."""
-    unsplit_string: int = 4096
-    """A string up to this length is not cut in two."""
-    longest_name: int = 1024
-    """The longest name of a top-level field; longer ones are refused."""
+    chunk: int = 16 * 1024  # Outside of long strings: at most 16,000 tokens, some milliseconds
+    string_chunk: int = 256 * 1024  # Within a string
+    unsplit_string: int = 4096  # A string up to this length is not cut in two
+    longest_name: int = 1024  # The longest name of a top-level field; longer ones are refused
 
 
 DEFAULT_SIZES = ScanSizes()
-
-KEYED_FIELD_BYTES = 2 << 20
-"""Bytes of a field's beginning that the prompt key covers."""
-
-KEYED_FIELD_VALUES = 1 << 14
-"""Objects, lists and strings of that beginning."""
-
-MOST_LINKS = 10_000
-"""Texts that may be URLs; each of them is checked."""
-
+KEYED_FIELD_BYTES = 2 << 20  # Bytes of a field's beginning that the prompt key covers
+KEYED_FIELD_VALUES = 1 << 14  # Objects, lists and strings of that beginning
+MOST_LINKS = 10_000  # Texts that may be URLs; each of them is checked
 SHORTEST_MEDIA_STRING = 256
-
 LONGEST_TYPE_VALUE = 128
-
 _SPACE_BYTES = b" \t\n\r"
 
 _TOKEN = re.compile(
@@ -72,20 +59,12 @@ _TOKEN = re.compile(
 chunk, or goes on after it; 5: not JSON."""
 
 _STRING_END = re.compile(rb'"[ \t\n\r]*+(?:(:)|(?=[,\]}])|(\Z))')
-
 _WHITE_SPACE = re.compile(rb"[ \t\n\r]*+")
-
 _BYTE_POSITION = re.compile(r"\(byte (\d+)\)")
-
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
-
 _OTHER_TRACKED = ("server_url", "url", "data", "type", "role")
-
 _TRACKED_NAMES = {name.encode(): name for name in (*LINK_KEYS, *PART_KEYS, *_OTHER_TRACKED)}
-
-_PARTS = "parts"
-"""The place of a container in which servers look for media."""
-
+_PARTS = "parts"  # The place of a container in which servers look for media
 _AFTER_VALUE, _AFTER_OPENING, _AFTER_COLON, _AFTER_COMMA, _IN_STRING, _IN_NAME, _START = range(7)
 """Where a chunk begins or ends."""
 
@@ -113,10 +92,7 @@ class _AnyObject(msgspec.Struct):
 
 
 _VALIDATOR = msgspec.json.Decoder(_AnyObject)
-
-Span = tuple[int, int]
-"""Where a string begins and ends, without its quotes."""
-
+Span = tuple[int, int]  # Where a string begins and ends, without its quotes
 Link = tuple[int, int, str, str]
 """The same, its kind (`url`, `data`, or `server`, which is a URL whatever it contains), and the
 name of its place, as in `media.Link`."""
@@ -129,18 +105,13 @@ class BodyField:
     name: str
     start: int
     end: int = 0
-    item_count: int = 0
-    """If the value is a list: its strings, lists and objects."""
-    has_scalars: bool = False
-    """Whether that list holds anything else: numbers, say."""
-    last_role: str = ""
-    """The `role` of its last item."""
+    item_count: int = 0  # If the value is a list: its strings, lists and objects
+    has_scalars: bool = False  # Whether that list holds anything else: numbers, say
+    last_role: str = ""  # The `role` of its last item
     truncated_at: int = 0
     """Where the part for the prompt key ends, if the value is longer; 0: it is not."""
-    truncated_suffix: bytes = b""
-    """The brackets and quotes that close that part."""
-    values_before: int = 0
-    """Objects, lists and strings of the body before this field."""
+    truncated_suffix: bytes = b""  # The brackets and quotes that close that part
+    values_before: int = 0  # Objects, lists and strings of the body before this field
 
     def add_item(self) -> None:
         """Count a string, list or object of the list."""
@@ -165,15 +136,11 @@ class JsonOutline(NamedTuple):
 
     fields: list[BodyField]
     depth: int
-    links: list[Link]
-    """Texts that a node might fetch as URLs."""
+    links: list[Link]  # Texts that a node might fetch as URLs
     has_images: bool
-    media_spans: list[Span]
-    """Base64 of images and audio."""
-    uncounted_media: int
-    """Further ones, beyond `MOST_MEDIA_FILES`."""
-    uncounted_media_bytes: int
-    """Bytes of those."""
+    media_spans: list[Span]  # Base64 of images and audio
+    uncounted_media: int  # Further ones, beyond `MOST_MEDIA_FILES`
+    uncounted_media_bytes: int  # Bytes of those
     escape_count: int
     unicode_escape_count: int
     """Escapes in all, and those of the form `\\u0041`."""
@@ -243,24 +210,20 @@ class OutlineScanner:
         self._body = body
         self._limits = limits
         self._sizes = sizes
-        self._brackets = bytearray()
-        """The open brackets."""
+        self._brackets = bytearray()  # The open brackets
         self._places: list[str | None] = []
         """For each open bracket, what servers look for in it: `_PARTS`, a link of one of
         `LINK_KEYS`, a server of one of `SERVER_KEYS`; None: nothing."""
-        self._next_name: str | None = None
-        """The tracked name whose value is next."""
+        self._next_name: str | None = None  # The tracked name whose value is next
         self._state = _START
-        self._string_start = 0
-        """Where the string begins that the chunk's end cuts."""
+        self._string_start = 0  # Where the string begins that the chunk's end cuts
         self._field: BodyField | None = None
         self._sources: list[tuple[int, list[str], list[Link]]] = []
         """Open `source` objects: their depth, their types, and the links in them."""
         self._fields: list[BodyField] = []
         self._links: list[Link] = []
         self._media: list[Span] = []
-        self._uncounted: list[int] = []
-        """Bytes of each file beyond `MOST_MEDIA_FILES`."""
+        self._uncounted: list[int] = []  # Bytes of each file beyond `MOST_MEDIA_FILES`
         self._has_images = False
         self._containers = self._strings = self._scalars = self._depth = 0
         self._escapes = self._unicode_escapes = 0

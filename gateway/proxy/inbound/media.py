@@ -18,43 +18,22 @@ from urllib.parse import urlsplit
 from gateway import errors
 from gateway.proxy.json_values import JSON_ERRORS, VALUE_DECODER
 
-PIXELS_PER_TOKEN = 28
-"""Of an image's width or height, covered by one token."""
-
+PIXELS_PER_TOKEN = 28  # Of an image's width or height, covered by one token
 LEAST_IMAGE_TOKENS, MOST_IMAGE_TOKENS = 8, 4096
-
-UNREADABLE_IMAGE_TOKENS = 576
-"""Tokens of an image whose size cannot be read (LLaVA 1.5's)."""
-
-SURE_IMAGE_TOKENS = 256
-"""Only a small image costs fewer: even Gemma 3's cost this much."""
-
+UNREADABLE_IMAGE_TOKENS = 576  # Tokens of an image whose size cannot be read (LLaVA 1.5's)
+SURE_IMAGE_TOKENS = 256  # Only a small image costs fewer: even Gemma 3's cost this much
 AUDIO_CHUNK_SECONDS, AUDIO_CHUNK_TOKENS = 30, 375
-
-SURE_AUDIO_CHUNK_TOKENS = 64
-"""Tokens of a chunk of audio that hardly any encoder stays below."""
-
-SHORTEST_BASE64 = 64
-"""Characters; no file in base64 is shorter."""
-
-FILE_HEADER_BYTES = 64
-"""Bytes within which all formats but JPEG have their size."""
-
-MOST_JPEG_SEGMENTS = 32
-"""Segments of a JPEG that are skipped on the way to its size."""
-
+SURE_AUDIO_CHUNK_TOKENS = 64  # Tokens of a chunk of audio that hardly any encoder stays below
+SHORTEST_BASE64 = 64  # Characters; no file in base64 is shorter
+FILE_HEADER_BYTES = 64  # Bytes within which all formats but JPEG have their size
+MOST_JPEG_SEGMENTS = 32  # Segments of a JPEG that are skipped on the way to its size
 MOST_MEDIA_FILES = 4096
 """Files in one prompt that are measured; the others count as unreadable images."""
 
-LONGEST_DATA_URL_TYPE = 128
-"""Bytes before `;base64,` in a data URL at most."""
-
+LONGEST_DATA_URL_TYPE = 128  # Bytes before `;base64,` in a data URL at most
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_\-\\]{%d}" % SHORTEST_BASE64)
-
 _BASE64_KEY = re.compile(rb'"(?:data|multimodal_data)"\s*:\s*(?:\[\s*)?"')
-
 _NEXT_ITEM = re.compile(rb'"\s*,\s*"')
-
 _FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -112,7 +91,6 @@ def is_base64(data: bytes, start: int) -> bool:
 
 
 _AUDIO_MAGIC = (b"RIFF", b"ID3", b"OggS", b"fLaC", b"\xff\xfb", b"\xff\xf3")
-
 UNREADABLE_IMAGE_COST = (UNREADABLE_IMAGE_TOKENS, SURE_IMAGE_TOKENS)
 
 

@@ -15,26 +15,17 @@ from gateway.proxy.inbound.body import ParsedBody
 from gateway.request import Headers
 
 MOST_FORM_FIELDS = 64
-
-LONGEST_FIELD_HEADERS = 4 * 1024
-"""Bytes of one field's headers."""
-
-LONGEST_MODEL_NAME = 512
-"""Bytes of a model's name."""
-
-LONGEST_PADDING = 1024
-"""Bytes of white space behind a boundary."""
+LONGEST_FIELD_HEADERS = 4 * 1024  # Bytes of one field's headers
+LONGEST_MODEL_NAME = 512  # Bytes of a model's name
+LONGEST_PADDING = 1024  # Bytes of white space behind a boundary
 
 _PARAMETER = re.compile(
     rb';[ \t]*([^\s;="]+)=(?:"((?:[^"\\\r\n]|\\[^\r\n])*)"|([^\s;"]+))[ \t]*',
 )
 
 _PARAMETERS = rb"[ \t]*((?:;[^\r\n]*)?)"
-
 _CONTENT_TYPE = re.compile(rb"multipart/form-data" + _PARAMETERS, re.IGNORECASE)
-
 _DISPOSITION = re.compile(rb"content-disposition:[ \t]*form-data" + _PARAMETERS, re.IGNORECASE)
-
 _ANY_DISPOSITION = re.compile(rb"content-disposition[ \t]*:", re.IGNORECASE)
 
 _PLAIN_DISPOSITION = re.compile(
@@ -42,31 +33,25 @@ _PLAIN_DISPOSITION = re.compile(
 )
 
 _BOUNDARY = re.compile(rb"[!#-\[\]-~ ]{0,69}[!#-\[\]-~]")
-
 _NAME = re.compile(rb'[^"\\]{1,200}')
-
 _FOLD = re.compile(rb"\r\n[ \t]+")
-
 _DELIMITER_END = re.compile(rb"(--)?([ \t]{0,%d})(?=\r\n|\Z)" % LONGEST_PADDING)
 
 
 class FieldHead(NamedTuple):
     """The headers of a field."""
 
-    lines: list[bytes]
-    """Without folds."""
+    lines: list[bytes]  # Without folds
     name: bytes
     parameters: dict[bytes, bytes]
     """Of its Content-Disposition: between their quotes as they were written."""
-    is_plain: bool
-    """Whether every parser reads them alike."""
+    is_plain: bool  # Whether every parser reads them alike
 
 
 class _FormField(NamedTuple):
     head: FieldHead
     start: int
-    end: int
-    """The value is `body[start:end]`."""
+    end: int  # The value is `body[start:end]`
 
 
 def boundary_of(content_type: bytes) -> bytes | None:

@@ -24,21 +24,11 @@ from gateway.proxy.inbound.media import UNREADABLE_IMAGE_TOKENS
 from gateway.proxy.inbound.routes import Route
 from gateway.proxy.json_values import FIELDS_DECODER, ITEMS_DECODER, TEXT_DECODER
 
-BLOCK_BYTES = 512
-"""About 128 tokens, whose prefill takes a slow CPU node a few seconds."""
-
-SHORTEST_BODY = 256
-"""Bytes of a body below which a cached prompt saves too little."""
-
-MOST_BLOCKS = 4096
-"""Blocks of one prompt; the rest only counts towards its size."""
-
-MESSAGES_PER_STEP = 512
-"""Messages that are cut into blocks in one step."""
-
-BLOCKS_PER_STEP = 512
-"""Blocks that are hashed in one step: 0.4 ms."""
-
+BLOCK_BYTES = 512  # About 128 tokens, whose prefill takes a slow CPU node a few seconds
+SHORTEST_BODY = 256  # Bytes of a body below which a cached prompt saves too little
+MOST_BLOCKS = 4096  # Blocks of one prompt; the rest only counts towards its size
+MESSAGES_PER_STEP = 512  # Messages that are cut into blocks in one step
+BLOCKS_PER_STEP = 512  # Blocks that are hashed in one step: 0.4 ms
 IMAGE_BYTES = UNREADABLE_IMAGE_TOKENS * BYTES_PER_TOKEN
 """Bytes that an image or audio file counts as: LLaVA's 576 tokens lie within the range of models
 (256 to some thousands)."""
@@ -88,21 +78,13 @@ class _InfillBody(msgspec.Struct):
 
 
 _CHAT_BODY = msgspec.json.Decoder(_ChatBody)
-
 _COMPLETION_BODY = msgspec.json.Decoder(_CompletionBody)
-
 _INFILL_BODY = msgspec.json.Decoder(_InfillBody)
-
 _SYSTEM_PROMPT = msgspec.json.Decoder(str | list[_Part] | None)
-
 _MESSAGES = msgspec.json.Decoder(str | list[_Message] | None)
-
 _TEXTS = msgspec.json.Decoder(list[str])
-
 _SEPARATOR = "\0"
-
 _SYSTEM_ROLES = frozenset({"system", "developer"})
-
 _CHAT_FIELDS = frozenset({"messages", "input"})
 
 
@@ -409,15 +391,9 @@ def _add_infill(key: _KeyBuilder, infill: _InfillBody) -> None:
 BUILT_IN_PATTERNS = ("x-anthropic-billing-header:",)
 """Lines never in a prompt key; removed from requests only if the settings say so."""
 
-SEARCHED_CHARACTERS = 16 * 1024
-"""Characters of a system prompt that are searched for lines."""
-
-MOST_LINES_PER_PATTERN = 16
-"""Lines of one text that are matched with one pattern."""
-
-MOST_FIELD_BYTES = 4 << 20
-"""Bytes of a field up to which it is searched for lines."""
-
+SEARCHED_CHARACTERS = 16 * 1024  # Characters of a system prompt that are searched for lines
+MOST_LINES_PER_PATTERN = 16  # Lines of one text that are matched with one pattern
+MOST_FIELD_BYTES = 4 << 20  # Bytes of a field up to which it is searched for lines
 _RAW_SYSTEM_ROLES = frozenset(f'"{role}"'.encode() for role in _SYSTEM_ROLES)
 
 
@@ -466,8 +442,7 @@ class VolatileLines:
     def __init__(self, volatile: Sequence[str] = (), strip: Sequence[str] = ()) -> None:
         self.ignored = LinePatterns([*BUILT_IN_PATTERNS, *volatile, *strip])
         self.stripped = LinePatterns(strip)
-        self.strips_requests = bool(strip)
-        """Whether `strip_edit` may change anything."""
+        self.strips_requests = bool(strip)  # Whether `strip_edit` may change anything
 
     def strip_edit(self, body: Body) -> Edit:
         """The edit that removes `stripped` lines from a body's system prompt; usually empty.

@@ -15,6 +15,7 @@ from gateway.catalog import ServedModels
 from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL, ModelRule
+from gateway.errors import GatewayError
 from gateway.events import RequestFinished
 from gateway.lease import (
     KeyedHash,
@@ -23,7 +24,7 @@ from gateway.lease import (
     RequestSize,
     WantedNode,
 )
-from gateway.proxy.inbound import edits, media, request_limits
+from gateway.proxy.inbound import edits, media, multipart, request_limits
 from gateway.proxy.inbound.body import (
     BYTE_ORDER_MARK,
     BYTES_PER_TOKEN,
@@ -33,7 +34,6 @@ from gateway.proxy.inbound.body import (
     PROMPT_FIELDS,
     SMALL_BODY_BYTES,
     Body,
-    LargeBody,
     ParsedBody,
     TimeSlicer,
     estimate_min_tokens,
@@ -56,10 +56,9 @@ from gateway.proxy.inbound.prompt_key import (
 from gateway.proxy.inbound.routes import Route, can_assemble
 from gateway.proxy.json_values import ITEMS_DECODER
 from gateway.proxy.tokens import settle_bound
-from gateway.request import Caller, Priority
+from gateway.request import Caller, Headers, Priority
 
-MOST_TARGETS = 32
-"""Models that one alias may resolve to."""
+MOST_TARGETS = 32  # Models that one alias may resolve to
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,32 +145,27 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     Times are monotonic seconds of the gateway's clock.
     """
 
-    id: str
-    """Unique in this process; not chosen by the client."""
-    x_request_id: str
-    """`X-Request-ID`: the client's own if it sent a valid one, else `id`."""
-    path: str
-    """The path as nodes know it, for example `/v1/chat/completions`."""
-    header_lines: bytes
-    """The client's header lines that nodes get, each with its line end."""
-    bodies: Mapping[str, Body]
-    """The body for each of the model names."""
-    model_in_body: str | None
-    """The model's name in these bodies; None: they name none."""
+    id: str  # Unique in this process; not chosen by the client
+    x_request_id: str  # `X-Request-ID`: the client's own if it sent a valid one, else `id`
+    path: str  # The path as nodes know it, for example `/v1/chat/completions`
+    header_lines: bytes  # The client's header lines that nodes get, each with its line end
+    bodies: Mapping[str, Body]  # The body for each of the model names
+    model_in_body: str | None  # The model's name in these bodies; None: they name none
     caller: Caller
     received_at: float
-    lease_request: LeaseRequest
-    """All that the scheduler may know of it."""
-    stream: bool = False
-    """Whether the client asked for a stream."""
-    logprobs: bool = False
-    """Whether the response contains log probabilities."""
-    deadline: float | None = None
-    """When the client stops waiting for the complete response."""
+    lease_request: LeaseRequest  # All that the scheduler may know of it
+    stream: bool = False  # Whether the client asked for a stream
+    logprobs: bool = False  # Whether the response contains log probabilities
+    deadline: float | None = None  # When the client stops waiting for the complete response
     client_has_timer: bool = False
     """Whether the client times out by itself at `deadline`, so that it needs no error."""
     prompt_list: PromptList | None = None
     """The prompts, if there are several to answer one by one (`proxy/multi_prompt.py`)."""
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts it has."""
+        return 1 if self.prompt_list is None else len(self.prompt_list.prompts)
 
 
 SubRequestMaker = Callable[[int, bytes], Generator[None, None, Request]]
@@ -183,8 +177,7 @@ class PromptList:
     """The prompts of one request."""
 
     prompts: list[msgspec.Raw]
-    other_fields: dict[str, msgspec.Raw]
-    """The body's other fields, which are sent with each prompt."""
+    other_fields: dict[str, msgspec.Raw]  # The body's other fields, which are sent with each prompt
     make_request: SubRequestMaker
 
     async def sub_request(self, index: int, time_slicer: TimeSlicer) -> Request:
@@ -195,9 +188,7 @@ class PromptList:
 
 # Several prompts.
 
-MOST_PROMPTS_BYTES = FULL_PARSE_BYTES
-"""Bytes of several prompts together: they are split in one go."""
-
+MOST_PROMPTS_BYTES = FULL_PARSE_BYTES  # Bytes of several prompts together: they are split in one go
 MOST_REPEATED_BYTES = 8 << 20
 """Bytes of the other fields, times the prompts that they are sent with."""
 
@@ -268,35 +259,132 @@ class RequestRules:
     model_aliases: ModelAliases
     default_model: str | None
     volatile_lines: VolatileLines = field(default_factory=VolatileLines)
-    keyed_hash: KeyedHash = field(default_factory=KeyedHash)
-    """Identifies prompts."""
+    keyed_hash: KeyedHash = field(default_factory=KeyedHash)  # Identifies prompts
+
+
+@dataclass(slots=True)
+class Sender:
+    """Who sends a request, and for how long they wait: all that is known before its body."""
+
+    caller: Caller
+    header_lines: bytes = b""  # The header lines that nodes get
+    fairness_key: str = ""
+    """The caller or end user that the wait queue is fair to; empty: the caller."""
+    session: str | None = None
+    client_timeout: float | None = None  # Seconds that the client will wait for a complete stream
+    plain_client_timeout: float | None = None
+    """Seconds that it will wait for a complete plain response."""
+    client_has_timer: bool = False
+    """Whether `plain_client_timeout` is that of an official client's own timer."""
+    cache: CachePolicy = SHARED_CACHE
+    """Which nodes may serve it, and what it may learn of their prompt caches."""
 
 
 @dataclass(slots=True)
 class IncomingRequest:
-    """A request as read from the client's connection."""
+    """A request as it was read: from a client's connection, or from where it was stored."""
 
     id: str
     x_request_id: str
     route: Route
-    header_lines: bytes
-    """The client's header lines that are forwarded to the node."""
-    client_timeout: float | None
-    """Seconds that the client will wait for the complete response."""
-    body: Body
-    caller: Caller
+    body: Body  # Without a byte order mark, and brought to its usual shape, once it was parsed
+    sender: Sender
     received_at: float
-    fairness_key: str = ""
-    """The caller or end user that the wait queue is fair to; empty: the caller."""
-    session: str | None = None
-    client_has_timer: bool = False
-    """Whether the client announced `client_timeout` as a timer of its own."""
-    cache: CachePolicy = SHARED_CACHE
-    """Which nodes may serve it, and what it may learn of their prompt caches."""
     max_tokens: int | None = None
     """Most tokens of one answer that the caller's limits allow; None: any number."""
     most_tokens: float = math.inf
     """Most tokens of a prompt and its answers that the caller's limits allow."""
+    headers: Headers = field(default_factory=list)
+    """The head of a form, which says how it is divided."""
+    patient: bool = False
+    """Whether it was stored: see `LeaseCaller.patient`. One of class `batch` yields, too."""
+
+
+ClassOf = Callable[[ParsedBody], Priority]
+"""The class of a request by the fields of its body. Raises: GatewayError."""
+
+
+def read_request(
+    incoming: IncomingRequest,
+    record: RequestFinished,
+    rules: RequestRules,
+    catalog: ServedModels,
+    class_of: ClassOf,
+) -> Request:
+    """The request of a body, noted in its record: class, stream, and the model if it is served.
+
+    Raises: GatewayError.
+    """
+    body, form = incoming.body, incoming.route.multipart
+    if not isinstance(body, bytes):
+        parsed = body.parse()
+    elif form:
+        incoming.body, parsed = multipart.parse_multipart(body, incoming.headers)
+    else:
+        try:
+            parsed = parse_body(body)
+        except GatewayError:
+            if not body.startswith(BYTE_ORDER_MARK):
+                raise
+            incoming.body = body[len(BYTE_ORDER_MARK) :]
+            parsed = parse_body(incoming.body)
+    priority = class_of(parsed)
+    if priority is not record.priority:
+        record.classify(priority)
+    make = prepare_multipart if form else prepare
+    request = make(incoming, parsed, priority, rules, catalog)
+    wanted, model = request.lease_request.wanted, None
+    for name in wanted.model_names:
+        if catalog.serves(name):
+            model = wanted.model
+            break
+    record.describe(stream=request.stream, model=model)
+    return request
+
+
+async def read_in_turn(
+    incoming: IncomingRequest,
+    record: RequestFinished,
+    rules: RequestRules,
+    catalog: ServedModels,
+    class_of: ClassOf,
+    slicer: TimeSlicer,
+) -> Request:
+    """`read_request` for a body of JSON, with other requests in between if it takes long.
+
+    Needs a task. Raises: GatewayError.
+    """
+    body = incoming.body
+    assert isinstance(body, bytes)
+    if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
+        return read_request(incoming, record, rules, catalog, class_of)
+    incoming.body = body.removeprefix(BYTE_ORDER_MARK)
+    read = partial(read_request, incoming, record, rules, catalog, class_of)
+    if len(incoming.body) < LARGE_BODY_BYTES:
+        return await slicer.run_once(read)
+    return await slicer.run(read_large(incoming, incoming.body, rules, read))
+
+
+def read_large(
+    incoming: IncomingRequest, body: bytes, rules: RequestRules, read: Callable[[], Request]
+) -> Generator[None, None, Request]:
+    """The request that `read` makes of a large body, in short steps. Raises: GatewayError.
+
+    The body is outlined before and its prompt key built after.
+    """
+    large = incoming.body = yield from read_large_body(body, rules.limits)
+    request = read()
+    lease_request = request.lease_request
+    key = yield from build_large_prompt_key(
+        large,
+        incoming.route,
+        lease_request.wanted.model,
+        rules.volatile_lines,
+        rules.keyed_hash,
+        incoming.sender.cache.scope_of(incoming.id),
+    )
+    size = replace_fields(lease_request.size, prompt_key=key)
+    return replace_fields(request, lease_request=replace_fields(lease_request, size=size))
 
 
 def prepare(
@@ -308,7 +396,7 @@ def prepare(
 ) -> Request:
     """The request of a JSON body, ready to be sent to nodes. Raises: GatewayError.
 
-    A large body's prompt key is left out: `prepare_large` builds it in steps.
+    A large body's prompt key is left out: `read_large` builds it in steps.
     """
     route, limits, body = incoming.route, rules.limits, incoming.body
     prompt_field = route.prompt_field
@@ -339,7 +427,7 @@ def prepare(
         text_bytes = tokens * BYTES_PER_TOKEN
         size = RequestSize(slots, False, tokens, text_bytes, 0, 0, None, body_bytes)
         return _new_request(
-            incoming, parsed.model, priority, model, bodies, size, needs_vision=needs_vision
+            incoming, parsed, priority, model, bodies, size, needs_vision=needs_vision
         )
     prompt_list = key = None
     if route.api.merger is not None:
@@ -347,7 +435,7 @@ def prepare(
     if isinstance(body, bytes):
         measured = measure_prompt(raw, parsed.tools, parsed.system, parsed.instructions)
         if len(body) >= SHORTEST_BODY:
-            scope = incoming.cache.scope_of(incoming.id)
+            scope = incoming.sender.cache.scope_of(incoming.id)
             key = build_prompt_key(
                 body, route, model, rules.volatile_lines, rules.keyed_hash, scope
             )
@@ -357,7 +445,7 @@ def prepare(
     logprobs = not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING)
     return _new_request(
         incoming,
-        parsed.model,
+        parsed,
         priority,
         model,
         bodies,
@@ -384,74 +472,7 @@ def prepare_multipart(
     model, targets = _find_targets(parsed.model, incoming, rules, catalog)
     bodies = {target.name: incoming.body for target in targets}
     size = RequestSize(generates=False, body_bytes=len(incoming.body))
-    return _new_request(incoming, parsed.model, priority, model, bodies, size)
-
-
-def prepare_for(
-    record: RequestFinished,
-    incoming: IncomingRequest,
-    parsed: ParsedBody,
-    priority: Priority,
-    rules: RequestRules,
-    catalog: ServedModels,
-) -> Request:
-    """The request of a body, noted in its record: class, stream, and the model if it is served.
-
-    Raises: GatewayError.
-    """
-    if priority is not record.priority:
-        record.classify(priority)
-    make = prepare_multipart if incoming.route.multipart else prepare
-    request = make(incoming, parsed, priority, rules, catalog)
-    wanted, model = request.lease_request.wanted, None
-    for name in wanted.model_names:
-        if catalog.serves(name):
-            model = wanted.model
-            break
-    record.describe(stream=request.stream, model=model)
-    return request
-
-
-async def prepare_in_turn(
-    body: bytes,
-    route: Route,
-    rules: RequestRules,
-    slicer: TimeSlicer,
-    prepare_body: Callable[[Body], Request],
-    scope: str = "",
-) -> Request:
-    """What `prepare_body` makes of a JSON body, with other requests in between if it takes long.
-
-    Needs a task. Raises: GatewayError.
-    """
-    body = body.removeprefix(BYTE_ORDER_MARK)
-    if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
-        return prepare_body(body)
-    if len(body) < LARGE_BODY_BYTES:
-        return await slicer.run_once(partial(prepare_body, body))
-    return await slicer.run(prepare_large(body, route, rules, prepare_body, scope))
-
-
-def prepare_large(
-    body: bytes,
-    route: Route,
-    rules: RequestRules,
-    prepare_body: Callable[[LargeBody], Request],
-    scope: str = "",
-) -> Generator[None, None, Request]:
-    """The request that `prepare_body` makes of a large body, in short steps.
-
-    The body is outlined before and its prompt key built after, in its `scope`. Raises:
-    GatewayError.
-    """
-    large = yield from read_large_body(body, rules.limits)
-    request = prepare_body(large)
-    lease_request = request.lease_request
-    key = yield from build_large_prompt_key(
-        large, route, lease_request.wanted.model, rules.volatile_lines, rules.keyed_hash, scope
-    )
-    size = replace_fields(lease_request.size, prompt_key=key)
-    return replace_fields(request, lease_request=replace_fields(lease_request, size=size))
+    return _new_request(incoming, parsed, priority, model, bodies, size)
 
 
 def resolve_model(
@@ -495,8 +516,8 @@ def _find_targets(
     requested: str | None, incoming: IncomingRequest, rules: RequestRules, catalog: ServedModels
 ) -> tuple[str, tuple[ResolvedModel, ...]]:
     """As `resolve_model`, without the models that are paused. Raises: GatewayError."""
-    labels = incoming.cache.node_labels
-    model, targets = resolve_model(requested, rules, incoming.caller, labels, catalog)
+    labels = incoming.sender.cache.node_labels
+    model, targets = resolve_model(requested, rules, incoming.sender.caller, labels, catalog)
     if paused := catalog.paused:
         targets = tuple(target for target in targets if target.name not in paused)
         if model in paused or not targets:
@@ -516,7 +537,7 @@ def _edit_bodies(
 
     Raises: GatewayError.
     """
-    body, route, cache = incoming.body, incoming.route, incoming.cache
+    body, route, cache = incoming.body, incoming.route, incoming.sender.cache
     limits, volatile_lines = rules.limits, rules.volatile_lines
     most_tokens, tokens_left = limits.max_tokens, incoming.most_tokens - prompt_tokens
     if incoming.max_tokens is not None:
@@ -553,8 +574,7 @@ def _edit_bodies(
     return bodies, slots, max_tokens
 
 
-UNKNOWN_CONTEXT = 1 << 17
-"""Tokens of a slot of a model whose nodes have not reported any."""
+UNKNOWN_CONTEXT = 1 << 17  # Tokens of a slot of a model whose nodes have not reported any
 
 
 def _largest_context(catalog: ServedModels, model: str, labels: NodeLabels) -> int:
@@ -576,7 +596,7 @@ def _completion_count(parsed: ParsedBody, limit: int) -> int:
 
 def _new_request(
     incoming: IncomingRequest,
-    model_in_body: str | None,
+    parsed: ParsedBody,
     priority: Priority,
     model: str,
     bodies: dict[str, Body],
@@ -588,11 +608,20 @@ def _new_request(
     logprobs: bool = False,
     prompt_list: PromptList | None = None,
 ) -> Request:
-    route, caller, limit = incoming.route, incoming.caller, incoming.client_timeout
+    route, sender, patient = incoming.route, incoming.sender, incoming.patient
+    caller, limit, has_timer = sender.caller, sender.plain_client_timeout, sender.client_has_timer
+    if parsed.stream:
+        limit, has_timer = sender.client_timeout, False
     lease_request = LeaseRequest(
         incoming.id,
         LeaseCaller(
-            caller.id, incoming.fairness_key or caller.id, priority, incoming.session, limit
+            caller.id,
+            sender.fairness_key or caller.id,
+            priority,
+            sender.session,
+            limit,
+            patient=patient,
+            yields=patient and priority is Priority.BATCH,
         ),
         WantedNode(
             model,
@@ -600,10 +629,10 @@ def _new_request(
             route.endpoint,
             needs_vision,
             route.llama_cpp_only,
-            incoming.cache.node_labels,
+            sender.cache.node_labels,
             stream=stream,
             may_assemble=may_assemble,
-            prompt_cache=incoming.cache.prompt_cache,
+            prompt_cache=sender.cache.prompt_cache,
             feature=route.path,
             prompt_field=route.prompt_field,
             slots_field="n" if size.slots < 2 else _slots_field(bodies),
@@ -614,16 +643,16 @@ def _new_request(
         incoming.id,
         incoming.x_request_id,
         route.path,
-        incoming.header_lines + b"x-request-id: " + incoming.x_request_id.encode() + b"\r\n",
+        b"%bx-request-id: %b\r\n" % (sender.header_lines, incoming.x_request_id.encode()),
         bodies,
-        model_in_body,
+        parsed.model,
         caller,
         incoming.received_at,
         lease_request,
         stream,
         logprobs,
         None if limit is None else incoming.received_at + limit,
-        limit is not None and incoming.client_has_timer,
+        limit is not None and has_timer,
         prompt_list,
     )
 
@@ -644,18 +673,19 @@ def _parse_prompt_list(
     """The prompts, if the body holds several, which are served as requests of their own."""
 
     def sub_request(index: int, body: bytes) -> Generator[None, None, Request]:
-        def prepare_body(large: LargeBody) -> Request:
-            return prepare(replace(one, body=large), large.parse(), priority, rules, catalog)
+        def read() -> Request:
+            parsed = parse_body(one.body) if isinstance(one.body, bytes) else one.body.parse()
+            return prepare(one, parsed, priority, rules, catalog)
 
         one = replace(
             incoming,
             id=f"{incoming.id}.{index}",
             x_request_id=f"{incoming.x_request_id}.{index}",
             body=body,
+            patient=False,
         )
         if len(body) < LARGE_BODY_BYTES:
-            return prepare(one, parse_body(body), priority, rules, catalog)
-        scope = one.cache.scope_of(one.id)
-        return (yield from prepare_large(body, one.route, rules, prepare_body, scope))
+            return read()
+        return (yield from read_large(one, body, rules, read))
 
     return parse_prompt_list(incoming.body, raw_prompt, rules.limits, sub_request)

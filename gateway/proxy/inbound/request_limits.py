@@ -86,12 +86,10 @@ def check_grammars(parsed: ParsedBody, body_depth: int, limits: LimitSettings) -
 
 
 _PATTERN = re.compile(rb'"pattern"\s*+:\s*+("(?:[^"\\]|\\.)*+")', re.DOTALL)
-
 _ESCAPED_LETTER = re.compile(rb"\\u00[67]")
 """It may spell the name of a field; encoders write letters of ASCII as they are."""
 
 _REPEATS = re.compile(r"[?*{|]")
-
 MOST_PATTERN_BYTES = 16 << 10
 """Of all patterns of a field that repeat anything. Those of an agent's tools are some hundreds; so
 many are counted in 10 ms."""
@@ -259,9 +257,7 @@ character of a text is 24 bytes, and blanks sent as a token's id grow up to 21 t
 MOST_OPTION_BYTES = 1024
 """Of `samplers` and `dry_sequence_breakers`; the names of all llama.cpp's samplers are 150."""
 
-MOST_SAMPLERS = 32
-"""llama.cpp has 12; each that is named has memory of its own."""
-
+MOST_SAMPLERS = 32  # llama.cpp has 12; each that is named has memory of its own
 _NUMBER_OR_SWITCH = msgspec.json.Decoder(bool | int | float | None)
 
 
@@ -358,9 +354,7 @@ def max_event_bytes(body_bytes: int, limits: LimitSettings, *, logprobs: bool) -
 # row, or twice before something else, that is above all limits. Nothing is expanded, so the work is
 # proportional to the grammar's length: 128 KiB take 40 ms.
 
-ENDLESS = 10
-"""Copies of `x` that cost as much as `x*`."""
-
+ENDLESS = 10  # Copies of `x` that cost as much as `x*`
 COPIES_EXPONENT = 0.3
 """Measured in rows of `[a-z ]{0,n}`, with n from 1 to 100: so many fewer of them cost a second."""
 
@@ -386,11 +380,8 @@ _REGEX = re.compile(
 )
 
 _COMMENT = re.compile(r"#[^\r\n]*")
-
 _COUNTS = re.compile(r"\{\s*(\d{0,9})\d*\s*(,?)\s*(\d{0,9})")
-
-_Tokens = list[tuple[str, str]]
-"""Kinds, by the groups of the pattern, and texts."""
+_Tokens = list[tuple[str, str]]  # Kinds, by the groups of the pattern, and texts
 
 
 _Shape = tuple[bool, float, float, float, float, float]
@@ -400,9 +391,7 @@ at its start, at its end, the longest row; the ways into it, which it counts onc
 Plain tuples: named ones would double the time."""
 
 _END, _LONGEST, _WAYS = 3, 4, 5
-
 _ITEM: _Shape = (False, 0.0, 0.0, 0.0, 0.0, 1.0)
-
 _TEXT: _Shape = (False, 0.0, 0.0, 0.0, 0.0, 0.25)
 """Few tokens begin like a certain text: four such ways cost no more than one."""
 
@@ -413,15 +402,11 @@ LONG_TEXT = len('"four"')
 """128 of `("a" [a-z ])?` take 10 s, of `("then" [a-z ])?` 0.06 s, of `("aaaa" [a-z ])?` 0.05 s."""
 
 _NOTHING: _Shape = (True, 0.0, 0.0, 0.0, 0.0, 0.0)
-
 _OPTIONAL: _Shape = (True, 1.0, 1.0, 1.0, 1.0, 1.0)
-
 _REFERENCE = _OPTIONAL
 """To a rule that may be empty or end with such a one: the next may begin at any letter."""
 
-_CLOSED: _Shape = (False, 0.0, 0.4, 0.0, 0.4, 1.0)
-"""Of one that ends with something else."""
-
+_CLOSED: _Shape = (False, 0.0, 0.4, 0.0, 0.4, 1.0)  # Of one that ends with something else
 _BETWEEN: _Shape = (False, 0.0, 0.4, 0.0, 0.4, 1e-6)
 """Anything else: it ends a row, and makes two references before it too many: more than 2.1."""
 

@@ -42,16 +42,12 @@ from gateway.request import Endpoint
 class Route:
     """One routed path."""
 
-    path: str
-    """The path as nodes know it; if the API translates, as clients do."""
+    path: str  # The path as nodes know it; if the API translates, as clients do
     api: Api
     endpoint: Endpoint = "chat"
-    generates: bool = False
-    """Whether it generates text, and so can stream."""
-    takes_slot: bool = True
-    """Whether it takes a slot of the node; tokenizing and counting don't."""
-    llama_cpp_only: bool = False
-    """Whether only llama.cpp's server has it."""
+    generates: bool = False  # Whether it generates text, and so can stream
+    takes_slot: bool = True  # Whether it takes a slot of the node; tokenizing and counting don't
+    llama_cpp_only: bool = False  # Whether only llama.cpp's server has it
     multipart: bool = False
     """Whether its body is a form with a file (multipart/form-data), not JSON."""
     prompt_field: str | None = field(init=False)

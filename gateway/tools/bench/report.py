@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -145,13 +146,18 @@ def figures_of(
     good = sum(goal.is_met(one) for one in results)
     speeds = [1 / gap for gap in _known(sound, lambda one: one.inter_token) if gap > 0]
     failed = [one for one in results if one.error is not None]
+    details: dict[str, str] = {}
+    for one in failed:
+        if one.detail and len(details) < MOST_REASONS_EXPLAINED:
+            details.setdefault(str(one.error), one.detail)
+    kept = sound[:: -(-len(sound) // MOST_SAMPLES) or 1]
     return LoadFigures(
         load=run.load,
         is_whole=run.is_whole,
         requests=len(results),
         succeeded=len(sound),
         errors=dict(Counter(str(one.error) for one in failed).most_common()),
-        details=_examples(failed),
+        details=details,
         seconds=seconds,
         ttft=_percentiles(sound, lambda one: one.ttft),
         inter_token=_percentiles(sound, lambda one: one.inter_token),
@@ -170,7 +176,12 @@ def figures_of(
         parts=_parts(sound, round_trip, alone_ttft),
         joules=run.joules,
         joules_per_token=run.joules / tokens if run.joules is not None and tokens else None,
-        samples=_samples(sound),
+        samples=Samples(
+            _known(kept, lambda one: one.ttft),
+            _known(kept, lambda one: one.inter_token),
+            [one.completion for one in kept],
+            [one.tokens for one in kept],
+        ),
     )
 
 
@@ -200,26 +211,6 @@ def _parts(
     else:
         return Parts(network=network, decode=decode)
     return Parts(network, waiting, prefill, decode, source)
-
-
-def _samples(sound: Sequence[RequestResult]) -> Samples:
-    step = -(-len(sound) // MOST_SAMPLES) or 1
-    kept = sound[::step]
-    return Samples(
-        _known(kept, lambda one: one.ttft),
-        _known(kept, lambda one: one.inter_token),
-        [one.completion for one in kept],
-        [one.tokens for one in kept],
-    )
-
-
-def _examples(failed: Sequence[RequestResult]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for one in failed:
-        reason = str(one.error)
-        if reason not in found and len(found) < MOST_REASONS_EXPLAINED and one.detail:
-            found[reason] = one.detail
-    return found
 
 
 def _percentiles(
@@ -279,7 +270,14 @@ def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -
             "machine: raise `ulimit -n`, or measure with a smaller load",
         )
     if not figures.succeeded:
-        return Verdict(Limit.ERRORS, _errors(figures))
+        if not figures.requests:
+            return Verdict(Limit.ERRORS, "no request ended")
+        reason = next(iter(figures.errors))
+        words = figures.details.get(reason)
+        return Verdict(
+            Limit.ERRORS,
+            f"every request failed, most of them with {reason}" + (f" ({words})" if words else ""),
+        )
     if (found := _client(figures)) is not None:
         return Verdict(Limit.CLIENT, found)
     parts = figures.parts
@@ -294,14 +292,13 @@ def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -
     if figures.ttft is None or whole <= 0:
         return Verdict(Limit.UNKNOWN, "the response has no tokens, so its time has no known parts")
     limit = max(known, key=lambda one: known[one])
-    at_a_time, few_slots = _under_way(figures), server.slots
-    if limit is Limit.SLOTS and few_slots is not None and at_a_time <= few_slots:
+    at_a_time, slots = _under_way(figures), server.slots
+    if limit is Limit.SLOTS and slots is not None and at_a_time <= slots:
         # All had a slot, so what they waited for was other requests' prefill.
-        limit = Limit.PREFILL
         return Verdict(
-            limit,
+            Limit.PREFILL,
             f"first tokens come {known[Limit.SLOTS]:.3g} s later than alone, though "
-            f"{few_slots} slots are enough for {at_a_time:.3g} requests at a time: the prompts of "
+            f"{slots} slots are enough for {at_a_time:.3g} requests at a time: the prompts of "
             "other requests are read meanwhile",
         )
     share = f"{known[limit] / whole:.0%} of a request's {whole:.3g} s"
@@ -366,14 +363,6 @@ def _under_way(figures: LoadFigures) -> float:
         return min(figures.load.level, figures.requests)
     completion = 0.0 if figures.completion is None else figures.completion.mean
     return figures.requests_per_second * completion
-
-
-def _errors(figures: LoadFigures) -> str:
-    if not figures.requests:
-        return "no request ended"
-    reason = next(iter(figures.errors))
-    words = figures.details.get(reason)
-    return f"every request failed, most of them with {reason}" + (f" ({words})" if words else "")
 
 
 FORMAT = 1  # of the JSON report; a later one that older programs can't read has a higher number
@@ -500,17 +489,26 @@ def remarks(report: BenchReport) -> list[str]:
             )
         if not found.is_whole:
             lines.append(f"{found.load.label}: interrupted, its figures are of what ended")
-        if (each := found.tokens_per_event) is not None and each > MANY_TOKENS:
+        if (each := found.tokens_per_event) is not None and each > 1.1:
             lines.append(
                 f"{found.load.label}: {each:.2g} tokens an event; the time between tokens is the "
                 "mean over an event's tokens"
             )
     if report.loads:
-        lines.append(_client_line(report.loads))
+        clients = [one.figures.client for one in report.loads if one.figures.client is not None]
+        lag = max((one.lag.p95 for one in clients), default=0.0)
+        share = max((one.cpu_share for one in clients), default=0.0)
+        starts = [
+            one.figures.client.start_lag.p95
+            for one in report.loads
+            if one.figures.client is not None and one.figures.load.loop is not Loop.CLOSED
+        ]
+        late = f"requests started at most {milliseconds(max(starts))} late, " if starts else ""
+        lines.append(
+            f"The load generator itself: lag at most {milliseconds(lag)} (95th percentile; a "
+            f"timer's step is 1 ms), {late}{share:.0%} of a CPU."
+        )
     return lines + report.notes
-
-
-MANY_TOKENS = 1.1  # tokens of an event from which on it is said
 
 
 def milliseconds(seconds: float) -> str:
@@ -547,22 +545,6 @@ def write_requests(file: TextIO, runs: Sequence[LoadRun]) -> None:
 
 def _shown(found: Percentiles | None, *names: str) -> list[str | None]:
     return [None if found is None else milliseconds(getattr(found, name)) for name in names]
-
-
-def _client_line(loads: Sequence[LoadResult]) -> str:
-    clients = [one.figures.client for one in loads if one.figures.client is not None]
-    lag = max((one.lag.p95 for one in clients), default=0.0)
-    share = max((one.cpu_share for one in clients), default=0.0)
-    starts = [
-        one.figures.client.start_lag.p95
-        for one in loads
-        if one.figures.client is not None and one.figures.load.loop is not Loop.CLOSED
-    ]
-    late = f"requests started at most {milliseconds(max(starts))} late, " if starts else ""
-    return (
-        f"The load generator itself: lag at most {milliseconds(lag)} (95th percentile; a timer's "
-        f"step is 1 ms), {late}{share:.0%} of a CPU."
-    )
 
 
 WIDTH, HEIGHT, MARGIN = 520, 260, 46  # of a drawing, in pixels
@@ -642,23 +624,39 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str | None]]) -> str:
 
 def _curves(title: str, labels: Sequence[str], series: Sequence[Sequence[float]]) -> str:
     """Share of the requests by seconds."""
+
+    def x(share: float) -> float:
+        return MARGIN + share * (WIDTH - 2 * MARGIN)
+
+    def y(share: float) -> float:
+        return HEIGHT - MARGIN - share * (HEIGHT - 2 * MARGIN)
+
     most = max((max(values) for values in series if values), default=0.0) or 1.0
-    parts = [_axes(title, most)]
+    parts = [f'<text x="{MARGIN}" y="14">{_text(title)}</text>']
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        ends = f'x1="{x(0):.1f}" x2="{x(1):.1f}" y1="{y(share):.1f}" y2="{y(share):.1f}"'
+        parts += [
+            f'<line {ends} stroke="currentColor" stroke-opacity=".2"/>',
+            f'<text x="4" y="{y(share) + 4:.1f}">{share:.0%}</text>',
+            f'<text x="{x(share) - 8:.1f}" y="{HEIGHT - MARGIN + 16}">{share * most:.3g}</text>',
+        ]
     for place, (label, values) in enumerate(zip(labels, series, strict=True)):
         if not values:
             continue
         ranked, colour = sorted(values), COLOURS[place % len(COLOURS)]
         steps = min(POINTS, len(ranked))
-        points = []
+        points = [f"{x(ranked[0] / most):.1f},{y(0):.1f}"]
         for step in range(1, steps + 1):
             value = ranked[-(-step * len(ranked) // steps) - 1]
-            points.append(f"{_x(value / most):.1f},{_y(step / steps):.1f}")
-        start = f"{_x(ranked[0] / most):.1f},{_y(0):.1f}"
-        parts.append(
-            f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" '
-            f'points="{start} {" ".join(points)}"><title>{_text(label)}</title></polyline>'
-        )
-        parts.append(_legend(place, label, colour))
+            points.append(f"{x(value / most):.1f},{y(step / steps):.1f}")
+        curve = " ".join(points)
+        top = HEIGHT - MARGIN - 14 * (place + 1)  # of its line in the legend
+        parts += [
+            f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{curve}">',
+            f"<title>{_text(label)}</title></polyline>",
+            f'<rect x="{WIDTH - 130}" y="{top}" width="10" height="10" fill="{colour}"/>',
+            f'<text x="{WIDTH - 115}" y="{top + 9}">{_text(label)}</text>',
+        ]
     return _figure(title, parts)
 
 
@@ -679,43 +677,11 @@ def _bars(title: str, labels: Sequence[str], values: Sequence[float]) -> str:
     return _figure(title, parts)
 
 
-def _axes(title: str, most: float) -> str:
-    lines = [f'<text x="{MARGIN}" y="14">{_text(title)}</text>']
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        ends = f'x1="{_x(0):.1f}" x2="{_x(1):.1f}" y1="{_y(share):.1f}" y2="{_y(share):.1f}"'
-        lines += [
-            f'<line {ends} stroke="currentColor" stroke-opacity=".2"/>',
-            f'<text x="4" y="{_y(share) + 4:.1f}">{share:.0%}</text>',
-            f'<text x="{_x(share) - 8:.1f}" y="{HEIGHT - MARGIN + 16}">{share * most:.3g}</text>',
-        ]
-    return "".join(lines)
-
-
-def _legend(place: int, label: str, colour: str) -> str:
-    top = HEIGHT - MARGIN - 14 * (place + 1)
-    return (
-        f'<rect x="{WIDTH - 130}" y="{top}" width="10" height="10" fill="{colour}"/>'
-        f'<text x="{WIDTH - 115}" y="{top + 9}">{_text(label)}</text>'
-    )
-
-
 def _figure(title: str, parts: Sequence[str]) -> str:
     return (
         f'<figure><svg role="img" aria-label="{_text(title)}" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>'
     )
-
-
-def _x(share: float) -> float:
-    return MARGIN + share * (WIDTH - 2 * MARGIN)
-
-
-def _y(share: float) -> float:
-    return HEIGHT - MARGIN - share * (HEIGHT - 2 * MARGIN)
-
-
-SHOWN_SHARE = 0.99
-"""Share of the requests that the curves show: the last per cent would squeeze the rest."""
 
 
 def draw_report(path: Path, report: BenchReport) -> None:
@@ -737,7 +703,8 @@ def draw_report(path: Path, report: BenchReport) -> None:
                 continue
             shares = [(place + 1) / len(values) for place in range(len(values))]
             axes.step(values, shares, where="post", label=one.figures.load.label, linewidth=1.3)
-            farthest = max(farthest, values[round(SHOWN_SHARE * (len(values) - 1))])
+            # The last per cent would squeeze the rest.
+            farthest = max(farthest, values[round(0.99 * (len(values) - 1))])
         axes.set_xlim(0, farthest * 1.05 or 1.0)
         axes.set_ylim(0, 1)
         axes.set_xlabel("TTFT, seconds" if name == "ttft" else "completion, seconds")
@@ -759,7 +726,7 @@ LEAST_CHANGE = 0.01  # a smaller change is of no interest, however certain it is
 LEAST_COMPARED = 5  # requests of a load, below which nothing is said of chance
 LARGEST_FILE = 256 << 20
 DRAWN_AT_ONCE = 4_000_000  # figures that are in memory at a time
-SAME = ("endpoint", "request")  # what should be the same in both runs
+THROUGHPUT = "tokens/s of all"  # the one figure of which more is better
 
 
 class ComparisonError(Exception):
@@ -821,7 +788,7 @@ def compare(
     """
     notes = [
         f"The runs differ in `{name}`: {_differing(before.get(name), after.get(name))}."
-        for name in SAME
+        for name in ("endpoint", "request")  # should be the same in both
         if before.get(name) != after.get(name)
     ]
     try:
@@ -836,88 +803,63 @@ def compare(
             )
         differences = []
         for label in common:
-            one, two = _Measured.of(earlier[label]), _Measured.of(later[label])
-            fewest = min(len(one.completion), len(two.completion))
+            one, two = _comparable(earlier[label]), _comparable(later[label])
+            fewest = min(len(run[label]["samples"]["completion"]) for run in (earlier, later))
             if fewest < LEAST_COMPARED:
                 notes.append(
                     f"{label}: only {fewest} requests succeeded in one run, too few to compare."
                 )
                 continue
-            differences += _differences(label, one, two, seed)
+            differences += [
+                _difference(label, figure, one[figure], two[figure], seed)
+                for figure in one
+                if figure in two
+            ]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ComparisonError(f"a report is broken ({type(error).__name__}: {error})") from None
     return differences, notes
 
 
+def _differing(one: object, two: object) -> str:
+    if isinstance(one, dict) and isinstance(two, dict):
+        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+        return ", ".join(f"{name} {one.get(name)!r} and {two.get(name)!r}" for name in names[:5])
+    return f"{one!r} and {two!r}"
+
+
 _Statistic = Callable[["NDArray[Any]"], "NDArray[Any]"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """The requests of a load."""
-
-    ttft: NDArray[Any]
-    inter_token: NDArray[Any]
-    completion: NDArray[Any]
-    tokens: NDArray[Any]
-    under_way: float | None  # of a closed loop: requests at a time
-
-    @classmethod
-    def of(cls, load: dict[str, Any]) -> _Measured:
-        import numpy as np
-
-        samples, kind = load["samples"], load["load"]
-        names = ("ttft", "inter_token", "completion", "tokens")
-        ttft, inter_token, completion, tokens = (
-            np.array(samples[name], dtype=float) for name in names
-        )
-        for column in (ttft, inter_token, completion, tokens):
-            if column.ndim != 1 or not np.isfinite(column).all() or (column < 0).any():
-                raise ValueError("samples must be finite numbers of at least 0")
-        if len(completion) != len(tokens):
-            raise ValueError("completion and tokens differ in length")
-        level = float(kind["level"]) if kind["loop"] == "closed" else None
-        return cls(ttft, inter_token, completion, tokens, level)
-
-
-def _differences(label: str, one: _Measured, two: _Measured, seed: int) -> list[Difference]:
+def _comparable(load: dict[str, Any]) -> dict[str, tuple[NDArray[Any], _Statistic]]:
+    """The figures of a load that can be compared: its requests, each a row, and the statistic."""
     import numpy as np
 
-    def quantile(share: float) -> _Statistic:
-        return lambda drawn: np.quantile(drawn, share, axis=-1)
+    ttft, inter_token, completion, tokens = columns = [
+        np.array(load["samples"][name], dtype=float)
+        for name in ("ttft", "inter_token", "completion", "tokens")
+    ]
+    for column in columns:
+        if column.ndim != 1 or not np.isfinite(column).all() or (column < 0).any():
+            raise ValueError("samples must be finite numbers of at least 0")
+    if len(completion) != len(tokens):
+        raise ValueError("completion and tokens differ in length")
+    found: dict[str, tuple[NDArray[Any], _Statistic]] = {}
+    pairs = (("TTFT", ttft), ("inter-token", inter_token), ("completion", completion))
+    for name, column in pairs:
+        if len(column) >= LEAST_COMPARED:
+            found[f"{name} p50"] = column, partial(np.quantile, q=0.5, axis=-1)
+            found[f"{name} p95"] = column, partial(np.quantile, q=0.95, axis=-1)
+    if load["load"]["loop"] == "closed":
+        level = float(load["load"]["level"])
 
-    found = []
-    for name, earlier, later in (
-        ("TTFT", one.ttft, two.ttft),
-        ("inter-token", one.inter_token, two.inter_token),
-        ("completion", one.completion, two.completion),
-    ):
-        if min(len(earlier), len(later)) >= LEAST_COMPARED:
-            for shown, share in (("p50", 0.5), ("p95", 0.95)):
-                statistic = quantile(share)
-                pair = (earlier, statistic), (later, statistic)
-                found.append(_difference(label, f"{name} {shown}", *pair, seed))
-    if one.under_way is not None and two.under_way is not None:
-        before, after = (
-            (np.stack([run.tokens, run.completion], axis=-1), _throughput(level))
-            for run, level in ((one, one.under_way), (two, two.under_way))
-        )
-        found.append(
-            _difference(label, "tokens/s of all", before, after, seed, less_is_better=False)
-        )
+        def rate(drawn: NDArray[Any]) -> NDArray[Any]:
+            # By Little's law: those under way times the tokens by the seconds of each.
+            sums = drawn.sum(axis=-2)
+            speed: NDArray[Any] = level * sums[..., 0] / np.maximum(sums[..., 1], 1e-9)
+            return speed
+
+        found[THROUGHPUT] = np.stack([tokens, completion], axis=-1), rate
     return found
-
-
-def _throughput(level: float) -> _Statistic:
-    """Tokens per second of all: by Little's law those under way times tokens by seconds of each."""
-    import numpy as np
-
-    def rate(drawn: NDArray[Any]) -> NDArray[Any]:
-        sums = drawn.sum(axis=-2)
-        found: NDArray[Any] = level * sums[..., 0] / np.maximum(sums[..., 1], 1e-9)
-        return found
-
-    return rate
 
 
 def _difference(
@@ -926,47 +868,30 @@ def _difference(
     one: tuple[NDArray[Any], _Statistic],
     two: tuple[NDArray[Any], _Statistic],
     seed: int,
-    *,
-    less_is_better: bool = True,
 ) -> Difference:
-    """Compare a statistic of the requests of two runs, each a row."""
+    """Compare a statistic of the requests of two runs."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
     # Draws in portions that fit into memory.
     at_once = max(1, min(DRAWS, DRAWN_AT_ONCE // max(len(one[0]), len(two[0]))))
-    changes = []
-    for done in range(0, DRAWS, at_once):
-        draws = min(at_once, DRAWS - done)
-        before, after = (
-            statistic(rows[rng.integers(len(rows), size=(draws, len(rows)))])
-            for rows, statistic in (one, two)
-        )
-        with np.errstate(divide="ignore", invalid="ignore"):
-            changes.append(after / before - 1.0)
-    was, now = (np.float64(statistic(rows)) for rows, statistic in (one, two))
+    portions = []
     with np.errstate(divide="ignore", invalid="ignore"):
+        for done in range(0, DRAWS, at_once):
+            draws = min(at_once, DRAWS - done)
+            before, after = (
+                statistic(rows[rng.integers(len(rows), size=(draws, len(rows)))])
+                for rows, statistic in (one, two)
+            )
+            portions.append(after / before - 1.0)
+        was, now = (np.float64(statistic(rows)) for rows, statistic in (one, two))
         change = float(now / was - 1.0)
-    low, high = _interval(np.concatenate(changes))
-    return Difference(
-        label, figure, float(was), float(now), change, low, high, less_is_better=less_is_better
-    )
-
-
-def _interval(changes: NDArray[Any]) -> tuple[float, float]:
-    import numpy as np
-
+    changes = np.concatenate(portions)
     finite = changes[np.isfinite(changes)]
-    if not len(finite):
-        return math.nan, math.nan
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(finite, [tail, 1 - tail])
-    return float(low), float(high)
-
-
-def _differing(one: object, two: object) -> str:
-    if isinstance(one, dict) and isinstance(two, dict):
-        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
-        pairs = [f"{name} {one.get(name)!r} and {two.get(name)!r}" for name in names[:5]]
-        return ", ".join(pairs)
-    return f"{one!r} and {two!r}"
+    low, high = math.nan, math.nan
+    if len(finite):
+        tail = (1 - CONFIDENCE) / 2
+        low, high = map(float, np.quantile(finite, [tail, 1 - tail]))
+    return Difference(
+        label, figure, float(was), float(now), change, low, high, figure != THROUGHPUT
+    )

@@ -34,18 +34,7 @@ from gateway.config.errors import single_line
 from gateway.tools.local import LocalFleetError, ModelFileError
 from gateway.tools.local.cache import downloads_folder, file_lock
 from gateway.tools.local.gguf import PART_NAME, ModelFile, least_size
-from gateway.tools.local.memory import format_gib
-
-MOST_URL_CHARACTERS = 8192
-
-MOST_NAME_CHARACTERS = 120
-
-MOST_PARTS = 256
-"""Files of a split model; the largest models published so far have some 30."""
-
-UNNAMED = "model"
-
-SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+from gateway.tools.local.memory import MIB, format_gib
 
 
 class ModelUrlError(LocalFleetError):
@@ -54,13 +43,13 @@ class ModelUrlError(LocalFleetError):
 
 def is_url(model: str) -> bool:
     """Whether `--model` names an address rather than a file."""
-    return SCHEME.match(model) is not None
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", model) is not None
 
 
 def parse_model_url(text: str) -> httpx.URL:
     """Return the address of a model. Raises ModelUrlError, whose text holds no secret of it."""
     try:
-        url = _checked(httpx.URL(_bounded(text.strip())))
+        url = _address(text.strip())
     except (httpx.InvalidURL, ValueError):
         raise ModelUrlError(
             "--model: not a valid URL. Remedy: https://HOST/PATH.gguf, in quotes where it holds "
@@ -73,7 +62,7 @@ def parse_model_url(text: str) -> httpx.URL:
 def redirect_target(current: httpx.URL, location: str) -> httpx.URL:
     """Return where a redirect leads. Raises ModelUrlError where it leaves https."""
     try:
-        target = _checked(current.join(_bounded(location)))
+        target = _address(location, current)
     except (httpx.InvalidURL, ValueError):
         raise ModelUrlError(
             f"{printable(current)}: redirects to something that is no URL"
@@ -86,9 +75,29 @@ def redirect_target(current: httpx.URL, location: str) -> httpx.URL:
     return target
 
 
+def _address(text: str, base: httpx.URL | None = None) -> httpx.URL:
+    """Return an address without its fragment. Raises httpx.InvalidURL and ValueError."""
+    if not 0 < len(text) <= 8192 or not text.isprintable():
+        raise ValueError("length or characters")
+    url = httpx.URL(text) if base is None else base.join(text)
+    if not url.host or (url.port is not None and not 1 <= url.port <= 65535):
+        raise ValueError("host or port")
+    return url.copy_with(fragment=None)
+
+
+def _check_scheme(url: httpx.URL) -> None:
+    if url.scheme != "https" and not (url.scheme == "http" and is_loopback(url)):
+        raise ModelUrlError(
+            f"--model: {printable(url)}: only https is supported (http on this machine's own "
+            "addresses only): a model could be replaced on its way. Remedy: https://, or download "
+            "the file yourself and name it"
+        )
+
+
 def same_origin(one: httpx.URL, other: httpx.URL) -> bool:
     """Whether credentials for one address may be sent to the other."""
-    return _origin(one) == _origin(other)
+    # httpx drops a port that is the scheme's own.
+    return (one.scheme, one.host, one.port) == (other.scheme, other.host, other.port)
 
 
 def printable(url: httpx.URL) -> str:
@@ -115,7 +124,7 @@ def file_name(url: httpx.URL) -> str:
     last = PurePosixPath(unquote(url.path)).name
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", last).strip("._")
     stem = safe[: -len(".gguf")] if safe.lower().endswith(".gguf") else safe
-    return f"{stem[:MOST_NAME_CHARACTERS] or UNNAMED}.gguf"
+    return f"{stem[:120] or 'model'}.gguf"
 
 
 def part_urls(url: httpx.URL) -> list[httpx.URL]:
@@ -125,10 +134,10 @@ def part_urls(url: httpx.URL) -> list[httpx.URL]:
     match = PART_NAME.match(last)
     if match is None:
         return [url]
-    total = int(match["parts"])
-    if not 1 <= total <= MOST_PARTS:
+    total, most = int(match["parts"]), 256  # the largest models published so far have some 30
+    if not 1 <= total <= most:
         raise ModelUrlError(
-            f"{printable(url)}: a model of {total} files; at most {MOST_PARTS} are supported"
+            f"{printable(url)}: a model of {total} files; at most {most} are supported"
         )
     names = [f"{match['stem']}-{number:05}-of-{total:05}.gguf" for number in range(1, total + 1)]
     return [url.copy_with(raw_path=f"{folder}/{name}{mark}{query}".encode()) for name in names]
@@ -140,50 +149,7 @@ def cache_key(url: httpx.URL) -> str:
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
-def _bounded(text: str) -> str:
-    if not 0 < len(text) <= MOST_URL_CHARACTERS or not text.isprintable():
-        raise ValueError("length or characters")
-    return text
-
-
-def _checked(url: httpx.URL) -> httpx.URL:
-    """Return the address without its fragment. Raises ValueError."""
-    if not url.host or (url.port is not None and not 1 <= url.port <= 65535):
-        raise ValueError("host or port")
-    return url.copy_with(fragment=None)
-
-
-def _check_scheme(url: httpx.URL) -> None:
-    if url.scheme == "https" or (url.scheme == "http" and is_loopback(url)):
-        return
-    raise ModelUrlError(
-        f"--model: {printable(url)}: only https is supported (http on this machine's own "
-        "addresses only): a model could be replaced on its way. Remedy: https://, or download the "
-        "file yourself and name it"
-    )
-
-
-def _origin(url: httpx.URL) -> tuple[str, str, int]:
-    default = 443 if url.scheme == "https" else 80
-    return url.scheme, url.host, url.port or default
-
-
 MOST_REDIRECTS = 8
-
-TIMEOUT = httpx.Timeout(30.0, read=60.0)  # seconds; of the body: between two pieces of it
-
-MOST_RETRY_AFTER = 60.0  # seconds of a server's Retry-After that are waited
-
-MOST_BYTES = 1 << 50
-"""A file that is announced as larger is none."""
-
-CONTENT_RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16}|\*)")
-
-UNSATISFIED_RANGE = re.compile(r"bytes \*/(\d{1,16})")
-
-REDIRECTS = frozenset({301, 302, 303, 307, 308})
-
-RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteError(LocalFleetError):
@@ -206,27 +172,13 @@ class RangeRefusedError(RemoteError):
 
 
 @dataclass(frozen=True, slots=True)
-class FileVersion:
-    """What tells one content of a file from another one under the same address."""
-
-    etag: str | None = None
-    last_modified: str | None = None
-
-    @property
-    def if_range(self) -> str | None:
-        """The value of `If-Range`, which takes no weak ETag; None: a part can't be resumed."""
-        if self.etag is not None and not self.etag.startswith("W/"):
-            return self.etag
-        return self.last_modified
-
-
-@dataclass(frozen=True, slots=True)
 class RemoteBody:
     """The bytes of a file from `start` on. Reading `chunks` raises httpx.TransportError."""
 
     start: int
     total: int | None  # bytes of the whole file; None: the server does not say
-    version: FileVersion
+    etag: str | None
+    last_modified: str | None
     chunks: Iterator[bytes]
 
 
@@ -236,7 +188,7 @@ def open_client(verify: ssl.SSLContext | None = None) -> httpx.Client:
     Addresses of this machine are reached without a proxy.
     """
     return httpx.Client(
-        timeout=TIMEOUT,
+        timeout=httpx.Timeout(30.0, read=60.0),  # of the body: between two pieces of it
         verify=True if verify is None else verify,
         follow_redirects=False,
         mounts=dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]")),
@@ -252,7 +204,7 @@ def open_remote(
     if_range: str | None = None,
     token: str | None = None,
 ) -> Iterator[RemoteBody]:
-    """Open the file at `url` from byte `start` on.
+    """Open the file at `url` from byte `start` on, over redirects; only its host gets `token`.
 
     With `if_range` the body begins at 0 instead where the file is no longer that version. Raises
     RemoteError, and ModelUrlError for a redirect to where it may not lead.
@@ -262,30 +214,6 @@ def open_remote(
         headers["Range"] = f"bytes={start}-"
         if if_range is not None:
             headers["If-Range"] = if_range
-    response = _follow(client, url, headers, token)
-    try:
-        yield _body(response, start)
-    finally:
-        response.close()
-
-
-def describe_failure(error: httpx.HTTPError) -> RemoteError:
-    """Return a connection's failure as a RemoteError of the host's."""
-    host = error.request.url.host if _has_request(error) else "the server"
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return RemoteError(
-            f"{host}: its certificate is not trusted: {single_line(str(error))}. Remedy: the PEM "
-            "file of its authority in SSL_CERT_FILE"
-        )
-    # The texts of some errors are empty, and others quote what the server sent.
-    what = single_line(str(error))[:200] or type(error).__name__
-    return RemoteError(f"{host}: {what}", retryable=True)
-
-
-def _follow(
-    client: httpx.Client, url: httpx.URL, headers: dict[str, str], token: str | None
-) -> httpx.Response:
-    """Send the request, again to where redirects lead; return an unread response."""
     current = url
     for _ in range(MOST_REDIRECTS + 1):
         sent = dict(headers)
@@ -296,58 +224,72 @@ def _follow(
             response = client.send(request, stream=True)
         except httpx.HTTPError as error:
             raise describe_failure(error) from error
-        if response.status_code not in REDIRECTS:
-            return response
-        response.close()
+        try:
+            if response.status_code not in {301, 302, 303, 307, 308}:
+                yield _body(response, start)
+                return
+        finally:
+            response.close()
         current = redirect_target(current, response.headers.get("location", ""))
     raise RemoteError(f"{printable(url)}: more than {MOST_REDIRECTS} redirects")
 
 
+def describe_failure(error: httpx.HTTPError) -> RemoteError:
+    """Return a connection's failure as a RemoteError of the host's."""
+    try:
+        host = error.request.url.host
+    except RuntimeError:  # httpx: it was never set
+        host = "the server"
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return RemoteError(
+            f"{host}: its certificate is not trusted: {single_line(str(error))}. Remedy: the PEM "
+            "file of its authority in SSL_CERT_FILE"
+        )
+    # The texts of some errors are empty, and others quote what the server sent.
+    what = single_line(str(error))[:200] or type(error).__name__
+    return RemoteError(f"{host}: {what}", retryable=True)
+
+
 def _body(response: httpx.Response, start: int) -> RemoteBody:
-    """Judge the response's head. Raises RemoteError."""
-    where = printable(response.request.url)
-    headers = response.headers
-    version = FileVersion(headers.get("etag"), headers.get("last-modified"))
-    if response.status_code in {200, 206}:
-        encoding = headers.get("content-encoding", "identity")
-        if encoding.strip().lower() != "identity":
-            raise RemoteError(f"{where}: sends the file as {single_line(encoding)}, unasked")
+    """Judge a response by its head. Raises RemoteError."""
+    where, headers = printable(response.request.url), response.headers
+    encoding = headers.get("content-encoding", "identity")
+    if response.status_code in {200, 206} and encoding.strip().lower() != "identity":
+        raise RemoteError(f"{where}: sends the file as {single_line(encoding)}, unasked")
+    content_range = headers.get("content-range", "").strip()
     match response.status_code:
         case 200:
-            return RemoteBody(0, _content_length(response), version, response.iter_raw())
+            first, total = 0, _content_length(response)
         case 206:
-            first, total = _content_range(response)
+            found = re.fullmatch(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16}|\*)", content_range)
+            if found is None:
+                raise RangeRefusedError(
+                    f"{where}: sends a part without a usable Content-Range", None
+                )
+            first, total = int(found[1]), None if found[3] == "*" else int(found[3])
             if first != start:
                 raise RangeRefusedError(f"{where}: sends another range than the one asked", total)
-            return RemoteBody(start, total, version, response.iter_raw())
         case 416:
-            found = UNSATISFIED_RANGE.fullmatch(headers.get("content-range", "").strip())
+            found = re.fullmatch(r"bytes \*/(\d{1,16})", content_range)
             raise RangeRefusedError(f"{where}: has no such range", int(found[1]) if found else None)
-    raise _refusal(response, where)
+        case _:
+            raise _refusal(response)
+    etag, last_modified = headers.get("etag"), headers.get("last-modified")
+    return RemoteBody(first, total, etag, last_modified, response.iter_raw())
 
 
 def _content_length(response: httpx.Response) -> int | None:
     text = response.headers.get("content-length")
     if text is None:
         return None
-    where = printable(response.request.url)
-    if not (text.isascii() and text.isdecimal()) or int(text[:20]) > MOST_BYTES:
+    if not (text.isascii() and text.isdecimal()) or int(text[:20]) > 1 << 50:
+        where = printable(response.request.url)
         raise RemoteError(f"{where}: announces a length that is none: {single_line(text[:40])}")
     return int(text)
 
 
-def _content_range(response: httpx.Response) -> tuple[int, int | None]:
-    """Return the first byte of a partial body and the whole file's size."""
-    text = response.headers.get("content-range", "").strip()
-    found = CONTENT_RANGE.fullmatch(text)
-    if found is None:
-        where = printable(response.request.url)
-        raise RangeRefusedError(f"{where}: sends a part without a usable Content-Range", None)
-    return int(found[1]), None if found[3] == "*" else int(found[3])
-
-
-def _refusal(response: httpx.Response, where: str) -> RemoteError:
-    status = response.status_code
+def _refusal(response: httpx.Response) -> RemoteError:
+    status, after = response.status_code, response.headers.get("retry-after", "")
     try:
         phrase = f" {HTTPStatus(status).phrase}"
     except ValueError:
@@ -360,51 +302,22 @@ def _refusal(response: httpx.Response, where: str) -> RemoteError:
         ),
         404: ". Remedy: check the address; a private model needs a token, see --token-env",
     }.get(status, "")
+    says_seconds = after.isascii() and after.isdecimal() and len(after) < 10
     return RemoteError(
-        f"{where}: HTTP {status}{phrase}{remedy}",
-        retryable=status in RETRYABLE,
-        retry_after=_retry_after(response.headers.get("retry-after", "")),
+        f"{printable(response.request.url)}: HTTP {status}{phrase}{remedy}",
+        retryable=status in {408, 425, 429, 500, 502, 503, 504},
+        retry_after=min(float(after), 60.0) if says_seconds else None,
     )
 
 
-def _retry_after(text: str) -> float | None:
-    if text.isascii() and text.isdecimal() and len(text) < 10:
-        return min(float(text), MOST_RETRY_AFTER)
-    return None
-
-
-def _has_request(error: httpx.HTTPError) -> bool:
-    try:
-        return error.request is not None
-    except RuntimeError:  # httpx: it was never set
-        return False
-
-
-MIB = 1 << 20
-
 DISK_RESERVE = 256 * MIB  # stays free
-
 FREE_CHECK_BYTES = 64 * MIB  # between two looks at the disk, where the length is unknown
-
 FIRST_LOOK = 32  # bytes after which it shows whether it is a model at all
-
-LAST_LOOK = 256 * MIB
-"""A head that is longer is judged at the end only; the largest vocabularies take some 20 MiB."""
-
-MOST_FAILURES = 6  # in a row, none of which brought LEAST_PROGRESS
-
-LEAST_PROGRESS = MIB
-
+LAST_LOOK = 256 * MIB  # a longer head is judged at the end; the largest vocabularies take 20 MiB
+MOST_FAILURES = 6  # in a row, none of which brought 1 MiB
 MOST_TRIES = 200
-
 MOST_RESTARTS = 3  # from the first byte
-
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before a further try
-
-STALL_SECONDS, STALL_BYTES = 60.0, 64 << 10
-"""A server that sends less in that time is left, and asked again."""
-
-HASH_BLOCK = 4 * MIB
+STALL_SECONDS, STALL_BYTES = 60.0, 64 << 10  # a server that sends less in that time is left
 
 
 class DownloadError(LocalFleetError):
@@ -434,9 +347,11 @@ class SourceRecord:
     sha256: str | None = None  # of the whole file, once it is there
 
     @property
-    def version(self) -> FileVersion:
-        """The content that a part is of."""
-        return FileVersion(self.etag, self.last_modified)
+    def if_range(self) -> str | None:
+        """The value of `If-Range`, which takes no weak ETag; None: a part can't be resumed."""
+        if self.etag is not None and not self.etag.startswith("W/"):
+            return self.etag
+        return self.last_modified
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,227 +406,211 @@ def write_record(target: Path, record: SourceRecord) -> None:
     draft.replace(path)
 
 
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def download(client: httpx.Client, wish: DownloadWish, hooks: DownloadHooks) -> str:
     """Download to `wish.target`; return the file's SHA-256. Raises LocalFleetError and OSError."""
-    transfer = _Transfer(client, wish, hooks)
-    transfer.part.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(transfer.part, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        with os.fdopen(descriptor, "r+b", buffering=0) as file:
-            transfer.fetch(file)
+    part = part_path(wish.target)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
+        transfer = _Transfer(client, wish, hooks, file)
+        keep = True
+        try:
+            transfer.fetch()
             os.fsync(file.fileno())
-        return transfer.finish()
-    except OSError as error:
-        raise DownloadError(
-            f"{transfer.part}: {(error.strerror or str(error)).lower()}; what has arrived is kept"
-        ) from error
-    except (DigestError, ModelFileError, _TooLargeError):
-        transfer.remove()
-        raise
-    finally:
-        transfer.remove_empty()
+            return transfer.finish()
+        except OSError as error:
+            raise DownloadError(
+                f"{part}: {(error.strerror or str(error)).lower()}; what has arrived is kept"
+            ) from error
+        except (DigestError, ModelFileError, _TooLargeError):
+            keep = False
+            raise
+        finally:
+            if not keep or transfer.have == 0:
+                part.unlink(missing_ok=True)
+                if not wish.target.exists():
+                    record_path(wish.target).unlink(missing_ok=True)
 
 
 class _Transfer:
-    """One download, over as many connections as it takes."""
+    """One download into the open file of its part, over as many connections as it takes."""
 
-    def __init__(self, client: httpx.Client, wish: DownloadWish, hooks: DownloadHooks) -> None:
-        self.part = part_path(wish.target)
+    def __init__(
+        self, client: httpx.Client, wish: DownloadWish, hooks: DownloadHooks, file: BinaryIO
+    ) -> None:
         self._client = client
         self._wish = wish
         self._hooks = hooks
-        self._record = read_record(wish.target) or SourceRecord(printable(wish.url))
-        self._digest = hashlib.sha256()
-        self._have = 0
-        self._least: int | None = None  # bytes that the head asks for
-        self._next_look = FIRST_LOOK
-        self._next_space_check = FREE_CHECK_BYTES
+        self._file = file
+        self._part = part_path(wish.target)
+        self._where = printable(wish.url)
+        self._record = read_record(wish.target) or SourceRecord(self._where)
         self._restarts = 0
+        self._digest = hashlib.sha256()
+        self.have = 0  # bytes in the part
+        self._least: int | None = None  # bytes that the head asks for, once it is there
+        self._next_look, self._next_space_check = FIRST_LOOK, FREE_CHECK_BYTES
 
-    def fetch(self, file: BinaryIO) -> None:
+    def fetch(self) -> None:
         """Go on until the whole file is there. Raises LocalFleetError and OSError."""
-        self._take_up(file)
-        failures, best = 0, self._have
+        self._take_up()
+        failures, best = 0, self.have
         for number in range(1, MOST_TRIES + 1):
             try:
-                self._try_once(file)
+                self._try_once()
+                break
             except (_BrokenOffError, RemoteError) as error:
                 if isinstance(error, RemoteError) and not error.retryable:
                     raise
-                gained = self._have - best
-                best = max(best, self._have)
-                failures = 1 if gained >= LEAST_PROGRESS else failures + 1
+                failures = 1 if self.have - best >= MIB else failures + 1
+                best = max(best, self.have)
                 if failures >= MOST_FAILURES or number == MOST_TRIES:
                     raise self._given_up(str(error)) from error
-                pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (failures - 1))
+                pause = min(30.0, 2.0 ** (failures - 1))
                 if isinstance(error, RemoteError) and error.retry_after is not None:
                     pause = max(pause, error.retry_after)
                 self._hooks.note(f"{error}; next try in {pause:.0f} s")
                 self._hooks.sleep(pause)
-            else:
-                return
 
     def finish(self) -> str:
         """Give the whole file its own name; return its digest. Raises DigestError and OSError."""
         wish, found = self._wish, self._digest.hexdigest()
         if wish.sha256 is not None and found != wish.sha256:
             raise DigestError(
-                f"{printable(wish.url)}: the file has the SHA-256 {found}, not {wish.sha256}: it "
-                "is another file or was damaged, and has been removed. Remedy: compare the digest "
+                f"{self._where}: the file has the SHA-256 {found}, not {wish.sha256}: it is "
+                "another file or was damaged, and has been removed. Remedy: compare the digest "
                 "with its publisher's; the same command downloads it again"
             )
-        self.part.chmod(0o644)
-        self.part.replace(wish.target)
-        write_record(wish.target, replace(self._record, total=self._have, sha256=found))
+        self._part.chmod(0o644)
+        self._part.replace(wish.target)
+        write_record(wish.target, replace(self._record, total=self.have, sha256=found))
         return found
 
-    def remove(self) -> None:
-        """Remove the part, and its record unless a whole file has one."""
-        self.part.unlink(missing_ok=True)
-        if not self._wish.target.exists():
-            record_path(self._wish.target).unlink(missing_ok=True)
-
-    def remove_empty(self) -> None:
-        """Remove a part without a byte."""
-        if self._have == 0:
-            self.remove()
-
-    def _take_up(self, file: BinaryIO) -> None:
+    def _take_up(self) -> None:
         """Go on with the part of an earlier run where that is safe."""
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
+        if self._file.seek(0, os.SEEK_END) == 0:
             return
-        if self._record.version.if_range is None and self._wish.sha256 is None:
+        if self._record.if_range is None and self._wish.sha256 is None:
             self._hooks.note(
                 "The server does not tell whether its file has changed: downloading it again from "
                 "the start (with --sha256 it could be resumed)"
             )
-            self._empty(file)
+            self._empty()
             return
-        file.seek(0)
-        while block := file.read(HASH_BLOCK):
+        self._file.seek(0)
+        while block := self._file.read(4 * MIB):
             self._digest.update(block)
-            self._have += len(block)
-        self._hooks.note(f"Resuming after {format_gib(self._have)}")
+            self.have += len(block)
+        self._hooks.note(f"Resuming after {format_gib(self.have)}")
         self._look(self._record.total)
 
-    def _try_once(self, file: BinaryIO) -> None:
+    def _try_once(self) -> None:
         """Read one response into the part. Raises _BrokenOffError and RemoteError."""
-        wish = self._wish
-        expected = self._record.total
-        if self._have and self._have == expected:
+        if self.have and self.have == self._record.total:
             return
-        if_range = self._record.version.if_range
+        wish, if_range = self._wish, self._record.if_range
         try:
             with open_remote(
-                self._client, wish.url, start=self._have, if_range=if_range, token=wish.token
+                self._client, wish.url, start=self.have, if_range=if_range, token=wish.token
             ) as body:
-                self._accept(file, body)
-                self._receive(file, body)
+                self._accept(body)
+                self._receive(body.chunks)
         except RangeRefusedError as error:
-            # All was there, as the server says; else it has another file, or can't resume.
-            if error.total is not None and error.total == self._have:
-                self._record = replace(self._record, total=self._have)
-            else:
-                self._start_over(file, str(error))
+            if error.total is None or error.total != self.have:
+                # The server has another file, or can't resume.
+                self._start_over(str(error))
                 raise _BrokenOffError(str(error)) from error
+            self._record = replace(self._record, total=self.have)  # all was there
         except httpx.HTTPError as error:
             raise _BrokenOffError(str(describe_failure(error))) from error
         self._check_end()
 
-    def _check_end(self) -> None:
-        """Judge the end of a body. Raises _BrokenOffError where more should have come."""
-        where, total = printable(self._wish.url), self._record.total
-        if total is not None and self._have < total:
-            raise _BrokenOffError(f"{where}: ended after {self._have:,} of {total:,} bytes")
-        if self._least is None:
-            self._least = self._hooks.least_size(self.part)
-        if self._least is not None and self._have >= self._least:
-            return
-        if total is None:  # the end of the connection was the only sign of the end
-            of = "" if self._least is None else f" of at least {self._least:,}"
-            raise _BrokenOffError(f"{where}: ended after {self._have:,}{of} bytes")
-        raise ModelFileError(
-            f"{where}: the file on the server is cut short, after {self._have:,} bytes; it is "
-            "removed. Remedy: another address, or tell its publisher"
-        )
-
-    def _accept(self, file: BinaryIO, body: RemoteBody) -> None:
+    def _accept(self, body: RemoteBody) -> None:
         """Compare a response with what is known, and check that it fits, before it is read."""
-        known, version = self._record, body.version
+        known = self._record
         if body.start == 0:
-            if self._have:
-                self._start_over(file, "the server sends the file from its start")
-            # Else the first response, whose version counts.
+            if self.have:
+                self._start_over("the server sends the file from its start")
+            known = SourceRecord(known.url, body.etag, body.last_modified)
         elif (known.total is not None and body.total is not None and body.total != known.total) or (
-            known.etag is not None and version.etag is not None and version.etag != known.etag
+            known.etag is not None and body.etag is not None and body.etag != known.etag
         ):
-            self._start_over(file, "the file has changed on the server")
-            raise _BrokenOffError(f"{printable(self._wish.url)}: has changed meanwhile")
-        total = body.total if body.total is not None else (known.total if body.start else None)
-        if body.start == 0:
-            known = SourceRecord(known.url, version.etag, version.last_modified)
+            self._start_over("the file has changed on the server")
+            raise _BrokenOffError(f"{self._where}: has changed meanwhile")
+        total = known.total if body.total is None else body.total
         self._record = replace(known, total=total)
         write_record(self._wish.target, self._record)
-        if total is not None:
+        if total is None:
+            self._check_space(0)
+        else:
             self._check_size(total)
-        self._check_space(0 if total is None else total - self._have)
+            self._check_space(total - self.have)
 
-    def _receive(self, file: BinaryIO, body: RemoteBody) -> None:
+    def _receive(self, chunks: Iterator[bytes]) -> None:
         hooks, total = self._hooks, self._record.total
-        file.seek(self._have)
-        hooks.progress(self._have, total)
+        self._file.seek(self.have)
+        hooks.progress(self.have, total)
         window_began, window_bytes = hooks.clock(), 0
-        for chunk in body.chunks:
-            if total is not None and self._have + len(chunk) > total:
+        for chunk in chunks:
+            if total is not None and self.have + len(chunk) > total:
                 raise _TooLargeError(
-                    f"{printable(self._wish.url)}: sends more than the {total:,} bytes that it "
-                    "announced; what has arrived is removed"
+                    f"{self._where}: sends more than the {total:,} bytes that it announced; what "
+                    "has arrived is removed"
                 )
-            self._check_most(self._have + len(chunk))
-            _write_whole(file, chunk)
+            self._check_most(self.have + len(chunk))
+            rest = memoryview(chunk)
+            while rest:  # an unbuffered file may take a part of it, as where a disk fills
+                rest = rest[self._file.write(rest) or 0 :]
             self._digest.update(chunk)
-            self._have += len(chunk)
+            self.have += len(chunk)
             self._look(total)
-            if total is None and self._have >= self._next_space_check:
-                self._next_space_check = self._have + FREE_CHECK_BYTES
+            if total is None and self.have >= self._next_space_check:
+                self._next_space_check = self.have + FREE_CHECK_BYTES
                 self._check_space(0)
-            hooks.progress(self._have, total)
+            hooks.progress(self.have, total)
             window_bytes += len(chunk)
             if (now := hooks.clock()) - window_began >= STALL_SECONDS:
                 if window_bytes < STALL_BYTES:
                     raise _BrokenOffError(
-                        f"{printable(self._wish.url)}: sent only {window_bytes:,} bytes in "
+                        f"{self._where}: sent only {window_bytes:,} bytes in "
                         f"{now - window_began:.0f} s"
                     )
                 window_began, window_bytes = now, 0
 
     def _look(self, total: int | None) -> None:
         """Judge the head as soon as enough of it is there."""
-        while self._least is None and self._next_look <= self._have:
-            self._next_look *= 2
-            if self._next_look <= self._have:
-                continue  # only the latest counts
-            if self._have > LAST_LOOK:
-                return
-            self._least = self._hooks.least_size(self.part)
-            if self._least is None:
-                return
-            if total is not None and self._least > total:
-                raise ModelFileError(
-                    f"{printable(self._wish.url)}: announces {total:,} bytes, but its head asks "
-                    f"for at least {self._least:,}: the file on the server is cut short. Remedy: "
-                    "another address, or tell its publisher"
-                )
-            if total is None:
-                self._check_size(self._least)
-                self._check_space(self._least - self._have)
+        if self._least is not None or not self._next_look <= self.have <= LAST_LOOK:
+            return
+        self._next_look = 2 * self.have
+        self._least = self._hooks.least_size(self._part)
+        if self._least is None:
+            return
+        if total is None:
+            self._check_size(self._least)
+            self._check_space(self._least - self.have)
+        elif self._least > total:
+            raise ModelFileError(
+                f"{self._where}: announces {total:,} bytes, but its head asks for at least "
+                f"{self._least:,}: the file on the server is cut short. Remedy: another address, "
+                "or tell its publisher"
+            )
+
+    def _check_end(self) -> None:
+        """Judge the end of a body. Raises _BrokenOffError where more should have come."""
+        have, total = self.have, self._record.total
+        if total is not None and have < total:
+            raise _BrokenOffError(f"{self._where}: ended after {have:,} of {total:,} bytes")
+        if self._least is None:
+            self._least = self._hooks.least_size(self._part)
+        if self._least is not None and have >= self._least:
+            return
+        if total is None:  # the end of the connection was the only sign of the end
+            of = "" if self._least is None else f" of at least {self._least:,}"
+            raise _BrokenOffError(f"{self._where}: ended after {have:,}{of} bytes")
+        raise ModelFileError(
+            f"{self._where}: the file on the server is cut short, after {have:,} bytes; it is "
+            "removed. Remedy: another address, or tell its publisher"
+        )
 
     def _check_size(self, size: int) -> None:
         self._check_most(size)
@@ -721,56 +620,46 @@ class _Transfer:
         most = self._wish.most_bytes
         if most is not None and size > most:
             raise _TooLargeError(
-                f"{printable(self._wish.url)}: larger than --max-bytes allows ({most:,} bytes); "
-                "what has arrived is removed"
+                f"{self._where}: larger than --max-bytes allows ({most:,} bytes); what has arrived "
+                "is removed"
             )
 
     def _check_space(self, more: int) -> None:
         needed = max(0, more) + self._wish.space_beside
-        folder = self.part.parent
+        folder = self._part.parent
         free = self._hooks.free_space(folder)
         if free - needed < DISK_RESERVE:
             raise DownloadError(
-                f"{printable(self._wish.url)}: not enough space on the disk: {format_gib(needed)} "
-                f"more are needed and {format_gib(DISK_RESERVE)} must stay free, but {folder} has "
+                f"{self._where}: not enough space on the disk: {format_gib(needed)} more are "
+                f"needed and {format_gib(DISK_RESERVE)} must stay free, but {folder} has "
                 f"{format_gib(free)}. Remedy: llama-gateway cache list shows what it holds; or "
                 "another folder, in LLAMA_GATEWAY_CACHE"
             )
 
-    def _start_over(self, file: BinaryIO, why: str) -> None:
+    def _start_over(self, why: str) -> None:
         self._restarts += 1
         if self._restarts > MOST_RESTARTS:
             raise self._given_up(why)
         self._hooks.note(f"Starting over: {why}")
-        self._empty(file)
+        self._empty()
 
-    def _empty(self, file: BinaryIO) -> None:
-        file.truncate(0)
+    def _empty(self) -> None:
+        self._file.truncate(0)
         self._digest = hashlib.sha256()
-        self._have, self._least = 0, None
+        self.have, self._least = 0, None
         self._next_look, self._next_space_check = FIRST_LOOK, FREE_CHECK_BYTES
         self._record = SourceRecord(self._record.url)
 
     def _given_up(self, why: str) -> DownloadError:
         return DownloadError(
-            f"{why}; given up after several tries. {format_gib(self._have)} are kept: the same "
+            f"{why}; given up after several tries. {format_gib(self.have)} are kept: the same "
             "command goes on from there"
         )
 
 
-def _write_whole(file: BinaryIO, data: bytes) -> None:
-    """Write all of `data`: an unbuffered file may take a part of it, as where a disk fills."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) or 0 :]
-
-
 FIRST_WAIT = 0.2  # seconds at another process's lock before this one says that it waits
-
 WAIT_ROUND = 30.0
-
-MOST_IDLE_ROUNDS = 20
-"""Rounds in which the other process's download may not grow: it checks a digest, or hangs."""
+MOST_IDLE_ROUNDS = 20  # in which the other's part may not grow: it checks a digest, or hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -789,7 +678,6 @@ def fetch_model(
     hooks: DownloadHooks,
     *,
     check_fits: Callable[[ModelFile], None],
-    make_client: Callable[[], httpx.Client] = open_client,
 ) -> Path:
     """Return the first file of the model in the cache, downloaded now unless it is there.
 
@@ -806,12 +694,11 @@ def fetch_model(
         return found
     folder = downloads_folder(cache) / cache_key(urls[0])
     targets = [folder / file_name(url) for url in urls]
-    if _complete(wish, targets):
-        return targets[0]
-    with _only_process(folder, targets, hooks.note):
-        if not _complete(wish, targets):
-            with make_client() as client:
-                _download_all(client, wish, urls, targets, hooks, check_fits)
+    if not _complete(wish, targets):
+        with _only_process(folder, targets, hooks.note):
+            if not _complete(wish, targets):
+                with open_client() as client:
+                    _download_all(client, wish, urls, targets, hooks, check_fits)
     return targets[0]
 
 
@@ -823,39 +710,31 @@ def _download_all(
     hooks: DownloadHooks,
     check_fits: Callable[[ModelFile], None],
 ) -> None:
+    """Download the files that are missing; sizes count for the model as a whole."""
     sizes = [target.stat().st_size if target.exists() else 0 for target in targets]
+    missing = [index for index, target in enumerate(targets) if not target.exists()]
     if len(urls) > 1:
-        for index, (url, target) in enumerate(zip(urls, targets, strict=True)):
-            if not target.exists():
-                with open_remote(client, url, token=wish.token) as body:
-                    sizes[index] = body.total or 0
-    name = targets[0].stem
-    for index, (url, target) in enumerate(zip(urls, targets, strict=True)):
-        if target.exists():
-            continue
+        for index in missing:
+            with open_remote(client, urls[index], token=wish.token) as body:
+                sizes[index] = body.total or 0
+    for index in missing:
+        target = targets[index]
 
         def check_size(size: int, index: int = index) -> None:
             sizes[index] = size
-            check_fits(ModelFile(targets[0], name, sum(sizes), None))
+            check_fits(ModelFile(targets[0], targets[0].stem, sum(sizes), None))
 
-        beside = sum(
-            max(0, sizes[later] - _part_size(targets[later]))
-            for later in range(index + 1, len(urls))
-            if not targets[later].exists()
-        )
+        later = [other for other in missing if other > index]
         others = sum(sizes) - sizes[index]
-        digest = download(
-            client,
-            DownloadWish(
-                url,
-                target,
-                sha256=wish.sha256[index] if wish.sha256 else None,
-                token=wish.token,
-                most_bytes=None if wish.most_bytes is None else max(0, wish.most_bytes - others),
-                space_beside=beside,
-            ),
-            replace(hooks, check_size=check_size, least_size=least_size),
+        one = DownloadWish(
+            urls[index],
+            target,
+            sha256=wish.sha256[index] if wish.sha256 else None,
+            token=wish.token,
+            most_bytes=None if wish.most_bytes is None else max(0, wish.most_bytes - others),
+            space_beside=sum(max(0, sizes[at] - _part_size(targets[at])) for at in later),
         )
+        digest = download(client, one, replace(hooks, check_size=check_size, least_size=least_size))
         if not wish.sha256:
             hooks.note(f"{target.name} has the SHA-256 {digest}; --sha256 checks it next time")
 
@@ -866,9 +745,10 @@ def _complete(wish: ModelWish, targets: list[Path]) -> bool:
         return False
     for target, wanted in zip(targets, wish.sha256, strict=False):
         record = read_record(target)
-        digest = record.sha256 if record is not None else None
+        digest = None if record is None else record.sha256
         if digest is None:
-            digest = file_digest(target)
+            with target.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
             if record is not None:
                 write_record(target, replace(record, sha256=digest))
         if digest != wanted:

@@ -44,18 +44,9 @@ DEFAULT_ALIGNMENT = 32  # bytes, unless the file has another
 BOOL, STRING, ARRAY = 7, 8, 9  # value types, as the GGUF specification numbers them
 
 VALUE_FORMATS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    BOOL: "<?",
-    10: "<Q",
-    11: "<q",
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", BOOL: "<?", 10: "<Q", 11: "<q",
     12: "<d",
-}
+}  # fmt: skip
 
 TENSOR_BLOCKS = {
     kind: (elements, size)
@@ -342,7 +333,8 @@ def model_shape(headers: Sequence[Header]) -> ModelShape:
     if blocks > MOST_LAYERS:
         raise UnknownShapeError(f"{keys.name('block_count')} is {blocks} (at most {MOST_LAYERS})")
     layers = tuple(_layers(keys, blocks))
-    hidden = max([*keys.each("feed_forward_length", blocks), *_expert_widths(keys, blocks)])
+    widths = ("feed_forward_length", "expert_feed_forward_length")
+    hidden = max(width for key in widths for width in keys.each(key, blocks))
     return ModelShape(
         architecture=keys.architecture,
         width=keys.required("embedding_length"),
@@ -497,10 +489,6 @@ def _state_bytes(keys: _Keys) -> int:
     inner, state = keys.required("ssm.inner_size"), keys.required("ssm.state_size")
     convolved = inner + 2 * (keys.optional("ssm.group_count") or 0) * state
     return STATE_BYTES * ((keys.required("ssm.conv_kernel") - 1) * convolved + inner * state)
-
-
-def _expert_widths(keys: _Keys, blocks: int) -> list[int]:
-    return keys.each("expert_feed_forward_length", blocks)
 
 
 def _vocabulary(header: Header, keys: _Keys, tensors: Sequence[Tensor]) -> int:

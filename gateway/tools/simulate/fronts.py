@@ -39,7 +39,6 @@ from gateway.scheduling.demand_model import TokenEstimates
 from gateway.scheduling.dispatcher import Dispatcher, DispatchRules
 from gateway.scheduling.placement_state import (
     NodeSlots,
-    Placement,
     PlacementState,
     QueuedRequest,
     TierSets,
@@ -58,9 +57,9 @@ class ExpectedRequest:
     pending: Mapping[int, float] = field(default_factory=dict)
     """Prompt tokens believed to be cached once what runs there has ended, by row index."""
     affinity_hash: int = 0  # hash of the prompt's shared beginning
-    placement: Placement | None = None
+    placement: QueuedRequest | None = None
 
-    def place(self, placement: Placement) -> None:
+    def place(self, placement: QueuedRequest) -> None:
         """It has this placement."""
         self.placement = placement
 
@@ -549,8 +548,8 @@ class GatewayFront(Front):
             self._send(placement, fleet)
         self._set_alarm(fleet.now)
 
-    def _send(self, placement: Placement, fleet: SimulatedFleet) -> None:
-        job = fleet.jobs[int(placement.queued.id)]
+    def _send(self, placement: QueuedRequest, fleet: SimulatedFleet) -> None:
+        job = fleet.jobs[int(placement.id)]
         expected = self._expected[job.id]
         expected.place(placement)
         fleet.send(job, placement.row.index)

@@ -21,10 +21,8 @@ from starlette.types import ASGIApp
 from gateway import errors
 from gateway.access.keys import AdminKeys, AdminRole, without_secret
 from gateway.errors import GatewayError
-from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
-from gateway.observe.history import RecentRequests
 from gateway.observe.metrics import CONTENT_TYPE, Metrics
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
@@ -293,7 +291,6 @@ def admin_app(
     fleet: Fleet,
     scheduler: Scheduler,
     registry: InFlightRegistry,
-    bus: EventBus,
     metrics: Metrics,
     drain_deadlines: DrainDeadlines,
     gateway: GatewayControl,
@@ -323,7 +320,7 @@ def admin_app(
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         models=ModelEndpoints(fleet, scheduler, gateway),
         requests=RequestEndpoints(registry, scheduler),
-        why=WhyEndpoints(scheduler, registry, RecentRequests(bus, scheduler.clock), time.time),
+        why=WhyEndpoints(scheduler, registry, live.history, time.time),
         usage=UsageEndpoints(reporter, time.time),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),

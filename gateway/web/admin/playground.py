@@ -25,13 +25,7 @@ from gateway.events import RequestFinished
 from gateway.http.request_head import class_of
 from gateway.proxy.client_response import ProxyResponse, headers_for_node, node_error
 from gateway.proxy.in_flight import InFlightRequest, PrefillProgress
-from gateway.proxy.inbound.body import Body, parse_body
-from gateway.proxy.inbound.request import (
-    IncomingRequest,
-    Request,
-    prepare_for,
-    prepare_in_turn,
-)
+from gateway.proxy.inbound.request import IncomingRequest, Sender, read_in_turn
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.outcome import to_gateway_error
@@ -90,7 +84,6 @@ class _Chat:
             id=f"playground:{identity.name}", name="playground", max_priority=Priority.URGENT
         )
         self._record.identify(self._caller.id)
-        self._cache = cache_policy_of(self._caller, handler.config.settings)
         self._metered: MeteredRequest | None = None
         self._in_flight: InFlightRequest | None = None
         self._forwarding: asyncio.Task[ProxyResponse] | None = None
@@ -106,19 +99,24 @@ class _Chat:
             raise errors.shutting_down()
         try:
             body = msgspec.json.encode({**fields, "stream": True})
-            request = await prepare_in_turn(
-                body,
-                ROUTES[PATH],
-                handler.config.rules,
-                handler.time_slicer,
-                self._prepare,
-                self._cache.scope_of(self._id),
+            caller, config, record = self._caller, handler.config, self._record
+            sender = Sender(
+                caller,
+                headers_for_node(HEADERS, config.settings.headers.to_nodes),
+                cache=cache_policy_of(caller, config.settings),
             )
-            accounts = handler.meter.book.accounts(self._caller, None)
-            self._metered = handler.meter.admit(accounts, request.lease_request, self._record)
-            in_flight = InFlightRequest(request, self._record, prefill_progress=PrefillProgress())
+            request = await read_in_turn(
+                IncomingRequest(self._id, self._id, ROUTES[PATH], body, sender, self._received_at),
+                record,
+                config.rules,
+                handler.catalog,
+                lambda parsed: class_of(parsed, caller),
+                handler.time_slicer,
+            )
+            accounts = handler.meter.book.accounts(caller, None)
+            self._metered = handler.meter.admit(accounts, request.lease_request, record)
+            in_flight = handler.registry.begin(request, record, PrefillProgress())
             self._in_flight = in_flight
-            handler.registry.add(in_flight)
             self._forwarding = asyncio.create_task(handler.forwarder.forward(in_flight))
             await asyncio.wait({self._forwarding}, timeout=PROGRESS_SECONDS)
             if self._forwarding.done():
@@ -127,26 +125,6 @@ class _Chat:
             self._fail(error)
             raise
         return self._events()
-
-    def _prepare(self, body: Body) -> Request:
-        """Raises: GatewayError."""
-        handler, caller = self._handler, self._caller
-        config = handler.config
-        parsed = parse_body(body) if isinstance(body, bytes) else body.parse()
-        incoming = IncomingRequest(
-            self._id,
-            self._record.x_request_id,
-            ROUTES[PATH],
-            headers_for_node(HEADERS, config.settings.headers.to_nodes),
-            None,
-            body,
-            caller,
-            self._received_at,
-            caller.id,
-            cache=self._cache,
-        )
-        priority = class_of(parsed, caller)
-        return prepare_for(self._record, incoming, parsed, priority, config.rules, handler.catalog)
 
     # The events.
 
@@ -244,7 +222,7 @@ class _Chat:
         finally:
             if self._in_flight is not None:
                 handler.registry.remove(self._in_flight)
-            finished = record.finish(handler.clock() - self._received_at)
+            finished = record.finish(self._received_at, handler.clock())
             if self._metered is not None:
                 handler.meter.ended(self._metered, finished)
             if handler.tracing is not None and handler.tracing.active:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError, truncate_echo
 from gateway.events import RequestFinished
-from gateway.observe.history import RecentRequests
+from gateway.observe.history import FleetHistory
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.admission import Waiter
 from gateway.scheduling.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
@@ -65,7 +65,7 @@ class WhyEndpoints:
 
     scheduler: Scheduler
     registry: InFlightRegistry
-    recent: RecentRequests
+    history: FleetHistory
     wall_clock: Callable[[], float]
     """Seconds since 1970."""
 
@@ -115,8 +115,8 @@ class WhyEndpoints:
             request = in_flight.request
             if name in {request.id, request.x_request_id}:
                 yield _Found(request.id, in_flight.record, None)
-        for record, ended_at in self.recent.find(name):
-            yield _Found(record.request_id, record, ended_at)
+        for record in self.history.find(name):
+            yield _Found(record.request_id, record, record.ended_at)
 
     # As JSON. Times are in seconds, sizes in tokens.
 

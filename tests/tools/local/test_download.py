@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -141,13 +142,6 @@ class TestWhole:
         (asked,) = downloads.told.sizes  # by the head of the model
         assert 0.9 * len(content) < asked <= len(content)
 
-    def test_a_part_is_of_its_owner_alone(self, downloads: Downloads, server: FileServer) -> None:
-        server.always = Fault(cut=100_000)
-        server.ranges = False
-        with pytest.raises(DownloadError):
-            downloads.run()
-        assert stat.S_IMODE(part_path(downloads.target).stat().st_mode) == 0o600
-
 
 class TestBreaks:
     def test_a_download_goes_on_where_the_connection_broke(
@@ -176,7 +170,7 @@ class TestBreaks:
         assert server.ranges_asked[-1] == f"bytes={MIB}-"
         assert downloads.told.notes == ["Resuming after 1 MiB"]
 
-    def test_a_broken_download_never_has_the_models_name(
+    def test_a_broken_download_never_has_the_models_name_and_is_of_its_owner_alone(
         self, downloads: Downloads, server: FileServer
     ) -> None:
         server.always = Fault(cut=MIB)
@@ -184,6 +178,7 @@ class TestBreaks:
         with pytest.raises(DownloadError):
             downloads.run()
         assert downloads.left() == ["m.gguf.part", "m.gguf.source.json"]
+        assert stat.S_IMODE(part_path(downloads.target).stat().st_mode) == 0o600
 
     @pytest.mark.parametrize("seed", range(5))
     def test_any_run_of_breaks_ends_in_the_same_bytes(
@@ -370,6 +365,10 @@ class TestLies:
         assert (downloads.part or 0) >= 64 * MIB
 
 
+def refuse(size: int) -> None:
+    raise MemoryShortError(f"{size} do not fit")
+
+
 class TestRefusedEarly:
     @pytest.mark.parametrize(
         ("body", "problem"),
@@ -389,30 +388,23 @@ class TestRefusedEarly:
         assert downloads.told.progress == [(0, len(body))]
         assert downloads.left() == []
 
-    def test_what_does_not_fit_into_memory_is_not_read_at_all(self, downloads: Downloads) -> None:
-        def refuse(size: int) -> None:
-            raise MemoryShortError(f"{size} do not fit")
-
-        with pytest.raises(MemoryShortError):
-            downloads.run(check_size=refuse)
+    @pytest.mark.parametrize(
+        ("limits", "problem"),
+        [
+            ({"check_size": refuse}, "do not fit"),
+            ({"free": lambda: 257 * MIB}, r"has 0\.3 GiB.*LLAMA_GATEWAY_CACHE"),
+            ({"space_beside": 1 << 40}, "not enough space"),
+            ({"most_bytes": 1000}, "--max-bytes"),
+        ],
+        ids=["memory", "disk", "room for other files", "--max-bytes"],
+    )
+    def test_what_does_not_fit_is_not_read_at_all(
+        self, downloads: Downloads, limits: dict[str, Any], problem: str
+    ) -> None:
+        with pytest.raises(LocalFleetError, match=problem):
+            downloads.run(**limits)
         assert downloads.told.progress == []
         assert downloads.left() == []
-
-    def test_what_does_not_fit_on_the_disk_is_not_read_at_all(self, downloads: Downloads) -> None:
-        with pytest.raises(DownloadError, match="LLAMA_GATEWAY_CACHE") as refused:
-            downloads.run(free=lambda: 257 * MIB)
-        assert "257 MiB" in str(refused.value) or "0.3 GiB" in str(refused.value)
-        assert downloads.told.progress == []
-        assert downloads.left() == []
-
-    def test_room_that_other_files_will_need_is_not_taken(self, downloads: Downloads) -> None:
-        with pytest.raises(DownloadError, match="not enough space"):
-            downloads.run(space_beside=1 << 40)
-
-    def test_what_is_larger_than_allowed_is_not_read_at_all(self, downloads: Downloads) -> None:
-        with pytest.raises(DownloadError, match="--max-bytes"):
-            downloads.run(most_bytes=1000)
-        assert downloads.told.progress == []
 
 
 def test_a_disk_that_is_full_is_told_and_the_part_kept(downloads: Downloads) -> None:

@@ -31,52 +31,40 @@ def server(tmp_path: Path) -> PowercapTree:
     return tree
 
 
-def names(tree: PowercapTree) -> list[str]:
-    return [domain.name for domain in find_energy_domains(tree.root)]
+@each_case(
+    ("zones", "counted"),
+    [
+        # Cores are parts of their package; the platform holds all packages.
+        (("0 package-0", "0:0 core", "0:1 uncore", "1 psys"), {"0": "package-0"}),
+        (
+            ("0 package-0", "0:0 core", "0:1 dram", "1 package-1", "1:0 core", "1:1 dram"),
+            {"0": "package-0", "0:1": "package-0 dram", "1": "package-1", "1:1": "package-1 dram"},
+        ),
+        # The same package by MMIO counts once, and where only MMIO shows it.
+        (("-mmio:0 package-0", "0 package-0"), {"0": "package-0"}),
+        (("-mmio:0 package-0",), {"-mmio:0": "package-0"}),
+        # AMD's parts; two dies of one package.
+        (("0 package-0", "0:0 core", "1 package-1"), {"0": "package-0", "1": "package-1"}),
+        (
+            ("0 package-0-die-0", "1 package-0-die-1"),
+            {"0": "package-0-die-0", "1": "package-0-die-1"},
+        ),
+    ],
+)
+def test_packages_and_their_memory_count_once(
+    zones: tuple[str, ...], counted: dict[str, str]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tree = PowercapTree(Path(folder))
+        for zone in zones:
+            number, name = zone.split()
+            tree.add(zone_name(number), name, 1)
+        found = {one.counter.parent.name: one.name for one in find_energy_domains(tree.root)}
+    assert found == {zone_name(number): name for number, name in counted.items()}
 
 
-class TestDomains:
-    def test_packages_and_their_memory_count_and_cores_do_not_count_twice(
-        self, server: PowercapTree
-    ) -> None:
-        assert names(server) == ["package-0", "package-0 dram", "package-1", "package-1 dram"]
-
-    def test_the_platform_is_not_added_to_the_packages_in_it(self, tmp_path: Path) -> None:
-        tree = PowercapTree(tmp_path)
-        tree.add("intel-rapl:0", "package-0", 1)
-        tree.add("intel-rapl:0:0", "core", 1)
-        tree.add("intel-rapl:0:1", "uncore", 1)
-        tree.add("intel-rapl:1", "psys", 1)
-        assert names(tree) == ["package-0"]
-
-    def test_a_package_that_is_shown_a_second_time_by_mmio_counts_once(
-        self, tmp_path: Path
-    ) -> None:
-        tree = PowercapTree(tmp_path)
-        tree.add("intel-rapl-mmio:0", "package-0", 1)
-        tree.add("intel-rapl:0", "package-0", 1)
-        (domain,) = find_energy_domains(tree.root)
-        assert domain.counter.parent.name == "intel-rapl:0"
-
-    def test_a_package_that_only_mmio_shows_counts(self, tmp_path: Path) -> None:
-        tree = PowercapTree(tmp_path)
-        tree.add("intel-rapl-mmio:0", "package-0", 1)
-        assert names(tree) == ["package-0"]
-
-    def test_an_amd_processor_has_packages_and_cores_under_the_same_names(
-        self, tmp_path: Path
-    ) -> None:
-        tree = PowercapTree(tmp_path)
-        for package in (0, 1):
-            tree.add(f"intel-rapl:{package}", f"package-{package}", 1, range_uj=65_532_610_987)
-            tree.add(f"intel-rapl:{package}:0", "core", 1, range_uj=65_532_610_987)
-        assert names(tree) == ["package-0", "package-1"]
-
-    def test_each_die_of_a_package_counts(self, tmp_path: Path) -> None:
-        tree = PowercapTree(tmp_path)
-        tree.add("intel-rapl:0", "package-0-die-0", 1)
-        tree.add("intel-rapl:1", "package-0-die-1", 1)
-        assert names(tree) == ["package-0-die-0", "package-0-die-1"]
+def zone_name(number: str) -> str:
+    return f"intel-rapl{number}" if number.startswith("-mmio") else f"intel-rapl:{number}"
 
 
 class TestUnavailable:

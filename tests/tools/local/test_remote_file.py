@@ -9,10 +9,10 @@ import trustme
 
 from gateway.tools.local.download import (
     MOST_REDIRECTS,
-    FileVersion,
     ModelUrlError,
     RangeRefusedError,
     RemoteError,
+    SourceRecord,
     open_client,
     open_remote,
 )
@@ -65,9 +65,9 @@ def test_a_file_that_has_changed_begins_at_its_start(
 
 
 def test_a_weak_etag_cannot_prove_that_a_part_is_of_the_same_file() -> None:
-    assert FileVersion('W/"1"', None).if_range is None
-    assert FileVersion('W/"1"', "Mon, 01 Jan").if_range == "Mon, 01 Jan"
-    assert FileVersion('"1"', "Mon, 01 Jan").if_range == '"1"'
+    assert SourceRecord("m", 'W/"1"', None).if_range is None
+    assert SourceRecord("m", 'W/"1"', "Mon, 01 Jan").if_range == "Mon, 01 Jan"
+    assert SourceRecord("m", '"1"', "Mon, 01 Jan").if_range == '"1"'
 
 
 class TestRedirects:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from gateway.tools.local.topology import read_topology
 from tests.tools.local.machine import make_machine, two_sockets_with_smt, write
@@ -18,37 +21,32 @@ def test_one_socket_without_smt_has_a_core_per_cpu(tmp_path: Path) -> None:
     assert machine.cpu_quota is None
 
 
-def test_smt_siblings_are_one_core(tmp_path: Path) -> None:
-    machine = read_topology(make_machine(tmp_path, two_sockets_with_smt()))
-    assert [node.cores for node in machine.nodes] == [
-        ((0, 8), (1, 9), (2, 10), (3, 11)),
-        ((4, 12), (5, 13), (6, 14), (7, 15)),
-    ]
-    assert machine.nodes[1].cpus == (4, 5, 6, 7, 12, 13, 14, 15)
+FIRST, SECOND = ((0, 8), (1, 9), (2, 10), (3, 11)), ((4, 12), (5, 13), (6, 14), (7, 15))
+
+
+@pytest.mark.parametrize(
+    ("machine", "cores"),
+    [
+        ({}, {0: FIRST, 1: SECOND}),
+        ({"offline": (9, 3, 11)}, {0: ((0, 8), (1,), (2, 10)), 1: SECOND}),
+        ({"cpus_allowed": "0-1,8-9"}, {0: ((0, 8), (1, 9))}),
+        ({"cpus_allowed": "0,9"}, {0: ((0,), (9,))}),
+    ],
+    ids=["all", "some offline", "within a cpuset", "without the siblings"],
+)
+def test_a_core_is_its_siblings_that_are_online_and_allowed(
+    tmp_path: Path, machine: dict[str, Any], cores: dict[int, object]
+) -> None:
+    nodes = read_topology(make_machine(tmp_path, two_sockets_with_smt(), **machine)).nodes
+    assert {node.number: node.cores for node in nodes} == cores
+    for node in nodes:
+        assert node.cpus == tuple(sorted(cpu for core in node.cores for cpu in core))
 
 
 def test_a_node_counts_memory_that_is_free_or_easily_reclaimed(tmp_path: Path) -> None:
     machine = read_topology(make_machine(tmp_path, two_sockets_with_smt(), memory_gib=64))
     assert [node.memory_total for node in machine.nodes] == [32 * GIB, 32 * GIB]
     assert [node.memory_available for node in machine.nodes] == [24 * GIB, 24 * GIB]
-
-
-def test_offline_cpus_are_left_out(tmp_path: Path) -> None:
-    machine = read_topology(make_machine(tmp_path, two_sockets_with_smt(), offline=(9, 3, 11)))
-    assert machine.nodes[0].cores == ((0, 8), (1,), (2, 10))
-    assert machine.nodes[0].cpus == (0, 1, 2, 8, 10)
-
-
-def test_a_cpuset_or_affinity_mask_is_respected(tmp_path: Path) -> None:
-    root = make_machine(tmp_path, two_sockets_with_smt(), cpus_allowed="0-1,8-9")
-    (node,) = read_topology(root).nodes
-    assert node.number == 0
-    assert node.cores == ((0, 8), (1, 9))
-
-
-def test_a_cpu_whose_sibling_is_not_allowed_is_a_core_of_one(tmp_path: Path) -> None:
-    root = make_machine(tmp_path, two_sockets_with_smt(), cpus_allowed="0,9")
-    assert read_topology(root).nodes[0].cores == ((0,), (9,))
 
 
 def test_a_node_without_cpus_is_left_out(tmp_path: Path) -> None:
