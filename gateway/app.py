@@ -64,6 +64,7 @@ from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.tracing.request_tracing import RequestTracing
+from gateway.transport.connection import TurnLimit
 from gateway.transport.pool import open_node_pool
 from gateway.transport.resolver import Resolver
 from gateway.usage.ledger import Ledger
@@ -141,9 +142,11 @@ class Gateway:
         self.bus = EventBus(
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
-        self._resolver = resolver or Resolver()
+        self._resolver, self._turn_limit = resolver or Resolver(), TurnLimit()
         self.fleet = Fleet(
-            connect=functools.partial(open_node_pool, resolver=self._resolver),
+            connect=functools.partial(
+                open_node_pool, resolver=self._resolver, turn=self._turn_limit
+            ),
             health=settings.health,
             timeouts=settings.timeouts,
             bus=self.bus,
@@ -528,6 +531,7 @@ class Gateway:
                 listen.trusted_proxies,
                 routes=self._routes,
                 linger_seconds=self.timings.linger,
+                turn=self._turn_limit,
             ),
             keep_alive=listen.keep_alive,
             tls=self.certificates.listeners.context_of("listen.tls"),
@@ -549,7 +553,9 @@ class Gateway:
             extra_hosts=admin.hosts,
         )
         protocol = protocol_class(
-            _with_connections(limits, most_admin), linger_seconds=self.timings.linger
+            _with_connections(limits, most_admin),
+            linger_seconds=self.timings.linger,
+            turn=self._turn_limit,
         )
         return public, Listener(
             app,

@@ -15,7 +15,7 @@ from gateway.config.settings import Settings
 from gateway.lease import GrantedLease, LeaseService
 from gateway.proxy import sse
 from gateway.proxy.api.base import Api, StreamEventKind
-from gateway.proxy.client_response import WriteToClient, headers_for_client
+from gateway.proxy.client_response import headers_for_client
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.outcome import (
@@ -27,7 +27,7 @@ from gateway.proxy.outcome import (
     is_pool_full,
 )
 from gateway.proxy.sse import MOST_STEP_LINES
-from gateway.proxy.stream import EventPipeline
+from gateway.proxy.stream import EventPipeline, WriteToClient
 from gateway.proxy.transcript import SplicePoint
 from gateway.request import Headers, SegmentedBody
 from gateway.transport.connection import NodeConnection
@@ -240,7 +240,11 @@ class Attempt:
             elif connection.complete:
                 return b""
             else:
-                await connection.wait_for_data(None if write is None else self._write_through)
+                if write is None:
+                    await connection.wait_for_data()
+                else:
+                    relay = events.relay_to(write)
+                    await connection.wait_for_data(self._write_through, relay)
                 if self._held is not None:
                     held, self._held = self._held, None
                     return held or None

@@ -40,13 +40,12 @@ from gateway.proxy.json_values import (
     parse_json,
     parse_object,
 )
+from gateway.proxy.stream import WriteToClient
 from gateway.request import Headers
 from gateway.transport.errors import InvalidResponse, UpstreamError
 
 JSON_HEADER_LINE = b"content-type: application/json; charset=utf-8\r\n"
 SSE_HEADER_LINE = b"content-type: text/event-stream\r\n"
-WriteToClient = Callable[[bytes], bool]
-"""Sends bytes to the client; returns whether the client lags."""
 
 
 class BodyStream(Protocol):

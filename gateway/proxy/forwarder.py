@@ -26,7 +26,6 @@ from gateway.proxy.client_response import (
     SSE_HEADER_LINE,
     EndedStream,
     ProxyResponse,
-    WriteToClient,
 )
 from gateway.proxy.in_flight import PROGRESS_TOKENS, InFlightRequest
 from gateway.proxy.inbound import edits
@@ -44,7 +43,7 @@ from gateway.proxy.outcome import (
     to_gateway_error,
 )
 from gateway.proxy.resume import FirstRun, NotResumable, Resumed, Resumer
-from gateway.proxy.stream import EventPipeline, TokenIdExtractor, UsageFilter
+from gateway.proxy.stream import EventPipeline, TokenIdExtractor, UsageFilter, WriteToClient
 from gateway.proxy.transcript import OverlapMismatch, TranscriptRecorder
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
@@ -551,7 +550,7 @@ class ResponseStream:
         self._resuming = False
         self._closed = False
         if recorder is not None and in_flight.request.lease_request.caller.yields:
-            in_flight.allow_yield(attempt, self.resumer().can_resume)
+            in_flight.allow_yield(attempt, self._can_resume)
 
     @property
     def is_sse(self) -> bool:
@@ -592,6 +591,12 @@ class ResponseStream:
                 self._context, self._in_flight, self._recorder, first_run, self._tried
             )
         return self._resumer
+
+    def _can_resume(self) -> bool:
+        """Whether the stream could be resumed from what was sent so far."""
+        if self._attempt.events is not None:
+            self._attempt.events.settle()
+        return self.resumer().can_resume()
 
     async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
         """The next bytes for the client, empty at the end.
@@ -686,7 +691,7 @@ class ResponseStream:
         assert self._recorder is not None
         self._recorder.add(resumed.first_bytes)
         if self._in_flight.request.lease_request.caller.yields:
-            self._in_flight.allow_yield(resumed.attempt, self.resumer().can_resume)
+            self._in_flight.allow_yield(resumed.attempt, self._can_resume)
         return resumed.first_bytes
 
 

@@ -21,12 +21,13 @@ from gateway.events import RequestFinished
 from gateway.proxy import outcome, sse
 from gateway.proxy.accounting import ProxyContext
 from gateway.proxy.attempt import Attempt
-from gateway.proxy.client_response import JSON_HEADER_LINE, BodyStream, ProxyResponse, WriteToClient
+from gateway.proxy.client_response import JSON_HEADER_LINE, BodyStream, ProxyResponse
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.inbound.body import LARGE_BODY_BYTES
 from gateway.proxy.inbound.request import PromptList
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.outcome import to_gateway_error
+from gateway.proxy.stream import WriteToClient
 from gateway.transport.errors import UpstreamError
 
 MOST_BUFFERED_CHUNKS = 16

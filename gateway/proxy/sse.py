@@ -73,7 +73,7 @@ class EventFramer:
     """
 
     __slots__ = (
-        "_begin", "_ceiling", "_comment", "_limit", "_lines", "_matcher", "_tail", "event_count",
+        "_ceiling", "_comment", "_limit", "_lines", "_matcher", "_tail", "begin", "event_count",
         "special_bytes",
     )  # fmt: skip
 
@@ -92,8 +92,8 @@ class EventFramer:
         self._tail = bytearray()
         self._lines = 0
         """Lines in `_tail`."""
-        self._begin: bytes | tuple[()] = ()
-        """How the last ordinary event that came alone begins; `()`, as nothing does: none has."""
+        self.begin = b""
+        """How the last ordinary event that came alone begins; empty: none has."""
         self.event_count = 0
         """Events that have passed."""
         self.special_bytes = 0
@@ -130,9 +130,10 @@ class EventFramer:
         Raises: InvalidResponse, when an event grows past the limit.
         """
         tail = self._tail
-        begin = self._begin
+        begin = self.begin
         if (
-            chunk.startswith(begin)
+            begin
+            and chunk.startswith(begin)
             and chunk.endswith(b"}\n\n")
             and not tail
             and chunk.find(b"\n", len(begin)) == len(chunk) - 2
@@ -169,7 +170,11 @@ class EventFramer:
         """Keep the part of an ordinary event that tells whether the next one is ordinary."""
         size = event.find(b"{", event.find(b"data:")) + BEGIN_BYTES
         if size <= len(event) - len(b"}\n\n"):
-            self._begin = event[:size]
+            self.begin = event[:size]
+
+    def count_passed(self, events: int) -> None:
+        """So many ordinary events have passed elsewhere."""
+        self.event_count += events
 
     def _check_size(self) -> None:
         """Check that the large buffer may still be an event. Raises: InvalidResponse."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
@@ -25,10 +26,25 @@ from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.request_limits import max_event_bytes
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.sse import EventFramer
+from gateway.transport.connection import Relay
 from gateway.transport.errors import InvalidResponse
+
+
+class WriteToClient(Protocol):
+    """Sends bytes to the client; returns whether the client lags."""
+
+    def __call__(self, data: bytes, chunk: bytes | None = None, /) -> bool:
+        """`chunk`: a chunk of HTTP that holds just these bytes, if they have come as one."""
+
 
 EventFilter = Callable[[bytes], bytes]
 """Removes fields or events that only the gateway asked for. Raises: InvalidResponse."""
+
+NO_EVENT = b"\n"
+"""No event begins with these bytes."""
+
+MOST_PASSED = 32
+"""Events that pass before all stages know of them."""
 
 STREAM_TAIL_BYTES = 4 * 1024
 """Bytes of a stream's end that are read for `usage`; an event that reaches further back counts
@@ -39,10 +55,10 @@ class EventPipeline:
     """The stages between one node's bytes and the client. It fails by what the events say."""
 
     __slots__ = (
-        "_api", "_clock", "_dropped_events", "_ends_once", "_filters", "_most_bytes",
-        "_opening_bytes", "_opening_events", "_progress_filter", "_recent_chunks", "_record",
-        "_rewrite", "ended", "error_data", "failure", "framer", "is_over", "last_content_at",
-        "opening", "usage_filter",
+        "_api", "_begin", "_clock", "_dropped_events", "_ends_once", "_filters", "_most_bytes",
+        "_opening_bytes", "_opening_events", "_passed", "_progress_filter",
+        "_recent_chunks", "_record", "_rewrite", "_write", "ended", "error_data", "failure",
+        "framer", "is_over", "last_content_at", "opening", "usage_filter",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +92,11 @@ class EventPipeline:
         """The one of `_filters` that knows the usage, if only the gateway has asked for it."""
         self._rewrite: Callable[[bytes], bytes] | None = None
         self._record = record
+        self._write: WriteToClient  # set by `relay_to`
+        self._begin = NO_EVENT
+        """How an event begins that `pass_chunk` may pass."""
+        self._passed: list[bytes] = []
+        """Events that `pass_chunk` has passed, of which the other stages have yet to know."""
         self._dropped_events = 0
         """Whole events that the filters took out."""
         self._opening_events = 0
@@ -123,11 +144,13 @@ class EventPipeline:
         """Events that have passed, from the first one with content on: about one for each token."""
         if self.last_content_at is None:
             return 0
-        return self.framer.event_count - self._dropped_events - self._opening_events
+        passed = self.framer.event_count + len(self._passed)
+        return passed - self._dropped_events - self._opening_events
 
     @property
     def last_events(self) -> bytes:
         """The last events, whole."""
+        self.settle()
         last = self._recent_chunks[2]
         data = last if len(last) > STREAM_TAIL_BYTES else b"".join(self._recent_chunks)
         return sse.last_events(data, STREAM_TAIL_BYTES)
@@ -166,6 +189,8 @@ class EventPipeline:
         if self.ended:
             return b""
         framer = self.framer
+        if self._passed:
+            self.settle()
         before = framer.event_count
         events, special = framer.feed(chunk), framer.special_bytes
         if self._filters:
@@ -176,12 +201,58 @@ class EventPipeline:
             self.last_content_at = self._clock()
             _, second, third = self._recent_chunks
             self._recent_chunks = (second, third, events)
+        altered = self._filters or self._rewrite is not None or self._api.terminal_mark_nested
+        passes = not (altered or self.is_over or framer.has_partial)
+        self._begin = (passes and framer.begin) or NO_EVENT
         if events:
             if self._rewrite is not None:
                 events = self._rewrite(events)
             if self._record is not None:
                 self._record(events)
         return events
+
+    def relay_to(self, write: WriteToClient) -> Relay:
+        """What passes chunks of HTTP to `write` as they come: most of a stream, untouched."""
+        self._write = write
+        return self.pass_chunk
+
+    def pass_chunk(self, chunk: bytes, start: int) -> bool:
+        """Pass a chunk that holds one event like the last one, as a token comes from a node.
+
+        `start`: where the event begins. Returns False, and does nothing, for any other.
+        """
+        begin, passed = self._begin, self._passed
+        behind = start + len(begin)
+        if (
+            not chunk.startswith(begin, start)
+            or not chunk.endswith(b"}\n\n\r\n")
+            or chunk.find(b"\n", behind) != len(chunk) - 4
+            or chunk.find(b"data:", behind) >= 0
+            or len(passed) >= MOST_PASSED
+        ):
+            return False
+        event = chunk[start:-2]
+        if not chunk.isascii():
+            try:
+                event.decode()
+            except UnicodeDecodeError:
+                return False
+        passed.append(event)
+        self.last_content_at = self._clock()
+        if self._write(event, chunk):
+            self._begin = NO_EVENT  # The next chunk wakes the reader, who waits for the client.
+        return True
+
+    def settle(self) -> None:
+        """Let the other stages know of the events that `pass_chunk` has passed."""
+        passed = self._passed
+        if passed:
+            self.framer.count_passed(len(passed))
+            _, *recent = (*self._recent_chunks, *passed)[-4:]
+            self._recent_chunks = recent[0], recent[1], recent[2]
+            if self._record is not None:
+                self._record(b"".join(passed))
+            passed.clear()
 
     def _filtered(self, events: bytes) -> tuple[bytes, int]:
         """These events as the client would have had them, and how many bytes of them are special.

@@ -30,8 +30,8 @@ from gateway.proxy.json_values import (
     parse_object,
 )
 
-MOST_RAW_BYTES = 48 * 1024
-"""Bytes of events that are kept unparsed: about 240 tokens."""
+MOST_RAW_BYTES = 32 * 1024
+"""Bytes of events that are kept unparsed: about 150 tokens."""
 
 MOST_RAW_CHUNKS = 64
 """Chunks that are kept unparsed. A slow stream sends one token per chunk and stays open for long;

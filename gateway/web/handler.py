@@ -725,7 +725,7 @@ class RewritingWriter(EventsForClient):
         self._clock = clock
         self._written_at = clock()
 
-    def write(self, data: bytes) -> bool:
+    def write(self, data: bytes, _: bytes | None = None, /) -> bool:
         """Send events; True if the client lags, as `HttpExchange.write`."""
         data, now = self.rewrite(data), self._clock()
         if not data:

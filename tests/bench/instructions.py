@@ -90,7 +90,10 @@ TIMERS = {
 }
 """Constants by which work is done so many times a second, and what they are while requests are
 counted."""
-TIMER_DEFAULTS = {"gateway.store.store": ("Store", "check_seconds", "look_seconds")}
+TIMER_DEFAULTS = {
+    "gateway.store.store": ("Store", "check_seconds", "look_seconds"),
+    "gateway.transport.connection": ("TurnLimit", "seconds"),
+}
 """The same, of constants that are the defaults of a class."""
 SHORTEST_STOPPED = 0.1  # seconds from which on sleeps and time limits never end
 STOP_CLOCKS = f"""
@@ -120,7 +123,7 @@ for module, values in {TIMERS!r}.items():
 for module, (owner, *names) in {TIMER_DEFAULTS!r}.items():
     try:
         defaults = getattr(importlib.import_module(module), owner).__init__.__kwdefaults__
-    except ImportError:
+    except (ImportError, AttributeError):
         continue
     for name in names:
         if name in defaults:

@@ -569,7 +569,7 @@ class Api:
     """Whether events say which of a prompt's several answers they belong to."""
 
     def assemble(self, request_fields: JsonObject) -> Assembly:
-        """Take the fields of one event after the other, then None; return the plain response.
+        """Take some whole events after the others, then None; return the plain response.
 
         Raises: AssemblyError.
         """
@@ -706,7 +706,7 @@ class AssemblyError(Exception):
     """The events don't make a whole response. Its text never quotes them."""
 
 
-Assembly = Generator[None, RawFields | None, JsonObject]
+Assembly = Generator[None, bytes | None, JsonObject]
 """Makes a plain response, of which parts may be undecoded, of a stream's events."""
 
 
@@ -737,7 +737,7 @@ class ResponseAssembler:
         """Whether the events have more than `max_bytes`."""
         return self._bytes_left < 0
 
-    def add(self, events: bytes) -> bool:
+    def add(self, events: bytes, _: bytes | None = None, /) -> bool:
         """Add whole events, and return `too_large`."""
         self._chunks.append(events)
         self._unread += len(events)
@@ -751,8 +751,7 @@ class ResponseAssembler:
         if self._error is not None or self._bytes_left < 0:
             return
         try:
-            for fields in read_events(events):
-                self._assembly.send(fields)
+            self._assembly.send(events)
         except AssemblyError as error:
             self._error = error
         except _OTHER_FORM:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
@@ -30,6 +32,7 @@ from gateway.proxy.api.resuming import (
 )
 from gateway.proxy.json_values import JSON_ERRORS, JsonObject, parse_json
 from gateway.proxy.transcript import Transcript
+from gateway.transport.errors import InvalidResponse
 
 # llama.cpp's order: JSON has none, but people who read a response do.
 _FIELD_ORDER = (
@@ -134,14 +137,18 @@ class ChoicesApi(Api):
 
     def assemble(self, request_fields: JsonObject) -> Assembly:
         last: RawFields = {}
-        answers: dict[int, AnswerParts] = {}
-        while (fields := (yield)) is not None:
-            for choice in read_choices(fields):
-                index = as_index(choice.index)
-                if index not in answers:
-                    answers[index] = AnswerParts()
-                answers[index].add(choice)
-            last |= fields
+        answers: defaultdict[int, AnswerParts] = defaultdict(AnswerParts)
+        while (events := (yield)) is not None:
+            pieces, at, tries = events.split(b"\n\n"), 0, MOST_RUN_TRIES
+            while at < len(pieces):
+                for fields in read_events(pieces[at] + b"\n\n"):
+                    for choice in read_choices(fields):
+                        answers[as_index(choice.index)].add(choice)
+                    last |= fields
+                at += 1
+                if tries and len(pieces) - at >= LEAST_RUN:
+                    at = read_run(pieces, at, answers)
+                    tries -= 1
         if not answers:
             raise AssemblyError("the node's stream has no answer")
         found = {name: parse_json(bytes(raw)) for name, raw in last.items() if name != "choices"}
@@ -221,6 +228,10 @@ class AnswerParts:
             if tokens := inner_items(choice.logprobs.content):
                 self._logprobs.append(tokens)
 
+    def add_texts(self, texts: list[str], *, are_reasoning: bool) -> None:
+        """Add what chunks have that hold nothing else."""
+        (self.reasoning if are_reasoning else self._texts).extend(texts)
+
     @property
     def text(self) -> str:
         """The text so far."""
@@ -239,6 +250,52 @@ class AnswerParts:
         if self._logprobs is None:
             return None
         return {"content": msgspec.Raw(b"[%b]" % b",".join(self._logprobs))}
+
+
+LEAST_RUN = 4
+"""Events that come together, from which on it is tried to read them as a run."""
+
+MOST_RUN_TRIES = 8
+
+_TEXT = re.compile(rb'"(?:content|reasoning_content|text)": ?("(?:[^"\\]|\\.)*")')
+
+_REASONING = [ChunkChoice(delta=_Delta(reasoning_content=""))]
+
+_TEXT_ALONE = (_REASONING, [ChunkChoice(delta=_Delta(content=""))], [ChunkChoice(text="")])
+"""The choices of a chunk that has a text and nothing else."""
+
+_TEXTS = msgspec.json.Decoder(list[str])
+
+
+def read_run(pieces: list[bytes], at: int, answers: Mapping[int, AnswerParts]) -> int:
+    """Read the events from `at` on that differ from the one before in nothing but their text.
+
+    Most do, and one call decodes all of them. Returns the place of the first other one.
+    """
+    first = pieces[at - 1]
+    found = _TEXT.search(first)
+    if found is None or not first.startswith(b"data:") or b"\n" in first:
+        return at
+    before, after = first[: found.start(1)], first[found.end(1) :]
+    try:
+        choices = read_choices(read_fields(before[5:] + b'""' + after))
+    except (InvalidResponse, *JSON_ERRORS):
+        return at
+    if choices not in _TEXT_ALONE:
+        return at
+    end = at
+    while end < len(pieces) and pieces[end].startswith(before) and pieces[end].endswith(after):
+        end += 1
+    begin, behind = len(before), -len(after)
+    try:
+        strings = b",".join([piece[begin:behind] for piece in pieces[at:end]])
+        texts = _TEXTS.decode(b"[%b]" % strings)
+    except JSON_ERRORS:
+        return at
+    if len(texts) != end - at:
+        return at
+    answers[0].add_texts(texts, are_reasoning=choices == _REASONING)
+    return end
 
 
 def as_index(value: object) -> int:

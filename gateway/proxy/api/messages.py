@@ -362,20 +362,21 @@ class MessagesApi(Api):
         blocks: dict[int, JsonObject] = {}
         texts: dict[tuple[int, str], list[str]] = {}
         stopped = False
-        while (fields := (yield)) is not None:
-            event = {name: parse_json(bytes(raw)) for name, raw in fields.items()}
-            match event.get("type"):
-                case "message_start":
-                    message = dict(event.get("message") or {})
-                case "content_block_start":
-                    blocks[event.get("index", 0)] = dict(event.get("content_block") or {})
-                case "content_block_delta":
-                    _add_delta(texts, event.get("index", 0), event.get("delta") or {})
-                case "message_delta" if message is not None:
-                    message |= event.get("delta") or {}
-                    message["usage"] = (message.get("usage") or {}) | (event.get("usage") or {})
-                case "message_stop":
-                    stopped = True
+        while (events := (yield)) is not None:
+            for fields in read_events(events):
+                event = {name: parse_json(bytes(raw)) for name, raw in fields.items()}
+                match event.get("type"):
+                    case "message_start":
+                        message = dict(event.get("message") or {})
+                    case "content_block_start":
+                        blocks[event.get("index", 0)] = dict(event.get("content_block") or {})
+                    case "content_block_delta":
+                        _add_delta(texts, event.get("index", 0), event.get("delta") or {})
+                    case "message_delta" if message is not None:
+                        message |= event.get("delta") or {}
+                        message["usage"] = (message.get("usage") or {}) | (event.get("usage") or {})
+                    case "message_stop":
+                        stopped = True
         if message is None or not stopped:
             raise AssemblyError("the node's stream has no message or no end")
         for (index, name), pieces in texts.items():

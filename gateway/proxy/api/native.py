@@ -17,6 +17,7 @@ from gateway.proxy.api.base import (
     ResponseMerger,
     decoded_field,
     inner_items,
+    read_events,
     read_fields,
     read_items,
 )
@@ -159,13 +160,13 @@ class NativeEventsApi(Api):
         last: RawFields = {}
         # A stream has them even if nobody asked for them.
         wants_tokens = request_fields.get("return_tokens") is True
-        while (fields := (yield)) is not None:
-            content.append(decoded_field(fields, "content") or "")
-            if wants_tokens:
-                tokens.append(decoded_field(fields, "tokens") or ())
-            if items := inner_items(fields.get("completion_probabilities", b"[]")):
-                probabilities.append(items)
-            last = fields
+        while (events := (yield)) is not None:
+            for last in read_events(events):
+                content.append(decoded_field(last, "content") or "")
+                if wants_tokens:
+                    tokens.append(decoded_field(last, "tokens") or ())
+                if items := inner_items(last.get("completion_probabilities", b"[]")):
+                    probabilities.append(items)
         whole = {
             name: parse_json(bytes(raw))
             for name, raw in last.items()

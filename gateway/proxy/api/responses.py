@@ -28,6 +28,7 @@ from gateway.proxy.api.base import (
     decoded_field,
     edit_body,
     openai_error,
+    read_events,
 )
 from gateway.proxy.api.chat import as_response_format, may_call_tools
 from gateway.proxy.api.relayed import INPUT_TOKENS, RelayedApi
@@ -351,9 +352,10 @@ class ResponsesApi(Api):
 
     def assemble(self, request_fields: JsonObject) -> Assembly:
         whole: object = None
-        while (fields := (yield)) is not None:
-            if whole is None and decoded_field(fields, "type") in _TERMINAL_TYPES:
-                whole = decoded_field(fields, "response")
+        while (events := (yield)) is not None:
+            for fields in read_events(events):
+                if whole is None and decoded_field(fields, "type") in _TERMINAL_TYPES:
+                    whole = decoded_field(fields, "response")
         if not isinstance(whole, dict):
             raise AssemblyError("the node's stream has no end")
         return _as_plain(whole)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.proxy.api.base import AssemblyError, ResponseAssembler
 from gateway.proxy.api.chat import (
@@ -170,6 +173,44 @@ def test_a_chat_is_assembled_as_the_server_answers_it() -> None:
         "usage": USAGE,
         "timings": TIMINGS,
     }
+
+
+PIECES = st.one_of(
+    st.text(max_size=6).map(lambda text: event(chunk({"content": text}))),
+    st.text(max_size=6).map(lambda text: event(chunk({"reasoning_content": text}))),
+    st.text(max_size=6).map(lambda text: event(chunk(None) | {"choices": [{"text": text}]})),
+    st.sampled_from(
+        [
+            event(OPENING),
+            event(chunk({"content": "b"}, index=1)),
+            event(chunk({}, "stop")),
+            event(chunk({"content": "c", "role": "x"})),
+            event(COUNTS),
+            event(chunk({"content": "a"})).replace(b'"a"', b'"a\\"'),
+            event(chunk({"content": "a"})).replace(b'"a"', b'"a","b"'),
+            event(chunk({"content": "a"})).replace(b'"a"', b""),
+            b"data: [DONE]\n\n",
+        ]
+    ),
+)
+
+
+@given(st.lists(PIECES, max_size=14))
+def test_a_run_of_chunks_makes_what_they_make_one_by_one(pieces: list[bytes]) -> None:
+    def made(parts: list[bytes]) -> object:
+        assembly = CHAT.assemble({})
+        next(assembly)
+        try:
+            for part in parts:
+                assembly.send(part)
+            assembly.send(None)
+        except StopIteration as end:
+            return msgspec.json.encode(end.value)
+        except (AssemblyError, TypeError, ValueError) as error:
+            return type(error)
+        raise AssertionError
+
+    assert made([b"".join(pieces)]) == made(pieces)
 
 
 def test_a_response_without_a_word_has_empty_content() -> None:
