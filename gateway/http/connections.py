@@ -1,6 +1,6 @@
 """How the connections of one listener share it: how many there are, and whose turn it is.
 
-One address may have all connections but a reserve (`access/fair_share.py`). When the rest is in
+One address may have all connections but a reserve (`callers/fair_share.py`). When the rest is in
 use, idle connections of the addresses with the most are closed for an address with fewer; when the
 reserve is in use too, so are connections that still receive a body. An address that has the most
 itself is refused.
@@ -33,14 +33,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway import errors
-from gateway.access.callers import IPNetwork, client_address, client_network
-from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
+from gateway.callers.callers import IPNetwork, client_address, client_network
+from gateway.callers.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.errors import GatewayError
 from gateway.http.exchange import HttpExchange
 from gateway.http.request_head import x_request_id_of
 from gateway.http.response_head import encode_headers, error_headers
-from gateway.proxy.inbound.routes import Route, api_of_path
-from gateway.request import Headers
+from gateway.request.routes import Route, api_of_path
+from gateway.terms import Headers
 
 MOST_HEALTH_ONLY = 64  # connections beyond the limit that may ask for `HEALTH_PATHS`
 HEALTH_ONLY_SECONDS = 1.0  # seconds that such a connection may last

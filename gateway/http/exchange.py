@@ -16,8 +16,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.errors import ClientClosed, GatewayError
 from gateway.http.request_head import ContextCache
-from gateway.proxy.inbound.routes import Route
-from gateway.request import Headers
+from gateway.request.routes import Route
+from gateway.terms import Headers
 from gateway.transport.eager_task import EagerTask
 
 log = structlog.get_logger()

@@ -32,7 +32,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway import errors
-from gateway.access.callers import IPNetwork
+from gateway.api.relayed import RELAYED
+from gateway.callers.callers import IPNetwork
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.http.connections import (
@@ -49,9 +50,8 @@ from gateway.http.connections import (
 )
 from gateway.http.exchange import STATUS_LINES, ClientConnection, HttpExchange
 from gateway.http.response_head import encode_rejection
-from gateway.proxy.api.relayed import RELAYED
-from gateway.proxy.inbound.routes import ROUTES, Route
-from gateway.request import Headers
+from gateway.request.routes import ROUTES, Route
+from gateway.terms import Headers
 from gateway.transport.connection import KnownHead, TurnLimit
 
 Serve = Callable[[Route, HttpExchange], Awaitable[None]]

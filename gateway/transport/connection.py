@@ -18,7 +18,7 @@ from typing import Self, cast
 
 import httptools
 
-from gateway.request import Headers, SegmentedBody
+from gateway.terms import Headers, SegmentedBody
 from gateway.transport.errors import (
     ConnectionReset,
     InvalidResponse,

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from gateway.config.node import NodeSpec, NodeTls
 from gateway.errors import drop_traceback
-from gateway.request import SegmentedBody
+from gateway.terms import SegmentedBody
 from gateway.transport.connection import (
     STALE_SECONDS,
     LoopTimeout,

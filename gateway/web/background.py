@@ -22,23 +22,18 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
-from gateway.batches.background_requests import (
-    DEFERRED_PATH,
-    SHUTTING_DOWN,
-    BackgroundRequests,
-    NewRequest,
-    decode_result,
-    not_found,
-    response_not_found,
+from gateway.api.json_values import (
+    FIELDS_DECODER,
+    ITEMS_DECODER,
+    JSON_ERRORS,
+    TEXT_DECODER,
+    JsonObject,
+    raw_head,
 )
-from gateway.batches.claims import RequestKind, RequestState, StoredRow
-from gateway.batches.folder import RETRY_AFTER, FolderError, folder_errors_told
-from gateway.batches.response_events import REPEATED, queued_response
-from gateway.batches.response_log import LogBroken
-from gateway.batches.webhooks import WebhookTargets
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
+from gateway.forward.client_response import JSON_HEADER_LINE
 from gateway.http.exchange import HttpExchange
 from gateway.http.request_head import (
     Callers,
@@ -48,19 +43,24 @@ from gateway.http.request_head import (
     owner_by_head,
 )
 from gateway.http.response_head import encode_headers
-from gateway.proxy.client_response import JSON_HEADER_LINE
-from gateway.proxy.inbound.body import BYTE_ORDER_MARK, is_slow_to_parse
-from gateway.proxy.inbound.request import Request
-from gateway.proxy.inbound.routes import ROUTES, Route
-from gateway.proxy.json_values import (
-    FIELDS_DECODER,
-    ITEMS_DECODER,
-    JSON_ERRORS,
-    TEXT_DECODER,
-    JsonObject,
-    raw_head,
+from gateway.request.body import BYTE_ORDER_MARK, is_slow_to_parse
+from gateway.request.preparation import Request
+from gateway.request.routes import ROUTES, Route
+from gateway.stored.background_requests import (
+    DEFERRED_PATH,
+    SHUTTING_DOWN,
+    BackgroundRequests,
+    NewRequest,
+    decode_result,
+    not_found,
+    response_not_found,
 )
-from gateway.request import Headers
+from gateway.stored.claims import RequestKind, RequestState, StoredRow
+from gateway.stored.folder import RETRY_AFTER, FolderError, folder_errors_told
+from gateway.stored.response_events import REPEATED, queued_response
+from gateway.stored.response_log import LogBroken
+from gateway.stored.webhooks import WebhookTargets
+from gateway.terms import Headers
 from gateway.transport.eager_task import ensure_task
 from gateway.web.asgi import JsonResponse, error_response, page_limit
 

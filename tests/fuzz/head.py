@@ -18,7 +18,7 @@ from gateway.errors import ClientClosed, GatewayError
 from gateway.http.connections import CONNECTION_PIPELINE_BYTES
 from gateway.http.exchange import HttpExchange
 from gateway.http.protocol import BoundedProtocol, ChunkedDecoder, protocol_class
-from gateway.proxy.inbound.routes import Route
+from gateway.request.routes import Route
 from gateway.transport.connection import TurnLimit
 from tests.fuzz.inputs import Check, Target, divide, seed
 from tests.http.recorded_transport import RecordedTransport

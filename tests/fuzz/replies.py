@@ -13,8 +13,8 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from gateway.proxy.client_response import headers_for_client
-from gateway.request import Headers
+from gateway.forward.client_response import headers_for_client
+from gateway.terms import Headers
 from gateway.transport.connection import NodeConnection, TurnLimit
 from gateway.transport.errors import UpstreamError
 from tests.fuzz.inputs import Check, Target, divide, seed

@@ -16,7 +16,7 @@ import uvloop
 from gateway.config.listeners import LimitSettings
 from gateway.http.exchange import HttpExchange
 from gateway.http.protocol import BoundedProtocol, protocol_class
-from gateway.proxy.inbound.routes import Route
+from gateway.request.routes import Route
 from gateway.transport.connection import TURN_SECONDS, NodeConnection, TurnLimit
 from tests.transport.raw import Silent
 

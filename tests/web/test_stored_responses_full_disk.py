@@ -13,7 +13,7 @@ ON_A_FULL_DISK = """
 import asyncio, sys
 from pathlib import Path
 import openai
-from gateway.batches import background_requests
+from gateway.stored import background_requests
 from tests.emulator import EmulatedNode
 from tests.web.test_background import ASK, client, ended, gateway
 
