@@ -15,9 +15,8 @@ sys.path.insert(0, sys.argv.pop(1))
 runpy.run_module("gateway.local.topology", run_name="__main__", alter_sys=True)
 """
 MODULES = (
-    "tools/__init__",
-    "tools/local/__init__",
-    "tools/local/topology",
+    "local/__init__",
+    "local/topology",
 )
 """The modules that a playbook runs on a host, beside an empty `gateway/__init__.py`."""
 
