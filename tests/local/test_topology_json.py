@@ -22,7 +22,7 @@ MODULES = (
 
 
 def test_a_bare_python_reads_the_topology(tmp_path: Path) -> None:
-    copied = tmp_path / "gateway/workshop/local"
+    copied = tmp_path / "gateway/local"
     copied.mkdir(parents=True)
     (tmp_path / "gateway/__init__.py").touch()
     for module in MODULES:
