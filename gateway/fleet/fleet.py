@@ -48,19 +48,12 @@ from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key,
 from gateway.usage.money import MILLION, AliveNode, GpuPrice, gpu_cost
 
 log = logging.getLogger(__name__)
-
-FIRST_POLL = 0.02
-"""Seconds: llama.cpp frees the slot of a stream in decode within 3 to 36 ms."""
-
-MOST_POLL_INTERVAL = 1.0
-"""Seconds; the interval doubles up to this."""
-
+FIRST_POLL = 0.02  # seconds: llama.cpp frees the slot of a stream in decode within 3 to 36 ms
+MOST_POLL_INTERVAL = 1.0  # seconds; the interval doubles up to this
+# Seconds for which an abandoned request without a slot is held: the node works on, and reports
+# nothing of it.
 SLOTLESS_HOLD = 1.0
-"""Seconds for which an abandoned request without a slot is held: the node works on, and reports
-nothing of it."""
-
-BLIND_HOLD = 0.2
-"""Seconds for which the slot of a cut stream is held if the node has no `/slots`."""
+BLIND_HOLD = 0.2  # seconds for which the slot of a cut stream is held if the node has no `/slots`
 
 
 class Reclaimer:
@@ -190,14 +183,11 @@ def hold_without_slots(lease: Lease) -> float:
     return min(longest, max(BLIND_HOLD, expected_end - abandoned))
 
 
+# Most nodes probed at the same time: if none of a thousand nodes answers, a round takes 8 s.
 PROBES_AT_ONCE = 256
-"""Most nodes probed at the same time: if none of a thousand nodes answers, a round takes 8 s."""
-
+# Servers that the inventory does not have and of which something learnt is kept.
 MOST_LEARNT = 10_000
-"""Servers that the inventory does not have and of which something learnt is kept."""
-
-COMPARE_SPEEDS_EVERY = 5.0
-"""Seconds between two comparisons of all nodes' speeds."""
+COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
 
 
 class Fleet:
@@ -820,12 +810,9 @@ class ClosingNodes:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
+# States in which no hour of a node is counted: nobody has heard of its machine.
 NOT_RUNNING = frozenset({NodeState.STANDBY, NodeState.DOWN, NodeState.STARTING})
-"""States in which no hour of a node is counted: nobody has heard of its machine."""
-
-PRICES_AGE = 10.0
-"""Seconds for which the prices of a model are kept: speeds change slowly."""
-
+PRICES_AGE = 10.0  # seconds for which the prices of a model are kept: speeds change slowly
 MOST_MODELS = 1000
 
 

@@ -39,25 +39,16 @@ from gateway.transport.errors import (
 )
 from gateway.transport.pool import speaks_plain_http, speaks_tls, tls_failure
 
+# Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller.
 LARGEST_RESPONSE = 4 << 20
-"""Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller."""
-
-LARGEST_REFUSAL = 64 * 1024
-"""Bytes of the answer to an empty request."""
-
+LARGEST_REFUSAL = 64 * 1024  # bytes of the answer to an empty request
 NOT_FOUND_STATUSES = frozenset({404, 405, 501})
-
 KEY_REJECTED_STATUSES = frozenset({401, 403})
-
+# Seconds after which a node is tried again with endpoints that it refused with 501.
 RETRY_REFUSED_AFTER = 300.0
-"""Seconds after which a node is tried again with endpoints that it refused with 501."""
-
 _HEADER_LINES = b"accept: */*\r\naccept-encoding: identity\r\nuser-agent: llama-gateway\r\n"
-
 _POST_HEADER_LINES = _HEADER_LINES + b"content-type: application/json\r\n"
-
 _ENCODING = b"content-encoding"
-
 NAME_MODEL_HINT = "say in the inventory what it serves (model: ...)"
 
 
@@ -301,8 +292,7 @@ def key_rejected_reason(path: str, status: int) -> str:
     )
 
 
-SCHEME_LIMIT = 1.0
-"""Seconds for a look whether the node speaks the other scheme."""
+SCHEME_LIMIT = 1.0  # seconds for a look whether the node speaks the other scheme
 
 
 async def _scheme_hint(node: Node, detail: str) -> str:
@@ -348,14 +338,12 @@ def _why(error: Exception) -> str:
     return str(error).strip()[:200] or type(error).__name__
 
 
+# States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds.
 ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE, NodeState.SLEEPING})
-"""States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
-
+# Results of a discovery that keep a live node from getting work.
 ALIVE_BUT_UNUSABLE = frozenset({ProbeAnswer.KEY_REJECTED, ProbeAnswer.NO_MODEL})
-"""Results of a discovery that keep a live node from getting work."""
-
+# Seconds; a node that is out of service is looked at again after this at the latest.
 MOST_SLEEP = 3600.0
-"""Seconds; a node that is out of service is looked at again after this at the latest."""
 
 
 class HealthMonitor:
@@ -521,8 +509,8 @@ class HealthMonitor:
             node.occupancy.record_tokens(busy)
 
 
+# A prefill may take so many times longer than predicted before it stops being a sign of life.
 PREFILL_GRACE_FACTOR = 4.0
-"""A prefill may take so many times longer than predicted before it stops being a sign of life."""
 
 
 def prefill_grace(lease: Lease) -> float:

@@ -22,9 +22,8 @@ from gateway.fleet.server_properties import ServerProperties
 from gateway.request import Endpoint
 
 MOST_CACHED_LOOKUPS = 10_000
-
+# Endpoints that servers are started for, and which those of another purpose refuse.
 DEDICATED_ENDPOINTS: frozenset[Endpoint] = frozenset({"embeddings", "rerank"})
-"""Endpoints that servers are started for, and which those of another purpose refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,7 @@ class CapableNodes:
 
     nodes: tuple[Node, ...]
     least_slots: int
-    least_context: float
-    """Tokens of one slot; infinity: no node has reported it."""
+    least_context: float  # tokens of one slot; infinity: no node has reported it
     by_model: tuple[tuple[str, tuple[Node, ...]], ...]
     """The nodes with the model's public name, as the scheduler wants them."""
 
@@ -312,9 +310,7 @@ def _has_vision(node: Node) -> bool:
 
 
 MOST_MODELS = 100
-
-MOST_VALUES, MOST_NAMES = 8, 8
-"""Values of one property, and nodes of one value, that are named."""
+MOST_VALUES, MOST_NAMES = 8, 8  # values of one property, and nodes of one value, that are named
 
 _WORDS = {
     "quantisation": "quantisation",
@@ -330,8 +326,7 @@ class ComparedServer:
 
     node: str
     models: tuple[str, ...]
-    context: int | None
-    """Tokens of one slot."""
+    context: int | None  # tokens of one slot
     properties: ServerProperties
 
 
@@ -340,8 +335,7 @@ class ModelDifference:
     """One property in which nodes that serve one model differ."""
 
     model: str
-    what: str
-    """`quantisation`, `build`, `context` or `template`."""
+    what: str  # `quantisation`, `build`, `context` or `template`
     nodes_by_value: Mapping[str, tuple[str, ...]]
     """The nodes of each value, the most frequent value first."""
 

@@ -41,8 +41,7 @@ from gateway.lease import NodeInfo
 from gateway.request import Endpoint
 from gateway.transport.pool import ConnectionPool
 
-SLOT_LINGER = 0.25
-"""Seconds for which a slot may still be reported busy after its answer has ended."""
+SLOT_LINGER = 0.25  # seconds for which a slot may still be reported busy after its answer has ended
 
 
 class LeasePhase(enum.Enum):
@@ -50,24 +49,18 @@ class LeasePhase(enum.Enum):
 
     WAITING_HEAD = "waiting"
     """Sent, no head yet: the node queues it, or works on an answer that it does not stream."""
-    PREFILL = "prefill"
-    """The head has come, content has not: the node reads the prompt."""
-    DECODE = "decode"
-    """Content has come."""
-    RECLAIM = "reclaim"
-    """The gateway has left; the node may still be at work."""
-    RELEASED = "over"
-    """The slots are free."""
+    PREFILL = "prefill"  # the head has come, content has not: the node reads the prompt
+    DECODE = "decode"  # content has come
+    RECLAIM = "reclaim"  # the gateway has left; the node may still be at work
+    RELEASED = "over"  # the slots are free
 
 
 @dataclass(slots=True, eq=False)
 class SlotsQuery:
     """A request to the node's `/slots` that is under way."""
 
-    peak_leased: int
-    """The most busy slots in its answer that our leases can account for."""
-    lent: int = 0
-    """The busy slots in its answer that may be lent."""
+    peak_leased: int  # the most busy slots in its answer that our leases can account for
+    lent: int = 0  # the busy slots in its answer that may be lent
 
     def leases_grew(self, leased: int) -> None:
         """Our leases hold so many slots now."""
@@ -101,20 +94,14 @@ class SlotOccupancy:
     foreign: int = 0
     slot_seconds: float = 0.0
     """Busy slots, ours and others', integrated over time up to the last change."""
-    prefill_seconds: float = 0.0
-    """Our prompts that are being read, integrated likewise."""
-    prefills: int = 0
-    """Our prompts that are being read."""
+    prefill_seconds: float = 0.0  # our prompts that are being read, integrated likewise
+    prefills: int = 0  # our prompts that are being read
     tokens_reading: tuple[int, ...] | None = None
     """The tokens of each busy slot, ours and others', by the last reading; None: it was taken."""
-    _integrated_at: float = 0.0
-    """Up to when the sums go."""
-    _window: int = 0
-    """Number of the current window of `SLOT_LINGER` seconds."""
-    _peak: int = 0
-    """The most slots leased in this window."""
-    _earlier_peak: int = 0
-    """The most in the window before."""
+    _integrated_at: float = 0.0  # up to when the sums go
+    _window: int = 0  # number of the current window of `SLOT_LINGER` seconds
+    _peak: int = 0  # the most slots leased in this window
+    _earlier_peak: int = 0  # the most in the window before
     _watchers: list[SlotsQuery | SlotLoan] = field(default_factory=list)
     """All that is told of each lease."""
     _lent: int = 0
@@ -217,8 +204,8 @@ class SlotOccupancy:
             self._window = window
 
 
+# Least seconds and events of a span of a decode that shows how fast it goes.
 SPAN_SECONDS, SPAN_TOKENS = 2.5, 4
-"""Least seconds and events of a span of a decode that shows how fast it goes."""
 
 
 class NodeState(enum.Enum):
@@ -249,42 +236,34 @@ class NodeSettings:
 class LearntOfServer(msgspec.Struct, frozen=True):
     """What was learnt of a server, as it outlives the process."""
 
-    served_as: ServedAs
-    """The model and build of which it was learnt."""
+    served_as: ServedAs  # the model and build of which it was learnt
     speed: SpeedState
     usual: UsualSpeeds
     wake_seconds: float | None
 
 
+# For which a node that has answered plainly to a request for a stream is not asked for streams.
+# Plain requests can't be cancelled, so it is tried again.
 PLAIN_SECONDS = 600.0
-"""For which a node that has answered plainly to a request for a stream is not asked for streams.
-Plain requests can't be cancelled, so it is tried again."""
-
-MOST_CALIBRATIONS = 5
-"""Calibrations of one server that may fail, or be given up."""
-
+MOST_CALIBRATIONS = 5  # calibrations of one server that may fail, or be given up
+# Seconds after the first of them until the next; four times as many after each further one.
 CALIBRATION_PAUSE = 5.0
-"""Seconds after the first of them until the next; four times as many after each further one."""
 
 
 @dataclass(slots=True)
 class CalibrationRecord:
     """A node's calibrations (`calibration.py`). Times are monotonic seconds."""
 
-    tries: int = 0
-    """Those in a row that were in vain."""
-    due_at: float = -math.inf
-    """When the next one may begin."""
+    tries: int = 0  # those in a row that were in vain
+    due_at: float = -math.inf  # when the next one may begin
     loaded_at: int = -1
     """The node's `requests` when its server loaded its model: no request has warmed it until they
     are more."""
     penalty: float = 0.0
     """While one runs: seconds until its prompt has been read, and the slot can be free."""
-    outcome: str | None = None
-    """How the last one ended; None: there was none."""
+    outcome: str | None = None  # how the last one ended; None: there was none
     ended_at: float = 0.0
-    prefill_tps: float | None = None
-    """What the last good one showed."""
+    prefill_tps: float | None = None  # what the last good one showed
     decode_tps: float | None = None
 
     def begin(self, penalty: float) -> None:
@@ -350,32 +329,25 @@ class Node:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     """Of a standby node with hooks: whether it runs."""
     key_rejection: KeyRejection = field(default_factory=KeyRejection)
-    removed: bool = False
-    """Out of the inventory: it gets no new work and ends what it runs."""
+    removed: bool = False  # out of the inventory: it gets no new work and ends what it runs
     refusal_hints: dict[str, str] = field(default_factory=dict)
     """For endpoints that it has refused: the reason that it gave."""
     endpoint_refused_at: float = math.inf
     """When it last refused an endpoint; infinity: never, to this process."""
-    drift: tuple[str, ...] = ()
-    """How the server differs from the inventory, as last published."""
-    indexed_models: frozenset[str] = frozenset()
-    """Its public models, as the fleet's index has them."""
+    drift: tuple[str, ...] = ()  # how the server differs from the inventory, as last published
+    indexed_models: frozenset[str] = frozenset()  # its public models, as the fleet's index has them
     indexed_aliases: dict[str, str] = field(default_factory=dict)
     """Which of them are further names of others, likewise."""
     leases: set[Lease] = field(default_factory=set)
     occupancy: SlotOccupancy = field(default_factory=SlotOccupancy)
-    released_at: float = -math.inf
-    """When the last lease ended."""
-    requests: int = 0
-    """Leases taken since the start."""
+    released_at: float = -math.inf  # when the last lease ended
+    requests: int = 0  # leases taken since the start
     failures: int = 0
-    announced_free: int = 0
-    """Free slots as the scheduler knows them; see `free_slots_grew`."""
+    announced_free: int = 0  # free slots as the scheduler knows them; see `free_slots_grew`
     on_lease_released: Callable[[Lease, bool], None] = lambda _lease, _counted: None
     on_lease_abandoned: Callable[[Node], None] = lambda _: None
     name: str = field(init=False)
-    info: NodeInfo = field(init=False)
-    """What those who send requests to it may know of it."""
+    info: NodeInfo = field(init=False)  # what those who send requests to it may know of it
 
     def __post_init__(self) -> None:
         self.name = self.spec.name
@@ -857,33 +829,25 @@ class Lease:
     """Whether the node streams its answer: if so it stops soon after the gateway leaves."""
     expected_prefill: float | None
     """Predicted seconds from dispatch to the first content; None: unknown."""
-    expected_total: float | None
-    """Predicted seconds from dispatch to the end; None: unknown."""
-    wake: float = 0.0
-    """The part of `expected_prefill` in which its server, which slept, wakes up."""
+    expected_total: float | None  # predicted seconds from dispatch to the end; None: unknown
+    wake: float = 0.0  # the part of `expected_prefill` in which its server, which slept, wakes up
     wakes: bool = False
     """Whether it was the first request to a server that slept, and no content has come."""
-    trial: bool = False
-    """Whether its outcome closes or reopens the node's circuit."""
+    trial: bool = False  # whether its outcome closes or reopens the node's circuit
     phase: LeasePhase = LeasePhase.WAITING_HEAD
     prefill_began_at: float = 0.0
     upstream: ConnectionPool = field(init=False)
     """The node's pool when the lease was taken; it stays open until the lease has ended."""
-    last_content_at: float | None = None
-    """When the last byte of content came from the node."""
+    last_content_at: float | None = None  # when the last byte of content came from the node
     abandoned_at: float = 0.0
     abandoned_phase: LeasePhase | None = None
-    prefilling: bool = False
-    """Whether the node's occupancy counts its prompt as being read."""
-    released_at: float | None = None
-    """When the slots became free."""
-    mean_prefills: float = 1.0
-    """Mean number of prompts read on the node while its own was."""
+    prefilling: bool = False  # whether the node's occupancy counts its prompt as being read
+    released_at: float | None = None  # when the slots became free
+    mean_prefills: float = 1.0  # mean number of prompts read on the node while its own was
     slot_seconds: float = 0.0
     """The node's sum (`SlotOccupancy`) when the lease was taken, then when its prompt was read;
     after the release the difference since then."""
-    prefill_seconds: float = 0.0
-    """The node's other sum, at the same moments."""
+    prefill_seconds: float = 0.0  # the node's other sum, at the same moments
     first_content_at: float | None = None
     span: tuple[float, int, float, float] = (0.0, 0, 0.0, 0.0)
     """The span of its decode that goes on: when it began, the events before it (0: none goes on),
