@@ -232,20 +232,18 @@ class LearntMemory:
         read later (`run`).
         """
         async with self._lock:
+            end = time.monotonic() + seconds
             try:
-                await self._load(time.monotonic() + seconds, seconds)
+                if self._tried:
+                    await self._gather(whole=True)
+                self._tried = True
+                rows = await self._backend.read(seconds)
+                if rows is not None:
+                    self._read = True
+                    await self._restore(rows, end)
             except Exception as error:  # noqa: BLE001 - nothing here may stop a start
                 self._read = True
                 self._failed(error)
-
-    async def _load(self, end: float, seconds: float) -> None:
-        if self._tried:
-            await self._gather(whole=True)
-        self._tried = True
-        rows = await self._backend.read(seconds)
-        if rows is not None:
-            self._read = True
-            await self._restore(rows, end)
 
     def _failed(self, error: Exception) -> None:
         """Tell of an error once, without its words: they may be a caller's."""

@@ -304,7 +304,7 @@ class Calibrator:
         measure = not node.speed.samples and node.speed.calibrated is None
         run = _Run(node, self._rng, asyncio.timeout(MOST_SECONDS))
         lease = node.take_calibration_lease(began)
-        record.begin(READ_WORDS / node.speed.expected_prefill_tps)
+        record.delay(READ_WORDS / node.speed.expected_prefill_tps)
         try:
             with node.occupancy.lend_slot(run.call_in):
                 self._fleet.refresh_state(node)
@@ -334,7 +334,7 @@ class Calibrator:
                 self._fleet.refresh_state(node)
                 await _settle(node)
         finally:
-            record.over()
+            record.delay(0.0)
             lease.release()
             self._fleet.refresh_state(node)
 

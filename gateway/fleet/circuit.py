@@ -267,7 +267,8 @@ class ConcurrencyLimit:
         default_factory=lambda: defaultdict(lambda: deque(maxlen=MOST_ROUND_ANSWERS))
     )
     """Seconds of the newest answers of each kind since the limit changed."""
-    _least: dict[AnswerKind, LeastLatency] = field(default_factory=dict)
+    _least: dict[AnswerKind, tuple[float, float]] = field(default_factory=dict)
+    """For each kind the least latency in seconds, and when it was seen."""
     _usual_tokens: float = 128.0  # mean length of recent answers
     _refusals: int = 0  # rounds in a row with a refusal
     _refused_limit: int = MOST_LIMIT
@@ -379,7 +380,11 @@ class ConcurrencyLimit:
             if len(seconds) < LEAST_MEDIAN_ANSWERS:
                 continue
             median = statistics.median(seconds)
-            lowest = self._least.setdefault(kind, LeastLatency(median, now)).after(median, now)
+            known, seen_at = self._least.get(kind, (median, now))
+            lowest = known * 2 ** ((now - seen_at) / LATENCY_STALE)
+            if median <= lowest:
+                self._least[kind] = lowest + LEAST_LATENCY_STEP * (median - lowest), now
+                lowest = median
             weight = len(seconds) * (self._usual_tokens if kind[0] == "token" else 1.0)
             present += weight * median
             least += weight * lowest
@@ -390,19 +395,3 @@ class ConcurrencyLimit:
         self._changed_at = now
         self._latencies.clear()
         self._answers = self._peak = 0
-
-
-@dataclass(slots=True)
-class LeastLatency:
-    """The least latency seen for one kind of answer."""
-
-    seconds: float
-    seen_at: float
-
-    def after(self, median: float, now: float) -> float:
-        """Take in the median of a round; returns the least latency at this moment."""
-        least = self.seconds * 2 ** ((now - self.seen_at) / LATENCY_STALE)
-        if median <= least:
-            self.seconds = least + LEAST_LATENCY_STEP * (median - least)
-            self.seen_at = now
-        return min(least, median)

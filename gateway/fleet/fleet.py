@@ -619,12 +619,28 @@ class Fleet:
 
         Not `crowded`: with 402, since the account has no credit.
         """
-        if lease.node.record_refusal(lease, now, retry_after, crowded=crowded):
+        limit = lease.node.concurrency_limit
+        if limit is not None and limit.record_refusal(
+            lease.taken_at, now, retry_after, crowded=crowded
+        ):
             self._refresh_and_wake(lease.node)
 
     def adjust_limit(self, lease: Lease, prompt_tokens: float, completion_tokens: float) -> None:
-        """A whole answer of so many tokens came: its endpoint may take more requests, or fewer."""
-        if lease.node.record_answer(lease, prompt_tokens, completion_tokens):
+        """A whole answer came: its endpoint may take more requests, or fewer.
+
+        `prompt_tokens` that it had to read; `completion_tokens` that it wrote, on all slots.
+        """
+        limit = lease.node.concurrency_limit
+        seen = None if limit is None else lease.observed_timing()
+        if limit is None or seen is None:
+            return
+        if limit.record_success(
+            lease.taken_at,
+            lease.taken_at + seen.duration,
+            ttft=seen.ttft,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens / lease.slots,
+        ):
             self.refresh_state(lease.node)
 
     def endpoint_refused(self, node: Node, endpoint: Endpoint, hint: str | None = None) -> None:
@@ -664,7 +680,6 @@ class Fleet:
         `context_tokens`: of its prompt.
         """
         now, node = self._clock(), lease.node
-        lease.bytes_received(now)
         span = lease.next_span(tokens, now)
         if span is not None and node.degradation.watch(*span, context_tokens + tokens, now):
             self.refresh_state(node)

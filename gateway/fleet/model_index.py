@@ -36,17 +36,6 @@ class CapableNodes:
     by_model: tuple[tuple[str, tuple[Node, ...]], ...]
     """The nodes with the model's public name, as the scheduler wants them."""
 
-    @classmethod
-    def of(cls, model: str, nodes: Iterable[Node]) -> CapableNodes:
-        """These nodes, for this model."""
-        found = tuple(nodes)
-        return cls(
-            found,
-            min((node.slots_total for node in found), default=0),
-            min((node.context or math.inf for node in found), default=math.inf),
-            ((model, found),),
-        )
-
 
 class ModelIndex:
     """The nodes by the models that they serve."""
@@ -129,17 +118,17 @@ class ModelIndex:
                 node.is_for_chat and node.state in ALIVE_STATES and not _may_be_for_other_work(node)
                 for node in nodes
             )
-            found = CapableNodes.of(
-                model,
-                (
-                    node
-                    for node in nodes
-                    if node.supports(endpoint, vision=vision)
-                    and (dedicated_too or node.is_for_chat)
-                    and not (leaves_sleepers and _may_be_for_other_work(node))
-                    and not (native and node.spec.kind == "openai")
-                ),
+            able = tuple(
+                node
+                for node in nodes
+                if node.supports(endpoint, vision=vision)
+                and (dedicated_too or node.is_for_chat)
+                and not (leaves_sleepers and _may_be_for_other_work(node))
+                and not (native and node.spec.kind == "openai")
             )
+            least_slots = min((node.slots_total for node in able), default=0)
+            least_context = min((node.context or math.inf for node in able), default=math.inf)
+            found = CapableNodes(able, least_slots, least_context, ((model, able),))
             # A name that no node serves is the client's invention, of any length: not cached.
             if self.serves(model) and len(self.cached_lookups) < MOST_CACHED_LOOKUPS:
                 self.cached_lookups[key] = found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -31,7 +31,6 @@ from gateway.fleet.lifecycle import (
     Sleep,
 )
 from gateway.fleet.server_properties import (
-    Purpose,
     ServedAs,
     ServerProperties,
     inventory_drift,
@@ -60,30 +59,11 @@ class SlotsQuery:
     """A request to the node's `/slots` that is under way."""
 
     peak_leased: int  # the most busy slots in its answer that our leases can account for
-    lent: int = 0  # the busy slots in its answer that may be lent
+    loans_over: int  # loans of a slot that were over before; any further one is in its answer
 
     def leases_grew(self, leased: int) -> None:
         """Our leases hold so many slots now."""
         self.peak_leased = max(self.peak_leased, leased)
-
-    def slot_lent(self) -> None:
-        """A slot is lent."""
-        self.lent = 1
-
-
-@dataclass(slots=True, eq=False)
-class SlotLoan:
-    """A slot that counts as free while a calibration uses it, until a lease wants any slot."""
-
-    call_in: Callable[[], None]
-
-    def leases_grew(self, leased: int) -> None:
-        """Our leases hold so many slots now."""
-        if leased:
-            self.call_in()
-
-    def slot_lent(self) -> None:
-        """A slot is lent."""
 
 
 @dataclass(slots=True)
@@ -102,9 +82,10 @@ class SlotOccupancy:
     _window: int = 0  # number of the current window of `SLOT_LINGER` seconds
     _peak: int = 0  # the most slots leased in this window
     _earlier_peak: int = 0  # the most in the window before
-    _watchers: list[SlotsQuery | SlotLoan] = field(default_factory=list)
-    """All that is told of each lease."""
-    _lent: int = 0
+    _watchers: list[Callable[[int], None]] = field(default_factory=list)
+    """Told of each lease: how many slots are leased now."""
+    _loans: int = 0
+    _loans_over: int = 0
 
     def integrate(self, now: float) -> None:
         """Bring the sums up to this moment."""
@@ -129,7 +110,7 @@ class SlotOccupancy:
         if self._peak < self.leased:  # noqa: PLR1730 - a call costs four times as much
             self._peak = self.leased
         for watcher in self._watchers:
-            watcher.leases_grew(self.leased)
+            watcher(self.leased)
 
     def prefill_done(self, now: float) -> None:
         """One of our prompts has been read."""
@@ -156,32 +137,35 @@ class SlotOccupancy:
     def slots_query(self, now: float) -> Iterator[SlotsQuery]:
         """Watch our leases while the node is asked for its busy slots."""
         self._roll(now)
-        query = SlotsQuery(max(self._peak, self._earlier_peak), self._lent)
-        self._watchers.append(query)
+        query = SlotsQuery(max(self._peak, self._earlier_peak), self._loans_over)
+        self._watchers.append(query.leases_grew)
         try:
             yield query
         finally:
-            self._watchers.remove(query)
+            self._watchers.remove(query.leases_grew)
 
     @contextmanager
     def lend_slot(self, call_in: Callable[[], None]) -> Iterator[None]:
         """Lend a slot of an idle node; it goes on counting as free. Each lease calls `call_in`."""
-        loan = SlotLoan(call_in)
-        for watcher in self._watchers:
-            watcher.slot_lent()
-        self._watchers.append(loan)
-        self._lent = 1
+
+        def leases_grew(leased: int) -> None:
+            if leased:
+                call_in()
+
+        self._watchers.append(leases_grew)
+        self._loans += 1
         try:
             yield
         finally:
-            self._lent = 0
-            self._watchers.remove(loan)
+            self._loans_over += 1
+            self._watchers.remove(leases_grew)
 
     def record_busy(self, busy: int, query: SlotsQuery, now: float | None = None) -> None:
         """The node reported busy slots: those that our leases can't account for are others'."""
         if now is not None:
             self.integrate(now)
-        self.foreign = max(0, busy - query.peak_leased - query.lent)
+        is_one_lent = self._loans > query.loans_over
+        self.foreign = max(0, busy - query.peak_leased - is_one_lent)
 
     def record_tokens(self, reading: tuple[int, ...]) -> None:
         """The node reported the tokens of its busy slots."""
@@ -266,8 +250,8 @@ class CalibrationRecord:
     prefill_tps: float | None = None  # what the last good one showed
     decode_tps: float | None = None
 
-    def begin(self, penalty: float) -> None:
-        """One begins."""
+    def delay(self, penalty: float) -> None:
+        """One begins, which delays requests so; 0: its slot is free."""
         self.penalty = penalty
 
     def showed(self, prefill_tps: float | None, decode_tps: float | None) -> None:
@@ -281,10 +265,6 @@ class CalibrationRecord:
         self.due_at = now + CALIBRATION_PAUSE * 4.0 ** (self.tries - 1)
         if warm:
             self.loaded_at = -1
-
-    def over(self) -> None:
-        """The slot is free."""
-        self.penalty = 0.0
 
     def postpone(self, until: float) -> None:
         """None may begin before."""
@@ -701,35 +681,6 @@ class Node:
         if hint is not None:
             self.refusal_hints[endpoint] = hint
 
-    def purpose_found(self, purpose: Purpose | None, hints: Mapping[str, str]) -> None:
-        """It was asked what it is for; `hints`: its words about endpoints that it lacks."""
-        self.properties.purpose_found(purpose)
-        self.refusal_hints.update(hints)
-
-    def record_refusal(
-        self, lease: Lease, now: float, retry_after: float | None, *, crowded: bool
-    ) -> bool:
-        """Count a 402, 429 or 503; whether its concurrency limit or pause has changed."""
-        return self.concurrency_limit is not None and self.concurrency_limit.record_refusal(
-            lease.taken_at, now, retry_after, crowded=crowded
-        )
-
-    def record_answer(self, lease: Lease, prompt_tokens: float, completion_tokens: float) -> bool:
-        """Count a whole answer; whether the concurrency limit has changed.
-
-        `prompt_tokens` that it had to read; `completion_tokens` that it wrote, on all slots.
-        """
-        seen = None if self.concurrency_limit is None else lease.observed_timing()
-        if self.concurrency_limit is None or seen is None:
-            return False
-        return self.concurrency_limit.record_success(
-            lease.taken_at,
-            lease.taken_at + seen.duration,
-            ttft=seen.ttft,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens / lease.slots,
-        )
-
     def forget_replaced_model(self) -> None:
         """Forget the learnt speed if the server has another model, build or number of slots now."""
         now = self.properties.served_as()
@@ -872,19 +823,27 @@ class Lease:
         if self.phase is LeasePhase.WAITING_HEAD or self.phase is LeasePhase.PREFILL:
             self.phase = LeasePhase.DECODE
             if self.prefilling:
-                self._prefill_done(now)
+                # What the node does from here on is measured apart from its prefill.
+                occupancy = self.node.occupancy
+                occupancy.prefill_done(now)
+                self.prefilling = False
+                self.first_content_at = now
+                if now > self.taken_at:
+                    read_meanwhile = occupancy.prefill_seconds - self.prefill_seconds
+                    self.mean_prefills = read_meanwhile / (now - self.taken_at)
+                self.slot_seconds = occupancy.slot_seconds
+                self.prefill_seconds = occupancy.prefill_seconds
             self.prefill_ended(now)
 
-    def bytes_received(self, now: float) -> None:
-        """More of a response came whose first content was noted, or that comes in one piece."""
-        self.last_content_at = now
-
     def next_span(self, tokens: int, now: float) -> tuple[int, ObservedTiming] | None:
-        """The events of a span of its decode that ends now, and what was seen; None: none ends.
+        """More of a response came: the events of a span that ends now, and what was seen in it.
+
+        None: no span of its decode ends now.
 
         `tokens`: events that have come by now; 0: unknown. What others' requests do to the node is
         unknown too.
         """
+        self.last_content_at = now
         occupancy = self.node.occupancy
         occupancy.integrate(now)
         began, before, slot_seconds, prefill_seconds = self.span
@@ -944,16 +903,3 @@ class Lease:
             stalled,
             self.mean_prefills,
         )
-
-    def _prefill_done(self, now: float) -> None:
-        """Measure what the node does from here on apart from its prefill."""
-        occupancy = self.node.occupancy
-        occupancy.prefill_done(now)
-        self.prefilling = False
-        self.first_content_at = now
-        if now > self.taken_at:
-            self.mean_prefills = (occupancy.prefill_seconds - self.prefill_seconds) / (
-                now - self.taken_at
-            )
-        self.slot_seconds = occupancy.slot_seconds
-        self.prefill_seconds = occupancy.prefill_seconds

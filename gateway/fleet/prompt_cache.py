@@ -49,15 +49,7 @@ class PromptTree:
             own = edge.blocks
             shared = min(len(own), count - at)
             if own[shared - 1] != blocks[at + shared - 1]:
-                # Blocks are chained: they agree up to some point and nowhere after it.
-                low, high = 1, shared - 1
-                while low < high:
-                    middle = (low + high + 1) // 2
-                    if own[middle - 1] == blocks[at + middle - 1]:
-                        low = middle
-                    else:
-                        high = middle - 1
-                shared = low
+                shared = common_blocks(own, blocks[at : at + shared - 1])
             at += shared
             found[edge] = at
             if shared < len(own):

@@ -607,10 +607,6 @@ class SpeedBaseline:
             self.log_seconds += (learned - self.log_seconds) * (1 - 0.5 ** (elapsed / half_life))
 
 
-def _is_slow(share: float | None) -> bool:
-    return share is not None and share < DEGRADED_BELOW
-
-
 def _share(usual: float, rate: TokenTime) -> float:
     """A request's speed as a share of the usual one, whose seconds have the logarithm `usual`."""
     return math.exp(max(-50.0, min(50.0, usual - math.log(rate.low))))
@@ -651,7 +647,8 @@ class SpeedHistory:
             baseline = self.baselines[kind] = SpeedBaseline()
         usual = self._usual(kind)
         share = None if usual is None else _share(usual, rate)
-        if not baseline.is_young or (self.slow_since is None and not _is_slow(share)):
+        is_slow = self.slow_since is not None or (share is not None and share < DEGRADED_BELOW)
+        if not (baseline.is_young and is_slow):
             baseline.learn(rate, now)
         if usual is not None and share is not None:
             self._judge(share, usual, now)

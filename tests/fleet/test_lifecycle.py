@@ -41,9 +41,10 @@ NOW = 1000.0
 def test_the_last_start_and_a_cooldown_decide_when_a_standby_node_can_work() -> None:
     lifecycle = Lifecycle(LifecyclePhase.OFF)
     assert lifecycle.ready_in(NOW, cooldown=30.0) == ASSUMED_STARTUP
-    lifecycle = Lifecycle(LifecyclePhase.OFF, startup_seconds=8.0, stopped_at=NOW - 10.0)
+    lifecycle = Lifecycle(
+        LifecyclePhase.OFF, startup_seconds=8.0, stopped_at=NOW - 10.0, down_since=NOW
+    )
     assert lifecycle.ready_in(NOW, cooldown=30.0) == pytest.approx(8.0 + 20.0)
-    lifecycle.down_since = NOW
     lifecycle.enter(LifecyclePhase.STARTING, "a request waits", NOW)
     assert lifecycle.since == NOW
     assert lifecycle.down_since is None

@@ -71,10 +71,12 @@ class Scene:
 
 
 def test_a_node_caches_the_prompts_it_has_read() -> None:
-    scene = Scene(rows=2)
+    scene = Scene(rows=3)
+    scene.ran("syst", row=2)
     scene.ran("sabc", row=1)
-    assert scene.cache.lookup(a_prompt("sabcd")).cached == {1: 400}
-    assert scene.cache.lookup(a_prompt("sabx")).cached == {1: 300}
+    assert scene.cache.lookup(a_prompt("sxyz")).cached == {1: 100, 2: 100}
+    assert scene.cache.lookup(a_prompt("sabcd")).cached == {1: 400, 2: 100}
+    assert scene.cache.lookup(a_prompt("sabx")).cached == {1: 300, 2: 100}
     assert scene.cache.lookup(a_prompt("xabc")).cached == {}
     assert scene.cached("sabc", row=1) == 399, "the last token is always read"
 
@@ -135,51 +137,38 @@ def test_volatile_lines_that_a_server_reads_lower_predictions_for_such_prompts_o
     assert scene.cached("wxyza") == 400
 
 
-def test_a_shared_prefix_is_found_on_every_node_that_caches_it() -> None:
-    scene = Scene(rows=5)
-    for row in range(4):
-        scene.ran(f"sys{row}", row)
-    assert scene.cache.lookup(a_prompt("sysx")).cached == dict.fromkeys(range(4), 300)
+@each_case(
+    ("slots", "host", "ran", "begun", "cached"),
+    [
+        # A replaced prompt goes to host memory, and comes back.
+        (1, None, ["abcd", "wxyz"], None, {"abcde": 400}),
+        (1, None, ["abcd", "wxyz", "abcde"], None, {"abcdef": 500, "wxyzw": 400}),
+        # Without host memory an empty slot goes first, then the least recently used one.
+        (2, 0, ["abcd", "wxyz"], None, {"abcde": 400, "wxyza": 400}),
+        (2, 0, ["abcd", "wxyz", "abcde", "klmn"], None, {"abcdef": 500, "wxyza": 0}),
+        # A prompt that keeps half of a slot's overwrites the rest.
+        (1, None, ["sysabc", "sysxyz"], None, {"sysabcd": 300}),
+        # Three quarters of a similar slot's prompt would be kept: nothing is loaded.
+        (1, None, ["sysabcdefghijklm", "zzzzzzzz", "syst"], None, {"sysabcdefghijklmn": 300}),
+        # Nor is a prompt of which little would be left.
+        (1, None, ["sabcdefghi", "zzzz"], None, {"sx": 0}),
+        # The prompt of an idle slot is copied to host memory when another slot gets work.
+        (2, None, ["sysa", "zzzz"], "sysb", {"sysc": 300}),
+        (2, 0, ["sysa", "zzzz"], "sysb", {"sysc": 0}),
+    ],
+)
+def test_prompts_are_cached_as_llama_cpp_does(
+    slots: int, host: float | None, ran: list[str], begun: str | None, cached: dict[str, float]
+) -> None:
+    scene = Scene(slots=slots, host=host)
+    for words in ran:
+        scene.ran(words)
+    if begun is not None:
+        scene.begun(begun)
+    assert {words: scene.cached(words) for words in cached} == cached
 
 
 class TestLikeLlamaCpp:
-    def test_a_replaced_prompt_goes_to_host_memory_and_comes_back(self) -> None:
-        scene = Scene(slots=1)
-        scene.ran("abcd")
-        scene.ran("wxyz")
-        assert scene.cached("abcde") == 400
-        scene.ran("abcde")
-        assert scene.cached("abcdef") == 500
-        assert scene.cached("wxyzw") == 400
-
-    def test_without_host_memory_the_least_recently_used_slot_loses_its_prompt(self) -> None:
-        scene = Scene(slots=2, host=0)
-        scene.ran("abcd")
-        scene.ran("wxyz")
-        scene.ran("abcde")
-        scene.ran("klmn")
-        assert (scene.cached("abcdef"), scene.cached("wxyza")) == (500, 0)
-
-    def test_a_prompt_that_keeps_half_of_a_slot_overwrites_the_rest(self) -> None:
-        scene = Scene(slots=1)
-        scene.ran("sysabc")
-        scene.ran("sysxyz")
-        assert scene.cached("sysabcd") == 300
-
-    def test_a_similar_slot_hides_host_memory(self) -> None:
-        scene = Scene(slots=1)
-        scene.ran("sysabcdefghijklm")
-        scene.ran("zzzzzzzz")
-        scene.ran("syst")
-        # Three quarters of the slot's prompt would be kept, so nothing is loaded.
-        assert scene.cached("sysabcdefghijklmn") == 300
-
-    def test_a_prompt_of_which_little_would_be_left_is_not_loaded(self) -> None:
-        scene = Scene(slots=1)
-        scene.ran("sabcdefghi")
-        scene.ran("zzzz")
-        assert scene.cached("sx") == 0
-
     def test_host_memory_keeps_no_prefix_of_its_prompts(self) -> None:
         scene = Scene(slots=2)
         scene.ran("abcd")
@@ -191,15 +180,6 @@ class TestLikeLlamaCpp:
             scene.ran(words)
         # Each longer conversation once, and a copy of the first other prompt, whose slot is idle.
         assert sum(len(node.host_prompts) for node in scene.cache.nodes.values()) == 3
-
-    def test_the_prompt_of_an_idle_slot_is_copied_when_another_slot_gets_work(self) -> None:
-        for host, kept in ((None, 300), (0, 0)):
-            scene = Scene(slots=2, host=host)
-            scene.ran("sysa")
-            scene.ran("zzzz")
-            assert (scene.cached("sysab"), scene.cached("zzzza")) == (400, 400)
-            scene.begun("sysb")
-            assert scene.cached("sysc") == kept
 
     def test_a_copy_outlives_its_slot_and_a_slot_its_copy(self) -> None:
         scene = Scene(slots=2)

@@ -549,14 +549,6 @@ class Work:
         return states
 
 
-def test_a_node_at_a_third_of_its_speed_is_degraded_within_a_few_requests() -> None:
-    work = Work()
-    assert not any(work.does(30))
-    states = work.does(10, speed=0.25)
-    assert states[-1]
-    assert not any(states[:4])
-
-
 def test_a_usual_speed_learnt_beside_supposed_stalls_makes_no_node_look_degraded() -> None:
     def learn(times: int, low: float, high: float) -> list[bool]:
         states = []
@@ -590,59 +582,46 @@ def test_the_reason_has_figures_and_advice() -> None:
     assert "rate limits" in work.pace.reason(work.now, endpoint=True)
 
 
-def test_one_slow_request_is_no_degradation() -> None:
+@each_case(
+    "story",
+    [
+        # So few requests have no usual speed.
+        [(0, 10, 8, {"speed": 0.1}, "no")],
+        # A third of its speed shows within a few requests: not in four.
+        [(0, 10, 30, {}, "no"), (0, 10, 4, {"speed": 0.25}, "no"), (0, 10, 6, {"speed": 0.25}, "")],
+        # One slow request, now and then.
+        [(0, 10, 30, {}, "no"), (0, 10, 1, {"speed": 0.01}, "no"), (0, 10, 5, {}, "no"),
+         (0, 10, 2, {"speed": 0.01}, "no"), (0, 10, 5, {}, "no")],
+        # A stall that hits all requests at once, also long after a slow one.
+        [(0, 10, 30, {}, "no"), (0, 0.5, 16, {"speed": 0.1}, "no")],
+        [(0, 10, 30, {}, "no"), (0, 10, 1, {"speed": 0.1}, "no"),
+         (3600, 0.5, 16, {"speed": 0.1}, "no")],
+        # Slow ones count from the first of them.
+        [(0, 10, 30, {}, "no"), (0, 5, 4, {"speed": 0.2}, "no"), (0, 5, 1, {"speed": 0.2}, "yes")],
+        # Half of its speed, more busy slots and longer texts.
+        [(0, 10, 30, {}, "no"), (0, 10, 30, {"speed": 0.55}, "no")],
+        [(0, 10, 30, {}, "no"), (0, 10, 40, {"speed": 0.3, "busy": 8, "reading": 1}, "no"),
+         (0, 10, 40, {"speed": 0.3, "context": 8000}, "no")],
+        # It recovers only clearly above the speed at which it was degraded.
+        [(0, 10, 30, {}, "no"), (0, 10, 10, {"speed": 0.25}, ""),
+         (0, 10, 20, {"speed": 0.48}, "yes"), (0, 10, 9, {}, ""), (0, 10, 1, {}, "no")],
+        # Hours without work do not move its usual speed.
+        [(0, 10, 30, {}, "no"), (0, 10, 10, {"speed": 0.25}, ""),
+         (12 * 3600, 10, 10, {"speed": 0.25}, "yes")],
+    ],
+)  # fmt: skip
+def test_a_node_is_degraded_when_like_requests_stay_far_slower_than_usual(
+    story: list[tuple[float, float, int, dict[str, float], str]],
+) -> None:
     work = Work()
-    work.does(30)
-    assert not any(work.does(1, speed=0.01) + work.does(5) + work.does(2, speed=0.01))
-    assert not any(work.does(5))
-
-
-def test_a_stall_that_hits_all_requests_at_once_is_no_degradation() -> None:
-    work = Work()
-    work.does(30)
-    work.gap = 0.5
-    assert not any(work.does(16, speed=0.1))
-
-
-def test_slow_requests_count_from_the_first_of_them() -> None:
-    work = Work()
-    work.does(30)
-    work.gap = 5.0
-    assert work.does(5, speed=0.2) == [False, False, False, False, True]
-
-
-def test_a_stall_long_after_a_slow_request_is_no_degradation() -> None:
-    work = Work()
-    work.does(30)
-    work.does(1, speed=0.1)
-    work.now += 3600
-    work.gap = 0.5
-    assert not any(work.does(16, speed=0.1))
-
-
-def test_half_of_its_speed_is_no_degradation() -> None:
-    work = Work()
-    work.does(30)
-    assert not any(work.does(30, speed=0.55))
-
-
-def test_it_recovers_only_clearly_above_the_speed_at_which_it_was_degraded() -> None:
-    work = Work()
-    work.does(30)
-    assert work.does(10, speed=0.25)[-1]
-    assert all(work.does(20, speed=0.48))
-    assert not work.does(10)[-1]
-
-
-def test_more_busy_slots_and_longer_texts_are_no_degradation() -> None:
-    work = Work()
-    work.does(30)
-    assert not any(work.does(40, speed=0.3, busy=8, reading=1))
-    assert not any(work.does(40, speed=0.3, context=8000))
-
-
-def test_a_node_without_a_baseline_is_not_degraded() -> None:
-    assert not any(Work().does(8, speed=0.1))
+    for pause, gap, times, keys, degraded in story:
+        work.now += pause
+        work.gap = gap
+        states = work.does(times, **keys)
+        if degraded:
+            assert set(states) == {degraded == "yes"}, (keys, states)
+        else:
+            assert states[-1] or not keys, (keys, states)
 
 
 def test_a_lasting_speed_becomes_the_usual_one_after_hours_of_work() -> None:
@@ -650,14 +629,6 @@ def test_a_lasting_speed_becomes_the_usual_one_after_hours_of_work() -> None:
     work.does(50)
     assert all(work.does(int(0.5 * BASELINE_HALF_LIFE / 60), speed=0.3)[10:])
     assert not work.does(int(1.5 * BASELINE_HALF_LIFE / 60), speed=0.3)[-1]
-
-
-def test_hours_without_work_do_not_move_the_baseline() -> None:
-    work = Work()
-    work.does(30)
-    work.does(10, speed=0.25)
-    work.now += 12 * 3600
-    assert all(work.does(10, speed=0.25))
 
 
 def test_the_baseline_follows_a_higher_speed_soon() -> None:
