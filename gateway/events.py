@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gateway.request import Priority, RequestTrace
+from gateway.terms import Priority, RequestTrace
 
 
 @dataclass(slots=True)
@@ -19,41 +19,33 @@ class RequestFinished:
 
     x_request_id: str
     path: str
-    model: str = "unknown"
-    """A name that the fleet serves, or `unknown`."""
+    model: str = "unknown"  # A name that the fleet serves, or `unknown`
     priority: Priority = Priority.NORMAL
     caller: str = "unknown"
     status: int = 200
     """The true outcome: 499 if the client left, the error's status even after a heartbeat's 200."""
-    reason: str | None = None
-    """The error code, if the request failed."""
+    reason: str | None = None  # The error code, if the request failed
     stream: bool = False
     node: str | None = None
     tier: str | None = None
-    fallback: str | None = None
-    """Why it ran on another tier than that of its class, if it did."""
+    fallback: str | None = None  # Why it ran on another tier than that of its class, if it did
     attempts: int = 0
-    queue_seconds: float = 0.0
-    """Seconds spent waiting for a slot."""
-    ttft: float | None = None
-    """Seconds until the first content was sent; None if none was."""
+    queue_seconds: float = 0.0  # Seconds spent waiting for a slot
+    ttft: float | None = None  # Seconds until the first content was sent; None if none was
     duration_seconds: float = 0.0
     overhead_seconds: float | None = None
     """Seconds between arrival and dispatch, less those spent waiting for a slot."""
     prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Part of `prompt_tokens`."""
+    cached_tokens: int = 0  # Part of `prompt_tokens`
     completion_tokens: int = 0
     cost: float = 0.0
     slot_seconds: float = 0.0
     """Seconds for which its attempts held slots, times their number; like tokens and cost, without
     attempts that failed and were retried."""
-    request_id: str = ""
-    """The gateway's own id, unique in this process."""
-    trace: RequestTrace | None = None
-    """Its part of a trace; None: it is not traced."""
-    _open_parts: int = 0
-    """Sub-requests whose tokens are not yet counted."""
+    request_id: str = ""  # The gateway's own id, unique in this process
+    ended_at: float = 0.0  # Monotonic seconds of the gateway's clock
+    trace: RequestTrace | None = None  # Its part of a trace; None: it is not traced
+    _open_parts: int = 0  # Sub-requests whose tokens are not yet counted
     _on_complete: Callable[[], None] | None = None
 
     def fail(self, status: int, reason: str) -> None:
@@ -78,9 +70,10 @@ class RequestFinished:
         if model is not None:
             self.model = model
 
-    def finish(self, duration_seconds: float) -> RequestFinished:
+    def finish(self, received_at: float, now: float) -> RequestFinished:
         """The request is over; returns the complete record."""
-        self.duration_seconds = duration_seconds
+        self.duration_seconds = now - received_at
+        self.ended_at = now
         return self
 
     def waited(self, seconds: float) -> None:
@@ -156,10 +149,8 @@ class RequestFinished:
 class LimitReached:
     """A request was refused, since a limit is reached."""
 
-    limit: str
-    """The limit's name in the settings."""
-    scope: str
-    """Whose it is: `total`, `group`, `key` or `user`."""
+    limit: str  # The limit's name in the settings
+    scope: str  # Whose it is: `total`, `group`, `key` or `user`
 
 
 @dataclass(slots=True)
@@ -179,12 +170,9 @@ class StreamResumed:
 
     x_request_id: str
     failed_node: str
-    resumed_on: str | None
-    """The replacement node; None: the stream could not be resumed."""
-    tokens: int
-    """About how many tokens had been sent."""
-    failure: str | None = None
-    """Why the stream could not be resumed; never any of its text."""
+    resumed_on: str | None  # The replacement node; None: the stream could not be resumed
+    tokens: int  # About how many tokens had been sent
+    failure: str | None = None  # Why the stream could not be resumed; never any of its text
 
 
 WEBHOOK_OUTCOMES = ("delivered", "failed", "refused", "given_up")
@@ -195,8 +183,7 @@ WEBHOOK_OUTCOMES = ("delivered", "failed", "refused", "given_up")
 class WebhookAttempted:
     """An event was sent to a webhook, or could not be."""
 
-    outcome: str
-    """One of `WEBHOOK_OUTCOMES`."""
+    outcome: str  # One of `WEBHOOK_OUTCOMES`
 
 
 @dataclass(slots=True)
@@ -204,14 +191,10 @@ class SlotYielded:
     """A batch request gave up its slot to one of a higher class, and has gone on or failed to."""
 
     x_request_id: str
-    node: str
-    """Whose slot it was."""
-    resumed_on: str | None
-    """The node on which it goes on; None: it does not."""
-    tokens: int
-    """About how many tokens it had by then."""
-    waited_seconds: float
-    """From the cut until it went on."""
+    node: str  # Whose slot it was
+    resumed_on: str | None  # The node on which it goes on; None: it does not
+    tokens: int  # About how many tokens it had by then
+    waited_seconds: float  # From the cut until it went on
 
 
 @dataclass(slots=True)
@@ -219,10 +202,8 @@ class NodeChanged:
     """A node's state has changed; `reason` tells an operator why."""
 
     node: str
-    old_state: str | None
-    """None: the node is new."""
-    new_state: str | None
-    """None: the node has left the fleet."""
+    old_state: str | None  # None: the node is new
+    new_state: str | None  # None: the node has left the fleet
     reason: str
 
 
@@ -257,8 +238,7 @@ class NodeDrift:
 class ModelsDiffer:
     """The differences between nodes that serve the same model have changed."""
 
-    differences: tuple[str, ...]
-    """Those that there are now, a sentence each."""
+    differences: tuple[str, ...]  # Those that there are now, a sentence each
 
 
 CALIBRATION_OUTCOMES = ("done", "warmed", "given_up", "timed_out", "failed")
@@ -270,14 +250,11 @@ class NodeCalibrated:
     """A calibration of a node has ended."""
 
     node: str
-    outcome: str
-    """One of `CALIBRATION_OUTCOMES`."""
+    outcome: str  # One of `CALIBRATION_OUTCOMES`
     seconds: float
-    prefill_tps: float | None
-    """What it showed; None: nothing."""
+    prefill_tps: float | None  # What it showed; None: nothing
     decode_tps: float | None
-    detail: str
-    """Why it failed, for an operator."""
+    detail: str  # Why it failed, for an operator
 
 
 @dataclass(slots=True)
@@ -285,24 +262,16 @@ class HookEnded:
     """A hook that starts or stops a standby node has ended or was aborted."""
 
     node: str
-    hook: str
-    """`start` or `stop`."""
-    outcome: str
-    """`ok`, `failed`, `timeout` or `error`."""
+    hook: str  # `start` or `stop`
+    outcome: str  # `ok`, `failed`, `timeout` or `error`
     seconds: float
-    detail: str
-    """For an operator, without secrets."""
-    output: str = ""
-    """The end of the command's output or of the HTTP response; without secrets."""
+    detail: str  # For an operator, without secrets
+    output: str = ""  # The end of the command's output or of the HTTP response; without secrets
 
 
 E = TypeVar("E")
-
-DEFER_SECONDS = 0.05
-"""Longest delay of deferred work, in seconds."""
-
-MOST_DEFERRED = 512
-"""Pieces of work that may be deferred; one more flushes them all."""
+DEFER_SECONDS = 0.05  # Longest delay of deferred work, in seconds
+MOST_DEFERRED = 512  # Pieces of work that may be deferred; one more flushes them all
 
 
 class EventBus:

@@ -19,7 +19,7 @@ from typing import Self
 from starlette.requests import Request as HttpRequest
 
 from gateway import errors
-from gateway.access.callers import (
+from gateway.callers.callers import (
     IdentityHeaders,
     cache_policy_of,
     effective_priority,
@@ -28,19 +28,18 @@ from gateway.access.callers import (
     is_loopback,
     priority_header,
 )
-from gateway.access.keys import KeyRing
-from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy
+from gateway.callers.keys import KeyRing
+from gateway.callers.limits import Accounts, LimitBook
 from gateway.config.listeners import CorsSpec, ListenSettings
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
+from gateway.forward.client_response import headers_for_node
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.lease import KeyedHash
-from gateway.proxy.client_response import headers_for_node
-from gateway.proxy.inbound.body import ParsedBody
-from gateway.proxy.inbound.prompt_key import VolatileLines
-from gateway.proxy.inbound.request import ModelAliases, RequestRules
-from gateway.request import Caller, Headers, Priority
-from gateway.usage.limits import Accounts, LimitBook
+from gateway.request.body import ParsedBody
+from gateway.request.preparation import ModelAliases, RequestRules, Sender
+from gateway.request.prompt_key import VolatileLines
+from gateway.terms import Caller, Headers, Priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +83,17 @@ class HandlerConfig:
         )
 
 
-@dataclass(slots=True)
-class RequestContext:
-    """A parsed head."""
+@dataclass(slots=True, kw_only=True)
+class RequestContext(Sender):
+    """A parsed head: the sender of its request, and what it asks for."""
 
-    caller: Caller
     accounts: Accounts  # on which its use counts
-    fairness_key: str  # who shares fairly: the caller, or the end user that a trusted caller names
-    session: str | None
     priority_header: str | None  # `X-Priority`
-    client_timeout: float | None
-    """`X-Request-Timeout`: seconds that the client waits for the complete response."""
-    plain_client_timeout: float | None
-    """The timeout of a plain response, for which official clients send their own."""
-    client_has_timer: bool
-    """Whether `plain_client_timeout` is that of an official client's own timer."""
-    header_lines: bytes  # the header lines that nodes get
+    usual_priority: Priority | None
+    """The class of a request whose body names none; None: `X-Priority` names one."""
     wants_progress: bool
     """`X-Gateway-Progress: 1`: the client wants progress comments in its stream."""
     may_name_nodes: bool  # whether the response may name nodes
-    usual_priority: Priority | None
-    """The class of a request whose body names none; None: `X-Priority` names one."""
-    cache: CachePolicy = SHARED_CACHE
-    """Which nodes may serve it, and what it may learn of their prompt caches."""
     counts_no_comments: bool = False
     """Whether the client gives up a stream of comments alone, as Codex does after 300 s."""
     prefers_async: bool = False
@@ -192,24 +179,31 @@ def parse_context(
     caller = accounts.caller
     timeout = _request_timeout(headers)
     sdk_timeout = _sdk_timeout(headers)
-    has_timer = sdk_timeout is not None and (timeout is None or sdk_timeout < timeout)
+    # White space keeps an official client's timer from running out.
+    has_timer = (
+        not settings.heartbeat_plain
+        and sdk_timeout is not None
+        and (timeout is None or sdk_timeout < timeout)
+    )
     header_priority = priority_header(headers)
     return RequestContext(
         caller,
-        accounts,
+        headers_for_node(headers, settings.headers.to_nodes),
         fairness_key,
         identity_headers.session_key(headers, fairness_key),
-        header_priority,
-        timeout,
-        sdk_timeout if has_timer else timeout,
-        has_timer,
-        headers_for_node(headers, settings.headers.to_nodes),
-        wants_progress,
-        _may_name_nodes(listen, local=local),
-        effective_priority(None, None, None, caller) if header_priority is None else None,
-        cache_policy_of(caller, settings),
-        counts_no_comments,
-        prefers_async(headers),
+        client_timeout=timeout,
+        plain_client_timeout=sdk_timeout if has_timer else timeout,
+        client_has_timer=has_timer,
+        cache=cache_policy_of(caller, settings),
+        accounts=accounts,
+        priority_header=header_priority,
+        usual_priority=(
+            effective_priority(None, None, None, caller) if header_priority is None else None
+        ),
+        wants_progress=wants_progress,
+        may_name_nodes=_may_name_nodes(listen, local=local),
+        counts_no_comments=counts_no_comments,
+        prefers_async=prefers_async(headers),
     )
 
 

@@ -10,13 +10,34 @@ import itertools
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from gateway import errors
-from gateway.access.callers import client_address
+from gateway.api.base import Api, NumberedHeartbeats, ResponseRewriter
+from gateway.api.json_values import run_at_once
+from gateway.callers.callers import client_address
+from gateway.callers.meter import Meter, MeteredRequest
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
+from gateway.forward.client_response import (
+    JSON_HEADER_LINE,
+    BodyStream,
+    EventsForClient,
+    ProxyResponse,
+    for_client,
+    is_slow_to_rewrite,
+    node_error,
+    node_error_body,
+    rewrite_body,
+    rewrite_in_steps,
+)
+from gateway.forward.forwarder import Forwarder
+from gateway.forward.in_flight import (
+    InFlightRegistry,
+    InFlightRequest,
+    PrefillProgress,
+    SupersedingMap,
+)
 from gateway.http.body import (
     PARSE_WORKING_BYTES,
     BodyAllocation,
@@ -45,60 +66,38 @@ from gateway.http.response_head import (
     with_content_type,
 )
 from gateway.lease import LeaseRequest
-from gateway.proxy.api.base import Api, NumberedHeartbeats, ResponseRewriter
-from gateway.proxy.client_response import (
-    JSON_HEADER_LINE,
-    BodyStream,
-    EventsForClient,
-    ProxyResponse,
-    for_client,
-    is_slow_to_rewrite,
-    node_error,
-    node_error_body,
-    rewrite_body,
-    rewrite_in_steps,
-)
-from gateway.proxy.forwarder import Forwarder
-from gateway.proxy.in_flight import (
-    InFlightRegistry,
-    InFlightRequest,
-    PrefillProgress,
-    SupersedingMap,
-)
-from gateway.proxy.inbound import multipart
-from gateway.proxy.inbound.body import (
-    BYTE_ORDER_MARK,
+from gateway.request.body import (
     LARGE_BODY_BYTES,
     MISSING,
     SMALL_BODY_BYTES,
-    Body,
+    ParsedBody,
     TimeSlicer,
     is_slow_to_parse,
-    parse_body,
-    run_at_once,
 )
-from gateway.proxy.inbound.request import (
+from gateway.request.preparation import (
     IncomingRequest,
     Request,
-    prepare_for,
-    prepare_in_turn,
+    read_in_turn,
+    read_request,
 )
-from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
-from gateway.tracing.request_tracing import RequestTracing
+from gateway.request.routes import (
+    ROUTES,
+    Route,
+    is_infill,
+    routes_of,
+)
+from gateway.terms import Priority
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
-from gateway.usage.limits import Accounts
-from gateway.usage.meter import Meter, MeteredRequest
+from gateway.watch.request_tracing import RequestTracing
 from gateway.web.background import Storing
 
 PROGRESS_SECONDS = 1.0  # seconds between progress comments, for a client that asks for them
 TIMER_TOLERANCE = 0.01  # seconds by which a timer may fire early
-
 CLIENT_TIMEOUT_GRACE = 2.0
 """Seconds past its deadline that an official client has to time out by itself."""
 
 HEARTBEAT_TOLERANCE = 0.01  # a heartbeat may come early by this part of its interval
-
 PADDING_HEADER_LINES = b"content-type: application/json; charset=utf-8\r\n"
 """Those of a plain response that begins with white space."""
 
@@ -152,10 +151,9 @@ class _HandledRequest:
     """One request and its response."""
 
     __slots__ = (
-        "_accounts", "_allocation", "_body_size", "_edit_session",
-        "_handler", "_heartbeat", "_in_flight", "_may_name_nodes", "_metered", "_node_route",
-        "_rewriter", "config", "exchange", "numbered_heartbeats", "received_at", "record",
-        "request_id", "response", "route",
+        "_allocation", "_body_size", "_context", "_edit_session", "_edits", "_handler",
+        "_heartbeat", "_in_flight", "_metered", "_node_route", "_rewriter", "config", "exchange",
+        "numbered_heartbeats", "received_at", "record", "request_id", "response", "route",
     )  # fmt: skip
 
     def __init__(self, handler: ProxyHandler, route: Route, exchange: HttpExchange) -> None:
@@ -165,17 +163,16 @@ class _HandledRequest:
         self._rewriter: ResponseRewriter | None = None
         self.exchange = exchange
         self.config = handler.config
-        self._accounts: Accounts | None = None
-        """Those on which it counts; None: the caller is not known yet."""
+        self._context: RequestContext | None = None  # none: the caller is not known yet
         self._metered: MeteredRequest | None = None  # none: it was not admitted
         self._in_flight: InFlightRequest | None = None
+        self._edits = False  # whether it completes code for an editor
         self._edit_session: str | None = None
         """The editor's session, if a newer request of it supersedes this one."""
         self.response: ProxyResponse | None = None
         self._heartbeat: Heartbeat | None = None
         self.numbered_heartbeats: NumberedHeartbeats | None = None
         """Those of its stream, if its client needs them."""
-        self._may_name_nodes = False
         self._body_size = 0  # bytes of a small body; larger ones are counted by `_allocation`
         self._allocation: BodyAllocation | None = None
         self.received_at = handler.clock()
@@ -217,21 +214,15 @@ class _HandledRequest:
                 if body is None:
                     return
             if len(body) < SMALL_BODY_BYTES or self.route.multipart or not is_slow_to_parse(body):
-                request = self._prepare(context, body)
+                request = self._read(context, body)
             else:
-                request = await self._prepare_in_slices(context, body)
-            prompt_list = request.prompt_list
+                request = await self._read_in_turn(context, body)
             self._metered = handler.meter.admit(
-                context.accounts,
-                request.lease_request,
-                record,
-                1 if prompt_list is None else len(prompt_list.prompts),
+                context.accounts, request.lease_request, record, request.prompts
             )
             shows_progress = context.wants_progress and request.stream and api.has_comments
             progress = PrefillProgress(hidden=context.cache.hide) if shows_progress else None
-            in_flight = InFlightRequest(request, record, prefill_progress=progress)
-            self._in_flight = in_flight
-            handler.registry.add(in_flight)
+            in_flight = self._in_flight = handler.registry.begin(request, record, progress)
             if self._edit_session is not None:
                 self._supersede(self._edit_session, in_flight)
             if context.counts_no_comments and request.stream:
@@ -290,8 +281,7 @@ class _HandledRequest:
                 config.origin_policy.check(exchange.headers, exchange.local_address, is_post=True)
             exchange.context_cache.store(exchange.headers, config, context)
         self.record.identify(context.caller.id)
-        self._may_name_nodes = context.may_name_nodes
-        self._accounts = context.accounts
+        self._context = context
         if self._handler.rejecting:
             raise errors.shutting_down()
         return context
@@ -325,15 +315,15 @@ class _HandledRequest:
         self._node_route, self._rewriter = ROUTES[translation.path], translation.rewriter
         if translation.reply is None:
             return translation.body
-        request = self._prepare(context, translation.body)
+        request = self._read(context, translation.body)
         wanted, labels = request.lease_request.wanted, context.cache.node_labels
         if not any(index.serves(name, labels) for name in wanted.model_names):
             raise index.not_found_error(wanted.model, labels, wanted.model_names)
         self.exchange.respond(200, JSON_HEADER_LINE + self.header_lines(), translation.reply)
         return None
 
-    async def _prepare_in_slices(self, context: RequestContext, body: bytes) -> Request:
-        """`_prepare` for a body that takes milliseconds: other requests run in between.
+    async def _read_in_turn(self, context: RequestContext, body: bytes) -> Request:
+        """`_read` for a body that takes milliseconds: other requests run in between.
 
         Raises: GatewayError.
         """
@@ -345,65 +335,59 @@ class _HandledRequest:
         if working_bytes:
             handler.body_memory.allocate(allocation, working_bytes, rules.limits.buffered_bytes)
         try:
-            return await prepare_in_turn(
-                body,
-                self._node_route,
+            request = await read_in_turn(
+                self._incoming(context, body),
+                self.record,
                 rules,
+                handler.catalog,
+                self._class_of,
                 handler.time_slicer,
-                partial(self._prepare, context),
-                context.cache.scope_of(self.request_id),
             )
         finally:
             handler.body_memory.release(allocation, working_bytes)
+        return self._for_editor(request)
 
     async def check(self, context: RequestContext, body: bytes) -> Request:
         """The request that nodes would get, if it ran now. Raises: GatewayError."""
         if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
-            return self._prepare(context, body)
-        return await self._prepare_in_slices(context, body)
+            return self._read(context, body)
+        return await self._read_in_turn(context, body)
 
-    def _prepare(self, context: RequestContext, body: Body) -> Request:
+    def _read(self, context: RequestContext, body: bytes) -> Request:
         """The request that the body describes. Raises: GatewayError."""
-        record, route, settings = self.record, self._node_route, self.config.settings
-        if not isinstance(body, bytes):
-            parsed = body.parse()
-        elif route.multipart:
-            body, parsed = multipart.parse_multipart(body, self.exchange.headers)
-        else:
-            try:
-                parsed = parse_body(body)
-            except GatewayError:
-                if not body.startswith(BYTE_ORDER_MARK):
-                    raise
-                body = body[len(BYTE_ORDER_MARK) :]
-                parsed = parse_body(body)
+        incoming, rules = self._incoming(context, body), self.config.rules
+        catalog = self._handler.catalog
+        request = read_request(incoming, self.record, rules, catalog, self._class_of)
+        return self._for_editor(request) if self._edits else request
+
+    def _incoming(self, context: RequestContext, body: bytes) -> IncomingRequest:
+        accounts = context.accounts
+        return IncomingRequest(
+            self.request_id,
+            self.record.x_request_id,
+            self._node_route,
+            body,
+            context,
+            self.received_at,
+            max_tokens=accounts.completion_tokens,
+            most_tokens=accounts.most_tokens,
+            headers=self.exchange.headers,
+        )
+
+    def _class_of(self, parsed: ParsedBody) -> Priority:
+        """The request's class; notes whether an editor asks. Raises: GatewayError 400."""
+        context, route = self._context, self._node_route
+        assert context is not None
+        if parsed.suffix is not MISSING or route.endpoint == "infill":
+            self._edits = self.config.settings.queue.latest_wins and is_infill(route, parsed)
         priority = context.usual_priority
         if priority is None or not parsed.priority is parsed.service_tier is None:
             priority = class_of(parsed, context.caller, context.priority_header)
-        timeout, has_timer = context.plain_client_timeout, context.client_has_timer
-        if parsed.stream or settings.heartbeat_plain:
-            timeout, has_timer = context.client_timeout, False
-        incoming = IncomingRequest(
-            self.request_id,
-            record.x_request_id,
-            route,
-            context.header_lines,
-            timeout,
-            body,
-            context.caller,
-            self.received_at,
-            context.fairness_key,
-            context.session,
-            has_timer,
-            context.cache,
-            context.accounts.completion_tokens,
-            context.accounts.most_tokens,
-        )
-        request = prepare_for(
-            record, incoming, parsed, priority, self.config.rules, self._handler.catalog
-        )
-        may_be_infill = parsed.suffix is not MISSING or route.endpoint == "infill"
-        if may_be_infill and settings.queue.latest_wins and is_infill(route, parsed):
+        return priority
+
+    def _for_editor(self, request: Request) -> Request:
+        """The request; note the editor's session, if one asks."""
+        if self._edits:
             asked = request.lease_request
             self._edit_session = asked.caller.session or self._default_edit_session(asked)
         return request
@@ -514,7 +498,7 @@ class _HandledRequest:
         """End with an error: as the response, or as an event once a stream has begun."""
         record, api, exchange = self.record, self.route.api, self.exchange
         record.fail(error.status, error.code)
-        if self._may_name_nodes:
+        if self._context is not None and self._context.may_name_nodes:
             error.reveal_nodes()
         if exchange.response_started:
             exchange.end_response(
@@ -553,7 +537,7 @@ class _HandledRequest:
                     handler.latest_edits.discard(self._edit_session, self._in_flight)
         finally:
             # Whatever fails: else its slot of the limits would be lost.
-            record = self.record.finish(handler.clock() - self.received_at)
+            record = self.record.finish(self.received_at, handler.clock())
             if self._metered is not None:
                 handler.meter.ended(self._metered, record)
             tracing = handler.tracing
@@ -563,15 +547,14 @@ class _HandledRequest:
 
     def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
-        anthropic = self.route.api.sends_request_id
+        anthropic, context = self.route.api.sends_request_id, self._context
         if early:
             lines = early_gateway_header_lines(self.record, anthropic=anthropic)
         else:
-            lines = gateway_header_lines(
-                self.record, anthropic=anthropic, name_node=self._may_name_nodes
-            )
-        if self._accounts is not None and self._accounts.has_rates:
-            limits = self._handler.meter.book.rate_limits(self._accounts)
+            may_name_nodes = context is not None and context.may_name_nodes
+            lines = gateway_header_lines(self.record, anthropic=anthropic, name_node=may_name_nodes)
+        if context is not None and context.accounts.has_rates:
+            limits = self._handler.meter.book.rate_limits(context.accounts)
             lines += rate_limit_lines(*limits, anthropic=anthropic)
         cors = self.config.settings.cors
         if cors is None:
@@ -747,7 +730,7 @@ class RewritingWriter(EventsForClient):
         self._clock = clock
         self._written_at = clock()
 
-    def write(self, data: bytes) -> bool:
+    def write(self, data: bytes, _: bytes | None = None, /) -> bool:
         """Send events; True if the client lags, as `HttpExchange.write`."""
         data, now = self.rewrite(data), self._clock()
         if not data:

@@ -14,9 +14,9 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from gateway.request import Priority
-from gateway.scheduling.dispatcher import Dispatcher, DispatchRules
-from gateway.scheduling.placement_state import Placement, PlacementState, QueuedRequest, TierSets
+from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
+from gateway.schedule.core.placement_state import PlacementState, QueuedRequest, TierSets
+from gateway.terms import Priority
 
 SYSTEM_TOKENS = 1500.0
 WARM_NODES = 20
@@ -35,7 +35,7 @@ class LoadedFleet:
     dispatcher: Dispatcher = field(init=False)
     _rng: random.Random = field(init=False)
     _groups: tuple[TierSets, ...] = field(init=False)
-    _running: list[tuple[float, int, Placement]] = field(default_factory=list)
+    _running: list[tuple[float, int, QueuedRequest]] = field(default_factory=list)
     _created: int = 0
 
     def __post_init__(self) -> None:
@@ -93,11 +93,11 @@ class LoadedFleet:
             self._begin(one)
         return took / max(1, len(placements) + (placed is not None))
 
-    def _begin(self, placement: Placement | None) -> None:
+    def _begin(self, placement: QueuedRequest | None) -> None:
         if placement is not None:
             # Actual lengths differ from the expected ones.
             seconds = (placement.ends - self.now) * self._rng.uniform(0.3, 2.0)
-            item = (self.now + seconds, int(placement.queued.id), placement)
+            item = (self.now + seconds, int(placement.id), placement)
             heapq.heappush(self._running, item)
 
 

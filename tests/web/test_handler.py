@@ -12,13 +12,18 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.keys import ApiKey, new_key
-from gateway.fleet.node import NodeState
-from gateway.proxy.in_flight import SupersedingMap
+from gateway.callers.keys import ApiKey, new_key
+from gateway.forward.in_flight import SupersedingMap
+from gateway.nodes.node import NodeState
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
+from tests.forward.proxy_over_nodes import (
+    GENERATION_PATHS,
+    ProxyOverNodes,
+    prompt_field,
+    proxy_over,
+)
 from tests.gateways import Running, running_gateway, until
-from tests.proxy.proxy_over_nodes import GENERATION_PATHS, ProxyOverNodes, prompt_field, proxy_over
 from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import CHAT
 from tests.web.raw_client import Answer, Public, answer, public, request
@@ -295,30 +300,18 @@ async def test_a_finished_request_is_not_superseded(tmp_path: Path) -> None:
 # The map of the newest requests.
 
 
-def test_a_newer_item_replaces_the_older_one() -> None:
+def test_the_newest_item_of_a_session_is_known_until_it_is_discarded() -> None:
     latest = SupersedingMap[object]()
-    first, second, other = object(), object(), object()
+    first, second, third, other = object(), object(), object(), object()
     assert latest.replace("a", first) is None
     assert latest.replace("b", other) is None
     assert latest.replace("a", second) is first
-
-
-def test_a_discarded_item_is_not_replaced() -> None:
-    latest = SupersedingMap[object]()
-    first, second = object(), object()
-    latest.replace("a", first)
     latest.discard("a", first)
-    assert latest.replace("a", second) is None
-
-
-def test_discarding_a_replaced_item_leaves_the_newer_one() -> None:
-    latest = SupersedingMap[object]()
-    first, second, third = object(), object(), object()
-    latest.replace("a", first)
-    latest.replace("a", second)
-    latest.discard("a", first)
-    assert latest.replace("a", third) is second
+    assert latest.replace("a", third) is second, "a replaced item is discarded alone"
     latest.discard("a", third)
+    assert latest.replace("a", first) is None
+    latest.discard("a", first)
+    latest.discard("b", other)
     assert len(latest) == 0
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gateway.lease import LeaseRequest, Usage
-from gateway.scheduling.demand_model import DemandModel
-from gateway.scheduling.placement_state import Placement
+from gateway.schedule.core.demand_model import DemandModel
+from gateway.schedule.core.placement_state import QueuedRequest
 from tests.bench.scheduling.fronts import FLEET, nodes
 from tests.bench.scheduling.play import Record
 from tests.bench.scheduling.trace import Shape, make, session_rate
@@ -50,7 +50,7 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
 
     def noting(
         self: DemandModel,
-        placement: Placement | None,
+        placement: QueuedRequest | None,
         request: LeaseRequest,
         reported: Usage | None,
         seen: float,
@@ -58,7 +58,7 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
     ) -> None:
         assert reported is not None
         assert placement is not None
-        believed = placement.queued.cached.get(placement.row.index, 0.0)
+        believed = placement.cached.get(placement.row.index, 0.0)
         beliefs.append(Belief(believed, reported.cached_tokens))
         learn(self, placement, request, reported, seen, **keys)
 

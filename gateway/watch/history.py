@@ -1,0 +1,278 @@
+"""The last hour in numbers, for the dashboard's charts: a ring of steps of some seconds each.
+
+The counts come from the events of the requests that have ended, the gauges from whoever closes a
+step. A step costs the same however many requests fall into it, but for a dictionary entry for each
+model, caller and kind of failure up to a bound, and times are kept as counts in classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES
+from gateway.events import EventBus, RequestFinished
+
+STEP_SECONDS = 5.0  # Seconds of one step
+SPAN_SECONDS = 3600.0  # Seconds that are kept
+RECENT_SECONDS = 60.0
+"""Seconds of which a step's percentiles and shares are: one step alone has too few requests."""
+
+MOST_MODELS = 64
+"""Models of one step whose price on the GPU tier is counted apart; with more it is unknown."""
+
+MOST_CALLERS = 256  # Callers of one step that are counted apart
+MOST_FAILURES = 64  # Pairs of a reason and a node of one step by which failed requests are counted
+MOST_SERVED = 4096  # Ended requests that are kept which have been at a node
+MOST_UNSERVED = 1024  # Those that have not: a flood of refusals pushes no other out
+OTHER_CALLER = ""  # Stands for all further callers of a step
+CLASS_RATIO = 1.1
+"""Each class of times is so many times as wide as the one before: a percentile is 5 % off."""
+
+LEAST_TIME = 0.001  # Seconds; shorter times are in the first class
+GpuCost = Callable[[str, int, int, int], float | None]
+"""What a model's prompt, cached and completion tokens cost on the GPU tier; None: unknown."""
+
+
+class Gauges(NamedTuple):
+    """The state when a step is closed."""
+
+    queued: int  # Requests that wait for a slot
+    slots_busy: int
+    completion_tokens: int  # Tokens by now of the requests in flight
+
+
+class HistoryPoint(NamedTuple):
+    """One step. Counts are of the step; percentiles and shares of the last minute."""
+
+    at: float  # Unix time of its end
+    requests: int  # Requests that ended, without those whose client left
+    failed: int
+    """Of them, those with a status of 500 or more that were not refused for lack of room."""
+    refused: int  # Of them, those with 429 or 503
+    ttft_p50: float | None  # Seconds
+    ttft_p95: float | None
+    tokens_per_second: float  # Tokens written, of all requests together
+    queued: int
+    slots_busy: int
+    cached_share: float | None  # Share of the prompts' tokens that nodes had cached
+    gpu_share: float | None  # Share of the requests that ran on GPU nodes
+    cost: float  # In the settings' currency
+    gpu_cost: float | None
+    """What the same would have cost on GPU nodes alone; None: a price is not known."""
+
+
+COLUMNS = HistoryPoint._fields  # The names of a point's values
+
+
+class RecentTraffic(NamedTuple):
+    """What ended within the last minute."""
+
+    requests: int
+    failed: int
+    refused: Mapping[str, int]  # Requests that the gateway refused, by the error's code
+    callers: Mapping[str, int]
+    """Requests by caller, refused ones included; the busiest callers of each step."""
+    limited: Mapping[str, int]  # Those of them that limits refused, likewise
+    failures: Mapping[tuple[str, str], int]
+    """Of `failed`, by the error's code and the last node ("": none); up to a bound."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """The requests that ended within one step."""
+
+    requests: int = 0
+    failed: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    served: int = 0  # Requests that ran on a node
+    gpu: int = 0
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    cost: float = 0.0
+    times: Counter[int] = field(default_factory=Counter)  # TTFTs by class
+    models: dict[str, list[int]] = field(default_factory=dict)
+    """Prompt, cached and completion tokens."""
+    too_many_models: bool = False
+    callers: Counter[str] = field(default_factory=Counter)
+    limited: Counter[str] = field(default_factory=Counter)
+    """Requests that limits refused, by caller."""
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Failed requests by the error's code and the last node."""
+
+
+class FleetHistory:
+    """Counts what ends, a point for each step of the last hour, and keeps the newest requests."""
+
+    def __init__(
+        self,
+        bus: EventBus,
+        gpu_cost: GpuCost = lambda *_: None,
+        *,
+        step_seconds: float = STEP_SECONDS,
+    ) -> None:
+        self.step_seconds = step_seconds
+        self.points: deque[HistoryPoint] = deque(maxlen=max(1, int(SPAN_SECONDS / step_seconds)))
+        """The oldest first."""
+        self._flush = bus.flush
+        self._gpu_cost = gpu_cost
+        self._step = _Step()
+        self._recent: deque[_Step] = deque(maxlen=max(1, int(RECENT_SECONDS / step_seconds)))
+        self._completion = 0  # Tokens written by all requests that have ended
+        self._written = 0  # Tokens written when the last step was closed, by requests in flight too
+        self._closed_at: float | None = None
+        self._served: deque[RequestFinished] = deque(maxlen=MOST_SERVED)
+        self._unserved: deque[RequestFinished] = deque(maxlen=MOST_UNSERVED)
+        bus.subscribe(RequestFinished, self.finished)
+
+    def restore(self, points: Iterable[HistoryPoint], now: float) -> None:
+        """Put these points of an earlier process among the others; `now` is Unix time."""
+        whole = {one.at: one for one in (*points, *self.points)}
+        recent = sorted(at for at in whole if now - SPAN_SECONDS < at < now + self.step_seconds)
+        self.points.clear()
+        self.points.extend(whole[at] for at in recent)
+
+    def finished(self, event: RequestFinished) -> None:
+        """Count and keep a request that has ended."""
+        (self._served if event.attempts else self._unserved).append(event)
+        step = self._step
+        completion = event.completion_tokens
+        self._completion += completion
+        step.completion += completion
+        caller = event.caller
+        if caller not in step.callers and len(step.callers) >= MOST_CALLERS:
+            caller = OTHER_CALLER
+        step.callers[caller] += 1
+        if event.status != CLIENT_CLOSED_STATUS:
+            step.requests += 1
+            if event.status in {429, 503}:
+                step.refused[event.reason or "refused"] += 1
+                if event.reason in LIMIT_CODES:
+                    step.limited[caller] += 1
+            elif event.status >= 500:
+                step.failed += 1
+                failure = (event.reason or f"status {event.status}", event.node or "")
+                if failure in step.failures or len(step.failures) < MOST_FAILURES:
+                    step.failures[failure] += 1
+        if event.ttft is not None:
+            step.times[_class_of(event.ttft)] += 1
+        if event.tier is None:
+            return
+        step.served += 1
+        step.gpu += event.tier == "gpu"
+        step.prompt += event.prompt_tokens
+        step.cached += event.cached_tokens
+        step.cost += event.cost
+        if not (event.prompt_tokens or completion):
+            return
+        tokens = step.models.get(event.model)
+        if tokens is None:
+            if len(step.models) >= MOST_MODELS:
+                step.too_many_models = True
+                return
+            tokens = step.models[event.model] = [0, 0, 0]
+        tokens[0] += event.prompt_tokens
+        tokens[1] += event.cached_tokens
+        tokens[2] += completion
+
+    def find(self, name: str) -> Iterator[RequestFinished]:
+        """Ended requests of this id or `X-Request-ID`, the newest first in each of the two kinds.
+
+        They have no text, as records have none.
+        """
+        self._flush()
+        for kind in (self._served, self._unserved):
+            for one in reversed(kind):
+                if name in {one.request_id, one.x_request_id}:
+                    yield one
+
+    def close_step(self, at: float, now: float, gauges: Gauges) -> HistoryPoint:
+        """End the step; `at` is Unix time, `now` monotonic seconds."""
+        self._flush()
+        step, self._step = self._step, _Step()
+        self._recent.append(step)
+        written = self._completion + gauges.completion_tokens
+        elapsed = self.step_seconds if self._closed_at is None else now - self._closed_at
+        # What is no longer in flight is counted a moment later: the next step has it.
+        grown = max(0, written - self._written)
+        self._written, self._closed_at = written, now
+        times: Counter[int] = Counter()
+        for one in self._recent:
+            times.update(one.times)
+        point = HistoryPoint(
+            round(at, 1),
+            step.requests,
+            step.failed,
+            sum(step.refused.values()),
+            _percentile(times, 0.5),
+            _percentile(times, 0.95),
+            round(grown / max(elapsed, 0.001), 1),
+            gauges.queued,
+            gauges.slots_busy,
+            _share(sum(s.cached for s in self._recent), sum(s.prompt for s in self._recent)),
+            _share(sum(s.gpu for s in self._recent), sum(s.served for s in self._recent)),
+            step.cost,
+            self._cost_on_gpu(step),
+        )
+        self.points.append(point)
+        return point
+
+    def recent(self) -> RecentTraffic:
+        """What ended within the last minute, the step that runs included."""
+        self._flush()
+        steps: Iterable[_Step] = (*self._recent, self._step)
+        refused: Counter[str] = Counter()
+        callers: Counter[str] = Counter()
+        limited: Counter[str] = Counter()
+        failures: Counter[tuple[str, str]] = Counter()
+        requests = failed = 0
+        for step in steps:
+            requests += step.requests
+            failed += step.failed
+            refused.update(step.refused)
+            callers.update(dict(step.callers.most_common(8)))
+            limited.update(dict(step.limited.most_common(8)))
+            failures.update(step.failures)
+        callers.pop(OTHER_CALLER, None)
+        limited.pop(OTHER_CALLER, None)
+        return RecentTraffic(requests, failed, refused, callers, limited, failures)
+
+    def as_json(self) -> dict[str, Any]:
+        """Every point, as rows under the names of `COLUMNS`."""
+        return {"step": self.step_seconds, "columns": COLUMNS, "points": list(self.points)}
+
+    def _cost_on_gpu(self, step: _Step) -> float | None:
+        if step.too_many_models:
+            return None
+        total = 0.0
+        for model, (prompt, cached, completion) in step.models.items():
+            cost = self._gpu_cost(model, prompt, cached, completion)
+            if cost is None:
+                return None
+            total += cost
+        return total
+
+
+def _class_of(seconds: float) -> int:
+    return max(0, math.ceil(math.log(max(seconds, LEAST_TIME) / LEAST_TIME, CLASS_RATIO)))
+
+
+def _percentile(times: Counter[int], share: float) -> float | None:
+    """The time in seconds that this share of the counted times does not exceed."""
+    left = share * sum(times.values())
+    if not left:
+        return None
+    for number in sorted(times):
+        left -= times[number]
+        if left <= 1e-9:
+            # The middle of the class, on a log scale.
+            return round(LEAST_TIME * math.exp(math.log(CLASS_RATIO) * (number - 0.5)), 4)
+    return None
+
+
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 4) if whole else None
