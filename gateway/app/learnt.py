@@ -174,20 +174,17 @@ class LearntMemory:
             one.name: OrderedDict() for one in sections
         }
         """The rows of each section by their keys, the one that changed least recently first."""
-        self._unwritten: dict[Place, Row | None] = {}
-        """Rows to be kept; None: to be dropped."""
+        self._unwritten: dict[Place, Row | None] = {}  # rows to be kept; None: to be dropped
         self._callers: frozenset[str] | None = None
         """The ids of the keys at the last look; None: they are not known yet."""
         self._keys_version = -1
         self._tried = self._read = self._writes = self._closed = False
         self._pipe: BinaryIO | None = None
         """To a successor: it ends when this process writes no more."""
-        self._full: set[str] = set()
-        """Sections of which it was told that they are full."""
+        self._full: set[str] = set()  # sections of which it was told that they are full
         self._gathered: dict[str, float] = {}
         """When there was the last look at sections that have a `pause`."""
-        self._failures: set[str] = set()
-        """Errors that were told of."""
+        self._failures: set[str] = set()  # errors that were told of
         self._lock = asyncio.Lock()
 
     @classmethod
@@ -603,8 +600,7 @@ class LearntFile:
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
         self._path = path
         self._now = now
-        self._rows: dict[Place, Row] = {}
-        """Those of other versions, too."""
+        self._rows: dict[Place, Row] = {}  # those of other versions, too
         self._size = 0
         self._writing = threading.Lock()
         self._error: Exception | None = None
@@ -775,10 +771,8 @@ class PromptKeys(Section):
         self._keyed_hash = keyed_hash
         self._remember = remember
         self._now = now
-        self._is_fixed = is_fixed
-        """Whether digests may have been made with the key."""
-        self.agrees = False
-        """Whether the digests that are read were made with the key."""
+        self._is_fixed = is_fixed  # whether digests may have been made with the key
+        self.agrees = False  # whether the digests that are read were made with the key
 
     def is_kept(self) -> bool:
         """As the settings say."""
@@ -939,8 +933,7 @@ class Decisions(Section):
         self._now = now
         self._newest: dict[type[Decision], Decision] = {}
         """The newest of each kind at the last call."""
-        self._running: list[Grant] = []
-        """Grants that had not come to their end at the last call."""
+        self._running: list[Grant] = []  # grants that had not come to their end at the last call
         self._shift = 0.0
         self._found: list[Decision] = []
 

@@ -793,8 +793,7 @@ class ClosingNodes:
     """Removed nodes and replaced pools: each is closed when its last lease has ended."""
 
     def __init__(self) -> None:
-        self.nodes: set[Node] = set()
-        """Removed nodes that still have leases."""
+        self.nodes: set[Node] = set()  # removed nodes that still have leases
         self.tasks: set[asyncio.Task[None]] = set()
         self._replaced: list[tuple[Node, ConnectionPool]] = []
 

@@ -41,20 +41,17 @@ class ModelIndex:
     """The nodes by the models that they serve."""
 
     def __init__(self) -> None:
-        self.version = 0
-        """Goes up whenever the result of a lookup may have changed."""
+        self.version = 0  # goes up whenever the result of a lookup may have changed
         self._nodes: tuple[Node, ...] = ()
         self._serving: dict[str, tuple[Node, ...]] | None = None
-        self._names: tuple[str, ...] = ()
-        """The keys of `_serving`; as old as it is."""
+        self._names: tuple[str, ...] = ()  # the keys of `_serving`; as old as it is
         self._nameless: tuple[Node, ...] = ()
         """Nodes of which no model is known; as old as `_serving`."""
         self._linked: dict[str, str] = {}
         """For names of models that have several, one of them; as old as `_serving`."""
         self.cached_lookups: dict[tuple[str, str, bool, bool, NodeLabels], CapableNodes] = {}
         self._aliases: dict[str, str] = {}
-        self._paused: frozenset[str] = frozenset()
-        """As old as `_serving`, both."""
+        self._paused: frozenset[str] = frozenset()  # as old as `_serving`, both
         self.paused_by_name: frozenset[str] = frozenset()
         """Public model names that an operator has paused."""
 

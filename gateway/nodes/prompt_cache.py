@@ -49,7 +49,7 @@ class PromptTree:
             own = edge.blocks
             shared = min(len(own), count - at)
             if own[shared - 1] != blocks[at + shared - 1]:
-                shared = common_blocks(own, blocks[at : at + shared - 1])
+                shared = common_blocks(own, blocks, at)
             at += shared
             found[edge] = at
             if shared < len(own):
@@ -345,8 +345,7 @@ class FleetPromptCache:
 
     def __init__(self) -> None:
         self.tree = PromptTree()
-        self.nodes: dict[int, NodePromptCache] = {}
-        """By row."""
+        self.nodes: dict[int, NodePromptCache] = {}  # by row
         self._pending = PendingPrefixes()
 
     def resize(self, row: int, slots: int, host_tokens: float | None = None) -> None:
@@ -768,15 +767,15 @@ class PendingPrefixes:
         return pending
 
 
-def common_blocks(blocks: Sequence[int], others: Sequence[int]) -> int:
-    """The number of blocks at the beginning that two prompts have in common.
+def common_blocks(blocks: Sequence[int], others: Sequence[int], start: int = 0) -> int:
+    """How many blocks agree with the `others` from `start` on, from the beginning.
 
     A block stands for all before it, so that a binary search finds it.
     """
-    least, most = 0, min(len(blocks), len(others))
+    least, most = 0, min(len(blocks), len(others) - start)
     while least < most:
         middle = (least + most + 1) // 2
-        if blocks[middle - 1] == others[middle - 1]:
+        if blocks[middle - 1] == others[start + middle - 1]:
             least = middle
         else:
             most = middle - 1

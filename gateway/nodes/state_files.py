@@ -30,8 +30,7 @@ class _StoredNames:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self.names: frozenset[str] = frozenset()
-        """All of them; replaced at each change."""
+        self.names: frozenset[str] = frozenset()  # all of them; replaced at each change
         if path is not None:
             found = read_state(path, dict[str, list[str]], LARGEST_NAMES_FILE, self.lost)
             self.names = frozenset((found or {}).get(self.key, ()))
