@@ -237,7 +237,7 @@ class LearntOfServer(msgspec.Struct, frozen=True):
     wake_seconds: float | None
 
 
-# For which a node that has answered plainly to a request for a stream is not asked for streams.
+# Seconds for which a node that has answered a request for a stream plainly is asked for none.
 # Plain requests can't be cancelled, so it is tried again.
 PLAIN_SECONDS = 600.0
 MOST_CALIBRATIONS = 5  # calibrations of one server that may fail, or be given up

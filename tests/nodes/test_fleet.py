@@ -469,6 +469,16 @@ def test_the_slot_of_an_abandoned_request_is_released_when_it_is_shown_free(
     assert released_slots(busy, node.leases, 1000.0 + seconds) == released
 
 
+def test_a_busy_slot_is_not_counted_as_that_of_a_request_sent_just_now() -> None:
+    clock = Clock()
+    node = a_node(clock, slots=3)
+    take(node).abandon()
+    clock.passes(1.0)
+    take(node)
+    assert released_slots(1, node.leases, clock() + 0.1) == 0
+    assert released_slots(1, node.leases, clock() + 0.3) == 1
+
+
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.floats(0, 5))), st.integers(0, 20))
 def test_never_more_slots_than_were_abandoned_are_released(
     taken: list[tuple[int, bool, float]], busy: int
