@@ -72,179 +72,71 @@ class AdminRoute:
 
     method: str
     path: str
-    role: AdminRole | None
-    """The lowest role that may use it; None: no key is needed."""
+    role: AdminRole | None  # the lowest role that may use it; None: no key is needed
     endpoint: Callable[[AdminEndpoints], Endpoint]
-    summary: str
-    """For the index, one line."""
-    action: str | None = None
-    """Its name in the audit log; None: it changes nothing."""
+    summary: str  # for the index, one line
+    action: str | None = None  # its name in the audit log; None: it changes nothing
 
 
 ADMIN_ROUTES = (
-    AdminRoute(
-        "GET", "/", None, lambda e: e.dashboard.index, "the dashboard; without a browser: this list"
-    ),
-    AdminRoute(
-        "GET", "/dashboard/{file:path}", None, lambda e: e.dashboard.file, "its files, without data"
-    ),
+    AdminRoute("GET", "/", None, lambda e: e.dashboard.index,
+        "the dashboard; without a browser: this list"),
+    AdminRoute("GET", "/dashboard/{file:path}", None, lambda e: e.dashboard.file,
+        "its files, without data"),
     AdminRoute("GET", "/metrics", VIEWER, lambda e: e.pages.metrics, "Prometheus"),
-    AdminRoute(
-        "GET",
-        "/metrics/nodes",
-        VIEWER,
-        lambda e: e.node_metrics.show,
-        "Prometheus: what llama.cpp's servers say, by node",
-    ),
+    AdminRoute("GET", "/metrics/nodes", VIEWER, lambda e: e.node_metrics.show,
+        "Prometheus: what llama.cpp's servers say, by node"),
     AdminRoute("GET", "/health", None, lambda e: e.health.health, "the process lives"),
     AdminRoute("GET", "/ready", None, lambda e: e.health.ready, "work may be sent here"),
-    AdminRoute(
-        "GET", "/admin/status", VIEWER, lambda e: e.status.status, "the gateway on one page"
-    ),
-    AdminRoute(
-        "GET",
-        "/admin/live",
-        VIEWER,
-        lambda e: e.live.stream,
-        "nodes, queue and problems as they change, as server-sent events; requests for operators",
-    ),
+    AdminRoute("GET", "/admin/status", VIEWER, lambda e: e.status.status,
+        "the gateway on one page"),
+    AdminRoute("GET", "/admin/live", VIEWER, lambda e: e.live.stream,
+        "nodes, queue and problems as they change, as server-sent events; requests for operators"),
     AdminRoute("GET", "/admin/nodes", VIEWER, lambda e: e.nodes.list, "every node"),
     AdminRoute("GET", "/admin/nodes/{name}", VIEWER, lambda e: e.nodes.show, "one node"),
-    AdminRoute(
-        "POST",
-        "/admin/nodes/{name}/drain",
-        OPERATOR,
-        lambda e: e.nodes.drain,
-        "no new work; ?deadline=SECONDS ends what still runs then",
-        action="drain",
-    ),
-    AdminRoute(
-        "POST",
-        "/admin/nodes/{name}/resume",
-        OPERATOR,
-        lambda e: e.nodes.resume,
-        "back to work",
-        action="resume",
-    ),
-    AdminRoute(
-        "POST",
-        "/admin/nodes/{name}/probe",
-        OPERATOR,
-        lambda e: e.nodes.probe,
-        "ask it now; trusted again if it answers",
-        action="probe",
-    ),
+    AdminRoute("POST", "/admin/nodes/{name}/drain", OPERATOR, lambda e: e.nodes.drain,
+        "no new work; ?deadline=SECONDS ends what still runs then", "drain"),
+    AdminRoute("POST", "/admin/nodes/{name}/resume", OPERATOR, lambda e: e.nodes.resume,
+        "back to work", "resume"),
+    AdminRoute("POST", "/admin/nodes/{name}/probe", OPERATOR, lambda e: e.nodes.probe,
+        "ask it now; trusted again if it answers", "probe"),
     AdminRoute("GET", "/admin/models", VIEWER, lambda e: e.models.list, "every public model name"),
-    AdminRoute(
-        "POST",
-        "/admin/models/{name:path}/pause",
-        OPERATOR,
-        lambda e: e.models.pause,
-        "no new requests for it: 503 `model_paused`",
-        action="models.pause",
-    ),
-    AdminRoute(
-        "POST",
-        "/admin/models/{name:path}/resume",
-        OPERATOR,
-        lambda e: e.models.resume,
-        "requests for it again",
-        action="models.resume",
-    ),
-    AdminRoute(
-        "GET", "/admin/requests", OPERATOR, lambda e: e.requests.list, "what waits and runs"
-    ),
-    AdminRoute(
-        "GET",
-        "/admin/requests/{id:path}/why",
-        OPERATOR,
-        lambda e: e.why.why,
-        "why it went where it went, and what came of it",
-    ),
-    AdminRoute(
-        "DELETE",
-        "/admin/requests/{id:path}",
-        OPERATOR,
-        lambda e: e.requests.cancel,
-        "cancel one",
-        action="cancel",
-    ),
-    AdminRoute(
-        "POST",
-        "/admin/chat",
-        OPERATOR,
-        lambda e: e.playground.chat,
-        "a chat, streamed, with the node and the figures",
-        action="chat",
-    ),
-    AdminRoute(
-        "GET", "/admin/usage", OPERATOR, lambda e: e.usage.report, "what requests used and cost"
-    ),
-    AdminRoute(
-        "GET",
-        "/admin/usage/arrivals",
-        OPERATOR,
-        lambda e: e.usage.arrivals,
-        "the requests of the busiest hour, for plans",
-    ),
-    AdminRoute(
-        "GET", "/admin/config", ADMIN, lambda e: e.configuration.show, "the settings in force"
-    ),
-    AdminRoute(
-        "POST",
-        "/admin/reload",
-        OPERATOR,
-        lambda e: e.configuration.reload,
-        "read the inventory, the settings and the certificates again",
-        action="reload",
-    ),
+    AdminRoute("POST", "/admin/models/{name:path}/pause", OPERATOR, lambda e: e.models.pause,
+        "no new requests for it: 503 `model_paused`", "models.pause"),
+    AdminRoute("POST", "/admin/models/{name:path}/resume", OPERATOR, lambda e: e.models.resume,
+        "requests for it again", "models.resume"),
+    AdminRoute("GET", "/admin/requests", OPERATOR, lambda e: e.requests.list,
+        "what waits and runs"),
+    AdminRoute("GET", "/admin/requests/{id:path}/why", OPERATOR, lambda e: e.why.why,
+        "why it went where it went, and what came of it"),
+    AdminRoute("DELETE", "/admin/requests/{id:path}", OPERATOR, lambda e: e.requests.cancel,
+        "cancel one", "cancel"),
+    AdminRoute("POST", "/admin/chat", OPERATOR, lambda e: e.playground.chat,
+        "a chat, streamed, with the node and the figures", "chat"),
+    AdminRoute("GET", "/admin/usage", OPERATOR, lambda e: e.usage.report,
+        "what requests used and cost"),
+    AdminRoute("GET", "/admin/usage/arrivals", OPERATOR, lambda e: e.usage.arrivals,
+        "the requests of the busiest hour, for plans"),
+    AdminRoute("GET", "/admin/config", ADMIN, lambda e: e.configuration.show,
+        "the settings in force"),
+    AdminRoute("POST", "/admin/reload", OPERATOR, lambda e: e.configuration.reload,
+        "read the inventory, the settings and the certificates again", "reload"),
     AdminRoute("GET", "/admin/keys", ADMIN, lambda e: e.keys.list, "API keys, without secrets"),
-    AdminRoute(
-        "POST",
-        "/admin/keys",
-        ADMIN,
-        lambda e: e.keys.create,
-        "make one, shown only in this response",
-        action="keys.create",
-    ),
-    AdminRoute(
-        "POST",
-        "/admin/keys/import",
-        ADMIN,
-        lambda e: e.keys.import_,
-        "store keys by their hashes: all or none",
-        action="keys.import",
-    ),
+    AdminRoute("POST", "/admin/keys", ADMIN, lambda e: e.keys.create,
+        "make one, shown only in this response", "keys.create"),
+    AdminRoute("POST", "/admin/keys/import", ADMIN, lambda e: e.keys.import_,
+        "store keys by their hashes: all or none", "keys.import"),
     AdminRoute("GET", "/admin/keys/{name}", ADMIN, lambda e: e.keys.show, "one key"),
-    AdminRoute(
-        "PATCH",
-        "/admin/keys/{name}",
-        ADMIN,
-        lambda e: e.keys.change,
-        "change its rights",
-        action="keys.change",
-    ),
-    AdminRoute(
-        "DELETE",
-        "/admin/keys/{name}",
-        ADMIN,
-        lambda e: e.keys.revoke,
-        "revoke it",
-        action="keys.revoke",
-    ),
-    AdminRoute(
-        "POST",
-        "/admin/keys/{name}/rotate",
-        ADMIN,
-        lambda e: e.keys.rotate,
-        "a new secret; the old one works for the grace",
-        action="keys.rotate",
-    ),
+    AdminRoute("PATCH", "/admin/keys/{name}", ADMIN, lambda e: e.keys.change,
+        "change its rights", "keys.change"),
+    AdminRoute("DELETE", "/admin/keys/{name}", ADMIN, lambda e: e.keys.revoke,
+        "revoke it", "keys.revoke"),
+    AdminRoute("POST", "/admin/keys/{name}/rotate", ADMIN, lambda e: e.keys.rotate,
+        "a new secret; the old one works for the grace", "keys.rotate"),
     AdminRoute("GET", "/admin/audit", ADMIN, lambda e: e.audit.list, "who has changed what"),
-    AdminRoute(
-        "GET", "/openapi.json", VIEWER, lambda e: e.pages.openapi, "both listeners, for programs"
-    ),
-)
+    AdminRoute("GET", "/openapi.json", VIEWER, lambda e: e.pages.openapi,
+        "both listeners, for programs"),
+)  # fmt: skip
 """Every path of the admin listener."""
 
 INDEX_PAGE = "llama-gateway, admin listener\n\n" + "".join(
@@ -390,8 +282,7 @@ STATIC_FOLDER = Path(__file__).parent / "static"
 
 PAGE = "index.html"
 
-FILES_PATH = "/dashboard/"
-"""The path of the page's files."""
+FILES_PATH = "/dashboard/"  # the path of the page's files
 
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",

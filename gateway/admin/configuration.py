@@ -98,8 +98,7 @@ class GatewayControl(Protocol):
         """
 
 
-MOST_LISTED_PROBLEMS = 50
-"""Most problems that a response lists."""
+MOST_LISTED_PROBLEMS = 50  # most problems that a response lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +123,7 @@ class ConfigEndpoints:
         nodes = result.inventory
         return JsonResponse(
             {
-                "nodes": {
-                    "added": nodes.added,
-                    "changed": nodes.changed,
-                    "removed": nodes.removed,
-                },
+                "nodes": {"added": nodes.added, "changed": nodes.changed, "removed": nodes.removed},
                 "settings": {
                     "changed": changed_keys(before, self.gateway.settings),
                     "needs_restart": result.settings.needs_restart,

@@ -17,11 +17,8 @@ from gateway.errors import GatewayError, truncate_echo
 from gateway.http.request_head import AllowedHosts, is_same_origin
 from gateway.web.asgi import error_response
 
-_IDENTITY_KEY = "gateway.admin_identity"
-"""Key of the caller's `AdminIdentity` in the ASGI scope."""
-
-_GUARD_KEY = "gateway.admin_guard"
-"""Key of the guard that let the request in."""
+_IDENTITY_KEY = "gateway.admin_identity"  # key of the caller's `AdminIdentity` in the ASGI scope
+_GUARD_KEY = "gateway.admin_guard"  # key of the guard that let the request in
 
 
 def identity_of(request: Request) -> AdminIdentity:
@@ -125,8 +122,7 @@ class AdminGuard:
         return identity if scheme.lower() == b"bearer" else None
 
 
-NOBODY = AdminIdentity("", AdminRole.VIEWER)
-"""The caller of a path that needs no key."""
+NOBODY = AdminIdentity("", AdminRole.VIEWER)  # the caller of a path that needs no key
 
 
 def _values(scope: Scope, wanted: bytes) -> list[bytes]:

@@ -36,14 +36,9 @@ from gateway.web.asgi import JsonResponse, read_fields, store_unavailable
 
 T = TypeVar("T")
 
-LARGEST_KEY_BODY = 64 << 10
-"""Bytes of a request about one key."""
-
-LARGEST_IMPORT = 16 << 20
-"""Bytes of an import."""
-
-MOST_IMPORTED = 10_000
-"""Keys of one import."""
+LARGEST_KEY_BODY = 64 << 10  # bytes of a request about one key
+LARGEST_IMPORT = 16 << 20  # bytes of an import
+MOST_IMPORTED = 10_000  # keys of one import
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +47,7 @@ class KeyEndpoints:
 
     gateway: GatewayControl
     catalog: ServedModels
-    now: Callable[[], float]
-    """Unix seconds."""
+    now: Callable[[], float]  # Unix seconds
 
     async def list(self, request: Request) -> Response:
         """All keys of settings and store, by name; `?revoked=1`: revoked ones as well.
@@ -106,11 +100,7 @@ class KeyEndpoints:
     def _desk(self) -> KeyDesk:
         gateway = self.gateway
         return KeyDesk(
-            gateway.settings,
-            gateway.store,
-            self._check_models,
-            gateway.key_sync.refresh,
-            self.now,
+            gateway.settings, gateway.store, self._check_models, gateway.key_sync.refresh, self.now
         )
 
     async def _fields(
@@ -133,14 +123,8 @@ class KeyEndpoints:
                 message, remedy = "the settings have no catch-all", 'they need models: {"*"'
                 problems.append(KeyProblem(index, key, f"{message} model", f"{remedy}: ...}}"))
             elif catalog.not_found_error(name).status == 404:
-                problems.append(
-                    KeyProblem(
-                        index,
-                        key,
-                        f"no node serves the model '{truncate_echo(name)}'",
-                        _known_models(catalog),
-                    )
-                )
+                message = f"no node serves the model '{truncate_echo(name)}'"
+                problems.append(KeyProblem(index, key, message, _known_models(catalog)))
             else:
                 warnings[f"no node has said yet that it serves '{truncate_echo(name)}'"] = None
             if len(problems) + len(warnings) >= MOST_PROBLEMS:

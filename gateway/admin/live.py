@@ -16,8 +16,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Container,
-    Iterable,
     Mapping,
     Sequence,
 )
@@ -36,12 +34,11 @@ from gateway.admin.guard import identity_of, is_still_admitted
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import days_until, ledger_json, store_json
 from gateway.callers.keys import AdminIdentity, AdminRole
-from gateway.config.listeners import KeySpec
 from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet, GpuCosts
-from gateway.nodes.node import Lease, LeasePhase, Node
+from gateway.nodes.node import LeasePhase, Node
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 from gateway.watch.audit import AuditTrail
@@ -65,29 +62,14 @@ from gateway.watch.problems import (
 )
 from gateway.web.asgi import HealthEndpoints
 
-STEP_SECONDS = 0.002
-"""Seconds after which a step lets other work run."""
-
-LOOK_EVERY = 16
-"""Items after which the clock is looked at."""
-
-MOST_CELLS = 64
-"""Slots of a node that are drawn; `slots_total` counts them all."""
-
-MOST_FILL = 8
-"""How full a slot's cell can be: the parts of the expected time that have passed."""
-
-MOST_WAITING = 100
-"""Waiting requests that are shown; the depths count them all."""
-
-MOST_COUNTED_WAITING = 1000
-"""Waiting requests that are counted by caller."""
-
-MOST_REQUESTS = 300
-"""Requests in flight that are shown; `in_flight` counts them all."""
-
-MOST_MODELS = 1000
-"""Models whose nodes are counted."""
+STEP_SECONDS = 0.002  # seconds after which a step lets other work run
+LOOK_EVERY = 16  # items after which the clock is looked at
+MOST_CELLS = 64  # slots of a node that are drawn; `slots_total` counts them all
+MOST_FILL = 8  # how full a slot's cell can be: the parts of the expected time that have passed
+MOST_WAITING = 100  # waiting requests that are shown; the depths count them all
+MOST_COUNTED_WAITING = 1000  # waiting requests that are counted by caller
+MOST_REQUESTS = 300  # requests in flight that are shown; `in_flight` counts them all
+MOST_MODELS = 1000  # models whose nodes are counted
 
 NODE_FIELDS = (
     "name", "url", "kind", "tier", "host", "labels", "models", "context", "build", "drift",
@@ -112,10 +94,8 @@ T = TypeVar("T")
 class LiveState(NamedTuple):
     """The gateway at one moment."""
 
-    at: float
-    """Unix time."""
-    nodes: dict[str, Row]
-    """By name, in the inventory's order."""
+    at: float  # Unix time
+    nodes: dict[str, Row]  # by name, in the inventory's order
     requests: dict[str, Row] | None
     """By id, the oldest first; None: nobody who watches may see them."""
     summary: dict[str, Any]
@@ -228,14 +208,8 @@ class LiveView:
             oldest = max(oldest, waited)
             if len(rows) < MOST_REQUESTS:
                 expected = round(wait, 1) if math.isfinite(wait) else None
-                row = (
-                    request.id,
-                    request.caller.priority.label,
-                    request.wanted.model,
-                    round(waited),
-                    expected,
-                )
-                rows.append(row)
+                class_, model = request.caller.priority.label, request.wanted.model
+                rows.append((request.id, class_, model, round(waited), expected))
         top, top_waiting = callers.most_common(1)[0] if callers else (None, 0)
         return rows, QueueCondition(
             waiting=sum(scheduler.depths().values()),
@@ -307,7 +281,11 @@ class LiveView:
                 len(recent.callers),
                 recent.failures,
             ),
-            settings_keys=_places(gateway.settings.keys, {queue.top_caller, limited_caller}),
+            settings_keys={
+                key.id: place
+                for place, key in enumerate(gateway.settings.keys)
+                if key.id in {queue.top_caller, limited_caller}
+            },
             spill=self._spill(),
             inventory_error=gateway.inventory_error,
             settings_error=gateway.settings_error,
@@ -327,11 +305,6 @@ class LiveView:
         if not isinstance(spill, dict) or not self.scheduler.fleet_sync.has_gpu_tier:
             return None
         return SpillCondition(spill["paid"], spill["reserved"], spill["money"], spill["window"])
-
-
-def _places(keys: Sequence[KeySpec], callers: Container[str | None]) -> dict[str, int]:
-    """Where in the settings' `keys` those of these callers are."""
-    return {key.id: place for place, key in enumerate(keys) if key.id in callers}
 
 
 class _FleetCounts:
@@ -364,19 +337,10 @@ class _FleetCounts:
         if state == "draining" and not node.draining:
             return  # The gateway itself stops a standby node.
         if state not in {"ready", "mute", "sleeping"} or node.drift or failures:
+            reason, drift = node.reason, node.drift
             self.conditions.append(
-                NodeCondition(
-                    spec.name, spec.host, state, node.reason, spec.tier, node.drift, failures
-                )
+                NodeCondition(spec.name, spec.host, state, reason, spec.tier, drift, failures)
             )
-
-
-_PHASE_CELLS = {
-    LeasePhase.WAITING_HEAD: "r",
-    LeasePhase.PREFILL: "r",
-    LeasePhase.DECODE: "w",
-    LeasePhase.RECLAIM: "h",
-}
 
 
 def slot_cells(node: Node, now: float) -> str:
@@ -386,25 +350,23 @@ def slot_cells(node: Node, now: float) -> str:
     client of the server, `f` free. 0: not known, 1 to 8: part of the expected time.
     """
     cells: list[str] = []
-    leases: Iterable[Lease] = node.leases
-    if len(node.leases) > 1:
-        leases = sorted(node.leases, key=lambda lease: lease.taken_at)
-    for lease in leases:
-        letter = _PHASE_CELLS.get(lease.phase)
-        if letter is not None and lease.slots:
-            cells += [letter + _fill(lease, now)] * lease.slots
+    for lease in sorted(node.leases, key=lambda lease: lease.taken_at):
+        match lease.phase:
+            case LeasePhase.WAITING_HEAD | LeasePhase.PREFILL:
+                cell = "r" + _fill(lease.expected_prefill, now - lease.taken_at)
+            case LeasePhase.DECODE:
+                cell = "w" + _fill(lease.expected_total, now - lease.taken_at)
+            case LeasePhase.RECLAIM:
+                cell = "h8"
+            case _:
+                continue
+        cells += [cell] * lease.slots
     cells += ["o"] * min(node.foreign, node.slots_total)
     cells += ["f"] * (node.slots_total - len(cells))
     return "".join(cells[:MOST_CELLS])
 
 
-def _fill(lease: Lease, now: float) -> str:
-    if lease.phase is LeasePhase.DECODE:
-        expected, elapsed = lease.expected_total, now - lease.taken_at
-    elif lease.phase is LeasePhase.RECLAIM:
-        return "8"
-    else:
-        expected, elapsed = lease.expected_prefill, now - lease.taken_at
+def _fill(expected: float | None, elapsed: float) -> str:
     if not expected or expected <= 0:
         return "0"
     return str(min(MOST_FILL, 1 + int(MOST_FILL * elapsed / expected)))
@@ -468,26 +430,13 @@ async def in_steps(items: Sequence[T]) -> AsyncIterator[T]:
         yield item
 
 
-UPDATE_SECONDS = 1.0
-"""Seconds between two updates."""
-
-LOOK_SECONDS = 2.0
-"""Seconds between two looks for problems while nobody watches."""
-
-MOST_WATCHERS = 32
-"""Streams at the same time."""
-
-STALL_SECONDS = 15.0
-"""Seconds after which a watcher that reads nothing is cut off."""
-
-LIFE_SECONDS = 900.0
-"""Seconds after which a stream ends; the page comes back."""
-
-FIRST_SECONDS = 30.0
-"""Most seconds until a first frame is there."""
-
-RETRY_AFTER = 5.0
-"""Seconds after which a place may be free for another watcher."""
+UPDATE_SECONDS = 1.0  # seconds between two updates
+LOOK_SECONDS = 2.0  # seconds between two looks for problems while nobody watches
+MOST_WATCHERS = 32  # streams at the same time
+STALL_SECONDS = 15.0  # seconds after which a watcher that reads nothing is cut off
+LIFE_SECONDS = 900.0  # seconds after which a stream ends; the page comes back
+FIRST_SECONDS = 30.0  # most seconds until a first frame is there
+RETRY_AFTER = 5.0  # seconds after which a place may be free for another watcher
 
 
 class LiveFeed:
@@ -506,31 +455,17 @@ class LiveFeed:
         *,
         update_seconds: float = UPDATE_SECONDS,
         look_seconds: float = LOOK_SECONDS,
-        stall_seconds: float = STALL_SECONDS,
-        life_seconds: float = LIFE_SECONDS,
-        most_watchers: int = MOST_WATCHERS,
     ) -> None:
         self._view = view
         self._problem_log = ProblemLog(time.monotonic)
-        self._update_seconds = update_seconds
-        self._look_seconds = look_seconds
-        self._stall_seconds = stall_seconds
-        self._life_seconds = life_seconds
-        self._most_watchers = most_watchers
-        self._operators = self._watchers = 0
+        self._update_seconds, self._look_seconds = update_seconds, look_seconds
+        self._stall_seconds = STALL_SECONDS
+        self._operators = 0
+        self.watchers = 0  # how many watch
         self._frame: Frame | None = None
-        self._wanted = asyncio.Event()
-        """Somebody waits for a first frame."""
-        self._published = asyncio.Event()
-        """Set, and replaced, with each frame."""
+        self._wanted = asyncio.Event()  # somebody waits for a first frame
+        self._published = asyncio.Event()  # set, and replaced, with each frame
         self._closed = False
-
-    @property
-    def watchers(self) -> int:
-        """How many watch."""
-        return self._watchers
-
-    # What is read.
 
     @property
     def history(self) -> FleetHistory:
@@ -543,14 +478,14 @@ class LiveFeed:
         next_step = clock() + history.step_seconds
         try:
             while True:
-                pause = self._update_seconds if self._watchers else self._look_seconds
+                pause = self._update_seconds if self.watchers else self._look_seconds
                 await self._wait(min(next_step - clock(), pause))
                 point = None
                 if clock() >= next_step:
                     next_step = max(next_step + history.step_seconds, clock())
                     gauges = await self._view.gauges()
                     point = history.close_step(self._view.wall_clock(), clock(), gauges)
-                if self._watchers:
+                if self.watchers:
                     problems = await self._publish(point)
                 else:
                     self._frame = None
@@ -587,27 +522,27 @@ class LiveFeed:
         once = request.query_params.get("once", "0")
         if once not in {"0", "1"}:
             raise errors.invalid_request("'once' must be 0 or 1.", "once")
-        if self._watchers >= self._most_watchers:
+        if self.watchers >= MOST_WATCHERS:
             raise GatewayError(
                 429,
                 "too_many_watchers",
-                f"{self._watchers} watch already; more would cost the requests their time.",
+                f"{self.watchers} watch already; more would cost the requests their time.",
                 retry_after=RETRY_AFTER,
             )
         # Now: until its events begin, others may ask for a place.
-        self._watchers += 1
+        self.watchers += 1
         events = self._events(identity, lambda: is_still_admitted(request), once=once == "1")
         return EventStream(events, self._stall_seconds, self._watcher_left)
 
     async def _watcher_left(self) -> None:
-        self._watchers -= 1
+        self.watchers -= 1
 
     async def _events(
         self, identity: AdminIdentity, is_admitted: Callable[[], bool], *, once: bool
     ) -> AsyncGenerator[bytes, None]:
         """Hello, a snapshot, updates; they end where the key is revoked or its role changes."""
         is_operator = identity.role >= AdminRole.OPERATOR
-        until = time.monotonic() + self._life_seconds
+        until = time.monotonic() + LIFE_SECONDS
         self._operators += is_operator
         try:
             hello = {
@@ -671,8 +606,7 @@ class Frame:
 
     def __init__(self, state: LiveState, history: Callable[[], Mapping[str, Any]]) -> None:
         self.state = state
-        self.follows: LiveState | None = None
-        """The state that `update` begins from."""
+        self.follows: LiveState | None = None  # the state that `update` begins from
         self._history = history
         self._changes: dict[str, Any] = {}
         self._request_changes: dict[str, Any] = {}
@@ -693,27 +627,22 @@ class Frame:
         if before is None:
             return frame
         frame.follows = before
-        changes = frame._changes
-        changes["at"] = after.at
         nodes, gone = await changed_rows(NODE_FIELDS, before.nodes, after.nodes)
-        if nodes:
-            changes["nodes"] = nodes
-        if gone:
-            changes["gone_nodes"] = gone
-        if after.summary != before.summary:
-            changes["summary"] = after.summary
-        if after.waiting != before.waiting:
-            changes["waiting"] = after.waiting
-        if point is not None:
-            changes["point"] = point
+        changes = {
+            "nodes": nodes or None,
+            "gone_nodes": gone or None,
+            "summary": None if after.summary == before.summary else after.summary,
+            "waiting": None if after.waiting == before.waiting else after.waiting,
+            "point": point,
+        }
+        frame._changes = {"at": after.at, **_without_none(changes)}
         if after.requests is not None:
             requests, ended = await changed_rows(
                 REQUEST_FIELDS, before.requests or {}, after.requests
             )
-            if requests:
-                frame._request_changes["requests"] = requests
-            if ended:
-                frame._request_changes["ended_requests"] = ended
+            frame._request_changes = _without_none(
+                {"requests": requests or None, "ended_requests": ended or None}
+            )
         return frame
 
     def update(self, *, is_operator: bool) -> bytes:
@@ -754,6 +683,10 @@ class Frame:
 
     def _problems(self, *, is_operator: bool) -> list[dict[str, Any]]:
         return [one.as_json(may_name_callers=is_operator) for one in self.state.problems]
+
+
+def _without_none(changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if value is not None}
 
 
 async def changed_rows(
@@ -819,20 +752,17 @@ class EventStream(StreamingResponse):
         """Send each event as it comes."""
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
+        body = {"type": "http.response.body"}
         try:
             async with contextlib.aclosing(self._events) as events:
                 async for event in events:
                     async with asyncio.timeout(self._stall_seconds):
-                        await send(_body(event, more=True))
+                        await send({**body, "body": event, "more_body": True})
         except TimeoutError:
             # Without its end, the response closes the connection.
             log.info("a watcher was cut off", why=f"it read nothing for {self._stall_seconds} s")
             return
-        await send(_body(b"", more=False))
-
-
-def _body(content: bytes, *, more: bool) -> dict[str, object]:
-    return {"type": "http.response.body", "body": content, "more_body": more}
+        await send({**body, "body": b"", "more_body": False})
 
 
 def encode_event(name: str, value: object) -> bytes:

@@ -25,8 +25,7 @@ from gateway.web.asgi import JsonResponse
 
 Json = dict[str, Any]
 
-MOST_PAUSED = 1000
-"""Models that may be paused at the same time; each is a series of the metrics."""
+MOST_PAUSED = 1000  # models that may be paused at the same time; each is a series of the metrics
 
 log = structlog.get_logger()
 

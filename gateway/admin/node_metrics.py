@@ -40,11 +40,8 @@ LATE_SECONDS = 0.03
 WHOLE_SECONDS = 6.0
 """Time for all nodes; Prometheus waits 10 seconds for a page unless told otherwise."""
 
-FRESH_SECONDS = 5.0
-"""For so long a page is shown again instead of asking the nodes anew."""
-
-LARGEST_PAGE = 64 << 10
-"""Bytes of a node's page; llama.cpp's has 4,000."""
+FRESH_SECONDS = 5.0  # for so long a page is shown again instead of asking the nodes anew
+LARGEST_PAGE = 64 << 10  # bytes of a node's page; llama.cpp's has 4,000
 
 
 @dataclass(slots=True)
@@ -126,14 +123,9 @@ async def _read(node: Node, gate: asyncio.Semaphore) -> NodeFamilies | None:
     return read_node_metrics(reply.body)
 
 
-MOST_SAMPLES = 100
-"""Most samples of one node; llama.cpp has some twenty."""
-
-MOST_FAMILIES = 200
-"""Most families of all nodes together: builds differ in theirs."""
-
-LONGEST_HELP = 200
-"""Characters of a family's description."""
+MOST_SAMPLES = 100  # most samples of one node; llama.cpp has some twenty
+MOST_FAMILIES = 200  # most families of all nodes together: builds differ in theirs
+LONGEST_HELP = 200  # characters of a family's description
 
 _LINE = re.compile(
     rb"^(?:# (?P<kind>HELP|TYPE) (?P<named>llamacpp:[a-z0-9_]{1,80}) (?P<text>[^\n]*)"

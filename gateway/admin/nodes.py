@@ -19,8 +19,7 @@ from gateway.schedule.candidates import FleetSync
 from gateway.schedule.core.placement_state import NodeSlots
 from gateway.web.asgi import JsonResponse, number_parameter
 
-LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0
-"""Seconds."""
+LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0  # seconds
 
 log = structlog.get_logger()
 

@@ -102,8 +102,7 @@ def _parameters(request: Request, known: frozenset[str]) -> dict[str, str]:
 AUDIT_TARGET_KEY = "gateway.audit_target"
 """Key of the change's target in the ASGI scope, where no parameter of the path is it."""
 
-MOST_LISTED = 1000
-"""Most changes of one response."""
+MOST_LISTED = 1000  # most changes of one response
 
 DEFAULT_LISTED = 100
 

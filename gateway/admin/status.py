@@ -36,8 +36,7 @@ from gateway.watch.metrics import (
 from gateway.watch.request_tracing import RequestTracing
 from gateway.web.asgi import HealthEndpoints, JsonResponse
 
-MOST_LISTED_WAITING = 100
-"""Most queued requests that are listed; `queue` counts them all."""
+MOST_LISTED_WAITING = 100  # most queued requests that are listed; `queue` counts them all
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +186,12 @@ class MetricsSource:
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
         background, accuracy = self.background, self.scheduler.accuracy
+        ledger, traces = self.ledger, None
+        store = None if self.store is None else self.store.status()
+        if self.tracing is not None and self.tracing.active:
+            counts = self.tracing.counts
+            dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
+            traces = TraceSample(counts.exported, dropped)
         return MetricsSnapshot(
             predictions={
                 name: Histogram.of(RATIO_BOUNDS, ratios.counts, ratios.sum)
@@ -220,28 +225,11 @@ class MetricsSource:
             certificate_days_left={
                 key: days_until(expires) for key, expires in self.certificate_expiry().items()
             },
-            store=self._store_sample(),
-            ledger=self._ledger_sample(),
+            store=None if store is None else StoreSample(up=store.up, waiting=store.waiting),
+            ledger=None
+            if ledger is None
+            else LedgerSample(ledger.pending, ledger.written, ledger.recovered, ledger.dropped),
             webhooks_waiting=0 if background is None else background.webhooks_waiting(),
             batches=None if background is None else background.batch_sample(),
-            traces=self._trace_sample(),
+            traces=traces,
         )
-
-    def _trace_sample(self) -> TraceSample | None:
-        if self.tracing is None or not self.tracing.active:
-            return None
-        counts = self.tracing.counts
-        dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
-        return TraceSample(counts.exported, dropped)
-
-    def _store_sample(self) -> StoreSample | None:
-        if self.store is None:
-            return None
-        status = self.store.status()
-        return StoreSample(up=status.up, waiting=status.waiting)
-
-    def _ledger_sample(self) -> LedgerSample | None:
-        ledger = self.ledger
-        if ledger is None:
-            return None
-        return LedgerSample(ledger.pending, ledger.written, ledger.recovered, ledger.dropped)

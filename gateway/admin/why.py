@@ -40,14 +40,9 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.watch.history import FleetHistory
 from gateway.web.asgi import JsonResponse
 
-MOST_MATCHES = 20
-"""Requests of one `X-Request-ID` that are explained."""
-
-MOST_DECISIONS = 50
-"""Decisions about one request that are told, the newest."""
-
-MOST_PARTS = 100
-"""Parts of a request of several prompts that are named."""
+MOST_MATCHES = 20  # requests of one `X-Request-ID` that are explained
+MOST_DECISIONS = 50  # decisions about one request that are told, the newest
+MOST_PARTS = 100  # parts of a request of several prompts that are named
 
 Json = dict[str, Any]
 
@@ -57,10 +52,8 @@ class _Found:
     """A request of the id that was asked for."""
 
     id: str
-    record: RequestFinished | None
-    """None: only the scheduler remembers it."""
-    ended_at: float | None
-    """None: it waits or runs."""
+    record: RequestFinished | None  # none: only the scheduler remembers it
+    ended_at: float | None  # none: it waits or runs
     caller: str | None = None
 
 
@@ -71,8 +64,7 @@ class WhyEndpoints:
     scheduler: Scheduler
     registry: InFlightRegistry
     history: FleetHistory
-    wall_clock: Callable[[], float]
-    """Seconds since 1970."""
+    wall_clock: Callable[[], float]  # seconds since 1970
 
     async def why(self, request: Request) -> Response:
         """Why requests of this id, or with this `X-Request-ID`, went where they went."""
@@ -162,12 +154,16 @@ class WhyEndpoints:
             told: Json = {"at": self._time(one.at), "seconds": _rounded(one.at - one.received_at)}
             if isinstance(one, Grant):
                 told |= {"kind": "granted", "attempt": attempt, **grant_json(one, now)}
+                told["summary"] = _of_grant(told)
             elif isinstance(one, Queueing):
                 told |= {"kind": "queued", **_queueing_json(one, later)}
+                told["summary"] = _of_queueing(told)
             else:
                 status, code = one.status, one.code
                 told |= {"kind": "refused", "status": status, "code": code, "message": one.message}
-            told["summary"] = _of_decision(told)
+                # Messages are not kept over a restart.
+                more = f": {one.message}" if one.message else "."
+                told["summary"] = f"It was refused with {status} {code}{more}"
             yield told
 
     def _waiting(self, waiter: Waiter, now: float) -> Json:
@@ -472,11 +468,6 @@ def _of_waiting(waiting: Json) -> str:
     return f"{why}. {place[:1].upper()}{place[1:]}; {when}."
 
 
-def _of_decision(decision: Json) -> str:
-    """One decision in one or two sentences."""
-    return _BY_KIND[decision["kind"]](decision)
-
-
 def _of_queueing(queueing: Json) -> str:
     text = "No node had room for it: it was queued"
     if queueing["ahead"] is not None:
@@ -484,12 +475,6 @@ def _of_queueing(queueing: Json) -> str:
     predicted = queueing["predicted_wait"]
     text += "" if predicted is None else f", with {_seconds(predicted)} to wait as predicted"
     return f"{text}; it waited {_seconds(queueing['waited'])}."
-
-
-def _of_refusal(refusal: Json) -> str:
-    text = f"It was refused with {refusal['status']} {refusal['code']}"
-    # Messages are not kept over a restart.
-    return f"{text}: {refusal['message']}" if refusal["message"] else f"{text}."
 
 
 def _of_grant(grant: Json) -> str:
@@ -600,10 +585,3 @@ def _came_of(grant: Json) -> str:
                 f"; {expected} tokens of the prompt were expected to be cached, and {cached} were"
             )
     return f"{text}."
-
-
-_BY_KIND: dict[str, Callable[[Json], str]] = {
-    "queued": _of_queueing,
-    "refused": _of_refusal,
-    "granted": _of_grant,
-}

@@ -114,8 +114,7 @@ IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-MOST_FORWARDED_HOPS = 32
-"""Entries of X-Forwarded-For that are considered, from the right."""
+MOST_FORWARDED_HOPS = 32  # entries of X-Forwarded-For that are considered, from the right
 
 _SERVICE_TIERS = {"priority": Priority.PREMIUM, "flex": Priority.BATCH}
 

@@ -16,11 +16,8 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-RESERVE_DIVISOR = 8
-"""The reserve is the limit divided by this; a resource of fewer units has none."""
-
-MOST_VICTIMS = 16
-"""Most callers that are evicted for one request."""
+RESERVE_DIVISOR = 8  # the reserve is the limit divided by this; a resource of fewer units has none
+MOST_VICTIMS = 16  # most callers that are evicted for one request
 
 
 def soft_limit(limit: int) -> int:

@@ -40,8 +40,7 @@ from gateway.store.store import JOB_SECONDS, Store
 
 T = TypeVar("T")
 
-DEFAULT_GRACE = 24 * 3600.0
-"""Seconds for which the old secret works after a rotation."""
+DEFAULT_GRACE = 24 * 3600.0  # seconds for which the old secret works after a rotation
 
 LONGEST_GRACE = 366 * 86400.0
 
@@ -63,10 +62,8 @@ class KeyDesk:
     """Returns warnings of models that keys name and nobody serves. Raises: KeysRefused."""
     on_change: Callable[[], Awaitable[None]] = _nothing
     """Puts a change in force in this process. Raises: StoreError."""
-    now: Callable[[], float] = time.time
-    """Unix seconds."""
-    seconds: float = JOB_SECONDS
-    """How long the store may take."""
+    now: Callable[[], float] = time.time  # Unix seconds
+    seconds: float = JOB_SECONDS  # how long the store may take
 
     async def list(self, *, revoked: bool, name: str | None = None) -> dict[str, Any]:
         """All keys, by name; with `revoked`, those as well. `name`: keys of this name or id."""

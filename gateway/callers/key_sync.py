@@ -36,11 +36,8 @@ from gateway.store.store import Store
 from gateway.store.worker import StoreWorker
 from gateway.system import read_state, write_state
 
-FILE_VERSION = 1
-"""Version of the file's format; a file of another version is not read."""
-
-LARGEST_FILE = 128 << 20
-"""Bytes; 100,000 keys of 1 KiB each fit."""
+FILE_VERSION = 1  # version of the file's format; a file of another version is not read
+LARGEST_FILE = 128 << 20  # bytes; 100,000 keys of 1 KiB each fit
 
 FIRST_PAUSE = 1.0
 """Seconds until a file that could not be written is tried again; then twice as long each time."""
@@ -58,8 +55,7 @@ class _FileKey(msgspec.Struct):
 
 class _KeysFile(msgspec.Struct):
     version: int
-    store: str
-    """Which store they are of: a hash of its URL."""
+    store: str  # which store they are of: a hash of its URL
     saved_at: float
     keys: list[_FileKey]
 
@@ -68,8 +64,7 @@ class KnownKeys(NamedTuple):
     """Keys as they were when the store was read last."""
 
     keys: list[HeldKey]
-    at: float | None
-    """When they were saved, in Unix seconds; None: there never were any."""
+    at: float | None  # when they were saved, in Unix seconds; None: there never were any
 
 
 class LastKnownKeys:
@@ -91,8 +86,7 @@ class LastKnownKeys:
         clock: Callable[[], float] = time.monotonic,
         first_pause: float = FIRST_PAUSE,
     ) -> None:
-        self.error: str | None = None
-        """Why the file does not have the last keys; None: it has."""
+        self.error: str | None = None  # why the file does not have the last keys; None: it has
         self._location = location
         self._path = path
         self._now = now
@@ -217,14 +211,12 @@ def _store_id(location: StoreLocation) -> str:
 POLL_SECONDS = 0.5
 """Seconds between two looks whether the stored keys may have changed, and at expired ones."""
 
-MOST_UNCHANGED = 60
-"""Looks in a row that trust the store that nothing has changed."""
+MOST_UNCHANGED = 60  # looks in a row that trust the store that nothing has changed
 
 START_SECONDS = 5.0
 """Most seconds for the first look; then the gateway starts with the keys of the file."""
 
-SILENT_SECONDS = 0.1
-"""To close a store that has just failed."""
+SILENT_SECONDS = 0.1  # to close a store that has just failed
 
 log = structlog.get_logger()
 
@@ -255,8 +247,7 @@ class KeySync:
         self._worker = StoreWorker(self._look, poll_seconds, longest_pause=poll_seconds)
         self._unchanged = 0
         self._refreshing = asyncio.Lock()
-        self._seen_changes = -1
-        """The store's number of changes before the keys were read last."""
+        self._seen_changes = -1  # the store's number of changes before the keys were read last
         self._told_lost = False
         self._known: dict[tuple[Any, ...], tuple[StoredKey, HeldKey] | None] = {}
         """What was made of the last rows: most of them are the same at the next change."""

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 KEY_PREFIX = "lg"
 
-MOST_KEY_CHARACTERS = 512
-"""A longer text is not a key; this limits the work of hashing it."""
+MOST_KEY_CHARACTERS = 512  # a longer text is not a key; this limits the work of hashing it
 
 MOST_KEYS = 4
 """Most different keys in one request: each costs a hash, and there are three headers for them."""
@@ -38,8 +37,7 @@ _ID_ALPHABET = string.ascii_lowercase + string.digits
 
 _SECRET_ALPHABET = string.ascii_letters + string.digits
 
-_SECRET_CHARACTERS = 43
-"""62 ** 43 is just above 2 ** 256."""
+_SECRET_CHARACTERS = 43  # 62 ** 43 is just above 2 ** 256
 
 
 class ApiKey(NamedTuple):
@@ -66,8 +64,7 @@ class HeldKey:
     id: str
     caller: Caller
     digest: bytes = field(repr=False)
-    expires_at: float | None = None
-    """Unix time; None: never."""
+    expires_at: float | None = None  # Unix time; None: never
     previous: bytes = field(default=_NO_DIGEST, repr=False)
     """The digest of the secret before the last rotation, while that one still works."""
     previous_until: float | None = None
@@ -75,9 +72,7 @@ class HeldKey:
 
 
 def held_key(
-    spec: KeySpec,
-    previous_sha256: str | None = None,
-    previous_until: float | None = None,
+    spec: KeySpec, previous_sha256: str | None = None, previous_until: float | None = None
 ) -> HeldKey:
     """The key as the ring looks it up. Takes microseconds: make thousands in a thread."""
     kept = previous_sha256 is not None and previous_until is not None
@@ -98,8 +93,7 @@ class AnonymousAccess:
     Losing the keys must not admit them: the keys may be gone by mistake.
     """
 
-    had_keys: bool = False
-    """There have been keys at some time, a predecessor's included."""
+    had_keys: bool = False  # there have been keys at some time, a predecessor's included
     allowed: bool = False
     """`allow_anonymous` admits callers without a key, and did when there last were keys."""
     locked: bool = False
@@ -112,8 +106,7 @@ class AnonymousAccess:
         return AnonymousAccess(keyed, anonymous, locked=keyed and not keys and not anonymous)
 
 
-INITIAL_ACCESS = AnonymousAccess()
-"""The access before the first settings."""
+INITIAL_ACCESS = AnonymousAccess()  # the access before the first settings
 
 
 class KeyRing:
@@ -148,10 +141,8 @@ class KeyRing:
         self._allow_anonymous = False
         self._settings: Mapping[str, HeldKey] = {}
         self._stored: Mapping[str, HeldKey] = {}
-        self._by_id: dict[str, HeldKey] = {}
-        """Those that have not expired."""
-        self._expired: dict[str, HeldKey] = {}
-        """The others."""
+        self._by_id: dict[str, HeldKey] = {}  # those that have not expired
+        self._expired: dict[str, HeldKey] = {}  # the others
         self._deadlines: list[tuple[float, str]] = []
         """A heap: when a key or its previous secret ends, and its id."""
         nobody = Caller("", "", Priority.BATCH)
@@ -377,19 +368,15 @@ def _parse_class(spec: KeySpec, name: str) -> Priority:
 
 log = structlog.get_logger()
 
-MOST_ADMIN_KEY_CHARACTERS = 4096
-"""A longer text is not a key; this limits the work of hashing it."""
+MOST_ADMIN_KEY_CHARACTERS = 4096  # a longer text is not a key; this limits the work of hashing it
 
 
 class AdminRole(enum.IntEnum):
     """What a holder of an admin key may do; each role includes the lower ones."""
 
-    VIEWER = 1
-    """Status, nodes, metrics, dashboard."""
-    OPERATOR = 2
-    """Also requests, usage and chat; drain, resume, probe, cancel and reload."""
-    ADMIN = 3
-    """Also keys, configuration and the audit log."""
+    VIEWER = 1  # status, nodes, metrics, dashboard
+    OPERATOR = 2  # also requests, usage and chat; drain, resume, probe, cancel and reload
+    ADMIN = 3  # also keys, configuration and the audit log
 
     @property
     def label(self) -> str:
@@ -408,8 +395,7 @@ class AdminIdentity:
 LOCAL_ADMIN = AdminIdentity("local", AdminRole.ADMIN)
 """A caller of a loopback listener that has no admin key."""
 
-KEY_FILE_NAME = "key_file"
-"""The name of who holds the key of `admin.key_file`."""
+KEY_FILE_NAME = "key_file"  # the name of who holds the key of `admin.key_file`
 
 
 ADMIN_KEYS_LOST = (

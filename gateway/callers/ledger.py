@@ -39,23 +39,18 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import open_requests, usage
 from gateway.store.worker import StoreWorker
 
-FLUSH_SECONDS = 0.25
-"""Seconds from the beginning of a flush to that of the next one."""
-
-JOURNALED_WITHIN = 0.5
-"""Age by which a request that still runs is to be in the store."""
+FLUSH_SECONDS = 0.25  # seconds from the beginning of a flush to that of the next one
+JOURNALED_WITHIN = 0.5  # age by which a request that still runs is to be in the store
 
 DELAY_DECAY = 0.9
 """What is left of the longest delay of a flush with each further one: half of it after 1.6 s."""
 
-FLUSH_ROWS = 500
-"""Rows that are written before that time is over."""
+FLUSH_ROWS = 500  # rows that are written before that time is over
 
 ROWS_PER_STATEMENT = 25
 """Rows of one statement of SQLite: with all columns fewer than 999 parameters."""
 
-MOST_ROWS_AT_ONCE = 5_000
-"""Rows of one transaction."""
+MOST_ROWS_AT_ONCE = 5_000  # rows of one transaction
 
 MOST_PENDING = 100_000
 """Rows that wait while the store fails, about 50 MB; beyond them the oldest are dropped."""
@@ -69,11 +64,8 @@ WALKED_AT_ONCE = 200
 REFRESH_SLOT_SECONDS = 1.0
 """Slot seconds after which a request is brought up to date that has no new tokens."""
 
-RECOVERY_SECONDS = 15.0
-"""Seconds between two looks for dead processes."""
-
-WARNING_SECONDS = 60.0
-"""Seconds between two warnings that rows are dropped."""
+RECOVERY_SECONDS = 15.0  # seconds between two looks for dead processes
+WARNING_SECONDS = 60.0  # seconds between two warnings that rows are dropped
 
 UsageRow = tuple[Any, ...]
 """The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request."""
@@ -152,24 +144,19 @@ class Ledger:
     open_requests: OpenRequests
     most_pending: int = MOST_PENDING
     flush_rows: int = FLUSH_ROWS
-    written: int = 0
-    """Rows that were written; those of recovered requests included."""
-    recovered: int = 0
-    """Requests of dead processes that were written."""
-    dropped: int = 0
-    """Rows that were dropped, since too many waited."""
+    written: int = 0  # rows that were written; those of recovered requests included
+    recovered: int = 0  # requests of dead processes that were written
+    dropped: int = 0  # rows that were dropped, since too many waited
     worker: StoreWorker = field(init=False)
     _waiting: deque[UsageRow] = field(default_factory=deque)
     _batch: list[UsageRow] = field(default_factory=list)
     """The rows that are being written, until that is known to have happened."""
-    _sequence: int = 0
-    """Number of the last row that was written, or may have been."""
+    _sequence: int = 0  # number of the last row that was written, or may have been
     _journal: dict[str, OpenRequest | None] = field(default_factory=dict)
     """Each open request as the store has it; None: it may not have the request."""
     _removed: list[str] = field(default_factory=list)
     """Open requests that the store must forget, since their rows were dropped."""
-    _refresh_after: str = ""
-    """The open request that was refreshed last."""
+    _refresh_after: str = ""  # the open request that was refreshed last
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while rows are written: other processes read them in the order of their numbers."""
     _watch: ProcessWatch = field(init=False)
@@ -501,11 +488,9 @@ _Shape = tuple[bool, bool, bool, bool]
 class _SqliteInserts(NamedTuple):
     """Statements for rows of one shape."""
 
-    pick: Callable[[UsageRow], tuple[Any, ...]]
-    """The parameters of a row."""
+    pick: Callable[[UsageRow], tuple[Any, ...]]  # the parameters of a row
     one: str
-    many: str
-    """For `ROWS_PER_STATEMENT` of them."""
+    many: str  # for `ROWS_PER_STATEMENT` of them
 
 
 @functools.cache

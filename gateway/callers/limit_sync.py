@@ -42,8 +42,7 @@ START_SECONDS = 5.0
 """Seconds for which a start waits for the store. Then requests are admitted by counters that begin
 at 0, and what the ledger has is added when the store answers."""
 
-MOST_KEYS_FILTERED = 50
-"""Keys that a query names; for more it reads the rows of all keys."""
+MOST_KEYS_FILTERED = 50  # keys that a query names; for more it reads the rows of all keys
 
 FORGET_SECONDS = 60.0
 """Seconds for which the id of another's open request is remembered after it has ended."""
@@ -65,8 +64,7 @@ class UsedRow(NamedTuple):
     user: str | None
     tokens: int
     cost: float
-    lost: bool
-    """Whether this row was written for a process that was killed."""
+    lost: bool  # whether this row was written for a process that was killed
 
 
 class OpenRow(NamedTuple):
@@ -81,25 +79,21 @@ class OpenRow(NamedTuple):
     cost: float
 
 
-Who = tuple[str | None, str | None, str | None]
-"""Key, group and end user."""
+Who = tuple[str | None, str | None, str | None]  # key, group and end user
 
 
 @dataclass(slots=True)
 class LedgerRead:
     """What one look at the store has found."""
 
-    now: float
-    """Unix time."""
+    now: float  # Unix time
     cursors: dict[str, int] = field(default_factory=dict)
     """The last sequence number of each process."""
-    new_rows: list[UsedRow] = field(default_factory=list)
-    """Rows of others since the look before."""
+    new_rows: list[UsedRow] = field(default_factory=list)  # rows of others since the look before
     open: list[OpenRow] = field(default_factory=list)
     sums: list[tuple[Who, LedgerSums]] = field(default_factory=list)
     """Of the month, but for the last minute, for the scopes to be loaded."""
-    recent: list[UsedRow] = field(default_factory=list)
-    """Rows of the last minute for these scopes."""
+    recent: list[UsedRow] = field(default_factory=list)  # rows of the last minute for these scopes
     all_sums: list[tuple[Who, LedgerSums]] = field(default_factory=list)
     """Of the whole month, for all."""
 
@@ -110,8 +104,7 @@ class LimitSync:
 
     book: LimitBook
     store: Store
-    own: str
-    """The id of this process."""
+    own: str  # the id of this process
     now: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
     recovered: Callable[[], int] = lambda: 0
@@ -120,13 +113,11 @@ class LimitSync:
     _cursors: dict[str, int] | None = None
     _seen_open: dict[str, float] = field(default_factory=dict)
     """Open requests of others that count as requests already, and when they were last seen."""
-    _held: list[Account] = field(default_factory=list)
-    """Accounts of which others hold something."""
+    _held: list[Account] = field(default_factory=list)  # accounts of which others hold something
     _calendar: Calendar = field(default_factory=Calendar)
     _last: tuple[float, float] | None = None
     """Unix and monotonic time of the last look that found the store."""
-    _seen_changes: int = -1
-    """The store's number of changes before it was read last."""
+    _seen_changes: int = -1  # the store's number of changes before it was read last
     _seen_recovered: int = 0
     _next_read: float = -math.inf
 
@@ -150,19 +141,16 @@ class LimitSync:
             self.worker.failed("the store has not answered yet")
 
     async def _look_if_due(self) -> None:
-        if self._is_due():
-            await self.look()
-
-    def _is_due(self) -> bool:
-        """Whether the store may have something new."""
-        return (
+        """Look, if the store may have something new."""
+        if (
             self.store.changes != self._seen_changes
             or self.recovered() != self._seen_recovered
             or self.worker.problem is not None
             or self.clock() >= self._next_read
             or self._is_clock_set(self.now())
-            or bool(self.book.unloaded())
-        )
+            or self.book.unloaded()
+        ):
+            await self.look()
 
     async def look(self) -> None:
         """Read the store once, and count what it has. Raises: StoreError."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -73,23 +73,19 @@ class Account:
 
     def __init__(self, kind: Kind, subject: str, who: str, spec: LimitSpec) -> None:
         self.kind: Kind = kind
-        self.subject = subject
-        """`total`, `group:NAME`, `key:ID` or `user:ID/NAME`."""
-        self.who = who
-        """Whose it is, for messages to its caller."""
+        self.subject = subject  # `total`, `group:NAME`, `key:ID` or `user:ID/NAME`
+        self.who = who  # whose it is, for messages to its caller
         self.requests = SlidingSum(MINUTE, overestimate=True)
         self.tokens = SlidingSum(MINUTE, overestimate=True)
         self.tokens_by_day = PeriodSums()
         self.cost_by_day = PeriodSums()
         self.cost_by_month = PeriodSums()
         self.running = 0
-        self.open = 0
-        """Reservations that are not settled."""
+        self.open = 0  # reservations that are not settled
         self.reserved_tokens = 0
         self.reserved_cost = 0.0
         self.others = NO_OTHERS
-        self.mean_seconds = 1.0
-        """How long its requests ran of late."""
+        self.mean_seconds = 1.0  # how long its requests ran of late
         self.configure(spec)
 
     def configure(self, spec: LimitSpec) -> None:
@@ -231,16 +227,14 @@ class Accounts:
     ) -> None:
         self.caller = _restricted(caller, tracked)
         """With the highest class and the models that all limits allow."""
-        self.user = user
-        """The end user that a trusted caller names."""
+        self.user = user  # the end user that a trusted caller names
         self.replace_accounts(tracked, version)
 
     def replace_accounts(self, tracked: tuple[Account, ...], version: int) -> None:
         """The accounts of the same caller and user, as the book of this version has them."""
         self.tracked: tuple[Account, ...] = tracked
         self.version = version
-        self.prompt_tokens = _least(one.spec.prompt_tokens for one in tracked)
-        """The largest prompt."""
+        self.prompt_tokens = _least(one.spec.prompt_tokens for one in tracked)  # the largest prompt
         self.completion_tokens = _least(one.spec.completion_tokens for one in tracked)
         """Most tokens of one answer."""
         self.most_tokens: float = min(
@@ -274,8 +268,7 @@ def _restricted(caller: Caller, tracked: tuple[Account, ...]) -> Caller:
     return replace(caller, max_priority=best, models=models)
 
 
-BYTES_PER_TOKEN = 4
-"""Bytes of text in a token, as estimated before a node has read it."""
+BYTES_PER_TOKEN = 4  # bytes of text in a token, as estimated before a node has read it
 
 DEFAULT_COMPLETION_TOKENS = 1024
 """Tokens that are reserved for an answer to which neither client nor limit sets a bound."""
@@ -283,17 +276,13 @@ DEFAULT_COMPLETION_TOKENS = 1024
 MOST_USERS = 10_000
 """End users of one key that are counted each by itself; any more share one account."""
 
-EVICTION_TRIES = 16
-"""Accounts that are looked at to find one that can make room for another."""
+EVICTION_TRIES = 16  # accounts that are looked at to find one that can make room for another
 
 _FURTHER_USERS = "\0"
 """The name of the account of all end users beyond `MOST_USERS`, which no header can hold."""
 
-MOST_RATES = 1024
-"""Models whose cost for each token is remembered."""
-
-RATE_WEIGHT = 0.1
-"""Of the newest request in a model's mean cost for each token."""
+MOST_RATES = 1024  # models whose cost for each token is remembered
+RATE_WEIGHT = 0.1  # of the newest request in a model's mean cost for each token
 
 
 # A struct of msgspec: a NamedTuple takes three times as long to make.
@@ -302,24 +291,19 @@ class RateLimit(msgspec.Struct, frozen=True):
 
     limit: int
     remaining: int
-    reset: float
-    """Seconds until all of it is available again, if nothing more is sent."""
-    resets_at: float
-    """The Unix time of that."""
+    reset: float  # seconds until all of it is available again, if nothing more is sent
+    resets_at: float  # the Unix time of that
 
 
 class LimitStanding(NamedTuple):
     """How much of one limit is used."""
 
-    kind: Kind
-    """Whose it is: `total`, `group`, `key` or `user`."""
+    kind: Kind  # whose it is: `total`, `group`, `key` or `user`
     limit: LimitName
-    period: str | None
-    """`minute`, `day` or `month`; None: it holds at any time."""
+    period: str | None  # `minute`, `day` or `month`; None: it holds at any time
     most: float
     used: float
-    reserved: float
-    """By requests that run."""
+    reserved: float  # by requests that run
     resets_at: float | None
     """Unix time at which all of it is available again, if nothing more is sent."""
 
@@ -357,8 +341,7 @@ class Reservation:
         if not self._released:
             self._released = True
             if self.tracked:
-                seconds = now - self.admitted_at
-                seconds = max(seconds, 0.0)
+                seconds = max(now - self.admitted_at, 0.0)
                 for account in self.tracked:
                     account.release(seconds)
 
@@ -388,16 +371,14 @@ class LimitBook:
     ) -> None:
         self._clock = clock
         self._wall_clock = wall_clock
-        self._learn_pending = learn_pending
-        """Settles what has ended but is not settled yet."""
+        self._learn_pending = learn_pending  # settles what has ended but is not settled yet
         self._dearest_token = dearest_token
         """The most that a token of a request can cost, of a model whose mean is unknown."""
         self._on_refusal = on_refusal
         self._calendar = Calendar()
         self._groups: Mapping[str, GroupSpec] = {}
         self._total: LimitSpec | None = None
-        self._accounts: dict[str, Account] = {}
-        """By subject; without those of end users."""
+        self._accounts: dict[str, Account] = {}  # by subject; without those of end users
         self._users: dict[str, OrderedDict[str, Account]] = {}
         """By the id of their key, then by their names, those to be evicted first in front."""
         self._user_limits: dict[str, LimitSpec] = {}
@@ -405,8 +386,7 @@ class LimitBook:
         self._unloaded: dict[str, float] = {}
         """Scopes that lack what the ledger has of them, and the Unix times from which on this
         process counts them. A scope is an account's subject, or `users:ID`: the users of a key."""
-        self._rates: dict[str, float] = {}
-        """Mean cost of a token, by model."""
+        self._rates: dict[str, float] = {}  # mean cost of a token, by model
         self._version = 0
         self.configure(settings)
 
@@ -571,8 +551,7 @@ class LimitBook:
             rate = self._rates.get(request.wanted.model)
             if rate is None:
                 rate = self._dearest_token(request)
-            cost = tokens * rate
-            cost = min(cost, accounts.most_cost)
+            cost = min(tokens * rate, accounts.most_cost)
         clock, calendar = self._clock(), self._calendar
         calendar.look_up(now)
         for account in tracked:
@@ -607,7 +586,8 @@ class LimitBook:
         if tokens > 0:
             self._learn_rate(reservation.model, cost / tokens)
         if reservation.version != self._version:
-            self._count_on_newer(reservation, tokens, cost, ended_at)
+            # On the accounts that were made since it was admitted.
+            self.count_recovered(reservation.accounts, tokens, cost, ended_at, tracked)
         if not tracked:
             return
         ended = self.monotonic(ended_at)
@@ -617,25 +597,22 @@ class LimitBook:
             account.count(tokens, cost, ended, self._calendar)
 
     def count_recovered(
-        self, accounts: Accounts, tokens: int, cost: float, ended_at: float
+        self,
+        accounts: Accounts,
+        tokens: int,
+        cost: float,
+        ended_at: float,
+        tracked: Sequence[Account] = (),
     ) -> None:
-        """Count a request that an earlier process has run, and this one records."""
+        """Count a request that an earlier process has run, and this one records.
+
+        `tracked`: the accounts that count it already.
+        """
         caller, ended = accounts.caller, self.monotonic(ended_at)
         self._calendar.look_up(ended_at)
         for scope, account in self.existing(caller.id, caller.group, accounts.user):
-            # Others are read from the ledger, with its row.
-            if ended_at >= self._unloaded.get(scope, 0.0):
-                account.count(tokens, cost, ended, self._calendar)
-
-    def _count_on_newer(
-        self, reservation: Reservation, tokens: int, cost: float, ended_at: float
-    ) -> None:
-        """Count on the accounts that were made since the request was admitted."""
-        caller, user = reservation.accounts.caller, reservation.accounts.user
-        ended = self.monotonic(ended_at)
-        self._calendar.look_up(ended_at)
-        for scope, account in self.existing(caller.id, caller.group, user):
-            if account not in reservation.tracked and ended_at >= self._unloaded.get(scope, 0.0):
+            # Accounts that were made later read it from the ledger, with its row.
+            if account not in tracked and ended_at >= self._unloaded.get(scope, 0.0):
                 account.count(tokens, cost, ended, self._calendar)
 
     def _learn_rate(self, model: str, rate: float) -> None:
@@ -724,17 +701,15 @@ def _rate_limit(limit: float, left: float, reset: float, wall: float) -> RateLim
     return RateLimit(int(limit), int(left) if left > 0 else 0, reset, wall + reset)
 
 
-# Estimates and refusals.
-
-
 def _estimate(accounts: Accounts, request: LeaseRequest, prompts: int) -> int:
     """Tokens to reserve for a request. Raises: GatewayError 400 if it can never be admitted."""
     known = request.size.prompt_tokens
-    prompt = int(request.size.text_bytes) // BYTES_PER_TOKEN + request.size.exact_tokens
-    prompt += request.size.media_tokens
-    prompt = max(prompt, known)
+    text = int(request.size.text_bytes) // BYTES_PER_TOKEN
+    prompt = max(text + request.size.exact_tokens + request.size.media_tokens, known)
     if accounts.prompt_tokens is not None and known > accounts.prompt_tokens * prompts:
-        raise _prompt_too_long(accounts, known)
+        most = accounts.prompt_tokens
+        who = next(one.who for one in accounts.tracked if one.spec.prompt_tokens == most)
+        raise errors.prompt_limit_exceeded(known, most, who)
     completion = 0
     named: int | None = None
     if request.size.generates:
@@ -744,11 +719,13 @@ def _estimate(accounts: Accounts, request: LeaseRequest, prompts: int) -> int:
             bound = accounts.completion_tokens
         named = None if bound is None else bound * answers
         completion = (DEFAULT_COMPLETION_TOKENS * answers) if named is None else named
-    most = accounts.most_tokens
-    if known + (named or 0) > most:
-        raise _larger_than_limit(accounts, known, named)
-    tokens = prompt + completion
-    return int(min(tokens, most))
+    least = accounts.most_tokens
+    if known + (named or 0) > least:
+        account = next(one for one in accounts.tracked if min(one.tpm, one.tokens_per_day) == least)
+        limit = "minute (tpm)" if account.tpm == least else "day (tokens_per_day)"
+        of_whom = f"{account.who}: {int(least)} tokens a {limit}"
+        raise errors.larger_than_limit(known, named, of_whom)
+    return int(min(prompt + completion, least))
 
 
 def refusal(
@@ -795,16 +772,3 @@ def refusal(
         f"{who}: a budget of {account.budget.amount:g} a {account.budget.period} (budget)",
         ends - wall,
     )
-
-
-def _prompt_too_long(accounts: Accounts, tokens: int) -> GatewayError:
-    most = accounts.prompt_tokens
-    account = next(one for one in accounts.tracked if one.spec.prompt_tokens == most)
-    return errors.prompt_limit_exceeded(tokens, most or 0, account.who)
-
-
-def _larger_than_limit(accounts: Accounts, prompt: int, completion: int | None) -> GatewayError:
-    most = accounts.most_tokens
-    account = next(one for one in accounts.tracked if min(one.tpm, one.tokens_per_day) == most)
-    limit = "tokens a minute (tpm)" if account.tpm == most else "tokens a day (tokens_per_day)"
-    return errors.larger_than_limit(prompt, completion, f"{account.who}: {int(most)} {limit}")

@@ -40,8 +40,7 @@ class UsedBefore(NamedTuple):
     key: str
     group: str | None
     user: str | None
-    started_at: float
-    """Unix time, as the next one."""
+    started_at: float  # Unix time, as the next one
     ended_at: float
 
 
@@ -101,8 +100,7 @@ class Meter:
         self._slot_seconds_so_far = slot_seconds_so_far
         self._cost_of_use = cost_of_use
         self._wall_clock = wall_clock
-        self._open: dict[str, MeteredRequest] = {}
-        """The requests that run, the oldest first."""
+        self._open: dict[str, MeteredRequest] = {}  # the requests that run, the oldest first
 
     def admit(
         self, accounts: Accounts, request: LeaseRequest, record: RequestFinished, prompts: int = 1
@@ -135,10 +133,7 @@ class Meter:
         return MeteredRequest(accounts, request, record, reservation)
 
     def ended_stored(
-        self,
-        metered: MeteredRequest,
-        record: RequestFinished,
-        deliver: Callable[[UsageRow], None],
+        self, metered: MeteredRequest, record: RequestFinished, deliver: Callable[[UsageRow], None]
     ) -> None:
         """The response has ended; `deliver` gets its row in place of the ledger, a little later."""
         metered.end(self._wall_clock())

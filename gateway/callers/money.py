@@ -65,8 +65,7 @@ class NodeHours:
     node: str
     tier: str
     seconds: float
-    cost: float
-    """The sum of `cost_per_hour * seconds / 3600`, at the price of each time."""
+    cost: float  # the sum of `cost_per_hour * seconds / 3600`, at the price of each time
 
     @property
     def price(self) -> float | None:
@@ -194,15 +193,13 @@ def all_gpu_cost(cost: float, known: int, requests: int) -> Amount:
 # Hours of nodes.
 
 
-INTERVAL = 60.0
-"""Seconds between two looks."""
+INTERVAL = 60.0  # seconds between two looks
 
 LONGEST_GAP = 150.0
 """Seconds since the last look beyond which nothing is claimed: the machine slept, or its clock was
 set, and whether the nodes lived meanwhile is not known."""
 
-MOST_CLAIMS = 10_000
-"""Claims that wait for a store that can't be written; the oldest are given up."""
+MOST_CLAIMS = 10_000  # claims that wait for a store that can't be written; the oldest are given up
 
 log = structlog.get_logger()
 

@@ -21,8 +21,7 @@ from sqlalchemy import Connection, delete, select
 from gateway.store.database import insert_for
 from gateway.store.schema import open_requests, processes
 
-HEARTBEAT_SECONDS = 5.0
-"""Seconds between two signs of life in the store."""
+HEARTBEAT_SECONDS = 5.0  # seconds between two signs of life in the store
 
 DEAD_SECONDS = 30.0
 """Seconds without a sign of life after which a process counts as dead, by the observer's clock: a
@@ -31,21 +30,17 @@ store that was down, or a host whose clock is wrong, makes nobody look dead."""
 MOST_TAKEN = 500
 """Open requests of a dead process that one transaction recovers: some 20 ms of work."""
 
-LOST = "lost"
-"""The outcome of a request whose process was killed."""
+LOST = "lost"  # the outcome of a request whose process was killed
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
     """This process, as others see it in the store."""
 
-    id: str
-    """Random; behind the dot the time when it started, in ticks since the machine did."""
-    host: str
-    """The machine since it was started, and the name space that `pid` belongs to."""
+    id: str  # random; behind the dot the time when it started, in ticks since the machine did
+    host: str  # the machine since it was started, and the name space that `pid` belongs to
     pid: int
-    started_at: float
-    """Unix time."""
+    started_at: float  # Unix time
 
     @classmethod
     def of_this_process(cls, now: float) -> ProcessIdentity:
@@ -58,8 +53,7 @@ class SeenProcess(NamedTuple):
     """A process as the store shows it."""
 
     id: str
-    host: str | None
-    """None: it is not registered, yet has open requests."""
+    host: str | None  # none: it is not registered, yet has open requests
     pid: int
     seen_at: float
 

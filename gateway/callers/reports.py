@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from sqlalchemy import (
     ColumnElement,
@@ -54,17 +54,13 @@ DEFAULT_SINCE = "30d"
 ROWS_PER_STEP = 10_000
 """Some 35 ms of work: longer than that no other job of the store waits for a report."""
 
-MOST_GROUPS = 100_000
-"""Groups that a report keeps in memory, some 50 MB."""
-
-MOST_ROWS = 10_000
-"""Rows of one report; `total` has the others too."""
+MOST_GROUPS = 100_000  # groups that a report keeps in memory, some 50 MB
+MOST_ROWS = 10_000  # rows of one report; `total` has the others too
 
 MOST_RESTARTS = 5
 """Times that a report begins anew because the retention of another process has moved rows."""
 
-MOST_SECONDS = 60.0
-"""Seconds that a report may take, the wait for another one included."""
+MOST_SECONDS = 60.0  # seconds that a report may take, the wait for another one included
 
 ROLLED_UP = "usage_days"
 """Name of the number in `revisions` that rises whenever rows of `usage` become sums."""
@@ -87,20 +83,16 @@ class Sums:
     """What some requests came to; also the names of the columns that hold it in `usage_days`."""
 
     requests: int = 0
-    failures: int = 0
-    """That ended with an error; a client that left is none."""
+    failures: int = 0  # that ended with an error; a client that left is none
     clients_left: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Part of `prompt_tokens`."""
+    cached_tokens: int = 0  # part of `prompt_tokens`
     completion_tokens: int = 0
     slot_seconds: float = 0.0
     attempts: int = 0
     cost: float = 0.0
-    gpu_cost: float = 0.0
-    """What those whose price is known would have cost on the GPU tier."""
-    gpu_priced: int = 0
-    """How many these are."""
+    gpu_cost: float = 0.0  # what those whose price is known would have cost on the GPU tier
+    gpu_priced: int = 0  # how many these are
 
     @property
     def tokens(self) -> int:
@@ -182,8 +174,7 @@ class ReportQuery:
     since: float
     until: float
     limit: int = MOST_ROWS
-    key: str | None = None
-    """Only requests of this key; with `user`, of this end user of it."""
+    key: str | None = None  # only requests of this key; with `user`, of this end user of it
     user: str | None = None
 
     @property
@@ -209,7 +200,10 @@ def parse_query(
     if len(set(names)) < len(names) or len(names) > MOST_DIMENSIONS:
         raise InvalidQuery("by", f"at most {MOST_DIMENSIONS} different ones, such as key,model")
     start = parse_time("since", since or DEFAULT_SINCE, now)
-    end = parse_time("until", until, now, end=True) if until else _now_or_end_of_day(now)
+    # By default the end of this day: nothing can have ended later, and days are counted in full.
+    end = (math.floor(now / DAY) + 1) * DAY
+    if until:
+        end = parse_time("until", until, now, end=True)
     if start > now:
         raise InvalidQuery(
             "since", f"{time_text(start)} is in the future: it is {time_text(now)} now"
@@ -224,11 +218,6 @@ def parse_query(
             raise InvalidQuery("limit", f"must be a number from 1 to {MOST_ROWS}")
         most = int(limit)
     return ReportQuery(tuple(name for name in DIMENSIONS if name in names), start, end, most)
-
-
-def _now_or_end_of_day(now: float) -> float:
-    """The end of this day: nothing can have ended later, and days are counted in full."""
-    return (math.floor(now / DAY) + 1) * DAY
 
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -275,8 +264,7 @@ class ReportReader:
     query: ReportQuery
     rows_per_step: int = ROWS_PER_STEP
     _groups: dict[Group, Sums] = field(default_factory=dict)
-    _nodes: dict[Group, Sums] = field(default_factory=dict)
-    """By tier and node."""
+    _nodes: dict[Group, Sums] = field(default_factory=dict)  # by tier and node
     _hours: list[money.NodeHours] = field(default_factory=list)
     _at: float | None = None
     """Rows that ended before it are counted; None: the report has not begun."""
@@ -374,7 +362,7 @@ class ReportReader:
         )
         return [money.NodeHours(*row) for row in connection.execute(statement)]
 
-    def report(self) -> UsageReport:
+    def report(self) -> LedgerReport:
         """The report; `step` has returned True. Off the event loop: there may be many groups."""
         total = Sums()
         for sums in self._nodes.values():
@@ -386,7 +374,7 @@ class ReportReader:
             iter(self._groups.items()),
             key=lambda item: ("" if day is None else item[0][day], *_by_size(item)),
         )
-        return UsageReport(
+        return LedgerReport(
             self.query,
             largest,
             total,
@@ -429,7 +417,7 @@ class Reporter:
         self.reading = asyncio.Lock()
         """Held while a report is read; retention moves no rows meanwhile."""
 
-    async def read(self, query: ReportQuery) -> UsageReport:
+    async def read(self, query: ReportQuery) -> LedgerReport:
         """The report. Raises: InvalidQuery, ReportInterrupted, StoreError."""
         reader = ReportReader(query)
         await self.read_steps(reader.step)
@@ -448,17 +436,14 @@ class Reporter:
 
 
 @dataclass(frozen=True, slots=True)
-class UsageReport:
+class LedgerReport:
     """A report, for people, programs and spreadsheets."""
 
     query: ReportQuery
     groups: list[tuple[Group, Sums]]
-    total: Sums
-    """Of all groups, those beyond `query.limit` too."""
-    found: int
-    """Groups that there are."""
-    nodes: dict[Group, Sums]
-    """By tier and node."""
+    total: Sums  # of all groups, those beyond `query.limit` too
+    found: int  # groups that there are
+    nodes: dict[Group, Sums]  # by tier and node
     hours: list[money.NodeHours]
     notes: tuple[str, ...] = ()
 
@@ -469,7 +454,8 @@ class UsageReport:
             "until": time_text(self.query.until),
             "by": list(self.query.by),
             "rows": [
-                {**{n: label or None for n, label in self._named(group)}, **sums.to_json()}
+                {by: label or None for by, label in zip(self.query.by, group, strict=True)}
+                | sums.to_json()
                 for group, sums in self.groups
             ],
             "rows_found": self.found,
@@ -477,9 +463,6 @@ class UsageReport:
             "money": money_json(self),
             "notes": list(self.notes),
         }
-
-    def _named(self, group: Group) -> list[tuple[str, str]]:
-        return list(zip(self.query.by, group, strict=True))
 
     def to_csv(self) -> str:
         """The rows, with a line of names above them; numbers in full."""
@@ -505,7 +488,7 @@ def _csv_cell(value: str) -> str:
     return guard + value.replace("\r", " ").replace("\n", " ")
 
 
-def money_json(report: UsageReport) -> dict[str, Any]:
+def money_json(report: LedgerReport) -> dict[str, Any]:
     """What the report's requests and the machines cost, by tier and in all."""
     hours: dict[str, list[money.NodeHours]] = {}
     for one in report.hours:
@@ -543,7 +526,7 @@ def money_json(report: UsageReport) -> dict[str, Any]:
     }
 
 
-def _idle(report: UsageReport, hours: list[money.NodeHours], charged: float) -> money.Amount:
+def _idle(report: LedgerReport, hours: list[money.NodeHours], charged: float) -> money.Amount:
     if not report.query.whole_days:
         return money.Amount(
             None, "the hours of nodes are recorded by day: ask for whole days, such as since=7d"
@@ -559,17 +542,13 @@ MINUTE = 60
 STRETCHES = (60, 20, 5, 1)
 """Minutes of what is called the busiest hour: the longest of which all requests can be told."""
 
-MOST_ARRIVALS = 20_000
-"""Requests that are told, some 2 MB of JSON."""
+MOST_ARRIVALS = 20_000  # requests that are told, some 2 MB of JSON
 
 MOST_MINUTES = 150_000
 """Minutes with requests that are compared: a hundred days of them, some 30 MB."""
 
-BATCH = "batch"
-"""The class of requests that nobody waits for."""
-
-UNSERVED = ("queue_full", "queue_timeout")
-"""Outcomes of requests that the gateway had no slot for."""
+BATCH = "batch"  # the class of requests that nobody waits for
+UNSERVED = ("queue_full", "queue_timeout")  # outcomes of requests that the gateway had no slot for
 
 COLUMNS = (
     "seconds", "model", "class", "node", "prompt_tokens", "cached_tokens", "completion_tokens",
@@ -751,22 +730,15 @@ def _arrival(row: RowMapping, start: float) -> list[Any]:
 # What a caller may know of its own use.
 
 
-LEAST_AGE = 5.0
-"""Seconds for which figures are kept at least."""
+LEAST_AGE = 5.0  # seconds for which figures are kept at least
 
 AGE_FACTOR = 20.0
 """Figures are kept for so many times as long as it took to read them: a caller that polls takes a
 twentieth of the store's time at most."""
 
-MOST_KEPT = 1000
-"""Callers and end users whose figures are kept."""
+MOST_KEPT = 1000  # callers and end users whose figures are kept
 
 NO_STORE = "the gateway has no store: requests are not recorded"
-
-
-class _Kept(NamedTuple):
-    figures: dict[str, Any]
-    until: float
 
 
 @dataclass(slots=True, eq=False)
@@ -779,11 +751,12 @@ class CallerUsage:
 
     book: LimitBook
     reporter: Reporter | None
-    now: Callable[[], float]
-    """Unix seconds."""
-    clock: Callable[[], float]
-    """Monotonic seconds."""
-    _kept: OrderedDict[tuple[str, str | None], _Kept] = field(default_factory=OrderedDict)
+    now: Callable[[], float]  # Unix seconds
+    clock: Callable[[], float]  # monotonic seconds
+    _kept: OrderedDict[tuple[str, str | None], tuple[dict[str, Any], float]] = field(
+        default_factory=OrderedDict
+    )
+    """Figures by key and end user, and until when they are told."""
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def describe(self, accounts: Accounts, *, hides_cache: bool) -> dict[str, Any]:
@@ -811,35 +784,31 @@ class CallerUsage:
         if self.reporter is None:
             return _unknown(NO_STORE)
         async with self._reading:
-            kept = self._kept.get((key, user))
-            if kept is not None and self.clock() < kept.until:
-                return kept.figures
-            began = self.clock()
+            kept, until = self._kept.get((key, user), (None, 0.0))
+            if kept is not None and self.clock() < until:
+                return kept
+            began, now = self.clock(), self.now()
+            today = now // DAY * DAY
+            first_of_month = today - (int(date_of(now)[8:]) - 1) * DAY
+            days = ReportQuery(("model", "day"), first_of_month, today + DAY, key=key, user=user)
             try:
-                report = await self.reporter.read(self._query(key, user))
+                report = await self.reporter.read(days)
             except (StoreError, ReportInterrupted, InvalidQuery) as error:
                 return _unknown(error.message if isinstance(error, StoreError) else str(error))
             figures = await asyncio.to_thread(_figures_json, report, self.now())
             until = self.clock() + max(LEAST_AGE, AGE_FACTOR * (self.clock() - began))
-            self._kept[key, user] = _Kept(figures, until)
+            self._kept[key, user] = figures, until
             self._kept.move_to_end((key, user))
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
             return figures
-
-    def _query(self, key: str, user: str | None) -> ReportQuery:
-        """All days of this month."""
-        now = self.now()
-        today = now // DAY * DAY
-        first = today - (int(date_of(now)[8:]) - 1) * DAY
-        return ReportQuery(("model", "day"), first, today + DAY, key=key, user=user)
 
 
 def _unknown(reason: str) -> dict[str, Any]:
     return {"as_of": None, "today": None, "month": None, "reason": reason}
 
 
-def _figures_json(report: UsageReport, now: float) -> dict[str, Any]:
+def _figures_json(report: LedgerReport, now: float) -> dict[str, Any]:
     today, models = Sums(), dict[str, Sums]()
     for (model, day), sums in report.groups:
         models.setdefault(model, Sums()).add(sums.values())

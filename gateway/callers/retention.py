@@ -27,31 +27,22 @@ from gateway.store.database import insert_for
 from gateway.store.schema import revisions, usage, usage_days
 from gateway.store.worker import StoreWorker
 
-BATCH_ROWS = 500
-"""Rows that one job of the store turns into sums: some 40 ms of work."""
+BATCH_ROWS = 500  # rows that one job of the store turns into sums: some 40 ms of work
 
 COUNTED_ROWS = 20_000
 """Rows that one job of the store counts: some 2 ms of work. Meanwhile the ledger writes nothing,
 so a million at once would be too many on a slow machine."""
 
-BATCH_PAUSE = 0.02
-"""Seconds between two batches, in which the store does its other work."""
-
-PASS_INTERVAL = 600.0
-"""Seconds between two passes."""
-
-FIRST_PASS = 30.0
-"""Seconds after the start: not while a predecessor hands over."""
+BATCH_PAUSE = 0.02  # seconds between two batches, in which the store does its other work
+PASS_INTERVAL = 600.0  # seconds between two passes
+FIRST_PASS = 30.0  # seconds after the start: not while a predecessor hands over
 
 YOUNGEST = 2 * 3600.0
 """Seconds for which a row stays in any case, however many there are: so long the windows of limits
 and the repetition of a lost write need it."""
 
-VACUUM_PAGES = 500
-"""Free pages that one job gives back to the file system, 2 MB of a SQLite file."""
-
-MOST_VACUUMS = 1000
-"""Such jobs in one pass."""
+VACUUM_PAGES = 500  # free pages that one job gives back to the file system, 2 MB of a SQLite file
+MOST_VACUUMS = 1000  # such jobs in one pass
 
 _DIMENSIONS = ("key", "group_name", "user", "model", "class_", "tier", "node", "outcome")
 
@@ -62,8 +53,7 @@ log = structlog.get_logger()
 class RollUp:
     """A job of the store: turns the oldest rows into sums; returns how many."""
 
-    before: float
-    """Only rows of requests that ended before it."""
+    before: float  # only rows of requests that ended before it
     rows: int = BATCH_ROWS
 
     def __call__(self, connection: Connection) -> int:
@@ -72,7 +62,12 @@ class RollUp:
         if self.rows <= 0 or connection.scalar(old) is None:
             return 0
         # Before the rows are read, so that of two processes one waits for the other.
-        _raise_revision(connection)
+        raised = insert_for(connection)(revisions).values(name=ROLLED_UP, number=1)
+        connection.execute(
+            raised.on_conflict_do_update(
+                index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
+            )
+        )
         oldest = (
             select(usage)
             .where(usage.c.ended_at < self.before)
@@ -107,15 +102,6 @@ def _values(row: RowMapping) -> tuple[Any, ...]:
     )
 
 
-def _raise_revision(connection: Connection) -> None:
-    raised = insert_for(connection)(revisions).values(name=ROLLED_UP, number=1)
-    connection.execute(
-        raised.on_conflict_do_update(
-            index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
-        )
-    )
-
-
 def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> None:
     add = insert_for(connection)(usage_days)
     add = add.on_conflict_do_update(
@@ -124,8 +110,7 @@ def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> N
     )
     names = ("day", *(usage_days.c[n].key for n in _DIMENSIONS), *SUM_NAMES)
     connection.execute(
-        add,
-        [dict(zip(names, (*place, *one.values()), strict=True)) for place, one in sums.items()],
+        add, [dict(zip(names, (*place, *one.values()), strict=True)) for place, one in sums.items()]
     )
 
 
@@ -201,11 +186,9 @@ class RowCounter:
     """A job of the store, run until it returns True: counts the ledger's rows, some each time."""
 
     def __init__(self, rows_per_step: int = COUNTED_ROWS) -> None:
-        self.counted = 0
-        """Rows so far. Those that come meanwhile may be among them."""
+        self.counted = 0  # rows so far. Those that come meanwhile may be among them.
         self._rows_per_step = rows_per_step
-        self._from: float | None = None
-        """`ended_at` of the next row."""
+        self._from: float | None = None  # `ended_at` of the next row
 
     def __call__(self, connection: Connection) -> bool:
         """Run within the transaction of `connection`."""
@@ -241,5 +224,4 @@ def give_back_pages(connection: Connection) -> bool:
     return free > VACUUM_PAGES
 
 
-INCREMENTAL = 2
-"""SQLite's number for `auto_vacuum=INCREMENTAL`."""
+INCREMENTAL = 2  # SQLite's number for `auto_vacuum=INCREMENTAL`

@@ -27,11 +27,8 @@ from gateway.store.schema import learnt, revisions
 MOST_STORED_KEYS = 100_000
 """Keys that a store may hold, revoked ones included: a gateway has all of them in memory."""
 
-MOST_PROBLEMS = 50
-"""Problems of an import that are told; it counts the others."""
-
-KEYS_REVISION = "keys"
-"""The name under which the store counts changes of keys."""
+MOST_PROBLEMS = 50  # problems of an import that are told; it counts the others
+KEYS_REVISION = "keys"  # the name under which the store counts changes of keys
 
 _JSON_COLUMNS = {
     "models": "models",
@@ -52,8 +49,7 @@ class StoredKey:
     created_at: float
     revoked_at: float | None = None
     previous_sha256: str | None = field(default=None, repr=False)
-    previous_until: float | None = None
-    """The secret before the last rotation works until then."""
+    previous_until: float | None = None  # the secret before the last rotation works until then
 
     def held(self) -> HeldKey:
         """The key as the ring looks it up."""
@@ -64,10 +60,8 @@ class StoredKey:
 class KeyProblem:
     """What is wrong with one of the keys that somebody wants to store."""
 
-    index: int
-    """Its place in the list, from 0."""
-    key: str
-    """The field to blame."""
+    index: int  # its place in the list, from 0
+    key: str  # the field to blame
     message: str
     remedy: str
 
@@ -284,10 +278,7 @@ def _usable(connection: Connection, name: str) -> StoredKey:
 
 
 def _taken(
-    index: int,
-    spec: KeySpec,
-    present: Mapping[str, StoredKey],
-    called: Mapping[str, StoredKey],
+    index: int, spec: KeySpec, present: Mapping[str, StoredKey], called: Mapping[str, StoredKey]
 ) -> tuple[KeyProblem | None, bool]:
     """Why the key can't be stored; and whether it is stored already, just like this.
 
@@ -307,8 +298,7 @@ def _taken(
     return KeyProblem(index, "name", message, "choose another, or revoke that one"), False
 
 
-_MOST_PARAMETERS = 10_000
-"""Values that one statement names; SQLite takes 32,766."""
+_MOST_PARAMETERS = 10_000  # values that one statement names; SQLite takes 32,766
 
 
 def _present(connection: Connection, specs: Sequence[KeySpec]) -> dict[str, StoredKey]:

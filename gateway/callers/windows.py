@@ -8,8 +8,7 @@ from calendar import timegm
 from collections import deque
 from datetime import UTC, datetime
 
-WINDOW_PARTS = 512
-"""Parts of a window: additions that fall into one part leave the window together."""
+WINDOW_PARTS = 512  # parts of a window: additions that fall into one part leave the window together
 
 
 class SlidingSum:
@@ -30,8 +29,7 @@ class SlidingSum:
         leaves, and its sum."""
         self._newest = self._latest = -math.inf
         """When the newest part began, and when the last addition was."""
-        self._sum: float = 0
-        """An integer as long as all amounts were."""
+        self._sum: float = 0  # an integer as long as all amounts were
 
     def add(self, now: float, amount: float) -> None:
         """Add `amount` at `now`; a time before the last addition's counts as that one."""
@@ -118,8 +116,7 @@ class Calendar:
     __slots__ = ("_day_ends", "_day_starts", "day", "month", "month_ends")
 
     def __init__(self) -> None:
-        self.day = self.month = 0
-        """Of the last question."""
+        self.day = self.month = 0  # of the last question
         self._day_starts = self._day_ends = self.month_ends = 0.0
 
     def look_up(self, when: float) -> None:

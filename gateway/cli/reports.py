@@ -19,7 +19,7 @@ from gateway.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from gateway.callers.reports import UsageReport
+    from gateway.callers.reports import LedgerReport
     from gateway.store.store import Store
     from gateway.watch.audit import AuditQuery
 
@@ -90,7 +90,7 @@ def usage(
         print_note(f"no request ended since {time_text(query.since)} (until {until or 'now'})")
 
 
-def _read(store: Store, asked: dict[str, str | None]) -> UsageReport:
+def _read(store: Store, asked: dict[str, str | None]) -> LedgerReport:
     from gateway.callers.reports import (
         InvalidQuery,
         ReportInterrupted,

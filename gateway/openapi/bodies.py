@@ -15,6 +15,14 @@ from gateway.request.body import ParsedBody
 
 JsonSchema = dict[str, Any]
 
+TEXT: JsonSchema = {"type": "string"}
+
+
+def object_schema(optional: Collection[str] = (), /, **properties: JsonSchema) -> JsonSchema:
+    """An object with these properties, of which only the `optional` may be missing."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required}
+
 
 def _named(table: str) -> dict[str, str]:
     """The names and meanings of a table: `name: meaning`, further lines of which are indented."""
@@ -31,67 +39,55 @@ def _fields(table: str) -> dict[str, tuple[str, str]]:
     return fields
 
 
-REQUEST_HEADERS: Mapping[str, tuple[JsonSchema, str]] = {
-    "X-Priority": (
-        {"type": "string", "enum": ["urgent", "premium", "normal", "batch"]},
-        "The class, lowered to the caller's highest one; an unknown word is 400.",
-    ),
-    "X-Request-Timeout": (
-        {"type": "number", "exclusiveMinimum": 0},
-        "Seconds that the client will wait for the whole response.",
-    ),
-    "X-Gateway-Progress": (
-        {"type": "string", "examples": ["1"]},
-        "`1`: comments of the stream tell the place in the queue and the progress of the prompt.",
-    ),
-    "X-Request-ID": (
-        {"type": "string", "examples": ["my-request-1"]},
-        "Used for the response and the log, if it is a sane one.",
-    ),
-    "X-User-Id": (
-        {"type": "string"},
-        (
-            "The end user behind a key with `trust_user_headers`; other names: "
-            "`identity.user_headers`."
-        ),
-    ),
-    "X-Session-Id": (
-        {"type": "string"},
-        "The conversation, which keeps its node; other names: `identity.session_headers`.",
-    ),
-}
+def _headers(table: str) -> dict[str, tuple[JsonSchema, str]]:
+    """Schema and meaning of headers, by name: as `_fields`; words with `|` are all it may be."""
+    headers: dict[str, tuple[JsonSchema, str]] = {}
+    for name, (kind, meaning) in _fields(table).items():
+        words = kind.split("|")
+        schema = {"type": kind} if len(words) == 1 else {"type": "string", "enum": words}
+        headers[name] = (schema, meaning)
+    return headers
+
+
+REQUEST_HEADERS = _headers("""
+X-Priority (urgent|premium|normal|batch): The class, lowered to the caller's highest one; an unknown
+    word is 400.
+X-Request-Timeout (number): Seconds that the client will wait for the whole response.
+X-Gateway-Progress (string): `1`: comments of the stream tell the place in the queue and the
+    progress of the prompt.
+X-Request-ID (string): Used for the response and the log, if it is a sane one.
+X-User-Id (string): The end user behind a key with `trust_user_headers`; other names:
+    `identity.user_headers`.
+X-Session-Id (string): The conversation, which keeps its node; other names:
+    `identity.session_headers`.
+""")
 """Headers of requests to nodes that the gateway itself reads, besides keys."""
 
-RESPONSE_HEADERS: Mapping[str, tuple[JsonSchema, str]] = {
-    "X-Request-ID": ({"type": "string"}, "The id in the log."),
-    "X-Gateway-Class": ({"type": "string"}, "The class in force."),
-    "X-Gateway-Attempts": ({"type": "integer"}, "Nodes tried."),
-    "X-Gateway-Queue-Ms": ({"type": "integer"}, "Milliseconds spent waiting for a slot."),
-    "X-Gateway-Node": (
-        {"type": "string"},
-        "The node; by default only on a loopback listener, and not through a proxy.",
-    ),
-    "X-Gateway-Tier": ({"type": "string", "enum": ["cpu", "gpu"]}, "The node's tier."),
-    **{
-        f"x-ratelimit-{kind}-{what}": ({"type": "string"}, meaning)
-        for what in ("requests", "tokens")
-        for kind, meaning in (
-            ("limit", f"The limit of {what} that is nearest to its end."),
-            ("remaining", "What is left of it."),
-            ("reset", "When all of it is there again, such as `6m0s`."),
-        )
-    },
-    "X-Gateway-Fallback": (
-        {"type": "string"},
-        "Why it ran on the other tier than its class belongs to.",
-    ),
-}
+REQUEST_HEADERS["X-Request-Timeout"][0]["exclusiveMinimum"] = 0
+REQUEST_HEADERS["X-Gateway-Progress"][0]["examples"] = ["1"]
+REQUEST_HEADERS["X-Request-ID"][0]["examples"] = ["my-request-1"]
+
+RESPONSE_HEADERS = _headers("""
+X-Request-ID (string): The id in the log.
+X-Gateway-Class (string): The class in force.
+X-Gateway-Attempts (integer): Nodes tried.
+X-Gateway-Queue-Ms (integer): Milliseconds spent waiting for a slot.
+X-Gateway-Node (string): The node; by default only on a loopback listener, and not through a proxy.
+X-Gateway-Tier (cpu|gpu): The node's tier.
+x-ratelimit-limit-requests (string): The limit of requests that is nearest to its end.
+x-ratelimit-remaining-requests (string): What is left of it.
+x-ratelimit-reset-requests (string): When all of it is there again, such as `6m0s`.
+x-ratelimit-limit-tokens (string): The limit of tokens that is nearest to its end.
+x-ratelimit-remaining-tokens (string): What is left of it.
+x-ratelimit-reset-tokens (string): When all of it is there again, such as `6m0s`.
+X-Gateway-Fallback (string): Why it ran on the other tier than its class belongs to.
+""")
 """Headers of responses to routed requests."""
 
-ERROR_HEADERS: Mapping[str, tuple[JsonSchema, str]] = {
-    "X-Request-ID": ({"type": "string"}, "The id in the log."),
-    "X-Gateway-Reason": ({"type": "string"}, "The error's code."),
-}
+ERROR_HEADERS = _headers("""
+X-Request-ID (string): The id in the log.
+X-Gateway-Reason (string): The error's code.
+""")
 
 STATUS_HEADERS: Mapping[int, tuple[str, JsonSchema, str]] = {
     401: ("WWW-Authenticate", {"type": "string"}, "`Bearer`."),
@@ -361,8 +357,7 @@ def fields_schema(
             "type": [base, "null"] if kind.endswith("?") else base,
             "description": meaning[:1].upper() + meaning[1:] + ".",
         }
-    required = [name for name in fields if name not in optional]
-    return {"type": "object", "properties": properties, "required": required}
+    return object_schema(optional, **properties)
 
 
 def struct_schema(
@@ -468,7 +463,6 @@ predicted (object): `ttft` and `seconds` from the grant on, `prompt_tokens`, `ca
 actual (object): likewise, as it came, null where it is not known (yet); `outcome` of the attempt,
     null while it runs, its `status`, and whether the node `reported` the tokens
 """)
-"""Fields of a decision; which of them it has depends on its kind."""
 
 COMPARED_FIELDS = _fields("""
 name (string): of the node
@@ -493,44 +487,33 @@ pool_used (integer): of these reserved or in use, before this request came
 """)
 """Fields of a node that was compared."""
 
-_KINDS = {"kind", "at", "seconds", "summary"}  # fields of every decision
 
-
-def _with_items(schema: JsonSchema, **items: JsonSchema) -> JsonSchema:
-    """The schema with these schemas of the items of its arrays."""
-    properties = schema["properties"]
-    told = {name: {**properties[name], "items": each} for name, each in items.items()}
-    return {**schema, "properties": {**properties, **told}}
-
-
-WHY_SCHEMAS: dict[str, JsonSchema] = {
-    "Why": {
-        "type": "object",
-        "properties": {
-            "id": {"type": "string", "description": "As it was asked for."},
-            "remembered_since": {
-                "type": "string",
-                "description": "Since when every attempt is remembered, UTC.",
-            },
-            "requests": {
-                "type": "array",
-                "items": {"$ref": "#/components/schemas/ExplainedRequest"},
-                "description": "Those of this id or `X-Request-ID`, the newest first, 20 at most.",
-            },
+def _why_schemas() -> dict[str, JsonSchema]:
+    told = object_schema(
+        id={"type": "string", "description": "As it was asked for."},
+        remembered_since={
+            "type": "string",
+            "description": "Since when every attempt is remembered, UTC.",
         },
-        "required": ["id", "remembered_since", "requests"],
-    },
-    "ExplainedRequest": _with_items(
-        fields_schema(WHY_FIELDS),
-        decisions={"$ref": "#/components/schemas/Decision"},
-        parts={"type": "string"},
-    ),
-    "Decision": _with_items(
-        fields_schema(DECISION_FIELDS, set(DECISION_FIELDS) - _KINDS),
-        nodes={"$ref": "#/components/schemas/ComparedNode"},
-    ),
-    "ComparedNode": fields_schema(COMPARED_FIELDS),
-}
+        requests={
+            "type": "array",
+            "items": {"$ref": "#/components/schemas/ExplainedRequest"},
+            "description": "Those of this id or `X-Request-ID`, the newest first, 20 at most.",
+        },
+    )
+    request = fields_schema(WHY_FIELDS)
+    request["properties"]["decisions"]["items"] = {"$ref": "#/components/schemas/Decision"}
+    request["properties"]["parts"]["items"] = TEXT
+    # Fields of every decision; it depends on the kind which others one has.
+    always = {"kind", "at", "seconds", "summary"}
+    decision = fields_schema(DECISION_FIELDS, DECISION_FIELDS.keys() - always)
+    decision["properties"]["nodes"]["items"] = {"$ref": "#/components/schemas/ComparedNode"}
+    compared = fields_schema(COMPARED_FIELDS)
+    schemas = {"Why": told, "ExplainedRequest": request}
+    return {**schemas, "Decision": decision, "ComparedNode": compared}
+
+
+WHY_SCHEMAS = _why_schemas()
 """Schemas of an explanation, by name."""
 
 
@@ -659,45 +642,22 @@ ADMIN_ERRORS = _errors("""
 
 def error_schemas() -> dict[str, JsonSchema]:
     """The schemas of errors, by name."""
-    openai = {
-        "type": "object",
-        "properties": {
-            "message": {"type": "string"},
-            "type": {"type": "string"},
-            "param": {"type": ["string", "null"]},
-            "code": {"type": ["string", "integer", "null"]},
-        },
-        "required": ["message"],
-    }
-    anthropic = {
-        "type": "object",
-        "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        "required": ["type", "message"],
+    param, code = {"type": ["string", "null"]}, {"type": ["string", "integer", "null"]}
+    openai = object_schema(
+        ("type", "param", "code"), message=TEXT, type=TEXT, param=param, code=code
+    )
+    anthropic = object_schema(type=TEXT, message=TEXT)
+    either = {
+        "anyOf": [TEXT, openai],
+        "description": "A text; an object where the request can't even be read.",
     }
     return {
         "Error": {
-            "type": "object",
+            **object_schema(error=openai),
             "description": "OpenAI's form; `code` is also sent as `X-Gateway-Reason`.",
-            "properties": {"error": openai},
-            "required": ["error"],
         },
-        "AnthropicError": {
-            "type": "object",
-            "properties": {
-                "type": {"const": "error"},
-                "error": anthropic,
-                "request_id": {"type": "string"},
-            },
-            "required": ["type", "error"],
-        },
-        "OllamaError": {
-            "type": "object",
-            "properties": {
-                "error": {
-                    "anyOf": [{"type": "string"}, openai],
-                    "description": "A text; an object where the request can't even be read.",
-                }
-            },
-            "required": ["error"],
-        },
+        "AnthropicError": object_schema(
+            ("request_id",), type={"const": "error"}, error=anthropic, request_id=TEXT
+        ),
+        "OllamaError": object_schema(error=either),
     }

@@ -24,7 +24,6 @@ from gateway.openapi.bodies import (
     RESPONSE_HEADERS,
     STATUS_HEADERS,
     WHY_SCHEMAS,
-    ErrorRow,
     JsonSchema,
     error_schemas,
     routed_body,
@@ -323,10 +322,7 @@ def openapi_json(
     if listener not in {None, *LISTENERS}:
         raise errors.invalid_request("'listener' must be 'public' or 'admin'.", "listener")
     document = openapi_document(
-        settings,
-        listener,
-        needs_key=needs_key,
-        needs_admin_key=needs_admin_key,
+        settings, listener, needs_key=needs_key, needs_admin_key=needs_admin_key
     )
     return msgspec.json.encode(document)
 
@@ -420,16 +416,13 @@ def _error_responses(all_operations: Iterable[Operation]) -> dict[str, JsonSchem
                 header, schema, meaning = STATUS_HEADERS[status]
                 headers[header] = (schema, meaning)
             content = {"schema": {"$ref": f"#/components/schemas/{dialect}"}}
+            causes = [f"`{row.code}`: {row.when}" for row in table if row.status == status]
             found[name] = {
-                "description": _causes(row for row in table if row.status == status),
+                "description": "; ".join(causes) or "What the node has answered.",
                 "content": {"application/json": content},
                 "headers": _headers(headers),
             }
     return dict(sorted(found.items()))
-
-
-def _causes(rows: Iterable[ErrorRow]) -> str:
-    return "; ".join(f"`{row.code}`: {row.when}" for row in rows) or "What the node has answered."
 
 
 def _headers(headers: Mapping[str, tuple[JsonSchema, str]]) -> JsonSchema:

@@ -14,9 +14,11 @@ from gateway.openapi.bodies import (
     NODE_FIELDS,
     REQUEST_FIELDS,
     STATUS_FIELDS,
+    TEXT,
     USAGE_FIELDS,
     JsonSchema,
     fields_schema,
+    object_schema,
     struct_schema,
 )
 from gateway.web.batches import BatchFigures, BatchObject
@@ -47,12 +49,6 @@ def _ref(name: str) -> JsonSchema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _object(optional: tuple[str, ...] = (), /, **properties: JsonSchema) -> JsonSchema:
-    """An object with these properties, of which only the `optional` may be missing."""
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": properties, "required": required}
-
-
 def _list(items: JsonSchema) -> JsonSchema:
     return {"type": "array", "items": items}
 
@@ -61,17 +57,11 @@ def _errors(*statuses: int) -> frozenset[int]:
     return frozenset(statuses)
 
 
-_TEXT: JsonSchema = {"type": "string"}
-
 _INTEGER: JsonSchema = {"type": "integer"}
-
 _NULLABLE: JsonSchema = {"type": ["string", "null"]}
-
 _ANY_OBJECT: JsonSchema = {"type": "object"}
-
-_EVENTS: JsonSchema = {"text/event-stream": {"schema": _TEXT}}
-
-_LINES: JsonSchema = {"application/x-jsonl": {"schema": _TEXT}}
+_EVENTS: JsonSchema = {"text/event-stream": {"schema": TEXT}}
+_LINES: JsonSchema = {"application/x-jsonl": {"schema": TEXT}}
 
 _EDGES: dict[str, JsonSchema] = {
     "first_id": _NULLABLE,
@@ -83,11 +73,11 @@ _LISTED: JsonSchema = {"const": "list"}
 
 
 def _page(items: JsonSchema) -> JsonSchema:
-    return _object(("first_id", "last_id"), object=_LISTED, data=_list(items), **_EDGES)
+    return object_schema(("first_id", "last_id"), object=_LISTED, data=_list(items), **_EDGES)
 
 
 def _deleted(of: JsonSchema) -> JsonSchema:
-    return {"type": "object", "properties": {"id": _TEXT, "object": of, "deleted": {"const": True}}}
+    return {"type": "object", "properties": {"id": TEXT, "object": of, "deleted": {"const": True}}}
 
 
 def _at_most(most: int) -> JsonSchema:
@@ -158,30 +148,30 @@ SITE_PATHS: dict[str, Described] = {
     "GET /v1/models": Described(
         "the models that this key may use, aliases too, their nodes up or down; with an "
         "`anthropic-version` header in Anthropic's form; 503 until the first probes are done",
-        _object(object=_LISTED, data=_list(_ref("Model"))),
+        object_schema(object=_LISTED, data=_list(_ref("Model"))),
     ),
     "GET /v1/models/{id}": Described("one of them", _ref("Model")),
     "GET /props": Described(
         "context size and slots, for clients that ask a llama.cpp server; no path, no template",
-        _object(
+        object_schema(
             default_generation_settings=_ANY_OBJECT, total_slots=_INTEGER, modalities=_ANY_OBJECT
         ),
-        query={"model": (_TEXT, "The model; unset: `default_model`, else all.")},
+        query={"model": (TEXT, "The model; unset: `default_model`, else all.")},
     ),
     "GET /v1/usage": Described(
         "the caller's own figures of today and this month, its limits, and what is left of them",
         _ref("CallerUsage"),
-        query={"user": (_TEXT, "One of the end users of a key with `trust_user_headers`.")},
+        query={"user": (TEXT, "One of the end users of a key with `trust_user_headers`.")},
     ),
     "GET /v1/files": Described(
         "the key's files, the newest first",
         _page(_FILE),
         _NO_STORE,
         query={
-            "after": (_TEXT, _AFTER),
+            "after": (TEXT, _AFTER),
             "limit": (_at_most(10000), "Most files of the page."),
             "order": (_one_of("asc", "desc"), "By age; `desc` by default."),
-            "purpose": (_TEXT, "Only files for this purpose."),
+            "purpose": (TEXT, "Only files for this purpose."),
         },
     ),
     "POST /v1/files": Described(
@@ -206,23 +196,23 @@ SITE_PATHS: dict[str, Described] = {
     ),
     "DELETE /v1/files/{id}": Described(
         "delete it; while an unfinished batch reads it, 409",
-        _object(id=_TEXT, object={"const": "file"}, deleted={"const": True}),
+        object_schema(id=TEXT, object={"const": "file"}, deleted={"const": True}),
         _errors(409, 501),
     ),
     "GET /v1/batches": Described(
         "the key's [batches](../batches.md), the newest first",
         _page(_BATCH),
         _NO_STORE,
-        query={"after": (_TEXT, _AFTER), "limit": (_at_most(100), "Most batches of the page.")},
+        query={"after": (TEXT, _AFTER), "limit": (_at_most(100), "Most batches of the page.")},
     ),
     "POST /v1/batches": Described(
         "run every line of a file; the lines have results within the window",
         _BATCH,
         _errors(422, 501),
         body={
-            **_object(
+            **object_schema(
                 ("completion_window", "metadata", "output_expires_after", "webhook_url"),
-                input_file_id=_TEXT,
+                input_file_id=TEXT,
                 endpoint={"type": "string", "description": "The `url` of all lines."},
                 completion_window=_WINDOW,
                 metadata={
@@ -231,7 +221,7 @@ SITE_PATHS: dict[str, Described] = {
                     "additionalProperties": {"type": "string", "maxLength": 512},
                 },
                 output_expires_after={
-                    **_object(anchor={"const": "created_at"}, seconds=_EXPIRY_SECONDS),
+                    **object_schema(anchor={"const": "created_at"}, seconds=_EXPIRY_SECONDS),
                     "type": ["object", "null"],
                 },
                 webhook_url=_WEBHOOK,
@@ -259,11 +249,11 @@ SITE_PATHS: dict[str, Described] = {
     ),
     "GET /v1/messages/batches": Described(
         "the key's message batches, the newest first",
-        _object(data=_list(_MESSAGE_BATCH), **_EDGES),
+        object_schema(data=_list(_MESSAGE_BATCH), **_EDGES),
         _NO_STORE,
         query={
-            "after_id": (_TEXT, _AFTER),
-            "before_id": (_TEXT, "The first id of the page behind; not both."),
+            "after_id": (TEXT, _AFTER),
+            "before_id": (TEXT, "The first id of the page behind; not both."),
             "limit": (_at_most(1000), "Most batches of the page."),
         },
     ),
@@ -272,13 +262,13 @@ SITE_PATHS: dict[str, Described] = {
         _MESSAGE_BATCH,
         _errors(415, 422, 501, 507),
         body={
-            **_object(
+            **object_schema(
                 ("completion_window", "webhook_url"),
                 requests={
                     "type": "array",
                     "minItems": 1,
                     "items": {
-                        **_object(
+                        **object_schema(
                             custom_id={"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
                             params=_ANY_OBJECT,
                         ),
@@ -297,7 +287,7 @@ SITE_PATHS: dict[str, Described] = {
     ),
     "DELETE /v1/messages/batches/{id}": Described(
         "delete it and its results; 400 before the end",
-        _object(id=_TEXT, type={"const": "message_batch_deleted"}),
+        object_schema(id=TEXT, type={"const": "message_batch_deleted"}),
         _NO_STORE,
     ),
     "GET /v1/messages/batches/{id}/results": Described(
@@ -328,7 +318,7 @@ SITE_PATHS: dict[str, Described] = {
         content={"application/json": {"schema": _ANY_OBJECT}, **_EVENTS},
     ),
     "DELETE /v1/responses/{id}": Described(
-        "end it, and remove all that is kept of it", _deleted(_TEXT), _KEPT
+        "end it, and remove all that is kept of it", _deleted(TEXT), _KEPT
     ),
     "POST /v1/responses/{id}/cancel": Described("end it, if it has not ended", _ANY_OBJECT, _KEPT),
     "GET /v1/responses/{id}/input_items": Described(
@@ -338,7 +328,7 @@ SITE_PATHS: dict[str, Described] = {
         query={
             "limit": (_at_most(100), "Items of a page; 20."),
             "order": ({"enum": ["asc", "desc"]}, "`desc` without it."),
-            "after": (_TEXT, _AFTER),
+            "after": (TEXT, _AFTER),
         },
     ),
     "GET /v1/background/{id}": Described(
@@ -348,11 +338,10 @@ SITE_PATHS: dict[str, Described] = {
         _KEPT,
     ),
     "DELETE /v1/background/{id}": Described(
-        "end it, and remove all that is kept of it", _deleted(_TEXT), _KEPT
+        "end it, and remove all that is kept of it", _deleted(TEXT), _KEPT
     ),
     "GET /health": Described(
-        "200 while the process lives",
-        {"type": "object", "properties": {"status": {"const": "ok"}}},
+        "200 while the process lives", {"type": "object", "properties": {"status": {"const": "ok"}}}
     ),
     "GET /ready": Described(
         "200 while some node can take or queue work, else 503",
@@ -369,7 +358,7 @@ _KEY_RIGHTS = (
 
 _NODE, _SERVED_MODEL, _API_KEY = _ref("Node"), _ref("ServedModel"), _ref("ApiKey")
 
-_WARNINGS = _list(_TEXT)
+_WARNINGS = _list(TEXT)
 
 _NODE_OF_THE_PATH = Described(answer=_NODE, statuses=_errors(404))
 
@@ -380,11 +369,11 @@ _KEY_ERRORS = _errors(404, 409, 501, 503)
 _NEW_KEY_ERRORS = _KEY_ERRORS - {404}
 
 ADMIN_PATHS: dict[str, Described] = {
-    "/": Described(content={"text/html": {"schema": _TEXT}, "text/plain": {"schema": _TEXT}}),
+    "/": Described(content={"text/html": {"schema": TEXT}, "text/plain": {"schema": TEXT}}),
     "/dashboard/{file}": Described(
         statuses=_errors(404),
         content={
-            kind: {"schema": _TEXT}
+            kind: {"schema": TEXT}
             for kind in ("text/css", "text/html", "text/javascript", "image/svg+xml")
         },
     ),
@@ -397,7 +386,7 @@ ADMIN_PATHS: dict[str, Described] = {
     "/admin/live": Described(
         query={"once": (_one_of("0", "1"), "`1`: one snapshot, and no updates.")}, content=_EVENTS
     ),
-    "/admin/nodes": Described(answer=_object(nodes=_list(_NODE))),
+    "/admin/nodes": Described(answer=object_schema(nodes=_list(_NODE))),
     "/admin/nodes/{name}": _NODE_OF_THE_PATH,
     "/admin/nodes/{name}/resume": _NODE_OF_THE_PATH,
     "/admin/nodes/{name}/probe": _NODE_OF_THE_PATH,
@@ -409,10 +398,10 @@ ADMIN_PATHS: dict[str, Described] = {
             )
         }
     ),
-    "/admin/models": Described(answer=_object(models=_list(_SERVED_MODEL))),
+    "/admin/models": Described(answer=object_schema(models=_list(_SERVED_MODEL))),
     "/admin/models/{name}/pause": Described(answer=_SERVED_MODEL, statuses=_errors(400, 404)),
     "/admin/models/{name}/resume": Described(answer=_SERVED_MODEL, statuses=_errors(404)),
-    "/admin/requests": Described(answer=_object(requests=_list(_ref("Request")))),
+    "/admin/requests": Described(answer=object_schema(requests=_list(_ref("Request")))),
     "/admin/requests/{id}": Described(statuses=_errors(404)),
     "/admin/requests/{id}/why": Described(answer=_ref("Why"), statuses=_errors(404)),
     "/admin/chat": Described(
@@ -420,7 +409,7 @@ ADMIN_PATHS: dict[str, Described] = {
         body={
             "type": "object",
             "description": "As `/v1/chat/completions` takes it; it is always streamed.",
-            "properties": {"messages": {"type": "array"}, "model": _TEXT},
+            "properties": {"messages": {"type": "array"}, "model": TEXT},
             "required": ["messages"],
             "examples": [{"messages": [{"role": "user", "content": "Hello"}]}],
         },
@@ -433,14 +422,14 @@ ADMIN_PATHS: dict[str, Described] = {
         statuses=_USAGE_ERRORS,
         query={
             "by": (
-                _TEXT,
+                TEXT,
                 (
                     "`key`, `group`, `user`, `model`, `class`, `day` or `tier`; two of them with a "
                     "comma."
                 ),
             ),
-            "since": (_TEXT, "A date, a time of RFC 3339, or how long ago; `30d` by default."),
-            "until": (_TEXT, "Likewise; a date includes its day."),
+            "since": (TEXT, "A date, a time of RFC 3339, or how long ago; `30d` by default."),
+            "until": (TEXT, "Likewise; a date includes its day."),
             "limit": (_at_most(10000), "Most rows."),
             "format": (_one_of("json", "csv"), "`json` (default) or `csv`."),
         },
@@ -448,20 +437,20 @@ ADMIN_PATHS: dict[str, Described] = {
     "/admin/usage/arrivals": Described(
         answer=_ref("Arrivals"),
         statuses=_USAGE_ERRORS,
-        query={"since": (_TEXT, "As of `/admin/usage`."), "until": (_TEXT, "Likewise.")},
+        query={"since": (TEXT, "As of `/admin/usage`."), "until": (TEXT, "Likewise.")},
     ),
     "/admin/keys": Described(
-        answer=_object(keys=_list(_API_KEY), warnings=_WARNINGS, problem=_NULLABLE),
+        answer=object_schema(keys=_list(_API_KEY), warnings=_WARNINGS, problem=_NULLABLE),
         statuses=_NEW_KEY_ERRORS,
         query={
             "revoked": (_one_of("0", "1"), "`1`: revoked keys as well."),
-            "name": (_TEXT, "Only keys of this name or id."),
+            "name": (TEXT, "Only keys of this name or id."),
         },
     ),
     "/admin/keys/import": Described(
-        answer=_object(imported=_INTEGER, keys=_list(_API_KEY), warnings=_WARNINGS),
+        answer=object_schema(imported=_INTEGER, keys=_list(_API_KEY), warnings=_WARNINGS),
         statuses=_NEW_KEY_ERRORS,
-        body=_object(
+        body=object_schema(
             keys={
                 "type": "array",
                 "items": _ANY_OBJECT,
@@ -488,7 +477,7 @@ ADMIN_PATHS: dict[str, Described] = {
         },
     ),
     "/admin/audit": Described(
-        answer=_object(entries=_list(_ref("AuditEntry")), next={"type": ["integer", "null"]}),
+        answer=object_schema(entries=_list(_ref("AuditEntry")), next={"type": ["integer", "null"]}),
         statuses=_errors(503),
         query={
             "since": ({"type": "number"}, "Only changes from then on, in seconds since 1970."),
@@ -524,7 +513,7 @@ ADMIN_METHODS: dict[str, dict[str, Any]] = {
             "type": "object",
             "description": f"A JSON merge patch (RFC 7396): {_KEY_RIGHTS}; null takes one away.",
             "examples": [{"max_class": "premium", "expires": None}],
-        },
+        }
     },
 }
 """What is different of one method of a path: fields of its `Described`."""

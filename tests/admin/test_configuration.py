@@ -58,10 +58,7 @@ async def test_a_reload_reports_changes_and_what_needs_a_restart(tmp_path: Path)
     assert (first.status_code, second.status_code) == (200, 200)
     assert first.json() == {
         "nodes": {"added": ["fresh"], "changed": ["node-0"], "removed": ["node-1"]},
-        "settings": {
-            "changed": ["limits", "queue"],
-            "needs_restart": ["limits.connections"],
-        },
+        "settings": {"changed": ["limits", "queue"], "needs_restart": ["limits.connections"]},
     }
     assert second.json() == {
         "nodes": {"added": [], "changed": [], "removed": []},

@@ -155,10 +155,7 @@ async def test_a_killed_node_is_the_first_problem_and_its_return_ends_it(tmp_pat
 
 
 async def test_the_playground_streams_a_chat_and_tells_how_it_came_about(tmp_path: Path) -> None:
-    async with (
-        a_fleet(tmp_path, answer_tokens=12) as (running, _),
-        opened(running) as (_, watched),
-    ):
+    async with a_fleet(tmp_path, answer_tokens=12) as (running, _), opened(running) as (_, watched):
         page = watched.page
         await page.get_by_label("Message").fill("Hello there")
         await page.get_by_role("button", name="Send").click()
@@ -271,10 +268,7 @@ async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> N
             "name": "node-0", "url": node.url,
             "labels": {"rack": HOSTILE, "numa": HOSTILE}, "model": {HOSTILE: HOSTILE},
         }  # fmt: skip
-        async with (
-            running_gateway(tmp_path, [spec]) as running,
-            opened(running) as (_, watched),
-        ):
+        async with running_gateway(tmp_path, [spec]) as running, opened(running) as (_, watched):
             page = watched.page
             body = {"messages": [{"role": "user", "content": HOSTILE}], "model": HOSTILE,
                     "stream": True}  # fmt: skip

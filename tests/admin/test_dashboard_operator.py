@@ -33,9 +33,7 @@ WITHOUT_OPERATOR = {"keys": [key for key in ADMIN["keys"] if key["role"] != "ope
 expect.set_options(timeout=PATIENCE)
 
 
-async def test_a_page_without_its_gateway_does_not_look_calm_and_comes_back(
-    tmp_path: Path,
-) -> None:
+async def test_a_page_without_its_gateway_does_not_look_calm_and_comes_back(tmp_path: Path) -> None:
     async with EmulatedNode() as node, a_browser() as browser, contextlib.AsyncExitStack() as one:
         running = await one.enter_async_context(running_gateway(tmp_path, [node.url]))
         port = int(running.admin_url.rpartition(":")[2])

@@ -202,9 +202,7 @@ async def test_the_tab_key_stops_once_and_the_arrows_go_from_node_to_node(
         assert watched.trouble == []
 
 
-async def test_the_slots_keep_their_colours_where_the_system_forces_its_own(
-    tmp_path: Path,
-) -> None:
+async def test_the_slots_keep_their_colours_where_the_system_forces_its_own(tmp_path: Path) -> None:
     async with a_wall(tmp_path) as (running, watched):
         page, name = watched.page, "epyc-a-numa0"
         keep_busy(running.gateway.fleet.nodes[name], 1)

@@ -176,34 +176,21 @@ async def test_an_import_stores_all_or_names_every_bad_key(tmp_path: Path) -> No
         assert await status_with(running.client, keys[3].text) == 200
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "code", "said"),
-    [
-        ({"name": "owner"}, 400, "invalid_request", "a key of the settings is called 'owner'"),
-        ({"name": "x", "id": "own"}, 400, "invalid_request", "a key of the settings is called"),
-        ({"name": "x", "models": ["nobody"]}, 400, "invalid_request", "they serve mistral-7b"),
-        ({"name": "x", "models": ["*"]}, 400, "invalid_request", "catch-all"),
-        (
-            {"name": "x", "limits": {"models": ["nobody"]}},
-            400,
-            "invalid_request",
-            "limits.models: no node serves the model 'nobody'",
-        ),
-        ({"name": "x", "limits": {"rpm": 0}}, 400, "invalid_request", "limits.rpm"),
-        ({"name": "x", "limits": {"budget": "-1/month"}}, 400, "invalid_request", "limits.budget"),
-        ({"name": "x", "class": "vip"}, 400, "invalid_request", "class"),
-        ({"name": "x", "expires": "yesterday"}, 400, "invalid_request", "expires"),
-        ({"name": "x", "id": "a_b"}, 400, "invalid_request", "id"),
-        ({"name": 7}, 400, "invalid_request", "name"),
-    ],
-)
-async def test_a_bad_key_is_refused_with_a_reason(
-    body: dict[str, Any], status: int, code: str, said: str, tmp_path: Path
-) -> None:
+async def test_a_bad_key_is_refused_with_a_reason(tmp_path: Path) -> None:
+    limited = {"name": "x", "limits": {"models": ["nobody"]}}
     async with keyed_gateway(tmp_path) as (_, admin):
-        found = error(await admin.post("/admin/keys", json=body))
-        assert found[:2] == (status, code)
-        assert said in found[2]
+        for body, said in (
+            ({"name": "owner"}, "a key of the settings is called 'owner'"),
+            ({"name": "x", "id": "own"}, "a key of the settings is called"),
+            ({"name": "x", "models": ["nobody"]}, "they serve mistral-7b"),
+            ({"name": "x", "models": ["*"]}, "catch-all"),
+            (limited, "limits.models: no node serves the model 'nobody'"),
+            ({"name": "x", "limits": {"rpm": 0}}, "limits.rpm"),
+            ({"name": 7}, "name"),
+        ):
+            found = error(await admin.post("/admin/keys", json=body))
+            assert found[:2] == (400, "invalid_request"), body
+            assert said in found[2]
         assert len((await admin.get("/admin/keys")).json()["keys"]) == 1
 
 
@@ -243,9 +230,7 @@ async def test_without_a_store_keys_are_refused_with_the_remedy(tmp_path: Path) 
         assert await status_with(running.client, OWN.text) == 200
 
 
-async def test_a_settings_key_hides_a_stored_one_of_its_id_and_that_is_told(
-    tmp_path: Path,
-) -> None:
+async def test_a_settings_key_hides_a_stored_one_of_its_id_and_that_is_told(tmp_path: Path) -> None:
     other = new_key("late")
     async with keyed_gateway(tmp_path) as (running, admin):
         entry = {"id": "late", "sha256": hashlib.sha256(b"first").hexdigest(), "name": "late"}

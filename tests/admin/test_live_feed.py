@@ -268,9 +268,7 @@ async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
 
 
 @pytest.mark.slow
-async def test_one_that_stops_reading_takes_bounded_memory_and_others_go_on(
-    tmp_path: Path,
-) -> None:
+async def test_one_that_stops_reading_takes_bounded_memory_and_others_go_on(tmp_path: Path) -> None:
     async with (
         EmulatedNode(model="m" * 200) as node,
         running_gateway(

@@ -12,7 +12,7 @@ from gateway.forward.in_flight import InFlightRegistry
 from tests.emulator import EmulatedNode
 from tests.nodes.build import a_spec, take
 from tests.virtual import in_virtual_time
-from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway, error_of
+from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
 
 DEAD = "http://127.0.0.1:9"
 CONTRACT = {
@@ -151,18 +151,6 @@ async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_a_drain_lets_running_requests_end() -> None:
-    async with (
-        EmulatedNode(slots=1, decode_tps=100, answer_tokens=20) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
-        running = asyncio.create_task(gateway.chat())
-        await gateway.until(lambda: node.busy == 1)
-        await order(gateway, "a", "drain")
-        assert (await running).status_code == 200
-
-
-@in_virtual_time
 async def test_at_the_deadline_running_requests_are_evicted_and_may_be_retried() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=5, answer_tokens=500) as node,
@@ -273,15 +261,3 @@ async def test_a_probe_of_a_node_that_is_gone_says_why() -> None:
         result = await order(gateway, "a", "probe")
     assert (result["probe"]["answer"], result["state"]) == ("refused", "down")
     assert "no connection" in result["probe"]["detail"]
-
-
-@in_virtual_time
-async def test_endpoints_that_a_node_refuses_are_shown() -> None:
-    async with (
-        EmulatedNode(embeddings=False) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
-        response = await gateway.public.post("/v1/embeddings", json={"input": "x"})
-        assert response.status_code == 501
-        assert (await shown(gateway, "a"))["endpoints_refused"] == ["embeddings", "rerank"]
-        assert (await gateway.public.post(CHAT, json={"messages": []})).status_code in {200, 400}

@@ -17,9 +17,9 @@ from gateway.callers.money import AliveNode, NodeHoursRecorder
 from gateway.callers.reports import (
     DIMENSIONS,
     Dimension,
+    LedgerReport,
     Reporter,
     ReportQuery,
-    UsageReport,
     parse_query,
 )
 from gateway.callers.retention import (
@@ -260,7 +260,7 @@ batches = st.lists(st.tuples(st.floats(-3, 1), st.integers(0, 20)), max_size=6)
 questions = st.lists(st.sampled_from(DIMENSIONS), min_size=1, max_size=2, unique=True)
 
 
-def reports(connection: Connection, by: list[Dimension]) -> list[UsageReport]:
+def reports(connection: Connection, by: list[Dimension]) -> list[LedgerReport]:
     return [
         read(connection, ReportQuery(tuple(by), LONG_AGO, END)),
         read(connection, ReportQuery(tuple(by), MIDNIGHT - DAY, MIDNIGHT)),

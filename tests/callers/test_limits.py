@@ -231,17 +231,6 @@ def test_a_request_that_ends_after_the_clock_was_set_back_leaves_nothing_negativ
 # Concurrency.
 
 
-def test_a_place_is_free_at_once_when_a_response_has_ended() -> None:
-    book, alice = Book(), a_caller(limits={"concurrency": 2})
-    first, _ = book.admit(alice), book.admit(alice)
-    error = book.refusal(alice)
-    assert "2 requests at one time (concurrency)" in error.message
-    assert error.retry_after is not None
-    assert 1 <= error.retry_after <= 60
-    first.release(book.clocks.wall())
-    book.admit(alice)
-
-
 # Whose limit it is.
 
 
@@ -458,14 +447,6 @@ def test_open_requests_of_other_processes_take_room(
     assert refused(account, tokens, cost) is None
 
 
-def test_a_request_of_another_process_leaves_the_minute_when_it_is_a_minute_old() -> None:
-    account = an_account(rpm=1)
-    account.count_request(AT - 20.0)
-    assert refused(account) == "rpm"
-    assert account.refuses(0, 0.0, AT + 39.9, the_calendar()) == "rpm"
-    assert account.refuses(0, 0.0, AT + 40.0, the_calendar()) is None
-
-
 @pytest.mark.parametrize(("period", "seconds"), [("day", DAY), ("month", 31 * DAY)])
 def test_money_is_that_of_the_budgets_own_period(period: str, seconds: float) -> None:
     account = an_account(budget=f"3/{period}")
@@ -473,18 +454,6 @@ def test_money_is_that_of_the_budgets_own_period(period: str, seconds: float) ->
     assert refused(account) == "budget"
     assert account.refuses(0, 0.0, AT, the_calendar(NOW + seconds)) is None
     assert (period == "day") == (account.refuses(0, 0.0, AT, the_calendar(NOW + DAY)) is None)
-
-
-def test_many_reservations_leave_no_rounding_behind() -> None:
-    account = an_account(budget="100/month")
-    costs = [0.1 * number for number in range(1, 50)]
-    for cost in costs:
-        account.admit(7, cost, AT)
-    for cost in costs:
-        account.release(1.0)
-        account.give_back(7, cost)
-    assert (account.reserved_tokens, account.reserved_cost) == (0, 0.0)
-    assert (account.open, account.running) == (0, 0)
 
 
 # Changes of limits.

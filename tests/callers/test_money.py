@@ -172,13 +172,6 @@ def recorded(connection: Connection) -> dict[str, tuple[float, float]]:
     }
 
 
-def test_each_minute_adds_its_share_of_the_price(connection: Connection) -> None:
-    for minute in range(10):
-        start = NOON + 60 * minute
-        count_claims(connection, [NodeUptime(NODE, start, start + 60)])
-    assert recorded(connection) == {"2027-01-15": (600.0, 0.06)}
-
-
 def test_a_minute_that_two_processes_saw_counts_once(connection: Connection) -> None:
     count_claims(connection, [NodeUptime(NODE, NOON, NOON + 60)])
     count_claims(connection, [NodeUptime(NODE, NOON + 30, NOON + 90)])

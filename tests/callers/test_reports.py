@@ -14,23 +14,21 @@ import httpx
 import pytest
 from sqlalchemy import Connection, create_engine, insert, update
 
-from gateway.callers.keys import new_key
 from gateway.callers.limits import LimitBook
 from gateway.callers.reports import (
     MOST_KEPT,
     MOST_RESTARTS,
     NO_STORE,
     ROLLED_UP,
-    SUM_NAMES,
     ArrivalsReader,
     CallerUsage,
     InvalidQuery,
+    LedgerReport,
     Reporter,
     ReportInterrupted,
     ReportQuery,
     ReportReader,
     Sums,
-    UsageReport,
     parse_query,
     parse_time,
 )
@@ -39,7 +37,7 @@ from gateway.callers.windows import time_text
 from gateway.config.settings import Settings
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
-from gateway.store.schema import metadata, node_hours, open_requests, revisions, usage_days
+from gateway.store.schema import metadata, node_hours, open_requests, revisions
 from gateway.store.store import Store
 from gateway.terms import Caller, Priority
 from tests.callers.ledger_rows import (
@@ -50,7 +48,6 @@ from tests.callers.ledger_rows import (
 )
 from tests.callers.metered_gateway import (
     ALICE,
-    CALLERS,
     CHAT,
     VIP,
     bearer,
@@ -64,7 +61,7 @@ from tests.gateways import Running
 MIDNIGHT = NOON - DAY / 2
 
 
-def read(connection: Connection, query: ReportQuery, rows_per_step: int = 3) -> UsageReport:
+def read(connection: Connection, query: ReportQuery, rows_per_step: int = 3) -> LedgerReport:
     reader = ReportReader(query, rows_per_step)
     steps = 0
     while not reader.step(connection):
@@ -77,7 +74,7 @@ def asked(**parameters: str) -> ReportQuery:
     return parse_query(NOON, **parameters)
 
 
-def rows_of(report: UsageReport) -> list[dict[str, Any]]:
+def rows_of(report: LedgerReport) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = report.to_json()["rows"]
     return rows
 
@@ -158,13 +155,6 @@ def test_steps_of_any_size_give_the_same_report(connection: Connection) -> None:
     wanted = read(connection, query, 100).to_json()
     assert wanted["total"]["requests"] == 6
     assert all(read(connection, query, size).to_json() == wanted for size in (1, 2, 3, 4, 5))
-
-
-def test_rows_that_retention_summed_still_count(connection: Connection) -> None:
-    add_rows(connection, [a_row(n, ended_at=NOON - n * DAY) for n in range(5)])
-    before = read(connection, asked(by="day"))
-    assert RollUp(NOON - 2 * DAY + 1, 2)(connection) == 2
-    assert read(connection, asked(by="day")) == before
 
 
 def test_a_report_begins_anew_when_rows_became_sums_meanwhile(connection: Connection) -> None:
@@ -366,33 +356,6 @@ def test_a_question_that_makes_no_sense_is_refused(
     with pytest.raises(InvalidQuery, match=message) as error:
         asked(**parameters)
     assert error.value.parameter == parameter
-
-
-def test_every_sum_of_a_day_is_a_column(connection: Connection) -> None:
-    assert set(Sums().to_json()) - set(usage_days.c.keys()) == {
-        "cost_per_request",
-        "cost_per_million_tokens",
-    }
-
-
-def test_sums_are_added_in_the_order_of_their_names() -> None:
-    sums, values = Sums(), tuple(range(1, len(SUM_NAMES) + 1))
-    sums.add(values)
-    sums.add(values)
-    assert sums.values() == tuple(2 * value for value in values)
-
-
-def test_the_first_of_very_many_groups_are_the_dearest_in_order(connection: Connection) -> None:
-    rows = [a_row(n, user=f"u{n}", cost=float(n * 7919 % 1000)) for n in range(300)]
-    add_rows(connection, rows)
-    for by in ("user", "user,day"):
-        whole = rows_of(read(connection, asked(by=by), rows_per_step=500))
-        assert len(whole) == 300
-        assert [row["cost"] for row in whole] == sorted(
-            (row["cost"] for row in whole), reverse=True
-        )
-        report = read(connection, asked(by=by, limit="7"), rows_per_step=500)
-        assert (rows_of(report), report.found) == (whole[:7], 300)
 
 
 async def test_a_report_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,18 +569,6 @@ async def test_a_key_that_is_not_trusted_may_not_ask_for_users(tmp_path: Path) -
         assert "trust_user_headers" in response.json()["error"]["message"]
 
 
-async def test_a_revoked_key_gets_no_figures(tmp_path: Path) -> None:
-    async with metered_gateway(tmp_path) as running:
-        await usage(running, ALICE)
-        left = [caller for caller in CALLERS if caller["id"] != "alice"]
-        running.write_settings({"keys": left, "allow_anonymous": True})
-        await running.gateway.reload()
-        for key in (ALICE, new_key("alice")):
-            response = await running.client.get("/v1/usage", headers=bearer(key))
-            assert response.status_code == 401
-            assert response.json()["error"]["code"] == "invalid_api_key"
-
-
 async def test_a_stored_key_that_was_revoked_gets_no_figures_and_loses_none(tmp_path: Path) -> None:
     async with (
         metered_gateway(tmp_path) as running,
@@ -667,13 +618,13 @@ class CountingReporter(Reporter):
         self.seconds = seconds
         self.fails = False
 
-    async def read(self, query: ReportQuery) -> UsageReport:
+    async def read(self, query: ReportQuery) -> LedgerReport:
         self.asked.append(query)
         self.times[0] += self.seconds
         if self.fails:
             raise StoreUnavailable("the store is away", "wait")
         group = (("m", "2027-01-15"), Sums(requests=len(self.asked)))
-        return UsageReport(query, [group], group[1], 1, {}, [])
+        return LedgerReport(query, [group], group[1], 1, {}, [])
 
 
 def caller_usage(seconds: float = 0.0) -> tuple[CallerUsage, CountingReporter, list[float]]:

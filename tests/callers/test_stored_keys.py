@@ -102,10 +102,7 @@ def changes() -> list[tuple[str, Job[object]]]:
             "change",
             lambda connection: change_key(connection, "alice", spec("alice", group="x"), NOW),
         ),
-        (
-            "rotate",
-            lambda connection: rotate_key(connection, "alice", OTHER.sha256, 60.0, NOW),
-        ),
+        ("rotate", lambda connection: rotate_key(connection, "alice", OTHER.sha256, 60.0, NOW)),
         ("revoke", lambda connection: revoke_key(connection, "alice", NOW)),
     ]
 
@@ -280,11 +277,6 @@ def checked(*entries: object, settings: tuple[KeySpec, ...] = ()) -> list[KeySpe
 
 def entry(**fields: object) -> dict[str, object]:
     return {"id": ALICE.id, "sha256": ALICE.sha256, **fields}
-
-
-def test_an_entry_reads_as_one_of_the_settings() -> None:
-    [found] = checked(entry(name="alice", **{"class": "Premium"}, limits={"rpm": 5}))
-    assert (found.name, found.class_, found.limits) == ("alice", "premium", LimitSpec(rpm=5))
 
 
 def test_a_key_without_a_name_is_called_by_its_id() -> None:

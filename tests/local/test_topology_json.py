@@ -15,15 +15,14 @@ sys.path.insert(0, sys.argv.pop(1))
 runpy.run_module("gateway.local.topology", run_name="__main__", alter_sys=True)
 """
 MODULES = (
-    "tools/__init__",
-    "tools/local/__init__",
-    "tools/local/topology",
+    "local/__init__",
+    "local/topology",
 )
 """The modules that a playbook runs on a host, beside an empty `gateway/__init__.py`."""
 
 
 def test_a_bare_python_reads_the_topology(tmp_path: Path) -> None:
-    copied = tmp_path / "gateway/workshop/local"
+    copied = tmp_path / "gateway/local"
     copied.mkdir(parents=True)
     (tmp_path / "gateway/__init__.py").touch()
     for module in MODULES:
