@@ -57,64 +57,34 @@ from gateway.store.store import Store
 from gateway.system import read_state, set_aside, write_state
 from gateway.watch.history import FleetHistory, HistoryPoint
 
+# Seconds in which evidence comes to count half. A server of one model and build on one machine
+# seldom changes its speed, but after a week the first requests should show it anew.
 HALF_LIFE = 2 * 86400.0
-"""Seconds in which evidence comes to count half. A server of one model and build on one machine
-seldom changes its speed, but after a week the first requests should show it anew."""
-
-OLDEST = 30 * 86400.0
-"""Seconds after which a row that has not changed is dropped."""
-
+OLDEST = 30 * 86400.0  # seconds after which a row that has not changed is dropped
+# Seconds after which no node is believed to cache a prompt: others have taken its place.
 OLDEST_PROMPT = 6 * 3600.0
-"""Seconds after which no node is believed to cache a prompt: others have taken its place."""
-
-WRITE_SECONDS = 3.0
-"""Seconds between two looks for changed rows."""
-
+WRITE_SECONDS = 3.0  # seconds between two looks for changed rows
+# Bytes a second at which the file is written at most: it is replaced as a whole.
 FILE_PACE = 2 << 20
-"""Bytes a second at which the file is written at most: it is replaced as a whole."""
-
+# Seconds after which the event loop has its turn while rows are gathered or restored.
 TURN_SECONDS = 0.005
-"""Seconds after which the event loop has its turn while rows are gathered or restored."""
-
-PREDECESSOR_SECONDS = 10.0
-"""Most seconds to wait for a predecessor's last rows, and for one write."""
-
-UPKEEP_SECONDS = 3600.0
-"""Seconds between two looks for old rows in the store."""
-
-ROWS_PER_JOB = 500
-"""Rows that one job of the store writes: some 10 ms of work."""
-
-MOST_READ_ROWS = 50_000
-"""Rows that are read at the start."""
-
-MOST_STORED_ROWS = 200_000
-"""Rows of all gateways in one store; the oldest go first."""
-
+PREDECESSOR_SECONDS = 10.0  # most seconds to wait for a predecessor's last rows, and for one write
+UPKEEP_SECONDS = 3600.0  # seconds between two looks for old rows in the store
+ROWS_PER_JOB = 500  # rows that one job of the store writes: some 10 ms of work
+MOST_READ_ROWS = 50_000  # rows that are read at the start
+MOST_STORED_ROWS = 200_000  # rows of all gateways in one store; the oldest go first
+# Sections whose rows leave the store earlier, whichever gateway's they are: they are many, and a
+# gateway that does not come back leaves them behind.
 SHORT_LIVED, SHORT_LIFE = ("prompts", "charts", "decisions"), 2 * 86400.0
-"""Sections whose rows leave the store earlier, whichever gateway's they are: they are many, and a
-gateway that does not come back leaves them behind."""
-
-LARGEST_ROW = 64 << 10
-"""Bytes of a value; larger ones are not kept."""
-
+LARGEST_ROW = 64 << 10  # bytes of a value; larger ones are not kept
+# Bytes of the file, and of what is read from the store: more than all sections' together.
 LARGEST_FILE = 40 << 20
-"""Bytes of the file, and of what is read from the store: more than all sections' together."""
-
-FILE_VERSION = 1
-"""Version of the file's format; a file of another version is set aside."""
-
+FILE_VERSION = 1  # version of the file's format; a file of another version is set aside
+# Seconds after the end of an attempt in which its tokens become known, if ever.
 SETTLE_SECONDS = 60.0
-"""Seconds after the end of an attempt in which its tokens become known, if ever."""
-
-LAST_TIME = 1e11
-"""Stands for infinity, which JSON lacks."""
-
-SHARED_SECTIONS = ("servers", "demand")
-"""What holds for other gateways of the store as well."""
-
+LAST_TIME = 1e11  # stands for infinity, which JSON lacks
+SHARED_SECTIONS = ("servers", "demand")  # what holds for other gateways of the store as well
 LOST = "what was learnt before is forgotten"
-
 log = structlog.get_logger()
 
 
@@ -126,10 +96,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     key: str
     caller: str | None
     """The id of the caller of whose requests it was learnt; None: of no single one's."""
-    at: float
-    """When it was learnt, Unix time."""
-    value: msgspec.Raw
-    """JSON."""
+    at: float  # when it was learnt, Unix time
+    value: msgspec.Raw  # JSON
 
     @property
     def place(self) -> Place:
@@ -150,24 +118,19 @@ class _KeptRow(NamedTuple):
 
 
 Place = tuple[str, int, str]
-
+# A row's key, caller and value; None: there is no such row any more.
 Change = tuple[str, str | None, object]
-"""A row's key, caller and value; None: there is no such row any more."""
-
-IsGone = Callable[[str], bool]
-"""Whether the key of a caller, by its id, is gone."""
+IsGone = Callable[[str], bool]  # whether the key of a caller, by its id, is gone
 
 
 class Section:
     """One kind of rows, and how their owner gives and takes them."""
 
     name: str
-    version: int = 1
-    """Of its values' form; rows of others are left alone."""
+    version: int = 1  # of its values' form; rows of others are left alone
     most_rows: int
     most_bytes: int
-    pause: float = 0.0
-    """Least seconds between two looks for changes, but at the end."""
+    pause: float = 0.0  # least seconds between two looks for changes, but at the end
 
     def is_kept(self) -> bool:
         """Whether the settings allow that its rows are kept."""
@@ -211,20 +174,17 @@ class LearntMemory:
             one.name: OrderedDict() for one in sections
         }
         """The rows of each section by their keys, the one that changed least recently first."""
-        self._unwritten: dict[Place, Row | None] = {}
-        """Rows to be kept; None: to be dropped."""
+        self._unwritten: dict[Place, Row | None] = {}  # rows to be kept; None: to be dropped
         self._callers: frozenset[str] | None = None
         """The ids of the keys at the last look; None: they are not known yet."""
         self._keys_version = -1
         self._tried = self._read = self._writes = self._closed = False
         self._pipe: BinaryIO | None = None
         """To a successor: it ends when this process writes no more."""
-        self._full: set[str] = set()
-        """Sections of which it was told that they are full."""
+        self._full: set[str] = set()  # sections of which it was told that they are full
         self._gathered: dict[str, float] = {}
         """When there was the last look at sections that have a `pause`."""
-        self._failures: set[str] = set()
-        """Errors that were told of."""
+        self._failures: set[str] = set()  # errors that were told of
         self._lock = asyncio.Lock()
 
     @classmethod
@@ -269,20 +229,18 @@ class LearntMemory:
         read later (`run`).
         """
         async with self._lock:
+            end = time.monotonic() + seconds
             try:
-                await self._load(time.monotonic() + seconds, seconds)
+                if self._tried:
+                    await self._gather(whole=True)
+                self._tried = True
+                rows = await self._backend.read(seconds)
+                if rows is not None:
+                    self._read = True
+                    await self._restore(rows, end)
             except Exception as error:  # noqa: BLE001 - nothing here may stop a start
                 self._read = True
                 self._failed(error)
-
-    async def _load(self, end: float, seconds: float) -> None:
-        if self._tried:
-            await self._gather(whole=True)
-        self._tried = True
-        rows = await self._backend.read(seconds)
-        if rows is not None:
-            self._read = True
-            await self._restore(rows, end)
 
     def _failed(self, error: Exception) -> None:
         """Tell of an error once, without its words: they may be a caller's."""
@@ -506,8 +464,7 @@ class LearntTable:
     A gateway that has no row of a server or a caller takes the newest of another gateway's.
     """
 
-    pause = 0.0
-    """Seconds to wait until the next `write`."""
+    pause = 0.0  # seconds to wait until the next `write`
 
     def __init__(self, store: Store, gateway: str, now: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -643,8 +600,7 @@ class LearntFile:
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
         self._path = path
         self._now = now
-        self._rows: dict[Place, Row] = {}
-        """Those of other versions, too."""
+        self._rows: dict[Place, Row] = {}  # those of other versions, too
         self._size = 0
         self._writing = threading.Lock()
         self._error: Exception | None = None
@@ -796,8 +752,7 @@ class Demand(Section):
 
 class _PromptKey(msgspec.Struct, frozen=True):
     key: bytes
-    day: int
-    """So that the row does not grow old while it is in use."""
+    day: int  # so that the row does not grow old while it is in use
 
 
 class PromptKeys(Section):
@@ -816,10 +771,8 @@ class PromptKeys(Section):
         self._keyed_hash = keyed_hash
         self._remember = remember
         self._now = now
-        self._is_fixed = is_fixed
-        """Whether digests may have been made with the key."""
-        self.agrees = False
-        """Whether the digests that are read were made with the key."""
+        self._is_fixed = is_fixed  # whether digests may have been made with the key
+        self.agrees = False  # whether the digests that are read were made with the key
 
     def is_kept(self) -> bool:
         """As the settings say."""
@@ -841,8 +794,7 @@ class PromptKeys(Section):
 
 
 class _Prompt(msgspec.Struct, frozen=True):
-    served_as: str
-    """A digest of the server's model and build."""
+    served_as: str  # a digest of the server's model and build
     prompt: KeptPrompt
 
 
@@ -981,8 +933,7 @@ class Decisions(Section):
         self._now = now
         self._newest: dict[type[Decision], Decision] = {}
         """The newest of each kind at the last call."""
-        self._running: list[Grant] = []
-        """Grants that had not come to their end at the last call."""
+        self._running: list[Grant] = []  # grants that had not come to their end at the last call
         self._shift = 0.0
         self._found: list[Decision] = []
 
@@ -1032,8 +983,8 @@ class Decisions(Section):
                 self._newest[kind] = found[-1]
 
 
+# By the first letter of a row's key.
 _KINDS: Mapping[str, type[Decision]] = {"g": Grant, "q": Queueing, "r": Refusal}
-"""By the first letter of a row's key."""
 
 
 def _shifted(one: Decision, shift: float) -> Decision:

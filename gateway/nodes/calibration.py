@@ -37,51 +37,36 @@ from gateway.terms import Endpoint
 from gateway.transport.errors import InvalidResponse, UpstreamError
 
 log = logging.getLogger(__name__)
-
 MOST_AT_ONCE = 8
-
-MOST_SECONDS = 20.0
-"""Most seconds for both requests."""
-
-LOOK_SECONDS = 1.0
-"""Seconds between two looks at all nodes, if no calibration has ended."""
-
-BUSY_PAUSE = 5.0
-"""Seconds until a node is looked at again that proved to be busy."""
-
-BLIND_PAUSE = 60.0
-"""Seconds until a node is looked at again whose `/slots` could not be read."""
-
+MOST_SECONDS = 20.0  # most seconds for both requests
+LOOK_SECONDS = 1.0  # seconds between two looks at all nodes, if no calibration has ended
+BUSY_PAUSE = 5.0  # seconds until a node is looked at again that proved to be busy
+BLIND_PAUSE = 60.0  # seconds until a node is looked at again whose `/slots` could not be read
+# Readings of `/slots` after which the slot counts as free, whatever they show.
 MOST_SETTLING_POLLS = 8
-"""Readings of `/slots` after which the slot counts as free, whatever they show."""
-
-LARGEST_REPLY = 1 << 20
-"""Bytes."""
-
+LARGEST_REPLY = 1 << 20  # bytes
 READ_LINES = 8
-
+# Words read and tokens written by the request that is thrown away.
 WARM_UP_WORDS, WARM_UP_TOKENS = 16, 2
-"""Words read and tokens written by the request that is thrown away."""
-
+# Words and tokens of the request that is measured; such a word is a token in most vocabularies.
 READ_WORDS, WRITE_TOKENS = 100, 8
-"""Words and tokens of the request that is measured; such a word is a token in most vocabularies."""
 
+# In random order no cache has more than the first few.
 WORDS = (
     *("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are"),
     *("with", "as", "his", "they", "be", "at", "one", "have", "this", "from", "or", "had", "by"),
     *("not", "but", "what", "all", "were", "when", "we", "there", "can", "an", "your", "which"),
 )
-"""In random order no cache has more than the first few."""
 
 _HEADER_LINES = b"content-type: application/json\r\naccept-encoding: identity\r\n"
 
+# By the endpoint that it shows; tried in this order, since a server for embeddings may die of a
+# completion, and one for chats refuses embeddings at once.
 _PATHS: tuple[tuple[Endpoint, str], ...] = (
     ("embeddings", "/v1/embeddings"),
     ("chat", "/completion"),
     ("rerank", "/v1/rerank"),
 )
-"""By the endpoint that it shows; tried in this order, since a server for embeddings may die of a
-completion, and one for chats refuses embeddings at once."""
 
 
 class Calibratable(Protocol):
@@ -201,14 +186,10 @@ class _Run:
     rng: random.Random
     limit: asyncio.Timeout
     sending: bool = False
-    needed: bool = False
-    """Whether a request has called it in."""
-    warm: bool = False
-    """Whether the first request has been answered."""
-    reply: bytearray = field(default_factory=bytearray)
-    """What has come of the last request's reply."""
-    seconds: float = 0.0
-    """That it took."""
+    needed: bool = False  # whether a request has called it in
+    warm: bool = False  # whether the first request has been answered
+    reply: bytearray = field(default_factory=bytearray)  # what has come of the last request's reply
+    seconds: float = 0.0  # that it took
 
     def call_in(self) -> None:
         """A request wants a slot of the node."""
@@ -328,7 +309,7 @@ class Calibrator:
         measure = not node.speed.samples and node.speed.calibrated is None
         run = _Run(node, self._rng, asyncio.timeout(MOST_SECONDS))
         lease = node.take_calibration_lease(began)
-        record.begin(READ_WORDS / node.speed.expected_prefill_tps)
+        record.delay(READ_WORDS / node.speed.expected_prefill_tps)
         try:
             with node.occupancy.lend_slot(run.call_in):
                 self._fleet.refresh_state(node)
@@ -358,7 +339,7 @@ class Calibrator:
                 self._fleet.refresh_state(node)
                 await _settle(node)
         finally:
-            record.over()
+            record.delay(0.0)
             lease.release()
             self._fleet.refresh_state(node)
 

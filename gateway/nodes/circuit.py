@@ -26,20 +26,13 @@ from dataclasses import dataclass, field
 
 from gateway.config.routing import HealthSettings
 
+# Share by which an open time varies, so that nodes ejected together do not return together.
 OPEN_JITTER = 0.1
-"""Share by which an open time varies, so that nodes ejected together do not return together."""
-
+# Share of the slots with which a slow start begins (as Envoy's `min_weight_percent`).
 SLOW_START_LEAST = 0.1
-"""Share of the slots with which a slow start begins (as Envoy's `min_weight_percent`)."""
-
-SLOW_START_STEP = 1.0
-"""Seconds between two looks at a node in slow start."""
-
-LEAST_DELAY = 0.001
-"""Least seconds to the next look, so that rounding cannot make a busy loop."""
-
-KEY_REJECTED_SECONDS = 300.0
-"""Seconds without work for a node that has rejected the gateway's key."""
+SLOW_START_STEP = 1.0  # seconds between two looks at a node in slow start
+LEAST_DELAY = 0.001  # least seconds to the next look, so that rounding cannot make a busy loop
+KEY_REJECTED_SECONDS = 300.0  # seconds without work for a node that has rejected the gateway's key
 
 
 class CircuitPhase(enum.Enum):
@@ -60,21 +53,17 @@ class Circuit:
 
     settings: HealthSettings
     rng: random.Random
-    failures: int = 0
-    """Failed requests in a row that the node is to blame for."""
+    failures: int = 0  # failed requests in a row that the node is to blame for
     suspect_callers: set[str] = field(default_factory=set)
     """Callers of failed requests in this row that the request itself may have caused."""
-    open_until: float | None = None
-    """None: closed."""
+    open_until: float | None = None  # none: closed
     fully_closed: bool = True
     """Whether it lets all requests through, and will until one fails: no slow start."""
     trial: object | None = None
-    open_seconds: float = 0.0
-    """Seconds of the last opening, before jitter."""
+    open_seconds: float = 0.0  # seconds of the last opening, before jitter
     _opened_at: float = -math.inf
     _closed_at: float = -math.inf
-    _slow_start_at: float | None = None
-    """When the slow start began; None: it is over."""
+    _slow_start_at: float | None = None  # when the slow start began; None: it is over
 
     def phase(self, now: float) -> CircuitPhase:
         """Which requests it lets through at this moment."""
@@ -217,11 +206,9 @@ class KeyRejection:
     rejection, it takes a second one.
     """
 
-    reason: str = ""
-    """How the node rejected the key, for an operator."""
+    reason: str = ""  # how the node rejected the key, for an operator
     until: float = -math.inf
-    key_worked: bool = False
-    """Whether a request has gone well since the last rejection."""
+    key_worked: bool = False  # whether a request has gone well since the last rejection
 
     def active(self, now: float) -> bool:
         """Whether the node gets no work at this moment."""
@@ -243,52 +230,27 @@ class KeyRejection:
 
 
 START_LIMIT = 8
-
 LEAST_LIMIT = 1
-
 MOST_LIMIT = 1024
-
-STEADY_LATENCY = 1.5
-"""Times the least latency up to which the limit may grow."""
-
-SLOW_LATENCY = 2.0
-"""Times the least latency from which it shrinks."""
-
-USED_SHARE = 0.8
-"""Share of the limit that a round must have used for the limit to grow."""
-
-REFUSAL_CUT = 0.7
-"""Share of the limit that a refusal leaves, as in TCP CUBIC (RFC 9438)."""
-
-REFUSAL_REMEMBERED = 60.0
-"""Seconds for which the limit stays below the one that was refused."""
-
+STEADY_LATENCY = 1.5  # times the least latency up to which the limit may grow
+SLOW_LATENCY = 2.0  # times the least latency from which it shrinks
+USED_SHARE = 0.8  # share of the limit that a round must have used for the limit to grow
+REFUSAL_CUT = 0.7  # share of the limit that a refusal leaves, as in TCP CUBIC (RFC 9438)
+REFUSAL_REMEMBERED = 60.0  # seconds for which the limit stays below the one that was refused
+# Seconds after which the least latency counts as doubled, unless it is seen again.
 LATENCY_STALE = 600.0
-"""Seconds after which the least latency counts as doubled, unless it is seen again."""
-
+# Seconds without new work after a refusal that asks for no pause; doubled with each in a row.
 LEAST_OWN_PAUSE = 0.25
-"""Seconds without new work after a refusal that asks for no pause; doubled with each in a row."""
-
-MOST_OWN_PAUSE = 30.0
-"""Seconds; the most that the doubling comes to."""
-
-MOST_PAUSE = 900.0
-"""Seconds; an endpoint that asks for more is tried again after this."""
-
+MOST_OWN_PAUSE = 30.0  # seconds; the most that the doubling comes to
+MOST_PAUSE = 900.0  # seconds; an endpoint that asks for more is tried again after this
+# Answers of a round: as many as the limit, but not fewer or more than these.
 LEAST_ROUND_ANSWERS, MOST_ROUND_ANSWERS = 5, 64
-"""Answers of a round: as many as the limit, but not fewer or more than these."""
-
-LEAST_MEDIAN_ANSWERS = 5
-"""Answers of one kind that a median needs."""
-
+LEAST_MEDIAN_ANSWERS = 5  # answers of one kind that a median needs
+# Share of the difference by which the least latency approaches a lower one.
 LEAST_LATENCY_STEP = 0.25
-"""Share of the difference by which the least latency approaches a lower one."""
-
-LEAST_DECODE_TOKENS = 8
-"""Tokens of an answer below which its time per token is mostly chance."""
-
+LEAST_DECODE_TOKENS = 8  # tokens of an answer below which its time per token is mostly chance
+# Which latency (`whole`, `ttft`, `token`), and the class of the answer's or prompt's length.
 AnswerKind = tuple[str, int]
-"""Which latency (`whole`, `ttft`, `token`), and the class of the answer's or prompt's length."""
 
 
 @dataclass(slots=True)
@@ -299,18 +261,16 @@ class ConcurrencyLimit:
     paused_until: float = -math.inf
     _changed_at: float = -math.inf
     """When the limit last changed: answers to earlier requests show another limit's latency."""
-    _peak: int = 0
-    """Most requests in flight in this round."""
+    _peak: int = 0  # most requests in flight in this round
     _answers: int = 0
     _latencies: defaultdict[AnswerKind, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=MOST_ROUND_ANSWERS))
     )
     """Seconds of the newest answers of each kind since the limit changed."""
-    _least: dict[AnswerKind, LeastLatency] = field(default_factory=dict)
-    _usual_tokens: float = 128.0
-    """Mean length of recent answers."""
-    _refusals: int = 0
-    """Rounds in a row with a refusal."""
+    _least: dict[AnswerKind, tuple[float, float]] = field(default_factory=dict)
+    """For each kind the least latency in seconds, and when it was seen."""
+    _usual_tokens: float = 128.0  # mean length of recent answers
+    _refusals: int = 0  # rounds in a row with a refusal
     _refused_limit: int = MOST_LIMIT
     _refused_at: float = -math.inf
 
@@ -420,7 +380,11 @@ class ConcurrencyLimit:
             if len(seconds) < LEAST_MEDIAN_ANSWERS:
                 continue
             median = statistics.median(seconds)
-            lowest = self._least.setdefault(kind, LeastLatency(median, now)).after(median, now)
+            known, seen_at = self._least.get(kind, (median, now))
+            lowest = known * 2 ** ((now - seen_at) / LATENCY_STALE)
+            if median <= lowest:
+                self._least[kind] = lowest + LEAST_LATENCY_STEP * (median - lowest), now
+                lowest = median
             weight = len(seconds) * (self._usual_tokens if kind[0] == "token" else 1.0)
             present += weight * median
             least += weight * lowest
@@ -431,19 +395,3 @@ class ConcurrencyLimit:
         self._changed_at = now
         self._latencies.clear()
         self._answers = self._peak = 0
-
-
-@dataclass(slots=True)
-class LeastLatency:
-    """The least latency seen for one kind of answer."""
-
-    seconds: float
-    seen_at: float
-
-    def after(self, median: float, now: float) -> float:
-        """Take in the median of a round; returns the least latency at this moment."""
-        least = self.seconds * 2 ** ((now - self.seen_at) / LATENCY_STALE)
-        if median <= least:
-            self.seconds = least + LEAST_LATENCY_STEP * (median - least)
-            self.seen_at = now
-        return min(least, median)

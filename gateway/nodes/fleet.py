@@ -58,19 +58,12 @@ from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
 
 log = logging.getLogger(__name__)
-
-FIRST_POLL = 0.02
-"""Seconds: llama.cpp frees the slot of a stream in decode within 3 to 36 ms."""
-
-MOST_POLL_INTERVAL = 1.0
-"""Seconds; the interval doubles up to this."""
-
+FIRST_POLL = 0.02  # seconds: llama.cpp frees the slot of a stream in decode within 3 to 36 ms
+MOST_POLL_INTERVAL = 1.0  # seconds; the interval doubles up to this
+# Seconds for which an abandoned request without a slot is held: the node works on, and reports
+# nothing of it.
 SLOTLESS_HOLD = 1.0
-"""Seconds for which an abandoned request without a slot is held: the node works on, and reports
-nothing of it."""
-
-BLIND_HOLD = 0.2
-"""Seconds for which the slot of a cut stream is held if the node has no `/slots`."""
+BLIND_HOLD = 0.2  # seconds for which the slot of a cut stream is held if the node has no `/slots`
 
 
 class Reclaimer:
@@ -200,14 +193,11 @@ def hold_without_slots(lease: Lease) -> float:
     return min(longest, max(BLIND_HOLD, expected_end - abandoned))
 
 
+# Most nodes probed at the same time: if none of a thousand nodes answers, a round takes 8 s.
 PROBES_AT_ONCE = 256
-"""Most nodes probed at the same time: if none of a thousand nodes answers, a round takes 8 s."""
-
+# Servers that the inventory does not have and of which something learnt is kept.
 MOST_LEARNT = 10_000
-"""Servers that the inventory does not have and of which something learnt is kept."""
-
-COMPARE_SPEEDS_EVERY = 5.0
-"""Seconds between two comparisons of all nodes' speeds."""
+COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
 
 
 class Fleet:
@@ -639,12 +629,28 @@ class Fleet:
 
         Not `crowded`: with 402, since the account has no credit.
         """
-        if lease.node.record_refusal(lease, now, retry_after, crowded=crowded):
+        limit = lease.node.concurrency_limit
+        if limit is not None and limit.record_refusal(
+            lease.taken_at, now, retry_after, crowded=crowded
+        ):
             self._refresh_and_wake(lease.node)
 
     def adjust_limit(self, lease: Lease, prompt_tokens: float, completion_tokens: float) -> None:
-        """A whole answer of so many tokens came: its endpoint may take more requests, or fewer."""
-        if lease.node.record_answer(lease, prompt_tokens, completion_tokens):
+        """A whole answer came: its endpoint may take more requests, or fewer.
+
+        `prompt_tokens` that it had to read; `completion_tokens` that it wrote, on all slots.
+        """
+        limit = lease.node.concurrency_limit
+        seen = None if limit is None else lease.observed_timing()
+        if limit is None or seen is None:
+            return
+        if limit.record_success(
+            lease.taken_at,
+            lease.taken_at + seen.duration,
+            ttft=seen.ttft,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens / lease.slots,
+        ):
             self.refresh_state(lease.node)
 
     def endpoint_refused(self, node: Node, endpoint: Endpoint, hint: str | None = None) -> None:
@@ -684,7 +690,6 @@ class Fleet:
         `context_tokens`: of its prompt.
         """
         now, node = self._clock(), lease.node
-        lease.bytes_received(now)
         span = lease.next_span(tokens, now)
         if span is not None and node.degradation.watch(*span, context_tokens + tokens, now):
             self.refresh_state(node)
@@ -788,8 +793,7 @@ class ClosingNodes:
     """Removed nodes and replaced pools: each is closed when its last lease has ended."""
 
     def __init__(self) -> None:
-        self.nodes: set[Node] = set()
-        """Removed nodes that still have leases."""
+        self.nodes: set[Node] = set()  # removed nodes that still have leases
         self.tasks: set[asyncio.Task[None]] = set()
         self._replaced: list[tuple[Node, ConnectionPool]] = []
 
@@ -830,12 +834,9 @@ class ClosingNodes:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
+# States in which no hour of a node is counted: nobody has heard of its machine.
 NOT_RUNNING = frozenset({NodeState.STANDBY, NodeState.DOWN, NodeState.STARTING})
-"""States in which no hour of a node is counted: nobody has heard of its machine."""
-
-PRICES_AGE = 10.0
-"""Seconds for which the prices of a model are kept: speeds change slowly."""
-
+PRICES_AGE = 10.0  # seconds for which the prices of a model are kept: speeds change slowly
 MOST_MODELS = 1000
 
 

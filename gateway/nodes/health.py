@@ -44,25 +44,16 @@ from gateway.transport.errors import (
 )
 from gateway.transport.pool import speaks_plain_http, speaks_tls, tls_failure
 
+# Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller.
 LARGEST_RESPONSE = 4 << 20
-"""Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller."""
-
-LARGEST_REFUSAL = 64 * 1024
-"""Bytes of the answer to an empty request."""
-
+LARGEST_REFUSAL = 64 * 1024  # bytes of the answer to an empty request
 NOT_FOUND_STATUSES = frozenset({404, 405, 501})
-
 KEY_REJECTED_STATUSES = frozenset({401, 403})
-
+# Seconds after which a node is tried again with endpoints that it refused with 501.
 RETRY_REFUSED_AFTER = 300.0
-"""Seconds after which a node is tried again with endpoints that it refused with 501."""
-
 _HEADER_LINES = b"accept: */*\r\naccept-encoding: identity\r\nuser-agent: llama-gateway\r\n"
-
 _POST_HEADER_LINES = _HEADER_LINES + b"content-type: application/json\r\n"
-
 _ENCODING = b"content-encoding"
-
 NAME_MODEL_HINT = "say in the inventory what it serves (model: ...)"
 
 
@@ -178,7 +169,9 @@ async def discover(node: Node) -> ProbeResult:
         properties.refused.clear()
     is_unasked = not properties.purpose_asked or (is_new and properties.process is None)
     if is_unasked and not node.sleep.sleeping and node.spec.kind == "llama.cpp":
-        node.purpose_found(*await _ask_purpose(node))
+        purpose, hints = await _ask_purpose(node)
+        properties.purpose_found(purpose)
+        node.refusal_hints.update(hints)
     return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
 
 
@@ -267,7 +260,7 @@ def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:
     if reply.status == HTTPStatus.SERVICE_UNAVAILABLE and b"loading model" in reply.body.lower():
         return ProbeAnswer.LOADING, "the server is loading its model"
     if reply.status in KEY_REJECTED_STATUSES:
-        return _key_rejected("/health", reply.status)
+        return ProbeAnswer.KEY_REJECTED, key_rejected_reason("/health", reply.status)
     if reply.status in NOT_FOUND_STATUSES:
         return ProbeAnswer.FAILED, (
             f"/health answers {reply.status}: is this a llama.cpp server? "
@@ -291,12 +284,8 @@ def _judge_discovery(node: Node, path: str, status: int) -> tuple[ProbeAnswer, s
     elif status in NOT_FOUND_STATUSES:
         return ProbeAnswer.UP, ""
     if status in KEY_REJECTED_STATUSES:
-        return _key_rejected(path, status)
+        return ProbeAnswer.KEY_REJECTED, key_rejected_reason(path, status)
     return ProbeAnswer.FAILED, f"{path} answers {status}"
-
-
-def _key_rejected(path: str, status: int) -> tuple[ProbeAnswer, str]:
-    return ProbeAnswer.KEY_REJECTED, key_rejected_reason(path, status)
 
 
 def key_rejected_reason(path: str, status: int) -> str:
@@ -306,8 +295,7 @@ def key_rejected_reason(path: str, status: int) -> str:
     )
 
 
-SCHEME_LIMIT = 1.0
-"""Seconds for a look whether the node speaks the other scheme."""
+SCHEME_LIMIT = 1.0  # seconds for a look whether the node speaks the other scheme
 
 
 async def _scheme_hint(node: Node, detail: str) -> str:
@@ -353,14 +341,9 @@ def _why(error: Exception) -> str:
     return str(error).strip()[:200] or type(error).__name__
 
 
+# States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds.
 ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE, NodeState.SLEEPING})
-"""States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
-
-ALIVE_BUT_UNUSABLE = frozenset({ProbeAnswer.KEY_REJECTED, ProbeAnswer.NO_MODEL})
-"""Results of a discovery that keep a live node from getting work."""
-
 MOST_SLEEP = 3600.0
-"""Seconds; a node that is out of service is looked at again after this at the latest."""
 
 
 class HealthMonitor:
@@ -461,7 +444,13 @@ class HealthMonitor:
             or await has_changed(node)
             or (node.is_purpose_unknown and not node.sleep.sleeping)
         ):
-            result = await self._discover(result)
+            # An `openai` node has just been asked for them. After most failures it gets work all
+            # the same: `/health` shows that it lives, and the next probe asks again.
+            found = result if node.spec.kind == "openai" else await discover(node)
+            if found.up:
+                history.discovered(node.clock())
+            elif found.answer in {ProbeAnswer.KEY_REJECTED, ProbeAnswer.NO_MODEL}:
+                result = found
         waking = node.sleep.waking_since is not None
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.
@@ -486,16 +475,6 @@ class HealthMonitor:
         if history.unread or waking:
             history.probe_by(node.clock() + QUICK_PROBE_DELAY)
         return result
-
-    async def _discover(self, alive: ProbeResult) -> ProbeResult:
-        node = self._node
-        result = alive if node.spec.kind == "openai" else await discover(node)
-        if result.up:
-            node.probe_history.discovered(node.clock())
-            return alive
-        # After any other failure: `/health` has just shown that it lives; the next probe asks
-        # for its properties again.
-        return result if result.answer in ALIVE_BUT_UNUSABLE else alive
 
     async def _read_slots(self, *, comes_up: bool = False) -> None:
         """Ask how many slots are busy, by what does not keep an idle server from sleeping."""
@@ -526,8 +505,8 @@ class HealthMonitor:
             node.occupancy.record_tokens(busy)
 
 
+# A prefill may take so many times longer than predicted before it stops being a sign of life.
 PREFILL_GRACE_FACTOR = 4.0
-"""A prefill may take so many times longer than predicted before it stops being a sign of life."""
 
 
 def prefill_grace(lease: Lease) -> float:
@@ -601,18 +580,15 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         return NodeState.LOADING, "the server is loading its model"
     if not history.probed:
         return NodeState.STARTING, "not probed yet"
-    match node.circuit.phase(now):
-        case CircuitPhase.OPEN:
-            return NodeState.EJECTED, (
-                f"{node.circuit.failures} requests in a row failed; "
-                f"no work for about {node.circuit.open_seconds:.0f} s, then one on trial"
-            )
-        case CircuitPhase.HALF_OPEN:
-            return NodeState.EJECTED, (
-                f"{node.circuit.failures} requests in a row failed; the next one is on trial"
-            )
-        case CircuitPhase.CLOSED:
-            pass
+    phase = node.circuit.phase(now)
+    if phase is not CircuitPhase.CLOSED:
+        what_follows = (
+            f"no work for about {node.circuit.open_seconds:.0f} s, then one on trial"
+            if phase is CircuitPhase.OPEN
+            else "the next one is on trial"
+        )
+        failed = f"{node.circuit.failures} requests in a row failed"
+        return NodeState.EJECTED, f"{failed}; {what_follows}"
     if history.mute:
         return NodeState.MUTE, history.detail
     if history.frozen:
@@ -623,7 +599,10 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         )
     if node.degradation.degraded:
         return NodeState.DEGRADED, node.degradation.reason(now, endpoint=node.spec.kind == "openai")
-    return NodeState.READY, _ready_reason(node, now)
+    if node.concurrency_limit is not None and node.concurrency_limit.paused(now):
+        left = node.concurrency_limit.paused_until - now
+        return NodeState.READY, f"it refused work (402, 429 or 503): none for about {left:.0f} s"
+    return NodeState.READY, "answers its probes"
 
 
 _LEAVING_PHASES = frozenset({LifecyclePhase.RETIRING, LifecyclePhase.STOPPING})
@@ -655,18 +634,10 @@ def _kept_off(node: Node) -> tuple[NodeState, str] | None:
 
 
 def _sleeping_reason(node: Node, now: float) -> str:
-    seconds = node.sleep.seconds_left(node.properties.size, now)
     if node.sleep.waking_since is not None:
         waited = now - node.sleep.waking_since
         return f"it wakes up: it has loaded its model for {waited:.0f} s"
     return (
-        "it has unloaded its model while it was idle (--sleep-idle-seconds); "
-        f"the next request wakes it, in about {seconds:.2g} s"
+        "it has unloaded its model while it was idle (--sleep-idle-seconds); the next request "
+        f"wakes it, in about {node.sleep.seconds_left(node.properties.size, now):.2g} s"
     )
-
-
-def _ready_reason(node: Node, now: float) -> str:
-    if node.concurrency_limit is not None and node.concurrency_limit.paused(now):
-        left = node.concurrency_limit.paused_until - now
-        return f"it refused work (402, 429 or 503): none for about {left:.0f} s"
-    return "answers its probes"

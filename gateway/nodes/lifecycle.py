@@ -18,23 +18,19 @@ import random
 import re
 from dataclasses import dataclass
 
+# Seconds from a start until a node can work, for one that has not been started yet.
 ASSUMED_STARTUP = 60.0
-"""Seconds from a start until a node can work, for one that has not been started yet."""
 
 
 class LifecyclePhase(enum.Enum):
     """From standby to work and back."""
 
-    UNKNOWN = "unknown"
-    """Not probed yet: it may have run since before this gateway started."""
+    UNKNOWN = "unknown"  # not probed yet: it may have run since before this gateway started
     OFF = "off"
-    STARTING = "starting"
-    """Its start hook runs, or has ended and the server is not up yet."""
+    STARTING = "starting"  # its start hook runs, or has ended and the server is not up yet
     ON = "on"
-    RETIRING = "retiring"
-    """It finishes its requests and gets no new ones."""
-    STOPPING = "stopping"
-    """Its stop hook runs, or has failed and is tried again."""
+    RETIRING = "retiring"  # it finishes its requests and gets no new ones
+    STOPPING = "stopping"  # its stop hook runs, or has failed and is tried again
 
 
 @dataclass(slots=True)
@@ -46,15 +42,12 @@ class Lifecycle:
     since: float = -math.inf
     started_at: float = -math.inf
     stopped_at: float = -math.inf
-    retry_at: float = -math.inf
-    """After a hook has failed: when it may run again."""
-    failures: int = 0
-    """Starts and stops that failed in a row."""
+    retry_at: float = -math.inf  # after a hook has failed: when it may run again
+    failures: int = 0  # starts and stops that failed in a row
     startup_seconds: float | None = None
     at_max_running: bool = False
     """It may not be started: the most nodes allowed (`max_running`) run already."""
-    down_since: float | None = None
-    """Since when it has been down though it should run."""
+    down_since: float | None = None  # since when it has been down though it should run
 
     def enter(self, phase: LifecyclePhase, reason: str, now: float) -> None:
         """Begin another phase."""
@@ -114,29 +107,21 @@ class Lifecycle:
         return 1.0
 
 
+# Seconds after our last request for which a server may still be asked what restarts its time.
 REST_DELAY = 3.0
-"""Seconds after our last request for which a server may still be asked what restarts its time."""
-
+# Seconds after our last request for which others' load on a server is of interest while the fleet
+# works.
 RECENT_USE = 60.0
-"""Seconds after our last request for which others' load on a server is of interest while the fleet
-works."""
-
+# Seconds: a server without `/metrics` that was left alone so long in all, and was never seen
+# asleep, is taken for one that does not sleep; above half an hour, a common setting.
 MOST_REST = 2000.0
-"""Seconds: a server without `/metrics` that was left alone so long in all, and was never seen
-asleep, is taken for one that does not sleep; above half an hour, a common setting."""
-
+# Seconds to wake up, and bytes of the model that are loaded in a second, until it is measured.
 WAKE_BASE, WAKE_BYTES_PER_SECOND = 1.0, 1e9
-"""Seconds to wake up, and bytes of the model that are loaded in a second, until it is measured."""
-
+# Size of a model whose server does not tell it: 13 billion parameters in 5 bits.
 UNKNOWN_MODEL_BYTES = 8e9
-"""Size of a model whose server does not tell it: 13 billion parameters in 5 bits."""
-
-LEAST_WAKE, MOST_WAKE = 0.1, 3600.0
-"""Bounds of the seconds that waking up is expected to take."""
-
+LEAST_WAKE, MOST_WAKE = 0.1, 3600.0  # bounds of the seconds that waking up is expected to take
+# Waking up may take so many times longer than expected, and so many seconds more.
 WAKE_FACTOR, WAKE_SLACK = 4.0, 60.0
-"""Waking up may take so many times longer than expected, and so many seconds more."""
-
 _IS_SLEEPING = re.compile(rb'"is_sleeping"\s*:\s*(true|false)')
 
 
@@ -156,20 +141,15 @@ def read_is_sleeping(props: bytes) -> tuple[bool | None, bytes]:
 class Sleep:
     """One server's sleep, as far as `/props` and our requests show it. Times are monotonic."""
 
-    possible: bool = False
-    """Whether its build can sleep."""
-    asleep: bool = False
-    """By the last answer to `/props`."""
-    seen: bool = False
-    """Whether it has slept since its process began."""
+    possible: bool = False  # whether its build can sleep
+    asleep: bool = False  # by the last answer to `/props`
+    seen: bool = False  # whether it has slept since its process began
     waking_since: float | None = None
     """Since when it loads its model again; None: it does not, or has shown that it is awake."""
-    rested: float = 0.0
-    """Seconds for which it was left alone, awake, in all."""
+    rested: float = 0.0  # seconds for which it was left alone, awake, in all
     measured: float | None = None
     """Seconds that waking up took, the last time counting as much as all before."""
-    _rests_since: float | None = None
-    """Up to when `rested` counts; None: it was asked since."""
+    _rests_since: float | None = None  # up to when `rested` counts; None: it was asked since
 
     @property
     def sleeping(self) -> bool:
@@ -247,14 +227,12 @@ class Sleep:
         return self.seen or self.rested < MOST_REST
 
 
+# Failed probes in a row after which a node is no longer expected back at any moment.
 MOST_QUICK_REPROBES = 30
-"""Failed probes in a row after which a node is no longer expected back at any moment."""
-
+# Share by which an interval varies, so that nodes probed together by chance part again.
 PROBE_JITTER = 0.1
-"""Share by which an interval varies, so that nodes probed together by chance part again."""
-
+# Seconds between the probes of a node about to change: loading, failing, or just gone.
 QUICK_PROBE_DELAY = 1.0
-"""Seconds between the probes of a node about to change: loading, failing, or just gone."""
 
 
 class ProbeAnswer(enum.Enum):
@@ -264,10 +242,8 @@ class ProbeAnswer(enum.Enum):
     LOADING = "loading"
     CONNECTION_REFUSED = "refused"
     TIMED_OUT = "timed out"
-    KEY_REJECTED = "locked"
-    """It is alive, but rejects the gateway's key."""
-    NO_MODEL = "names no model"
-    """It is alive, but neither it nor the inventory names a model."""
+    KEY_REJECTED = "locked"  # it is alive, but rejects the gateway's key
+    NO_MODEL = "names no model"  # it is alive, but neither it nor the inventory names a model
     FAILED = "failed"
 
 
@@ -290,22 +266,17 @@ class ProbeHistory:
     """The probes of one node. Times are monotonic seconds."""
 
     probed: bool = False
-    up: bool = False
-    """By the last verdict; it takes `rise` or `fall` probes to change."""
+    up: bool = False  # by the last verdict; it takes `rise` or `fall` probes to change
     loading: bool = False
-    mute: bool = False
-    """It let a probe time out while something else showed that it is alive."""
+    mute: bool = False  # it let a probe time out while something else showed that it is alive
     unread: int = 0
     """Readings of its slots in a row that timed out without excuse, though `/health` answered."""
-    unread_since: float = 0.0
-    """When the first of them began."""
-    frozen: bool = False
-    """Whether these were `fall`, and none has been answered since."""
+    unread_since: float = 0.0  # when the first of them began
+    frozen: bool = False  # whether these were `fall`, and none has been answered since
     detail: str = ""
     successes_in_a_row: int = 0
     failures_in_a_row: int = 0
-    load_unread: bool = False
-    """Whether its load is unknown, since it was left alone."""
+    load_unread: bool = False  # whether its load is unknown, since it was left alone
     discovered_at: float | None = None
     """When the server's properties were last read; None: to be read before it gets work."""
     props_digest: bytes | None = None

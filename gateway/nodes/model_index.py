@@ -22,9 +22,8 @@ from gateway.nodes.server_properties import ServerProperties
 from gateway.terms import Endpoint
 
 MOST_CACHED_LOOKUPS = 10_000
-
+# Endpoints that servers are started for, and which those of another purpose refuse.
 DEDICATED_ENDPOINTS: frozenset[Endpoint] = frozenset({"embeddings", "rerank"})
-"""Endpoints that servers are started for, and which those of another purpose refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,41 +32,26 @@ class CapableNodes:
 
     nodes: tuple[Node, ...]
     least_slots: int
-    least_context: float
-    """Tokens of one slot; infinity: no node has reported it."""
+    least_context: float  # tokens of one slot; infinity: no node has reported it
     by_model: tuple[tuple[str, tuple[Node, ...]], ...]
     """The nodes with the model's public name, as the scheduler wants them."""
-
-    @classmethod
-    def of(cls, model: str, nodes: Iterable[Node]) -> CapableNodes:
-        """These nodes, for this model."""
-        found = tuple(nodes)
-        return cls(
-            found,
-            min((node.slots_total for node in found), default=0),
-            min((node.context or math.inf for node in found), default=math.inf),
-            ((model, found),),
-        )
 
 
 class ModelIndex:
     """The nodes by the models that they serve."""
 
     def __init__(self) -> None:
-        self.version = 0
-        """Goes up whenever the result of a lookup may have changed."""
+        self.version = 0  # goes up whenever the result of a lookup may have changed
         self._nodes: tuple[Node, ...] = ()
         self._serving: dict[str, tuple[Node, ...]] | None = None
-        self._names: tuple[str, ...] = ()
-        """The keys of `_serving`; as old as it is."""
+        self._names: tuple[str, ...] = ()  # the keys of `_serving`; as old as it is
         self._nameless: tuple[Node, ...] = ()
         """Nodes of which no model is known; as old as `_serving`."""
         self._linked: dict[str, str] = {}
         """For names of models that have several, one of them; as old as `_serving`."""
         self.cached_lookups: dict[tuple[str, str, bool, bool, NodeLabels], CapableNodes] = {}
         self._aliases: dict[str, str] = {}
-        self._paused: frozenset[str] = frozenset()
-        """As old as `_serving`, both."""
+        self._paused: frozenset[str] = frozenset()  # as old as `_serving`, both
         self.paused_by_name: frozenset[str] = frozenset()
         """Public model names that an operator has paused."""
 
@@ -131,17 +115,17 @@ class ModelIndex:
                 node.is_for_chat and node.state in ALIVE_STATES and not _may_be_for_other_work(node)
                 for node in nodes
             )
-            found = CapableNodes.of(
-                model,
-                (
-                    node
-                    for node in nodes
-                    if node.supports(endpoint, vision=vision)
-                    and (dedicated_too or node.is_for_chat)
-                    and not (leaves_sleepers and _may_be_for_other_work(node))
-                    and not (native and node.spec.kind == "openai")
-                ),
+            able = tuple(
+                node
+                for node in nodes
+                if node.supports(endpoint, vision=vision)
+                and (dedicated_too or node.is_for_chat)
+                and not (leaves_sleepers and _may_be_for_other_work(node))
+                and not (native and node.spec.kind == "openai")
             )
+            least_slots = min((node.slots_total for node in able), default=0)
+            least_context = min((node.context or math.inf for node in able), default=math.inf)
+            found = CapableNodes(able, least_slots, least_context, ((model, able),))
             # A name that no node serves is the client's invention, of any length: not cached.
             if self.serves(model) and len(self.cached_lookups) < MOST_CACHED_LOOKUPS:
                 self.cached_lookups[key] = found
@@ -312,9 +296,7 @@ def _has_vision(node: Node) -> bool:
 
 
 MOST_MODELS = 100
-
-MOST_VALUES, MOST_NAMES = 8, 8
-"""Values of one property, and nodes of one value, that are named."""
+MOST_VALUES, MOST_NAMES = 8, 8  # values of one property, and nodes of one value, that are named
 
 _WORDS = {
     "quantisation": "quantisation",
@@ -330,8 +312,7 @@ class ComparedServer:
 
     node: str
     models: tuple[str, ...]
-    context: int | None
-    """Tokens of one slot."""
+    context: int | None  # tokens of one slot
     properties: ServerProperties
 
 
@@ -340,8 +321,7 @@ class ModelDifference:
     """One property in which nodes that serve one model differ."""
 
     model: str
-    what: str
-    """`quantisation`, `build`, `context` or `template`."""
+    what: str  # `quantisation`, `build`, `context` or `template`
     nodes_by_value: Mapping[str, tuple[str, ...]]
     """The nodes of each value, the most frequent value first."""
 

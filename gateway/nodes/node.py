@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -37,7 +37,6 @@ from gateway.nodes.lifecycle import (
     Sleep,
 )
 from gateway.nodes.server_properties import (
-    Purpose,
     ServedAs,
     ServerProperties,
     inventory_drift,
@@ -52,8 +51,7 @@ from gateway.nodes.speed import (
 from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool
 
-SLOT_LINGER = 0.25
-"""Seconds for which a slot may still be reported busy after its answer has ended."""
+SLOT_LINGER = 0.25  # seconds for which a slot may still be reported busy after its answer has ended
 
 
 class LeasePhase(enum.Enum):
@@ -61,47 +59,22 @@ class LeasePhase(enum.Enum):
 
     WAITING_HEAD = "waiting"
     """Sent, no head yet: the node queues it, or works on an answer that it does not stream."""
-    PREFILL = "prefill"
-    """The head has come, content has not: the node reads the prompt."""
-    DECODE = "decode"
-    """Content has come."""
-    RECLAIM = "reclaim"
-    """The gateway has left; the node may still be at work."""
-    RELEASED = "over"
-    """The slots are free."""
+    PREFILL = "prefill"  # the head has come, content has not: the node reads the prompt
+    DECODE = "decode"  # content has come
+    RECLAIM = "reclaim"  # the gateway has left; the node may still be at work
+    RELEASED = "over"  # the slots are free
 
 
 @dataclass(slots=True, eq=False)
 class SlotsQuery:
     """A request to the node's `/slots` that is under way."""
 
-    peak_leased: int
-    """The most busy slots in its answer that our leases can account for."""
-    lent: int = 0
-    """The busy slots in its answer that may be lent."""
+    peak_leased: int  # the most busy slots in its answer that our leases can account for
+    loans_over: int  # loans of a slot that were over before; any further one is in its answer
 
     def leases_grew(self, leased: int) -> None:
         """Our leases hold so many slots now."""
         self.peak_leased = max(self.peak_leased, leased)
-
-    def slot_lent(self) -> None:
-        """A slot is lent."""
-        self.lent = 1
-
-
-@dataclass(slots=True, eq=False)
-class SlotLoan:
-    """A slot that counts as free while a calibration uses it, until a lease wants any slot."""
-
-    call_in: Callable[[], None]
-
-    def leases_grew(self, leased: int) -> None:
-        """Our leases hold so many slots now."""
-        if leased:
-            self.call_in()
-
-    def slot_lent(self) -> None:
-        """A slot is lent."""
 
 
 @dataclass(slots=True)
@@ -112,23 +85,18 @@ class SlotOccupancy:
     foreign: int = 0
     slot_seconds: float = 0.0
     """Busy slots, ours and others', integrated over time up to the last change."""
-    prefill_seconds: float = 0.0
-    """Our prompts that are being read, integrated likewise."""
-    prefills: int = 0
-    """Our prompts that are being read."""
+    prefill_seconds: float = 0.0  # our prompts that are being read, integrated likewise
+    prefills: int = 0  # our prompts that are being read
     tokens_reading: tuple[int, ...] | None = None
     """The tokens of each busy slot, ours and others', by the last reading; None: it was taken."""
-    _integrated_at: float = 0.0
-    """Up to when the sums go."""
-    _window: int = 0
-    """Number of the current window of `SLOT_LINGER` seconds."""
-    _peak: int = 0
-    """The most slots leased in this window."""
-    _earlier_peak: int = 0
-    """The most in the window before."""
-    _watchers: list[SlotsQuery | SlotLoan] = field(default_factory=list)
-    """All that is told of each lease."""
-    _lent: int = 0
+    _integrated_at: float = 0.0  # up to when the sums go
+    _window: int = 0  # number of the current window of `SLOT_LINGER` seconds
+    _peak: int = 0  # the most slots leased in this window
+    _earlier_peak: int = 0  # the most in the window before
+    _watchers: list[Callable[[int], None]] = field(default_factory=list)
+    """Told of each lease: how many slots are leased now."""
+    _loans: int = 0
+    _loans_over: int = 0
 
     def integrate(self, now: float) -> None:
         """Bring the sums up to this moment."""
@@ -153,7 +121,7 @@ class SlotOccupancy:
         if self._peak < self.leased:  # noqa: PLR1730 - a call costs four times as much
             self._peak = self.leased
         for watcher in self._watchers:
-            watcher.leases_grew(self.leased)
+            watcher(self.leased)
 
     def prefill_done(self, now: float) -> None:
         """One of our prompts has been read."""
@@ -180,32 +148,35 @@ class SlotOccupancy:
     def slots_query(self, now: float) -> Iterator[SlotsQuery]:
         """Watch our leases while the node is asked for its busy slots."""
         self._roll(now)
-        query = SlotsQuery(max(self._peak, self._earlier_peak), self._lent)
-        self._watchers.append(query)
+        query = SlotsQuery(max(self._peak, self._earlier_peak), self._loans_over)
+        self._watchers.append(query.leases_grew)
         try:
             yield query
         finally:
-            self._watchers.remove(query)
+            self._watchers.remove(query.leases_grew)
 
     @contextmanager
     def lend_slot(self, call_in: Callable[[], None]) -> Iterator[None]:
         """Lend a slot of an idle node; it goes on counting as free. Each lease calls `call_in`."""
-        loan = SlotLoan(call_in)
-        for watcher in self._watchers:
-            watcher.slot_lent()
-        self._watchers.append(loan)
-        self._lent = 1
+
+        def leases_grew(leased: int) -> None:
+            if leased:
+                call_in()
+
+        self._watchers.append(leases_grew)
+        self._loans += 1
         try:
             yield
         finally:
-            self._lent = 0
-            self._watchers.remove(loan)
+            self._loans_over += 1
+            self._watchers.remove(leases_grew)
 
     def record_busy(self, busy: int, query: SlotsQuery, now: float | None = None) -> None:
         """The node reported busy slots: those that our leases can't account for are others'."""
         if now is not None:
             self.integrate(now)
-        self.foreign = max(0, busy - query.peak_leased - query.lent)
+        is_one_lent = self._loans > query.loans_over
+        self.foreign = max(0, busy - query.peak_leased - is_one_lent)
 
     def record_tokens(self, reading: tuple[int, ...]) -> None:
         """The node reported the tokens of its busy slots."""
@@ -228,8 +199,8 @@ class SlotOccupancy:
             self._window = window
 
 
+# Least seconds and events of a span of a decode that shows how fast it goes.
 SPAN_SECONDS, SPAN_TOKENS = 2.5, 4
-"""Least seconds and events of a span of a decode that shows how fast it goes."""
 
 
 class NodeState(enum.Enum):
@@ -260,46 +231,38 @@ class NodeSettings:
 class LearntOfServer(msgspec.Struct, frozen=True):
     """What was learnt of a server, as it outlives the process."""
 
-    served_as: ServedAs
-    """The model and build of which it was learnt."""
+    served_as: ServedAs  # the model and build of which it was learnt
     speed: SpeedState
     usual: UsualSpeeds
     wake_seconds: float | None
 
 
+# Seconds for which a node that has answered a request for a stream plainly is asked for none.
+# Plain requests can't be cancelled, so it is tried again.
 PLAIN_SECONDS = 600.0
-"""For which a node that has answered plainly to a request for a stream is not asked for streams.
-Plain requests can't be cancelled, so it is tried again."""
-
-MOST_CALIBRATIONS = 5
-"""Calibrations of one server that may fail, or be given up."""
-
+MOST_CALIBRATIONS = 5  # calibrations of one server that may fail, or be given up
+# Seconds after the first of them until the next; four times as many after each further one.
 CALIBRATION_PAUSE = 5.0
-"""Seconds after the first of them until the next; four times as many after each further one."""
 
 
 @dataclass(slots=True)
 class CalibrationRecord:
     """A node's calibrations (`calibration.py`). Times are monotonic seconds."""
 
-    tries: int = 0
-    """Those in a row that were in vain."""
-    due_at: float = -math.inf
-    """When the next one may begin."""
+    tries: int = 0  # those in a row that were in vain
+    due_at: float = -math.inf  # when the next one may begin
     loaded_at: int = -1
     """The node's `requests` when its server loaded its model: no request has warmed it until they
     are more."""
     penalty: float = 0.0
     """While one runs: seconds until its prompt has been read, and the slot can be free."""
-    outcome: str | None = None
-    """How the last one ended; None: there was none."""
+    outcome: str | None = None  # how the last one ended; None: there was none
     ended_at: float = 0.0
-    prefill_tps: float | None = None
-    """What the last good one showed."""
+    prefill_tps: float | None = None  # what the last good one showed
     decode_tps: float | None = None
 
-    def begin(self, penalty: float) -> None:
-        """One begins."""
+    def delay(self, penalty: float) -> None:
+        """One begins, which delays requests so; 0: its slot is free."""
         self.penalty = penalty
 
     def showed(self, prefill_tps: float | None, decode_tps: float | None) -> None:
@@ -313,10 +276,6 @@ class CalibrationRecord:
         self.due_at = now + CALIBRATION_PAUSE * 4.0 ** (self.tries - 1)
         if warm:
             self.loaded_at = -1
-
-    def over(self) -> None:
-        """The slot is free."""
-        self.penalty = 0.0
 
     def postpone(self, until: float) -> None:
         """None may begin before."""
@@ -361,32 +320,25 @@ class Node:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     """Of a standby node with hooks: whether it runs."""
     key_rejection: KeyRejection = field(default_factory=KeyRejection)
-    removed: bool = False
-    """Out of the inventory: it gets no new work and ends what it runs."""
+    removed: bool = False  # out of the inventory: it gets no new work and ends what it runs
     refusal_hints: dict[str, str] = field(default_factory=dict)
     """For endpoints that it has refused: the reason that it gave."""
     endpoint_refused_at: float = math.inf
     """When it last refused an endpoint; infinity: never, to this process."""
-    drift: tuple[str, ...] = ()
-    """How the server differs from the inventory, as last published."""
-    indexed_models: frozenset[str] = frozenset()
-    """Its public models, as the fleet's index has them."""
+    drift: tuple[str, ...] = ()  # how the server differs from the inventory, as last published
+    indexed_models: frozenset[str] = frozenset()  # its public models, as the fleet's index has them
     indexed_aliases: dict[str, str] = field(default_factory=dict)
     """Which of them are further names of others, likewise."""
     leases: set[Lease] = field(default_factory=set)
     occupancy: SlotOccupancy = field(default_factory=SlotOccupancy)
-    released_at: float = -math.inf
-    """When the last lease ended."""
-    requests: int = 0
-    """Leases taken since the start."""
+    released_at: float = -math.inf  # when the last lease ended
+    requests: int = 0  # leases taken since the start
     failures: int = 0
-    announced_free: int = 0
-    """Free slots as the scheduler knows them; see `free_slots_grew`."""
+    announced_free: int = 0  # free slots as the scheduler knows them; see `free_slots_grew`
     on_lease_released: Callable[[Lease, bool], None] = lambda _lease, _counted: None
     on_lease_abandoned: Callable[[Node], None] = lambda _: None
     name: str = field(init=False)
-    info: NodeInfo = field(init=False)
-    """What those who send requests to it may know of it."""
+    info: NodeInfo = field(init=False)  # what those who send requests to it may know of it
 
     def __post_init__(self) -> None:
         self.name = self.spec.name
@@ -740,35 +692,6 @@ class Node:
         if hint is not None:
             self.refusal_hints[endpoint] = hint
 
-    def purpose_found(self, purpose: Purpose | None, hints: Mapping[str, str]) -> None:
-        """It was asked what it is for; `hints`: its words about endpoints that it lacks."""
-        self.properties.purpose_found(purpose)
-        self.refusal_hints.update(hints)
-
-    def record_refusal(
-        self, lease: Lease, now: float, retry_after: float | None, *, crowded: bool
-    ) -> bool:
-        """Count a 402, 429 or 503; whether its concurrency limit or pause has changed."""
-        return self.concurrency_limit is not None and self.concurrency_limit.record_refusal(
-            lease.taken_at, now, retry_after, crowded=crowded
-        )
-
-    def record_answer(self, lease: Lease, prompt_tokens: float, completion_tokens: float) -> bool:
-        """Count a whole answer; whether the concurrency limit has changed.
-
-        `prompt_tokens` that it had to read; `completion_tokens` that it wrote, on all slots.
-        """
-        seen = None if self.concurrency_limit is None else lease.observed_timing()
-        if self.concurrency_limit is None or seen is None:
-            return False
-        return self.concurrency_limit.record_success(
-            lease.taken_at,
-            lease.taken_at + seen.duration,
-            ttft=seen.ttft,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens / lease.slots,
-        )
-
     def forget_replaced_model(self) -> None:
         """Forget the learnt speed if the server has another model, build or number of slots now."""
         now = self.properties.served_as()
@@ -868,33 +791,25 @@ class Lease:
     """Whether the node streams its answer: if so it stops soon after the gateway leaves."""
     expected_prefill: float | None
     """Predicted seconds from dispatch to the first content; None: unknown."""
-    expected_total: float | None
-    """Predicted seconds from dispatch to the end; None: unknown."""
-    wake: float = 0.0
-    """The part of `expected_prefill` in which its server, which slept, wakes up."""
+    expected_total: float | None  # predicted seconds from dispatch to the end; None: unknown
+    wake: float = 0.0  # the part of `expected_prefill` in which its server, which slept, wakes up
     wakes: bool = False
     """Whether it was the first request to a server that slept, and no content has come."""
-    trial: bool = False
-    """Whether its outcome closes or reopens the node's circuit."""
+    trial: bool = False  # whether its outcome closes or reopens the node's circuit
     phase: LeasePhase = LeasePhase.WAITING_HEAD
     prefill_began_at: float = 0.0
     upstream: ConnectionPool = field(init=False)
     """The node's pool when the lease was taken; it stays open until the lease has ended."""
-    last_content_at: float | None = None
-    """When the last byte of content came from the node."""
+    last_content_at: float | None = None  # when the last byte of content came from the node
     abandoned_at: float = 0.0
     abandoned_phase: LeasePhase | None = None
-    prefilling: bool = False
-    """Whether the node's occupancy counts its prompt as being read."""
-    released_at: float | None = None
-    """When the slots became free."""
-    mean_prefills: float = 1.0
-    """Mean number of prompts read on the node while its own was."""
+    prefilling: bool = False  # whether the node's occupancy counts its prompt as being read
+    released_at: float | None = None  # when the slots became free
+    mean_prefills: float = 1.0  # mean number of prompts read on the node while its own was
     slot_seconds: float = 0.0
     """The node's sum (`SlotOccupancy`) when the lease was taken, then when its prompt was read;
     after the release the difference since then."""
-    prefill_seconds: float = 0.0
-    """The node's other sum, at the same moments."""
+    prefill_seconds: float = 0.0  # the node's other sum, at the same moments
     first_content_at: float | None = None
     span: tuple[float, int, float, float] = (0.0, 0, 0.0, 0.0)
     """The span of its decode that goes on: when it began, the events before it (0: none goes on),
@@ -919,19 +834,27 @@ class Lease:
         if self.phase is LeasePhase.WAITING_HEAD or self.phase is LeasePhase.PREFILL:
             self.phase = LeasePhase.DECODE
             if self.prefilling:
-                self._prefill_done(now)
+                # What the node does from here on is measured apart from its prefill.
+                occupancy = self.node.occupancy
+                occupancy.prefill_done(now)
+                self.prefilling = False
+                self.first_content_at = now
+                if now > self.taken_at:
+                    read_meanwhile = occupancy.prefill_seconds - self.prefill_seconds
+                    self.mean_prefills = read_meanwhile / (now - self.taken_at)
+                self.slot_seconds = occupancy.slot_seconds
+                self.prefill_seconds = occupancy.prefill_seconds
             self.prefill_ended(now)
 
-    def bytes_received(self, now: float) -> None:
-        """More of a response came whose first content was noted, or that comes in one piece."""
-        self.last_content_at = now
-
     def next_span(self, tokens: int, now: float) -> tuple[int, ObservedTiming] | None:
-        """The events of a span of its decode that ends now, and what was seen; None: none ends.
+        """More of a response came: the events of a span that ends now, and what was seen in it.
+
+        None: no span of its decode ends now.
 
         `tokens`: events that have come by now; 0: unknown. What others' requests do to the node is
         unknown too.
         """
+        self.last_content_at = now
         occupancy = self.node.occupancy
         occupancy.integrate(now)
         began, before, slot_seconds, prefill_seconds = self.span
@@ -991,16 +914,3 @@ class Lease:
             stalled,
             self.mean_prefills,
         )
-
-    def _prefill_done(self, now: float) -> None:
-        """Measure what the node does from here on apart from its prefill."""
-        occupancy = self.node.occupancy
-        occupancy.prefill_done(now)
-        self.prefilling = False
-        self.first_content_at = now
-        if now > self.taken_at:
-            self.mean_prefills = (occupancy.prefill_seconds - self.prefill_seconds) / (
-                now - self.taken_at
-            )
-        self.slot_seconds = occupancy.slot_seconds
-        self.prefill_seconds = occupancy.prefill_seconds

@@ -49,15 +49,7 @@ class PromptTree:
             own = edge.blocks
             shared = min(len(own), count - at)
             if own[shared - 1] != blocks[at + shared - 1]:
-                # Blocks are chained: they agree up to some point and nowhere after it.
-                low, high = 1, shared - 1
-                while low < high:
-                    middle = (low + high + 1) // 2
-                    if own[middle - 1] == blocks[at + middle - 1]:
-                        low = middle
-                    else:
-                        high = middle - 1
-                shared = low
+                shared = common_blocks(own, blocks, at)
             at += shared
             found[edge] = at
             if shared < len(own):
@@ -123,19 +115,14 @@ class CachedPrompt:
     """One prompt that a node caches, with its answer."""
 
     row: int
-    leaf: PrefixEdge | None
-    """The edge at whose end it ends; None: it has no blocks."""
+    leaf: PrefixEdge | None  # the edge at whose end it ends; None: it has no blocks
     prompt_tokens: float
-    answer_tokens: float
-    """Tokens of the answer, which follow the prompt in the node's cache."""
+    answer_tokens: float  # tokens of the answer, which follow the prompt in the node's cache
     ends_on_block: bool
     """Whether the last block ends where the prompt does, so that the next turn continues there."""
-    in_slot: bool = True
-    """In a slot; else in the node's host memory."""
-    other_copy: CachedPrompt | None = None
-    """The same prompt in the other place, if it is in both."""
-    caller: str = ""
-    """The id of the caller that sent it; empty: unknown."""
+    in_slot: bool = True  # in a slot; else in the node's host memory
+    other_copy: CachedPrompt | None = None  # the same prompt in the other place, if it is in both
+    caller: str = ""  # the id of the caller that sent it; empty: unknown
 
     @property
     def tokens(self) -> float:
@@ -190,19 +177,15 @@ class PrefixEdge:
     """A run of blocks within which no prompt branches off or ends."""
 
     parent: PrefixEdge | None
-    start: int
-    """Blocks before it."""
+    start: int  # blocks before it
     blocks: array[int]
-    prompt_count: int = 0
-    """Cached prompts that contain all of it."""
-    reported_tokens: float = 0.0
-    """Tokens up to its end, if a node has reported them; else 0."""
+    prompt_count: int = 0  # cached prompts that contain all of it
+    reported_tokens: float = 0.0  # tokens up to its end, if a node has reported them; else 0
     slot_counts: dict[int, int] = field(default_factory=dict)
     """For each row, how many idle slots hold it."""
     host_counts: dict[int, int] = field(default_factory=dict)
     """For each row, how many prompts in host memory contain it."""
-    ending_here: dict[int, CachedPrompt] | None = None
-    """The prompt that ends here, for each row."""
+    ending_here: dict[int, CachedPrompt] | None = None  # the prompt that ends here, for each row
 
     @property
     def end(self) -> int:
@@ -272,47 +255,29 @@ def _count_down(rows: dict[int, int], row: int) -> None:
         del rows[row]
 
 
+# Least share of a request's prompt that a slot's prompt must have for the slot to be chosen for it
+# (`--slot-prompt-similarity`).
 SLOT_SIMILARITY = 0.1
-"""Least share of a request's prompt that a slot's prompt must have for the slot to be chosen for it
-(`--slot-prompt-similarity`)."""
-
+# If so much of its own prompt is kept, a slot is not saved to host memory, and host memory is not
+# searched.
 SLOT_KEPT_SHARE = 0.5
-"""If so much of its own prompt is kept, a slot is not saved to host memory, and host memory is not
-searched."""
-
+# Least share of a prompt in host memory that must be kept for it to be loaded.
 HOST_LOADED_SHARE = 0.25
-"""Least share of a prompt in host memory that must be kept for it to be loaded."""
-
+# Running requests beyond twice a node's slots; the oldest ones beyond that are forgotten.
 EXTRA_RUNNING_PROMPTS = 16
-"""Running requests beyond twice a node's slots; the oldest ones beyond that are forgotten."""
-
-LEAST_PREDICTION = 64.0
-"""Tokens; shorter predictions prove nothing."""
-
-FAILED_PREDICTION_SHARE = 0.1
-"""A prediction of which less than this share came true has failed."""
-
+LEAST_PREDICTION = 64.0  # tokens; shorter predictions prove nothing
+FAILED_PREDICTION_SHARE = 0.1  # a prediction of which less than this share came true has failed
+# Failed predictions in a row after which the node is assumed to cache nothing.
 MOST_FAILED_PREDICTIONS = 2
-"""Failed predictions in a row after which the node is assumed to cache nothing."""
-
+# Rows whose host memory is searched for one prompt; for others the tree's answer is taken.
 LEAST_HOST_LOOKUP_ROWS, MOST_HOST_LOOKUP_ROWS = 4, 8
-"""Rows whose host memory is searched for one prompt; for others the tree's answer is taken."""
-
+# First guess of what a node's host memory keeps: llama.cpp's default of 8 GiB, at the 128 KiB a
+# token of models of 7 to 8 billion parameters (32 layers, 8 KV heads of 128, 16 bits).
 DEFAULT_HOST_TOKENS = 65_536.0
-"""First guess of what a node's host memory keeps: llama.cpp's default of 8 GiB, at the 128 KiB a
-token of models of 7 to 8 billion parameters (32 layers, 8 KV heads of 128, 16 bits)."""
-
-LEAST_HOST_TOKENS, MOST_HOST_TOKENS = 4096.0, 1_048_576.0
-"""Tokens between which the guess moves."""
-
-MOST_HOST_PROMPTS = 96
-"""Prompts of one node's host memory that are modelled."""
-
-MOST_HOST_BLOCKS = 4096
-"""Blocks of one node's host memory that are modelled."""
-
-MOST_COMPARED_PROMPTS = 32
-"""Running requests that one prompt is compared with."""
+LEAST_HOST_TOKENS, MOST_HOST_TOKENS = 4096.0, 1_048_576.0  # tokens between which the guess moves
+MOST_HOST_PROMPTS = 96  # prompts of one node's host memory that are modelled
+MOST_HOST_BLOCKS = 4096  # blocks of one node's host memory that are modelled
+MOST_COMPARED_PROMPTS = 32  # running requests that one prompt is compared with
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,8 +303,7 @@ class CacheContents(NamedTuple):
 class KeptPrompt(msgspec.Struct, frozen=True, array_like=True):
     """A cached prompt as it outlives the process."""
 
-    blocks: bytes
-    """64 bits each, little-endian."""
+    blocks: bytes  # 64 bits each, little-endian
     prompt_tokens: Annotated[float, msgspec.Meta(ge=1, le=1e9)]
     answer_tokens: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
     ends_on_block: bool
@@ -356,26 +320,21 @@ class RunningPrompt:
     """A request on a node, and what was predicted of it."""
 
     prompt: PromptKey
-    predicted: float
-    """Tokens that the node would not have to read."""
+    predicted: float  # tokens that the node would not have to read
     host_depth: float | None = None
     """Tokens in host memory down to the prompt that it loaded from there; None: it loaded none."""
-    previous_prompt: float = 0.0
-    """Tokens of the prompt whose conversation it continues."""
-    previous_answer: float = 0.0
-    """Tokens of that prompt's answer."""
+    previous_prompt: float = 0.0  # tokens of the prompt whose conversation it continues
+    previous_answer: float = 0.0  # tokens of that prompt's answer
 
 
 @dataclass(slots=True)
 class PromptMatch:
     """One prompt against the tree."""
 
-    total: float
-    """The whole prompt's tokens."""
+    total: float  # the whole prompt's tokens
     agreed: dict[PrefixEdge, float]
     """For each edge on its path: tokens up to where the prompt agrees with it."""
-    passed: set[PrefixEdge]
-    """Edges that the prompt agrees with to their end, and goes on."""
+    passed: set[PrefixEdge]  # edges that the prompt agrees with to their end, and goes on
 
 
 class FleetPromptCache:
@@ -386,8 +345,7 @@ class FleetPromptCache:
 
     def __init__(self) -> None:
         self.tree = PromptTree()
-        self.nodes: dict[int, NodePromptCache] = {}
-        """By row."""
+        self.nodes: dict[int, NodePromptCache] = {}  # by row
         self._pending = PendingPrefixes()
 
     def resize(self, row: int, slots: int, host_tokens: float | None = None) -> None:
@@ -575,8 +533,7 @@ class NodePromptCache:
     tree: PromptTree
     row: int
     slots: int
-    host_capacity: float
-    """Tokens that host memory is believed to keep."""
+    host_capacity: float  # tokens that host memory is believed to keep
     slot_prompts: dict[CachedPrompt, None] = field(default_factory=dict)
     """Prompts of idle slots, the least recently used first."""
     host_prompts: dict[CachedPrompt, None] = field(default_factory=dict)
@@ -590,10 +547,8 @@ class NodePromptCache:
     volatile_share: float = 1.0
     """The share of a prediction that comes true for prompts whose key omits volatile lines: 1 if
     the server ignores them."""
-    failures: int = 0
-    """Failed predictions in a row."""
-    changes: int = 0
-    """Prompts that have come or gone."""
+    failures: int = 0  # failed predictions in a row
+    changes: int = 0  # prompts that have come or gone
 
     def take_in(self, held: CachedPrompt) -> None:
         """A slot holds this prompt now."""
@@ -812,15 +767,15 @@ class PendingPrefixes:
         return pending
 
 
-def common_blocks(blocks: Sequence[int], others: Sequence[int]) -> int:
-    """The number of blocks at the beginning that two prompts have in common.
+def common_blocks(blocks: Sequence[int], others: Sequence[int], start: int = 0) -> int:
+    """How many blocks agree with the `others` from `start` on, from the beginning.
 
     A block stands for all before it, so that a binary search finds it.
     """
-    least, most = 0, min(len(blocks), len(others))
+    least, most = 0, min(len(blocks), len(others) - start)
     while least < most:
         middle = (least + most + 1) // 2
-        if blocks[middle - 1] == others[middle - 1]:
+        if blocks[middle - 1] == others[start + middle - 1]:
             least = middle
         else:
             most = middle - 1

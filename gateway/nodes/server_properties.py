@@ -12,35 +12,26 @@ import msgspec
 from gateway.config.node import NodeSpec
 
 MOST_SLOTS = 65_536
-
 MOST_CONTEXT = 1 << 30
-
 MOST_MODELS = 1_000
-
-LONGEST_PROPERTY = 512
-"""Characters of a name or another text."""
-
+LONGEST_PROPERTY = 512  # characters of a name or another text
 MOST_MODEL_SIZE = 1 << 60
-
+# The work that a llama.cpp server was started for. It says so nowhere: see `health.py`.
 Purpose = Literal["chat", "embeddings", "rerank", "unknown"]
-"""The work that a llama.cpp server was started for. It says so nowhere: see `health.py`."""
 
+# Endpoints that a server of this purpose refuses with 501; a reranker answers embeddings of zeros.
+# All servers answer chats. One for embeddings or reranking is meant for them only where no node of
+# its model is for chats (`ModelIndex.capable_nodes`).
 REFUSED_FOR_PURPOSE: dict[Purpose | None, frozenset[str]] = {
     "chat": frozenset({"embeddings", "rerank"}),
     "embeddings": frozenset({"rerank"}),
     "rerank": frozenset({"embeddings"}),
 }
-"""Endpoints that a server of this purpose refuses with 501; a reranker answers embeddings of zeros.
 
-All servers answer chats. One for embeddings or reranking is meant for them only where no node of
-its model is for chats (`ModelIndex.capable_nodes`)."""
-
+# The `media_marker` of builds whose processes all have the same one.
 _CONSTANT_MARKER = "<__media__>"
-"""The `media_marker` of builds whose processes all have the same one."""
-
-
+# What a server's speed and caches depend on; see `ServerProperties.served_as`.
 ServedAs = tuple[tuple[str, ...] | None, int | None, int | None, str | None, str | None, int | None]
-"""What a server's speed and caches depend on; see `ServerProperties.served_as`."""
 
 
 @dataclass(slots=True)
@@ -48,26 +39,21 @@ class ServerProperties:
     """What a server has reported. None: it has not reported it. Kept while the server is down."""
 
     slots: int | None = None
-    context: int | None = None
-    """Tokens of one slot."""
+    context: int | None = None  # tokens of one slot
     trained_context: int | None = None
-    models: tuple[str, ...] = ()
-    """Its own names for the models that it serves, one for each."""
+    models: tuple[str, ...] = ()  # its own names for the models that it serves, one for each
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names that it answers to, and for each the name in `models`."""
     build: str | None = None
-    template: str | None = None
-    """A hash of its chat template."""
-    file: str | None = None
-    """The model's file, without its folder."""
+    template: str | None = None  # a hash of its chat template
+    file: str | None = None  # the model's file, without its folder
     vision: bool | None = None
     audio: bool | None = None
     video: bool | None = None
     slots_endpoint: bool | None = None
     metrics_endpoint: bool | None = None
     n_params: int | None = None
-    size: int | None = None
-    """Bytes of the model's tensors."""
+    size: int | None = None  # bytes of the model's tensors
     ftype: str | None = None
     refused: set[str] = field(default_factory=set)
     """Endpoints that it has refused with 501, such as `rerank`."""
@@ -75,8 +61,7 @@ class ServerProperties:
     """A mark that each process of the server chooses anew; None: this build has none."""
     shared_pool: bool | None = None
     """Whether this process has shown that its slots share one pool of tokens."""
-    purpose: Purpose | None = None
-    """None: no process of it has been asked yet."""
+    purpose: Purpose | None = None  # none: no process of it has been asked yet
     purpose_asked: bool = False
     """Whether this process has answered; else `purpose` is that of an earlier one."""
     remembered: bool = field(default=False, compare=False)
@@ -251,15 +236,11 @@ def is_plausible(properties: ServerProperties) -> bool:
 # A server's answers have up to 4 MB, and a million empty lists would take 0.1 s and 100 MB. So only
 # the fields of interest are decoded, and none that is far longer than it has a reason to be.
 
-LONGEST_VALUE = 32 * 1024
-"""Bytes of a field's value, unless it is a text."""
-
+LONGEST_VALUE = 32 * 1024  # bytes of a field's value, unless it is a text
+# Objects and lists of an answer to `/v1/models`: hosted services have some ten for each model.
 MOST_OBJECTS = 50 * MOST_MODELS
-"""Objects and lists of an answer to `/v1/models`: hosted services have some ten for each model."""
-
+# What decoding raises for bytes that are no JSON of the expected form.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What decoding raises for bytes that are no JSON of the expected form."""
-
 _NULL = msgspec.Raw(b"null")
 
 
@@ -287,9 +268,7 @@ class _Slot(msgspec.Struct):
 
 
 _PROPS = msgspec.json.Decoder(_Props)
-
 _MODELS = msgspec.json.Decoder(_Models)
-
 _SLOTS = msgspec.json.Decoder(list[_Slot])
 
 
@@ -346,7 +325,6 @@ def count_slots(body: bytes) -> SlotCounts | None:
 
 
 _NUMBER = re.compile(rb"[0-9]{1,10}")
-
 _PROCESSING = re.compile(rb"^llamacpp:requests_processing (\d{1,5})$", re.MULTILINE)
 
 

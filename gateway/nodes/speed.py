@@ -32,39 +32,26 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-PREFILL_HALF_LIFE = 8192.0
-"""Tokens after which a measurement of the prefill counts half."""
-
-DECODE_HALF_LIFE = 1024.0
-"""Tokens after which a measurement of the decode counts half."""
-
+PREFILL_HALF_LIFE = 8192.0  # tokens after which a measurement of the prefill counts half
+DECODE_HALF_LIFE = 1024.0  # tokens after which a measurement of the decode counts half
+# Each busy neighbour's share of a token's time until it is measured: between 0 (bound by memory)
+# and 0.66 (the demo model on one busy thread).
 STEP_PRIOR = 0.2
-"""Each busy neighbour's share of a token's time until it is measured: between 0 (bound by memory)
-and 0.66 (the demo model on one busy thread)."""
-
+# Tokens with one neighbour more or less that count as much as this first guess.
 STEP_STRENGTH = 64.0
-"""Tokens with one neighbour more or less that count as much as this first guess."""
-
-MOST_STEP = 2.0
-"""Most of a neighbour's share: it can't cost more than two more decodes of one slot."""
-
+MOST_STEP = 2.0  # most of a neighbour's share: it can't cost more than two more decodes of one slot
+# The overhead of a prefill is guessed as 0, as firmly as four prefills of 16 tokens would show.
 OVERHEAD_STRENGTH = 0.25
-"""The overhead of a prefill is guessed as 0, as firmly as four prefills of 16 tokens would show."""
-
-MOST_OVERHEAD = 256.0
-"""Most overhead of a prefill, in tokens that could be read meanwhile."""
+MOST_OVERHEAD = 256.0  # most overhead of a prefill, in tokens that could be read meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedPrior:
     """The assumed speed of a node until it is measured."""
 
-    prefill_tps: float
-    """Prompt tokens a second."""
-    token_base: float
-    """Seconds a token, alone on the node."""
-    token_step: float
-    """Seconds that each busy neighbour adds."""
+    prefill_tps: float  # prompt tokens a second
+    token_base: float  # seconds a token, alone on the node
+    token_step: float  # seconds that each busy neighbour adds
 
     def scaled(self, factor: float) -> SpeedPrior:
         """The speed of a node that is so many times as fast."""
@@ -73,22 +60,18 @@ class SpeedPrior:
         )
 
 
+# The best server CPU of the catalogue (`workshop/plan/catalogue.yaml`), with a model of 8 billion
+# parameters in 4 bits: a node is believed to be fast until a node like it is measured.
 CPU_PRIOR = SpeedPrior(300.0, 1 / 52, 0.15 / 52)
-"""The best server CPU of the catalogue (`workshop/plan/catalogue.yaml`), with a model of 8 billion
-parameters in 4 bits: a node is believed to be fast until a node like it is measured."""
-
-GPU_PRIOR = SpeedPrior(2900.0, 1 / 105, 0.03 / 105)
-"""The best GPU of the catalogue."""
+GPU_PRIOR = SpeedPrior(2900.0, 1 / 105, 0.03 / 105)  # the best GPU of the catalogue
 
 
 @dataclass(slots=True)
 class Speed:
     """The known speed of one node."""
 
-    prior: SpeedPrior = CPU_PRIOR
-    """The assumed speed until it is measured; set by `compare_speeds`."""
-    version: int = 0
-    """Goes up whenever one of the figures below may have changed."""
+    prior: SpeedPrior = CPU_PRIOR  # the assumed speed until it is measured; set by `compare_speeds`
+    version: int = 0  # goes up whenever one of the figures below may have changed
     samples: int = 0
     hinted: bool = False
     """Whether `prior` is the node's own, by a `speed_hint` that is written in the inventory."""
@@ -312,25 +295,15 @@ def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPr
     )
 
 
-LEAST_SAMPLE_TOKENS = 2
-"""One token's time is mostly rounding and overhead."""
-
-SLOWEST_TPS, FASTEST_TPS = 1e-3, 1e6
-"""Tokens/s outside of which a measurement is a mistake."""
-
-MOST_REQUEST_TOKENS = 1e8
-"""Of one request; timings with more are wrong."""
-
+LEAST_SAMPLE_TOKENS = 2  # one token's time is mostly rounding and overhead
+SLOWEST_TPS, FASTEST_TPS = 1e-3, 1e6  # tokens/s outside of which a measurement is a mistake
+MOST_REQUEST_TOKENS = 1e8  # of one request; timings with more are wrong
+# Seconds by which our clock and the node's may differ because of the network between them.
 CLOCK_SLACK = 0.25
-"""Seconds by which our clock and the node's may differ because of the network between them."""
-
+# Timings that are so many times shorter than the gateway saw are not believed.
 SUSPICIOUS_FACTOR = 4.0
-"""Timings that are so many times shorter than the gateway saw are not believed."""
-
+# Most of a decode that the prefill of other prompts can have taken, as a share.
 MOST_STALLED_SHARE = 0.875
-"""Most of a decode that the prefill of other prompts can have taken, as a share."""
-
-
 _NEVER, _NAN = math.inf, math.nan
 
 
@@ -338,14 +311,11 @@ _NEVER, _NAN = math.inf, math.nan
 class ObservedTiming:
     """What the gateway saw of a request, in seconds of its own clock."""
 
-    duration: float
-    """From sending until the end."""
+    duration: float  # from sending until the end
     ttft: float | None = None
     """From sending until the first content; None: the answer came in one piece."""
-    busy_slots: float = 1.0
-    """Mean number of busy slots during its decode, its own included."""
-    stalled_seconds: float = 0.0
-    """Seconds of its decode in which the node read others' prompts."""
+    busy_slots: float = 1.0  # mean number of busy slots during its decode, its own included
+    stalled_seconds: float = 0.0  # seconds of its decode in which the node read others' prompts
     mean_prefills: float = 1.0
     """Mean number of prompts being read while its own was, its own included."""
 
@@ -384,10 +354,8 @@ class SpeedSample:
 
     prefill: TokenTime | None = None
     decode: TokenTime | None = None
-    busy_slots: float | None = None
-    """Mean number of busy slots during the decode; None: unknown."""
-    context_tokens: float = 0.0
-    """Tokens in the slot when the decode began."""
+    busy_slots: float | None = None  # mean number of busy slots during the decode; None: unknown
+    context_tokens: float = 0.0  # tokens in the slot when the decode began
 
 
 def sample_from_timings(
@@ -485,26 +453,14 @@ def _number(timings: Mapping[str, object], key: str) -> float:
         return _NAN
 
 
-MOST_TREND_STEP = 4.0
-"""One measurement counts as at most this factor above or below the prediction."""
-
-SURPRISE_FACTOR = 1.5
-"""A measurement that differs from the prediction by this factor is a surprise."""
-
+MOST_TREND_STEP = 4.0  # one measurement counts as at most this factor above or below the prediction
+SURPRISE_FACTOR = 1.5  # a measurement that differs from the prediction by this factor is a surprise
+# So many surprises in a row, all to the same side, are a change and no accident.
 SURPRISES_BELIEVED = 3
-"""So many surprises in a row, all to the same side, are a change and no accident."""
-
-SURPRISE_WEIGHT = 0.25
-"""Share of its weight that a surprise counts with until others agree with it."""
-
-EVIDENCE_AFTER_CHANGE = 0.25
-"""Share of the earlier evidence that is left when a change is believed."""
-
-MOST_SAMPLE_WEIGHT = 0.25
-"""Most weight of one measurement, as a share of the half-life."""
-
-WIDEST_FIRST_SAMPLE = 1 / 32
-"""Least low / high of the first interval that is learnt from."""
+SURPRISE_WEIGHT = 0.25  # share of its weight that a surprise counts with until others agree with it
+EVIDENCE_AFTER_CHANGE = 0.25  # share of the earlier evidence that is left when a change is believed
+MOST_SAMPLE_WEIGHT = 0.25  # most weight of one measurement, as a share of the half-life
+WIDEST_FIRST_SAMPLE = 1 / 32  # least low / high of the first interval that is learnt from
 
 
 @dataclass(slots=True)
@@ -520,16 +476,14 @@ class LinearTrend:
     slope_prior: float
     prior_strength: float
     most_slope: float
-    level: float = 0.0
-    """0: nothing is known."""
+    level: float = 0.0  # 0: nothing is known
     slope: float = 0.0
     _w: float = 0.0
     _x: float = 0.0
     _y: float = 0.0
     _xx: float = 0.0
     _xy: float = 0.0
-    _surprises: int = 0
-    """Surprises in a row; negative: below the prediction."""
+    _surprises: int = 0  # surprises in a row; negative: below the prediction
 
     def export(self) -> TrendState | None:
         """The line and the evidence for it; None: nothing is known."""
@@ -597,58 +551,31 @@ class LinearTrend:
         return True
 
 
-DEGRADED_BELOW = 0.4
-"""Share of its usual speed below which a node is degraded."""
-
-RECOVERED_ABOVE = 0.6
-"""Share of its usual speed above which a degraded node has recovered."""
-
-RECENT_REQUESTS = 9
-"""Requests whose median is the present speed."""
-
-LEAST_REQUESTS = 5
-"""Fewer requests prove nothing."""
-
+DEGRADED_BELOW = 0.4  # share of its usual speed below which a node is degraded
+RECOVERED_ABOVE = 0.6  # share of its usual speed above which a degraded node has recovered
+RECENT_REQUESTS = 9  # requests whose median is the present speed
+LEAST_REQUESTS = 5  # fewer requests prove nothing
+# Seconds for which requests must have been slow: one stall can hit all that run.
 DEGRADED_AFTER = 12.0
-"""Seconds for which requests must have been slow: one stall can hit all that run."""
-
-DEGRADED_STALE = 600.0
-"""Seconds without a request after which a degraded node counts as recovered."""
-
+DEGRADED_STALE = 600.0  # seconds without a request after which a degraded node counts as recovered
+# Requests that still count then, so that three more slow ones prove it again.
 SHARES_KEPT_WHEN_STALE = 2
-"""Requests that still count then, so that three more slow ones prove it again."""
-
+# Seconds of work in which the baseline goes half of the way to a lower speed.
 BASELINE_HALF_LIFE = 6 * 3600.0
-"""Seconds of work in which the baseline goes half of the way to a lower speed."""
-
+# Seconds of work in which the baseline goes half of the way to a higher speed.
 FASTER_HALF_LIFE = 1800.0
-"""Seconds of work in which the baseline goes half of the way to a higher speed."""
-
-MOST_WORK_GAP = 300.0
-"""Most seconds between two requests that count as work."""
-
+MOST_WORK_GAP = 300.0  # most seconds between two requests that count as work
+# Share of a measured time that a baseline takes at least, whatever neighbours are believed to have
+# taken of it. It is above `DEGRADED_BELOW`: where that belief was wrong, later requests without
+# such neighbours do not look degraded.
 LEAST_ALLOWED_SHARE = 0.5
-"""Share of a measured time that a baseline takes at least, whatever neighbours are believed to have
-taken of it. It is above `DEGRADED_BELOW`: where that belief was wrong, later requests without such
-neighbours do not look degraded."""
-
-YOUNG_BASELINE = 8
-"""First requests of a kind: they make its baseline and are not compared."""
-
-LEAST_PREFILL_TOKENS = 64
-"""Shorter prefills are mostly overhead."""
-
-LEAST_DECODE_TOKENS = 8
-"""Shorter decodes are mostly chance."""
-
+YOUNG_BASELINE = 8  # first requests of a kind: they make its baseline and are not compared
+LEAST_PREFILL_TOKENS = 64  # shorter prefills are mostly overhead
+LEAST_DECODE_TOKENS = 8  # shorter decodes are mostly chance
 MOST_TOKENS_PER_EVENT = 64.0
-
+# A stream whose events held so many times more tokens than was known has not shown its speed.
 MOST_DOUBT = 1.5
-"""A stream whose events held so many times more tokens than was known has not shown its speed."""
-
-EVENT_LEARNING = 1 / 32
-"""Share of the way to a lower `tokens_per_event` that one stream makes."""
-
+EVENT_LEARNING = 1 / 32  # share of the way to a lower `tokens_per_event` that one stream makes
 MOST_BASELINES = 64
 
 
@@ -656,11 +583,9 @@ MOST_BASELINES = 64
 class SpeedBaseline:
     """The usual speed for one kind of request."""
 
-    log_seconds: float = 0.0
-    """Mean logarithm of the seconds per token."""
+    log_seconds: float = 0.0  # mean logarithm of the seconds per token
     samples: int = 0
-    learned_at: float = 0.0
-    """When it last learnt; monotonic seconds."""
+    learned_at: float = 0.0  # when it last learnt; monotonic seconds
 
     @property
     def is_young(self) -> bool:
@@ -682,10 +607,6 @@ class SpeedBaseline:
             self.log_seconds += (learned - self.log_seconds) * (1 - 0.5 ** (elapsed / half_life))
 
 
-def _is_slow(share: float | None) -> bool:
-    return share is not None and share < DEGRADED_BELOW
-
-
 def _share(usual: float, rate: TokenTime) -> float:
     """A request's speed as a share of the usual one, whose seconds have the logarithm `usual`."""
     return math.exp(max(-50.0, min(50.0, usual - math.log(rate.low))))
@@ -705,8 +626,7 @@ class SpeedHistory:
     bounded: bool = False
     """Whether kinds are busy slots and contexts, so that one bounds another (`_usual`)."""
     compared_at: float = 0.0
-    usual_tps: float = 0.0
-    """Usual tokens/s of a request like the last one."""
+    usual_tps: float = 0.0  # usual tokens/s of a request like the last one
 
     @property
     def current_share(self) -> float:
@@ -727,7 +647,8 @@ class SpeedHistory:
             baseline = self.baselines[kind] = SpeedBaseline()
         usual = self._usual(kind)
         share = None if usual is None else _share(usual, rate)
-        if not baseline.is_young or (self.slow_since is None and not _is_slow(share)):
+        is_slow = self.slow_since is not None or (share is not None and share < DEGRADED_BELOW)
+        if not (baseline.is_young and is_slow):
             baseline.learn(rate, now)
         if usual is not None and share is not None:
             self._judge(share, usual, now)

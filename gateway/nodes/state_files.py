@@ -18,24 +18,19 @@ from gateway.nodes.server_properties import ServerProperties, is_plausible, serv
 from gateway.system import read_state, write_state
 
 log = logging.getLogger(__name__)
-
-LARGEST_NAMES_FILE = 1 << 20
-"""Bytes; ten thousand long names."""
+LARGEST_NAMES_FILE = 1 << 20  # bytes; ten thousand long names
 
 
 class _StoredNames:
     """Names in a file of their own. `path` None: kept in memory only."""
 
-    key: str
-    """Of the list in the file."""
-    lost: str
-    """What it means that the file can't be read."""
+    key: str  # of the list in the file
+    lost: str  # what it means that the file can't be read
     unsaved: str
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self.names: frozenset[str] = frozenset()
-        """All of them; replaced at each change."""
+        self.names: frozenset[str] = frozenset()  # all of them; replaced at each change
         if path is not None:
             found = read_state(path, dict[str, list[str]], LARGEST_NAMES_FILE, self.lost)
             self.names = frozenset((found or {}).get(self.key, ()))
@@ -84,19 +79,13 @@ class PausedModels(_StoredNames):
     unsaved = "Paused models could not be saved"
 
 
-PROPERTIES_VERSION = 1
-"""Version of the file's format; a file of another version is not read."""
-
+PROPERTIES_VERSION = 1  # version of the file's format; a file of another version is not read
+# Servers that are remembered; those whose properties are unchanged for longest are dropped.
 MOST_SERVERS = 10_000
-"""Servers that are remembered; those whose properties are unchanged for longest are dropped."""
-
+# Bytes. Servers that do not fit are left out: a thousand of 16 KiB each (hundreds of names) fit.
 LARGEST_PROPERTIES_FILE = 16 << 20
-"""Bytes. Servers that do not fit are left out: a thousand of 16 KiB each (hundreds of names) fit.
-"""
-
+# Seconds from a change until the file is written, so that a fleet that starts is written once.
 SAVE_AFTER = 1.0
-"""Seconds from a change until the file is written, so that a fleet that starts is written once."""
-
 PROPERTIES_LOST = "what nodes reported before is forgotten"
 
 

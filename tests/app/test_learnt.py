@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -302,6 +301,7 @@ async def test_older_evidence_counts_less_and_old_rows_are_dropped(file: Path) -
         (b"\xff\xfe garbage", "damaged"),
         (b"", "damaged"),
         (b'{"version": 1, "rows": [[1]]}', "damaged"),
+        (b'{"version": 1, "rows": [["servers", 1, "k"', "damaged"),
         (b'{"version": 2, "rows": []}', "another version"),
     ],
 )
@@ -320,14 +320,6 @@ async def test_an_unusable_file_is_set_aside_with_one_line(
     await life.memory.close(WHOLE)
     assert file.stat().st_mode & 0o777 == 0o600
     assert (await next_life(file)).node.speed.decode_tps
-
-
-async def test_a_truncated_file_is_set_aside(file: Path) -> None:
-    await learnt_once(file)
-    os.truncate(file, 1000)
-    life = await next_life(file)
-    assert life.node.speed.decode_tps is None
-    assert file.with_name("learnt.json.bad").stat().st_size == 1000
 
 
 async def test_rows_of_another_version_are_left_alone_in_the_store(store: Store) -> None:

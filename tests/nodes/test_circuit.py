@@ -43,21 +43,6 @@ def end_of_open(circuit: Circuit) -> float:
     return circuit.open_until
 
 
-def test_failures_in_a_row_open_it() -> None:
-    circuit = a_circuit()
-    assert [circuit.record_failure(t) for t in (1.0, 1.0, 1.0)] == [False, False, True]
-    assert circuit.phase(1.0) is CircuitPhase.OPEN
-
-
-def test_a_success_between_failures_keeps_it_closed() -> None:
-    circuit = a_circuit()
-    for now in range(20):
-        circuit.record_failure(now)
-        circuit.record_failure(now)
-        circuit.record_success(now)
-    assert circuit.phase(20) is CircuitPhase.CLOSED
-
-
 def test_it_stays_open_for_about_the_set_time_then_wants_one_trial() -> None:
     circuit = opened(now=100.0)
     until = end_of_open(circuit)
@@ -68,6 +53,8 @@ def test_it_stays_open_for_about_the_set_time_then_wants_one_trial() -> None:
     assert circuit.wants_trial(until)
     circuit.begin_trial("lease")
     assert not circuit.wants_trial(until + 100)
+    circuit.end_trial("lease")
+    assert circuit.wants_trial(until), "it proved nothing, and makes room for the next"
 
 
 def test_a_trial_that_fails_opens_it_for_twice_as_long_up_to_the_maximum() -> None:
@@ -79,15 +66,6 @@ def test_a_trial_that_fails_opens_it_for_twice_as_long_up_to_the_maximum() -> No
         assert circuit.record_failure(now + 1, began=now)
         lengths.append(circuit.open_seconds)
     assert lengths == [30, 60, 120, 240, 300, 300, 300]
-
-
-def test_a_trial_that_succeeds_closes_it() -> None:
-    circuit = opened()
-    now = end_of_open(circuit)
-    circuit.begin_trial("lease")
-    assert circuit.record_success(now + 1, began=now)
-    assert circuit.phase(now + 1) is CircuitPhase.CLOSED
-    assert circuit.failures == 0
 
 
 def test_a_node_that_was_killed_gets_work_when_it_is_back() -> None:
@@ -117,14 +95,6 @@ def test_a_few_failures_are_not_forgotten_when_a_node_comes_back() -> None:
     assert circuit.record_failure(RULES.failures)
 
 
-def test_a_trial_that_proves_nothing_makes_room_for_the_next() -> None:
-    circuit = opened()
-    now = end_of_open(circuit)
-    circuit.begin_trial("first")
-    circuit.end_trial("first")
-    assert circuit.wants_trial(now)
-
-
 def test_the_end_of_an_old_trial_does_not_end_the_new_one() -> None:
     circuit = opened()
     now = end_of_open(circuit)
@@ -145,14 +115,6 @@ def test_requests_that_began_before_it_opened_neither_extend_nor_close_it() -> N
     assert circuit.open_until == until
 
 
-def test_an_old_failure_does_not_count_against_a_node_that_has_come_back() -> None:
-    circuit = opened(now=100.0)
-    now = end_of_open(circuit)
-    circuit.record_success(now, began=now)
-    circuit.record_failure(now + 1, began=99.0)
-    assert circuit.failures == 0
-
-
 @pytest.mark.parametrize(("calm", "length"), [(10.0, 60.0), (301.0, 30.0)])
 def test_the_doubling_is_forgotten_after_it_stayed_closed_for_long(
     calm: float, length: float
@@ -165,10 +127,15 @@ def test_the_doubling_is_forgotten_after_it_stayed_closed_for_long(
     assert circuit.open_seconds == length
 
 
-def test_after_it_closed_it_has_a_slow_start() -> None:
+def test_a_trial_that_succeeds_closes_it_with_a_slow_start() -> None:
     circuit = opened()
     now = end_of_open(circuit)
-    circuit.record_success(now, began=now)
+    circuit.begin_trial("lease")
+    assert circuit.record_success(now, began=now)
+    assert (circuit.phase(now), circuit.failures) == (CircuitPhase.CLOSED, 0)
+    assert not circuit.close(now), "it is closed already"
+    circuit.record_failure(now + 1, began=-1.0)
+    assert circuit.failures == 0, "an old failure does not count"
     allowed = [circuit.slow_start_slots(8, now + t) for t in (0, 10, 15, 20, 29, 30, 31)]
     assert allowed == [1, 3, 4, 6, 8, 8, 8]
     assert circuit.next_change(now + 31) == float("inf")
@@ -181,17 +148,6 @@ def test_a_slow_start_ends_without_any_call() -> None:
     assert circuit.next_change(now + 29.5) == now + 30
     assert circuit.next_change(now + 30) == float("inf")
     assert circuit.fully_closed
-
-
-def test_a_node_that_never_failed_has_no_slow_start() -> None:
-    assert a_circuit().slow_start_slots(8, 0.0) == 8
-
-
-def test_an_operator_can_close_it() -> None:
-    circuit = opened()
-    assert circuit.close(1.0)
-    assert circuit.phase(1.0) is CircuitPhase.CLOSED
-    assert not circuit.close(1.0)
 
 
 steps = st.lists(
@@ -331,10 +287,6 @@ def answer(
     )
 
 
-def test_it_starts_at_eight() -> None:
-    assert ConcurrencyLimit().slots == START_LIMIT == 8
-
-
 def test_it_grows_while_it_is_used_and_latency_is_steady() -> None:
     history = Endpoint().run(ConcurrencyLimit(), seconds=60)
     assert history[-1][1] > 200
@@ -409,13 +361,8 @@ def test_a_requested_pause_is_kept_and_bounded() -> None:
     assert not limit.paused(21.0)
     limit.record_refusal(30.0, 31.0, retry_after=1e9)
     assert limit.paused_until == 31.0 + MOST_PAUSE
-
-
-def test_a_longer_pause_is_not_shortened_by_a_later_refusal() -> None:
-    limit = ConcurrencyLimit()
-    limit.record_refusal(0.0, 1.0, retry_after=60.0)
-    limit.record_refusal(0.5, 1.5, retry_after=1.0)
-    assert limit.paused_until == 61.0
+    limit.record_refusal(30.5, 31.5, retry_after=1.0)
+    assert limit.paused_until == 31.0 + MOST_PAUSE, "a later refusal does not shorten it"
 
 
 def test_the_pauses_of_an_endpoint_that_keeps_refusing_get_longer() -> None:

@@ -36,6 +36,7 @@ from gateway.nodes.node import (
 )
 from gateway.nodes.state_files import DrainedNodes
 from gateway.transport.pool import ConnectionPool, open_node_pool
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.nodes.build import (
     Clock,
@@ -57,28 +58,16 @@ def is_closed(upstream: ConnectionPool) -> bool:
 
 
 @in_virtual_time
-async def test_an_empty_inventory_is_probed_at_once() -> None:
-    async with a_fleet() as fleet:
-        assert fleet.fleet.model_index.model_names() == ()
-
-
-@in_virtual_time
-async def test_a_new_node_is_published_and_becomes_ready() -> None:
+async def test_a_new_node_becomes_ready_and_the_same_inventory_changes_nothing() -> None:
     async with EmulatedNode() as server, a_fleet() as fleet:
         change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
         assert (change.added, change.changed, change.removed) == (["a"], [], [])
         await fleet.until_state("a", NodeState.READY)
         assert fleet.states("a") == ["starting", "ready"]
-
-
-@in_virtual_time
-async def test_an_unchanged_inventory_changes_nothing() -> None:
-    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node, upstream = fleet["a"], fleet["a"].upstream
         change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
         assert (change.added, change.changed, change.removed) == ([], [], [])
-        assert fleet["a"] is node
-        assert node.upstream is upstream
+        assert (fleet["a"], node.upstream) == (node, upstream)
         assert fleet.states("a") == ["starting", "ready"]
 
 
@@ -102,17 +91,6 @@ async def test_labels_and_limits_change_in_a_running_node() -> None:
 
 
 @in_virtual_time
-async def test_a_node_with_fewer_slots_than_leases_has_none_free() -> None:
-    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url, slots=3)) as fleet:
-        leases = [take(fleet["a"]) for _ in range(3)]
-        fleet.fleet.apply(inventory(a_spec(url=server.url, slots=1)))
-        assert fleet["a"].free_slots(now()) == 0
-        for lease in leases:
-            lease.release()
-        assert fleet["a"].free_slots(now()) == 1
-
-
-@in_virtual_time
 async def test_a_removed_node_finishes_its_requests_and_is_closed() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
@@ -124,23 +102,6 @@ async def test_a_removed_node_finishes_its_requests_and_is_closed() -> None:
         assert (await pool_client(lease.upstream).get("/health")).status_code == 200
         lease.release()
         await fleet.until(lambda: is_closed(node.upstream))
-
-
-@in_virtual_time
-async def test_a_removed_node_that_comes_back_meanwhile_is_the_same_node() -> None:
-    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
-        node = fleet["a"]
-        lease = take(node)
-        fleet.fleet.apply(inventory())
-        fleet.fleet.apply(inventory(a_spec(url=server.url)))
-        assert fleet["a"] is node
-        assert node.leased == 1
-        lease.release()
-        await fleet.until_state("a", NodeState.READY)
-        assert node.free_slots(now()) == 2
-        assert not is_closed(node.upstream)
-        assert fleet.states("a")[:3] == ["starting", "ready", None]
-        assert fleet.states("a")[-1] == "ready"
 
 
 @in_virtual_time
@@ -310,14 +271,6 @@ async def test_the_models_of_a_node_that_comes_back_while_it_is_down_are_remembe
 
 
 @in_virtual_time
-async def test_another_model_on_a_node_is_noticed() -> None:
-    async with EmulatedNode(model="old") as server, a_fleet(a_spec(url=server.url)) as fleet:
-        assert fleet.fleet.model_index.model_names() == ("old",)
-        server.engine.model = "new"
-        await fleet.until(lambda: fleet.fleet.model_index.model_names() == ("new",))
-
-
-@in_virtual_time
 async def test_another_model_is_noticed_by_the_next_probe_though_nobody_asks_the_node() -> None:
     async with (
         EmulatedNode(model="old") as server,
@@ -359,18 +312,6 @@ async def test_another_model_is_noticed_at_once_if_the_restart_broke_a_request()
         fleet.fleet.request_failed(fleet["a"], began)
         await fleet.until(lambda: fleet.fleet.model_index.model_names() == ("new",))
         assert now() - began < 5
-
-
-@in_virtual_time
-async def test_a_node_that_has_not_reported_its_models_may_serve_any() -> None:
-    async with EmulatedNode() as server:
-        server.loading = True
-        async with a_fleet(a_spec(url=server.url)) as fleet:
-            assert fleet.state("a") is NodeState.LOADING
-            assert fleet.fleet.model_index.not_found_error("other").code == "no_node"
-            server.loading = False
-            await fleet.until_state("a", NodeState.READY)
-            assert fleet.fleet.model_index.not_found_error("other").code == "model_not_found"
 
 
 @in_virtual_time
@@ -508,34 +449,34 @@ async def play(story: list[tuple[str, Any]]) -> None:
     assert all(upstream.closed for upstream in scene.upstreams)
 
 
-def test_a_slot_that_the_node_shows_free_is_released() -> None:
-    node = a_node(slots=2)
-    take(node).abandon()
-    assert released_slots(1, node.leases, 1001.0) == 0
-    assert released_slots(0, node.leases, 1001.0) == 1
-
-
-def test_busy_slots_are_attributed_to_live_requests_first() -> None:
+@each_case(
+    ("live", "busy", "seconds", "released"),
+    [
+        (0, 1, 1.0, 0), (0, 0, 1.0, 1),
+        # Busy slots are attributed to live requests first.
+        (1, 2, 1.0, 0), (1, 1, 1.0, 1),
+        # Neither has surely reached its slot yet.
+        (1, 1, 0.1, 0), (0, 0, 0.1, 0), (0, 0, 0.3, 1),
+    ],
+)  # fmt: skip
+def test_the_slot_of_an_abandoned_request_is_released_when_it_is_shown_free(
+    live: int, busy: int, seconds: float, released: int
+) -> None:
     node = a_node(slots=3)
+    for _ in range(live):
+        take(node)
+    take(node).abandon()
+    assert released_slots(busy, node.leases, 1000.0 + seconds) == released
+
+
+def test_a_busy_slot_is_not_counted_as_that_of_a_request_sent_just_now() -> None:
+    clock = Clock()
+    node = a_node(clock, slots=3)
+    take(node).abandon()
+    clock.passes(1.0)
     take(node)
-    take(node).abandon()
-    assert released_slots(2, node.leases, 1001.0) == 0
-    assert released_slots(1, node.leases, 1001.0) == 1
-
-
-def test_a_request_that_may_not_have_reached_its_slot_accounts_for_nothing() -> None:
-    node = a_node(slots=3)
-    take(node)
-    take(node).abandon()
-    assert released_slots(1, node.leases, 1000.1) == 0
-
-
-def test_a_request_abandoned_at_once_may_reach_its_slot_later() -> None:
-    node = a_node(slots=3)
-    lease = take(node)
-    lease.abandon()
-    assert released_slots(0, node.leases, 1000.1) == 0
-    assert released_slots(0, node.leases, 1000.3) == 1
+    assert released_slots(1, node.leases, clock() + 0.1) == 0
+    assert released_slots(1, node.leases, clock() + 0.3) == 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.floats(0, 5))), st.integers(0, 20))
@@ -573,9 +514,6 @@ def test_without_slots_to_read_the_hold_follows_from_the_request() -> None:
     assert hold_without_slots(plain) == pytest.approx(40.0)
     assert hold_without_slots(abandoned(stream=False, expected_total=900.0)) == 60.0
     assert hold_without_slots(abandoned(stream=False)) == 60.0
-
-
-def test_the_longest_hold_grows_with_the_predicted_prefill() -> None:
     assert most_hold(abandoned()) == 60.0
     assert most_hold(abandoned(expected_prefill=100.0)) == 400.0
 
@@ -594,23 +532,6 @@ async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
             await anext(parts)
             lease.content_received(now())
         yield lease
-
-
-@in_virtual_time
-async def test_the_slot_of_a_cut_stream_is_released_when_the_node_shows_it_free() -> None:
-    async with (
-        EmulatedNode(slots=2, decode_tps=50) as server,
-        a_fleet(a_spec(url=server.url), interval=60) as fleet,
-    ):
-        async with streaming(fleet) as lease:
-            pass
-        told, began = fleet.capacity, now()
-        lease.abandon()
-        assert fleet["a"].leased == 1
-        await fleet.until(lambda: not is_held(lease))
-        assert server.busy == 0
-        assert fleet.capacity > told
-        assert now() - began < 0.2
 
 
 @pytest.mark.slow
@@ -642,11 +563,19 @@ async def test_a_slot_is_held_while_it_reads_an_abandoned_prompt_to_its_end() ->
 
 
 @in_virtual_time
-async def test_a_live_neighbour_does_not_keep_the_slot_of_an_abandoned_request() -> None:
+async def test_the_slot_of_a_cut_stream_is_released_soon_and_beside_a_live_neighbour() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url), interval=60) as fleet,
     ):
+        async with streaming(fleet) as lease:
+            pass
+        told, began = fleet.capacity, now()
+        lease.abandon()
+        assert fleet["a"].leased == 1
+        await fleet.until(lambda: not is_held(lease))
+        assert fleet.capacity > told
+        assert now() - began < 0.2
         async with streaming(fleet) as neighbour:
             async with streaming(fleet) as lease:
                 pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import random
-import socket
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -50,24 +49,6 @@ from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import CHAT as CHAT_PATH
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 500}
-
-
-@in_virtual_time
-async def test_a_node_is_ready_once_its_properties_are_known() -> None:
-    async with EmulatedNode(slots=3) as server, a_fleet(a_spec(url=server.url)) as fleet:
-        node = fleet["a"]
-        assert node.state is NodeState.READY
-        assert node.free_slots(now()) == 3
-        assert fleet.states("a") == ["starting", "ready"]
-        assert fleet.capacity > 0
-
-
-@in_virtual_time
-async def test_all_nodes_are_probed_at_once_at_the_start() -> None:
-    async with EmulatedNode() as server:
-        specs = [a_spec(f"n{i}", server.url) for i in range(50)]
-        async with a_fleet(*specs, interval=60, timeout=5) as fleet:
-            assert all(node.state is NodeState.READY for node in fleet.fleet.nodes.values())
 
 
 @in_virtual_time
@@ -175,6 +156,7 @@ async def test_a_wrong_key_takes_a_node_down_with_the_remedy() -> None:
     async with EmulatedNode(api_key="right") as server:
         async with a_fleet(a_spec(url=server.url, api_key="wrong")) as fleet:
             assert fleet.state("a") is NodeState.DOWN
+            assert "401 on /v1/models" in fleet["a"].reason
             assert "api_key_env" in fleet["a"].reason
         async with a_fleet(a_spec(url=server.url, api_key="right")) as fleet:
             assert fleet.state("a") is NodeState.READY
@@ -272,7 +254,7 @@ async def test_failures_open_the_circuit_and_time_alone_lets_a_trial_in() -> Non
             await fleet.until(lambda: fleet.capacity > before)
             assert node.free_slots(now()) == 1
             trial = take(node)
-            assert trial.trial
+            assert (trial.trial, node.free_slots(now())) == (True, 0)
             fleet.fleet.request_succeeded(node, now(), began=trial.taken_at)
             trial.release()
             assert fleet.states("a") == ["starting", "ready", "ejected", "ready"]
@@ -551,67 +533,37 @@ async def test_a_grammar_that_freezes_a_real_server_makes_its_node_mute() -> Non
             await work
 
 
-def test_an_idle_node_shows_no_sign_of_life() -> None:
-    assert sign_of_life(a_node(), 1000.0) is None
-
-
-def test_a_stream_is_a_sign_of_life_for_as_long_as_it_may_be_silent() -> None:
-    clock = Clock()
-    node = a_node(clock)
-    lease = take(node)
-    clock.passes(500)
-    lease.content_received(clock())
-    assert sign_of_life(node, clock.passes(59)) == "one of its streams moves"
-    assert sign_of_life(node, clock.passes(2)) is None
-
-
-def test_the_nodes_own_silence_timeout_counts() -> None:
-    clock = Clock()
-    node = a_node(clock, timeouts={"silence": 5})
-    lease = take(node)
-    lease.content_received(clock())
-    assert sign_of_life(node, clock.passes(6)) is None
-
-
-def test_a_prefill_is_a_sign_of_life_for_the_grace_time() -> None:
-    clock = Clock()
-    node = a_node(clock)
-    take(node)
-    assert sign_of_life(node, clock.passes(59)) == "it reads a prompt"
-    assert sign_of_life(node, clock.passes(2)) is None
-
-
-def test_a_long_prefill_is_a_sign_of_life_for_four_times_its_prediction() -> None:
-    clock = Clock()
-    node = a_node(clock)
-    take(node, expected_prefill=100.0)
-    assert sign_of_life(node, clock.passes(399))
-    assert sign_of_life(node, clock.passes(2)) is None
-
-
-def test_a_prefill_that_waited_for_its_slot_counts_from_the_head() -> None:
-    clock = Clock()
-    node = a_node(clock)
-    lease = take(node)
-    clock.passes(50)
-    lease.head_received(clock())
-    assert sign_of_life(node, clock.passes(59))
-
-
-def test_a_prefill_goes_on_after_the_client_has_left() -> None:
-    clock = Clock()
-    node = a_node(clock)
-    take(node).abandon()
-    assert sign_of_life(node, clock.passes(30)) == "it reads a prompt"
-
-
-def test_an_ended_request_is_no_sign_of_life() -> None:
-    clock = Clock()
-    node = a_node(clock)
-    lease = take(node)
-    lease.content_received(clock())
-    lease.release()
-    assert sign_of_life(node, clock()) is None
+@each_case(
+    ("keys", "expected_prefill", "events", "seconds", "sign"),
+    [
+        # A prompt is read for the grace time, or four times its prediction, from the head on.
+        ({}, None, {}, 60, "it reads a prompt"),
+        ({}, 100.0, {}, 400, "it reads a prompt"),
+        ({}, None, {50: "head_received"}, 110, "it reads a prompt"),
+        # It goes on after the client has left.
+        ({}, None, {0: "abandon"}, 60, "it reads a prompt"),
+        # A stream may be silent for the settings' time, or the node's own.
+        ({}, None, {500: "content_received"}, 560, "one of its streams moves"),
+        ({"timeouts": {"silence": 5}}, None, {7: "content_received"}, 12,
+         "one of its streams moves"),
+        ({}, None, {0: "content_received", 1: "release"}, 2, None),
+    ],
+)  # fmt: skip
+def test_work_is_a_sign_of_life_for_as_long_as_it_may_take(
+    keys: Any,
+    expected_prefill: float | None,
+    events: dict[int, str],
+    seconds: int,
+    sign: str | None,
+) -> None:
+    node = a_node(Clock(0.0), **keys)
+    assert sign_of_life(node, 0.0) is None
+    lease = take(node, expected_prefill=expected_prefill)
+    for at, event in events.items():
+        node.clock.now = float(at)  # type: ignore[attr-defined]
+        getattr(lease, event)(*([float(at)] if event.endswith("received") else []))
+    assert sign_of_life(node, seconds - 1.0) == sign
+    assert sign_of_life(node, seconds + 1.0) is None
 
 
 def test_a_neighbour_is_delayed_while_another_prompt_is_read() -> None:
@@ -637,14 +589,6 @@ async def node_at(url: str, *, timeout: float = 5.0, **keys: Any) -> AsyncIterat
         yield Node(spec, upstream, rules, now, Circuit(rules.health, random.Random(7)))
     finally:
         upstream.close()
-
-
-@in_virtual_time
-async def test_a_healthy_server_is_up() -> None:
-    async with EmulatedNode() as server, node_at(server.url) as node:
-        outcome = await check_alive(node)
-    assert outcome.answer is ProbeAnswer.UP
-    assert outcome.seconds == 0.0  # virtual time stands still meanwhile
 
 
 async def test_an_uncompressed_answer_is_asked_for() -> None:
@@ -726,14 +670,6 @@ async def test_a_machine_without_descriptors_is_not_the_nodes_fault() -> None:
 
 
 @in_virtual_time
-async def test_a_path_prefix_is_kept() -> None:
-    async with EmulatedNode() as server, node_at(f"{server.url}/some/where") as node:
-        outcome = await check_alive(node)
-    assert outcome.answer is ProbeAnswer.FAILED
-    assert "/health answers 404" in outcome.detail
-
-
-@in_virtual_time
 async def test_a_server_that_loads_its_model_is_told_from_one_that_fails() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         server.loading = True
@@ -744,21 +680,11 @@ async def test_a_server_that_loads_its_model_is_told_from_one_that_fails() -> No
     assert (failed.answer, failed.detail) == (ProbeAnswer.FAILED, "/health answers 503")
 
 
+@each_case("fault", [{"kind": "mute"}, {"kind": "trickle", "path": "control", "seconds": 0.05}])
 @in_virtual_time
-async def test_a_closed_port_refuses() -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        async with node_at(url) as node:
-            outcome = await check_alive(node)
-    assert outcome.answer is ProbeAnswer.CONNECTION_REFUSED
-    assert url in outcome.detail
-
-
-@in_virtual_time
-async def test_a_server_that_does_not_answer_times_out() -> None:
+async def test_a_server_that_answers_too_late_times_out(fault: dict[str, Any]) -> None:
     async with EmulatedNode() as server, node_at(server.url, timeout=0.2) as node:
-        server.faults.set("mute")
+        server.faults.set(**fault)
         outcome = await check_alive(node)
         server.faults.clear()
     assert outcome.answer is ProbeAnswer.TIMED_OUT
@@ -785,16 +711,6 @@ async def test_every_other_answer_is_a_failure(fault: dict[str, Any]) -> None:
 
 
 @in_virtual_time
-async def test_an_answer_that_trickles_is_cut_at_the_limit() -> None:
-    async with EmulatedNode() as server, node_at(server.url, timeout=0.2) as node:
-        server.faults.set("trickle", path="control", seconds=0.05)
-        outcome = await check_alive(node)
-        server.faults.clear()
-    assert outcome.answer is ProbeAnswer.TIMED_OUT
-    assert outcome.seconds == pytest.approx(0.2)
-
-
-@in_virtual_time
 async def test_an_endless_answer_is_cut_by_size() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         server.faults.next("status", path="/health", status=200, body="x" * (LARGEST_RESPONSE + 1))
@@ -818,30 +734,6 @@ async def test_a_compressed_answer_is_not_decompressed() -> None:
     assert outcome.answer is ProbeAnswer.FAILED
     assert outcome.detail == "/health is compressed, though asked not to be"
     assert peak < LARGEST_RESPONSE
-
-
-@in_virtual_time
-async def test_a_server_tells_what_it_is() -> None:
-    async with (
-        EmulatedNode(slots=3, context=2048, build="b42") as server,
-        node_at(server.url) as node,
-    ):
-        assert (await discover(node)).up
-    facts = node.properties
-    assert (facts.slots, facts.context, facts.models, facts.build) == (3, 2048, ("demo",), "b42")
-
-
-@in_virtual_time
-async def test_a_wrong_key_is_told_with_its_remedy() -> None:
-    async with EmulatedNode(api_key="right") as server:
-        async with node_at(server.url) as node:
-            assert (await check_alive(node)).up
-            outcome = await discover(node)
-        assert outcome.answer is ProbeAnswer.KEY_REJECTED
-        assert "401 on /v1/models" in outcome.detail
-        assert "api_key_env" in outcome.detail
-        async with node_at(server.url, api_key="right") as node:
-            assert (await discover(node)).up
 
 
 @in_virtual_time

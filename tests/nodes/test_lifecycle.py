@@ -27,6 +27,7 @@ from gateway.nodes.lifecycle import (
     read_is_sleeping,
 )
 from gateway.nodes.node import Node, NodeState
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.nodes.build import Clock, a_node, take
@@ -37,20 +38,18 @@ from tests.web.bare_gateway import CHAT
 NOW = 1000.0
 
 
-def test_a_node_that_was_never_started_is_expected_after_an_assumed_time() -> None:
+def test_the_last_start_and_a_cooldown_decide_when_a_standby_node_can_work() -> None:
     lifecycle = Lifecycle(LifecyclePhase.OFF)
     assert lifecycle.ready_in(NOW, cooldown=30.0) == ASSUMED_STARTUP
-
-
-def test_the_last_start_and_a_cooldown_decide_when_a_stopped_node_can_work() -> None:
-    lifecycle = Lifecycle(LifecyclePhase.OFF, startup_seconds=8.0, stopped_at=NOW - 10.0)
+    lifecycle = Lifecycle(
+        LifecyclePhase.OFF, startup_seconds=8.0, stopped_at=NOW - 10.0, down_since=NOW
+    )
     assert lifecycle.ready_in(NOW, cooldown=30.0) == pytest.approx(8.0 + 20.0)
-
-
-def test_a_start_that_takes_longer_than_the_last_one_takes_some_more() -> None:
-    lifecycle = Lifecycle(startup_seconds=8.0)
     lifecycle.enter(LifecyclePhase.STARTING, "a request waits", NOW)
+    assert lifecycle.since == NOW
+    assert lifecycle.down_since is None
     assert lifecycle.ready_in(NOW + 3.0, cooldown=30.0) == pytest.approx(5.0)
+    # A start that takes longer than the last one takes some more.
     assert lifecycle.ready_in(NOW + 20.0, cooldown=30.0) == pytest.approx(5.0)
 
 
@@ -61,13 +60,6 @@ def test_failures_in_a_row_wait_twice_as_long_each_time_up_to_a_limit() -> None:
         lifecycle.record_failure(NOW, initial=5.0, longest=30.0)
         waits.append(lifecycle.ready_in(NOW, cooldown=0.0) - 8.0)
     assert waits == [5.0, 10.0, 20.0, 30.0, 30.0]
-
-
-def test_another_phase_ends_the_time_that_a_node_was_down() -> None:
-    lifecycle = Lifecycle(LifecyclePhase.ON, down_since=NOW)
-    lifecycle.enter(LifecyclePhase.STOPPING, "it is down", NOW + 1.0)
-    assert (lifecycle.phase, lifecycle.since) == (LifecyclePhase.STOPPING, NOW + 1.0)
-    assert lifecycle.down_since is None
 
 
 # Servers that sleep: what the gateway knows of one, and how it treats it.
@@ -95,12 +87,9 @@ BARE: dict[str, Any] = {"kind": "status", "status": 501, "path": "/metrics"}
     ],
 )
 def test_props_say_whether_the_server_sleeps(props: bytes, expected: bool | None) -> None:
-    assert read_is_sleeping(props)[0] is expected
-
-
-def test_props_are_alike_but_for_that() -> None:
-    asleep, awake = (b'{"a":1,"is_sleeping":%s}' % word for word in (b"true", b"false"))
-    assert read_is_sleeping(asleep)[1] == read_is_sleeping(awake)[1]
+    asleep, rest = read_is_sleeping(props)
+    assert asleep is expected
+    assert rest == read_is_sleeping(props.replace(b"true", b"false"))[1] or expected is None
 
 
 def test_waking_up_is_priced_by_the_size_of_the_model_until_it_is_measured() -> None:
@@ -138,10 +127,12 @@ def a_sleeper(*, metrics: bool, clock: Clock | None = None) -> Node:
     return node
 
 
-def test_a_build_that_can_not_sleep_is_asked_for_its_slots_at_any_time() -> None:
+def test_a_build_that_can_not_sleep_is_asked_for_its_slots_and_a_sleeping_one_for_nothing() -> None:
     node = a_node()
     node.properties.metrics_endpoint = True
     assert {node.load_endpoint(1000.0 + 5 * n) for n in range(1000)} == {"/slots"}
+    node.sleep.props_read(True, 1000.0, asked=False)
+    assert node.load_endpoint(1000.0, comes_up=True, fleet_works=True) is None
 
 
 def test_an_idle_server_that_may_sleep_is_asked_for_its_metrics() -> None:
@@ -179,12 +170,6 @@ def test_without_metrics_it_is_asked_while_it_is_in_use_anyway() -> None:
     assert node.load_endpoint(clock.passes(40), fleet_works=True) is None
     node.occupancy.foreign = 1
     assert node.load_endpoint(clock.passes(40)) == "/slots"
-
-
-def test_a_sleeping_server_is_asked_for_nothing() -> None:
-    node = a_sleeper(metrics=True)
-    node.sleep.props_read(True, 1000.0, asked=False)
-    assert node.load_endpoint(1000.0, comes_up=True, fleet_works=True) is None
 
 
 # Behind a gateway.
@@ -396,18 +381,24 @@ UP, LOADING, REFUSED = ProbeAnswer.UP, ProbeAnswer.LOADING, ProbeAnswer.CONNECTI
 TIMED_OUT, FAILED, LOCKED = ProbeAnswer.TIMED_OUT, ProbeAnswer.FAILED, ProbeAnswer.KEY_REJECTED
 
 
-def test_the_first_answer_brings_a_new_node_up() -> None:
-    assert after(ProbeHistory(), UP, rise=3).up
-
-
-def test_a_node_that_was_never_up_is_down_at_its_first_failure() -> None:
-    history = after(ProbeHistory(), REFUSED)
-    assert history.down
-    assert history.detail == "refused"
-
-
-def test_a_refused_connection_takes_a_node_that_works_down_at_once() -> None:
-    assert after(ProbeHistory(), UP, REFUSED).down
+@each_case(
+    ("answers", "rise", "sign", "verdict"),
+    [
+        ([UP], 3, None, "up"),
+        ([REFUSED], 1, None, "down"),
+        ([UP, REFUSED], 1, None, "down"),
+        ([UP, REFUSED, REFUSED, REFUSED], 1, "one of its streams moves", "down"),
+        ([REFUSED, TIMED_OUT], 1, "one of its streams moves", "down"),
+        ([LOADING, REFUSED], 1, None, "down"),
+        ([UP, FAILED, FAILED, UP, FAILED, FAILED], 1, None, "up"),
+    ],
+)
+def test_the_last_answers_decide_whether_a_node_is_up_or_down(
+    answers: list[ProbeAnswer], rise: int, sign: str | None, verdict: str
+) -> None:
+    history = after(ProbeHistory(), *answers, rise=rise, sign=sign)
+    assert (history.up, history.down) == (verdict == "up", verdict == "down")
+    assert history.up or history.detail == answers[-1].value
 
 
 def test_a_node_that_went_down_is_probed_often_for_a_while() -> None:
@@ -422,10 +413,6 @@ def test_a_node_that_works_goes_down_at_the_third_failure_in_a_row(failure: Prob
     assert history.up
     assert history.unstable
     assert after(history, failure).down
-
-
-def test_an_answer_between_failures_starts_the_count_anew() -> None:
-    assert after(ProbeHistory(), UP, FAILED, FAILED, UP, FAILED, FAILED).up
 
 
 def test_a_node_that_was_down_must_answer_as_often_as_rise_says() -> None:
@@ -444,20 +431,12 @@ def test_loading_is_believed_at_once_and_is_not_down() -> None:
     assert after(history, UP, rise=3).up
 
 
-def test_a_server_that_dies_while_loading_is_down_at_once() -> None:
-    assert after(ProbeHistory(), LOADING, REFUSED).down
-
-
 def test_time_outs_do_not_count_while_there_is_a_sign_of_life() -> None:
     history = after(ProbeHistory(), UP, *[TIMED_OUT] * 50, sign="it reads a prompt")
     assert history.up
     assert history.mute
     assert "it reads a prompt" in history.detail
     assert not after(history, UP).mute
-
-
-def test_refusals_count_despite_signs_of_life() -> None:
-    assert after(ProbeHistory(), UP, *[REFUSED] * 3, sign="one of its streams moves").down
 
 
 def test_time_outs_count_again_when_the_sign_of_life_ends() -> None:
@@ -468,10 +447,6 @@ def test_time_outs_count_again_when_the_sign_of_life_ends() -> None:
     assert "2 of 3" in history.detail
     assert after(history, TIMED_OUT).down
     assert not history.mute
-
-
-def test_a_node_that_is_down_does_not_become_mute() -> None:
-    assert after(ProbeHistory(), REFUSED, TIMED_OUT, sign="one of its streams moves").down
 
 
 def test_what_a_server_is_must_be_asked_again_when_it_comes_back() -> None:

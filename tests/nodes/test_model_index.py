@@ -35,8 +35,8 @@ def chat(index: ModelIndex, model: str, **more: Any) -> CapableNodes:
 
 def test_a_model_has_the_nodes_that_declare_or_report_it() -> None:
     declares, reports, other = (
-        a_node(name="a", models={"m": "own"}),
-        a_node(name="b"),
+        a_node(name="a", models={"m": "own"}, slots=2, context=4096),
+        a_node(name="b", slots=5),
         a_node(name="c", models={"n": "n"}),
     )
     reports.properties.models = ("m",)
@@ -44,16 +44,8 @@ def test_a_model_has_the_nodes_that_declare_or_report_it() -> None:
     assert index.nodes_for("m") == (declares, reports)
     assert index.model_names() == ("m", "n")
     assert (index.serves("m"), index.serves("own")) == (True, False)
-
-
-def test_the_least_slots_and_context_of_capable_nodes_are_known() -> None:
-    index = an_index(
-        a_node(name="a", models={"m": "m"}, slots=2, context=4096),
-        a_node(name="b", models={"m": "m"}, slots=5),
-    )
     found = chat(index, "m")
-    assert names(found) == ["a", "b"]
-    assert (found.least_slots, found.least_context) == (2, 4096)
+    assert (names(found), found.least_slots, found.least_context) == (["a", "b"], 2, 4096)
 
 
 def test_nodes_that_cannot_do_what_is_wanted_are_left_out() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -12,34 +12,61 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gateway.nodes.circuit import KEY_REJECTED_SECONDS, MOST_LIMIT, START_LIMIT
 from gateway.nodes.health import judge_state
 from gateway.nodes.lifecycle import ProbeHistory
-from gateway.nodes.node import (
-    SLOT_LINGER,
-    Lease,
-    LeasePhase,
-    Node,
-    NodeState,
-    SlotOccupancy,
-)
+from gateway.nodes.node import SLOT_LINGER, Lease, LeasePhase, Node, NodeState, SlotOccupancy
+from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import SpeedSample, TokenTime
-from tests.nodes.build import (
-    Clock,
-    a_node,
-    a_spec,
-    is_held,
-    no_upstream,
-    take,
+from tests.each_case import each_case
+from tests.nodes.build import Clock, a_node, a_spec, is_held, no_upstream, take
+
+
+@each_case(
+    ("keys", "reported", "slots", "context"),
+    [
+        ({}, {}, 1, None),
+        ({}, {"slots": 5, "context": 4096}, 5, 4096),
+        ({"slots": 3, "context": 2048}, {"slots": 5, "context": 4096}, 3, 2048),
+        ({"kind": "openai"}, {}, START_LIMIT, None),
+    ],
 )
+def test_slots_and_context_are_declared_or_reported_or_assumed(
+    keys: dict[str, Any], reported: dict[str, int], slots: int, context: int | None
+) -> None:
+    node = a_node(**keys)
+    node.properties = ServerProperties(**reported)  # type: ignore[arg-type]
+    assert (node.slots_total, node.context) == (slots, context)
 
 
-def test_slots_are_declared_or_reported_or_assumed() -> None:
-    node = a_node(slots=3)
-    node.properties.slots = 5
-    assert node.slots_total == 3
+def test_models_are_declared_by_public_name_or_reported() -> None:
+    node = a_node(model={"gpt-4o-mini": "mistral-7b-q4.gguf"})
+    node.properties.models = ("mistral-7b-q4.gguf",)
+    assert node.served_name("gpt-4o-mini") == "mistral-7b-q4.gguf"
+    assert node.served_name("mistral-7b-q4.gguf") is None
+    assert node.public_models == {"gpt-4o-mini"}
     node = a_node()
-    assert node.slots_total == 1
-    node.properties.slots = 5
-    assert node.slots_total == 5
-    assert a_node(kind="openai").slots_total == START_LIMIT
+    assert node.served_name("demo") is None
+    node.properties.models = ("demo", "other")
+    assert node.served_name("demo") == "demo"
+    assert node.public_models == {"demo", "other"}
+
+
+@each_case(
+    ("declared", "refused", "vision", "supports"),
+    [
+        (None, set(), None, ["chat", "embeddings", "rerank", "vision"]),
+        (None, {"rerank"}, None, ["chat", "embeddings", "vision"]),
+        (None, set(), False, ["chat", "embeddings", "rerank"]),
+        (["chat"], set(), None, ["chat"]),
+        (["chat", "vision"], set(), None, ["chat", "vision"]),
+    ],
+)
+def test_endpoints_are_those_declared_or_all_but_refused_ones(
+    declared: Any, refused: set[str], vision: bool | None, supports: list[str]
+) -> None:
+    node = a_node(endpoints=declared)
+    node.properties = ServerProperties(refused=refused, vision=vision)
+    endpoints: list[Any] = ["chat", "embeddings", "rerank"]
+    found = [one for one in endpoints if node.supports(one)]
+    assert found + ["vision"] * node.supports("chat", vision=True) == supports
 
 
 def test_an_endpoint_without_slots_may_turn_out_to_take_more() -> None:
@@ -47,18 +74,6 @@ def test_an_endpoint_without_slots_may_turn_out_to_take_more() -> None:
     assert (node.slots_total, node.most_slots) == (START_LIMIT, MOST_LIMIT)
     assert a_node(kind="openai", slots=2).most_slots == 2
     assert a_node().most_slots == 1
-
-
-def test_the_slots_of_an_endpoint_are_its_learnt_limit() -> None:
-    node = a_node(kind="openai")
-    lease = take(node)
-    assert node.concurrency_limit is not None
-    node.concurrency_limit.record_refusal(lease.taken_at, node.clock())
-    assert node.slots_total < START_LIMIT
-    declared = a_node(kind="openai", slots=4)
-    assert declared.concurrency_limit is not None
-    declared.concurrency_limit.record_refusal(0.0, declared.clock())
-    assert declared.slots_total == 4
 
 
 def test_an_endpoint_that_asked_for_a_pause_has_no_free_slots() -> None:
@@ -81,54 +96,10 @@ def test_a_limit_below_the_requests_in_flight_leaves_nothing_free() -> None:
     for lease in leases[:4]:
         lease.release()
     assert node.free_slots(node.clock()) == node.slots_total - 4 == 1
-
-
-def test_context_is_declared_or_reported() -> None:
-    assert a_node().context is None
-    node = a_node()
-    node.properties.context = 4096
-    assert node.context == 4096
-    assert a_node(context=2048).context == 2048
-
-
-def test_models_are_declared_by_public_name() -> None:
-    node = a_node(model={"gpt-4o-mini": "mistral-7b-q4.gguf"})
-    node.properties.models = ("mistral-7b-q4.gguf",)
-    assert node.served_name("gpt-4o-mini") == "mistral-7b-q4.gguf"
-    assert node.served_name("mistral-7b-q4.gguf") is None
-    assert node.public_models == {"gpt-4o-mini"}
-
-
-def test_undeclared_models_are_those_that_the_server_reports() -> None:
-    node = a_node()
-    assert node.served_name("demo") is None
-    node.properties.models = ("demo", "other")
-    assert node.served_name("demo") == "demo"
-    assert node.public_models == {"demo", "other"}
-
-
-def test_undeclared_endpoints_are_all_but_refused_ones() -> None:
-    node = a_node()
-    assert node.supports("rerank")
-    node.properties.refused.add("rerank")
-    assert not node.supports("rerank")
-    assert node.supports("chat")
-
-
-def test_declared_endpoints_are_the_only_ones() -> None:
-    node = a_node(endpoints=["chat"])
-    assert node.supports("chat")
-    assert not node.supports("embeddings")
-    assert not node.supports("chat", vision=True)
-    assert a_node(endpoints=["chat", "vision"]).supports("chat", vision=True)
-
-
-def test_vision_is_supported_unless_the_server_reports_none() -> None:
-    node = a_node()
-    assert node.supports("chat", vision=True)
-    node.properties.vision = False
-    assert not node.supports("chat", vision=True)
-    assert node.supports("chat")
+    declared = a_node(kind="openai", slots=4)
+    assert declared.concurrency_limit is not None
+    declared.concurrency_limit.record_refusal(0.0, declared.clock())
+    assert declared.slots_total == 4
 
 
 def test_free_and_busy_slots_count_ours_and_those_of_others() -> None:
@@ -142,13 +113,6 @@ def test_free_and_busy_slots_count_ours_and_those_of_others() -> None:
     assert node.slots_busy == 4
     take(node, 5)
     assert (node.slots_busy, node.free_slots(node.clock())) == (6, 0), "never fewer than ours"
-
-
-def test_requests_are_counted() -> None:
-    node = a_node()
-    take(node).release()
-    take(node)
-    assert node.requests == 2
 
 
 def test_a_rejected_key_is_not_tried_for_a_while() -> None:
@@ -216,19 +180,11 @@ def test_the_first_state_that_holds_wins() -> None:
     seen.append(state())
     node.degradation.server_restarted()
     seen.append(state())
+    assert seen == [state.value for state in NodeState]
     assert seen == [
         "standby", "draining", "down", "sleeping", "loading", "starting", "ejected", "mute",
         "degraded", "ready",
     ]  # fmt: skip
-
-
-def test_the_states_are_tested_in_their_order() -> None:
-    assert [state.value for state in NodeState] == (
-        [
-            "standby", "draining", "down", "sleeping", "loading", "starting", "ejected", "mute",
-            "degraded", "ready",
-        ]
-    )  # fmt: skip
 
 
 def test_the_reason_says_why_a_node_gets_no_work() -> None:
@@ -256,30 +212,6 @@ def test_the_reason_of_an_ejection_has_the_failures_and_the_next_step() -> None:
         NodeState.EJECTED,
         "5 requests in a row failed; the next one is on trial",
     )
-
-
-def test_a_degraded_node_has_figures_in_its_reason_and_gets_work() -> None:
-    node = a_node(slots=3)
-    slow_down(node)
-    node.state, reason = judge_state(node, 400.0)
-    assert node.state is NodeState.DEGRADED
-    assert reason.startswith("writes at 10% of its usual speed (")
-    assert node.free_slots(400.0) == 3
-
-
-def test_a_half_open_node_takes_exactly_one_request() -> None:
-    node = a_node(slots=4)
-    for _ in range(5):
-        node.circuit.record_failure(1000.0)
-    node.state = NodeState.EJECTED
-    assert node.free_slots(1010.0) == 0
-    assert (node.capacity(1040.0), node.free_slots(1040.0)) == (1, 1)
-    lease = Lease(node, 1, 1040.0, True, None, None)
-    node.take(lease, 1040.0)
-    assert lease.trial
-    assert (node.capacity(1040.0), node.free_slots(1040.0)) == (0, 0)
-    lease.release()
-    assert node.free_slots(1040.0) == 1
 
 
 def test_a_half_open_node_whose_slots_are_full_takes_nothing() -> None:
@@ -396,16 +328,6 @@ TestCounting = Counting.TestCase
 TestCounting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_lease_is_released_once() -> None:
-    node = a_node(slots=2)
-    lease = take(node, 2)
-    assert (node.leased, node.free_slots(node.clock())) == (2, 0)
-    lease.release()
-    lease.release()
-    lease.abandon()
-    assert (node.leased, node.free_slots(node.clock())) == (0, 2)
-
-
 class CountedLease(Lease):
     """Writes down how often its own counts are told."""
 
@@ -447,17 +369,10 @@ def foreign_after(occupancy: SlotOccupancy, busy: int, now: float) -> int:
     return occupancy.foreign
 
 
-def test_busy_slots_beyond_our_leases_are_others_work() -> None:
+def test_busy_slots_beyond_our_leases_are_others_work_and_fewer_are_none() -> None:
     occupancy = SlotOccupancy()
     occupancy.take(1, 10.0)
-    assert foreign_after(occupancy, 3, 11.0) == 2
-    assert foreign_after(occupancy, 1, 12.0) == 0
-
-
-def test_fewer_busy_slots_than_leases_are_no_negative_load() -> None:
-    occupancy = SlotOccupancy()
-    occupancy.take(3, 10.0)
-    assert foreign_after(occupancy, 0, 11.0) == 0
+    assert [foreign_after(occupancy, busy, 11.0) for busy in (3, 1, 0)] == [2, 0, 0]
 
 
 def test_a_lease_that_came_or_went_during_the_query_is_ours() -> None:

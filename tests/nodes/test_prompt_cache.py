@@ -71,17 +71,14 @@ class Scene:
 
 
 def test_a_node_caches_the_prompts_it_has_read() -> None:
-    scene = Scene(rows=2)
+    scene = Scene(rows=3)
+    scene.ran("syst", row=2)
     scene.ran("sabc", row=1)
-    assert scene.cache.lookup(a_prompt("sabcd")).cached == {1: 400}
-    assert scene.cache.lookup(a_prompt("sabx")).cached == {1: 300}
+    assert scene.cache.lookup(a_prompt("sxyz")).cached == {1: 100, 2: 100}
+    assert scene.cache.lookup(a_prompt("sabcd")).cached == {1: 400, 2: 100}
+    assert scene.cache.lookup(a_prompt("sabx")).cached == {1: 300, 2: 100}
     assert scene.cache.lookup(a_prompt("xabc")).cached == {}
-
-
-def test_the_last_token_of_a_prompt_is_always_read() -> None:
-    scene = Scene()
-    scene.ran("sabc")
-    assert scene.cached("sabc") == 399
+    assert scene.cached("sabc", row=1) == 399, "the last token is always read"
 
 
 def test_the_next_turn_finds_the_answer_too() -> None:
@@ -120,17 +117,12 @@ def test_a_running_request_is_no_cache_for_another() -> None:
     assert scene.cached("sabd") == 300
 
 
-def test_a_request_that_ended_without_usage_leaves_nothing() -> None:
-    scene = Scene()
-    scene.ran("sab")
-    scene.cache.request_dropped(0, scene.begun("sabc"))
-    assert scene.cached("sabc") == 0
-
-
 def test_a_cut_answer_leaves_the_prompt_and_the_tokens_written() -> None:
     scene = Scene()
     scene.cache.request_dropped(0, scene.begun("sab"), 40)
     assert scene.cached("sabc") == 340
+    scene.cache.request_dropped(0, scene.begun("sabc"))
+    assert scene.cached("sabc") == 0, "nothing is known of one that wrote nothing"
 
 
 def test_volatile_lines_that_a_server_reads_lower_predictions_for_such_prompts_only() -> None:
@@ -145,57 +137,38 @@ def test_volatile_lines_that_a_server_reads_lower_predictions_for_such_prompts_o
     assert scene.cached("wxyza") == 400
 
 
-def test_a_shared_prefix_is_found_on_every_node_that_caches_it() -> None:
-    scene = Scene(rows=5)
-    for row in range(4):
-        scene.ran(f"sys{row}", row)
-    assert scene.cache.lookup(a_prompt("sysx")).cached == dict.fromkeys(range(4), 300)
+@each_case(
+    ("slots", "host", "ran", "begun", "cached"),
+    [
+        # A replaced prompt goes to host memory, and comes back.
+        (1, None, ["abcd", "wxyz"], None, {"abcde": 400}),
+        (1, None, ["abcd", "wxyz", "abcde"], None, {"abcdef": 500, "wxyzw": 400}),
+        # Without host memory an empty slot goes first, then the least recently used one.
+        (2, 0, ["abcd", "wxyz"], None, {"abcde": 400, "wxyza": 400}),
+        (2, 0, ["abcd", "wxyz", "abcde", "klmn"], None, {"abcdef": 500, "wxyza": 0}),
+        # A prompt that keeps half of a slot's overwrites the rest.
+        (1, None, ["sysabc", "sysxyz"], None, {"sysabcd": 300}),
+        # Three quarters of a similar slot's prompt would be kept: nothing is loaded.
+        (1, None, ["sysabcdefghijklm", "zzzzzzzz", "syst"], None, {"sysabcdefghijklmn": 300}),
+        # Nor is a prompt of which little would be left.
+        (1, None, ["sabcdefghi", "zzzz"], None, {"sx": 0}),
+        # The prompt of an idle slot is copied to host memory when another slot gets work.
+        (2, None, ["sysa", "zzzz"], "sysb", {"sysc": 300}),
+        (2, 0, ["sysa", "zzzz"], "sysb", {"sysc": 0}),
+    ],
+)
+def test_prompts_are_cached_as_llama_cpp_does(
+    slots: int, host: float | None, ran: list[str], begun: str | None, cached: dict[str, float]
+) -> None:
+    scene = Scene(slots=slots, host=host)
+    for words in ran:
+        scene.ran(words)
+    if begun is not None:
+        scene.begun(begun)
+    assert {words: scene.cached(words) for words in cached} == cached
 
 
 class TestLikeLlamaCpp:
-    def test_a_replaced_prompt_goes_to_host_memory_and_comes_back(self) -> None:
-        scene = Scene(slots=1)
-        scene.ran("abcd")
-        scene.ran("wxyz")
-        assert scene.cached("abcde") == 400
-        scene.ran("abcde")
-        assert scene.cached("abcdef") == 500
-        assert scene.cached("wxyzw") == 400
-
-    def test_an_empty_slot_goes_first(self) -> None:
-        scene = Scene(slots=2, host=0)
-        scene.ran("abcd")
-        scene.ran("wxyz")
-        assert (scene.cached("abcde"), scene.cached("wxyza")) == (400, 400)
-
-    def test_without_host_memory_the_least_recently_used_slot_loses_its_prompt(self) -> None:
-        scene = Scene(slots=2, host=0)
-        scene.ran("abcd")
-        scene.ran("wxyz")
-        scene.ran("abcde")
-        scene.ran("klmn")
-        assert (scene.cached("abcdef"), scene.cached("wxyza")) == (500, 0)
-
-    def test_a_prompt_that_keeps_half_of_a_slot_overwrites_the_rest(self) -> None:
-        scene = Scene(slots=1)
-        scene.ran("sysabc")
-        scene.ran("sysxyz")
-        assert scene.cached("sysabcd") == 300
-
-    def test_a_similar_slot_hides_host_memory(self) -> None:
-        scene = Scene(slots=1)
-        scene.ran("sysabcdefghijklm")
-        scene.ran("zzzzzzzz")
-        scene.ran("syst")
-        # Three quarters of the slot's prompt would be kept, so nothing is loaded.
-        assert scene.cached("sysabcdefghijklmn") == 300
-
-    def test_a_prompt_of_which_little_would_be_left_is_not_loaded(self) -> None:
-        scene = Scene(slots=1)
-        scene.ran("sabcdefghi")
-        scene.ran("zzzz")
-        assert scene.cached("sx") == 0
-
     def test_host_memory_keeps_no_prefix_of_its_prompts(self) -> None:
         scene = Scene(slots=2)
         scene.ran("abcd")
@@ -207,20 +180,6 @@ class TestLikeLlamaCpp:
             scene.ran(words)
         # Each longer conversation once, and a copy of the first other prompt, whose slot is idle.
         assert sum(len(node.host_prompts) for node in scene.cache.nodes.values()) == 3
-
-    def test_the_prompt_of_an_idle_slot_is_copied_when_another_slot_gets_work(self) -> None:
-        scene = Scene(slots=2)
-        scene.ran("sysa")
-        scene.ran("zzzz")
-        scene.begun("sysb")
-        assert scene.cached("sysc") == 300
-
-    def test_without_host_memory_nothing_is_copied(self) -> None:
-        scene = Scene(slots=2, host=0)
-        scene.ran("sysa")
-        scene.ran("zzzz")
-        scene.begun("sysb")
-        assert scene.cached("sysc") == 0
 
     def test_a_copy_outlives_its_slot_and_a_slot_its_copy(self) -> None:
         scene = Scene(slots=2)
@@ -424,7 +383,11 @@ def test_a_prompt_that_a_node_reads_now_is_pending_and_not_cached_yet() -> None:
     found = cache.lookup(system)
     assert found.cached == {}
     assert found.pending == {0: 400.0, 1: 200.0}
-    assert cache.lookup(PromptKey((9, 10), 200.0)).pending == {}
+    for other in ((9, 10), (7, 2), ()):
+        assert cache.lookup(PromptKey(other, 200.0)).pending == {}
+    # The longest match of a node's prompts counts.
+    cache.request_placed(1, PromptKey((1, 2, 3, 60), 400.0))
+    assert cache.lookup(system).pending == {0: 400.0, 1: 300.0}
 
 
 @pytest.mark.parametrize("how", ["finished", "dropped", "forgotten"])
@@ -450,20 +413,6 @@ def test_the_common_blocks_of_two_prompts_are_counted(same: int, one: int, two: 
     first = [*shared, *range(100, 100 + one)]
     second = [*shared, *range(200, 200 + two)]
     assert common_blocks(first, second) == same
-
-
-def test_of_several_running_prompts_on_a_node_the_longest_match_counts() -> None:
-    running = PendingPrefixes()
-    running.add(0, PromptKey((1, 2, 70), 300.0))
-    running.add(0, PromptKey((1, 2, 3, 60), 400.0))
-    assert running.pending_tokens(PromptKey((1, 2, 3, 4), 400.0), 400.0) == {0: 300.0}
-
-
-def test_a_prompt_with_another_first_block_is_not_compared() -> None:
-    running = PendingPrefixes()
-    running.add(0, PromptKey((1, 2), 200.0))
-    assert running.pending_tokens(PromptKey((7, 2), 200.0), 200.0) == {}
-    assert running.pending_tokens(PromptKey((), 10.0), 10.0) == {}
 
 
 def test_a_prompt_that_thousands_share_is_compared_with_a_few() -> None:

@@ -56,14 +56,6 @@ def timings(prompt: float = 100, tps: float = 50.0, predicted: float = 32) -> di
     }
 
 
-def test_the_first_measurement_is_believed() -> None:
-    speed = Speed()
-    assert (speed.prefill_tps, speed.decode_tps) == (None, None)
-    speed.learn_timings(timings(tps=50))
-    assert speed.prefill_tps == pytest.approx(500)
-    assert speed.decode_tps == pytest.approx(50)
-
-
 def test_a_calibration_is_assumed_until_an_answer_shows_the_speed() -> None:
     speed = Speed()
     # Eight tokens take seven decodes: 20 tokens/s.
@@ -81,15 +73,12 @@ def test_a_calibration_is_assumed_until_an_answer_shows_the_speed() -> None:
     assert (speed.prefill_tps, speed.decode_tps) == pytest.approx((50, 5))
     assert (speed.expected_prefill_tps, speed.token_base) == pytest.approx((50, 0.2))
     speed.forget()
-    assert speed.calibrated is None
+    assert (speed.calibrated, speed.prefill_tps, speed.decode_tps) == (None, None, None)
     assert speed.expected_prefill_tps == CPU_PRIOR.scaled(3).prefill_tps
-
-
-def test_a_calibration_that_wrote_nothing_leaves_the_assumed_decode() -> None:
-    speed = Speed()
+    # One that wrote nothing leaves the assumed decode.
     assert speed.calibrate({"prompt_n": 100, "prompt_ms": 500.0})
     assert speed.expected_prefill_tps == pytest.approx(200)
-    assert speed.token_base == CPU_PRIOR.token_base
+    assert speed.token_base == CPU_PRIOR.scaled(3).token_base
 
 
 @each_case("bad", [0, -5, math.nan, math.inf, -math.inf, None, "32", True, 10**400, [], 1e-300])
@@ -100,28 +89,6 @@ def test_nonsense_is_ignored(bad: Any) -> None:
         before = (speed.prefill_tps, speed.decode_tps)
         speed.learn_timings(timings(tps=50) | {key: bad})
         assert (speed.prefill_tps, speed.decode_tps) == pytest.approx(before), key
-
-
-def test_missing_figures_are_ignored() -> None:
-    speed = Speed()
-    speed.learn_timings({})
-    assert (speed.prefill_tps, speed.decode_tps) == (None, None)
-
-
-@given(
-    st.lists(
-        st.dictionaries(
-            st.sampled_from(["prompt_n", "prompt_ms", "predicted_n", "predicted_ms"]),
-            st.floats() | st.integers() | st.none() | st.text(),
-        )
-    )
-)
-def test_any_timings_leave_a_speed_a_positive_number(told: list[dict[str, object]]) -> None:
-    speed = Speed()
-    for one in told:
-        speed.learn_timings(one)
-        for rate in (speed.prefill_tps, speed.decode_tps):
-            assert rate is None or 0 < rate < math.inf
 
 
 def test_an_unmeasured_node_is_assumed_to_be_as_fast_as_the_best_of_its_like() -> None:
@@ -249,13 +216,6 @@ def test_a_node_whose_timings_become_false_keeps_its_true_speed() -> None:
     for _ in range(50):
         speed.learn_timings({"predicted_n": 100, "predicted_ms": 10}, ObservedTiming(11, 1))
     assert speed.decode_tps == pytest.approx(10, rel=0.1)
-
-
-def test_an_endpoint_without_timings_is_learnt_by_our_clock() -> None:
-    speed = Speed()
-    speed.learn_clocked(1000, 200, 101, ObservedTiming(7.0, 2.0))
-    assert speed.prefill_tps == pytest.approx(400)
-    assert speed.decode_tps == pytest.approx(20)
 
 
 def test_a_change_of_the_assumed_speed_changes_the_version() -> None:
@@ -597,14 +557,6 @@ class Work:
         return states
 
 
-def test_a_node_at_a_third_of_its_speed_is_degraded_within_a_few_requests() -> None:
-    work = Work()
-    assert not any(work.does(30))
-    states = work.does(10, speed=0.25)
-    assert states[-1]
-    assert not any(states[:4])
-
-
 def test_a_usual_speed_learnt_beside_supposed_stalls_makes_no_node_look_degraded() -> None:
     def learn(times: int, low: float, high: float) -> list[bool]:
         states = []
@@ -638,59 +590,46 @@ def test_the_reason_has_figures_and_advice() -> None:
     assert "rate limits" in work.pace.reason(work.now, endpoint=True)
 
 
-def test_one_slow_request_is_no_degradation() -> None:
+@each_case(
+    "story",
+    [
+        # So few requests have no usual speed.
+        [(0, 10, 8, {"speed": 0.1}, "no")],
+        # A third of its speed shows within a few requests: not in four.
+        [(0, 10, 30, {}, "no"), (0, 10, 4, {"speed": 0.25}, "no"), (0, 10, 6, {"speed": 0.25}, "")],
+        # One slow request, now and then.
+        [(0, 10, 30, {}, "no"), (0, 10, 1, {"speed": 0.01}, "no"), (0, 10, 5, {}, "no"),
+         (0, 10, 2, {"speed": 0.01}, "no"), (0, 10, 5, {}, "no")],
+        # A stall that hits all requests at once, also long after a slow one.
+        [(0, 10, 30, {}, "no"), (0, 0.5, 16, {"speed": 0.1}, "no")],
+        [(0, 10, 30, {}, "no"), (0, 10, 1, {"speed": 0.1}, "no"),
+         (3600, 0.5, 16, {"speed": 0.1}, "no")],
+        # Slow ones count from the first of them.
+        [(0, 10, 30, {}, "no"), (0, 5, 4, {"speed": 0.2}, "no"), (0, 5, 1, {"speed": 0.2}, "yes")],
+        # Half of its speed, more busy slots and longer texts.
+        [(0, 10, 30, {}, "no"), (0, 10, 30, {"speed": 0.55}, "no")],
+        [(0, 10, 30, {}, "no"), (0, 10, 40, {"speed": 0.3, "busy": 8, "reading": 1}, "no"),
+         (0, 10, 40, {"speed": 0.3, "context": 8000}, "no")],
+        # It recovers only clearly above the speed at which it was degraded.
+        [(0, 10, 30, {}, "no"), (0, 10, 10, {"speed": 0.25}, ""),
+         (0, 10, 20, {"speed": 0.48}, "yes"), (0, 10, 9, {}, ""), (0, 10, 1, {}, "no")],
+        # Hours without work do not move its usual speed.
+        [(0, 10, 30, {}, "no"), (0, 10, 10, {"speed": 0.25}, ""),
+         (12 * 3600, 10, 10, {"speed": 0.25}, "yes")],
+    ],
+)  # fmt: skip
+def test_a_node_is_degraded_when_like_requests_stay_far_slower_than_usual(
+    story: list[tuple[float, float, int, dict[str, float], str]],
+) -> None:
     work = Work()
-    work.does(30)
-    assert not any(work.does(1, speed=0.01) + work.does(5) + work.does(2, speed=0.01))
-    assert not any(work.does(5))
-
-
-def test_a_stall_that_hits_all_requests_at_once_is_no_degradation() -> None:
-    work = Work()
-    work.does(30)
-    work.gap = 0.5
-    assert not any(work.does(16, speed=0.1))
-
-
-def test_slow_requests_count_from_the_first_of_them() -> None:
-    work = Work()
-    work.does(30)
-    work.gap = 5.0
-    assert work.does(5, speed=0.2) == [False, False, False, False, True]
-
-
-def test_a_stall_long_after_a_slow_request_is_no_degradation() -> None:
-    work = Work()
-    work.does(30)
-    work.does(1, speed=0.1)
-    work.now += 3600
-    work.gap = 0.5
-    assert not any(work.does(16, speed=0.1))
-
-
-def test_half_of_its_speed_is_no_degradation() -> None:
-    work = Work()
-    work.does(30)
-    assert not any(work.does(30, speed=0.55))
-
-
-def test_it_recovers_only_clearly_above_the_speed_at_which_it_was_degraded() -> None:
-    work = Work()
-    work.does(30)
-    assert work.does(10, speed=0.25)[-1]
-    assert all(work.does(20, speed=0.48))
-    assert not work.does(10)[-1]
-
-
-def test_more_busy_slots_and_longer_texts_are_no_degradation() -> None:
-    work = Work()
-    work.does(30)
-    assert not any(work.does(40, speed=0.3, busy=8, reading=1))
-    assert not any(work.does(40, speed=0.3, context=8000))
-
-
-def test_a_node_without_a_baseline_is_not_degraded() -> None:
-    assert not any(Work().does(8, speed=0.1))
+    for pause, gap, times, keys, degraded in story:
+        work.now += pause
+        work.gap = gap
+        states = work.does(times, **keys)
+        if degraded:
+            assert set(states) == {degraded == "yes"}, (keys, states)
+        else:
+            assert states[-1] or not keys, (keys, states)
 
 
 def test_a_lasting_speed_becomes_the_usual_one_after_hours_of_work() -> None:
@@ -698,14 +637,6 @@ def test_a_lasting_speed_becomes_the_usual_one_after_hours_of_work() -> None:
     work.does(50)
     assert all(work.does(int(0.5 * BASELINE_HALF_LIFE / 60), speed=0.3)[10:])
     assert not work.does(int(1.5 * BASELINE_HALF_LIFE / 60), speed=0.3)[-1]
-
-
-def test_hours_without_work_do_not_move_the_baseline() -> None:
-    work = Work()
-    work.does(30)
-    work.does(10, speed=0.25)
-    work.now += 12 * 3600
-    assert all(work.does(10, speed=0.25))
 
 
 def test_the_baseline_follows_a_higher_speed_soon() -> None:

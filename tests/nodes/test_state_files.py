@@ -187,26 +187,6 @@ async def test_changes_are_saved_until_a_successor_takes_over(tmp_path: Path) ->
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
-def test_drains_last_over_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / "state" / "drains.json"
-    drains = DrainedNodes(path)
-    drains.add("a")
-    drains.add("b")
-    drains.remove("b")
-    drains.save()
-    assert "a" in DrainedNodes(path)
-    assert "b" not in DrainedNodes(path)
-    assert [file.name for file in path.parent.iterdir()] == ["drains.json"]
-
-
-def test_without_a_path_drains_are_kept_in_memory() -> None:
-    drains = DrainedNodes()
-    drains.add("a")
-    assert "a" in drains
-    drains.remove("a")
-    assert "a" not in drains
-
-
 @each_case(
     "damage",
     [b"", b"{", b"[]", b"null", b'{"drained": "a"}', b'{"drained": [1]}', b"\xff" * 9, b"[" * 9999],
