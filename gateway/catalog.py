@@ -20,10 +20,8 @@ class ServerFigures:
     """One node's server, as `/v1/models`, `/props` and other APIs describe it; it may be down."""
 
     slots: int
-    context: int | None
-    """Tokens of one slot; None: not known."""
-    trained_context: int | None
-    """Tokens that the model was trained with; None: not known."""
+    context: int | None  # tokens of one slot; None: not known
+    trained_context: int | None  # tokens that the model was trained with; None: not known
     has_vision: bool
     has_audio: bool
     has_video: bool
@@ -31,13 +29,10 @@ class ServerFigures:
     """What it serves, as far as it is known: by the inventory, or by what it has refused."""
     is_up: bool
     on_gpu: bool
-    parameters: int | None
-    """The model's parameters; None: not known, as the next three."""
-    size: int | None
-    """The model's size in bytes."""
+    parameters: int | None  # the model's parameters; None: not known, as the next three
+    size: int | None  # the model's size in bytes
     quantization: str | None
-    file: str | None
-    """The model's file, without its folder."""
+    file: str | None  # the model's file, without its folder
 
 
 class ServedModels(Protocol):

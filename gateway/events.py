@@ -175,8 +175,8 @@ class StreamResumed:
     failure: str | None = None  # Why the stream could not be resumed; never any of its text
 
 
+# What can become of an attempt; `failed`: it is tried again; `refused`: 410, no more.
 WEBHOOK_OUTCOMES = ("delivered", "failed", "refused", "given_up")
-"""What can become of an attempt; `failed`: it is tried again; `refused`: 410, no more."""
 
 
 @dataclass(slots=True)
@@ -241,8 +241,8 @@ class ModelsDiffer:
     differences: tuple[str, ...]  # Those that there are now, a sentence each
 
 
+# How calibrations end; `warmed`: the node's speed was known already.
 CALIBRATION_OUTCOMES = ("done", "warmed", "given_up", "timed_out", "failed")
-"""How calibrations end; `warmed`: the node's speed was known already."""
 
 
 @dataclass(slots=True)

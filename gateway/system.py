@@ -20,7 +20,6 @@ from typing import TypeVar
 import msgspec
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 

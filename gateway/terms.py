@@ -18,8 +18,8 @@ from gateway.config.cache_privacy import CacheSpec
 from gateway.config.usage_limits import LimitSpec
 
 Headers = list[tuple[bytes, bytes]]  # Header fields in wire order, with names in lower case
+# What a node can do, by the names of `endpoints` in the inventory.
 Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
-"""What a node can do, by the names of `endpoints` in the inventory."""
 
 
 class SegmentedBody(Protocol):
@@ -91,9 +91,8 @@ class Caller:
         return self.models is None or model in self.models
 
 
+# Bytes of a client's `tracestate` that are passed on: what the standard demands.
 MOST_TRACESTATE_BYTES = 512
-"""Bytes of a client's `tracestate` that are passed on: what the standard demands."""
-
 MOST_TRACESTATE_MEMBERS = 32  # Its members that are passed on: the most that the standard allows
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _NAME, _STATE_NAME = b"traceparent: ", b"tracestate: "

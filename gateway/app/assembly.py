@@ -83,18 +83,13 @@ from gateway.watch.request_tracing import RequestTracing
 from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
 from gateway.web.site import public_app, with_cors
 
+# Most seconds to wait for the first probes before the gateway reports that it is ready.
 FIRST_PROBES_SECONDS = 10.0
-"""Most seconds to wait for the first probes before the gateway reports that it is ready."""
-
+# Most seconds to wait for the store before the gateway serves without it, or ends.
 STORE_SECONDS = 5.0
-"""Most seconds to wait for the store before the gateway serves without it, or ends."""
-
+# Seconds for clients to read the error of their request, once the grace is over.
 FINAL_RESPONSE_SECONDS = 5.0
-"""Seconds for clients to read the error of their request, once the grace is over."""
-
-TASKS_SECONDS = 10.0
-"""Most seconds for the gateway's tasks to end, once they are cancelled."""
-
+TASKS_SECONDS = 10.0  # most seconds for the gateway's tasks to end, once they are cancelled
 log = structlog.get_logger()
 
 
@@ -263,8 +258,7 @@ class Gateway:
         )
         self._routes: dict[bytes, Route] = {}
         """What clients may ask of nodes; shared with the public listener's connections."""
-        self._created = int(time.time())
-        """The `created` of every model, which no reload changes."""
+        self._created = int(time.time())  # the `created` of every model, which no reload changes
         self._public_app = self._make_public_app()
         self.public_listener: Listener | None = None
         self.admin_listener: Listener | None = None

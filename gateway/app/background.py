@@ -83,22 +83,19 @@ class BackgroundWork:
             time.time,
             tracing,
         )
-        self.files: FileRegistry | None = None
-        """None: there is no store. So are the next ones."""
+        self.files: FileRegistry | None = None  # None: there is no store. So are the next ones.
         self.batches: BatchRegistry | None = None
         self.feeder: Feeder | None = None
         self._results: LineResults | None = None
         self.webhook_targets = WebhookTargets(lambda: settings().webhooks)
         self.webhook_events = WebhookEvents(self.webhook_targets, time.time)
         self.webhook_sender: WebhookSender | None = None
-        self.requests: BackgroundRequests | None = None
-        """Stored responses and deferred requests."""
+        self.requests: BackgroundRequests | None = None  # stored responses and deferred requests
         self._logs: ResponseLogs | None = None
         self._request_runner: BackgroundRunner | None = None
         # Not that of the nodes, which has names of theirs alone.
         self._resolver = Resolver()
-        self._threads = DiskThreads()
-        """For batches and background requests; files have their own."""
+        self._threads = DiskThreads()  # for batches and background requests; files have their own
         store, ledger, process = metering.store, metering.ledger, metering.process
         if store is None or ledger is None or process is None:
             return

@@ -26,31 +26,23 @@ from gateway.config.settings import Settings
 from gateway.http.listener import Listener, bind_socket, resolve_addresses
 from gateway.lease import HASH_KEY_BYTES
 
+# Set for a successor: `name=descriptor` for each socket, `ready=descriptor` for the pipe, and
+# `fixed=1` if systemd owns the sockets.
 SOCKETS_VARIABLE = "LLAMA_GATEWAY_SOCKETS"
-"""Set for a successor: `name=descriptor` for each socket, `ready=descriptor` for the pipe, and
-`fixed=1` if systemd owns the sockets."""
-
+# Set for a successor: the descriptor of a pipe that holds the key of `KeyedHash`. By a variable of
+# its own, so that an older version can succeed, too; and by a pipe, which nobody else can read.
 HASH_KEY_VARIABLE = "LLAMA_GATEWAY_HASH_KEY_PIPE"
-"""Set for a successor: the descriptor of a pipe that holds the key of `KeyedHash`. By a variable of
-its own, so that an older version can succeed, too; and by a pipe, which nobody else can read."""
-
+# Set for a successor: the descriptor of a pipe that ends when the old process has written the last
+# of what it has learnt, or is dead. By a variable of its own, as the key.
 LEARNT_VARIABLE = "LLAMA_GATEWAY_LEARNT_PIPE"
-"""Set for a successor: the descriptor of a pipe that ends when the old process has written the last
-of what it has learnt, or is dead. By a variable of its own, as the key."""
-
+# Set for a successor, which must not admit callers that the old process refuses. Words: `keyed`:
+# there have been API keys; `anonymous`: callers without one are admitted nevertheless;
+# `customised`: the settings are not the defaults; `admin-keyed`: there have been admin keys.
 PREDECESSOR_VARIABLE = "LLAMA_GATEWAY_PREDECESSOR"
-"""Set for a successor, which must not admit callers that the old process refuses. Words:
-`keyed`: there have been API keys; `anonymous`: callers without one are admitted nevertheless;
-`customised`: the settings are not the defaults; `admin-keyed`: there have been admin keys."""
-
-LISTEN_FDS_START = 3
-"""The first descriptor that systemd passes (SD_LISTEN_FDS_START)."""
-
-LISTENER_NAMES = ("public", "admin")
-"""The listeners, in the order of systemd's unnamed sockets."""
-
+LISTEN_FDS_START = 3  # the first descriptor that systemd passes (SD_LISTEN_FDS_START)
+LISTENER_NAMES = ("public", "admin")  # the listeners, in the order of systemd's unnamed sockets
+# Seconds for a successor to become ready; then it is killed and the old process stays.
 READY_TIMEOUT = 60.0
-"""Seconds for a successor to become ready; then it is killed and the old process stays."""
 
 
 class HandoverFailed(Exception):  # noqa: N818 - no error of the process, which serves on
@@ -64,18 +56,15 @@ class InheritedState:
     sockets: dict[str, socket.socket] = field(default_factory=dict)
     from_systemd: bool = False
     """The sockets are systemd's: they decide where the gateway listens, not the settings."""
-    ready_fd: int | None = None
-    """The pipe to the predecessor."""
-    anonymous_access: AnonymousAccess = INITIAL_ACCESS
-    """The predecessor's."""
+    ready_fd: int | None = None  # the pipe to the predecessor
+    anonymous_access: AnonymousAccess = INITIAL_ACCESS  # the predecessor's
     hash_key: bytes | None = field(default=None, repr=False)
     """The predecessor's key for digests of prompts; None: it has passed none."""
     learnt_fd: int | None = None
     """The pipe that ends when the predecessor has written what it has learnt; None: it has none."""
     customised: bool = False
     """The predecessor's settings were not the defaults, so an empty file must be a mistake."""
-    had_admin_keys: bool = False
-    """The predecessor has had admin keys."""
+    had_admin_keys: bool = False  # the predecessor has had admin keys
 
     def apply_to(self, options: Options) -> Options:
         """The options, overridden by the addresses of systemd's sockets."""
@@ -333,7 +322,6 @@ async def _wait_until_readable(reader: int) -> None:
 
 
 _PUBLIC_OPTION = "--port (listen.port)"
-
 _ADMIN_OPTION = "--admin-port (admin.port)"
 
 

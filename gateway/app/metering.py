@@ -28,8 +28,8 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.store.store import Store, log_store_change
 
 log = structlog.get_logger()
+# For each step of a start, when a store that does not answer has used up the time.
 LEAST_SECONDS = 0.1
-"""For each step of a start, when a store that does not answer has used up the time."""
 
 
 class NamedLoop(NamedTuple):

@@ -18,15 +18,12 @@ from gateway.config.inventory import Inventory
 from gateway.config.settings import Settings
 from gateway.watch.logs import Logs, set_up_logging
 
-GARBAGE_SECONDS = 10.0
-"""Seconds between two looks whether garbage of all ages may be collected."""
-
+GARBAGE_SECONDS = 10.0  # seconds between two looks whether garbage of all ages may be collected
+# Collections of middle-aged objects after which those of all ages are worth one: of those there
+# were 4,000 more each time.
 DUE_AFTER = 100
-"""Collections of middle-aged objects after which those of all ages are worth one: of those there
-were 4,000 more each time."""
-
+# Of those as well: then Python collects all garbage, though there was no idle moment.
 FORCED_AFTER = 25_000
-"""Of those as well: then Python collects all garbage, though there was no idle moment."""
 
 
 def run(options: Options) -> int:

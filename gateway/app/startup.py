@@ -76,21 +76,17 @@ class StartError(Exception):
 class StartProblem(NamedTuple):
     """What keeps a gateway from starting although its files are valid."""
 
-    key: str
-    """Key of the settings or the inventory."""
-    message: str
-    """With the remedy."""
+    key: str  # key of the settings or the inventory
+    message: str  # with the remedy
 
 
 @dataclass(frozen=True, slots=True)
 class StartupCheck:
     """Both files, and everything that would keep a gateway from starting with them."""
 
-    settings: Settings | None
-    """None: the file has problems. Likewise for the inventory."""
+    settings: Settings | None  # None: the file has problems. Likewise for the inventory.
     inventory: Inventory | None
-    problems: tuple[Problem, ...]
-    """Of both files."""
+    problems: tuple[Problem, ...]  # of both files
     start_problems: tuple[StartProblem, ...]
 
 

@@ -49,9 +49,7 @@ if TYPE_CHECKING:
     )
 
 FIRST_POLL, LONGEST_POLL = 0.25, 3.0  # seconds between questions for a batch's state; they double
-
 _of_prompts = partial(typer.Option, rich_help_panel="Prompts from a table or a folder")
-
 _of_results = partial(typer.Option, rich_help_panel="Results")
 
 app = typer.Typer(

@@ -29,18 +29,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
+# Seconds without a byte; a large upload is written to the disk before it is answered.
 ANSWER_SECONDS = 120.0
-"""Seconds without a byte; a large upload is written to the disk before it is answered."""
-
 LONGEST_RETRY_AFTER = 60.0  # seconds of a pause that the gateway may ask for
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between tries; they double
 PAGE = 100  # batches that are asked for at once
 LONGEST_STEM = 100  # characters of an upload's name
+# Statuses of a batch that has ended.
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
-"""Statuses of a batch that has ended."""
-
+# Statuses after which a request is tried again, unless the gateway says otherwise.
 _AGAIN = frozenset({408, 429, 500, 502, 503, 504})
-"""Statuses after which a request is tried again, unless the gateway says otherwise."""
 
 
 @dataclass(slots=True)

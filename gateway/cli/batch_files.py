@@ -39,9 +39,8 @@ from gateway.stored.line_reader import (
     RawLine,
 )
 
+# Bytes of a line here; the gateway has a limit of its own (`batches.line_bytes`).
 LONGEST_LINE = 16 << 20
-"""Bytes of a line here; the gateway has a limit of its own (`batches.line_bytes`)."""
-
 LARGEST_STDIN = 8 << 30  # bytes that are kept of stdin
 PIECE_BYTES = 1 << 20
 MOST_SHOWN = 20  # problems that are shown in full, unless checking is all that is asked for
@@ -49,6 +48,7 @@ LONGEST_TEMPLATE = 1 << 20  # characters
 LONGEST_FILE_NAME = 200  # bytes; file systems allow 255
 CHAT = "/v1/chat/completions"
 
+# The endpoints for which prompts are made, and how they name the longest answer.
 SHAPES = {
     CHAT: "max_tokens",
     "/v1/completions": "max_tokens",
@@ -56,7 +56,6 @@ SHAPES = {
     "/v1/messages": "max_tokens",
     "/v1/embeddings": "",
 }
-"""The endpoints for which prompts are made, and how they name the longest answer."""
 
 
 @dataclass(slots=True)

@@ -53,7 +53,6 @@ EXAMPLES = examples_epilog(
 )
 
 DEFAULT_LEVELS = "1,4,8"
-
 _load = partial(typer.Option, rich_help_panel="Load")
 _request = partial(typer.Option, rich_help_panel="Requests")
 _server = partial(typer.Option, rich_help_panel="Server")

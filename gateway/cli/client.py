@@ -26,9 +26,8 @@ KEY_VARIABLE = "LLAMA_GATEWAY_KEY"
 LONGEST_KEY = 4096  # bytes of a key file that are read
 LARGEST_ANSWER = 256 << 20  # bytes; a stream of events may be longer
 LONGEST_LINE = 64 << 20  # bytes of an event; that of 10,000 nodes has some 8 million
+# Seconds without a byte of the admin API; longer than a probe of a node that hangs.
 ADMIN_SECONDS = 30.0
-"""Seconds without a byte of the admin API; longer than a probe of a node that hangs."""
-
 SCHEME_SECONDS = 2.0  # seconds for a look whether a server speaks the other scheme
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _PEM_END = "-----END CERTIFICATE-----"
@@ -52,8 +51,7 @@ class GatewayRefused(CommandFailed):
     def __init__(self, message: str, code: int, body: Mapping[str, Any]) -> None:
         # What the command's user has written wrongly is wrong usage.
         super().__init__(message, 2 if code == 400 else 1)
-        self.code = code
-        """The HTTP status."""
+        self.code = code  # the HTTP status
         self.body = body
 
 

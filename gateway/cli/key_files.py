@@ -14,11 +14,8 @@ from gateway.config.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from gateway.callers.stored_keys import KeyProblem
 
-LARGEST_TABLE = 16 << 20
-"""Bytes."""
-
-MOST_KEYS = 10_000
-"""Keys of one file; the admin API takes no more at once."""
+LARGEST_TABLE = 16 << 20  # bytes
+MOST_KEYS = 10_000  # keys of one file; the admin API takes no more at once
 
 _LIMITS = (
     "rpm",
@@ -46,15 +43,13 @@ _COLUMNS = (
 )
 
 _YES = frozenset({"1", "true", "yes", "on"})
-
 _NO = frozenset({"0", "false", "no", "off"})
 
 
 class ListedKey(NamedTuple):
     """A key of a file, as it stands there."""
 
-    fields: object
-    """A mapping with the names of the settings, if it is right."""
+    fields: object  # a mapping with the names of the settings, if it is right
     line: int
 
 

@@ -12,15 +12,10 @@ from typing import Annotated, Any
 import typer
 
 LIMITS_PANEL = "Limits"
-
 USERS_PANEL = "End users that it names (with --trust-user-headers)"
-
 CACHE_PANEL = "Prompt caches and privacy (unset: as its group)"
-
 TRUST_HELP = "Its holder may name its end users by header (see identity.user_headers)."
-
-ALL_NODES = "all"
-"""Of `--cache-nodes`: the key is kept to no pool, whatever its group says."""
+ALL_NODES = "all"  # of `--cache-nodes`: the key is kept to no pool, whatever its group says
 
 
 class PriorityChoice(enum.StrEnum):
@@ -288,9 +283,9 @@ def given(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _GROUPS = frozenset({"limits", "user_limits", "cache"})
-
 _LIMITS = ("rpm", "tpm", "tokens_per_day", "budget", "concurrency")
 
+# Where each of the things that `--unset` takes away is in a key.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("class", "max_class", "models", "group", "expires")},
     **{name: ("limits", name) for name in (*_LIMITS, "prompt_tokens", "completion_tokens")},
@@ -299,7 +294,6 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "prompt_cache": ("cache", "prompt_cache"),
     **{name: (name,) for name in sorted(_GROUPS)},
 }
-"""Where each of the things that `--unset` takes away is in a key."""
 
 
 def unset_fields(words: Iterable[str], wanted: Mapping[str, Any]) -> list[tuple[str, ...]]:

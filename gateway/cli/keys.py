@@ -51,7 +51,6 @@ app = typer.Typer(
 )
 
 _ID = re.compile(r"[A-Za-z0-9-]{1,64}")
-
 _LONGEST_INPUT = 4096
 
 

@@ -135,7 +135,6 @@ FIT_EXAMPLES = examples_epilog(
 
 _servers = partial(typer.Option, rich_help_panel="Servers")
 _machine = partial(typer.Option, rich_help_panel="Machine")
-
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 
 

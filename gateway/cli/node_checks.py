@@ -122,8 +122,8 @@ async def check_nodes(inventory: Inventory, settings: Settings) -> list[NodeChec
     return await asyncio.gather(*map(check, inventory.nodes))
 
 
+# Slots of a llama.cpp server that was started without `-np`: then all share one context.
 SLOTS_OF_A_SHARED_POOL = 4
-"""Slots of a llama.cpp server that was started without `-np`: then all share one context."""
 
 
 def _hints(spec: NodeSpec, properties: ServerProperties) -> tuple[str, ...]:

@@ -42,12 +42,9 @@ NODES_EXAMPLES = examples_epilog(
 FIRST_POLL_INTERVAL = 0.02  # seconds; it doubles with each poll of a drain
 LONGEST_POLL_INTERVAL = 0.5
 MOST_FAILED_POLLS = 5  # polls in a row that may fail before the command gives up
-
 _which = partial(typer.Option, rich_help_panel="Which nodes")
-
+# States of nodes that serve their models, or will in a moment.
 SERVING_STATES = frozenset({"ready", "degraded", "mute", "sleeping", "loading", "starting"})
-"""States of nodes that serve their models, or will in a moment."""
-
 _NOT_ANSWERING = frozenset({"down", "loading", "mute"})
 
 _NODE_COLUMNS = (

@@ -14,13 +14,9 @@ from gateway.cli.terminal import CommandFailed
 
 DEFAULT_NODES = Path("config/nodes.yaml")
 DEFAULT_CONFIG = Path("config/gateway.yaml")
-
 _of_files = partial(typer.Option, rich_help_panel="Files")
-
 _of_listener = partial(typer.Option, rich_help_panel="Public listener")
-
 _of_gateway = partial(typer.Option, rich_help_panel="Gateway")
-
 _of_admin = partial(typer.Option, rich_help_panel="Admin listener")
 
 NodesFile = Annotated[

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from gateway.workshop.plan.search import PlanQuestion, TimeLimit
     from gateway.workshop.plan.workload import Workload
 
+# Prompt tokens per second by written ones, where only these are given: CPUs read some ten times as
+# fast as they write.
 PREFILL_FACTOR = 10.0
-"""Prompt tokens per second by written ones, where only these are given: CPUs read some ten times as
-fast as they write."""
 
 EXAMPLES = examples_epilog(
     (

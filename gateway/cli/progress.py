@@ -13,8 +13,8 @@ from gateway.cli.terminal import console
 from gateway.config.errors import single_line
 from gateway.local.memory import format_gib
 
+# Seconds between two lines; on a terminal between two changes of a download's bar.
 LINE_SECONDS, REDRAW_SECONDS = 10.0, 0.1
-"""Seconds between two lines; on a terminal between two changes of a download's bar."""
 
 
 class Progress(progress.Progress):

@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from gateway.store.database import StoreLocation
     from gateway.store.store import Store
 
+# The state folder of the systemd unit that the deployment installs.
 UNIT_STATE_FOLDER = Path("/var/lib/llama-gateway")
-"""The state folder of the systemd unit that the deployment installs."""
-
-OPEN_SECONDS = 10.0
-"""Seconds to wait for the store."""
+OPEN_SECONDS = 10.0  # seconds to wait for the store
 
 
 class NoStore(CommandFailed):

@@ -131,9 +131,8 @@ MOST_WIDTH = 100  # columns; longer lines are hard to read
 LEAST_WIDTH = 20
 TWO_COLUMN_WIDTH = 70  # from this width on an option's help stands beside it, and not below
 OPTION_COLUMN_WIDTH = 30  # columns for the options then; a longer option has a line of its own
-
+# The error of a wrong command line, in the click that typer uses.
 UsageError: Any = typer.BadParameter.__base__
-"""The error of a wrong command line, in the click that typer uses."""
 
 
 def _format_help(command: Any, ctx: Any, formatter: Any) -> None:

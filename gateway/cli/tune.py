@@ -41,7 +41,6 @@ EXAMPLES = examples_epilog(
 )
 
 SLOT_HEADROOM = 64  # tokens of a slot that stay free beside prompt and answer
-
 _judged = partial(typer.Option, rich_help_panel="What is judged")
 _servers = partial(typer.Option, rich_help_panel="Servers")
 _output = partial(typer.Option, rich_help_panel="Output")

@@ -45,9 +45,7 @@ EXAMPLES = examples_epilog(
 )
 
 _of_servers = partial(typer.Option, rich_help_panel="Servers")
-
 _of_download = partial(typer.Option, rich_help_panel="Download")
-
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 LONGEST_TOKEN = 4096  # characters of a token for a download
 

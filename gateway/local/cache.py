@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 LOCK_POLL_INTERVAL = 0.05  # seconds between two tries at a lock file
-
-
-SHARE_TIMEOUT = 5.0
-"""Seconds; `cache list` and `cache remove` hold a file for a moment."""
+SHARE_TIMEOUT = 5.0  # seconds; `cache list` and `cache remove` hold a file for a moment
 
 
 def cache_folder(env: Mapping[str, str] | None = None) -> Path:

@@ -25,13 +25,9 @@ from gateway.local.download import read_record
 from gateway.local.gguf import model_parts
 
 ROOT = Path("/")
-
 Kind = Literal["model", "partial", "demo", "logs", "measurements"]
-
 DOWNLOAD_FOLDER = re.compile(r"[0-9a-f]{16}")
-
 DEMO_MODEL = re.compile(r"demo-[a-z]+-v\d+\.gguf")
-
 MEASUREMENT_FILES = ("tuning.jsonl", "tuning.jsonl.1")
 
 

@@ -22,36 +22,21 @@ from gateway.local.cache import ensure_file, models_folder
 from gateway.system import install_command
 
 DemoSize = Literal["small", "medium"]
-
 DEMO_MODEL_NAME = "demo"
-
 FILE_VERSION = 2  # raise it when the file's bytes change
-
 WEIGHTS_SEED = 20_260_501
-
 TRAINED_CONTEXT = 131_072  # tokens: a coding agent begins with up to 57,000 of them
-
 LOCK_TIMEOUT = 120.0  # seconds; writing the medium model takes a few on a busy machine
-
 CONSTANT_EMBEDDING = 1.0  # first component of every token's embedding
-
 TOOL_CALL_EMBEDDING = 4.0  # second component where a tool call begins or has ended
-
 ATTENTION_SHARPNESS = 1.5  # how sharply a head selects among the tokens before
-
 LAYER_SCALE = 0.8  # a layer's output over its input
-
 LOGIT_SPREAD = 3.0  # standard deviation of the logits
-
 # Subtracted from a token's logit, so that text consists of printable words.
 FREQUENT_PENALTY = -14.0
-
 RARE_PENALTY = 16.0
-
 GRAMMAR_ONLY_PENALTY = 100.0  # chosen only where a grammar allows nothing likelier
-
 GRAMMAR_LAST_PENALTY = 200.0  # chosen only after those
-
 FORBIDDEN_PENALTY = 400.0
 
 TOKEN_PENALTIES = {

@@ -18,16 +18,11 @@ from typing import Any
 
 from gateway.local.launch import die_with_parent
 
+# What llama-server's `--cache-type-k` and `--cache-type-v` take.
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-"""What llama-server's `--cache-type-k` and `--cache-type-v` take."""
-
-
 DEFAULT_BATCH = 512  # tokens of one step; a larger batch stalls the other slots for longer
-
 DEFAULT_MICRO_BATCH = 256
-
 PROMPT_CACHE_MIB = 1024  # MiB of host memory; llama.cpp's own default is 8192
-
 POOLING_TYPES = ("none", "mean", "cls", "last", "rank")
 
 
@@ -173,7 +168,6 @@ def _cache_type(name: str) -> Any:
 
 
 OPENMP_LIBRARY = "libgomp.so.1"
-
 OPENMP_PACKAGE = "pykdtree"  # the smallest wheel that holds a copy, under a name of its own
 
 

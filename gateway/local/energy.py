@@ -20,18 +20,13 @@ from pathlib import Path
 from gateway.local.topology import read_number, read_text
 
 ROOT = Path("/")
-
 POWERCAP = "sys/class/powercap"
-
+# A package has one number, its parts have two: `intel-rapl:0`, `intel-rapl:0:1`.
 ZONE = re.compile(r"intel-rapl(?P<mmio>-mmio)?:(?P<package>\d{1,6})(:(?P<part>\d{1,6}))?")
-"""A package has one number, its parts have two: `intel-rapl:0`, `intel-rapl:0:1`."""
-
 MICROJOULES = 1e-6
-
 JOULES_PER_KWH = 3_600_000
-
+# More than one package takes: how soon a counter may begin again is computed with it.
 MOST_WATTS = 1000.0
-"""More than one package takes: how soon a counter may begin again is computed with it."""
 
 NO_COUNTERS = (
     "this machine shows no energy counters in /sys/class/powercap (RAPL): virtual machines and "

@@ -23,24 +23,15 @@ from typing import BinaryIO
 from gateway.local import LocalFleetError, ModelFileError
 
 MAGIC = b"GGUF"
-
 MOST_HEADER_BYTES = 1 << 26  # the largest vocabularies take some 15 MiB
-
 MOST_KEYS = 4096  # key-value pairs; real files have some fifty
-
 MOST_TENSORS = 1 << 17  # the largest mixtures of experts have some thousands
-
 MOST_DIMENSIONS = 8  # of a tensor; ggml has four
-
 MOST_STRING_BYTES = 1 << 24
-
 MOST_STRINGS = 1 << 22  # in one array; the largest vocabularies have some 300,000 tokens
-
+# Numbers of an array that is kept, such as a value for each layer; longer ones are skipped.
 MOST_KEPT_ITEMS = 1024
-"""Numbers of an array that is kept, such as a value for each layer; longer ones are skipped."""
-
 DEFAULT_ALIGNMENT = 32  # bytes, unless the file has another
-
 BOOL, STRING, ARRAY = 7, 8, 9  # value types, as the GGUF specification numbers them
 
 VALUE_FORMATS = {
@@ -48,6 +39,7 @@ VALUE_FORMATS = {
     12: "<d",
 }  # fmt: skip
 
+# Elements and bytes of a block of each tensor type, by ggml's numbers (`GGML_QUANT_SIZES`).
 TENSOR_BLOCKS = {
     kind: (elements, size)
     for elements, sizes in {
@@ -58,7 +50,6 @@ TENSOR_BLOCKS = {
     }.items()
     for kind, size in sizes.items()
 }
-"""Elements and bytes of a block of each tensor type, by ggml's numbers (`GGML_QUANT_SIZES`)."""
 
 WRONG_FILES = (
     (re.compile(rb"\s*(<|\{)"), "it is a web page or an error message, not a model"),
@@ -240,11 +231,10 @@ FULL_ATTENTION_NAMES = """
     pangu-embedded
 """
 
+# Architectures that keep keys and values of every token in every layer.
 FULL_ATTENTION = frozenset(FULL_ATTENTION_NAMES.split())
-"""Architectures that keep keys and values of every token in every layer."""
-
+# Multi-head latent attention: one compressed row for a token and a layer, and no values.
 COMPRESSED_ATTENTION = frozenset({"deepseek2"})
-"""Multi-head latent attention: one compressed row for a token and a layer, and no values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,25 +258,16 @@ SLIDING_WINDOWS = {
     "smallthinker": WindowRule(4, full_first=True, window=4096),
 }
 
+# Every layer keeps a state of fixed size, and no keys and values.
 STATE_SPACES = frozenset({"mamba", "mamba2"})
-"""Every layer keeps a state of fixed size, and no keys and values."""
-
+# Layers without key heads keep a state of fixed size.
 HYBRIDS = frozenset({"jamba", "granitehybrid", "lfm2", "lfm2moe"})
-"""Layers without key heads keep a state of fixed size."""
-
+# Every layer but each fourth (or as the metadata says) keeps a state of fixed size.
 INTERVAL_HYBRIDS = frozenset({"qwen3next", "qwen35", "qwen35moe"})
-"""Every layer but each fourth (or as the metadata says) keeps a state of fixed size."""
-
-PARALLEL_HYBRIDS = frozenset({"falcon-h1"})
-"""Every layer keeps both."""
-
+PARALLEL_HYBRIDS = frozenset({"falcon-h1"})  # every layer keeps both
 STATE_BYTES = 4  # of an element: states are F32
-
-MOST_LAYERS = 1024
-"""llama.cpp's LLAMA_MAX_LAYERS is 512."""
-
-MOST_ELEMENTS = 1 << 32
-"""A width, a context or another size beyond this is a lie."""
+MOST_LAYERS = 1024  # llama.cpp's LLAMA_MAX_LAYERS is 512
+MOST_ELEMENTS = 1 << 32  # a width, a context or another size beyond this is a lie
 
 
 class UnknownShapeError(LocalFleetError):

@@ -15,9 +15,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 MPOL_BIND = 2  # linux/mempolicy.h
-
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 270}
 
 

@@ -43,24 +43,17 @@ TENSOR_TYPE_NAMES = MappingProxyType(
 )  # fmt: skip
 
 CELL_PADDING = 256  # a slot's cells are padded to it (llama_context)
-
 CHECKPOINTS = 3  # of a prompt: two near its end, one at its last user message (server-context.cpp)
-
 CHECKPOINT_SPACING = 8192  # tokens; more of a longer prompt (`--checkpoint-min-step`)
-
 MOST_CHECKPOINTS = 32  # of a slot (`--ctx-checkpoints`)
-
+# A server without model and context: the interpreter, the wheel's libraries, threads, buffers of
+# HTTP. Measured with a tiny model; a bare llama-server takes less.
 PROCESS_BYTES = 40 * MIB
-"""A server without model and context: the interpreter, the wheel's libraries, threads, buffers of
-HTTP. Measured with a tiny model; a bare llama-server takes less."""
-
+# Of a token: its text twice, its place in two tables. Measured with 150,000 tokens.
 VOCABULARY_BYTES = 250
-"""Of a token: its text twice, its place in two tables. Measured with 150,000 tokens."""
-
 # The types that llama.cpp copies into another layout for the CPU's instructions, by a multiple of
 # rows (`ggml_repack_get_optimal_repack_type`): the copy is memory of its own beside the file.
 REPACKED_BY_AVX2 = MappingProxyType({"q4_0": 8, "q4_k": 8, "iq4_nl": 8, "mxfp4": 8})
-
 REPACKED_BY_AVX512 = MappingProxyType({**REPACKED_BY_AVX2, "q2_k": 8})
 
 REPACKED_BY_DOT_PRODUCT = MappingProxyType(
@@ -232,9 +225,7 @@ def _padded(cells: int) -> int:
 
 
 GIB = 1 << 30
-
 MEMORY_FACTOR = 1.5  # memory of a server over its model's size, where its shape is not known
-
 MEMORY_RESERVE = 2 * GIB  # stays free
 
 
@@ -319,9 +310,7 @@ def format_gib(size: int) -> str:
 
 
 ROOT = Path("/")
-
 CAP_IPC_LOCK = 14  # linux/capability.h
-
 LOCKED_SHARE = 0.9  # of the model file that must be locked; the vocabulary never is
 
 

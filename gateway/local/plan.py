@@ -29,18 +29,14 @@ from gateway.local.server import (
 from gateway.local.topology import Topology, read_topology
 from gateway.system import install_command
 
+# Requests that a server takes at once. Decoding on a CPU waits for memory, so a second stream costs
+# little; a third is already slowed down by the prefills of the others.
 DEFAULT_SLOTS = 2
-"""Requests that a server takes at once. Decoding on a CPU waits for memory, so a second stream
-costs little; a third is already slowed down by the prefills of the others."""
-
-DEFAULT_CONTEXT = 4096
-"""Tokens of one slot: a chat's. Coding agents begin with more."""
-
+DEFAULT_CONTEXT = 4096  # tokens of one slot: a chat's. Coding agents begin with more.
+# Evicted prompts that a server may keep where there is room: llama.cpp's own default.
 MOST_PROMPT_CACHE_BYTES = 8192 * MIB
-"""Evicted prompts that a server may keep where there is room: llama.cpp's own default."""
-
+# Of a server's memory that prompt caches leave free: what its estimate may have missed.
 UNFORESEEN_SHARE = 0.1
-"""Of a server's memory that prompt caches leave free: what its estimate may have missed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,16 +29,11 @@ from gateway.local.cache import cache_folder
 from gateway.local.embedded import batch_sizes, openmp_folder
 
 MIB = 1 << 20
-
 BINARY_NAME = "llama-server"
-
+# How a model that was not made for embeddings makes them; without any, a server refuses texts.
 MEAN = "mean"
-"""How a model that was not made for embeddings makes them; without any, a server refuses texts."""
-
 HELP_TIMEOUT = 30.0  # seconds for --help, and for --version
-
 VERSION_PATTERN = re.compile(r"^version: (.+)$", re.MULTILINE)
-
 FLAG_PATTERN = re.compile(r"(?<![\w-])(--?[a-z][a-z0-9-]*)")
 
 
@@ -202,7 +197,6 @@ def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str
 
 
 READY_POLL_INTERVAL = 0.1  # seconds between two health checks of a starting server
-
 LOG_CHECK_INTERVAL = 10.0  # seconds between two checks of a log's size
 
 
@@ -318,7 +312,6 @@ class ServerProcess:
 
 
 BASE_PORT = 8081
-
 MOST_PORTS_TRIED = 1000
 
 
@@ -361,7 +354,6 @@ def claimed_port(claim: socket.socket) -> int:
 
 
 MOST_LOG_BYTES = 8 << 20  # of a log, and of the older one beside it
-
 TAIL_BYTES = 64 << 10
 
 

@@ -29,15 +29,10 @@ from gateway.local.server import (
 )
 
 START_TIMEOUT = 600.0  # seconds; a large model on a slow disk takes minutes
-
 STOP_TIMEOUT = 5.0  # seconds between SIGTERM and SIGKILL
-
 HEALTH_TIMEOUT = 2.0  # seconds for a response
-
 FIRST_BACKOFF = 0.5  # seconds before a restart
-
 LONGEST_BACKOFF = 30.0
-
 BACKOFF_RESET_AFTER = 60.0  # seconds of uptime after which the backoff begins anew
 
 

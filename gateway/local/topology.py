@@ -16,7 +16,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 KIB = 1024
-
 _UNITS = {"K": KIB, "M": KIB**2, "G": KIB**3}
 
 
@@ -194,21 +193,19 @@ ARM_INSTRUCTIONS = {
     "sme": "SME",
 }
 
+# A core with less than this share of the highest capacity is an efficiency core.
 EFFICIENCY_CAPACITY = 0.8
-"""A core with less than this share of the highest capacity is an efficiency core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
     """The processor; all of a machine are alike."""
 
-    architecture: str
-    """`x86_64`, `aarch64`, or empty for unknown."""
+    architecture: str  # `x86_64`, `aarch64`, or empty for unknown
     name: str
     instructions: tuple[str, ...]
     """The instruction sets that llama.cpp can use, by their usual names."""
-    flags: frozenset[str]
-    """The kernel's names of all its features."""
+    flags: frozenset[str]  # the kernel's names of all its features
 
 
 UNKNOWN_PROCESSOR = Processor("", "", (), frozenset())

@@ -123,13 +123,10 @@ def decode_result(data: bytes) -> DeferredResult:
 
 
 _ROW: Final = stored_requests.c
-
 BACKGROUND_KINDS: Final = (RequestKind.RESPONSE, RequestKind.DEFERRED)
-
 _IS_BACKGROUND = _ROW.kind.in_([kind.value for kind in BACKGROUND_KINDS])
-
+# Called in the transaction in which a row ends, with the row as it is then.
 EndListener = Callable[[Connection, StoredRow], None]
-"""Called in the transaction in which a row ends, with the row as it is then."""
 
 
 class WaitingUse(NamedTuple):
@@ -301,30 +298,21 @@ def waiting_owners(
     return [(owner, RequestKind(kind)) for owner, kind in connection.execute(asked.distinct())]
 
 
+# Kinds of the folder's files: bodies, and results of deferred requests.
 REQUEST, ANSWER = "request", "answer"
-"""Kinds of the folder's files: bodies, and results of deferred requests."""
-
 _PREFIXES = {RequestKind.RESPONSE: "resp_", RequestKind.DEFERRED: "bg_"}
-
 POLL_SECONDS = 1.0  # between two looks at a request that another process may have ended
 CLEAN_SECONDS = 10.0  # between two rounds of ending what is late and removing what is due
 IDLE_CLEAN_SECONDS = 60.0  # the same while nothing waits or runs: only what was kept becomes due
-
-
+# Age of a file without a row from which on it counts as left over from a crash.
 ORPHAN_SECONDS = 3600.0
-"""Age of a file without a row from which on it counts as left over from a crash."""
-
 STEP_ROWS = 200  # requests, or files, that one round takes
 MOST_STEPS = 50  # rounds of removing that follow each other at once
-
+# After a response's end was recorded by a process that then wrote nothing, another one writes.
 UNWRITTEN_SECONDS = 60.0
-"""After a response's end was recorded by a process that then wrote nothing, another one writes."""
-
 GIVE_UP_SECONDS = 5.0  # most seconds to end what clients wait for, at the end
 MOST_ENDING = 1024  # cancellations under way whose clients have gone
-
 log = structlog.get_logger()
-
 T = TypeVar("T")
 
 
@@ -725,10 +713,8 @@ class BackgroundRequests:
 
 
 EXPIRED_MESSAGE = "The time was over before there was a response."
-
+# The error of a request whose client has waited in a process that ended.
 SHUTTING_DOWN = "shutting_down"
-"""The error of a request whose client has waited in a process that ended."""
-
 SHUT_DOWN_MESSAGE = "The gateway was shut down before the response had ended: send it again."
 
 
@@ -767,17 +753,15 @@ def not_found(id_: str, kind: RequestKind) -> GatewayError:
 
 LEASE_SECONDS = 30.0  # after which a request whose process has said nothing is run by another one
 RENEW_SECONDS = 5.0  # between two times that the process says what it runs
+# Between two looks for requests while there is work, where nobody tells that some have come.
 LOOK_SECONDS = 1.0
-"""Between two looks for requests while there is work, where nobody tells that some have come."""
-
 RETRY_SECONDS = 2.0  # before the second run of these; before the third, twice as many
 STORE_SECONDS = 1.0  # before the store is tried again
+# A deadline is near in the last quarter of the time until it, and in the last minute.
 NEAR_SHARE, NEAR_SECONDS = 0.25, 60.0
-"""A deadline is near in the last quarter of the time until it, and in the last minute."""
-
+# At the end: most seconds until what has ended is recorded, again until what runs has ended, and
+# again until the store knows what waits.
 CLOSE_SECONDS = 2.0
-"""At the end: most seconds until what has ended is recorded, again until what runs has ended, and
-again until the store knows what waits."""
 
 
 _ENDS: dict[str, ResponseEnd] = {

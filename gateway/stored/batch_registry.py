@@ -67,26 +67,20 @@ from gateway.stored.results import ANTHROPIC, ResultReader
 
 __all__ = ["ENDPOINTS", "BatchProgress", "BatchRegistry", "NewBatch"]
 
+# The paths of which a batch can be.
 ENDPOINTS = tuple(
     path
     for path, route in ROUTES.items()
     if path.startswith("/v1/") and route.takes_slot and not route.multipart
 )
-"""The paths of which a batch can be."""
 
 PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
-
-
 PAGE_ROWS = 200  # rows that are read at a time for lines that are recorded so far
-
 _PREFIXES = {ANTHROPIC: "msgbatch_"}
-
 log = structlog.get_logger()
-
 T = TypeVar("T")
-
+# The mean cost of a token of this model; None: unknown.
 TokenPrice = Callable[[str | None], float | None]
-"""The mean cost of a token of this model; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,7 @@ from gateway.stored.files import (
 )
 
 INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
-
 _BATCH: Final = batches.c
-
 _ROW: Final = stored_requests.c
 
 
@@ -99,15 +97,15 @@ class Batch:
         return self.completed + self.failed + self.cancelled + self.expired
 
 
+# Is told of a batch that ends, in the transaction in which it does.
 EndListener = Callable[[Connection, Batch], None]
-"""Is told of a batch that ends, in the transaction in which it does."""
 
+# `again`: the same idempotency key with the same request; `conflict`: with another one;
+# `elsewhere`: the input file is in the folder of another gateway; `full`: its owner keeps as much
+# as it may.
 AddOutcome = Literal[
     "added", "again", "conflict", "no_file", "wrong_purpose", "elsewhere", "too_many", "full"
 ]
-"""`again`: the same idempotency key with the same request; `conflict`: with another one;
-`elsewhere`: the input file is in the folder of another gateway; `full`: its owner keeps as much as
-it may."""
 
 
 class BatchAdded(NamedTuple):
@@ -134,11 +132,8 @@ class DueBatch(NamedTuple):
 
 
 _FIELDS: Final = tuple(Batch.__dataclass_fields__)
-
 _COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_BATCH[name] for name in _FIELDS)
-
 _JSON: Final = ("metadata", "errors")
-
 _SHOWN: Final = _BATCH.deleted_at.is_(None)
 
 
@@ -525,9 +520,8 @@ def _json(value: Any) -> str | None:
 
 SAMPLE_SECONDS = 5.0  # seconds between two looks at what a batch has done
 WINDOW_SECONDS = 180.0  # seconds over which its speed is measured
-
+# Of a line whose request names no limit, while no line of its batch has ended.
 DEFAULT_COMPLETION_TOKENS = 256
-"""Of a line whose request names no limit, while no line of its batch has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,11 +88,9 @@ from gateway.stored.results import (
     broken_line,
 )
 
+# Kind of the folder's files that hold the lines of a batch without an input file.
 REQUESTS = "requests"
-"""Kind of the folder's files that hold the lines of a batch without an input file."""
-
 T = TypeVar("T")
-
 log = structlog.get_logger()
 
 
@@ -273,7 +271,6 @@ def _begin(connection: Connection, id_: str, total: int, model: str | None, now:
 
 
 OUTPUT_PURPOSE = "batch_output"
-
 PAGE_ROWS = 500  # rows that are read from the store at a time
 PIECE_BYTES = 256 << 10  # bytes of lines that are written or sent at a time, if no line is longer
 
@@ -422,30 +419,22 @@ def _end(
 
 
 ROUND_SECONDS = 1.0  # seconds between two looks at the unfinished batches
-
+# The same while there are none: another process of the folder may have added one.
 IDLE_SECONDS = 5.0
-"""The same while there are none: another process of the folder may have added one."""
-
 EXPIRE_SECONDS = 10.0  # seconds between two looks for requests without a batch that are late
-
+# Seconds after which it is tried again to read the input of a batch, or to end it.
 RETRY_SECONDS = 5.0
-"""Seconds after which it is tried again to read the input of a batch, or to end it."""
-
+# Seconds after which a batch goes on that was paused since the folder failed for another reason
+# than want of room: nothing tells that it works again but work.
 UNAVAILABLE_SECONDS = 30.0
-"""Seconds after which a batch goes on that was paused since the folder failed for another reason
-than want of room: nothing tells that it works again but work."""
-
 MOST_TRIES = 3  # tries to read an input, if each fails for a reason that nobody has thought of
 MOST_AT_ONCE = 2  # batches whose input is read, or which are being ended, at one time
 REMOVE_SECONDS = 60.0  # seconds between two rounds of removing batches whose time is over
 STEP_BATCHES = 100  # batches that are removed in one step
-
+# Seconds between two rounds of removing files that no batch needs any more, and the age from which
+# on they are: somebody may read the results of a batch that has just ended.
 CLEAN_SECONDS = 600.0
-"""Seconds between two rounds of removing files that no batch needs any more, and the age from which
-on they are: somebody may read the results of a batch that has just ended."""
-
 _ENDING = frozenset({BatchState.FINALIZING, BatchState.CANCELLING})
-
 _STORAGE = frozenset({STORAGE_FULL, STORAGE_UNAVAILABLE})
 
 

@@ -44,10 +44,7 @@ from gateway.store.store import Store
 from gateway.stored.folder import DiskThreads, Folder, FolderError
 
 LINE_PREFIX = "batch_req_"  # begins the id of a batch's line
-
-
 P = ParamSpec("P")
-
 T = TypeVar("T")
 
 
@@ -128,7 +125,6 @@ def line_id(batch: str, number: int) -> str:
 
 STEP_ROWS = 4_000  # rows that one job ends or removes: some 20 ms of work
 IDS_AT_ONCE = 500  # ids that one statement names
-
 _ROW: Final = stored_requests.c
 
 
@@ -195,7 +191,6 @@ class WorkLeft(NamedTuple):
 
 
 _FIELDS: Final = tuple(StoredRow.__dataclass_fields__)
-
 COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_ROW[name] for name in _FIELDS)  # for `row_of`
 
 
@@ -205,7 +200,6 @@ def in_state(state: RequestState) -> ColumnElement[bool]:
 
 
 IS_WAITING: Final = in_state(RequestState.WAITING)
-
 IS_RUNNING: Final = in_state(RequestState.RUNNING)
 
 
@@ -362,13 +356,13 @@ def has_unfinished_lines(connection: Connection, batch: str) -> bool:
 
 # The end of rows that wait.
 
+# The column in which a batch counts its lines that have ended so.
 COUNTED_AS: Final = {
     RequestState.DONE: batches.c.completed,
     RequestState.FAILED: batches.c.failed,
     RequestState.CANCELLED: batches.c.cancelled,
     RequestState.EXPIRED: batches.c.expired,
 }
-"""The column in which a batch counts its lines that have ended so."""
 
 
 def count_lines(connection: Connection, batch: str, state: RequestState, number: int) -> None:
@@ -397,9 +391,8 @@ def _values_of(row: StoredRow) -> dict[str, Any]:
     return values
 
 
+# Seconds after which the store is read, though nothing tells that there is anything new.
 LONGEST_UNREAD = 30.0
-"""Seconds after which the store is read, though nothing tells that there is anything new."""
-
 UNTOLD_SECONDS = 5.0  # the same on PostgreSQL, which does not tell what other processes commit
 BUSY_SECONDS = 5.0  # seconds for which work that was found counts as still there
 
@@ -699,11 +692,11 @@ def _let_wait(
     return len(found)
 
 
+# The places in a row of the ledger that a batch sums up, and its columns.
 _COUNTED: Final = tuple(
     (ROW_COLUMNS.index(name), batches.c[name])
     for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "cost")
 )
-"""The places in a row of the ledger that a batch sums up, and its columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -806,15 +799,12 @@ def _add(sums: Counter[Any], result: RecordedResult) -> None:
 
 LEASE_SECONDS = 60.0  # for which a claim holds unless it is renewed
 AWAY_SECONDS = 2.0  # seconds after which rows whose bodies could not be read are tried again
-
+# Seconds for which no lease counts as over after this machine's clock was set forward: until then
+# all processes have renewed theirs.
 CALM_SECONDS = 20.0
-"""Seconds for which no lease counts as over after this machine's clock was set forward: until then
-all processes have renewed theirs."""
-
 JUMP_SECONDS = 5.0  # seconds by which the clock must have been set forward for that
-
+# Claims that are to be taken back; the rows of earlier ones wait until their lease is over.
 MOST_UNKNOWN = 100
-"""Claims that are to be taken back; the rows of earlier ones wait until their lease is over."""
 
 
 @dataclass(slots=True, eq=False)

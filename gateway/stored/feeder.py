@@ -71,39 +71,27 @@ IDLE_SECONDS = 5.0  # the same, while nothing waits that is known of
 READ_SHARE = 20  # reading what waits takes at most one part in so many of the time
 PREFIX_SECONDS = 10.0  # seconds after which the groups of a batch are read again
 MOST_GROUPED = 8  # batches of one target whose groups are read: those that are next
+# Most seconds until late rows are offered again of which one found no place in the queue.
 REFUSED_SECONDS = 1.0
-"""Most seconds until late rows are offered again of which one found no place in the queue."""
-
 LOOK_SECONDS = 0.1  # seconds between two looks at the room for batch work
-
+# A slot that comes free within so many seconds is offered a row: until then it is prepared.
 SOON_SECONDS = 0.02
-"""A slot that comes free within so many seconds is offered a row: until then it is prepared."""
-
 RENEW_SECONDS = 5.0  # seconds between two renewals, which also tell which rows were cancelled
 MOST_BODIES = 64 << 20  # bytes of bodies that are read ahead
 MOST_UNRECORDED = 5000  # results that wait to be recorded; beyond them no row is offered
 RETRY_SECONDS = 10.0  # seconds until a row that nodes have failed is run again, times its runs
-
+# Seconds after which it is tried again whether an owner's limit is still reached.
 MOST_PAUSE = 300.0
-"""Seconds after which it is tried again whether an owner's limit is still reached."""
-
 HOLD_SECONDS = 10.0  # if an owner is paused for longer, its claimed rows are put back
-
+# For so long after an owner's limit was reached its rows are offered one after the other.
 CAREFUL_SECONDS = 30.0
-"""For so long after an owner's limit was reached its rows are offered one after the other."""
-
+# Rows without any node that are tried at a time: their model may be unknown, which is a result.
 MOST_PROBES = 64
-"""Rows without any node that are tried at a time: their model may be unknown, which is a result."""
-
 AWAY_SECONDS = 2.0  # seconds after which a store or folder that has failed is tried again
-
+# Seconds after which batches are counted again while none is unfinished: some are removed.
 COUNT_SECONDS = 60.0
-"""Seconds after which batches are counted again while none is unfinished: some are removed."""
-
 END_SECONDS = 3.0  # most seconds to put back what is left, at the end
-
 log = structlog.get_logger()
-
 _ROW: Final = stored_requests.c
 
 
@@ -347,11 +335,9 @@ class FeederCounts:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     """Lines whose result this process has recorded: `done`, `failed`, or `lost` (taken)."""
-    deferred: int = 0
-    """Runs after which a row waits again: a limit of its owner, no room, no node."""
+    deferred: int = 0  # runs after which a row waits again: a limit of its owner, no room, no node
     retried: int = 0  # runs that nodes have failed and that are repeated
-    waiting: Counter[str] = field(default_factory=Counter)
-    """Stored requests that may run, by kind."""
+    waiting: Counter[str] = field(default_factory=Counter)  # stored requests that may run, by kind
     batches: dict[str, int] = field(default_factory=dict)  # by state
     oldest: float | None = None
     """When the oldest batch with waiting lines was created; None: nothing waits."""

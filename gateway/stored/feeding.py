@@ -20,41 +20,30 @@ from gateway.lease import BatchRoom
 from gateway.stored.claims import StoredRow
 
 MOST_READY = 256  # rows of one target that are claimed ahead, at most
-
+# Rows that end within so many seconds are claimed ahead: several times what a claim takes.
 READY_SECONDS = 1.0
-"""Rows that end within so many seconds are claimed ahead: several times what a claim takes."""
-
 MOST_WANTS = 24  # picks of one claim: each is a query
-
+# A deadline is in danger when the work before it takes more than this share of the time left.
 DANGER_SHARE = 0.8
-"""A deadline is in danger when the work before it takes more than this share of the time left."""
-
+# So near, a deadline is in danger as long as the speed is unknown; also what a row is believed to
+# take as long as none has ended.
 DANGER_SECONDS = 30.0
-"""So near, a deadline is in danger as long as the speed is unknown; also what a row is believed to
-take as long as none has ended."""
-
 LEAST_PACE = 1e-9  # rows a second; so few are none
-
+# A deadline is near when the time left is less than so many times what the work before it takes on
+# all slots. Until then slots may yet come free, in the evening for one.
 NEAR_FACTOR = 3
-"""A deadline is near when the time left is less than so many times what the work before it takes on
-all slots. Until then slots may yet come free, in the evening for one."""
-
+# Late rows of one owner that wait for a slot of a target: a slot in so many, within these bounds.
+# So many that one is there when a slot comes free, so few that the owner's own clients hardly wait
+# for them.
 LATE_SLOTS_DIVISOR, LEAST_LATE, MOST_LATE = 8, 2, 16
-"""Late rows of one owner that wait for a slot of a target: a slot in so many, within these bounds.
-So many that one is there when a slot comes free, so few that the owner's own clients hardly wait
-for them."""
-
+# Late rows of all owners that wait: one place in so many of the queue (`queue.max`).
 LATE_QUEUE_DIVISOR = 8
-"""Late rows of all owners that wait: one place in so many of the queue (`queue.max`)."""
-
+# Each fourth row goes by turns, whatever deadlines are in danger: nobody starves for those that
+# can't be kept any more.
 TURNS_SHARE = 4
-"""Each fourth row goes by turns, whatever deadlines are in danger: nobody starves for those that
-can't be kept any more."""
-
 MEAN_OF = 32  # rows over which the time that one takes is averaged, about
-
+# Slots that have come free for which it is remembered which prompts they have cached.
 MOST_FREED = 64
-"""Slots that have come free for which it is remembered which prompts they have cached."""
 
 
 class PrefixGroup(NamedTuple):

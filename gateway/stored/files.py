@@ -62,13 +62,10 @@ from gateway.stored.folder import (
 )
 
 KEY_STORAGE_FULL = "key_storage_full"  # why batches are paused whose key keeps as much as it may
-
 _BATCH: Final = batches.c
-
 _ROW: Final = stored_requests.c
-
+# The condition of batches that have a file of requests; as in the index.
 HAS_REQUESTS: Final = _BATCH.requests_bytes > literal_column("0")
-"""The condition of batches that have a file of requests; as in the index."""
 
 
 class Kept(NamedTuple):
@@ -173,7 +170,6 @@ def _sum(column: Any) -> Any:
 
 FILES = "files"  # name of the revision that every change of a file raises
 PROCESSED = "processed"  # the state of a file that is complete
-
 SortOrder = Literal["asc", "desc"]
 
 
@@ -325,15 +321,11 @@ MOST_UPLOADS = 64  # uploads at one time in a process; each holds less than a me
 MOST_UPLOADS_OF_OWNER = 8  # of these, those of one owner
 UPLOAD_RETRY_AFTER = 2.0  # `Retry-After` in seconds when there are too many uploads
 CLEAN_SECONDS = 60.0  # seconds between two rounds of removing what has expired
-
+# Age of a complete file without a row from which on it counts as left over from a crash.
 ORPHAN_SECONDS = 3600.0
-"""Age of a complete file without a row from which on it counts as left over from a crash."""
-
 STEP_FILES = 500  # files that one job of the store takes
 PIECE_BYTES = 256 << 10  # bytes that are read from the disk, and sent, at a time
-
 log = structlog.get_logger()
-
 T = TypeVar("T")
 
 

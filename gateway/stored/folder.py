@@ -34,27 +34,19 @@ from gateway.errors import GatewayError
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.store import Store
 
+# Names the folder: several gateways may share a store, and each works on its own folder only.
 ID_FILE = "folder-id"
-"""Names the folder: several gateways may share a store, and each works on its own folder only."""
-
+# Bytes of the file system that are never filled: the store, logs and state files need room.
 SPARE_BYTES = 64 << 20
-"""Bytes of the file system that are never filled: the store, logs and state files need room."""
-
 FULL_SECONDS = 300.0  # seconds after which a file that there was no room for is forgotten
-
+# After so many bytes of a file it is brought to the disk, and the room is checked again.
 STEP_BYTES = 16 << 20
-"""After so many bytes of a file it is brought to the disk, and the room is checked again."""
-
 LONGEST_ID = 64
-
 _NAME = re.compile(r"[a-z]{1,16}-[0-9a-f]{32}")
-
 _TEMPORARY = ".new-"
-
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
+# Names that are tried for a new file: a process that starts may remove one that is not locked.
 _TRIES = 8
-"""Names that are tried for a new file: a process that starts may remove one that is not locked."""
 
 
 class FolderError(Exception):
@@ -581,7 +573,6 @@ def _told(location: Path) -> Iterator[None]:
 
 THREADS = 4  # threads: more would not make a disk faster
 DISK_SECONDS = 120.0  # seconds that a caller waits for one piece of work
-
 T = TypeVar("T")
 
 
@@ -643,7 +634,6 @@ def _close_opened(close: Callable[[T], object], job: Future[T]) -> None:
 
 ADD_PAUSES = (0.2, 0.5, 1.0)  # seconds before a row is added to a silent store once more
 RETRY_AFTER = 5.0  # `Retry-After` in seconds while the store or the folder can't be used
-
 log = structlog.get_logger()
 
 

@@ -36,22 +36,17 @@ MOST_EMPTY_LINES = 1000  # empty lines that a file may have beside as many as li
 COUNTED_BYTES = 1 << 20  # bytes in which newlines are counted at a time
 CHUNK_BYTES = 1 << 20  # bytes after which `LineReader.read_some` returns
 CHUNK_LINES = 500  # lines after which it does
-
+# After so much of the input the thread lets the others run: it would hold the interpreter for
+# milliseconds.
 TURN_LINES, TURN_BYTES = 16, 32 << 10
-"""After so much of the input the thread lets the others run: it would hold the interpreter for
-milliseconds."""
-
 TURN_SECONDS = 0.0002
-
 LONGEST_CUSTOM_ID = 512  # characters: PostgreSQL can't index much longer ones
 LONGEST_MODEL = 256  # characters
 PREFIX_BYTES = 1024  # bytes of a prompt's beginning that tell a group of prompts from others
 MOST_TOKENS = 1_000_000_000  # A larger `max_tokens` counts as this
 HEAD_BYTES = 4096  # bytes of a line that is too long in which its `custom_id` is looked for
 _LONGEST_NUMBER = 20  # digits of a number that is looked at
-
 _WHITE_SPACE = b" \t\r"
-
 _CUSTOM_ID_FIRST = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")')
 
 
@@ -185,7 +180,6 @@ class _Body(msgspec.Struct):
 
 
 _FIELDS = msgspec.json.Decoder(_Fields)
-
 _BODY = msgspec.json.Decoder(_Body)
 
 
@@ -384,9 +378,9 @@ def check_line_count(file: BinaryIO, most: int, line_bytes: int) -> None:
         raise TooManyLines(most)
 
 
+# Of this process alone: nobody who reads the store can test what a prompt begins with. Lines that
+# two processes have read of one batch are told apart, which costs no more than some cached tokens.
 _PREFIX_KEY = secrets.token_bytes(32)
-"""Of this process alone: nobody who reads the store can test what a prompt begins with. Lines that
-two processes have read of one batch are told apart, which costs no more than some cached tokens."""
 
 
 def prefix_of(parts: tuple[msgspec.Raw, ...]) -> int:

@@ -114,19 +114,14 @@ _ECHOED: JsonObject = {
 }  # fmt: skip
 """Fields of a response that repeat those of its request, with their values if it has none."""
 
+# Fields of a request that `queued_response` reads.
 REPEATED = (*_ECHOED, "background", "model", "store")
-"""Fields of a request that `queued_response` reads."""
-
+# Fields of a response that its nodes tell.
 _OF_NODES = ("status", "output", "usage", "incomplete_details", "error", "model", "service_tier")
-"""Fields of a response that its nodes tell."""
-
 MOST_ITEMS = 1024  # items of one response
-
 _LIFECYCLE_TYPES = frozenset({"response.created", "response.queued", "response.in_progress"})
-
+# Begins the comment that tells where a response has begun, before its first event with content.
 _RUN_MARK = b": run "
-"""Begins the comment that tells where a response has begun, before its first event with content."""
-
 _END_MARK = b": end "  # begins the comment that tells what its run has used, before its last event
 
 

@@ -42,20 +42,19 @@ from gateway.stored.folder import (
 LOG_KIND = "events"  # what the names of these files begin with
 INDEX_BYTES = 64 * 1024  # bytes between two entries of an index
 PIECE_BYTES = 256 * 1024  # bytes that are read at once
-
+# Types of the events that end a log; each has one of them at most, its last.
 TERMINAL_TYPES = frozenset({"response.completed", "response.incomplete", "response.failed"})
-"""Types of the events that end a log; each has one of them at most, its last."""
 
+# The beginning of each event.
 _HEAD = re.compile(
     rb'(?::[^\n]*\n)*event: ([a-z_.]+)\ndata: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
 )
-"""The beginning of each event."""
 
+# The numbers of all events that begin as they should.
 _NUMBERS = re.compile(
     rb"(?:\A|(?<=\n\n))(?::[^\n]*\n)*event: [a-z_.]+\n"
     rb'data: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
 )
-"""The numbers of all events that begin as they should."""
 
 
 class LogFull(Exception):  # noqa: N818 - said of the log
@@ -278,30 +277,20 @@ def _valid_bytes(data: bytes, first_number: int) -> int:
 
 
 SYNC_SECONDS = 1.0  # least seconds between two rounds
-
-
 COMMIT_SECONDS = 0.03  # least seconds between two rounds of writing
-
+# After a round the loop rests for so many times its duration: the disk is not kept busy.
 COMMIT_SHARE = 2.0
-"""After a round the loop rests for so many times its duration: the disk is not kept busy."""
-
 BEAT_SECONDS = 0.25  # between two looks at those who wait
 SILENCE_SECONDS = 15.0  # after so long without an event a follower gets a comment
-
+# Bytes of one log that wait to be written; then whoever brings more waits.
 MOST_PENDING_BYTES = 64 * 1024
-"""Bytes of one log that wait to be written; then whoever brings more waits."""
-
+# Bytes of a log's newest events that are kept in memory, for all that follow it live.
 TAIL_BYTES = 32 * 1024
-"""Bytes of a log's newest events that are kept in memory, for all that follow it live."""
-
 READ_BYTES = 64 * 1024  # bytes that a follower gets at once
 MOST_TOGETHER = 128  # logs of one round: their followers wake together
-
 MOST_ENDINGS = 32
-
+# Most seconds to wait for what was appended: a round under way, and the next one.
 FLUSH_SECONDS = 2 * DISK_SECONDS
-"""Most seconds to wait for what was appended: a round under way, and the next one."""
-
 CLOSE_SECONDS = 3.0  # most seconds to write what is pending, at the end
 
 

@@ -47,20 +47,13 @@ from gateway.stored.line_reader import LineError
 from gateway.stored.runner import Outcome
 
 ANTHROPIC = "anthropic"  # the API of `/v1/messages/batches`; that of `/v1/batches` is `openai`
-
 EXPIRED_CODE, CANCELLED_CODE = "batch_expired", "batch_cancelled"
-
 EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
-
 CANCELLED_MESSAGE = "This request was not executed because the batch was cancelled."
-
 LOST_CODE = "result_lost"
-
 LOST_MESSAGE = "The result of this request can't be read any more."
-
+# What else `str.splitlines` takes for the end of a line and JSON allows, within strings alone.
 _LINE_ENDS = tuple((one.encode(), f"\\u{ord(one):04x}".encode()) for one in "\x85\u2028\u2029")
-"""What else `str.splitlines` takes for the end of a line and JSON allows, within strings alone."""
-
 _ANY_JSON = msgspec.json.Decoder(msgspec.Raw)
 
 _ANTHROPIC_ERRORS = {
@@ -174,10 +167,8 @@ def _line(value: JsonObject) -> bytes:
 
 RESULTS = "results"  # kind of the folder's files that hold results
 GROUP_SECONDS = 0.05  # seconds that the first result of a group waits for others
-
+# Results, and bytes of them, that are written without waiting, and at one time at most.
 GROUP_RESULTS, GROUP_BYTES = 500, 4 << 20
-"""Results, and bytes of them, that are written without waiting, and at one time at most."""
-
 MOST_BYTES = 64 << 20  # bytes of results that wait; beyond them `add` waits to begin
 ROW_BYTES = 1000  # what a result takes in memory besides its response
 READ_BYTES = 256 << 10  # bytes of lines that are read at a time, if no line is longer
@@ -185,10 +176,8 @@ MOST_READ_FILES = 16  # files of results that a reader has open
 MOST_FILES = 64  # files of results that are open
 IDLE_SECONDS = 30.0  # seconds after which a file of results is closed: its batch may have ended
 RETRY_SECONDS = 2.0  # seconds after which it is tried again to write or to record results
-
+# Why batches are paused while the folder takes no results.
 STORAGE_FULL, STORAGE_UNAVAILABLE = "storage_full", "storage_unavailable"
-"""Why batches are paused while the folder takes no results."""
-
 log = structlog.get_logger()
 
 

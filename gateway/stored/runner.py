@@ -78,27 +78,24 @@ from gateway.terms import (
 from gateway.transport.errors import UpstreamError
 from gateway.watch.request_tracing import RequestTracing
 
+# The header fields of a stored request that nodes get.
 STORED_HEADERS: Headers = [(b"content-type", b"application/json")]
-"""The header fields of a stored request that nodes get."""
-
 MOST_RUNS = 3  # runs of a stored request that nodes may fail; then that is its result
 SETTLE_SECONDS = 30.0  # most seconds until the usage of a response that has ended is known
 TIMER_TOLERANCE = 0.01  # seconds by which a timer may fire early
-
+# Seconds after which a request is offered again, where the error names none.
 DEFAULT_RETRY_AFTER = 5.0
-"""Seconds after which a request is offered again, where the error names none."""
 
+# Codes of the gateway's own errors after which a stored request waits and is run again: a limit of
+# its caller is reached, there is no room or no node at this time, or an operator has paused the
+# model.
 _WAITING_CODES = LIMIT_CODES | {
     *("queue_full", "queue_timeout", "no_node", "starting", "shutting_down"),
     "model_paused",
 }
-"""Codes of the gateway's own errors after which a stored request waits and is run again: a limit of
-its caller is reached, there is no room or no node at this time, or an operator has paused the
-model."""
 
+# Codes of errors that a deadline brings about.
 _LATE_CODES = frozenset({"queue_timeout", "node_timeout"})
-"""Codes of errors that a deadline brings about."""
-
 _NODES_FAILED = frozenset({"node_failed", "node_timeout"})
 
 

@@ -172,11 +172,8 @@ _PRIVATE = tuple(
 )
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-
 _COMPATIBLE = ipaddress.IPv6Network("::/96")
-
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-
 LAST_32_BITS = 0xFFFFFFFF
 
 
@@ -218,11 +215,9 @@ def _within(
     return any(address in network for network in networks if network.version == address.version)
 
 
+# Bytes of an answer's body that are read, so that its sender is not cut off at once.
 MOST_READ = 4096
-"""Bytes of an answer's body that are read, so that its sender is not cut off at once."""
-
 READ_SECONDS = 1.0  # for that body: the status is known, so it changes nothing
-
 _USER_AGENT = f"llama-gateway/{__version__}"
 
 
@@ -462,9 +457,8 @@ class Delivery:
     attempts: int  # attempts that have begun, the one that it is claimed for included
 
 
+# A literal, as in the index: SQLite does not use it for a bound value.
 _WAITS = deliveries.c.state == literal_column("'waiting'")
-"""A literal, as in the index: SQLite does not use it for a bound value."""
-
 _COLUMNS = tuple(deliveries.c[name] for name in Delivery.__dataclass_fields__)
 
 
@@ -580,8 +574,8 @@ def _cut(error: str | None) -> str | None:
     return None if error is None else error[:LONGEST_ERROR]
 
 
+# How a response ends, in the words of OpenAI's API.
 ResponseEnd = Literal["completed", "failed", "incomplete", "cancelled"]
-"""How a response ends, in the words of OpenAI's API."""
 
 _BATCH_EVENTS = {
     BatchState.COMPLETED: "batch.completed",
@@ -623,36 +617,26 @@ class WebhookEvents:
         self.recorded += len(add_deliveries(connection, urls, event, self._now()))
 
 
+# Seconds between the attempts, about as Standard Webhooks proposes; the last is repeated.
 RETRY_DELAYS = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0)
-"""Seconds between the attempts, about as Standard Webhooks proposes; the last is repeated."""
-
 JITTER = 0.2  # share by which a delay is made longer or shorter, at random
-
+# An event is not given up before, though the gateway was down for longer than `give_up`.
 LEAST_ATTEMPTS = 3
-"""An event is not given up before, though the gateway was down for longer than `give_up`."""
-
+# Seconds for which a receiver is left alone at most because of its `Retry-After`.
 LONGEST_RETRY_AFTER = 3600.0
-"""Seconds for which a receiver is left alone at most because of its `Retry-After`."""
-
 MOST_ATTEMPTS = 64  # at one time in a process
 MOST_OF_ORIGIN = 4  # of these, those of receivers with one origin; one alone after it has failed
 POLL_SECONDS = 1.0  # between two looks for what other processes have added, or what is due
-
+# The same where the settings have no receiver: only what was added before can wait.
 IDLE_SECONDS = 30.0
-"""The same where the settings have no receiver: only what was added before can wait."""
-
 LEASE_MARGIN = 15.0  # seconds beyond an attempt's time limit in which its outcome is recorded
 STORE_PAUSE = 1.0  # seconds until an outcome is recorded again, when the store has failed
-
+# For which ended deliveries stay in the store, where an operator may look at them.
 KEPT_SECONDS = 86400.0
-"""For which ended deliveries stay in the store, where an operator may look at them."""
-
 REMOVE_SECONDS = 3600.0  # between two removals of those
 MOST_REMOVED = 1000  # rows that one transaction removes
-
+# For attempts that are under way when the gateway ends; and then for giving them back.
 CLOSE_SECONDS = 2.0
-"""For attempts that are under way when the gateway ends; and then for giving them back."""
-
 log = structlog.get_logger()
 
 

@@ -27,45 +27,31 @@ from gateway.store.schema import audit as audit_table
 from gateway.store.store import Store
 
 log = structlog.get_logger()
-
-LONGEST_TEXT = 200
-"""Characters of a name or value that are kept."""
-
+LONGEST_TEXT = 200  # characters of a name or value that are kept
+# Changes that wait for the store, or without one are all that is kept; further ones replace the
+# oldest.
 MOST_PENDING = 1000
-"""Changes that wait for the store, or without one are all that is kept; further ones replace the
-oldest."""
-
-MOST_ROWS = 100_000
-"""Changes that the store keeps; a hundredth more until old ones are removed."""
-
+MOST_ROWS = 100_000  # changes that the store keeps; a hundredth more until old ones are removed
+# Refused attempts that wait for the store, or without one are all that is kept.
 MOST_REFUSED_PENDING = 100
-"""Refused attempts that wait for the store, or without one are all that is kept."""
-
-MOST_REFUSED_ROWS = 10_000
-"""Refused attempts that the store keeps."""
-
-RETRY_SECONDS = 5.0
-"""Seconds until a store that failed is tried again."""
+MOST_REFUSED_ROWS = 10_000  # refused attempts that the store keeps
+RETRY_SECONDS = 5.0  # seconds until a store that failed is tried again
 
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
     """One change, or an attempt at one. It holds no secret."""
 
-    at: float
-    """Seconds since 1970."""
-    actor: str
-    """The id of an admin key; `local`, `file`, `signal` or `gateway` without one."""
+    at: float  # seconds since 1970
+    actor: str  # the id of an admin key; `local`, `file`, `signal` or `gateway` without one
     role: str | None
     action: str
     target: str
-    outcome: str
-    """`done`, or the code of the error."""
+    outcome: str  # `done`, or the code of the error
     details: Mapping[str, str]
     refused: bool = False
     """Whether nothing was changed: it was the fault of the one who tried, or not for its role."""
-    id: int = 0
-    """Grows with time; 0: not yet stored."""
+    id: int = 0  # grows with time; 0: not yet stored
 
     def as_json(self) -> dict[str, Any]:
         """The entry as JSON values."""
@@ -89,8 +75,7 @@ class AuditQuery:
 
     since: float | None = None
     until: float | None = None
-    before: int | None = None
-    """Only those with a smaller id."""
+    before: int | None = None  # only those with a smaller id
     action: str | None = None
     """Only this action, or those that begin with it and a dot: `keys` for `keys.revoke`."""
     target: str | None = None
@@ -112,8 +97,7 @@ class AuditTrail:
         most_rows: int = MOST_ROWS,
         most_refused_rows: int = MOST_REFUSED_ROWS,
     ) -> None:
-        self.lost = 0
-        """Changes that were logged but could not be kept."""
+        self.lost = 0  # changes that were logged but could not be kept
         self._wall_clock = wall_clock
         self._store = store
         self._retry_seconds = retry_seconds
@@ -255,8 +239,8 @@ def _is_wanted(entry: AuditEntry, query: AuditQuery) -> bool:
     )
 
 
+# How the details of a refused attempt begin in the store: the table has no column for it.
 _REFUSED_MARK = '{"refused": true'
-"""How the details of a refused attempt begin in the store: the table has no column for it."""
 
 _IS_REFUSED: ColumnElement[bool] = func.coalesce(audit_table.c.details, "").startswith(
     _REFUSED_MARK, autoescape=True

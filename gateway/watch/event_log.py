@@ -32,16 +32,15 @@ from gateway.watch.logs import (
     utc_timestamp,
 )
 
+# Outcomes of attempts that are no node's fault: logged at `debug` only.
 BLAMELESS_OUTCOMES = frozenset(
     {
         *("ok", "client_closed", "cancelled", "stale", "context_overflow", "moved", "yielded"),
         "other_kind",
     }
 )
-"""Outcomes of attempts that are no node's fault: logged at `debug` only."""
 
 _DEBUG = LEVELS["debug"]
-
 _BAD_STATES = frozenset({"down", "ejected", "mute", "degraded"})
 
 

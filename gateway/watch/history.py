@@ -18,23 +18,20 @@ from gateway.events import EventBus, RequestFinished
 
 STEP_SECONDS = 5.0  # Seconds of one step
 SPAN_SECONDS = 3600.0  # Seconds that are kept
+# Seconds of which a step's percentiles and shares are: one step alone has too few requests.
 RECENT_SECONDS = 60.0
-"""Seconds of which a step's percentiles and shares are: one step alone has too few requests."""
-
+# Models of one step whose price on the GPU tier is counted apart; with more it is unknown.
 MOST_MODELS = 64
-"""Models of one step whose price on the GPU tier is counted apart; with more it is unknown."""
-
 MOST_CALLERS = 256  # Callers of one step that are counted apart
 MOST_FAILURES = 64  # Pairs of a reason and a node of one step by which failed requests are counted
 MOST_SERVED = 4096  # Ended requests that are kept which have been at a node
 MOST_UNSERVED = 1024  # Those that have not: a flood of refusals pushes no other out
 OTHER_CALLER = ""  # Stands for all further callers of a step
+# Each class of times is so many times as wide as the one before: a percentile is 5 % off.
 CLASS_RATIO = 1.1
-"""Each class of times is so many times as wide as the one before: a percentile is 5 % off."""
-
 LEAST_TIME = 0.001  # Seconds; shorter times are in the first class
+# What a model's prompt, cached and completion tokens cost on the GPU tier; None: unknown.
 GpuCost = Callable[[str, int, int, int], float | None]
-"""What a model's prompt, cached and completion tokens cost on the GPU tier; None: unknown."""
 
 
 class Gauges(NamedTuple):

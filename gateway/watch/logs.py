@@ -31,14 +31,12 @@ from gateway.config.errors import escape_json
 LogFormat = Literal["auto", "console", "json"]
 STDERR = 2
 MOST_VALUE_CHARACTERS = 2000  # Longer values are cut
+# Bytes of lines that wait to be written; further lines are dropped.
 MOST_BUFFERED_LOG_BYTES = 4 * 1024 * 1024
-"""Bytes of lines that wait to be written; further lines are dropped."""
-
 LOG_BATCH_SECONDS = 0.05  # Seconds for which lines are collected into one write
 LOG_FLUSH_SECONDS = 2.0  # Most seconds that `close` waits for the last lines to be written
 MOST_CHAINED_EXCEPTIONS = 5
 MOST_FRAMES = 30
-
 # asyncio logs a callback with its arguments: bytes of a body, for a protocol's data_received.
 _MESSAGES_WITH_ARGUMENTS = ("Exception in callback", "Executing")
 

@@ -42,9 +42,8 @@ from gateway.terms import Priority
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CHARACTERS_OF_A_STEP = 32 << 10  # Text that is written at once: about a millisecond
+# The label of what is counted together, since too many different values have come.
 OTHER_LABEL = "other"
-"""The label of what is counted together, since too many different values have come."""
-
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
@@ -161,6 +160,7 @@ def _histogram_text(name: str, labelled: Mapping[str, str], histogram: Histogram
 
 METRIC_PREFIX = "llama_gateway_"
 
+# What each metric tells, by its name without `METRIC_PREFIX`.
 HELP = {
     "attempts_total": "Attempts on a node that are over.",
     "batch_lines_claimed": "Lines that are claimed and go next.",
@@ -235,8 +235,8 @@ HELP = {
     "gen_ai_server_time_per_output_token_seconds": "Time for each token after the first.",
     "gen_ai_client_token_usage": "Tokens of a request.",
 }
-"""What each metric tells, by its name without `METRIC_PREFIX`."""
 
+# Every state a node can be in, as the admin API names them.
 NODE_STATES = (
     "standby",
     "draining",
@@ -249,13 +249,11 @@ NODE_STATES = (
     "degraded",
     "ready",
 )
-"""Every state a node can be in, as the admin API names them."""
 
 MOST_MODELS = 1000  # Most distinct model labels; further models are counted as `other`
 NODES_OF_A_STEP = 200  # Nodes whose state is read at once: about a millisecond
+# Most pairs of a caller and a reason of refusals; further ones are counted as `other`.
 MOST_REFUSED = 200
-"""Most pairs of a caller and a reason of refusals; further ones are counted as `other`."""
-
 MOST_NODES = 10_000  # Most distinct node labels; further nodes are counted as `other`
 
 _OVERHEAD = (
@@ -779,6 +777,7 @@ _FIRST_TOKEN = (
 _OUTPUT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
 
+# The operations that OpenTelemetry names; other requests are not generative.
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/chat/completions": "chat",
@@ -796,10 +795,9 @@ OPERATIONS = {
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
 }
-"""The operations that OpenTelemetry names; other requests are not generative."""
 
+# `gen_ai.provider.name`: OpenTelemetry has no word for it, and allows others.
 PROVIDER = "llama.cpp"
-"""`gen_ai.provider.name`: OpenTelemetry has no word for it, and allows others."""
 
 
 class GenAiHistograms:

@@ -26,17 +26,13 @@ from gateway import __version__
 from gateway.config.telemetry import TracesSettings
 from gateway.watch.spans import Attribute, EndedRequest, spans_of
 
+# Bytes of a collector's response that are read, so that its connection can be used again.
 MOST_RESPONSE_BYTES = 64 * 1024
-"""Bytes of a collector's response that are read, so that its connection can be used again."""
-
-QUIET_SECONDS = 60.0
-"""Seconds between two log lines about failures."""
-
+QUIET_SECONDS = 60.0  # seconds between two log lines about failures
+# Seconds, give or take a fifth, before the second try; twice as long before each further one.
 FIRST_BACKOFF = 1.0
-"""Seconds, give or take a fifth, before the second try; twice as long before each further one."""
-
+# Statuses after which OTLP wants a message to be sent again.
 RETRYABLE = frozenset({429, 502, 503, 504})
-"""Statuses after which OTLP wants a message to be sent again."""
 
 _KINDS = {
     "server": SpanMessage.SPAN_KIND_SERVER,
@@ -47,7 +43,6 @@ _KINDS = {
 _SAMPLED = 1
 _KNOWN = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
 _REMOTE = SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
-
 log = structlog.get_logger()
 
 

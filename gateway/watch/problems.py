@@ -15,42 +15,24 @@ from typing import Any
 
 import structlog
 
-MOST_PROBLEMS = 50
-"""Most problems that are told."""
-
-MOST_NAMED_NODES = 8
-"""Most nodes that one problem names."""
-
+MOST_PROBLEMS = 50  # most problems that are told
+MOST_NAMED_NODES = 8  # most nodes that one problem names
+# Most paused models, and most models whose nodes differ, that are told one by one.
 MOST_NAMED_MODELS = 8
-"""Most paused models, and most models whose nodes differ, that are told one by one."""
-
-FULL_QUEUE_SHARE = 0.8
-"""Of `queue.max`: from this share on the queue is about to refuse requests."""
-
-LONG_WAIT_SHARE = 0.5
-"""Of `queue.max_wait`: from this share on the oldest request waits long."""
-
+FULL_QUEUE_SHARE = 0.8  # of `queue.max`: from this share on the queue is about to refuse requests
+LONG_WAIT_SHARE = 0.5  # of `queue.max_wait`: from this share on the oldest request waits long
+# Share of the waiting requests, or of the last minute's, from which on one caller floods.
 FLOOD_SHARE = 0.5
-"""Share of the waiting requests, or of the last minute's, from which on one caller floods."""
-
-LEAST_FLOOD = 8
-"""Fewer requests are no flood."""
-
+LEAST_FLOOD = 8  # fewer requests are no flood
+# Share of the last minute's requests that failed from which on that is a problem.
 FAILING_SHARE = 0.05
-"""Share of the last minute's requests that failed from which on that is a problem."""
-
-LEAST_FAILED = 3
-"""Fewer failed requests are no problem of the fleet."""
-
+LEAST_FAILED = 3  # fewer failed requests are no problem of the fleet
+# Days before the end of a certificate at which that is a warning, and critical.
 CERTIFICATE_DAYS, CERTIFICATE_HURRY_DAYS = 14.0, 3.0
-"""Days before the end of a certificate at which that is a warning, and critical."""
-
+# States of nodes that should work and do not.
 OUT_STATES = frozenset({"down", "ejected", "loading"})
-"""States of nodes that should work and do not."""
-
+# States of nodes that work; a mute one is busy, a sleeping one wakes up for its next request.
 USABLE_STATES = frozenset({"ready", "degraded", "mute", "sleeping"})
-"""States of nodes that work; a mute one is busy, a sleeping one wakes up for its next request."""
-
 NODES = "llama-gateway nodes"
 MODELS = "llama-gateway models"
 CHECK = "llama-gateway check"
@@ -348,10 +330,8 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
 class _FloodRemedy:
     """What to do about a caller."""
 
-    words: str
-    """With `{entry}`, where the settings have its key."""
-    commands: tuple[str, ...]
-    """With `{name}`."""
+    words: str  # with `{entry}`, where the settings have its key
+    commands: tuple[str, ...]  # with `{name}`
     entry: str = ""
 
 
@@ -584,34 +564,26 @@ def _duration(seconds: float) -> str:
 class Severity(enum.Enum):
     """How soon somebody should act."""
 
-    CRITICAL = "critical"
-    """Requests fail, or will within minutes."""
-    WARNING = "warning"
-    """The fleet works, with less than it should have."""
-    NOTICE = "notice"
-    """Nothing is broken; somebody may have forgotten it."""
+    CRITICAL = "critical"  # requests fail, or will within minutes
+    WARNING = "warning"  # the fleet works, with less than it should have
+    NOTICE = "notice"  # nothing is broken; somebody may have forgotten it
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Something that an operator should know, and what to do about it."""
 
-    id: str
-    """The same for as long as it lasts."""
+    id: str  # the same for as long as it lasts
     severity: Severity
     title: str
     cause: str
     remedy: str
-    commands: tuple[str, ...] = ()
-    """Command lines of the remedy."""
-    nodes: tuple[str, ...] = ()
-    """The first of the nodes that it is about."""
-    caller: str | None = None
-    """The caller that it is about; for operators only."""
+    commands: tuple[str, ...] = ()  # command lines of the remedy
+    nodes: tuple[str, ...] = ()  # the first of the nodes that it is about
+    caller: str | None = None  # the caller that it is about; for operators only
     anonymous_commands: tuple[str, ...] | None = None
     """`commands` for those who may not know the caller; None: they do not name it."""
-    anonymous_remedy: str | None = None
-    """Likewise."""
+    anonymous_remedy: str | None = None  # likewise
 
     def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
         """As the admin API shows it."""
@@ -631,11 +603,9 @@ class Problem:
         }
 
 
+# Seconds for which a problem must be away to be over: some come and go around a limit.
 OVER_SECONDS = 5.0
-"""Seconds for which a problem must be away to be over: some come and go around a limit."""
-
 _RANKS = {severity: rank for rank, severity in enumerate(Severity)}
-
 log = structlog.get_logger()
 
 
@@ -644,8 +614,7 @@ class _Told:
     """A problem that the log was told of."""
 
     problem: Problem
-    since: float
-    """Monotonic seconds, like the next one."""
+    since: float  # monotonic seconds, like the next one
     seen_at: float
 
 
@@ -703,10 +672,8 @@ class NodeCondition:
     state: str
     reason: str
     tier: str = "cpu"
-    drift: Sequence[str] = ()
-    """How its server differs from the inventory."""
-    start_failures: int = 0
-    """Of a standby node: starts in a row that failed."""
+    drift: Sequence[str] = ()  # how its server differs from the inventory
+    start_failures: int = 0  # of a standby node: starts in a row that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -722,16 +689,12 @@ class QueueCondition:
     """The requests that wait."""
 
     waiting: int = 0
-    most: int = 256
-    """`queue.max`."""
+    most: int = 256  # `queue.max`
     oldest_seconds: float = 0.0
-    most_wait: float = 300.0
-    """`queue.max_wait` in seconds."""
-    top_caller: str | None = None
-    """Whose requests most places hold."""
+    most_wait: float = 300.0  # `queue.max_wait` in seconds
+    top_caller: str | None = None  # whose requests most places hold
     top_waiting: int = 0
-    callers: int = 0
-    """How many callers wait, as far as was counted."""
+    callers: int = 0  # how many callers wait, as far as was counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -740,14 +703,10 @@ class TrafficCondition:
 
     requests: int = 0
     failed: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)
-    """By the error's code."""
-    limited_caller: str | None = None
-    """Whose requests limits refused most."""
-    limited: int = 0
-    """How many of its requests they refused."""
-    callers: int = 0
-    """How many callers sent some, as far as was counted."""
+    refused: Mapping[str, int] = field(default_factory=dict)  # by the error's code
+    limited_caller: str | None = None  # whose requests limits refused most
+    limited: int = 0  # how many of its requests they refused
+    callers: int = 0  # how many callers sent some, as far as was counted
     failures: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """Of `failed`, by the error's code and the last node that was tried ("": none)."""
 
@@ -757,10 +716,8 @@ class SpillCondition:
     """The budget of spill-over to the GPU tier."""
 
     paid: float = 0.0
-    reserved: float | None = 0.0
-    """None: the requests that run have no bound."""
-    money: float | None = None
-    """What may be paid within the window; None: no limit."""
+    reserved: float | None = 0.0  # None: the requests that run have no bound
+    money: float | None = None  # what may be paid within the window; None: no limit
     window: float = 3600.0
 
 
@@ -768,12 +725,9 @@ class SpillCondition:
 class StorageCondition:
     """The folder of files and results, while it can't take what callers and batches have for it."""
 
-    error: str | None = None
-    """Why not, and what to do; None: it takes everything."""
-    is_full: bool = False
-    """Whether that is for want of room."""
-    results: int = 0
-    """Results of batches that wait to be written."""
+    error: str | None = None  # why not, and what to do; None: it takes everything
+    is_full: bool = False  # whether that is for want of room
+    results: int = 0  # results of batches that wait to be written
     full_callers: Sequence[str] = ()
     """Callers whose batches wait, since they keep as much as each may."""
 
@@ -782,17 +736,12 @@ class StorageCondition:
 class FleetCondition:
     """The state from which problems are found."""
 
-    nodes: Sequence[NodeCondition] = ()
-    """Those that are not simply at work."""
-    hosts: Mapping[str, int] = field(default_factory=dict)
-    """Nodes in service by host."""
-    in_service: int = 0
-    """Nodes that should work."""
-    usable: int = 0
-    """Of them, nodes that do."""
+    nodes: Sequence[NodeCondition] = ()  # those that are not simply at work
+    hosts: Mapping[str, int] = field(default_factory=dict)  # nodes in service by host
+    in_service: int = 0  # nodes that should work
+    usable: int = 0  # of them, nodes that do
     models: Mapping[str, ModelNodes] = field(default_factory=dict)
-    paused_models: Collection[str] = ()
-    """Public names that an operator has paused."""
+    paused_models: Collection[str] = ()  # public names that an operator has paused
     differing_models: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By public name: how the nodes that serve it differ, in words."""
     queue: QueueCondition = QueueCondition()
@@ -808,7 +757,6 @@ class FleetCondition:
     """Days left, by the listener's setting."""
     store: Mapping[str, Any] = field(default_factory=dict)
     """`state`, `error` and `remedy` of the store."""
-    ledger: Mapping[str, Any] | None = None
-    """`dropped` and `error` of the ledger."""
+    ledger: Mapping[str, Any] | None = None  # `dropped` and `error` of the ledger
     audit_lost: int = 0
     storage: StorageCondition = StorageCondition()

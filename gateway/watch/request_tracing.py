@@ -31,18 +31,11 @@ from gateway.terms import (
 from gateway.watch.spans import EndedRequest
 
 log = structlog.get_logger()
-
-MOST_WAITING = 1024
-"""Traces that wait to be sent; one more is dropped."""
-
-BATCH_TRACES = 256
-"""Traces that are sent at once."""
-
+MOST_WAITING = 1024  # traces that wait to be sent; one more is dropped
+BATCH_TRACES = 256  # traces that are sent at once
+# Seconds for which traces are collected into one message, unless there are so many sooner.
 BATCH_SECONDS = 5.0
-"""Seconds for which traces are collected into one message, unless there are so many sooner."""
-
-FLUSH_SECONDS = 2.0
-"""Most seconds that the gateway's end waits for the last traces to be sent."""
+FLUSH_SECONDS = 2.0  # most seconds that the gateway's end waits for the last traces to be sent
 
 
 class Sender(Protocol):
@@ -64,10 +57,8 @@ class TraceCounts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.exported = 0
-        self.not_queued = 0
-        """Dropped, as too many waited already."""
-        self.not_sent = 0
-        """Dropped, as the collector did not take them."""
+        self.not_queued = 0  # dropped, as too many waited already
+        self.not_sent = 0  # dropped, as the collector did not take them
 
     def count(self, *, exported: int = 0, not_queued: int = 0, not_sent: int = 0) -> None:
         """Add these. Any thread may call it."""
@@ -95,8 +86,7 @@ class TraceExporter:
         self._waiting: deque[EndedRequest] = deque()
         self._sender: Sender | None = None
         self._work = threading.Event()
-        self._due = threading.Event()
-        """A message is full, or this ends."""
+        self._due = threading.Event()  # a message is full, or this ends
         self._closing = threading.Event()
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -242,11 +232,8 @@ class Sampler:
         return self._failures.take()
 
 
-SETTLE_SECONDS = 0.5
-"""Seconds after its end in which a request's attempts are accounted for."""
-
-MOST_SETTLING = 1024
-"""Requests that wait for that; one more is dropped."""
+SETTLE_SECONDS = 0.5  # seconds after its end in which a request's attempts are accounted for
+MOST_SETTLING = 1024  # requests that wait for that; one more is dropped
 
 
 def open_otlp_sender(settings: TracesSettings) -> Sender:
@@ -263,8 +250,7 @@ class _Settling:
     trace: RequestTrace
     record: RequestFinished
     ended_at: float
-    followed: bool
-    """Whether its decisions were collected while it ran."""
+    followed: bool  # whether its decisions were collected while it ran
 
 
 class RequestTracing:
@@ -289,12 +275,10 @@ class RequestTracing:
         self._settle_seconds = settle_seconds
         self._settling: list[_Settling] = []
         self._exporter: TraceExporter | None = None
-        self._stopped: list[TraceExporter] = []
-        """Earlier ones, which may still send what waited."""
+        self._stopped: list[TraceExporter] = []  # earlier ones, which may still send what waited
         self._settings: TracesSettings | None = None
         self._sampler: Sampler
-        self.active = False
-        """Whether any requests are traced."""
+        self.active = False  # whether any requests are traced
         self.counts = TraceCounts()
         self.configure(settings)
 

@@ -21,15 +21,9 @@ from gateway.watch.event_log import BLAMELESS_OUTCOMES
 from gateway.watch.metrics import OPERATIONS, PROVIDER
 
 Attribute = str | bool | int | float | tuple[str, ...]
-
 Attributes = Mapping[str, Attribute]
-
-MOST_DECISIONS = 256
-"""Decisions about one request of which spans are made, the first."""
-
-LONGEST_ATTRIBUTE = 256
-"""Characters of a text; longer ones are cut."""
-
+MOST_DECISIONS = 256  # decisions about one request of which spans are made, the first
+LONGEST_ATTRIBUTE = 256  # characters of a text; longer ones are cut
 _OWN = "llama_gateway."
 
 
@@ -44,8 +38,7 @@ class Span:
     start: float
     end: float
     attributes: Attributes
-    error: str | None = None
-    """Why it failed, in a word; None: it did not."""
+    error: str | None = None  # why it failed, in a word; None: it did not
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +47,9 @@ class EndedRequest:
 
     trace: RequestTrace
     record: RequestFinished
-    ended_at: float
-    """Monotonic seconds."""
+    ended_at: float  # monotonic seconds
     decisions: Sequence[Decision]
-    clock_offset: int
-    """Nanoseconds from the monotonic clock's times to those since 1970."""
+    clock_offset: int  # nanoseconds from the monotonic clock's times to those since 1970
 
 
 def spans_of(request: EndedRequest) -> Iterator[Span]:

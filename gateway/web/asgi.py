@@ -28,11 +28,9 @@ from gateway.http.response_head import error_headers
 from gateway.request.routes import api_of_path
 
 X_REQUEST_ID_KEY = "gateway.x_request_id"  # key of the request's id in the ASGI scope
-
 Endpoint = Callable[[Request], Awaitable[Response]]
-
+# `Retry-After` in seconds while every node is out: about one probe interval.
 NOT_READY_RETRY_AFTER = 5.0
-"""`Retry-After` in seconds while every node is out: about one probe interval."""
 
 
 class JsonResponse(Response):

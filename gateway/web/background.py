@@ -66,32 +66,27 @@ from gateway.web.asgi import JsonResponse, error_response, page_limit
 
 RESPONSES_PATH = "/v1/responses"
 
+# Fields of a request that no node gets: the gateway does what they say.
 OWN_FIELDS = frozenset(
     {
         *("background", "background_options", "store", "stream", "stream_options"),
         *("previous_response_id", "webhook_url", "metadata", "include"),
     }
 )
-"""Fields of a request that no node gets: the gateway does what they say."""
 
+# Without any of these names a request asks for nothing of the kind.
 _MARKS = (b'"background"', b'"store"', b'"previous_response_id"')
-"""Without any of these names a request asks for nothing of the kind."""
-
+# Bounds of `metadata`, as OpenAI's API has them.
 MOST_PAIRS, LONGEST_NAME, LONGEST_VALUE = 16, 64, 512
-"""Bounds of `metadata`, as OpenAI's API has them."""
-
+# Values of `background_options.completion_window`, and their seconds.
 COMPLETION_WINDOWS = {"soonest": None, "2h": 7200.0, "8h": 28800.0}
-"""Values of `background_options.completion_window`, and their seconds."""
-
+# Bytes of a field that is read for the gateway itself: the longest `metadata` has fewer.
 LONGEST_OPTION = 128 * 1024
-"""Bytes of a field that is read for the gateway itself: the longest `metadata` has fewer."""
-
+# Bytes of the fields that a response repeats, all together. It repeats them in several events, and
+# each that is larger is left out.
 MOST_ECHOED_BYTES = 256 * 1024
-"""Bytes of the fields that a response repeats, all together. It repeats them in several events, and
-each that is larger is left out."""
-
+# Statuses of responses that a conversation can go on from.
 CONTINUABLE = frozenset({"completed", "incomplete"})
-"""Statuses of responses that a conversation can go on from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,12 +328,11 @@ STREAM_HEADER_LINES = (
     b"content-type: text/event-stream\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
 
+# A client that waits for a whole response is served in steps of so many seconds at most.
 WAIT_SECONDS = 10.0
-"""A client that waits for a whole response is served in steps of so many seconds at most."""
-
+# How often, and how long after each other, such a client's response is looked for in a store that
+# can't be used.
 MOST_FAILURES, FAILURE_SECONDS = 60, 1.0
-"""How often, and how long after each other, such a client's response is looked for in a store that
-can't be used."""
 
 
 class StorableRequest(Protocol):
@@ -650,12 +644,9 @@ def _error_of(row: StoredRow, response: JsonObject) -> GatewayError:
 
 RETRY_SECONDS = 2  # `Retry-After` while nothing better is known
 LONGEST_RETRY_SECONDS = 30  # the longest `Retry-After`
-
+# Marks a response that was made before, so that its status is not taken for that of this path.
 REPLAY = "x-gateway-replay"
-"""Marks a response that was made before, so that its status is not taken for that of this path."""
-
 _STATUS = {RequestState.WAITING: "queued", RequestState.RUNNING: "in_progress"}
-
 _OF_CONNECTION = frozenset({"content-length", "transfer-encoding", "connection", "keep-alive"})
 
 
@@ -704,7 +695,7 @@ def accepted(row: StoredRow, described: JsonObject) -> Headers:
 class DeferredEndpoints:
     """The endpoints."""
 
-    requests: BackgroundRequests | None  # none: there is no store
+    requests: BackgroundRequests | None  # None: there is no store
     queue: RequestQueue
     callers: Callers
 
@@ -761,16 +752,11 @@ class DeferredEndpoints:
 
 
 MOST_ITEMS, USUAL_ITEMS = 100, 20  # input items of a page, as OpenAI's API has it
-
+# Bytes that take as long as one item, and those that are read in one turn of the event loop.
 ITEM_WORK, STEP_WORK = 1024, 1 << 20
-"""Bytes that take as long as one item, and those that are read in one turn of the event loop."""
-
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-
 _NUMBER = re.compile(r"[0-9]{1,12}")
-
 _TRUE = frozenset({"true", "1"})
-
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -778,7 +764,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class StoredResponseEndpoints:
     """The endpoints."""
 
-    requests: BackgroundRequests | None  # none: there is no store
+    requests: BackgroundRequests | None  # None: there is no store
     callers: Callers
 
     async def show(self, request: HttpRequest) -> Response:

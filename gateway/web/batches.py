@@ -32,12 +32,9 @@ from gateway.web.files import LONGEST_EXPIRY, SHORTEST_EXPIRY, ContentResponse, 
 CREATE_BYTES = 64 * 1024  # most bytes of a request for a batch
 OPENAI = "openai"  # the API whose batches these are
 DEFAULT_PAGE, LONGEST_PAGE = "20", 100  # batches of a page, as OpenAI's API has it
-
+# Pairs of a batch's metadata, and characters of their names and values, as OpenAI's API has it.
 MOST_METADATA, LONGEST_METADATA_KEY, LONGEST_METADATA_VALUE = 16, 64, 512
-"""Pairs of a batch's metadata, and characters of their names and values, as OpenAI's API has it."""
-
 LONGEST_IDEMPOTENCY_KEY = 255  # characters
-
 JSON_LINES = "application/x-jsonl"
 
 _FIELDS = frozenset(
@@ -49,6 +46,7 @@ _FIELDS = frozenset(
 
 _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 
+# In the words of OpenAI's errors.
 _TYPES: dict[type, str] = {
     str: "a string",
     bool: "a boolean",
@@ -58,14 +56,13 @@ _TYPES: dict[type, str] = {
     dict: "an object",
     type(None): "null",
 }
-"""In the words of OpenAI's errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAccess:
     """Whose batches a request is about."""
 
-    registry: BatchRegistry | None  # none: there is no store
+    registry: BatchRegistry | None  # None: there is no store
     callers: Callers
     limited: Callable[[Caller, str | None], Caller]
     """The caller within the limits that hold for it and for the end user that it names."""

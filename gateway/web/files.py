@@ -36,12 +36,9 @@ from gateway.terms import Headers
 from gateway.web.asgi import JsonResponse, listed, page_limit
 
 UPLOAD_PURPOSES = ("batch", "user_data")  # what callers may upload files for
-
+# Seconds that `expires_after` may name, as OpenAI's API has it.
 SHORTEST_EXPIRY, LONGEST_EXPIRY = 3600, 30 * 86400
-"""Seconds that `expires_after` may name, as OpenAI's API has it."""
-
 LONGEST_PAGE = 10_000  # files of a page at most, as OpenAI's API has it, and without a `limit`
-
 _DIGITS = re.compile(r"[0-9]{1,9}")
 
 
@@ -49,7 +46,7 @@ _DIGITS = re.compile(r"[0-9]{1,9}")
 class FileEndpoints:
     """The endpoints of `/v1/files`."""
 
-    registry: FileRegistry | None  # none: there is no store
+    registry: FileRegistry | None  # None: there is no store
     callers: Callers
 
     async def upload(self, request: Request) -> Response:

@@ -94,12 +94,11 @@ from gateway.web.background import Storing
 
 PROGRESS_SECONDS = 1.0  # seconds between progress comments, for a client that asks for them
 TIMER_TOLERANCE = 0.01  # seconds by which a timer may fire early
+# Seconds past its deadline that an official client has to time out by itself.
 CLIENT_TIMEOUT_GRACE = 2.0
-"""Seconds past its deadline that an official client has to time out by itself."""
-
 HEARTBEAT_TOLERANCE = 0.01  # a heartbeat may come early by this part of its interval
+# Those of a plain response that begins with white space.
 PADDING_HEADER_LINES = b"content-type: application/json; charset=utf-8\r\n"
-"""Those of a plain response that begins with white space."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,8 +162,8 @@ class _HandledRequest:
         self._rewriter: ResponseRewriter | None = None
         self.exchange = exchange
         self.config = handler.config
-        self._context: RequestContext | None = None  # none: the caller is not known yet
-        self._metered: MeteredRequest | None = None  # none: it was not admitted
+        self._context: RequestContext | None = None  # None: the caller is not known yet
+        self._metered: MeteredRequest | None = None  # None: it was not admitted
         self._in_flight: InFlightRequest | None = None
         self._edits = False  # whether it completes code for an editor
         self._edit_session: str | None = None

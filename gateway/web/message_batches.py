@@ -41,7 +41,6 @@ from gateway.web.batches import (
 )
 
 ENDPOINT = "/v1/messages"
-
 DEFAULT_PAGE, LONGEST_PAGE = "20", 1000  # batches of a page, as Anthropic's API has it
 
 
@@ -144,7 +143,6 @@ class MessageBatchEndpoints(BatchActions):
 
 
 TextTime = Annotated[str, msgspec.Meta(extra_json_schema={"format": "date-time"})]
-
 OptionalTime = Annotated[str | None, msgspec.Meta(extra_json_schema={"format": "date-time"})]
 
 
@@ -234,21 +232,14 @@ def _too_large(most_bytes: int) -> GatewayError:
 
 
 LONGEST_FIELD = 4 * 1024  # bytes of a field besides the requests
-
+# Fields besides the requests; they are the gateway's own.
 OTHER_FIELDS = frozenset({"completion_window", "webhook_url"})
-"""Fields besides the requests; they are the gateway's own."""
-
 _CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-
 _PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
-
 _SKIP = re.compile(rb"[ \t\n\r]*")
-
 _BRACKET_OR_QUOTE = re.compile(rb'["{}\[\]]')
-
+# What a string has up to its quote, or up to a backslash that is the last byte.
 _STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-"""What a string has up to its quote, or up to a backslash that is the last byte."""
-
 _SCALAR_END = re.compile(rb"[,\]} \t\n\r]")
 
 
@@ -268,13 +259,11 @@ class _At(Enum):
 
 
 _LIST, _QUOTE = b'["'
-
 _BEFORE_KEYS = frozenset({_At.FIRST_KEY, _At.KEY})
-
 _BEFORE_REQUESTS = frozenset({_At.FIRST_REQUEST, _At.REQUEST})
-
 _BEFORE_VALUES = _BEFORE_KEYS | _BEFORE_REQUESTS | {_At.VALUE}
 
+# What follows a byte that is no part of a value.
 _PUNCTUATION: dict[_At, dict[int, _At]] = {
     _At.START: {ord("{"): _At.FIRST_KEY},
     _At.FIRST_KEY: {ord("}"): _At.END},
@@ -283,7 +272,6 @@ _PUNCTUATION: dict[_At, dict[int, _At]] = {
     _At.FIRST_REQUEST: {ord("]"): _At.AFTER_VALUE},
     _At.AFTER_REQUEST: {ord(","): _At.REQUEST, ord("]"): _At.AFTER_VALUE},
 }
-"""What follows a byte that is no part of a value."""
 
 _EXPECTED = {
     _At.START: "it must be an object",

@@ -239,6 +239,7 @@ def _own_routes(site: Site) -> list[Route]:
     ]
 
 
+# The public listener's paths besides `routes_of` and `pages_of`.
 SITE_ROUTES = (
     SiteRoute("/v1/models", lambda site: site.models),
     SiteRoute("/models", lambda site: site.models),
@@ -285,7 +286,6 @@ SITE_ROUTES = (
     SiteRoute("/v1/health", lambda site: site.health.health, needs_key=False),
     SiteRoute("/ready", lambda site: site.health.ready, needs_key=False),
 )
-"""The public listener's paths besides `routes_of` and `pages_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +294,7 @@ class _Catalog:
 
     site: Site
     request: Request
-    visible: VisibleModels | None  # none: the page needs none
+    visible: VisibleModels | None  # None: the page needs none
 
     def models(self) -> list[ModelSummary]:
         """All that have a name of their own."""
@@ -327,10 +327,10 @@ _OWN_PATHS = (
     *("/props", "/health", "/ready"),
 )
 
+# With `/v1`, the longest first, so that the most specific one matches.
 _SERVED_PATHS = sorted(
     {route.path for route in ROUTES.values()} | set(_OWN_PATHS), key=len, reverse=True
 )
-"""With `/v1`, the longest first, so that the most specific one matches."""
 
 _OLLAMA_PATHS = {
     "chat": "/v1/chat/completions",
@@ -365,6 +365,7 @@ _MISSPELT_PATHS = {
     "/audio/transcriptions": "/v1/audio/transcriptions",
 }
 
+# Parts of OpenAI's API that llama.cpp's servers lack, without `/v1/`, and what to use.
 _UNSUPPORTED = {
     "images": "images are not made",
     "videos": "videos are not made",
@@ -391,12 +392,10 @@ _UNSUPPORTED = {
     "edits": "the edits API is no more; use /v1/chat/completions",
     "engines": "engines are no more; name the model in the body of /v1/completions",
 }
-"""Parts of OpenAI's API that llama.cpp's servers lack, without `/v1/`, and what to use."""
 
 _PRIVATE_PATHS = frozenset({"/slots", "/metrics", "/v1/slots", "/v1/metrics", "/lora-adapters"})
-
+# A path that ends with one of these means it, with or without `/v1`.
 _SUFFIXES = frozenset({"/chat/completions", "/completions", "/embeddings", "/rerank", "/models"})
-"""A path that ends with one of these means it, with or without `/v1`."""
 
 _SERVED_SUMMARY = (
     "Served are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, "
@@ -404,11 +403,8 @@ _SERVED_SUMMARY = (
 )
 
 _SLASHES = re.compile("/{2,}")
-
 _REPEATED_V1 = re.compile("(?:/v1)+(?=/|$)")
-
 _AZURE_PATH = re.compile("/openai/(?:deployments/[^/]+|v1)(/.+)")
-
 _GEMINI_PATH = re.compile("/v1(?:beta|alpha)/models/")
 
 

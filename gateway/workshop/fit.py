@@ -50,9 +50,9 @@ LEAST_STREAM_BYTES = 64 << 20  # of a thread
 MOST_STREAM_BYTES = 4 << 30  # of all threads
 CACHE_MULTIPLE = 4  # of the caches that the test must not fit into
 CHANNEL_BYTES = 8  # of a transfer: a DDR channel has 64 data lines
+# Of the modules' peak that a program reads at. McCalpin's STREAM reaches 70 to 85 % of it on server
+# processors.
 REACHED_SHARE = 0.75
-"""Of the modules' peak that a program reads at. McCalpin's STREAM reaches 70 to 85 % of it on
-server processors."""
 
 
 class StreamError(Exception):
@@ -140,6 +140,8 @@ PREFILL_RATES = {
 
 OTHER_TYPE = "q3_k"
 
+# Arithmetic of a core beside one with AVX2. Only AVX2 is measured; the others are estimates from
+# the width of the instructions, and say so.
 INSTRUCTION_FACTORS = {
     "AMX": 4.0,
     "AVX-512 VNNI": 2.0,
@@ -149,8 +151,6 @@ INSTRUCTION_FACTORS = {
     "dot product": 0.8,
     "none": 0.2,
 }
-"""Arithmetic of a core beside one with AVX2. Only AVX2 is measured; the others are estimates from
-the width of the instructions, and say so."""
 
 MEASURED_INSTRUCTIONS = "AVX2"
 
@@ -163,19 +163,17 @@ FLAGS = (
     ("asimddp", "dot product"),
 )
 
+# Of a token, whatever its model: sampling and HTTP. Measured with a tiny model.
 TOKEN_SECONDS = 100e-6
-"""Of a token, whatever its model: sampling and HTTP. Measured with a tiny model."""
-
+# For which the threads of several cores wait for each other in a layer of decode: each of its some
+# 30 operations ends when the last thread has. 2.3 to 2.5 ms in models of 10 to 16 layers on two
+# cores of a virtual machine (`python -m tests.workshop.fit.measure clock`).
 LAYER_WAIT_SECONDS = 0.2e-3
-"""For which the threads of several cores wait for each other in a layer of decode: each of its some
-30 operations ends when the last thread has. 2.3 to 2.5 ms in models of 10 to 16 layers on two cores
-of a virtual machine (`python -m tests.workshop.fit.measure clock`)."""
-
-
+# Tokens of a micro-batch with which an expert reaches half of the speed of a long one. From the
+# prefill of one mixture (docs/fit.md).
 HALF_SPEED_TOKENS = 4
-"""Tokens of a micro-batch with which an expert reaches half of the speed of a long one. From the
-prefill of one mixture (docs/fit.md)."""
 
+# The kernel flag by which llama.cpp chooses the layout of weights, by instruction set.
 LAYOUT_FLAGS = {
     "AMX": "avx512f",
     "AVX-512 VNNI": "avx512f",
@@ -185,7 +183,6 @@ LAYOUT_FLAGS = {
     "dot product": "asimddp",
     "none": "",
 }
-"""The kernel flag by which llama.cpp chooses the layout of weights, by instruction set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +271,7 @@ def _rate(rates: dict[str, float], kind: str) -> float:
     return rates.get(kind, rates[OTHER_TYPE])
 
 
+# The type of most tensors of each quantisation, the smallest first.
 QUANTIZATIONS = {
     "Q2_K": "q2_k",
     "Q3_K_M": "q3_k",
@@ -284,11 +282,9 @@ QUANTIZATIONS = {
     "Q8_0": "q8_0",
     "F16": "f16",
 }
-"""The type of most tensors of each quantisation, the smallest first."""
 
+# Of a tensor whose rows are no multiple of 256 (`tensor_type_fallback`).
 FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-"""Of a tensor whose rows are no multiple of 256 (`tensor_type_fallback`)."""
-
 NUMBERS = {name: number for number, name in TENSOR_TYPE_NAMES.items()}
 
 NEVER_QUANTIZED = re.compile(

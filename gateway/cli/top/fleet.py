@@ -18,9 +18,7 @@ from gateway.cli.terminal import CommandFailed, format_cell
 LIVE_PATH = "/admin/live"
 FIRST_PAUSE = 0.5  # seconds before the next try; it doubles with each that fails
 LONGEST_PAUSE = 10.0
-
 Publish = Callable[[str, Mapping[str, Any]], None]  # gets each event: its name and its data
-
 Row = dict[str, Any]
 
 
@@ -123,16 +121,16 @@ def refusal(error: GatewayRefused) -> str:
 # Tables: their columns, their order, and what a filter leaves.
 
 
+# States of nodes, what needs a look first.
 STATE_ORDER = (
     *("down", "ejected", "loading", "mute", "starting", "degraded", "draining"),
     *("standby", "sleeping", "ready"),
 )
-"""States of nodes, what needs a look first."""
 
 CLASS_ORDER = ("urgent", "premium", "normal", "batch")
 MOST_DRAWN_SLOTS = 8
+# Free, reading, writing, held after its client has left, used by another client of the server.
 _SLOTS = {"f": "·", "r": "R", "w": "W", "h": "H", "o": "o"}
-"""Free, reading, writing, held after its client has left, used by another client of the server."""
 
 
 class Line(NamedTuple):

@@ -132,9 +132,8 @@ MOST_EVENT_BYTES = 1 << 20
 MOST_RESPONSE_BYTES = 64 << 20
 MOST_ERROR_BYTES = 64 * 1024  # of an error's body that are read
 ERROR_BODY_SECONDS = 5.0
+# Events with content that a stream may have beyond two for each token that it may write.
 SPARE_EVENTS = 16
-"""Events with content that a stream may have beyond two for each token that it may write."""
-
 LONGEST_DETAIL = 200  # characters of a server's own words that are kept
 LONGEST_RETRY_AFTER = 3600.0
 
@@ -207,10 +206,8 @@ class StreamReader:
         self._data: list[bytes] = []
         self._event_bytes = 0
         self._received = 0
-        self.is_finished = False
-        """Whether an event has said why the answer ended."""
-        self.is_done = False
-        """Whether `[DONE]` has come."""
+        self.is_finished = False  # whether an event has said why the answer ended
+        self.is_done = False  # whether `[DONE]` has come
 
     def feed(self, data: bytes, now: float) -> None:
         """Take bytes that came at this time. Raises ExchangeError."""

@@ -32,12 +32,10 @@ if TYPE_CHECKING:
 MOST_LOADS = 32  # loads of one run
 MOST_CONCURRENCY = 4096
 MOST_RATE = 10_000.0  # requests per second
+# Requests of one load: each one's times stay in memory until the report is written.
 MOST_REQUESTS = 200_000
-"""Requests of one load: each one's times stay in memory until the report is written."""
-
+# Requests of a closed loop where neither number nor duration is given; at least.
 LEAST_REQUESTS = 10
-"""Requests of a closed loop where neither number nor duration is given; at least."""
-
 REQUESTS_PER_WORKER = 4  # likewise, for each of the requests that are under way at a time
 OPEN_SECONDS = 60.0  # duration of an open loop where neither number nor duration is given
 
@@ -195,9 +193,8 @@ class LagMonitor:
         )
 
 
+# Seconds for which a worker of the closed loop pauses after a failure; they double.
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
-"""Seconds for which a worker of the closed loop pauses after a failure; they double."""
-
 LONGEST_RETRY_AFTER = 60.0  # seconds for which it pauses at most where the server names a time
 
 

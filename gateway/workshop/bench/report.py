@@ -34,9 +34,8 @@ from gateway.workshop.simulate.report import Percentiles
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Requests whose figures a report holds for each load; of more, evenly spread ones.
 MOST_SAMPLES = 5_000
-"""Requests whose figures a report holds for each load; of more, evenly spread ones."""
-
 MOST_REASONS_EXPLAINED = 20
 
 
@@ -240,9 +239,8 @@ def _rate(count: float, per: float) -> float:
 
 
 MOST_CPU_SHARE = 0.85  # of one CPU; above, this program is what is measured
+# Lag of the client (95th percentile) as a share of the time between tokens, or of TTFT.
 MOST_LAG_SHARE = 0.1
-"""Lag of the client (95th percentile) as a share of the time between tokens, or of TTFT."""
-
 LEAST_LAG = 0.005  # seconds below which the client's lag is never what limits
 
 

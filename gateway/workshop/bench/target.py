@@ -41,8 +41,8 @@ _TEXT = """
 
 WORDS = tuple(dict.fromkeys(_TEXT.split()))
 KEPT_PREFIXES = 64  # texts of prefixes that are kept; others are made again
+# Tokens of a prompt: about a megabyte of text, for each request that is under way.
 MOST_PROMPT_TOKENS = 200_000
-"""Tokens of a prompt: about a megabyte of text, for each request that is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,9 @@ def fit(short: tuple[int, int], long: tuple[int, int], source: str) -> Calibrati
 QUESTION_SECONDS = 15.0  # limit of a question that costs the server nothing
 MOST_ANSWER_BYTES = 4 << 20
 ROUND_TRIPS = 5  # questions by which the distance is measured
+# Words of the shorter prompt of a calibration, in which each word is once; the longer one has each
+# twice.
 PROBE_WORDS = len(WORDS)
-"""Words of the shorter prompt of a calibration, in which each word is once; the longer one has
-each twice."""
-
 PROBE_TOKENS = 4  # tokens asked for by a calibration: a first one may be special and empty
 MOST_MODELS_NAMED = 5
 MOST_ADDRESSES = 8

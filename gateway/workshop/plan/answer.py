@@ -29,9 +29,9 @@ from gateway.workshop.plan.search import (
 )
 from gateway.workshop.plan.workload import MOST_REQUESTS_PER_HOUR, SECONDS_PER_HOUR
 
+# Types that are simulated: the cheapest by their least number. Others are if they may be the
+# cheapest of their tier.
 SIMULATED_TYPES = 3
-"""Types that are simulated: the cheapest by their least number. Others are if they may be the
-cheapest of their tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,9 @@ def try_hybrid(
 
 # Ways to deploy.
 
+# Share of requests that may wait in a server without a queue in front: nobody orders or bounds
+# those waits.
 MOST_WAITING_ALONE = 0.05
-"""Share of requests that may wait in a server without a queue in front: nobody orders or bounds
-those waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +286,9 @@ def _hybrid(found: PlanAnswer, limit: TimeLimit) -> Deployment:
 
 STEPS = 160  # rates of a curve, evenly spaced by their logarithm
 SPAN = 100.0  # from so many times less to so many times more than the traffic that was asked about
+# A plan that leaves more idle does so because its last node is one too many for so little work;
+# curves do not keep that.
 LEAST_USE = 0.3
-"""A plan that leaves more idle does so because its last node is one too many for so little work;
-curves do not keep that."""
 
 
 @dataclass(frozen=True, slots=True)

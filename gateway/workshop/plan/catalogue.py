@@ -100,14 +100,12 @@ SLOWEST_TPS = 1e-3
 MOST_SLOTS_OF_A_SERVER = 256  # below the 512 tokens of a step, of which each busy slot takes one
 MIB_PER_GIB = 1024
 CONTEXT_TOKENS = 4096  # tokens of a slot for which memory is counted
+# Memory of a server by that of weights and keys and values: compute buffers and the system.
 MEMORY_HEADROOM = 1.1
-"""Memory of a server by that of weights and keys and values: compute buffers and the system."""
-
 _Speed = Annotated[float, Field(ge=SLOWEST_TPS, le=FASTEST_TPS, allow_inf_nan=False)]
 _Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Watts = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 _Gib = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
-
 _PRICES = ("price_per_hour", "price_per_month", "price_per_million_tokens")
 
 

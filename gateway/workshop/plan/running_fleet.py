@@ -48,12 +48,10 @@ from gateway.workshop.simulate.trace import (
 
 SAME_SPEED = 0.2  # nodes whose speeds differ by less, as a share, are of one kind
 GOAL_FACTORS = (0.75, 1.5)  # to what the goal is moved, as a multiple
+# Seconds over which the requests of an hour are spread at least, however few there are.
 LEAST_SPAN = 10.0
-"""Seconds over which the requests of an hour are spread at least, however few there are."""
-
+# Share of the slots' time that requests held, above which no slot was ever free for long.
 SATURATED = 0.95
-"""Share of the slots' time that requests held, above which no slot was ever free for long."""
-
 UNSERVED_SHARE = 0.01  # share of the requests that may find no slot
 MOST_NAMED = 20
 MOST_ADDED = 64  # nodes that an advice adds at most

@@ -36,8 +36,8 @@ from gateway.workshop.simulate.report import LONGEST_WAIT, Percentiles, utilisat
 from gateway.workshop.simulate.simulation import SimulatedMachine, simulate
 from gateway.workshop.simulate.trace import Job, Trace, unread_tokens
 
+# More slots than this are a mistake; the recursions take a second for them.
 MOST_SERVERS = 1_000_000
-"""More slots than this are a mistake; the recursions take a second for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +208,8 @@ def estimate(
 GATEWAY = "least_finish"  # the gateway's own policy; `DIRECT`: none, requests wait inside the node
 DIRECT = "nginx"
 MOST_SIMULATED_NODES = 2000
+# Share of the requests that come while the fleet fills and its speeds are learnt: not counted.
 WARM_UP_SHARE = 0.1
-"""Share of the requests that come while the fleet fills and its speeds are learnt: not counted."""
-
 BATCHES = 20  # batches of requests whose means tell how sure a mean is
 STUDENT_95 = 2.093  # of 20 batches: 97.5th percentile of Student's t with 19 degrees of freedom
 
@@ -420,14 +419,13 @@ def alone(jobs: Sequence[Job], node_type: NodeType) -> tuple[float, float]:
 
 # The question, and its search.
 
+# Share of the capacity that is planned with where no goal says how long requests may wait.
 MOST_USE = 0.8
-"""Share of the capacity that is planned with where no goal says how long requests may wait."""
-
 MOST_USE_WITH_GOAL = 0.95  # never more: above it waits grow for longer than any simulation lasts
 MOST_MORE = 64  # nodes up to which the search goes, as a multiple of the least
 DEFAULT_REQUESTS = 3000  # requests of a trial
+# Requests of a backlog's sample for each slot, so that its end does not weigh.
 REQUESTS_PER_SLOT = 20
-"""Requests of a backlog's sample for each slot, so that its end does not weigh."""
 
 
 @dataclass(frozen=True, slots=True)

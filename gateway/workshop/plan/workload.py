@@ -22,9 +22,8 @@ SECONDS_PER_HOUR = 3600.0
 MOST_REQUESTS_PER_HOUR = 1e9
 MOST_PEAK = 1000.0
 MOST_TOKENS_OF_A_REQUEST = 1_000_000  # of a mean prompt or completion; more is a mistake
+# Of all requests of a trial: what is known of their prompts takes some 100 MB of memory.
 MOST_SIMULATED_TOKENS = 200_000_000
-"""Of all requests of a trial: what is known of their prompts takes some 100 MB of memory."""
-
 LEAST_REQUESTS_OF_A_TRIAL = 100
 LENGTHS_SCV = 0.841  # squared coefficient of variation of made-up lengths (`random_length`)
 

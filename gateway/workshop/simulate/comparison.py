@@ -21,11 +21,11 @@ from gateway.workshop.simulate.report import PolicyReport, lower_bound, summaris
 from gateway.workshop.simulate.simulation import Front, SimulatedMachine, simulate
 from gateway.workshop.simulate.trace import Trace
 
+# Proxies beside the gateway: `least_conn`, and `leastconn` with `maxconn` = a node's slots.
 OTHER_PROXIES: Mapping[str, Callable[[Sequence[SimulatedMachine]], Front]] = {
     "nginx": lambda machines: LeastConn(len(machines)),
     "haproxy": lambda machines: LeastConn(len(machines), [one.slots for one in machines]),
 }
-"""Proxies beside the gateway: `least_conn`, and `leastconn` with `maxconn` = a node's slots."""
 
 
 class UnknownPolicyError(Exception):

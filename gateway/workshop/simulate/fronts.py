@@ -161,11 +161,9 @@ class ExactKnowledge(Knowledge):
 
 BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = 128  # tokens of a prompt key's block: 512 bytes (`request/prompt_key.py`)
+# Conversations whose blocks are kept; a client would send the whole text again.
 MOST_STREAMS = 30_000
-"""Conversations whose blocks are kept; a client would send the whole text again."""
-
 SIMULATED_MODEL = "model"
-
 _Numbers = tuple[int, ...]
 
 
@@ -228,9 +226,9 @@ class _NodeStub:
                 )
 
 
+# Answers for each number of busy slots that a gateway which starts warm has learnt from, and the
+# tokens read and written for each.
 WARM_ANSWERS, WARM_TOKENS = 8, 512
-"""Answers for each number of busy slots that a gateway which starts warm has learnt from, and the
-tokens read and written for each."""
 
 
 def _timings(read: int, read_s: float, wrote: int, wrote_s: float) -> dict[str, object]:
@@ -279,10 +277,8 @@ class LearntKnowledge(Knowledge):
         self._occupancies: list[SlotOccupancy] = []
         self._slots: list[int] = []
         self._compared_at = 0.0
-        self._looked_at: float | None = None
-        """When calibrations were last begun."""
-        self._unknown: list[_NodeStub] = []
-        """Those that may have to be calibrated."""
+        self._looked_at: float | None = None  # when calibrations were last begun
+        self._unknown: list[_NodeStub] = []  # those that may have to be calibrated
         self._measured: dict[int, _Measured] = {}
         """By the id of each job that has arrived and not ended."""
         # By conversation: its blocks, and where each of them ends.
@@ -453,9 +449,8 @@ def _extend(blocks: list[int], ends: list[int], text: int, tokens: int) -> None:
         ends.append(at)
 
 
+# Least seconds to an alarm: at a clock that stands still it would go off for ever.
 LEAST_ALARM_DELAY = 1e-3
-"""Least seconds to an alarm: at a clock that stands still it would go off for ever."""
-
 PRIORITY_BY_LABEL = {priority.label: priority for priority in Priority}
 
 
@@ -485,8 +480,7 @@ class GatewayFront(Front):
         """By the id of each job that has arrived and not ended."""
         self.dispatcher.set_cache_refresh(self._refresh_cached)
         self._machines = machines
-        self._groups: dict[str, tuple[TierSets, ...]] = {}
-        """By model: the nodes that serve it."""
+        self._groups: dict[str, tuple[TierSets, ...]] = {}  # by model: the nodes that serve it
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
         """Place or queue the request, with what is known of it."""

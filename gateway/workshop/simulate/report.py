@@ -253,12 +253,10 @@ class PolicyReport:
         )
 
 
+# Seconds after which the gateway refuses with its default settings (503 `queue_timeout`).
 LONGEST_WAIT = QueueSettings().max_wait
-"""Seconds after which the gateway refuses with its default settings (503 `queue_timeout`)."""
-
+# A fleet busier than this is full: slots also idle between the turns of conversations.
 OVERLOAD_UTILISATION = 0.85
-"""A fleet busier than this is full: slots also idle between the turns of conversations."""
-
 CURVE_STEPS = 200  # steps of the curves
 
 
@@ -357,8 +355,8 @@ def _curve(values: list[float]) -> tuple[float, ...]:
     )
 
 
+# Share of the requests that the curves show: the last per cent would squeeze the rest.
 SHOWN_SHARE = 0.99
-"""Share of the requests that the curves show: the last per cent would squeeze the rest."""
 
 
 def plot_reports(path: Path, reports: Sequence[PolicyReport], title: str) -> None:

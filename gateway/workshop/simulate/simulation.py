@@ -66,12 +66,10 @@ class SimulatedServer:
         self.slots: list[Job | None] = [None] * machine.slots
         self.queue: deque[Job] = deque()
         """Jobs that arrived while every slot was busy: first in, first out."""
-        self.next_end = -1.0
-        """When the current steps end; -1: it is idle."""
+        self.next_end = -1.0  # when the current steps end; -1: it is idle
         self.end_version = 0
         """Counts the changes of `next_end`, so that events for an older one can be dropped."""
-        self.busy_seconds = 0.0
-        """Seconds in which it computed."""
+        self.busy_seconds = 0.0  # seconds in which it computed
         self._token_base = machine.token_base
         self._token_step = machine.token_step
         self._per_prompt_token = 1.0 / machine.prefill_tps
@@ -81,8 +79,7 @@ class SimulatedServer:
         self._step_seconds = 0.0
         self._steps = 0
         self._decoding: list[Job] = []
-        self._prefilling: list[Job] = []
-        """Jobs that prefill, in the order of their slots."""
+        self._prefilling: list[Job] = []  # jobs that prefill, in the order of their slots
         self._prompt_tokens: list[int] = []
         """Prompt tokens that one step reads of each of the first of them."""
 
@@ -207,21 +204,16 @@ class SimulatedServer:
         self.next_end = now + steps * seconds
 
 
+# Tokens of one step (`n_batch`): what `llama-gateway up` and its advice to operators set.
 BATCH_TOKENS = 512
-"""Tokens of one step (`n_batch`): what `llama-gateway up` and its advice to operators set."""
-
+# By how much one more busy slot prolongs a decoding step, as a share of the step of one slot.
+# Reading the weights dominates a step on a CPU; another token costs little beside it.
 BATCH_COST = 0.15
-"""By how much one more busy slot prolongs a decoding step, as a share of the step of one slot.
-
-Reading the weights dominates a step on a CPU; another token costs little beside it.
-"""
-
 CACHE_RAM_MIB = 8192  # MiB of evicted prompts in host memory: llama.cpp's default (`--cache-ram`)
+# Bytes of a token's keys and values: 32 layers, 8 heads of 128, F16, as in Mistral 7B.
 KV_BYTES_PER_TOKEN = 131_072
-"""Bytes of a token's keys and values: 32 layers, 8 heads of 128, F16, as in Mistral 7B."""
-
+# Share of a prompt that a slot must have cached to be chosen (`--slot-prompt-similarity`).
 SLOT_SIMILARITY = 0.1
-"""Share of a prompt that a slot must have cached to be chosen (`--slot-prompt-similarity`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +252,10 @@ class SimulatedMachine:
         return self.batch_cost / self.decode_tps
 
 
+# A slot that would keep less than this share of its prompt saves it to host memory first.
 SLOT_KEPT_SHARE = 0.5
-"""A slot that would keep less than this share of its prompt saves it to host memory first."""
-
+# An evicted prompt is loaded back only if at least this share of it is used.
 HOST_LOADED_SHARE = 0.25
-"""An evicted prompt is loaded back only if at least this share of it is used."""
-
 EMPTY_PROMPT = TracePrompt(-1, 0)
 
 
@@ -275,12 +265,9 @@ class SimulatedPromptCache:
     __slots__ = ("_limit", "_total", "host_prompts", "slot_prompts", "slot_used_at")
 
     def __init__(self, slots: int, host_tokens: int) -> None:
-        self.slot_prompts = [EMPTY_PROMPT] * slots
-        """The prompt that each slot has cached."""
-        self.slot_used_at = [-1.0] * slots
-        """When each slot ended its last job."""
-        self.host_prompts: list[TracePrompt] = []
-        """The prompts in host memory, the oldest first."""
+        self.slot_prompts = [EMPTY_PROMPT] * slots  # the prompt that each slot has cached
+        self.slot_used_at = [-1.0] * slots  # when each slot ended its last job
+        self.host_prompts: list[TracePrompt] = []  # the prompts in host memory, the oldest first
         self._limit = host_tokens
         self._total = 0
 

@@ -138,9 +138,8 @@ class Trace:
 
 MOST_TOKENS = 10_000_000
 MOST_SECONDS = 1e9
+# A file with more broken lines than this is read no further: it has another format.
 MOST_PROBLEMS = 20
-"""A file with more broken lines than this is read no further: it has another format."""
-
 LONGEST_TRACE_LINE = 1_000_000
 
 TRACE_KEYS = {
@@ -388,13 +387,12 @@ def build_trace(jobs: list[Job]) -> Trace:
     return Trace(jobs, turns)
 
 
+# Sigma of the logarithm of lengths: the 95th percentile is about 3.7 times the median.
 LENGTH_SIGMA = 0.8
-"""Sigma of the logarithm of lengths: the 95th percentile is about 3.7 times the median."""
-
 MOST_LENGTH_FACTOR = 8.0  # no length is more than this many times its mean: a context is finite
 READ_TOKENS_PER_SECOND = 20.0  # tokens of an answer that a person reads per second as they come
+# Mean durations of a conversation by which conversations begin before the trace does.
 WARM_UP_DURATIONS = 3.0
-"""Mean durations of a conversation by which conversations begin before the trace does."""
 
 
 @dataclass(frozen=True, slots=True)

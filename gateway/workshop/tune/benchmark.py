@@ -49,7 +49,6 @@ WARM_UP_TOKENS = 16  # decoded first, so that the model's pages are in memory
 IDLE_TIMEOUT = 30.0  # seconds until the slots of closed streams must be idle
 IDLE_POLL_INTERVAL = 0.02
 PROMPT_SEED = "5"
-
 T = TypeVar("T")
 
 
@@ -398,9 +397,8 @@ def measurement_subject(
 
 # A new connection for each request: llama.cpp may close an idle one at any time.
 _NO_REUSE = httpx.Limits(max_keepalive_connections=0)
+# CPUs' worth of other work that is tolerated: llama.cpp's threads wait for the slowest one.
 MOST_OTHER_WORK = 0.25
-"""CPUs' worth of other work that is tolerated: llama.cpp's threads wait for the slowest one."""
-
 SAMPLE_SECONDS = 3.0  # between the two readings of a sample
 MOST_NAMED_PROCESSES = 3
 

@@ -26,12 +26,10 @@ from gateway.local.plan import DEFAULT_SLOTS
 from gateway.local.server import ServerSpec
 from gateway.local.topology import NumaNode, Topology
 
+# free: any CPU. node: the performance CPUs of its NUMA node. cores: one CPU of each such core.
 Pinning = Literal["free", "node", "cores"]
-"""free: any CPU. node: the performance CPUs of its NUMA node. cores: one CPU of each such core."""
-
+# In the order of the search: the knob that usually matters most comes first.
 KNOBS = ("threads", "micro_batch", "slots", "batch", "pinning")
-"""In the order of the search: the knob that usually matters most comes first."""
-
 BATCH_SIZES = (128, 256, 512, 1024, 2048)  # tokens of a step; 2048 is llama.cpp's own default
 MICRO_BATCH_SIZES = (64, 128, 256, 512, 1024)  # tokens of a computation; llama.cpp's default is 512
 SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -220,7 +218,6 @@ class MeasurementLog:
 
 
 TuningGoal = Literal["latency", "throughput", "balanced"]
-
 GOALS: tuple[TuningGoal, ...] = ("latency", "throughput", "balanced")
 
 
@@ -305,10 +302,9 @@ def _combined(
 
 PRIOR_NOISE = 0.02  # a share: seen on a quiet machine between two starts of a server
 PRIOR_WEIGHT = 2  # repeats that PRIOR_NOISE counts as
+# Standard errors by which medians must differ. About twenty settings are compared: with this value
+# a search among equals keeps the first one 19 times of 20 (in simulated searches).
 SIGNIFICANT_ERRORS = 3.6
-"""Standard errors by which medians must differ. About twenty settings are compared: with this
-value a search among equals keeps the first one 19 times of 20 (in simulated searches)."""
-
 LEAST_GAIN = 0.01  # a share; no smaller gain is worth a change
 
 
