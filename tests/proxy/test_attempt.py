@@ -36,7 +36,7 @@ from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.raw_connection import RawConnection, chat, post, raw_connection
 from tests.fleet.build import Clock, a_node, take
 from tests.gateways import until
-from tests.proxy.fake_lease_service import a_granted_lease, a_proxy_request
+from tests.proxy.granted_lease import a_granted_lease, a_proxy_request
 from tests.proxy.proxy_over_nodes import (
     A_FIRST,
     BODIES,
@@ -192,15 +192,6 @@ async def test_an_attempt_that_ends_with_another_one_is_left_alone() -> None:
     assert other.failure is None
     assert other.lease.phase is not LeasePhase.RELEASED, "it was not looked at any more"
     assert not len(monitor)
-
-
-@in_virtual_time
-async def test_a_whole_response_frees_the_slots_before_its_client_has_read_it() -> None:
-    clock = Clock(100.0)
-    attempt = WatchedAttempt(take(a_node(clock)), LIMITS, complete=True)
-    look = await limits_of(clock, attempt)
-    assert look(101.0) is None
-    assert attempt.lease.phase is LeasePhase.RELEASED
 
 
 @pytest.mark.parametrize(("grace", "limit"), [(40.0, 60.0), (400.0, 400.0), (0.0, 60.0)])
