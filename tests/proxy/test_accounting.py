@@ -52,8 +52,7 @@ from tests.virtual import in_virtual_time, now
 async def test_tokens_are_those_that_the_node_reports(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
-    one = EmulatedNode(answer_tokens=9, decode_tps=100)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(answer_tokens=9, decode_tps=100)) as proxy:
         reply = await proxy.ask(path, stream=stream)
         assert reply.status_code == 200
         await proxy.settled()
@@ -68,8 +67,7 @@ async def test_tokens_are_those_that_the_node_reports(
 
 @in_virtual_time
 async def test_usage_in_the_stream_does_not_change_the_count(tmp_path: Path) -> None:
-    one = EmulatedNode(answer_tokens=9)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, EmulatedNode(answer_tokens=9)) as proxy:
         await proxy.stream(stream_options={"include_usage": True})
         await proxy.settled()
         assert proxy.finished[0].completion_tokens == 9
@@ -97,8 +95,7 @@ async def test_a_nodes_speed_is_learnt_from_its_timings(tmp_path: Path) -> None:
 )
 @in_virtual_time
 async def test_implausible_timings_are_ignored(tmp_path: Path, timings: str) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
         body = f'{{"choices":[{{"message":{{"content":"x"}}}}],"timings":{timings}}}'
         one.faults.set("status", status=200, body=body)
         assert (await proxy.ask()).json()["choices"]
@@ -126,8 +123,7 @@ async def test_a_request_costs_its_share_of_the_node_or_its_tokens(tmp_path: Pat
 
 @in_virtual_time
 async def test_a_request_without_a_slot_is_not_in_the_completion_rate(tmp_path: Path) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, EmulatedNode()) as proxy:
         scheduler = proxy.app.scheduler
         for _ in range(3):
             assert (await proxy.ask("/tokenize", content="a")).status_code == 200

@@ -17,12 +17,12 @@ from gateway.proxy.inbound.routes import ROUTES
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import (
-    A_FIRST,
     BODIES,
     GENERATION_PATHS,
     MESSAGES,
     ProxyOverNodes,
     proxy_over,
+    two_nodes,
 )
 from tests.virtual import in_virtual_time, now
 
@@ -53,8 +53,7 @@ IMPATIENT = {"first_byte": 0.4}
 async def test_another_node_answers_and_the_client_sees_nothing(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, timeouts=IMPATIENT) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=8, timeouts=IMPATIENT) as (proxy, one, _):
         one.faults.set(kind, **options)
         reply = await proxy.stream()
         assert reply.status == 200
@@ -72,8 +71,7 @@ async def test_another_node_answers_and_the_client_sees_nothing(
 @pytest.mark.parametrize("kind", ["reset", "error_event"])
 @in_virtual_time
 async def test_another_node_answers_in_every_api(tmp_path: Path, path: str, kind: str) -> None:
-    one, two = EmulatedNode(answer_tokens=4), EmulatedNode(answer_tokens=4)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=4) as (proxy, one, _):
         one.faults.next(kind, after_events=0)
         reply = await proxy.stream(path)
         assert (reply.status, reply.errors) == (200, [])
@@ -94,8 +92,7 @@ async def test_another_node_answers_in_every_api(tmp_path: Path, path: str, kind
 async def test_a_broken_plain_response_is_retried_on_another_node(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=8) as (proxy, one, _):
         one.faults.set(kind, **options)
         reply = await proxy.ask()
         assert reply.status_code == 200
@@ -106,8 +103,7 @@ async def test_a_broken_plain_response_is_retried_on_another_node(
 
 @in_virtual_time
 async def test_a_request_that_a_retry_answers_is_recorded_as_answered(tmp_path: Path) -> None:
-    one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=8) as (proxy, one, _):
         one.faults.next("end", after_events=7)
         reply = await proxy.ask("/v1/responses")
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
@@ -117,8 +113,7 @@ async def test_a_request_that_a_retry_answers_is_recorded_as_answered(tmp_path: 
 
 @in_virtual_time
 async def test_a_refused_connection_takes_the_node_down_at_once(tmp_path: Path) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, health={"interval": 60.0}) as proxy:
+    async with two_nodes(tmp_path, health={"interval": 60.0}) as (proxy, one, _):
         await one.kill()
         reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
@@ -131,8 +126,7 @@ async def test_a_refused_connection_takes_the_node_down_at_once(tmp_path: Path) 
 async def test_a_connection_closed_in_the_instant_of_its_reuse_is_no_attempt(
     tmp_path: Path,
 ) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
         await proxy.ask()
         one.faults.next("stale")
         reply = await proxy.ask()
@@ -220,8 +214,7 @@ async def test_while_all_nodes_are_down_a_request_waits_for_the_first_to_return(
 
 @in_virtual_time
 async def test_a_request_that_waits_in_vain_for_a_node_ends_with_no_node(tmp_path: Path) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one, retries={"wait_for_node": 0.3}) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(), retries={"wait_for_node": 0.3}) as proxy:
         await one.kill()
         began = now()
         reply = await proxy.ask()
@@ -234,8 +227,7 @@ async def test_a_request_that_waits_in_vain_for_a_node_ends_with_no_node(tmp_pat
 
 @in_virtual_time
 async def test_a_loading_node_gets_no_request(tmp_path: Path) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one, health={"interval": 0.05}) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(), health={"interval": 0.05}) as proxy:
         one.loading = True
         asked = asyncio.create_task(proxy.ask())
         await until(lambda: proxy.node("a").state is NodeState.LOADING)

@@ -34,6 +34,7 @@ from tests.proxy.proxy_over_nodes import (
     ProxyOverNodes,
     prompt_field,
     proxy_over,
+    two_nodes,
 )
 from tests.proxy.test_resume import GREEDY, PATHS, check_whole, nodes
 from tests.virtual import in_virtual_time, now
@@ -44,8 +45,7 @@ from tests.virtual import in_virtual_time, now
 async def test_an_error_of_the_clients_passes_through_without_a_retry(
     tmp_path: Path, status: int, stream: bool
 ) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_over(tmp_path, one, two) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(), two := EmulatedNode()) as proxy:
         for node in (one, two):
             node.faults.set("status", status=status)
         reply = await proxy.ask(stream=stream)
@@ -62,8 +62,7 @@ async def test_an_error_of_the_clients_passes_through_without_a_retry(
 async def test_a_request_that_a_node_can_not_serve_goes_to_another(
     tmp_path: Path, status: int
 ) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path) as (proxy, one, two):
         one.faults.set("status", status=status)
         reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
@@ -107,8 +106,7 @@ UNSUPPORTED = [
 async def test_an_endpoint_that_no_node_has_is_501_with_the_nodes_hint(
     tmp_path: Path, path: str, body: dict[str, Any] | None, hint: str
 ) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path) as (proxy, one, two):
         for _ in range(3):
             if body is None:
                 reply = await proxy.running.client.post(
@@ -127,8 +125,7 @@ async def test_an_endpoint_that_no_node_has_is_501_with_the_nodes_hint(
 
 @in_virtual_time
 async def test_only_an_endpoint_that_all_nodes_lack_is_501(tmp_path: Path) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path) as (proxy, _, two):
         two.faults.set("status", status=404)
         reply = await proxy.ask("/infill", input_prefix="a")
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
@@ -230,8 +227,7 @@ async def test_an_endpoint_that_a_restarted_node_has_is_used(tmp_path: Path, how
 async def test_a_node_that_is_busy_or_fails_is_left_for_another(
     tmp_path: Path, status: int, stream: bool
 ) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path) as (proxy, one, _):
         one.faults.next("status", status=status, body='{"error":{"message":"no"}}')
         reply = await proxy.ask(stream=stream)
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
@@ -295,8 +291,7 @@ Error: Callee is not a function: got Undefined (hint: 'nofunc')
 
 @in_virtual_time
 async def test_a_500_that_blames_the_request_is_400_and_goes_to_one_node(tmp_path: Path) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, ollama=True) as proxy:
+    async with two_nodes(tmp_path, ollama=True) as (proxy, one, two):
 
         @each_case(
             ("message", "path"),
@@ -327,8 +322,7 @@ def test_a_failure_of_the_server_is_not_taken_for_one_of_the_request(message: st
 
 @in_virtual_time
 async def test_the_only_nodes_error_passes_through(tmp_path: Path) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
         one.faults.next("status", status=500)
         reply = await proxy.ask()
         assert (reply.status_code, one.requests) == (500, 1)
@@ -408,8 +402,7 @@ async def test_a_too_long_text_to_embed_is_known_by_a_500(tmp_path: Path) -> Non
 
 @in_virtual_time
 async def test_a_huge_error_is_replaced_by_a_short_one(tmp_path: Path) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
         one.faults.next("status", status=422, body="x" * 1_000_000)
         reply = await proxy.ask()
         assert reply.status_code == 422
@@ -544,8 +537,7 @@ def test_an_error_event_becomes_an_error_body() -> None:
 
 @in_virtual_time
 async def test_a_nodes_error_in_place_of_content_is_an_error_response(tmp_path: Path) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
         for path in GENERATION_PATHS:
             one.faults.next("error_event")
             reply = await proxy.ask(path, stream=True)
@@ -589,8 +581,7 @@ def decline(node: EmulatedNode, status: int, headers: dict[str, str] | None = No
 
 @in_virtual_time
 async def test_one_callers_content_takes_a_node_from_nobody(tmp_path: Path) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path) as (proxy, one, _):
 
         @each_case(
             ("status", "path", "stream"),
@@ -716,8 +707,7 @@ async def test_when_all_nodes_want_a_pause_the_client_gets_429_with_the_shortest
 
 @in_virtual_time
 async def test_a_429_without_a_time_names_one(tmp_path: Path) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_over(tmp_path, one, two) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(), two := EmulatedNode()) as proxy:
         decline(one, 429)
         decline(two, 429)
         reply, _ = await all_limited(proxy, GENERATION_PATHS[0])

@@ -358,8 +358,7 @@ async def test_a_plain_answer_of_megabytes_becomes_a_stream_beside_the_loop(
 @in_virtual_time
 async def test_ollamas_clients_get_lines_of_a_plain_answer(tmp_path: Path) -> None:
     plain = PLAIN[0][1]
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one, ollama=True) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(), ollama=True) as proxy:
         one.faults.next("status", status=200, body=json.dumps(plain))
         reply = await proxy.ask("/api/chat", model="demo", messages=MESSAGES)
         first, last = map(json.loads, reply.text.splitlines())

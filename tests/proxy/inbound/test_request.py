@@ -327,8 +327,7 @@ async def test_a_node_gets_the_clients_own_bytes(tmp_path: Path) -> None:
         b'{ "messages":[ {"role":"user", "content":"\\u00e9 \xc3\xa9 \\/ "} ],\n'
         b'\t"temperature":0.10, "seed":12345678901234567890, "model":"demo", "stream":true }'
     )
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
         reply = await proxy.running.client.post("/v1/chat/completions", content=body)
         assert reply.status_code == 200
         assert one.seen[-1].body == body
