@@ -627,6 +627,7 @@ async def test_a_client_may_leave_while_its_node_is_being_connected(
             await until(lambda: node.leased == 0, 0.5)
             await until(lambda: descriptors() <= before, 2.0)
             assert node.failures == 0
+            assert (proxy.finished[0].prompt_tokens, proxy.finished[0].slot_seconds) == (0, 0.0)
         await one.revive()
 
 
