@@ -32,7 +32,6 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import Engine
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
 
@@ -41,20 +40,13 @@ from gateway.config.store import masked_store_url
 from gateway.store.failures import StoreGone, StoreTooNew, StoreTooOld, store_error
 from gateway.store.schema import OLDEST_LEVEL, SCHEMA_LEVEL, STEPS, Step, levels, metadata
 
-FILE_NAME = "gateway.db"
-"""The store's file in the state folder, where the settings name no other."""
-
-LOCK_SECONDS = 2.0
-"""Seconds that a job waits for the lock of another process."""
-
-CONNECT_SECONDS = 5
-"""Seconds for PostgreSQL to accept a connection."""
+FILE_NAME = "gateway.db"  # the store's file in the state folder, where the settings name no other
+LOCK_SECONDS = 2.0  # seconds that a job waits for the lock of another process
 
 STATEMENT_SECONDS = 10
 """Seconds that PostgreSQL may work on one statement, unless its job may take longer."""
 
-_MIGRATION_LOCK = 0x6C67_7374_6F72
-"""Number of PostgreSQL's advisory lock for migrations: `lgstor`."""
+_MIGRATION_LOCK = 0x6C67_7374_6F72  # number of PostgreSQL's advisory lock for migrations: `lgstor`
 
 _LARGEST_IDLE_WAL = 64 << 20
 """Bytes to which SQLite cuts its WAL file once all of it is in the database."""
@@ -65,8 +57,7 @@ class StoreLocation:
     """Where a store is."""
 
     url: URL
-    path: Path | None
-    """SQLite's file; None: the store is PostgreSQL."""
+    path: Path | None  # SQLite's file; None: the store is PostgreSQL
 
     @property
     def shown(self) -> str:
@@ -101,8 +92,7 @@ class Program:
     """What a program knows of the tables."""
 
     level: int
-    steps: Mapping[int, Step]
-    """By the level to which they lead."""
+    steps: Mapping[int, Step]  # by the level to which they lead
 
 
 THIS_PROGRAM = Program(SCHEMA_LEVEL, STEPS)
@@ -113,7 +103,12 @@ def connect(location: StoreLocation, on_connect: Callable[[Any], None]) -> Conne
 
     `on_connect` gets the driver's connection before anything is sent over it.
     """
-    engine = _postgres_engine(location) if location.path is None else _sqlite_engine(location)
+    if location.path is None:
+        arguments = {k: v for k, v in _POSTGRES_LIMITS.items() if k not in location.url.query}
+    else:
+        # `isolation_level` None: Python begins no transactions, `transaction` does.
+        arguments = {"timeout": LOCK_SECONDS, "isolation_level": None}
+    engine = create_engine(location.url, poolclass=NullPool, connect_args=arguments)
 
     @event.listens_for(engine, "do_connect")
     def _connect(dialect: Any, _record: Any, args: Any, parameters: Any) -> Any:
@@ -140,12 +135,6 @@ def disconnect(connection: Connection) -> None:
     # A connection that is lost may fail to end its transaction.
     with contextlib.suppress(Exception):
         connection.close()
-
-
-def _sqlite_engine(location: StoreLocation) -> Engine:
-    # `isolation_level` None: Python begins no transactions, `transaction` does.
-    arguments = {"timeout": LOCK_SECONDS, "isolation_level": None}
-    return create_engine(location.url, poolclass=NullPool, connect_args=arguments)
 
 
 def _set_up_sqlite(connection: Connection) -> None:
@@ -288,19 +277,17 @@ def _import_late_modules() -> None:
         metadata.create_all(connection)
 
 
-def _postgres_engine(location: StoreLocation) -> Engine:
-    limits: dict[str, Any] = {
-        "connect_timeout": CONNECT_SECONDS,
-        # A server whose host has vanished is noticed after some ten seconds.
-        "keepalives": 1,
-        "keepalives_idle": 5,
-        "keepalives_interval": 2,
-        "keepalives_count": 3,
-        "tcp_user_timeout": 10_000,
-        "application_name": "llama-gateway",
-    }
-    given = {name: value for name, value in limits.items() if name not in location.url.query}
-    return create_engine(location.url, poolclass=NullPool, connect_args=given)
+_POSTGRES_LIMITS: dict[str, Any] = {
+    "connect_timeout": 5,  # seconds to accept a connection
+    # A server whose host has vanished is noticed after some ten seconds.
+    "keepalives": 1,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+    "application_name": "llama-gateway",
+}
+"""Where the URL says nothing else."""
 
 
 def _set_up_postgres(connection: Connection) -> None:

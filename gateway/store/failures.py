@@ -147,7 +147,8 @@ def store_error(error: Exception) -> StoreError | None:
         return _sqlite_error(original)
     # psycopg is imported only where the store is PostgreSQL.
     if type(original).__module__.startswith("psycopg"):
-        return _postgres_error(original, lost=isinstance(error, DBAPIError) and _is_lost(error))
+        lost = isinstance(error, DBAPIError) and error.connection_invalidated
+        return _postgres_error(original, lost=lost)
     return None
 
 
@@ -160,10 +161,6 @@ def _sqlite_error(error: sqlite3.Error) -> StoreError | None:
         return None
     kind, remedy = found
     return kind(f"SQLite says: {error}", remedy)
-
-
-def _is_lost(error: DBAPIError) -> bool:
-    return error.connection_invalidated
 
 
 def _postgres_error(error: BaseException | None, *, lost: bool) -> StoreError | None:

@@ -13,7 +13,7 @@ shuts out the programs that still used it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import (
     BigInteger,
@@ -29,6 +29,7 @@ from sqlalchemy import (
     false,
     text,
 )
+from sqlalchemy.types import TypeEngine
 
 OLDEST_LEVEL = 3
 """The lowest level that a store may have: that of version 0.1.0, the first that people ran."""
@@ -41,6 +42,22 @@ metadata = MetaData(
         "pk": "pk_%(table_name)s",
     }
 )
+
+
+def _columns(
+    kind: type[TypeEngine[Any]], *names: str, needed: bool = False, default: str | None = None
+) -> list[Column[Any]]:
+    """Columns alike; those with a `default`, as SQL has it, are never NULL either."""
+    never_null = needed or default is not None
+    initial = None if default is None else text(default)
+    return [Column(name, kind, nullable=not never_null, server_default=initial) for name in names]
+
+
+def _partial_index(name: str, where: str, *columns: Any, unique: bool = False) -> None:
+    """An index of the rows alone for which this SQL holds."""
+    condition = text(where)
+    Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition)
+
 
 # SQLite numbers rows by itself only where the column's type is INTEGER.
 _RowNumber = BigInteger().with_variant(Integer, "sqlite")
@@ -62,32 +79,20 @@ keys = Table(
     "keys",
     metadata,
     Column("id", Text, primary_key=True),
-    Column("name", Text, nullable=False),
-    Column("sha256", Text, nullable=False),
+    *_columns(Text, "name", "sha256", needed=True),
     Column("previous_sha256", Text),
     Column("previous_until", Float),
     Column("created_at", Float, nullable=False),
-    Column("expires_at", Float),
-    Column("revoked_at", Float),
+    *_columns(Float, "expires_at", "revoked_at"),
     Column("class", Text, key="class_"),
-    Column("max_class", Text),
-    Column("models", Text),
-    Column("group_name", Text),
+    *_columns(Text, "max_class", "models", "group_name"),
     Column("trust_user_headers", Boolean, nullable=False, server_default=false()),
-    Column("limits", Text),
-    Column("user_limits", Text),
-    Column("privacy", Text),
+    *_columns(Text, "limits", "user_limits", "privacy"),
 )
 """API keys that commands and the admin API make. `previous_sha256` is valid until `previous_until`,
 after a rotation."""
 
-Index(
-    "uq_keys_name_in_force",
-    keys.c.name,
-    unique=True,
-    sqlite_where=text("revoked_at IS NULL"),
-    postgresql_where=text("revoked_at IS NULL"),
-)
+_partial_index("uq_keys_name_in_force", "revoked_at IS NULL", keys.c.name, unique=True)
 
 revisions = Table(
     "revisions",
@@ -104,25 +109,16 @@ usage = Table(
     Column("id", Text, primary_key=True),
     Column("process", Text, nullable=False),
     Column("sequence", BigInteger, nullable=False, server_default=text("0")),
-    Column("started_at", Float, nullable=False),
-    Column("ended_at", Float, nullable=False),
-    Column("key", Text),
-    Column("group_name", Text),
-    Column("user", Text),
-    Column("model", Text),
+    *_columns(Float, "started_at", "ended_at", needed=True),
+    *_columns(Text, "key", "group_name", "user", "model"),
     Column("class", Text, key="class_"),
-    Column("tier", Text),
-    Column("node", Text),
-    Column("path", Text),
+    *_columns(Text, "tier", "node", "path"),
     Column("stream", Boolean, nullable=False, server_default=false()),
-    Column("prompt_tokens", BigInteger, nullable=False, server_default=text("0")),
-    Column("cached_tokens", BigInteger, nullable=False, server_default=text("0")),
-    Column("completion_tokens", BigInteger, nullable=False, server_default=text("0")),
+    *_columns(BigInteger, "prompt_tokens", "cached_tokens", "completion_tokens", default="0"),
     Column("slot_seconds", Float, nullable=False, server_default=text("0")),
     Column("cost", Float, nullable=False, server_default=text("0")),
     Column("gpu_cost", Float),
-    Column("attempts", Integer, nullable=False, server_default=text("0")),
-    Column("status", Integer, nullable=False, server_default=text("0")),
+    *_columns(Integer, "attempts", "status", default="0"),
     Column("outcome", Text),
     Index(None, "ended_at"),
     Index(None, "process", "sequence"),
@@ -136,21 +132,14 @@ open_requests = Table(
     metadata,
     Column("id", Text, primary_key=True),
     Column("process", Text, nullable=False, index=True),
-    Column("started_at", Float, nullable=False),
-    Column("updated_at", Float, nullable=False),
-    Column("key", Text),
-    Column("group_name", Text),
-    Column("user", Text),
-    Column("model", Text),
+    *_columns(Float, "started_at", "updated_at", needed=True),
+    *_columns(Text, "key", "group_name", "user", "model"),
     Column("class", Text, key="class_"),
-    Column("tier", Text),
-    Column("node", Text),
-    Column("path", Text),
+    *_columns(Text, "tier", "node", "path"),
     Column("stream", Boolean, nullable=False, server_default=false()),
     Column("reserved_tokens", BigInteger, nullable=False, server_default=text("0")),
     Column("reserved_cost", Float, nullable=False, server_default=text("0")),
-    Column("prompt_tokens", BigInteger, nullable=False, server_default=text("0")),
-    Column("completion_tokens", BigInteger, nullable=False, server_default=text("0")),
+    *_columns(BigInteger, "prompt_tokens", "completion_tokens", default="0"),
     Column("slot_seconds", Float, nullable=False, server_default=text("0")),
     Column("cost", Float, nullable=False, server_default=text("0")),
 )
@@ -160,8 +149,7 @@ processes = Table(
     "processes",
     metadata,
     Column("id", Text, primary_key=True),
-    Column("started_at", Float, nullable=False),
-    Column("seen_at", Float, nullable=False),
+    *_columns(Float, "started_at", "seen_at", needed=True),
     Column("host", Text, nullable=False),
     Column("pid", Integer, nullable=False),
 )
@@ -182,17 +170,18 @@ usage_days = Table(
     Column("tier", Text, primary_key=True, server_default=_UNKNOWN),
     Column("node", Text, primary_key=True, server_default=_UNKNOWN),
     Column("outcome", Text, primary_key=True, server_default=_UNKNOWN),
-    Column("requests", BigInteger, nullable=False),
-    Column("failures", BigInteger, nullable=False),
-    Column("clients_left", BigInteger, nullable=False),
-    Column("prompt_tokens", BigInteger, nullable=False),
-    Column("cached_tokens", BigInteger, nullable=False),
-    Column("completion_tokens", BigInteger, nullable=False),
-    Column("slot_seconds", Float, nullable=False),
-    Column("cost", Float, nullable=False),
-    Column("gpu_cost", Float, nullable=False),
-    Column("gpu_priced", BigInteger, nullable=False),
-    Column("attempts", BigInteger, nullable=False),
+    *_columns(
+        BigInteger,
+        "requests",
+        "failures",
+        "clients_left",
+        "prompt_tokens",
+        "cached_tokens",
+        "completion_tokens",
+        needed=True,
+    ),
+    *_columns(Float, "slot_seconds", "cost", "gpu_cost", needed=True),
+    *_columns(BigInteger, "gpu_priced", "attempts", needed=True),
 )
 """Sums of usage rows that retention has deleted, by day (UTC, `2026-11-23`) and every dimension."""
 
@@ -202,9 +191,7 @@ node_hours = Table(
     Column("node", Text, primary_key=True),
     Column("tier", Text, primary_key=True),
     Column("day", Text, primary_key=True),
-    Column("seconds", Float, nullable=False),
-    Column("cost", Float, nullable=False),
-    Column("counted_until", Float, nullable=False),
+    *_columns(Float, "seconds", "cost", "counted_until", needed=True),
 )
 """How long each node was up on a day (UTC), and what that cost by its `cost_per_hour`. The time up
 to `counted_until` is counted: of several processes each adds what lies after it."""
@@ -214,11 +201,8 @@ audit = Table(
     metadata,
     Column("id", _RowNumber, primary_key=True, autoincrement=True),
     Column("at", Float, nullable=False, index=True),
-    Column("actor", Text, nullable=False),
-    Column("role", Text, nullable=False),
-    Column("action", Text, nullable=False),
-    Column("target", Text),
-    Column("details", Text),
+    *_columns(Text, "actor", "role", "action", needed=True),
+    *_columns(Text, "target", "details"),
 )
 """Changes that operators made, by whom and when."""
 
@@ -226,14 +210,11 @@ files = Table(
     "files",
     metadata,
     Column("id", Text, primary_key=True),
-    Column("owner", Text, nullable=False),
-    Column("name", Text, nullable=False),
-    Column("purpose", Text, nullable=False),
+    *_columns(Text, "owner", "name", "purpose", needed=True),
     Column("bytes", BigInteger, nullable=False),
     Column("sha256", Text, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("expires_at", Float),
-    Column("deleted_at", Float),
+    *_columns(Float, "expires_at", "deleted_at"),
     Column("folder", Text, nullable=False),
     Column("state", Text, nullable=False, server_default=text("'processed'")),
     Index(None, "owner", "id"),
@@ -250,40 +231,21 @@ batches = Table(
     metadata,
     Column("id", Text, primary_key=True),
     Column("owner", Text, nullable=False),
-    Column("group_name", Text),
-    Column("user", Text),
-    Column("api", Text, nullable=False),
-    Column("endpoint", Text, nullable=False),
+    *_columns(Text, "group_name", "user"),
+    *_columns(Text, "api", "endpoint", needed=True),
     Column("input_file", Text, index=True),
-    Column("output_file", Text),
-    Column("error_file", Text),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float, nullable=False),
-    Column("in_progress_at", Float),
-    Column("finalizing_at", Float),
-    Column("ended_at", Float),
-    Column("cancelling_at", Float),
-    Column("paused_at", Float),
+    *_columns(Text, "output_file", "error_file"),
+    *_columns(Float, "created_at", "expires_at", needed=True),
+    *_columns(Float, "in_progress_at", "finalizing_at", "ended_at", "cancelling_at", "paused_at"),
     Column("pause_reason", Text),
     Column("state", Text, nullable=False),
     Column("model", Text),
-    Column("total", Integer, nullable=False, server_default=text("0")),
-    Column("completed", Integer, nullable=False, server_default=text("0")),
-    Column("failed", Integer, nullable=False, server_default=text("0")),
-    Column("cancelled", Integer, nullable=False, server_default=text("0")),
-    Column("expired", Integer, nullable=False, server_default=text("0")),
-    Column("prompt_tokens", BigInteger, nullable=False, server_default=text("0")),
-    Column("cached_tokens", BigInteger, nullable=False, server_default=text("0")),
-    Column("completion_tokens", BigInteger, nullable=False, server_default=text("0")),
+    *_columns(Integer, "total", "completed", "failed", "cancelled", "expired", default="0"),
+    *_columns(BigInteger, "prompt_tokens", "cached_tokens", "completion_tokens", default="0"),
     Column("cost", Float, nullable=False, server_default=text("0")),
     Column("output_seconds", Float),
-    Column("webhook_url", Text),
-    Column("metadata", Text),
-    Column("idempotency_key", Text),
-    Column("request_digest", Text),
-    Column("errors", Text),
-    Column("requests_bytes", BigInteger, nullable=False, server_default=text("0")),
-    Column("result_bytes", BigInteger, nullable=False, server_default=text("0")),
+    *_columns(Text, "webhook_url", "metadata", "idempotency_key", "request_digest", "errors"),
+    *_columns(BigInteger, "requests_bytes", "result_bytes", default="0"),
     Column("keep_until", Float, nullable=False),
     Column("deleted_at", Float),
     Column("class", Text, key="class_", nullable=False),
@@ -291,12 +253,7 @@ batches = Table(
     Index(None, "owner", "id"),
     Index(None, "owner", "ended_at"),
     Index(None, "folder", "keep_until"),
-    Index(
-        "uq_batches_owner_idempotency_key",
-        "owner",
-        "idempotency_key",
-        unique=True,
-    ),
+    Index("uq_batches_owner_idempotency_key", "owner", "idempotency_key", unique=True),
 )
 """Batches of both APIs (`api`: `openai` or `anthropic`). `expires_at` is the deadline. A batch
 without an `ended_at` is unfinished. Only the processes that have its `folder` work on it. One with
@@ -305,24 +262,10 @@ a `deleted_at` is nobody's any more, and is removed with its lines and files, as
 alone, 0 once that is removed; `result_bytes` that of the recorded results: after the end they are
 in files that have rows."""
 
-_UNFINISHED = text("ended_at IS NULL")
+_partial_index("ix_batches_unfinished", "ended_at IS NULL", batches.c.folder, batches.c.expires_at)
 
-Index(
-    "ix_batches_unfinished",
-    batches.c.folder,
-    batches.c.expires_at,
-    sqlite_where=_UNFINISHED,
-    postgresql_where=_UNFINISHED,
-)
-
-_WITH_REQUESTS = text("requests_bytes > 0")
-
-Index(
-    "ix_batches_with_requests",
-    batches.c.owner,
-    batches.c.requests_bytes,
-    sqlite_where=_WITH_REQUESTS,
-    postgresql_where=_WITH_REQUESTS,
+_partial_index(
+    "ix_batches_with_requests", "requests_bytes > 0", batches.c.owner, batches.c.requests_bytes
 )
 
 stored_requests = Table(
@@ -334,19 +277,15 @@ stored_requests = Table(
     Column("number", Integer),
     Column("custom_id", Text),
     Column("owner", Text, nullable=False),
-    Column("group_name", Text),
-    Column("user", Text),
+    *_columns(Text, "group_name", "user"),
     Column("path", Text, nullable=False),
     Column("model", Text),
     Column("stream", Boolean, nullable=False, server_default=false()),
     Column("webhook_url", Text),
     Column("class", Text, key="class_", nullable=False),
     Column("place", Text, nullable=False),
-    Column("offset", BigInteger, nullable=False),
-    Column("length", BigInteger, nullable=False),
-    Column("prompt_tokens", BigInteger, nullable=False, server_default=text("0")),
-    Column("max_tokens", BigInteger, nullable=False, server_default=text("0")),
-    Column("prefix", BigInteger, nullable=False, server_default=text("0")),
+    *_columns(BigInteger, "offset", "length", needed=True),
+    *_columns(BigInteger, "prompt_tokens", "max_tokens", "prefix", default="0"),
     Column("state", Text, nullable=False),
     Column("attempts", Integer, nullable=False, server_default=text("0")),
     Column("claimed_by", Text),
@@ -354,8 +293,7 @@ stored_requests = Table(
     Column("not_before", Float, nullable=False, server_default=text("0")),
     Column("deadline", Float),
     Column("created_at", Float, nullable=False),
-    Column("started_at", Float),
-    Column("ended_at", Float),
+    *_columns(Float, "started_at", "ended_at"),
     Column("status", Integer),
     Column("result_place", Text),
     Column("result_offset", BigInteger),
@@ -371,16 +309,11 @@ stored_requests = Table(
 likewise: no text is in the store. A line of a batch whose `custom_id` is missing or used by an
 earlier line has none here. `id` is also that of the ledger's row, so a result is counted once."""
 
-_WAITING = text("state = 'waiting'")
-
-_RUNNING = text("state = 'running'")
-
 _WITHOUT_BATCH = text("batch IS NULL")
 
-_WAITING_WITHOUT_BATCH = text("batch IS NULL AND state = 'waiting'")
-
-Index(
+_partial_index(
     "ix_stored_requests_waiting_lines",
+    "state = 'waiting'",
     stored_requests.c.batch,
     # All entries have the same. SQLite prefers the index to the unique ones for its two equalities.
     stored_requests.c.state,
@@ -390,55 +323,48 @@ Index(
     stored_requests.c.model,
     stored_requests.c.not_before,
     stored_requests.c.prompt_tokens,
-    sqlite_where=_WAITING,
-    postgresql_where=_WAITING,
 )
 """In the order in which lines are claimed; what groups of waiting lines need is all in it."""
 
-Index(
+_partial_index(
     "ix_stored_requests_waiting_alone",
+    "batch IS NULL AND state = 'waiting'",
     stored_requests.c.folder,
     stored_requests.c.state,
     stored_requests.c.kind,
     stored_requests.c.id,
-    sqlite_where=_WAITING_WITHOUT_BATCH,
-    postgresql_where=_WAITING_WITHOUT_BATCH,
 )
 
-Index(
+_partial_index(
     "ix_stored_requests_running",
+    "state = 'running'",
     stored_requests.c.folder,
     stored_requests.c.claimed_by,
     stored_requests.c.claimed_until,
     stored_requests.c.batch,
-    sqlite_where=_RUNNING,
-    postgresql_where=_RUNNING,
 )
 
-Index(
+_partial_index(
     "ix_stored_requests_running_lines",
+    "state = 'running'",
     stored_requests.c.batch,
     stored_requests.c.state,
-    sqlite_where=_RUNNING,
-    postgresql_where=_RUNNING,
 )
 
-Index(
+_partial_index(
     "ix_stored_requests_keep_until",
+    "batch IS NULL",
     stored_requests.c.folder,
     stored_requests.c.keep_until,
-    sqlite_where=_WITHOUT_BATCH,
-    postgresql_where=_WITHOUT_BATCH,
 )
 """Lines are removed with their batch."""
 
-Index(
+_partial_index(
     "ix_stored_requests_kept",
+    "batch IS NULL",
     stored_requests.c.owner,
     stored_requests.c.length,
     stored_requests.c.result_length,
-    sqlite_where=_WITHOUT_BATCH,
-    postgresql_where=_WITHOUT_BATCH,
 )
 """All that the sum of an owner's bytes needs. `result_length` of a response is the size of its log.
 """
@@ -449,13 +375,8 @@ webhook_deliveries = Table(
     Column("id", Text, primary_key=True),
     Column("owner", Text, nullable=False),
     Column("group_name", Text),
-    Column("event", Text, nullable=False),
-    Column("object_id", Text, nullable=False),
-    Column("url", Text, nullable=False),
-    Column("origin", Text, nullable=False),
-    Column("body", Text, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("next_at", Float, nullable=False),
+    *_columns(Text, "event", "object_id", "url", "origin", "body", needed=True),
+    *_columns(Float, "created_at", "next_at", needed=True),
     Column("attempts", Integer, nullable=False, server_default=text("0")),
     Column("state", Text, nullable=False),
     Column("last_error", Text),
@@ -464,12 +385,11 @@ webhook_deliveries = Table(
 tries a delivery first moves `next_at` behind its own time limit, so that nobody else does; when it
 has ended, `next_at` says when that was. `origin` is the part of `url` in front of its path."""
 
-Index(
+_partial_index(
     "ix_webhook_deliveries_waiting",
+    "state = 'waiting'",
     webhook_deliveries.c.origin,
     webhook_deliveries.c.next_at,
-    sqlite_where=_WAITING,
-    postgresql_where=_WAITING,
 )
 
 learnt = Table(
@@ -483,9 +403,9 @@ learnt = Table(
     Column("changed_at", Float, nullable=False, index=True),
     Column("value", Text, nullable=False),
 )
-"""What each gateway has learnt of nodes and callers (`gateway.learnt`), as JSON. `version` is that
-of the section's values: a program leaves the rows of other versions alone. `caller` is the id of
-the key from whose requests it was learnt: revoking the key deletes it."""
+"""What each gateway has learnt of nodes and callers (`gateway.app.learnt`), as JSON. `version` is
+that of the section's values: a program leaves the rows of other versions alone. `caller` is the
+id of the key from whose requests it was learnt: revoking the key deletes it."""
 
 
 class Step(NamedTuple):
@@ -493,8 +413,7 @@ class Step(NamedTuple):
 
     statements: tuple[str, ...]
     """SQL for both databases. It stays as it is when the tables change again."""
-    needed_level: int = 1
-    """The lowest level of a program that can use the tables afterwards."""
+    needed_level: int = 1  # the lowest level of a program that can use the tables afterwards
 
 
 _LEARNT = """
@@ -512,9 +431,8 @@ STEPS: Final[Mapping[int, Step]] = {
             "CREATE INDEX ix_learnt_caller ON learnt (caller)",
             "CREATE INDEX ix_learnt_changed_at ON learnt (changed_at)",
         )
-    ),
+    )
 }
 """By the level to which they lead."""
 
-SCHEMA_LEVEL = max(STEPS)
-"""The level of the tables above."""
+SCHEMA_LEVEL = max(STEPS)  # the level of the tables above

@@ -52,11 +52,8 @@ from gateway.store.failures import (
 
 T = TypeVar("T")
 
-MOST_JOBS = 1000
-"""Jobs that may wait; further ones fail at once."""
-
-JOB_SECONDS = 10.0
-"""Seconds that a caller waits for its job, unless it says otherwise."""
+MOST_JOBS = 1000  # jobs that may wait; further ones fail at once
+JOB_SECONDS = 10.0  # seconds that a caller waits for its job, unless it says otherwise
 
 CHECK_SECONDS = 5.0
 """Seconds without a job after which the thread looks whether the store is still there."""
@@ -64,11 +61,8 @@ CHECK_SECONDS = 5.0
 FIRST_PAUSE = 0.1
 """Seconds between the first attempts to open the store; each further pause is twice as long."""
 
-LOOK_SECONDS = 0.25
-"""Seconds between two looks whether another process has changed the store."""
-
-LONGEST_PAUSE = 5.0
-"""Seconds between attempts to open the store, at most."""
+LOOK_SECONDS = 0.25  # seconds between two looks whether another process has changed the store
+LONGEST_PAUSE = 5.0  # seconds between attempts to open the store, at most
 
 log = structlog.get_logger()
 
@@ -77,18 +71,13 @@ log = structlog.get_logger()
 class StoreStatus:
     """The store as `/admin/status` shows it."""
 
-    url: str
-    """Its password masked."""
-    state: str
-    """`opening`, `up`, `closed`, or a `StoreError`'s state."""
-    since: float
-    """Unix seconds since when it is in that state."""
+    url: str  # its password masked
+    state: str  # `opening`, `up`, `closed`, or a `StoreError`'s state
+    since: float  # Unix seconds since when it is in that state
     error: str | None
     remedy: str | None
-    level: int | None
-    """The level of its tables; None: never opened."""
-    waiting: int
-    """Jobs that wait."""
+    level: int | None  # the level of its tables; None: never opened
+    waiting: int  # jobs that wait
 
     @property
     def up(self) -> bool:
@@ -113,8 +102,7 @@ class StoreStatus:
 class _Job(Generic[T]):
     work: Callable[[Connection], T]
     write: bool
-    seconds: float
-    """How long its caller waits."""
+    seconds: float  # how long its caller waits
     done: concurrent.futures.Future[T] = field(default_factory=concurrent.futures.Future)
 
 
@@ -150,19 +138,15 @@ class Store:
         self._tried: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Done when the store was tried to be opened for the first time."""
         self._connection: Connection | None = None
-        self._files: SqliteFiles | None = None
-        """SQLite's files that are, or were last, open."""
+        self._files: SqliteFiles | None = None  # SQLite's files that are, or were last, open
         self._seen = False
         """Whether this process has had the store open: then a missing file is not made anew."""
         self._level: int | None = None
         self._problem: StoreError | None = None
         self._pause = FIRST_PAUSE
-        self._check_at = 0.0
-        """When the store is opened anew, or else looked at if there was no job."""
-        self._look_at = 0.0
-        """When it is looked whether others have changed the store."""
-        self._version: int | None = None
-        """The database's number of changes by others, as last seen."""
+        self._check_at = 0.0  # when the store is opened anew, or else looked at if there was no job
+        self._look_at = 0.0  # when it is looked whether others have changed the store
+        self._version: int | None = None  # the database's number of changes by others, as last seen
         self.changes = 0
         """Has grown when there may be something new in the store: another process has committed, or
         the store has failed or is open again. On PostgreSQL, which does not tell, it grows always.
@@ -293,8 +277,7 @@ class Store:
     def _silence(self, seconds: float) -> StoreError:
         how_long = f"has not answered for {seconds:.0f} s" if seconds >= 1 else "does not answer"
         return StoreUnavailable(
-            f"the store {how_long}",
-            "see whether its disk, or its server, is stopped or overloaded",
+            f"the store {how_long}", "see whether its disk, or its server, is stopped or overloaded"
         )
 
     # On the store's thread.
@@ -350,7 +333,7 @@ class Store:
         # Whether it can be written again is tried, even if nobody has anything to write.
         self._check_at = self._clock() + self._check_seconds
         if self._problem is None:
-            self._attempt(_nothing, write=False)
+            self._attempt(lambda _: None, write=False)  # the level is read for every job
         else:
             self._attempt(try_write, write=True)
 
@@ -427,7 +410,10 @@ class Store:
     def _opened(self) -> Connection:
         path = self.location.path
         if self._files is not None:
-            if not _has_content(self._files.path):
+            is_empty = True
+            with contextlib.suppress(FileNotFoundError):
+                is_empty = not self._files.path.stat().st_size
+            if is_empty:
                 raise StoreGone(f"{path} is gone, or empty", "put it back, or restart the gateway")
             self._files.remove_stale_log()
         self._link.begin(JOB_SECONDS)
@@ -543,17 +529,6 @@ class _Link:
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _nothing(_: Connection) -> None:
-    """No work: the level is read for every job."""
-
-
-def _has_content(path: Any) -> bool:
-    try:
-        return bool(path.stat().st_size)
-    except FileNotFoundError:
-        return False
 
 
 def _file_problem(error: OSError) -> StoreError:

@@ -36,10 +36,8 @@ class StoreWorker:
         on_away: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = lambda: asyncio.get_running_loop().time(),
     ) -> None:
-        self.problem: str | None = None
-        """Why the last pass failed; None: it did not."""
-        self.failures = 0
-        """Passes that failed."""
+        self.problem: str | None = None  # why the last pass failed; None: it did not
+        self.failures = 0  # passes that failed
         self.due: float | None = None
         """When the pass that is under way, or else the next, was to begin, by `clock`; None: `run`
         has not begun."""

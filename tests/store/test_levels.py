@@ -17,14 +17,7 @@ from gateway.store.database import connect, disconnect, locate_store
 from gateway.store.failures import StoreTooNew
 from gateway.store.schema import OLDEST_LEVEL, SCHEMA_LEVEL, STEPS, levels, metadata
 from tests.postgres import PostgresServer
-from tests.store.levels import (
-    CONTRACT,
-    EXPAND,
-    NEXT,
-    RELEASED,
-    later_program,
-    make_released_store,
-)
+from tests.store.levels import CONTRACT, EXPAND, NEXT, RELEASED, later_program, make_released_store
 from tests.store.stores import LIMIT, add, count, opened
 
 
@@ -170,9 +163,7 @@ def note(connection: Connection) -> None:
     connection.execute(text("INSERT INTO revisions (name, number, note) VALUES ('n', 1, 'x')"))
 
 
-def test_an_old_program_goes_on_with_a_store_that_a_new_one_has_expanded(
-    store_url: str,
-) -> None:
+def test_an_old_program_goes_on_with_a_store_that_a_new_one_has_expanded(store_url: str) -> None:
     newer = later_program(EXPAND)
     with opened(store_url, check_seconds=0.1) as old:
         old.run_now(add("old, before"))
@@ -188,9 +179,7 @@ def test_an_old_program_goes_on_with_a_store_that_a_new_one_has_expanded(
             assert again.status().level == NEXT
 
 
-def test_a_program_refuses_a_store_that_a_later_one_has_contracted(
-    store_url: str,
-) -> None:
+def test_a_program_refuses_a_store_that_a_later_one_has_contracted(store_url: str) -> None:
     newer = later_program(CONTRACT, needed=NEXT)
     with opened(store_url, check_seconds=0.1) as old:
         old.run_now(add("before"))
@@ -252,9 +241,7 @@ print(written)
 def test_old_and_new_processes_write_at_the_same_time(store_url: str) -> None:
     def spawn(name: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", WORKER, store_url, name],
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", WORKER, store_url, name], stdout=subprocess.PIPE, text=True
         )
 
     # The old one writes until it has seen the new level, and 300 rows at least.

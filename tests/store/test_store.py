@@ -53,27 +53,10 @@ async def changes_after_a_look(store: Store) -> int:
     return await store.run(lambda _: store.changes)
 
 
-async def test_a_store_that_does_not_tell_may_always_have_changed(
-    postgres: PostgresServer,
-) -> None:
+async def test_a_store_that_does_not_tell_may_always_have_changed(postgres: PostgresServer) -> None:
     with opened(postgres.new_database(), look_seconds=0.01) as store:
         before = store.changes
         wait_until(lambda: store.changes > before + 2, store)
-
-
-async def test_a_job_that_is_not_waited_for_any_more_does_not_begin(store_url: str) -> None:
-    with opened(store_url) as store:
-        block = threading.Event()
-        first = asyncio.create_task(store.run(lambda _: block.wait(LIMIT)))
-        await asyncio.sleep(0)
-        second = asyncio.create_task(store.run(add("cancelled")))
-        await asyncio.sleep(0)
-        second.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await second
-        block.set()
-        assert await first
-        assert await store.run(names) == []
 
 
 async def test_a_jobs_own_error_leaves_the_store_open(store_url: str) -> None:
@@ -83,12 +66,6 @@ async def test_a_jobs_own_error_leaves_the_store_open(store_url: str) -> None:
             await store.run(add("twice"))
         status = store.status()
     assert (status.state, status.error) == ("up", None)
-
-
-async def test_jobs_are_done_one_after_the_other(store_url: str) -> None:
-    with opened(store_url) as store:
-        await asyncio.gather(*(store.run(add(f"{number:03}")) for number in range(100)))
-        assert await store.run(names) == [f"{number:03}" for number in range(100)]
 
 
 async def test_a_job_that_only_reads_sees_one_state_of_the_store(store_url: str) -> None:

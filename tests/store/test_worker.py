@@ -52,14 +52,7 @@ async def test_a_store_that_is_away_is_told_of_once_and_tried_at_growing_distanc
     async with passes.running():
         passes.is_away = True
         await asyncio.sleep(20.5)
-        assert passes.began == [
-            1.0,
-            2.0,
-            4.0,
-            8.0,
-            8.0 + LONGEST_PAUSE,
-            8.0 + 2 * LONGEST_PAUSE,
-        ]
+        assert passes.began == [1.0, 2.0, 4.0, 8.0, 8.0 + LONGEST_PAUSE, 8.0 + 2 * LONGEST_PAUSE]
         assert (passes.worker.problem, passes.worker.failures) == ("gone; wait", 6)
         passes.worker.wake()
         passes.is_away = False
