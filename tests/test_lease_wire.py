@@ -26,7 +26,7 @@ from gateway.lease import (
     UsageReport,
     WantedNode,
 )
-from tests.forward.fake_lease_service import a_granted_lease, a_node_info
+from tests.forward.granted_lease import a_granted_lease, a_node_info
 from tests.lease_requests import a_lease_request
 
 USAGE = Usage(12, 3, 40, {"prompt_n": 9, "predicted_ms": 812.5})

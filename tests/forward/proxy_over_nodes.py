@@ -190,3 +190,13 @@ async def proxy_over(
 
 OWN_TASKS = ("weigh nodes", "reload", "watch the files")
 """Tasks of the gateway that must end with it."""
+
+
+@asynccontextmanager
+async def two_nodes(
+    folder: Path, *, answer_tokens: int = 32, **settings: Any
+) -> AsyncIterator[tuple[ProxyOverNodes, EmulatedNode, EmulatedNode]]:
+    """A gateway over two equal nodes, `a` and `b`, of which it prefers the first."""
+    one, two = (EmulatedNode(answer_tokens=answer_tokens) for _ in "ab")
+    async with proxy_over(folder, one, two, nodes=A_FIRST, **settings) as proxy:
+        yield proxy, one, two

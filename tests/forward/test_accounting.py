@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from gateway.forward.in_flight import PROGRESS_TOKENS
 from gateway.lease import KeyedHash
 from gateway.request.preparation import Request
 from gateway.terms import Caller, Priority
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.emulator.generation import TokenTally
 from tests.emulator.language_model import count_tokens
@@ -33,7 +35,6 @@ from tests.forward.proxy_over_nodes import (
     A_FIRST,
     BODIES,
     GENERATION_PATHS,
-    MESSAGES,
     ProxyOverNodes,
     prompt_field,
     proxy_over,
@@ -51,8 +52,7 @@ from tests.virtual import in_virtual_time, now
 async def test_tokens_are_those_that_the_node_reports(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
-    one = EmulatedNode(answer_tokens=9, decode_tps=100)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(answer_tokens=9, decode_tps=100)) as proxy:
         reply = await proxy.ask(path, stream=stream)
         assert reply.status_code == 200
         await proxy.settled()
@@ -67,8 +67,7 @@ async def test_tokens_are_those_that_the_node_reports(
 
 @in_virtual_time
 async def test_usage_in_the_stream_does_not_change_the_count(tmp_path: Path) -> None:
-    one = EmulatedNode(answer_tokens=9)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, EmulatedNode(answer_tokens=9)) as proxy:
         await proxy.stream(stream_options={"include_usage": True})
         await proxy.settled()
         assert proxy.finished[0].completion_tokens == 9
@@ -96,8 +95,7 @@ async def test_a_nodes_speed_is_learnt_from_its_timings(tmp_path: Path) -> None:
 )
 @in_virtual_time
 async def test_implausible_timings_are_ignored(tmp_path: Path, timings: str) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
         body = f'{{"choices":[{{"message":{{"content":"x"}}}}],"timings":{timings}}}'
         one.faults.set("status", status=200, body=body)
         assert (await proxy.ask()).json()["choices"]
@@ -105,24 +103,6 @@ async def test_implausible_timings_are_ignored(tmp_path: Path, timings: str) -> 
         speed = proxy.node("a").speed
         assert (speed.decode_tps, speed.prefill_tps) == (None, None)
         assert proxy.finished[0].completion_tokens <= 1 << 31
-
-
-@in_virtual_time
-async def test_an_aborted_stream_is_counted_by_its_events(tmp_path: Path) -> None:
-    one = EmulatedNode(decode_tps=100, answer_tokens=1000)
-    async with proxy_over(tmp_path, one) as proxy:
-        body = {"messages": MESSAGES, "stream": True}
-        got = b""
-        async with proxy.running.client.stream("POST", GENERATION_PATHS[0], json=body) as reply:
-            async for chunk in reply.aiter_bytes():
-                got += chunk
-                if got.count(b"\n\n") > 10:
-                    break
-        await proxy.settled()
-        (record,) = proxy.finished
-        assert record.status == 499
-        assert 10 <= record.completion_tokens <= 1000
-        assert record.prompt_tokens > 0
 
 
 @in_virtual_time
@@ -143,8 +123,7 @@ async def test_a_request_costs_its_share_of_the_node_or_its_tokens(tmp_path: Pat
 
 @in_virtual_time
 async def test_a_request_without_a_slot_is_not_in_the_completion_rate(tmp_path: Path) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, EmulatedNode()) as proxy:
         scheduler = proxy.app.scheduler
         for _ in range(3):
             assert (await proxy.ask("/tokenize", content="a")).status_code == 200
@@ -185,14 +164,17 @@ async def the_record(proxy: ProxyOverNodes) -> tuple[RequestFinished, TokenTally
     return record, tally
 
 
-@pytest.mark.parametrize("path", [path for path in GENERATION_PATHS if path != "/completion"])
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [("/completion", True), *itertools.product(GENERATION_PATHS[:4], (True, False))],
+)
 @in_virtual_time
-async def test_a_plain_request_that_is_left_counts_what_was_generated(
-    tmp_path: Path, path: str
+async def test_a_request_that_is_left_counts_what_was_generated(
+    tmp_path: Path, path: str, stream: bool
 ) -> None:
     one = EmulatedNode(decode_tps=10, answer_tokens=500)
     async with proxy_over(tmp_path, one, **SETTINGS) as proxy:
-        await left_after(proxy, 5.05, path, max_tokens=400, max_output_tokens=400)
+        await left_after(proxy, 5.05, path, stream=stream, max_tokens=400)
         record, tally = await the_record(proxy)
         assert record.status == 499
         assert 30 <= record.completion_tokens <= 60
@@ -530,32 +512,23 @@ def test_a_request_that_two_nodes_died_on_is_rejected_for_a_while() -> None:
     assert len(quarantine.entries) == 0
 
 
-def test_another_request_is_served_meanwhile() -> None:
+@each_case(
+    ("losses", "seconds", "refused"),
+    [
+        ([("a", 1.0, 1.0), ("b", 2.0, 2.0)], LONG, True),
+        ([("a", 1.0, 1.0), ("b", 2.0, 2.0)], 0.0, False),  # it is off
+        ([("a", number, number) for number in range(5)], LONG, False),  # it may be the node
+        ([(node, 5.0, 9.0) for node in "abc"], LONG, False),  # lost together: they count as one
+        ([("a", 5.0, 9.0), ("b", 9.0, 9.0)], LONG, True),
+    ],
+)
+def test_a_request_is_rejected_once_it_lost_one_node_after_another(
+    losses: list[tuple[str, float, float]], seconds: float, refused: bool
+) -> None:
     quarantine = Quarantine(KeyedHash())
-    for number, node in enumerate("ab"):
-        quarantine.node_lost(asking("x"), node, number, number)
-    assert refusal(quarantine, "y", 0.0) is None
-
-
-def test_a_single_node_that_dies_repeatedly_quarantines_no_request() -> None:
-    quarantine = Quarantine(KeyedHash())
-    for number in range(5):
-        quarantine.node_lost(asking("x"), "a", number, number)
-    assert refusal(quarantine, "x", 0.0) is None
-
-
-def test_nodes_that_are_lost_together_count_as_one() -> None:
-    quarantine = Quarantine(KeyedHash())
-    for node in "abc":
-        quarantine.node_lost(asking("x"), node, 5.0, 9.0)
-    assert refusal(quarantine, "x", 9.0) is None
-
-
-def test_a_node_leased_in_the_instant_of_the_others_loss_counts() -> None:
-    quarantine = Quarantine(KeyedHash())
-    quarantine.node_lost(asking("x"), "a", 5.0, 9.0)
-    quarantine.node_lost(asking("x"), "b", 9.0, 9.0)
-    assert refusal(quarantine, "x", 9.0) is not None
+    for node, leased_at, lost_at in losses:
+        quarantine.node_lost(asking("x"), node, leased_at, lost_at)
+    assert (refusal(quarantine, "x", 9.0, seconds) is not None) is refused
 
 
 def test_a_complete_response_ends_the_quarantine() -> None:
@@ -564,13 +537,6 @@ def test_a_complete_response_ends_the_quarantine() -> None:
     quarantine.clear(asking("x"))
     quarantine.node_lost(asking("x"), "b", 2.0, 3.0)
     assert refusal(quarantine, "x", 0.0) is None
-
-
-def test_nothing_is_rejected_when_the_quarantine_is_off() -> None:
-    quarantine = Quarantine(KeyedHash())
-    for number, node in enumerate("ab"):
-        quarantine.node_lost(asking("x"), node, number, number)
-    assert refusal(quarantine, "x", 0.0, 0.0) is None
 
 
 def test_the_oldest_entry_is_forgotten_first() -> None:

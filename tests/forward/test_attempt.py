@@ -34,7 +34,7 @@ from gateway.transport.connection import BODY_HIGH_WATER
 from gateway.transport.errors import UpstreamError
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.raw_connection import RawConnection, chat, post, raw_connection
-from tests.forward.fake_lease_service import a_granted_lease, a_proxy_request
+from tests.forward.granted_lease import a_granted_lease, a_proxy_request
 from tests.forward.proxy_over_nodes import (
     A_FIRST,
     BODIES,
@@ -42,6 +42,7 @@ from tests.forward.proxy_over_nodes import (
     MESSAGES,
     ProxyOverNodes,
     proxy_over,
+    two_nodes,
 )
 from tests.gateways import until
 from tests.nodes.build import Clock, a_node, take
@@ -194,15 +195,6 @@ async def test_an_attempt_that_ends_with_another_one_is_left_alone() -> None:
     assert not len(monitor)
 
 
-@in_virtual_time
-async def test_a_whole_response_frees_the_slots_before_its_client_has_read_it() -> None:
-    clock = Clock(100.0)
-    attempt = WatchedAttempt(take(a_node(clock)), LIMITS, complete=True)
-    look = await limits_of(clock, attempt)
-    assert look(101.0) is None
-    assert attempt.lease.phase is LeasePhase.RELEASED
-
-
 @pytest.mark.parametrize(("grace", "limit"), [(40.0, 60.0), (400.0, 400.0), (0.0, 60.0)])
 def test_a_long_prompt_on_a_slow_node_has_a_longer_timeout(grace: float, limit: float) -> None:
     lease = a_granted_lease(prefill_grace=grace)
@@ -270,8 +262,7 @@ async def test_silence_is_excused_while_another_prompt_is_read(tmp_path: Path) -
 async def test_the_clients_deadline_ends_a_request_and_blames_no_node(
     tmp_path: Path, stream: bool
 ) -> None:
-    one = EmulatedNode(prefill_tps=1)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(prefill_tps=1)) as proxy:
         began = now()
         reply = await proxy.ask(stream=stream, headers={"X-Request-Timeout": "0.3"})
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
@@ -330,8 +321,7 @@ async def test_the_clients_deadline_holds_in_the_queue_too(tmp_path: Path) -> No
 @pytest.mark.parametrize("value", ["0", "nan", "soon"])
 @in_virtual_time
 async def test_an_invalid_deadline_is_the_clients_error(tmp_path: Path, value: str) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
         reply = await proxy.ask(headers={"X-Request-Timeout": value})
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (400, "invalid_request")
         assert one.requests == 0
@@ -421,8 +411,7 @@ async def test_a_client_that_stalls_for_long_is_disconnected(tmp_path: Path) -> 
 async def test_a_client_that_stalls_behind_a_complete_response_is_disconnected(
     tmp_path: Path,
 ) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one, limits=HALF_A_SECOND) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(), limits=HALF_A_SECOND) as proxy:
         answers_at_length(one)
         async with slow_clients(proxy, 1, stream=False):
             await until_over(proxy, 200)
@@ -520,8 +509,7 @@ async def test_one_caller_ejects_no_node(
 async def test_a_node_that_fails_a_request_that_another_answers_is_blamed(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **CALM) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=8, **CALM) as (proxy, one, _):
         one.faults.set(kind, **options)
         assert (await proxy.stream()).errors == []
         circuit = proxy.node("a").circuit
@@ -571,8 +559,7 @@ async def test_a_response_that_takes_the_whole_time_blames_no_node(tmp_path: Pat
 
 @in_virtual_time
 async def test_a_node_that_answers_the_retry_itself_is_not_blamed(tmp_path: Path) -> None:
-    server = EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, server, **CALM) as proxy:
+    async with proxy_over(tmp_path, server := EmulatedNode(answer_tokens=8), **CALM) as proxy:
         for _ in range(6):
             server.faults.next("reset")
             assert (await proxy.stream()).errors == []
@@ -640,14 +627,14 @@ async def test_a_client_may_leave_while_its_node_is_being_connected(
             await until(lambda: node.leased == 0, 0.5)
             await until(lambda: descriptors() <= before, 2.0)
             assert node.failures == 0
+            assert (proxy.finished[0].prompt_tokens, proxy.finished[0].slot_seconds) == (0, 0.0)
         await one.revive()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
 async def test_a_client_may_leave_while_all_nodes_are_down(tmp_path: Path, stream: bool) -> None:
-    one = EmulatedNode(slots=1)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(slots=1)) as proxy:
         await one.kill()
         asked = asyncio.create_task(proxy.ask(stream=stream))
         scheduler = proxy.app.scheduler

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.callers.keys import new_key
-from gateway.config.settings import Settings
-from gateway.errors import GatewayError
-from gateway.events import EventBus, RequestFinished
-from gateway.forward.accounting import ProxyContext, RetryBudget
-from gateway.forward.attempt import TimeoutMonitor
-from gateway.forward.forwarder import Forwarder
-from gateway.forward.in_flight import InFlightRequest
-from gateway.lease import Fault
+from gateway.forward.accounting import RetryBudget
 from gateway.nodes.node import NodeState
 from gateway.request.routes import ROUTES
-from gateway.terms import Priority
-from gateway.transport.pool import ConnectionPool, node_address
 from tests.emulator import EmulatedNode, expected_chat_text
-from tests.forward.fake_lease_service import FakeLeaseService, a_proxy_request
 from tests.forward.proxy_over_nodes import (
-    A_FIRST,
     BODIES,
     GENERATION_PATHS,
     MESSAGES,
     ProxyOverNodes,
     proxy_over,
+    two_nodes,
 )
 from tests.gateways import until
-from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time, now
 
 FAULTS_BEFORE_CONTENT: list[tuple[str, dict[str, Any]]] = [
@@ -66,8 +53,7 @@ IMPATIENT = {"first_byte": 0.4}
 async def test_another_node_answers_and_the_client_sees_nothing(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, timeouts=IMPATIENT) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=8, timeouts=IMPATIENT) as (proxy, one, _):
         one.faults.set(kind, **options)
         reply = await proxy.stream()
         assert reply.status == 200
@@ -85,8 +71,7 @@ async def test_another_node_answers_and_the_client_sees_nothing(
 @pytest.mark.parametrize("kind", ["reset", "error_event"])
 @in_virtual_time
 async def test_another_node_answers_in_every_api(tmp_path: Path, path: str, kind: str) -> None:
-    one, two = EmulatedNode(answer_tokens=4), EmulatedNode(answer_tokens=4)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=4) as (proxy, one, _):
         one.faults.next(kind, after_events=0)
         reply = await proxy.stream(path)
         assert (reply.status, reply.errors) == (200, [])
@@ -107,8 +92,7 @@ async def test_another_node_answers_in_every_api(tmp_path: Path, path: str, kind
 async def test_a_broken_plain_response_is_retried_on_another_node(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=8) as (proxy, one, _):
         one.faults.set(kind, **options)
         reply = await proxy.ask()
         assert reply.status_code == 200
@@ -119,8 +103,7 @@ async def test_a_broken_plain_response_is_retried_on_another_node(
 
 @in_virtual_time
 async def test_a_request_that_a_retry_answers_is_recorded_as_answered(tmp_path: Path) -> None:
-    one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=8) as (proxy, one, _):
         one.faults.next("end", after_events=7)
         reply = await proxy.ask("/v1/responses")
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
@@ -130,8 +113,7 @@ async def test_a_request_that_a_retry_answers_is_recorded_as_answered(tmp_path: 
 
 @in_virtual_time
 async def test_a_refused_connection_takes_the_node_down_at_once(tmp_path: Path) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, health={"interval": 60.0}) as proxy:
+    async with two_nodes(tmp_path, health={"interval": 60.0}) as (proxy, one, _):
         await one.kill()
         reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
@@ -144,8 +126,7 @@ async def test_a_refused_connection_takes_the_node_down_at_once(tmp_path: Path) 
 async def test_a_connection_closed_in_the_instant_of_its_reuse_is_no_attempt(
     tmp_path: Path,
 ) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
         await proxy.ask()
         one.faults.next("stale")
         reply = await proxy.ask()
@@ -233,8 +214,7 @@ async def test_while_all_nodes_are_down_a_request_waits_for_the_first_to_return(
 
 @in_virtual_time
 async def test_a_request_that_waits_in_vain_for_a_node_ends_with_no_node(tmp_path: Path) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one, retries={"wait_for_node": 0.3}) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(), retries={"wait_for_node": 0.3}) as proxy:
         await one.kill()
         began = now()
         reply = await proxy.ask()
@@ -247,8 +227,7 @@ async def test_a_request_that_waits_in_vain_for_a_node_ends_with_no_node(tmp_pat
 
 @in_virtual_time
 async def test_a_loading_node_gets_no_request(tmp_path: Path) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one, health={"interval": 0.05}) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(), health={"interval": 0.05}) as proxy:
         one.loading = True
         asked = asyncio.create_task(proxy.ask())
         await until(lambda: proxy.node("a").state is NodeState.LOADING)
@@ -284,124 +263,6 @@ async def test_one_of_two_nodes_may_die_under_load(tmp_path: Path) -> None:
         replies = await asyncio.gather(*tasks)
         assert [reply.status_code for reply in replies] == 40 * [200]
         assert two.peak_busy <= 4
-
-
-# The proxy needs nothing of scheduler and fleet but the lease interface: here is another one.
-
-
-BODY = b'{"messages":[{"role":"user","content":"say something"}],"stream":true,"temperature":0}'
-
-
-@dataclass
-class Proxy:
-    """A forwarder over emulated nodes whose slots a fake service gives."""
-
-    nodes: list[EmulatedNode]
-    leases: FakeLeaseService
-    context: ProxyContext
-    requests: list[InFlightRequest] = field(default_factory=list)
-
-    async def stream(self) -> bytes:
-        """The whole response to a streamed chat."""
-        request = a_proxy_request(time.monotonic(), BODY)
-        record = RequestFinished("req_1", request.path, "demo", Priority.NORMAL, "c", stream=True)
-        in_flight = InFlightRequest(request, record)
-        self.requests.append(in_flight)
-        response = await Forwarder(self.context).forward(in_flight)
-        assert response.status == 200
-        assert response.body_stream is not None
-        body = response.content
-        while chunk := await response.body_stream.next_chunk():
-            body += chunk
-        response.body_stream.close()
-        self.context.bus.flush()
-        return body
-
-
-@asynccontextmanager
-async def proxy_with_fake(*nodes: EmulatedNode) -> AsyncIterator[Proxy]:
-    stack = AsyncExitStack()
-    for node in nodes:
-        await stack.enter_async_context(node)
-    pools = [ConnectionPool(node_address(a_spec(url=node.url))) for node in nodes]
-    leases = FakeLeaseService(zip("abc", pools, strict=False))
-    settings = Settings.model_validate({"retries": {"backoff": 0.0, "backoff_max": 0.0}})
-    monitor = TimeoutMonitor(time.monotonic)
-    context = ProxyContext(leases, settings, EventBus(), monitor, time.monotonic)
-    try:
-        yield Proxy(list(nodes), leases, context)
-        assert not leases.held
-        assert not len(monitor)
-    finally:
-        monitor.close()
-        for pool in pools:
-            pool.close()
-        await stack.aclose()
-
-
-async def test_a_stream_is_reported_from_its_head_to_its_usage() -> None:
-    async with proxy_with_fake(EmulatedNode(answer_tokens=9)) as proxy:
-        assert (await proxy.stream()).endswith(b"data: [DONE]\n\n")
-        leases = proxy.leases
-        assert leases.progress == [("reading", 1), ("content", 1)]
-        (report,) = leases.reports
-        assert (report.lease_id, report.outcome, report.status) == (1, "ok", 200)
-        assert (report.sent, report.node_done, report.response_began) == (True, True, True)
-        assert (report.fault, report.error, report.unreachable) == (Fault.NOBODY, None, None)
-        (usage,) = leases.usages
-        assert usage.reported is not None
-        assert usage.reported.completion_tokens == usage.attempt.completion_tokens == 9
-        assert proxy.requests[0].record.cost == 0.5
-
-
-async def test_a_node_that_is_gone_is_to_blame_and_another_is_asked_for() -> None:
-    gone, other = EmulatedNode(), EmulatedNode()
-    async with proxy_with_fake(gone, other) as proxy:
-        await gone.kill()
-        assert b"[DONE]" in await proxy.stream()
-        failed, ended = proxy.leases.reports
-        assert (failed.outcome, failed.fault, failed.sent) == ("connect_failed", Fault.NODE, False)
-        assert failed.unreachable is not None
-        assert ended.outcome == "ok"
-        assert ("answered", 2) in proxy.leases.progress
-        (_, nothing), (_, tried) = proxy.leases.asked
-        assert not nothing.failed_nodes
-        assert tried.failed_nodes == {"a"}
-
-
-@pytest.mark.parametrize(
-    ("status", "outcome"), [(503, "busy"), (429, "busy"), (401, "refused"), (500, "server_error")]
-)
-async def test_an_error_response_is_reported_with_its_status(status: int, outcome: str) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    async with proxy_with_fake(one, two) as proxy:
-        one.faults.next("status", status=status, body="{}")
-        assert b"[DONE]" in await proxy.stream()
-        failed, _ = proxy.leases.reports
-        assert (failed.outcome, failed.status, failed.fault) == (outcome, status, Fault.NOBODY)
-        assert (failed.node_done, failed.response_began) == (True, False)
-
-
-async def test_a_stream_whose_node_dies_is_resumed_under_another_lease() -> None:
-    one, two = EmulatedNode(answer_tokens=20), EmulatedNode(answer_tokens=20)
-    async with proxy_with_fake(one, two) as proxy:
-        one.faults.next("reset", after_events=5)
-        assert b"[DONE]" in await proxy.stream()
-        died, ended = proxy.leases.reports
-        assert (died.outcome, died.fault) == ("reset", Fault.NODE_OR_REQUEST)
-        assert (died.response_began, died.node_done) == (True, False)
-        assert (ended.outcome, ended.response_began) == ("ok", True)
-        request, tried = proxy.leases.asked[-1]
-        assert request.wanted.resume_key == ("model",)
-        assert tried.excluded_nodes == {"a"}
-
-
-async def test_an_error_of_the_service_is_the_clients() -> None:
-    async with proxy_with_fake(EmulatedNode()) as proxy:
-        proxy.leases.nodes.clear()
-        with pytest.raises(GatewayError) as raised:
-            await proxy.stream()
-        assert raised.value.code == "no_node"
 
 
 # Callers whose nodes are those with certain labels: no attempt ever goes to another node.
@@ -499,10 +360,7 @@ async def test_a_resumed_stream_stays_in_the_pool(tmp_path: Path, path: str) -> 
 
 @in_virtual_time
 async def test_without_a_node_of_the_pool_it_is_as_without_a_node(tmp_path: Path) -> None:
-    async with two_pools(
-        tmp_path,
-        *several(2),
-    ) as proxy:
+    async with two_pools(tmp_path, *several(2)) as proxy:
         for path in GENERATION_PATHS:
             reply = await proxy.ask(path, headers=AS_LOST, model="demo")
             assert reply.status_code == 404

@@ -18,6 +18,7 @@ from gateway.lease import GrantedLease, NodeInfo
 from gateway.nodes.node import LeasePhase
 from gateway.transport.errors import InvalidResponse
 from tests.api.events import event
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import ProxyOverNodes, proxy_over
 from tests.gateways import until
@@ -40,8 +41,7 @@ def phase(proxy: ProxyOverNodes, wanted: LeasePhase) -> Callable[[], bool]:
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
 async def test_a_waiting_request_is_cancelled(tmp_path: Path, stream: bool) -> None:
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
         gateway = proxy.app
         proxy.app.fleet.drain("a")
         task = asyncio.create_task(proxy.ask(stream=stream))
@@ -56,8 +56,7 @@ async def test_a_waiting_request_is_cancelled(tmp_path: Path, stream: bool) -> N
 
 @in_virtual_time
 async def test_a_request_in_prefill_is_cancelled(tmp_path: Path) -> None:
-    one = EmulatedNode(prefill_tps=20)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, EmulatedNode(prefill_tps=20)) as proxy:
         task = asyncio.create_task(proxy.stream())
         await until(phase(proxy, LeasePhase.PREFILL))
         end(proxy)
@@ -71,8 +70,7 @@ async def test_a_request_in_prefill_is_cancelled(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_a_plain_request_in_decode_is_cancelled(tmp_path: Path) -> None:
-    one = EmulatedNode(decode_tps=50, answer_tokens=40)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(decode_tps=50, answer_tokens=40)) as proxy:
         task = asyncio.create_task(proxy.ask())
         await until(lambda: one.busy == 1)
         end(proxy)
@@ -233,31 +231,26 @@ class Prefill:
         return None if read is None else read[0]
 
 
-def test_what_was_read_since_the_last_report_is_estimated_up_to_a_batch() -> None:
-    prefill = Prefill(expected=1.0)
-    assert prefill.read_at(5.0) is None
-    for at, done in ((1.0, 0), (3.0, 200), (5.0, 400)):
-        prefill.tells(at, done)
-    assert [prefill.read_at(at) for at in (5.0, 5.5, 6.5, 7.0, 60.0)] == [400, 450, 550, 600, 600]
-
-
-def test_within_the_first_batch_the_nodes_expected_speed_tells() -> None:
-    prefill = Prefill(expected=8.0)
-    prefill.tells(1.0, 200, cached=200)
-    assert [prefill.read_at(at) for at in (1.0, 3.0, 60.0)] == [200, 400, 1000]
-
-
-def test_nothing_is_estimated_where_no_speed_is_known() -> None:
-    prefill = Prefill()
-    prefill.tells(1.0, 100)
-    assert prefill.read_at(60.0) == 100
-
-
-def test_reports_that_come_at_once_count_by_the_last_one() -> None:
-    prefill = Prefill()
-    for done in (0, 256, 512):
-        prefill.tells(4.0, done)
-    assert prefill.read_at(5.0) == 512
+@each_case(
+    ("expected", "reports", "estimates"),
+    [
+        (1.0, [], {5.0: None}),
+        # Since the last report: up to a batch.
+        (1.0, [(1.0, 0), (3.0, 200), (5.0, 400)],
+         {5.0: 400, 5.5: 450, 6.5: 550, 7.0: 600, 60.0: 600}),
+        # Within the first batch the node's expected speed tells.
+        (8.0, [(1.0, 200, 200)], {1.0: 200, 3.0: 400, 60.0: 1000}),
+        (None, [(1.0, 100)], {60.0: 100}),  # no speed is known
+        (None, [(4.0, 0), (4.0, 256), (4.0, 512)], {5.0: 512}),  # reports that came at once
+    ],
+)  # fmt: skip
+def test_what_was_read_is_estimated_between_two_reports(
+    expected: float | None, reports: list[Any], estimates: dict[float, int | None]
+) -> None:
+    prefill = Prefill(expected)
+    for report in reports:
+        prefill.tells(*report)
+    assert {at: prefill.read_at(at) for at in estimates} == estimates
 
 
 def test_the_whole_prompt_was_read_once_content_has_come() -> None:

@@ -11,7 +11,7 @@ import pytest
 from gateway.admin.requests import cancelled_by_operator
 from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
-from tests.forward.proxy_over_nodes import A_FIRST, ProxyOverNodes, proxy_over
+from tests.forward.proxy_over_nodes import A_FIRST, ProxyOverNodes, Stream, proxy_over
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 
@@ -21,6 +21,14 @@ WORDS = [f"tell me of the number {number}" for number in range(9)]
 
 def texts_of(answer: Any) -> dict[int, str]:
     return {choice["index"]: choice["text"] for choice in answer["choices"]}
+
+
+def streamed_texts(reply: Stream) -> dict[int, str]:
+    got: dict[int, str] = {}
+    for value in reply.values:
+        for choice in value["choices"]:
+            got[choice["index"]] = got.get(choice["index"], "") + choice["text"]
+    return got
 
 
 async def asked_singly(proxy: ProxyOverNodes, **body: Any) -> dict[int, str]:
@@ -44,11 +52,7 @@ async def test_prompts_run_on_all_free_slots(tmp_path: Path, stream: bool) -> No
         await until(lambda: len(scheduler.queue_positions()) == 1)
         reply: Any = await asked
         if stream:
-            got: dict[int, str] = {}
-            for value in reply.values:
-                for choice in value["choices"]:
-                    got[choice["index"]] = got.get(choice["index"], "") + choice["text"]
-            assert got == expected
+            assert streamed_texts(reply) == expected
             assert reply.body.count(b"data: [DONE]\n\n") == 1
             assert reply.body.endswith(b"data: [DONE]\n\n")
         else:
@@ -78,8 +82,7 @@ async def test_long_prompts_are_answered_the_same(tmp_path: Path, stream: bool) 
 
 @in_virtual_time
 async def test_other_requests_are_served_between_them(tmp_path: Path) -> None:
-    one = EmulatedNode(slots=1, decode_tps=50.0)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, EmulatedNode(slots=1, decode_tps=50.0)) as proxy:
         many = asyncio.create_task(proxy.ask(PATH, prompt=WORDS))
         await until(lambda: proxy.node("a").leased == 1)
         reply = await proxy.ask(PATH, prompt="one alone", headers={"X-Priority": "premium"})
@@ -148,8 +151,7 @@ async def test_a_prompt_that_fails_ends_all(tmp_path: Path, stream: bool) -> Non
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
 async def test_a_client_that_disconnects_ends_all(tmp_path: Path, stream: bool) -> None:
-    one = EmulatedNode(slots=2, decode_tps=20.0)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(slots=2, decode_tps=20.0)) as proxy:
         asked = asyncio.create_task(proxy.ask(PATH, prompt=WORDS, stream=stream))
         await until(lambda: one.requests == 4)
         asked.cancel()
@@ -168,8 +170,7 @@ async def test_a_client_that_disconnects_ends_all(tmp_path: Path, stream: bool) 
 async def test_an_operator_ends_all_by_the_id_of_the_request_or_of_one_prompt(
     tmp_path: Path, stream: bool, part: bool
 ) -> None:
-    one = EmulatedNode(slots=1, decode_tps=20.0)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(slots=1, decode_tps=20.0)) as proxy:
         asked = asyncio.create_task(proxy.stream(PATH, prompt=WORDS, stream=stream))
         await until(lambda: one.requests == 2)
         registry = proxy.app.registry
@@ -194,12 +195,8 @@ async def test_a_stream_that_breaks_is_resumed(tmp_path: Path) -> None:
         expected = await asked_singly(proxy, max_tokens=20)
         one.faults.next("reset", after_events=5)
         reply = await proxy.stream(PATH, prompt=WORDS, max_tokens=20)
-        got: dict[int, str] = {}
-        for value in reply.values:
-            for choice in value["choices"]:
-                got[choice["index"]] = got.get(choice["index"], "") + choice["text"]
         assert reply.errors == []
-        assert got == expected
+        assert streamed_texts(reply) == expected
 
 
 @in_virtual_time
@@ -238,8 +235,7 @@ async def test_heartbeats_pass_between_the_events(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_all_prompts_share_one_deadline(tmp_path: Path) -> None:
-    one = EmulatedNode(slots=1, decode_tps=10.0)
-    async with proxy_over(tmp_path, one) as proxy:
+    async with proxy_over(tmp_path, EmulatedNode(slots=1, decode_tps=10.0)) as proxy:
         reply = await proxy.ask(PATH, prompt=WORDS, headers={"X-Request-Timeout": "8"})
         assert reply.status_code in {503, 504}
         await proxy.settled()

@@ -131,100 +131,52 @@ def output(**part: Any) -> dict[str, Any]:
 
 
 PLAIN: list[tuple[str, dict[str, Any]]] = [
-    (
-        CHAT,
-        {
-            "choices": [{"index": 0, "finish_reason": "stop", **chat(content="yes \u00e9\n")}],
-            "object": "chat.completion",
-            "usage": USAGE,
-            "timings": {"predicted_n": 7},
-            **HEAD,
-        },
-    ),
-    (
-        CHAT,
-        {
-            "choices": [
-                {"index": 0, "finish_reason": "stop", **chat(content="a", reasoning_content="b")},
-                {
-                    "index": 1,
-                    "finish_reason": "tool_calls",
-                    "logprobs": LOGPROBS,
-                    **chat(content="", tool_calls=[CALL, {**CALL, "id": "d"}]),
-                },
-            ],
-            "object": "chat.completion",
-            "usage": USAGE,
-            **HEAD,
-        },
-    ),
-    (
-        COMPLETIONS,
-        {
-            "choices": [
-                {"index": 0, "finish_reason": "length", "text": "yes", "logprobs": None},
-                {"index": 1, "finish_reason": "stop", "text": "", "logprobs": LOGPROBS},
-            ],
-            "object": "text_completion",
-            "usage": USAGE,
-            **HEAD,
-        },
-    ),
-    (
-        ANTHROPIC,
-        {
-            "id": "x",
-            "type": "message",
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "so", "signature": "s"},
-                {"type": "text", "text": "yes"},
-                TOOL_USE,
-                {"type": "tool_use", "id": "u", "name": "g", "input": {}},
-            ],
-            "model": "m",
-            "stop_reason": "tool_use",
-            "stop_sequence": None,
-            "usage": {"input_tokens": 5, "output_tokens": 7},
-        },
-    ),
-    (
-        RESPONSES,
-        {
-            "id": "r",
-            "object": "response",
-            "created_at": 3,
-            "completed_at": 4,
-            "model": "m",
-            "status": "completed",
-            "output": [
-                {
-                    "type": "reasoning",
-                    "id": "q",
-                    "summary": [],
-                    "content": [{"type": "reasoning_text", "text": "so"}],
-                    "status": "completed",
-                },
-                output(content=[{"type": "output_text", "text": "yes", "annotations": []}]),
-                {"type": "function_call", "id": "c", "arguments": "{}", "status": "completed"},
-            ],
-            "usage": {"input_tokens": 5, "output_tokens": 7, "total_tokens": 12},
-        },
-    ),
-    (
-        NATIVE,
-        {
-            "index": 0,
-            "content": "yes",
-            "tokens": [1, 2],
-            "stop": True,
-            "stop_type": "limit",
-            "tokens_predicted": 7,
-            "tokens_evaluated": 5,
-            "completion_probabilities": [{"id": 1}],
-        },
-    ),
-]
+    (CHAT, {
+        "choices": [{"index": 0, "finish_reason": "stop", **chat(content="yes \u00e9\n")}],
+        "object": "chat.completion", "usage": USAGE, "timings": {"predicted_n": 7}, **HEAD,
+    }),
+    (CHAT, {
+        "choices": [
+            {"index": 0, "finish_reason": "stop", **chat(content="a", reasoning_content="b")},
+            {"index": 1, "finish_reason": "tool_calls", "logprobs": LOGPROBS,
+             **chat(content="", tool_calls=[CALL, {**CALL, "id": "d"}])},
+        ],
+        "object": "chat.completion", "usage": USAGE, **HEAD,
+    }),
+    (COMPLETIONS, {
+        "choices": [
+            {"index": 0, "finish_reason": "length", "text": "yes", "logprobs": None},
+            {"index": 1, "finish_reason": "stop", "text": "", "logprobs": LOGPROBS},
+        ],
+        "object": "text_completion", "usage": USAGE, **HEAD,
+    }),
+    (ANTHROPIC, {
+        "id": "x", "type": "message", "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "so", "signature": "s"},
+            {"type": "text", "text": "yes"},
+            TOOL_USE,
+            {"type": "tool_use", "id": "u", "name": "g", "input": {}},
+        ],
+        "model": "m", "stop_reason": "tool_use", "stop_sequence": None,
+        "usage": {"input_tokens": 5, "output_tokens": 7},
+    }),
+    (RESPONSES, {
+        "id": "r", "object": "response", "created_at": 3, "completed_at": 4, "model": "m",
+        "status": "completed",
+        "output": [
+            {"type": "reasoning", "id": "q", "summary": [],
+             "content": [{"type": "reasoning_text", "text": "so"}], "status": "completed"},
+            output(content=[{"type": "output_text", "text": "yes", "annotations": []}]),
+            {"type": "function_call", "id": "c", "arguments": "{}", "status": "completed"},
+        ],
+        "usage": {"input_tokens": 5, "output_tokens": 7, "total_tokens": 12},
+    }),
+    (NATIVE, {
+        "index": 0, "content": "yes", "tokens": [1, 2], "stop": True, "stop_type": "limit",
+        "tokens_predicted": 7, "tokens_evaluated": 5, "completion_probabilities": [{"id": 1}],
+    }),
+]  # fmt: skip
 
 
 @each_case(("path", "plain"), PLAIN)
@@ -363,8 +315,7 @@ async def test_a_plain_answer_of_megabytes_becomes_a_stream_beside_the_loop(
 @in_virtual_time
 async def test_ollamas_clients_get_lines_of_a_plain_answer(tmp_path: Path) -> None:
     plain = PLAIN[0][1]
-    one = EmulatedNode()
-    async with proxy_over(tmp_path, one, ollama=True) as proxy:
+    async with proxy_over(tmp_path, one := EmulatedNode(), ollama=True) as proxy:
         one.faults.next("status", status=200, body=json.dumps(plain))
         reply = await proxy.ask("/api/chat", model="demo", messages=MESSAGES)
         first, last = map(json.loads, reply.text.splitlines())

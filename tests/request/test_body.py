@@ -27,7 +27,6 @@ from gateway.request.body import (
     PARSED_FIELD_BYTES,
     Body,
     LargeBody,
-    PromptSize,
     TimeSlicer,
     estimate_min_tokens,
     identifying_pieces,
@@ -93,42 +92,37 @@ def test_escaped_and_repeated_keys_are_read_as_the_server_reads_them() -> None:
     assert parse_body(b'{"model":"a","model":"b"}').model == "b"
 
 
-def test_token_ids_are_counted_and_text_is_estimated_low() -> None:
-    assert estimate_min_tokens(raw([5, 6, 7])) == 3
-    assert estimate_min_tokens(raw("x" * 400)) == pytest.approx(100, abs=1)
-    assert estimate_min_tokens(msgspec.Raw()) == 0
+OPAQUE = {"image_url": {"url": "data:image/png;base64," + 40_000 * "A"}}
+SMALL = {"image_url": {"url": data_url(png(56, 56))}}
+WIDE = {"image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
 
 
-def test_images_count_as_the_fewest_tokens_they_cost_not_by_their_base64() -> None:
-    image = {"image_url": {"url": "data:image/png;base64," + 40_000 * "A"}}
-    assert estimate_min_tokens(raw([image, image])) == pytest.approx(2 * 256, abs=50)
-    small = {"image_url": {"url": data_url(png(56, 56))}}
-    assert estimate_min_tokens(raw([small])) < 50
-
-
-def test_escapes_do_not_lengthen_a_prompt() -> None:
-    assert estimate_min_tokens(raw(100 * "\u4e2d")) <= 100
-
-
-def test_a_prompt_is_measured_in_text_ids_and_media() -> None:
-    assert measure_prompt() == measure_prompt(msgspec.Raw()) == PromptSize(0, 0, 0)
-    assert measure_prompt(raw([5, 6, 7])) == PromptSize(0, 3, 0)
-    assert measure_prompt(raw("x" * 400)) == PromptSize(402, 0, 0)
-    image = {"image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
-    text, ids, media = measure_prompt(raw([{"role": "user", "content": [image]}]))
-    assert (ids, media) == (0, 200)
-    assert text < 100
-
-
-def test_all_parts_of_a_prompt_are_measured_together() -> None:
-    messages, tools = raw([{"role": "user", "content": "hi"}]), raw([{"type": "function"}])
-    assert measure_prompt(messages, tools, msgspec.Raw()).text_bytes == len(messages) + len(tools)
-
-
-def test_text_is_measured_as_the_model_sees_it() -> None:
-    """Three bytes for an escaped Chinese character, one for a line's end or a quote."""
-    assert measure_prompt(raw(100 * "\u4e2d")).text_bytes == 302
-    assert measure_prompt(raw(100 * '\n"')).text_bytes == 202
+@each_case(
+    ("prompt", "text", "ids", "media", "least"),
+    [
+        (raw([5, 6, 7]), 0, 3, 0, 3),
+        (raw("x" * 400), 402, 0, 0, 100),
+        (msgspec.Raw(), 0, 0, 0, 0),
+        # As the model sees it: three bytes for an escaped Chinese character, one for a quote.
+        (raw(100 * "\u4e2d"), 302, 0, 0, 25),
+        (raw(100 * '\n"'), 202, 0, 0, 100),
+        # Images count as tokens, not by their base64; at least as the fewest that they cost.
+        (raw([{"role": "user", "content": [WIDE]}]), 61, 0, 200, 215),
+        (raw([OPAQUE, OPAQUE]), 80, 0, None, 530),
+        (raw([SMALL]), 39, 0, 8, 17),
+    ],
+)
+def test_a_prompt_is_measured_in_text_ids_and_media(
+    prompt: msgspec.Raw, text: int, ids: int, media: int | None, least: int
+) -> None:
+    size = measure_prompt(prompt)
+    assert size.text_bytes == pytest.approx(text, abs=30 if media is None or media else 0)
+    assert size.exact_tokens == ids
+    assert media is None or size.media_tokens == media
+    assert estimate_min_tokens(prompt) == pytest.approx(least, abs=25 if size.media_tokens else 1)
+    more = raw([{"type": "function"}])
+    whole = measure_prompt(prompt, more, msgspec.Raw())
+    assert whole == size._replace(text_bytes=size.text_bytes + len(more))
 
 
 @each_case(

@@ -70,20 +70,53 @@ def test_images_are_found_in_every_apis_form(part: Any) -> None:
     assert found({"content": [part, {"type": "text", "text": "and"}, part]}).tokens == 400
 
 
-def test_all_images_of_a_list_count() -> None:
-    images = [text_of(png(28, 28 * many)) for many in (10, 20, 30)]
-    assert found({"multimodal_data": images}).tokens == 60
-    assert measure_media(json.dumps({"data": images}, indent=1).encode()).tokens == 60
+TALL = [text_of(png(28, 28 * many)) for many in (10, 20, 30)]
 
 
-def test_escaped_slashes_hide_no_size() -> None:
-    body = json.dumps({"url": data_url(gif(560, 280) + b"\xff" * 3000)}).replace("/", "\\/")
-    assert measure_media(body.encode()).tokens == 200
+def audio(data: bytes) -> list[dict[str, Any]]:
+    return [{"type": "input_audio", "input_audio": {"data": text_of(data)}}]
 
 
-def test_the_cost_is_bounded() -> None:
-    assert found(data_url(png(100_000, 100_000))).tokens == MOST_IMAGE_TOKENS
-    assert found(data_url(png(1, 1))).tokens == 8
+@each_case(
+    ("body", "tokens"),
+    [
+        (json.dumps({"multimodal_data": TALL}), 60),
+        (json.dumps({"data": TALL}, indent=1), 60),
+        (json.dumps({"url": data_url(gif(560, 280) + b"\xff" * 3000)}).replace("/", "\\/"), 200),
+        (json.dumps(data_url(png(100_000, 100_000))), MOST_IMAGE_TOKENS),
+        (json.dumps(data_url(png(1, 1))), 8),
+        (
+            json.dumps(data_url(b"\xff\xd8" + b"\xff\xe1\x00\x02" * 100_000)),
+            UNREADABLE_IMAGE_TOKENS,
+        ),
+        (json.dumps(audio(wav(1, 2000))), AUDIO_CHUNK_TOKENS),
+        (json.dumps(audio(wav(29, 2000))), AUDIO_CHUNK_TOKENS),
+        (json.dumps(audio(wav(31, 2000))), 2 * AUDIO_CHUNK_TOKENS),
+        (json.dumps([{"data": text_of(b"ID3" + bytes(16_000 * 40))}]), 2 * AUDIO_CHUNK_TOKENS),
+    ],
+)
+def test_media_cost_by_their_size_within_bounds(body: str, tokens: int) -> None:
+    assert measure_media(body.encode()).tokens == tokens
+
+
+@each_case(("side", "fewest"), [(2000, SURE_IMAGE_TOKENS), (56, 8)])
+def test_an_image_may_cost_less(side: int, fewest: int) -> None:
+    assert found(data_url(png(side, side))).min_tokens == fewest
+
+
+@each_case(
+    "item",
+    [
+        {"text": f'<img src="{data_url(png(560, 280))}">'},
+        {"text": f"see {data_url(png(560, 280))}"},
+        {"text": json.dumps({"data": text_of(bytes(999))})},
+        {"data": "the quick brown fox jumps over the lazy dog " * 20},
+        {"data": {"type": "object"}},
+        {"data": "short"},
+    ],
+)
+def test_quoted_and_other_data_are_no_image(item: dict[str, Any]) -> None:
+    assert found([item]) == MediaCost()
 
 
 @each_case(
@@ -92,30 +125,6 @@ def test_the_cost_is_bounded() -> None:
 )
 def test_an_image_of_unreadable_size_costs_a_usual_one(data: bytes) -> None:
     assert found(data_url(data)) == (len(text_of(data)), UNREADABLE_IMAGE_TOKENS, SURE_IMAGE_TOKENS)
-
-
-def test_the_fewest_tokens_are_less() -> None:
-    assert found(data_url(png(2000, 2000))).min_tokens == SURE_IMAGE_TOKENS
-    assert found(data_url(png(56, 56))).min_tokens == 8
-
-
-def test_audio_costs_by_its_length() -> None:
-    for seconds, chunks in ((1, 1), (29, 1), (31, 2)):
-        part = {"type": "input_audio", "input_audio": {"data": text_of(wav(seconds, 2000))}}
-        assert found([part]).tokens == chunks * AUDIO_CHUNK_TOKENS
-    assert found([{"data": text_of(b"ID3" + bytes(16_000 * 40))}]).tokens == 2 * AUDIO_CHUNK_TOKENS
-
-
-def test_a_text_that_quotes_a_data_url_is_text() -> None:
-    url = data_url(png(560, 280))
-    assert found([{"text": f'<img src="{url}">'}]) == MediaCost()
-    assert found([{"text": f"see {url}"}]) == MediaCost()
-    assert found([{"text": json.dumps({"data": text_of(bytes(999))})}]) == MediaCost()
-
-
-def test_other_data_is_no_image() -> None:
-    assert found([{"data": "the quick brown fox jumps over the lazy dog " * 20}]) == MediaCost()
-    assert found([{"data": {"type": "object"}}, {"data": "short"}]) == MediaCost()
 
 
 @each_case(
@@ -131,11 +140,6 @@ def test_measuring_takes_time_linear_in_the_length(body: bytes) -> None:
     measure_media(body)
     # Half a second; hours if the time grew with the square of the length.
     assert time.process_time() - began < 20
-
-
-def test_a_jpeg_of_endless_segments_is_given_up() -> None:
-    segments = b"\xff\xe1\x00\x02" * 100_000
-    assert found(data_url(b"\xff\xd8" + segments)).tokens == UNREADABLE_IMAGE_TOKENS
 
 
 @given(st.binary(max_size=300))

@@ -114,13 +114,6 @@ def test_escapes_and_white_space_make_no_difference(text: str) -> None:
         assert found.blocks == plain.blocks
 
 
-def test_text_counts_the_same_as_a_string_and_as_a_part() -> None:
-    part = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
-    for path in (CHAT, MESSAGES):
-        one = key_of(chat("be brief", LONG), path)
-        assert key_of(chat("be brief", part), path).blocks == one.blocks
-
-
 def test_fields_that_no_template_uses_make_no_difference() -> None:
     body = chat(LONG, "a")
     marked = chat(LONG, "a")
@@ -142,35 +135,53 @@ def test_tools_come_before_everything_else() -> None:
     assert shared(one, key_of(chat(LONG, "a"))) == 0
 
 
-def test_roles_and_tool_calls_count() -> None:
-    question = {"role": "user", "content": LONG}
-    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    seen = {
-        key_of({"messages": [question, last]}).blocks
-        for last in (
+ASKED = {"role": "user", "content": LONG}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+@each_case(
+    ("path", "field", "endings"),
+    [
+        (CHAT, "messages", [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "x"},
-            {"role": "assistant", "content": "x", "tool_calls": [call]},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "assistant", "content": "x", "tool_calls": [CALL]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "content": "x", "name": "look"},
-        )
-    }
-    assert len(seen) == 5
-
-
-def test_tool_use_in_messages_counts() -> None:
-    question = {"role": "user", "content": LONG}
-    seen = {
-        key_of({"messages": [question, {"role": "user", "content": [part]}]}, MESSAGES).blocks
-        for part in (
+        ]),
+        (MESSAGES, "messages", [{"role": "user", "content": [part]} for part in (
             {"type": "text", "text": "a"},
             {"type": "tool_use", "id": "1", "name": "a", "input": {"x": 1}},
             {"type": "tool_use", "id": "1", "name": "a", "input": {"x": 2}},
             {"type": "tool_result", "tool_use_id": "1", "content": "a"},
             {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text"}]},
-        )
-    }
-    assert len(seen) == 5
+        )]),
+        (RESPONSES, "input", [{"type": "function_call_output", "output": "a"},
+                              {"type": "function_call_output", "output": "b"}]),
+    ],
+)  # fmt: skip
+def test_roles_and_tools_count(path: str, field: str, endings: list[dict[str, Any]]) -> None:
+    seen = {key_of({field: [ASKED, last]}, path).blocks for last in endings}
+    assert len(seen) == len(endings)
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+MARKED = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
+
+
+@each_case(
+    ("path", "body"),
+    [
+        (CHAT, chat(MARKED, "hello")),
+        (MESSAGES, chat(MARKED, "hello")),
+        (MESSAGES, {"system": LONG, "messages": HELLO}),
+        (MESSAGES, {"system": [{"type": "text", "text": LONG}], "messages": HELLO}),
+        (RESPONSES, {"instructions": LONG, "input": "hello"}),
+        (RESPONSES, {"instructions": LONG, "input": HELLO}),
+    ],
+)
+def test_a_prompt_has_one_key_in_whatever_form_it_comes(path: str, body: dict[str, Any]) -> None:
+    assert key_of(body, path).blocks == key_of(chat(LONG, "hello")).blocks
 
 
 @pytest.mark.parametrize(
@@ -201,31 +212,6 @@ def test_an_image_from_a_tool_counts_as_its_tokens() -> None:
     result = {"type": "tool_result", "tool_use_id": "1", "content": [image]}
     prompt = key_of({"messages": [{"role": "user", "content": [result]}]}, MESSAGES)
     assert prompt.size < IMAGE_BYTES + 100
-
-
-def test_instructions_and_input_are_a_system_prompt_and_messages() -> None:
-    one = key_of({"instructions": LONG, "input": "hello"}, RESPONSES)
-    other = key_of(
-        {"instructions": LONG, "input": [{"role": "user", "content": "hello"}]}, RESPONSES
-    )
-    assert one.blocks == other.blocks
-    assert one.blocks == key_of(chat(LONG, "hello")).blocks
-
-
-def test_a_system_field_is_a_system_message() -> None:
-    turns = [{"role": "user", "content": "hello"}]
-    for system in (LONG, [{"type": "text", "text": LONG}]):
-        one = key_of({"system": system, "messages": turns}, MESSAGES)
-        assert one.blocks == key_of(chat(LONG, "hello")).blocks
-
-
-def test_a_function_s_output_counts() -> None:
-    call = {"type": "function_call", "name": "look", "arguments": LONG}
-    seen = {
-        key_of({"input": [call, {"type": "function_call_output", "output": out}]}, RESPONSES).blocks
-        for out in ("a", "b")
-    }
-    assert len(seen) == 2
 
 
 class TestPlainPrompts:
@@ -312,13 +298,22 @@ def test_a_key_says_if_it_leaves_out_lines_that_the_node_sees() -> None:
     assert not key_of(chat(LONG, "hello")).omits_volatile
 
 
-@each_case("path", ["/v1/embeddings", "/v1/rerank", "/tokenize", "/v1/messages/count_tokens"])
-def test_paths_without_a_prompt_cache_have_no_key(path: str) -> None:
-    assert maybe_key(json.dumps(chat(LONG, "a")).encode(), path) is None
+LITTLE: list[dict[str, Any]] = [
+    chat("be brief", "hello"),
+    # A prompt cache would divide by the size of a text that is empty.
+    {"messages": [{}] * 200},
+    {"messages": [{"content": []}] * 40},
+    {"messages": [{"role": ""}] * 200},
+]
+CACHELESS = ("/v1/embeddings", "/v1/rerank", "/tokenize", "/v1/messages/count_tokens")
 
 
-def test_a_short_body_has_no_key() -> None:
-    assert maybe_key(json.dumps(chat("be brief", "hello")).encode()) is None
+@each_case(
+    ("path", "body"),
+    [*((CHAT, body) for body in LITTLE), *((path, chat(LONG, "a")) for path in CACHELESS)],
+)
+def test_what_no_prompt_cache_would_hold_has_no_key(path: str, body: dict[str, Any]) -> None:
+    assert maybe_key(json.dumps(body).encode(), path) is None
 
 
 @each_case(
@@ -344,12 +339,6 @@ def test_an_unknown_form_has_no_key_and_is_no_error(body: bytes) -> None:
 def test_bytes_of_any_kind_are_no_error(data: bytes) -> None:
     for path in (CHAT, MESSAGES, RESPONSES, "/completion", "/infill"):
         assert maybe_key(data, path) is None
-
-
-@pytest.mark.parametrize("messages", [[{}] * 200, [{"content": []}] * 40, [{"role": ""}] * 200])
-def test_messages_without_text_have_no_key(messages: list[Any]) -> None:
-    # A prompt cache would divide by its size.
-    assert maybe_key(json.dumps({"messages": messages}).encode()) is None
 
 
 def test_a_huge_prompt_has_bounded_blocks() -> None:
@@ -417,11 +406,9 @@ def stripped(body: dict[str, Any], volatile: VolatileLines = STRIP) -> dict[str,
 )  # fmt: skip
 def test_matching_lines_are_removed_whole(text: str, left: str) -> None:
     assert LinePatterns(BUILT_IN_PATTERNS).remove_from(text) == left
-
-
-def test_the_text_after_the_literal_prefix_must_match_too() -> None:
-    lines = LinePatterns([r"Now: \d\d:\d\d$"])
-    assert lines.remove_from("Now: 12:34\nNow: or never\nb") == "Now: or never\nb"
+    # What follows the literal beginning of a pattern must match too.
+    times = LinePatterns([r"Now: \d\d:\d\d$"])
+    assert times.remove_from("Now: 12:34\nNow: or never\nb") == "Now: or never\nb"
 
 
 @given(st.text())
@@ -448,11 +435,8 @@ def test_without_a_pattern_to_strip_the_body_is_not_parsed() -> None:
 )
 def test_a_body_without_such_a_line_needs_no_edit(body: dict[str, Any]) -> None:
     assert STRIP.strip_edit(json.dumps(body).encode()) == {}
-
-
-@each_case("data", [b"", b"[]", b"{", b'{"system":', b"\xff", b"[" * 100_000])
-def test_an_unreadable_body_needs_no_edit(data: bytes) -> None:
-    assert STRIP.strip_edit(data) == {}
+    for unreadable in (b"", b"[]", b"{", b'{"system":', b"\xff", b"[" * 100_000):
+        assert STRIP.strip_edit(unreadable) == {}
 
 
 def test_a_part_that_holds_nothing_else_is_removed() -> None:

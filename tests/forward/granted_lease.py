@@ -1,0 +1,55 @@
+"""A lease on a node without connections, and the request that it is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.lease import (
+    GrantedLease,
+    NodeInfo,
+)
+from gateway.request.preparation import Request
+from gateway.terms import Caller, Priority
+from tests.lease_requests import a_lease_request
+
+CALLER = Caller("c", "c", Priority.NORMAL)
+
+
+def a_node_info(name: str = "a", **keys: Any) -> NodeInfo:
+    """A node without exceptions to the settings."""
+    values = {"connect_timeout": None, "first_byte_timeout": None, "silence_timeout": None,
+              "total_timeout": None, "context": 4096, "resume_key": ()}  # fmt: skip
+    return NodeInfo(name, "cpu", "llama.cpp", **{**values, **keys})
+
+
+def a_granted_lease(**keys: Any) -> GrantedLease:
+    """A lease on a node without connections."""
+    return GrantedLease(
+        **{
+            "id": 1,
+            "node": a_node_info(),
+            "model": "demo",
+            "served_name": "demo",
+            "slots": 1,
+            "stream": True,
+            "prefill_grace": 0.0,
+            "expected_prefill": None,
+            **keys,
+        }
+    )
+
+
+def a_proxy_request(received_at: float = 0.0, body: bytes = b"{}", **keys: Any) -> Request:
+    """The request of a streamed chat."""
+    return Request(
+        "req_1",
+        "req_1",
+        "/v1/chat/completions",
+        b"content-type: application/json\r\n",
+        {"demo": body},
+        None,
+        CALLER,
+        received_at,
+        a_lease_request(**{"stream": True, **keys}),
+        stream=True,
+    )
