@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,46 +162,48 @@ async def test_a_slotless_request_passes_all_that_wait() -> None:
     await settle()
 
 
-async def test_more_slots_than_any_node_has_is_the_clients_mistake() -> None:
-    scheduler = a_scheduler(node("a", slots=2), node("b", slots=3))
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(scheduler, a_request(slots=4))
-    assert (raised.value.status, raised.value.code) == (400, "invalid_request")
-    lease, _ = await take_lease(scheduler, a_request(slots=3))
-    assert lease.node.name == "b"
-
-
-async def test_an_unknown_model_is_404() -> None:
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(a_scheduler(node()), a_request("nothing"))
-    assert (raised.value.status, raised.value.code) == (404, "model_not_found")
-
-
-async def test_a_model_that_an_unprobed_node_may_serve_is_503() -> None:
+def unprobed() -> Node:
     silent = node("b", models=(), state=NodeState.STARTING)
     silent.probe_history.probed = silent.probe_history.up = False
+    return silent
+
+
+@each_case(
+    ("nodes", "request_", "status", "code"),
+    [
+        ([node()], a_request("nothing"), 404, "model_not_found"),
+        ([node(), unprobed()], a_request("nothing"), 503, "no_node"),
+        ([node(endpoints=["chat"])], a_request(endpoint="embeddings"), 501, "not_supported"),
+        ([node(slots=2), node("b", slots=3)], a_request(slots=4), 400, "invalid_request"),
+        ([node(endpoints=["chat"])], a_request(needs_vision=True), 400, "invalid_request"),
+    ],
+)
+async def test_what_no_node_serves_is_refused_with_a_reason_and_advice_to_wait_if_one_may_yet(
+    nodes: list[Node], request_: LeaseRequest, status: int, code: str
+) -> None:
     with pytest.raises(GatewayError) as raised:
-        await take_lease(a_scheduler(node(), silent), a_request("nothing"))
-    assert (raised.value.status, raised.value.code) == (503, "no_node")
-    assert raised.value.retry_after
+        await take_lease(a_scheduler(*nodes), request_)
+    assert (raised.value.status, raised.value.code) == (status, code)
+    assert bool(raised.value.retry_after) is (status == 503)
+    assert raised.value.retryable is (status != 501)
 
 
-async def test_an_endpoint_that_no_node_of_the_model_supports_is_501() -> None:
-    one = node(endpoints=["chat"])
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(a_scheduler(one), a_request(endpoint="embeddings"))
-    assert (raised.value.status, raised.value.retryable) == (501, False)
-
-
-async def test_an_image_goes_to_a_node_that_reads_images_or_nowhere() -> None:
-    blind, seeing = node("a", endpoints=["chat"]), node("b", endpoints=["chat", "vision"])
+@each_case(
+    ("nodes", "request_"),
+    [
+        (lambda: (node(slots=2), node("b", slots=3)), a_request(slots=3)),
+        (
+            lambda: (node(endpoints=["chat"]), node("b", endpoints=["chat", "vision"])),
+            a_request(needs_vision=True),
+        ),
+    ],
+)
+async def test_only_a_node_that_is_wide_enough_or_reads_images_gets_a_request(
+    nodes: Callable[[], tuple[Node, ...]], request_: LeaseRequest
+) -> None:
     for _ in range(20):
-        lease, _ = await take_lease(a_scheduler(blind, seeing), a_request(needs_vision=True))
-        assert lease.node is seeing
-        lease.release()
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(a_scheduler(blind), a_request(needs_vision=True))
-    assert (raised.value.status, raised.value.code) == (400, "invalid_request")
+        lease, _ = await take_lease(a_scheduler(*nodes()), request_)
+        assert lease.node.name == "b"
 
 
 async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
