@@ -531,22 +531,3 @@ async def test_ten_times_as_many_waiters_cost_no_more_for_each() -> None:
     few, many = await costs(200), await costs(2000)
     for what, count in few.items():
         assert many[what] < 1.25 * count + 20, (what, few, many)
-
-
-async def test_deadlines_are_kept_between_two_ticks() -> None:
-    clock = Clock()
-    scheduler = a_scheduler(node(slots=1), clock=clock)
-    await take_lease(scheduler, a_request())
-    first = await start_lease(scheduler, a_request(time_limit=0.1))
-    other = await start_lease(scheduler, a_request(time_limit=0.2))
-    clock.passes(0.1)
-    scheduler.check_due()
-    await settle()
-    assert (first.done(), other.done()) == (True, False)
-    clock.passes(0.1)
-    scheduler.check_due()
-    await settle()
-    assert other.done()
-    for task in (first, other):
-        assert getattr(task.exception(), "code", None) == "queue_timeout"
-    scheduler.close()
