@@ -8,8 +8,8 @@ from importlib import import_module
 # These names stay while modules move. A host of a node has none of the packages that the command
 # imports, so the programs are looked for before it.
 PROGRAMS = {
-    "node-server": "gateway.tools.local.embedded",
-    "node-memory": "gateway.tools.local.memory",
+    "node-server": "gateway.local.embedded",
+    "node-memory": "gateway.local.memory",
 }
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     if name in PROGRAMS:
         import_module(PROGRAMS[name]).main(sys.argv[2:])
         return
-    from gateway.tools.cli import main as command
+    from gateway.cli import main as command
 
     command()
 

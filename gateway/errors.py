@@ -1,7 +1,7 @@
 """The errors that end a request: one exception, and one function for each cause.
 
 A `GatewayError` does not know its form on the wire. Each API renders it as its official client
-expects (`gateway.proxy.api`).
+expects (`gateway.api`).
 """
 
 from __future__ import annotations

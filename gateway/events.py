@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gateway.request import Priority, RequestTrace
+from gateway.terms import Priority, RequestTrace
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.config.cache_privacy import NodeLabels
 from gateway.errors import GatewayError
-from gateway.request import Endpoint, Priority
+from gateway.terms import Endpoint, Priority
 
 HASH_KEY_BYTES = 32
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer.main
 
-from gateway.tools.cli import app
+from gateway.cli import app
 
 BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL

@@ -17,10 +17,9 @@ from typing import Any
 import httpx
 import yaml
 
-from gateway.app import DEFAULT_TIMINGS, Gateway, Timings
-from gateway.fleet.node import NodeState
-from gateway.observe.logs import set_up_logging
-from gateway.startup import Options, load_checked
+from gateway.app.assembly import DEFAULT_TIMINGS, Gateway, Timings
+from gateway.app.startup import Options, load_checked
+from gateway.nodes.node import NodeState
 from gateway.store.database import (
     FILE_NAME,
     THIS_PROGRAM,
@@ -30,6 +29,7 @@ from gateway.store.database import (
     migrate,
 )
 from gateway.transport.resolver import Resolver
+from gateway.watch.logs import set_up_logging
 from tests.virtual import VirtualLoop, now
 
 START_LIMIT = 60.0
@@ -79,7 +79,7 @@ async def running_gateway(
 ) -> AsyncIterator[Running]:
     """A gateway over these nodes (URLs, or mappings as in `nodes.yaml`) and settings.
 
-    `options` are those of `gateway.startup.Options`. With `wait_ready` it is entered once every
+    `options` are those of `gateway.app.startup.Options`. With `wait_ready` it is entered once every
     node has been probed and one at least is ready.
     """
     specs = [

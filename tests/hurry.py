@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from gateway.access.key_sync import KeySync
-from gateway.batches.batch_upkeep import BatchUpkeep
-from gateway.batches.webhooks import WebhookSender
+from gateway.admin.live import LiveFeed
+from gateway.callers.key_sync import KeySync
 from gateway.events import DEFER_SECONDS
 from gateway.http.certificates import changed_files
 from gateway.store.store import Store
-from gateway.tracing.request_tracing import RequestTracing, TraceExporter
-from gateway.web.admin.live import LiveFeed
+from gateway.stored.batch_upkeep import BatchUpkeep
+from gateway.stored.webhooks import WebhookSender
+from gateway.watch.request_tracing import RequestTracing, TraceExporter
 
 PAUSES: tuple[tuple[Any, str, float], ...] = (
     (BatchUpkeep.__init__, "idle_seconds", 0.03),

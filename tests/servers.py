@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from gateway.tools.local.demo_model import DemoSize, ensure_demo_model
-from gateway.tools.local.embedded import PROMPT_CACHE_MIB
-from gateway.tools.local.memory import memlock_limit
-from gateway.tools.local.server import (
+from gateway.local.demo_model import DemoSize, ensure_demo_model
+from gateway.local.embedded import PROMPT_CACHE_MIB
+from gateway.local.memory import memlock_limit
+from gateway.local.server import (
     MIB,
     ServerBinary,
     ServerSpec,
@@ -168,7 +168,7 @@ def running_router(
     assert binary is not None, "mark the test binary_only"
     log = tempfile.TemporaryFile()  # noqa: SIM115
     command = [
-        *(sys.executable, "-P", "-m", "gateway.tools.local.launch", "--parent", str(os.getpid())),
+        *(sys.executable, "-P", "-m", "gateway.local.launch", "--parent", str(os.getpid())),
         *("--", str(binary.path), "--models-dir", str(folder), "--port", "0", "--metrics"),
         *("-np", str(slots), "-c", str(slots * context), "-t", "1", *extra),
     ]

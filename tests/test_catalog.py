@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gateway.catalog import FleetCatalog, ServerFigures
-from gateway.fleet.node import NodeState
+from gateway.nodes.node import NodeState
 from tests.emulator import EmulatedNode
-from tests.fleet.build import a_fleet, a_spec, take
+from tests.nodes.build import a_fleet, a_spec, take
 from tests.virtual import in_virtual_time
 
 

@@ -20,8 +20,8 @@ from gateway.lease import (
     Tried,
     block_numbers,
 )
-from gateway.proxy.inbound.request import Request
-from gateway.request import Caller, Priority
+from gateway.request.preparation import Request
+from gateway.terms import Caller, Priority
 from tests.lease_requests import a_lease_request
 
 KEY, OTHER_KEY = bytes(range(HASH_KEY_BYTES)), bytes(HASH_KEY_BYTES)
@@ -144,8 +144,8 @@ def test_each_process_has_a_key_of_its_own_unless_it_is_given_one() -> None:
 ANOTHER_PROCESS = """
 import json, sys
 from gateway.lease import KeyedHash, block_numbers
-from gateway.proxy.inbound.prompt_key import VolatileLines, build_prompt_key
-from gateway.proxy.inbound.routes import ROUTES
+from gateway.request.prompt_key import VolatileLines, build_prompt_key
+from gateway.request.routes import ROUTES
 key, body = bytes.fromhex(sys.argv[1]), sys.argv[2].encode()
 found = build_prompt_key(body, ROUTES["/v1/chat/completions"], "m", VolatileLines(), KeyedHash(key))
 print(json.dumps(found.blocks))

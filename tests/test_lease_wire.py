@@ -26,8 +26,8 @@ from gateway.lease import (
     UsageReport,
     WantedNode,
 )
+from tests.forward.fake_lease_service import a_granted_lease, a_node_info
 from tests.lease_requests import a_lease_request
-from tests.proxy.fake_lease_service import a_granted_lease, a_node_info
 
 USAGE = Usage(12, 3, 40, {"prompt_n": 9, "predicted_ms": 812.5})
 REQUEST = a_lease_request(

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import yaml
 
-from gateway.access.keys import new_key
+from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.web.bare_gateway import CHAT

@@ -11,12 +11,18 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.keys import new_key
-from gateway.app import STORE_SECONDS
+from gateway.app.assembly import STORE_SECONDS
+from gateway.callers.keys import new_key
+from tests.callers.outages import (
+    Outcome,
+    file_away,
+    file_locked,
+    server_halted,
+    server_killed,
+)
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.postgres import needs_postgres, running_postgres
-from tests.usage.outages import Outcome, file_away, file_locked, server_halted, server_killed
 from tests.web.bare_gateway import CHAT
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}

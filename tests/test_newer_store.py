@@ -12,12 +12,12 @@ import pytest
 import yaml
 from sqlalchemy import update
 
-from gateway.access.keys import new_key
+from gateway.callers.keys import new_key
 from gateway.store.schema import SCHEMA_LEVEL, levels
+from tests.cli.running import run
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
 from tests.store.stores import add, opened
-from tests.tools.cli.running import run
 
 KEY = new_key("own")
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}

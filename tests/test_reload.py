@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.app import Gateway
+from gateway.app.assembly import Gateway
+from gateway.app.startup import Options, load_checked
 from gateway.config.errors import ConfigError
 from gateway.events import InventoryChanged, SettingsChanged
-from gateway.observe.logs import set_up_logging
-from gateway.startup import Options, load_checked
+from gateway.watch.logs import set_up_logging
 from tests.gateways import until
 
 DEAD = "http://127.0.0.1:9"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.request import RequestTrace, Traceparent, parse_traceparent
+from gateway.terms import RequestTrace, Traceparent, parse_traceparent
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 VALID = f"00-{TRACE}-{SPAN}-01"

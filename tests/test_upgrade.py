@@ -14,11 +14,11 @@ import httpx
 import pytest
 import yaml
 
-from gateway.access.keys import new_key
-from gateway.fleet.state_files import PropertiesStore
+from gateway.callers.keys import new_key
+from gateway.nodes.state_files import PropertiesStore
 from tests.emulator import EmulatedNode
-from tests.fleet.build import a_spec
 from tests.gateway_processes import LIMIT, serving
+from tests.nodes.build import a_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

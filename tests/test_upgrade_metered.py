@@ -12,13 +12,13 @@ import httpx
 import pytest
 from sqlalchemy import Connection, select
 
-from gateway.access.keys import ApiKey, new_key
+from gateway.callers.keys import ApiKey, new_key
 from gateway.store.database import locate_store
 from gateway.store.schema import open_requests, processes
 from gateway.store.store import Store
+from tests.callers.build import read_rows
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import LIMIT, serving
-from tests.usage.build import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from gateway.config.fields import ConfigModel, NonEmptyText, TypeLabel
+from gateway.config.fields import ConfigModel, LowercasedOrOff, NonEmptyText, TypeLabel
 
 NodeLabels = tuple[tuple[str, str], ...]
 """Labels that a node must have, sorted by name; empty: any node."""
@@ -19,13 +19,6 @@ def has_labels(labels: Mapping[str, str], wanted: NodeLabels) -> bool:
     return all(labels.get(name) == value for name, value in wanted)
 
 
-def _off_as_text(value: object) -> object:
-    # YAML 1.1 reads it as a boolean.
-    if value is False:
-        return "off"
-    return value.lower() if isinstance(value, str) else value
-
-
 class CacheSpec(ConfigModel):
     """Prompt caches and privacy. A key's own entry counts, else its group's, else the top level's.
 
@@ -33,48 +26,21 @@ class CacheSpec(ConfigModel):
     it must hold for the rest: at the top level.
     """
 
-    hide: Annotated[
-        bool | None,
-        Field(
-            description=(
-                "Take the figures that tell what was cached out of responses: `cached_tokens` and "
-                "its kin, `timings` of the prompt, progress of the prefill, `id_slot`. Unset: no."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = None
-    isolate: Annotated[
-        Literal["group", "key", "off"] | None,
-        BeforeValidator(_off_as_text),
-        Field(
-            description=(
-                "Whose prompts may draw a request to the node that has them cached: those of its "
-                "`group` (without one, of its key), of its `key` (without one, of its address), "
-                "or everybody's (`off`). Unset: `off`."
-            )
-        ),
-    ] = None
+    hide: bool | None = None
+    """Take the figures that tell what was cached out of responses: `cached_tokens` and its kin,
+    `timings` of the prompt, progress of the prefill, `id_slot`. Unset: no."""
+    isolate: Annotated[Literal["group", "key", "off"] | None, LowercasedOrOff] = None
+    """Whose prompts may draw a request to the node that has them cached: those of its `group`
+    (without one, of its key), of its `key` (without one, of its address), or everybody's (`off`).
+    Unset: `off`."""
     nodes: Annotated[
-        Mapping[NonEmptyText, str] | None,
-        Field(
-            description=(
-                "Labels of the nodes that it may use, such as `{tenant: a}`: nodes with all of "
-                "them, and no other. `{}`: all nodes. Unset: all nodes."
-            ),
-            max_length=64,
-        ),
-        TypeLabel("mapping of texts"),
+        Mapping[NonEmptyText, str] | None, Field(max_length=64), TypeLabel("mapping of texts")
     ] = None
-    prompt_cache: Annotated[
-        bool | None,
-        Field(
-            description=(
-                "`false`: llama.cpp's server reads each prompt anew (`cache_prompt: false`), which "
-                "costs its whole prefill. Unset: what the client asks for."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = None
+    """Labels of the nodes that it may use, such as `{tenant: a}`: nodes with all of them, and no
+    other. `{}`: all nodes. Unset: all nodes."""
+    prompt_cache: bool | None = None
+    """`false`: llama.cpp's server reads each prompt anew (`cache_prompt: false`), which costs its
+    whole prefill. Unset: what the client asks for."""
 
 
 @dataclass(frozen=True, slots=True)

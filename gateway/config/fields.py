@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import ipaddress
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,8 +36,49 @@ LONGEST_KEPT = 366 * 86400.0
 LARGEST_SIZE = 1 << 40
 
 
+@cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """The docstrings below the fields of a module's classes, each in one line; none: no source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError):
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for model in tree.body:
+        if not isinstance(model, ast.ClassDef):
+            continue
+        texts = found[model.name] = {}
+        for field, below in pairwise(model.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = " ".join(text.split())
+    return found
+
+
+def description_of(model: type[BaseModel], name: str) -> str:
+    """What a field means: the docstring below it, for the reference and the schemas."""
+    texts = _docstrings(model.__module__).get(model.__name__, {})
+    return texts.get(name, "") or model.model_fields[name].description or ""
+
+
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Put the meaning of each field into the JSON schema of its model; not what its type says."""
+    for name, field in model.model_fields.items():
+        text = description_of(model, name)
+        for key in {name, field.validation_alias, field.serialization_alias}:
+            if key in schema["properties"] and text not in {"", field.annotation.__doc__}:
+                schema["properties"][key]["description"] = text
+
+
 class ConfigModel(BaseModel):
-    """A mapping of a configuration file: unknown keys are errors, and `null` means unset."""
+    """A mapping of a configuration file: unknown keys are errors, and `null` means unset.
+
+    The docstring below a field is its description. It is read from the source only when a schema, a
+    page or an error needs it: pydantic's `use_attribute_docstrings` takes 50 ms of each start.
+    """
 
     misplaced_keys: ClassVar[Mapping[str, str]] = {}
     """Keys that people write here by mistake, and the remedy."""
@@ -43,7 +89,7 @@ class ConfigModel(BaseModel):
         validate_by_alias=True,
         validate_by_name=True,
         hide_input_in_errors=True,
-        use_attribute_docstrings=False,
+        json_schema_extra=_describe,
     )
 
     @model_validator(mode="before")
@@ -175,6 +221,11 @@ def _network(value: object) -> object:
 
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
+
+
+def _lower_or_off(value: object) -> object:
+    # YAML 1.1 reads `off` as a boolean.
+    return "off" if value is False else _lower(value)
 
 
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?")
@@ -363,6 +414,8 @@ EnvVarName = Annotated[str, BeforeValidator(_variable), TypeLabel("name of a var
 
 Lowercased = BeforeValidator(_lower)
 
+LowercasedOrOff = BeforeValidator(_lower_or_off)
+
 JsonMap = Mapping[str, Annotated[Any, BeforeValidator(check_json_value)]]
 
 LONGEST_SECRET = 16384
@@ -373,28 +426,37 @@ def secret_from_variable(variable: str, env: Mapping[str, str], key: str = "api_
 
     `key`: the key of the file that names the variable.
     """
-    if variable not in env:
-        raise validation_error(
-            f"the variable {variable} is not set",
-            "set it where the gateway is started",
-            key,
-        )
-    return _checked_secret(env[variable], f"the variable {variable}", key)
+    return _checked_secret(text_of_variable(variable, env, key), f"the variable {variable}", key)
 
 
 def secret_from_file(path: Path, key: str = "api_key_file") -> str:
     """Read a secret from a file, without the white space around it; raises a validation error."""
+    return _checked_secret(text_of_file(path, key), "the file", key)
+
+
+def text_of_variable(variable: str, env: Mapping[str, str], key: str) -> str:
+    """The value of a variable that holds secrets; raises a validation error that blames `key`."""
+    if variable not in env:
+        raise validation_error(
+            f"the variable {variable} is not set", "set it where the gateway is started", key
+        )
+    return env[variable]
+
+
+def text_of_file(path: Path, key: str) -> str:
+    """The first 16 KiB of a file that holds secrets, each byte as one character of Latin-1.
+
+    What is not ASCII is refused by those who check it. Raises a validation error that blames `key`.
+    """
     try:
         with path.open("rb") as file:
-            content = file.read(LONGEST_SECRET + 1)
+            return file.read(LONGEST_SECRET + 1).decode("latin-1")
     except OSError as error:
         raise validation_error(
             f"can't be read: {error.strerror}",
             "the gateway's user must be allowed to read it",
             key,
         ) from None
-    # Latin-1 decodes any byte; the check below refuses what is not ASCII.
-    return _checked_secret(content.decode("latin-1"), "the file", key)
 
 
 def _checked_secret(text: str, source: str, key: str) -> str:

@@ -7,10 +7,10 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import PrivateAttr, model_validator
 
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import ConfigModel, validation_error
@@ -70,10 +70,8 @@ _EXAMPLE = "- {name: epyc-a, url: http://10.0.0.11:8080}"
 class Inventory(ConfigModel):
     """All nodes, in the order of the file."""
 
-    nodes: Annotated[
-        tuple[NodeSpec, ...],
-        Field(description="The nodes. `[]` is allowed: a fleet may be filled later."),
-    ]
+    nodes: tuple[NodeSpec, ...]
+    """The nodes. `[]` is allowed: a fleet may be filled later."""
 
     _warnings: tuple[Problem, ...] = PrivateAttr(())
 

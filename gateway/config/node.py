@@ -84,55 +84,38 @@ def _models(value: object) -> object:
 class TokenCost(ConfigModel):
     """The price of a million tokens, in the settings' currency."""
 
-    prompt: Annotated[Money, Field(description="Price of a million prompt tokens.")] = 0.0
-    completion: Annotated[Money, Field(description="Price of a million generated tokens.")] = 0.0
+    prompt: Money = 0.0
+    """Price of a million prompt tokens."""
+    completion: Money = 0.0
+    """Price of a million generated tokens."""
 
 
 class NodeTimeouts(ConfigModel):
     """A node's own timeouts; an unset key takes its value from `timeouts` in the settings."""
 
-    connect: Annotated[
-        Seconds | None, Field(description="Longest wait for a connection to be made.")
-    ] = None
-    first_byte: Annotated[
-        Seconds | None,
-        Field(description="Longest wait for the first event with content, before scaling."),
-    ] = None
-    silence: Annotated[
-        Seconds | None, Field(description="Longest silence between two chunks of a response.")
-    ] = None
-    total: Annotated[Seconds | None, Field(description="Longest duration of a whole request.")] = (
-        None
-    )
+    connect: Seconds | None = None
+    """Longest wait for a connection to be made."""
+    first_byte: Seconds | None = None
+    """Longest wait for the first event with content, before scaling."""
+    silence: Seconds | None = None
+    """Longest silence between two chunks of a response."""
+    total: Seconds | None = None
+    """Longest duration of a whole request."""
 
 
 class NodeTls(ConfigModel):
     """How the gateway checks a node's certificate, and presents its own."""
 
-    ca: Annotated[
-        ExistingFile | None,
-        Field(
-            description=(
-                "PEM file of the certificate authorities to trust, instead of the system's."
-            )
-        ),
-    ] = None
-    cert: Annotated[
-        ExistingFile | None, Field(description="PEM file of the gateway's own certificate.")
-    ] = None
-    key: Annotated[
-        ExistingFile | None,
-        Field(description="PEM file of that certificate's key, if `cert` does not hold it."),
-    ] = None
-    verify: Annotated[
-        bool,
-        Field(description="`false` accepts any certificate. For a closed network only."),
-        TypeLabel("true or false"),
-    ] = True
-    server_name: Annotated[
-        Host | None,
-        Field(description="Name expected in the certificate, if it is not the URL's host."),
-    ] = None
+    ca: ExistingFile | None = None
+    """PEM file of the certificate authorities to trust, instead of the system's."""
+    cert: ExistingFile | None = None
+    """PEM file of the gateway's own certificate."""
+    key: ExistingFile | None = None
+    """PEM file of that certificate's key, if `cert` does not hold it."""
+    verify: bool = True
+    """`false` accepts any certificate. For a closed network only."""
+    server_name: Host | None = None
+    """Name expected in the certificate, if it is not the URL's host."""
 
     @field_validator("key")
     @classmethod
@@ -243,43 +226,33 @@ class NodeSpec(ConfigModel):
     name: Annotated[
         str,
         BeforeValidator(_node_name),
-        Field(
-            description="Unique name: letters, digits, `.`, `_`, `-`.",
-            examples=["epyc-a"],
-            json_schema_extra={"pattern": f"^{_NAME.pattern}$"},
-        ),
+        Field(examples=["epyc-a"], json_schema_extra={"pattern": f"^{_NAME.pattern}$"}),
         TypeLabel("text"),
     ]
+    """Unique name: letters, digits, `.`, `_`, `-`."""
     url: Annotated[
         str,
         BeforeValidator(normalise_node_url),
         Field(
-            description="Address without `/v1`; a path prefix is kept.",
             examples=["http://10.0.0.11:8080"],
             json_schema_extra={"pattern": r"^(https?://|.*\$\{)"},
         ),
         TypeLabel("URL"),
     ]
-    kind: Annotated[
-        Literal["llama.cpp", "openai"],
-        Field(description="`llama.cpp`, or `openai` for any other OpenAI-compatible endpoint."),
-    ] = "llama.cpp"
-    tier: Annotated[
-        Literal["cpu", "gpu"], Field(description=("The processor that the node computes on."))
-    ] = "cpu"
+    """Address without `/v1`; a path prefix is kept."""
+    kind: Literal["llama.cpp", "openai"] = "llama.cpp"
+    """`llama.cpp`, or `openai` for any other OpenAI-compatible endpoint."""
+    tier: Literal["cpu", "gpu"] = "cpu"
+    """The processor that the node computes on."""
     slots: Annotated[
         Annotated[int, Field(ge=1, le=65536)] | None,
         BeforeValidator(_slots),
         WithJsonSchema(
             {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 65536}, {"const": "auto"}]}
         ),
-        Field(
-            description=(
-                "Requests that it works on at once. `auto`: as many as the server reports."
-            )
-        ),
         TypeLabel("number or `auto`"),
     ] = None
+    """Requests that it works on at once. `auto`: as many as the server reports."""
     models: Annotated[
         Mapping[NonEmptyText, NonEmptyText] | None,
         BeforeValidator(_models),
@@ -296,130 +269,66 @@ class NodeSpec(ConfigModel):
                 ]
             }
         ),
-        Field(
-            validation_alias="model",
-            description=(
-                "The models that it serves: a name, a list, or a mapping `{public name: node's "
-                "name}`. Unset: those that the server reports."
-            ),
-        ),
+        Field(validation_alias="model"),
         TypeLabel("text, list or mapping"),
     ] = None
+    """The models that it serves: a name, a list, or a mapping `{public name: node's name}`. Unset:
+    those that the server reports."""
     endpoints: Annotated[
-        frozenset[Endpoint] | None,
-        BeforeValidator(as_list),
-        Field(
-            description=(
-                "The APIs that it serves: `chat`, `embeddings`, `rerank`, `infill`, `audio`, "
-                "`vision`. Unset: all that the node does not refuse with 501; but a server for "
-                "embeddings or reranking gets chats only where no node of its model is for them."
-            )
-        ),
-        TypeLabel("list"),
+        frozenset[Endpoint] | None, BeforeValidator(as_list), TypeLabel("list")
     ] = None
-    context: Annotated[
-        Count | None,
-        Field(description="Tokens of one slot. Unset: as the server reports."),
-        TypeLabel("number", "tokens"),
-    ] = None
-    kv: Annotated[
-        Literal["auto", "shared", "split"],
-        Field(
-            description=(
-                "`shared`: all its slots share one pool of `context` tokens, as those of a server "
-                "that was started without `-np`; `split`: each slot has its own. `auto`: learnt "
-                "from the error of a full pool."
-            )
-        ),
-    ] = "auto"
-    host: Annotated[
-        Host,
-        Field(
-            description=(
-                "Failure domain: nodes that fail together share it, and a retry prefers another. "
-                "Unset: the URL's host."
-            ),
-            validate_default=True,
-        ),
-        TypeLabel("text"),
-    ] = ""
-    cost_per_hour: Annotated[
-        Money, Field(description="Cost of an hour, in the settings' currency.")
-    ] = 0.0
-    cost_per_million_tokens: Annotated[
-        TokenCost | None,
-        Field(description="Cost of its tokens, instead of `cost_per_hour`."),
-    ] = None
-    speed_hint: Annotated[
-        Factor,
-        Field(
-            description=(
-                "Assumed speed relative to that of similar nodes, until it is measured. Where it "
-                "is not written: that of the best of them."
-            )
-        ),
-    ] = 1.0
-    calibrate: Annotated[
-        bool,
-        Field(
-            description=(
-                "`false`: no tiny requests that measure its speed while it is idle and unmeasured."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = True
-    api_key_env: Annotated[
-        EnvVarName | None,
-        Field(description="Name of the environment variable that holds the node's key."),
-    ] = None
-    api_key_file: Annotated[
-        ExistingFile | None,
-        Field(description="File that holds the node's key, instead of `api_key_env`."),
-    ] = None
+    """The APIs that it serves: `chat`, `embeddings`, `rerank`, `infill`, `audio`, `vision`. Unset:
+    all that the node does not refuse with 501; but a server for embeddings or reranking gets chats
+    only where no node of its model is for them."""
+    context: Annotated[Count | None, TypeLabel("number", "tokens")] = None
+    """Tokens of one slot. Unset: as the server reports."""
+    kv: Literal["auto", "shared", "split"] = "auto"
+    """`shared`: all its slots share one pool of `context` tokens, as those of a server that was
+    started without `-np`; `split`: each slot has its own. `auto`: learnt from the error of a full
+    pool."""
+    host: Annotated[Host, Field(validate_default=True), TypeLabel("text")] = ""
+    """Failure domain: nodes that fail together share it, and a retry prefers another. Unset: the
+    URL's host."""
+    cost_per_hour: Money = 0.0
+    """Cost of an hour, in the settings' currency."""
+    cost_per_million_tokens: TokenCost | None = None
+    """Cost of its tokens, instead of `cost_per_hour`."""
+    speed_hint: Factor = 1.0
+    """Assumed speed relative to that of similar nodes, until it is measured. Where it is not
+    written: that of the best of them."""
+    calibrate: bool = True
+    """`false`: no tiny requests that measure its speed while it is idle and unmeasured."""
+    api_key_env: EnvVarName | None = None
+    """Name of the environment variable that holds the node's key."""
+    api_key_file: ExistingFile | None = None
+    """File that holds the node's key, instead of `api_key_env`."""
     # Resolved from the two keys above; `exclude` keeps it out of the file's keys.
     api_key: SecretStr | None = Field(default=None, exclude=True, validate_default=True)
-    timeouts: Annotated[
-        NodeTimeouts,
-        Field(description=("This node's own timeouts, instead of the settings' `timeouts`.")),
-    ] = NodeTimeouts()
-    tls: Annotated[NodeTls | None, Field(description="For an https node.")] = None
-    enabled: Annotated[
-        bool,
-        Field(description="`false`: it stays in the file and gets no requests."),
-        TypeLabel("true or false"),
-    ] = True
-    standby: Annotated[
-        bool,
-        Field(
-            description=(
-                "`true`: it gets no requests until its `start` hook has been run on demand; "
-                "without hooks it never does."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = False
+    timeouts: NodeTimeouts = NodeTimeouts()
+    """This node's own timeouts, instead of the settings' `timeouts`."""
+    tls: NodeTls | None = None
+    """For an https node."""
+    enabled: bool = True
+    """`false`: it stays in the file and gets no requests."""
+    standby: bool = False
+    """`true`: it gets no requests until its `start` hook has been run on demand; without hooks it
+    never does."""
     start: Annotated[
-        Hook | None,
-        BeforeValidator(command_as_hook),
-        Field(
-            description=(
-                "Starts a standby node: a list (program, arguments), or the mapping below. Needs "
-                "`stop` and `model`."
-            )
-        ),
-        TypeLabel("list or mapping"),
+        Hook | None, BeforeValidator(command_as_hook), TypeLabel("list or mapping")
     ] = None
+    """Starts a standby node: a list (program, arguments), or the mapping below. Needs `stop` and
+    `model`."""
     stop: Annotated[
         Hook | None,
         BeforeValidator(command_as_hook),
-        Field(description="Stops it; written as `start` is.", validate_default=True),
+        Field(validate_default=True),
         TypeLabel("list or mapping"),
     ] = None
+    """Stops it; written as `start` is."""
     labels: Annotated[
-        Mapping[NonEmptyText, str],
-        Field(description='Free text about it, such as `{numa: "0"}`.', max_length=64),
-        TypeLabel("mapping of texts"),
+        Mapping[NonEmptyText, str], Field(max_length=64), TypeLabel("mapping of texts")
     ] = {}
+    """Free text about it, such as `{numa: "0"}`."""
 
     @field_validator("host", mode="before")
     @classmethod

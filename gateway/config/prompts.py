@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from gateway.config.fields import ConfigModel, TypeLabel, as_list, validation_error
 
@@ -37,27 +37,16 @@ class PromptSettings(ConfigModel):
     """
 
     volatile: Annotated[
-        tuple[LinePattern, ...],
-        BeforeValidator(as_list),
-        Field(description="Lines to overlook when the node that knows a prompt is looked for."),
-        TypeLabel("list of patterns"),
+        tuple[LinePattern, ...], BeforeValidator(as_list), TypeLabel("list of patterns")
     ] = ()
+    """Lines to overlook when the node that knows a prompt is looked for."""
     strip: Annotated[
-        tuple[LinePattern, ...],
-        BeforeValidator(as_list),
-        Field(description="Lines to overlook, and to take out of the request as well."),
-        TypeLabel("list of patterns"),
+        tuple[LinePattern, ...], BeforeValidator(as_list), TypeLabel("list of patterns")
     ] = ()
-    remember: Annotated[
-        bool,
-        Field(
-            description=(
-                "Keep over a restart which prompts each node has cached, as digests beside their "
-                "key. `false`: what was kept is deleted, and a restart forgets."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = True
+    """Lines to overlook, and to take out of the request as well."""
+    remember: bool = True
+    """Keep over a restart which prompts each node has cached, as digests beside their key. `false`:
+    what was kept is deleted, and a restart forgets."""
 
 
 SHORTEST_LITERAL_PREFIX = 4

@@ -22,7 +22,7 @@ from gateway.config.inventory import Inventory
 from gateway.config.node import NodeSpec
 from gateway.config.scheduling import command_as_hook
 from gateway.config.settings import Settings, is_restart_key
-from gateway.config.validation import keys_of, models_below, nested_model
+from gateway.config.validation import keys_of, meaning_of, models_below, nested_model
 
 _HEAD = """\
 # Configuration
@@ -121,7 +121,7 @@ def _sections(
     written.add(model)
     keys = keys_of(model)
     title = f"### `{path}`\n\n{_doc(model)}\n" if path else "### Top level\n"
-    rows = [_row(path, key, field) for key, field in keys.items()]
+    rows = [_row(model, path, key, field) for key, field in keys.items()]
     yield "\n".join(
         [title, "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
     )
@@ -131,8 +131,8 @@ def _sections(
             yield from _sections(inner, f"{path}.{key}{_several(field)}".lstrip("."), written)
 
 
-def _row(path: str, key: str, field: FieldInfo) -> str:
-    meaning = field.description or ""
+def _row(model: type[ConfigModel], path: str, key: str, field: FieldInfo) -> str:
+    meaning = meaning_of(model, key)
     if is_restart_key(f"{path}.{key}".lstrip(".")):
         meaning += " *Restart.*"
     cells = (f"`{key}`", _type(field), _default(field), meaning)
@@ -153,7 +153,11 @@ def _several(field: FieldInfo) -> str:
 
 def _label(field: FieldInfo) -> TypeLabel | None:
     found = [part for part in field.metadata if isinstance(part, TypeLabel)]
-    return found[-1] if found else next(_labels(field.annotation), None)
+    if found:
+        return found[-1]
+    if bool in {field.annotation, *_parts(field.annotation)}:
+        return TypeLabel("true or false")
+    return next(_labels(field.annotation), None)
 
 
 def _labels(annotation: Any) -> Iterator[TypeLabel]:

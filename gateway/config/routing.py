@@ -39,40 +39,26 @@ class ModelRule(ConfigModel):
     """The models that a public name stands for, and changes to requests for it."""
 
     use: Annotated[
-        tuple[NonEmptyText, ...],
-        BeforeValidator(as_list),
-        Field(
-            description=(
-                "A model, or a list of which the first that can serve is taken. Unset: the name "
-                "itself."
-            )
-        ),
-        TypeLabel("name or list"),
+        tuple[NonEmptyText, ...], BeforeValidator(as_list), TypeLabel("name or list")
     ] = ()
-    set: Annotated[
-        JsonMap,
-        BeforeValidator(_parameters),
-        Field(description="Parameters that every request gets, instead of its own."),
-        TypeLabel("mapping"),
-    ] = Field(default_factory=dict)
-    default: Annotated[
-        JsonMap,
-        BeforeValidator(_parameters),
-        Field(description="Parameters that a request gets unless it has them."),
-        TypeLabel("mapping"),
-    ] = Field(default_factory=dict)
-    max_tokens: Annotated[
-        Count | None,
-        Field(description="Tokens one answer may have; a request for more is lowered."),
-        TypeLabel("number", "tokens"),
-    ] = None
+    """A model, or a list of which the first that can serve is taken. Unset: the name itself."""
+    set: Annotated[JsonMap, BeforeValidator(_parameters), TypeLabel("mapping")] = Field(
+        default_factory=dict
+    )
+    """Parameters that every request gets, instead of its own."""
+    default: Annotated[JsonMap, BeforeValidator(_parameters), TypeLabel("mapping")] = Field(
+        default_factory=dict
+    )
+    """Parameters that a request gets unless it has them."""
+    max_tokens: Annotated[Count | None, TypeLabel("number", "tokens")] = None
+    """Tokens one answer may have; a request for more is lowered."""
     strip: Annotated[
         tuple[NonEmptyText, ...],
         BeforeValidator(_parameters),
         BeforeValidator(as_list),
-        Field(description="Parameters that are removed from every request."),
         TypeLabel("list of names"),
     ] = ()
+    """Parameters that are removed from every request."""
 
 
 CATCH_ALL = "*"
@@ -122,44 +108,28 @@ def find_alias_loop(rules: Mapping[str, ModelRule]) -> list[str]:
 class HealthSettings(ConfigModel):
     """Probes of the nodes, and each node's circuit breaker."""
 
-    interval: Annotated[Seconds, Field(description="Time between two probes of a node.")] = 5.0
-    timeout: Annotated[Seconds, Field(description="Longest wait for a probe's answer.")] = 2.0
-    rise: Annotated[Count, Field(description="Good probes until a node counts as up.")] = 1
-    fall: Annotated[Count, Field(description="Failed probes until a node counts as down.")] = 3
-    discover_interval: Annotated[
-        Seconds,
-        Field(
-            description=(
-                "Time between two queries of a node's slots, models and context. They are asked "
-                "earlier if a probe finds another answer to `/props`."
-            )
-        ),
-    ] = 30.0
-    prefill_grace: Annotated[
-        Seconds,
-        Field(
-            description=(
-                "A node that reads a prompt may leave probes unanswered for this time, or for 4 "
-                "times the prompt's expected prefill if that is longer (state `mute`, not `down`)."
-            )
-        ),
-    ] = 60.0
-    failures: Annotated[
-        Count, Field(description="Failed requests in a row that open a node's circuit.")
-    ] = 5
-    open: Annotated[
-        Seconds,
-        Field(
-            description="An open circuit lets one trial through after this time; then it doubles."
-        ),
-    ] = 30.0
-    open_max: Annotated[
-        Seconds,
-        Field(description="Longest time a circuit stays open.", validate_default=True),
-    ] = 300.0
-    slow_start: Annotated[
-        SecondsOrZero, Field(description="Time after which a recovered node gets its full share.")
-    ] = 30.0
+    interval: Seconds = 5.0
+    """Time between two probes of a node."""
+    timeout: Seconds = 2.0
+    """Longest wait for a probe's answer."""
+    rise: Count = 1
+    """Good probes until a node counts as up."""
+    fall: Count = 3
+    """Failed probes until a node counts as down."""
+    discover_interval: Seconds = 30.0
+    """Time between two queries of a node's slots, models and context. They are asked earlier if a
+    probe finds another answer to `/props`."""
+    prefill_grace: Seconds = 60.0
+    """A node that reads a prompt may leave probes unanswered for this time, or for 4 times the
+    prompt's expected prefill if that is longer (state `mute`, not `down`)."""
+    failures: Count = 5
+    """Failed requests in a row that open a node's circuit."""
+    open: Seconds = 30.0
+    """An open circuit lets one trial through after this time; then it doubles."""
+    open_max: Annotated[Seconds, Field(validate_default=True)] = 300.0
+    """Longest time a circuit stays open."""
+    slow_start: SecondsOrZero = 30.0
+    """Time after which a recovered node gets its full share."""
 
     @field_validator("open_max")
     @classmethod
@@ -172,75 +142,38 @@ class HealthSettings(ConfigModel):
 class TimeoutSettings(ConfigModel):
     """Limits of one request to a node. A node's own `timeouts` in the inventory come first."""
 
-    connect: Annotated[Seconds, Field(description="Longest wait for a connection to be made.")] = (
-        3.0
-    )
-    first_byte: Annotated[
-        Seconds,
-        Field(
-            description=(
-                "Longest wait for the first event with content. Grows with the prompt's length and "
-                "the node's measured speed."
-            )
-        ),
-    ] = 60.0
-    silence: Annotated[
-        Seconds,
-        Field(
-            description=(
-                "Longest silence between two chunks of a response. Suspended while the node reads "
-                "another prompt."
-            )
-        ),
-    ] = 60.0
-    total: Annotated[Seconds, Field(description="Longest duration of a whole request.")] = 3600.0
+    connect: Seconds = 3.0
+    """Longest wait for a connection to be made."""
+    first_byte: Seconds = 60.0
+    """Longest wait for the first event with content. Grows with the prompt's length and the node's
+    measured speed."""
+    silence: Seconds = 60.0
+    """Longest silence between two chunks of a response. Suspended while the node reads another
+    prompt."""
+    total: Seconds = 3600.0
+    """Longest duration of a whole request."""
 
 
 class RetrySettings(ConfigModel):
     """Retries on another node, before the first byte has gone to the client."""
 
-    attempts: Annotated[
-        Annotated[Count, Field(le=100)],
-        Field(description="Attempts in all; 1 never retries."),
-        TypeLabel("number"),
-    ] = 3
-    backoff: Annotated[
-        SecondsOrZero, Field(description="Wait before the first retry; doubles, with jitter.")
-    ] = 0.05
-    backoff_max: Annotated[
-        SecondsOrZero, Field(description="Longest wait before a retry.", validate_default=True)
-    ] = 2.0
-    budget: Annotated[
-        Fraction,
-        Field(
-            description=(
-                "Retries allowed, as a share of the last minute's requests. Each further "
-                "resumption of a stream counts as one; the first is always allowed."
-            )
-        ),
-    ] = 0.2
-    budget_min: Annotated[
-        CountOrZero,
-        Field(
-            description=(
-                "Retries a minute that are always allowed (the slots of the largest host are "
-                "allowed too, if they are more)."
-            )
-        ),
-    ] = 10
-    quarantine: Annotated[
-        SecondsOrZero,
-        Field(
-            description=(
-                "A request during which two nodes died is refused for this time; 0: never. The "
-                "quarantine ends when a node answers it."
-            )
-        ),
-    ] = 600.0
-    wait_for_node: Annotated[
-        SecondsOrZero,
-        Field(description="When no node is available, wait this long for one; then 503 `no_node`."),
-    ] = 30.0
+    attempts: Annotated[Annotated[Count, Field(le=100)], TypeLabel("number")] = 3
+    """Attempts in all; 1 never retries."""
+    backoff: SecondsOrZero = 0.05
+    """Wait before the first retry; doubles, with jitter."""
+    backoff_max: Annotated[SecondsOrZero, Field(validate_default=True)] = 2.0
+    """Longest wait before a retry."""
+    budget: Fraction = 0.2
+    """Retries allowed, as a share of the last minute's requests. Each further resumption of a
+    stream counts as one; the first is always allowed."""
+    budget_min: CountOrZero = 10
+    """Retries a minute that are always allowed (the slots of the largest host are allowed too, if
+    they are more)."""
+    quarantine: SecondsOrZero = 600.0
+    """A request during which two nodes died is refused for this time; 0: never. The quarantine ends
+    when a node answers it."""
+    wait_for_node: SecondsOrZero = 30.0
+    """When no node is available, wait this long for one; then 503 `no_node`."""
 
     @field_validator("backoff_max")
     @classmethod
@@ -258,49 +191,17 @@ class RepairSettings(ConfigModel):
     They concern nodes that are llama.cpp servers only, and requests that begin after a change.
     """
 
-    stream_events: Annotated[
-        bool,
-        Field(
-            description=(
-                "Number the events of `/v1/responses` streams, and complete their first ones: the "
-                "AI SDK and `openai` stop at them otherwise."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = True
-    text_format: Annotated[
-        bool,
-        Field(description="Make nodes obey `text.format` on `/v1/responses`."),
-        TypeLabel("true or false"),
-    ] = True
-    input_items: Annotated[
-        bool,
-        Field(
-            description=(
-                "Give nodes `/v1/responses` with items that they refuse in a form that they take: "
-                "the assistant's without `type`, reasoning with a summary alone, calls of custom "
-                "tools, and `tools: null`."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = True
-    output_config: Annotated[
-        bool,
-        Field(
-            description=(
-                "Make nodes obey `output_config.format` on `/v1/messages`, by asking them for a "
-                "chat."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = True
-    stop_reason: Annotated[
-        bool,
-        Field(
-            description=(
-                "Tell by `stop_reason` on `/v1/messages` that a stop sequence was met, and by "
-                "`status` on `/v1/responses` that the response was cut off."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = True
+    stream_events: bool = True
+    """Number the events of `/v1/responses` streams, and complete their first ones: the AI SDK and
+    `openai` stop at them otherwise."""
+    text_format: bool = True
+    """Make nodes obey `text.format` on `/v1/responses`."""
+    input_items: bool = True
+    """Give nodes `/v1/responses` with items that they refuse in a form that they take: the
+    assistant's without `type`, reasoning with a summary alone, calls of custom tools, and `tools:
+    null`."""
+    output_config: bool = True
+    """Make nodes obey `output_config.format` on `/v1/messages`, by asking them for a chat."""
+    stop_reason: bool = True
+    """Tell by `stop_reason` on `/v1/messages` that a stop sequence was met, and by `status` on
+    `/v1/responses` that the response was cut off."""

@@ -54,91 +54,39 @@ than slots, and each such request keeps one busy."""
 class ClassRule(ConfigModel):
     """Rules for one class of requests."""
 
-    max_wait: Annotated[
-        Seconds | None, Field(description="Longest wait in the queue, instead of `queue.max_wait`.")
-    ] = None
-    patience: Annotated[
-        SecondsOrZero | None,
-        Field(
-            description=(
-                "A request that has waited longer is overdue: of ten slots that come free, one "
-                "goes to the oldest overdue request of any class. Unset: 10 s for `urgent`, 30 s "
-                "for `premium`, 60 s for `normal`, 10 min for `batch`."
-            )
-        ),
-    ] = None
-    reserve_slots: Annotated[
-        Fraction | None,
-        Field(
-            description=(
-                "Share of the slots of nodes that serve the same models, rounded down, that this "
-                "class leaves free for the other classes: whole nodes where it has as many "
-                "slots. For `batch` only. Unset: none."
-            )
-        ),
-    ] = None
-    queue_share: Annotated[
-        Fraction | None,
-        Field(
-            description=(
-                "The class is admitted while the queue is filled less than this, by count and by "
-                "predicted wait. Unset: 1 for `urgent` and `premium`, 0.9 for `normal`, 0.5 for "
-                "`batch`."
-            )
-        ),
-    ] = None
+    max_wait: Seconds | None = None
+    """Longest wait in the queue, instead of `queue.max_wait`."""
+    patience: SecondsOrZero | None = None
+    """A request that has waited longer is overdue: of ten slots that come free, one goes to the
+    oldest overdue request of any class. Unset: 10 s for `urgent`, 30 s for `premium`, 60 s for
+    `normal`, 10 min for `batch`."""
+    reserve_slots: Fraction | None = None
+    """Share of the slots of nodes that serve the same models, rounded down, that this class leaves
+    free for the other classes: whole nodes where it has as many slots. For `batch` only. Unset:
+    none."""
+    queue_share: Fraction | None = None
+    """The class is admitted while the queue is filled less than this, by count and by predicted
+    wait. Unset: 1 for `urgent` and `premium`, 0.9 for `normal`, 0.5 for `batch`."""
 
 
 class QueueSettings(ConfigModel):
     """Requests that wait for a slot."""
 
-    max: Annotated[
-        CountOrZero,
-        Field(
-            description=(
-                "Requests that may wait; the next gets 429 `queue_full`. One key or address may "
-                "hold seven eighths of the places; for another caller's request its newest ones "
-                "give way."
-            )
-        ),
-    ] = 256
-    max_wait: Annotated[
-        Seconds,
-        Field(
-            description=(
-                "Longest wait; then 503 `queue_timeout`. A request whose predicted wait is longer "
-                "gets it at once."
-            )
-        ),
-    ] = 300.0
-    reopen: Annotated[
-        Fraction,
-        Field(
-            description=(
-                "A class that was refused for its predicted wait is admitted again when that wait "
-                "has fallen to this share of its limit."
-            )
-        ),
-    ] = 0.8
-    latest_wins: Annotated[
-        bool,
-        Field(
-            description=(
-                "An editor's completion (`/infill`, or one with a `suffix`) ends the earlier one "
-                "of its session with 409 `superseded`."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = True
-    slotless: Annotated[
-        Count,
-        Field(
-            description=(
-                "Requests without a slot (tokenizing, templates, counting) that one node gets at "
-                "once, half as many from one caller; the others queue as for a slot."
-            )
-        ),
-    ] = DEFAULT_SLOTLESS
+    max: CountOrZero = 256
+    """Requests that may wait; the next gets 429 `queue_full`. One key or address may hold seven
+    eighths of the places; for another caller's request its newest ones give way."""
+    max_wait: Seconds = 300.0
+    """Longest wait; then 503 `queue_timeout`. A request whose predicted wait is longer gets it at
+    once."""
+    reopen: Fraction = 0.8
+    """A class that was refused for its predicted wait is admitted again when that wait has fallen
+    to this share of its limit."""
+    latest_wins: bool = True
+    """An editor's completion (`/infill`, or one with a `suffix`) ends the earlier one of its
+    session with 409 `superseded`."""
+    slotless: Count = DEFAULT_SLOTLESS
+    """Requests without a slot (tokenizing, templates, counting) that one node gets at once, half as
+    many from one caller; the others queue as for a slot."""
 
 
 class SpillSettings(ConfigModel):
@@ -147,36 +95,19 @@ class SpillSettings(ConfigModel):
     It needs a budget: `share`, `money_per_hour`, or both, and then both hold.
     """
 
-    after: Annotated[
-        SecondsOrZero,
-        Field(
-            description=(
-                "Requests spill over when the predicted wait for a CPU node is longer than this."
-            )
-        ),
-    ] = 10.0
-    classes: Annotated[
-        tuple[PriorityName, ...],
-        BeforeValidator(as_list),
-        Field(description="Classes that spill over. `batch` does only if it is named here."),
-        TypeLabel("list"),
-    ] = ("normal",)
-    share: Annotated[
-        Fraction | None,
-        Field(description="At most this share of these classes' requests within `window`."),
-    ] = None
-    money_per_hour: Annotated[
-        Money | None,
-        Field(
-            description=(
-                "At most this much an hour, in the currency of the nodes' costs, counted over "
-                "`window`: 2 with a window of 30m is 1 in any 30 minutes."
-            )
-        ),
-    ] = None
-    window: Annotated[
-        Seconds, Field(description="Time over which the budget is counted.", validate_default=True)
-    ] = 3600.0
+    after: SecondsOrZero = 10.0
+    """Requests spill over when the predicted wait for a CPU node is longer than this."""
+    classes: Annotated[tuple[PriorityName, ...], BeforeValidator(as_list), TypeLabel("list")] = (
+        "normal",
+    )
+    """Classes that spill over. `batch` does only if it is named here."""
+    share: Fraction | None = None
+    """At most this share of these classes' requests within `window`."""
+    money_per_hour: Money | None = None
+    """At most this much an hour, in the currency of the nodes' costs, counted over `window`: 2 with
+    a window of 30m is 1 in any 30 minutes."""
+    window: Annotated[Seconds, Field(validate_default=True)] = 3600.0
+    """Time over which the budget is counted."""
 
     @field_validator("window")
     @classmethod
@@ -197,24 +128,16 @@ class HybridSettings(ConfigModel):
     Other classes use GPU nodes only to spill over, or for a model that no CPU node serves.
     """
 
-    gpu_first: Annotated[
-        tuple[PriorityName, ...],
-        BeforeValidator(as_list),
-        Field(description="Classes that go to a GPU node while one has room, else to a CPU node."),
-        TypeLabel("list"),
-    ] = ("urgent", "premium")
-    wait: Annotated[
-        SecondsOrZero,
-        Field(
-            description=(
-                "Time that these classes wait for a full GPU node, where it is predicted to finish "
-                "sooner than a CPU node."
-            )
-        ),
-    ] = 2.0
-    spill: Annotated[
-        SpillSettings | None, Field(description="Spill-over to GPU nodes; unset: none.")
-    ] = None
+    gpu_first: Annotated[tuple[PriorityName, ...], BeforeValidator(as_list), TypeLabel("list")] = (
+        "urgent",
+        "premium",
+    )
+    """Classes that go to a GPU node while one has room, else to a CPU node."""
+    wait: SecondsOrZero = 2.0
+    """Time that these classes wait for a full GPU node, where it is predicted to finish sooner than
+    a CPU node."""
+    spill: SpillSettings | None = None
+    """Spill-over to GPU nodes; unset: none."""
 
     @field_validator("spill")
     @classmethod
@@ -273,50 +196,40 @@ class Hook(ConfigModel):
     command: Annotated[
         tuple[CommandArgument, ...],
         BeforeValidator(as_list),
-        Field(
-            description=(
-                "Program and arguments, run without a shell. `LLAMA_GATEWAY_NODE` and "
-                "`LLAMA_GATEWAY_NODE_URL` are in its environment."
-            ),
-            max_length=256,
-        ),
+        Field(max_length=256),
         TypeLabel("list of texts"),
     ] = ()
-    method: Annotated[
-        Literal["GET", "POST", "PUT", "PATCH", "DELETE"],
-        Field(description="Method of the HTTP call."),
-    ] = "POST"
+    """Program and arguments, run without a shell. `LLAMA_GATEWAY_NODE` and `LLAMA_GATEWAY_NODE_URL`
+    are in its environment."""
+    method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] = "POST"
+    """Method of the HTTP call."""
     headers: Annotated[
         Mapping[str, NonEmptyText],
         BeforeValidator(_headers),
-        Field(description="Headers of the HTTP call.", max_length=64),
+        Field(max_length=64),
         TypeLabel("mapping of texts"),
     ] = {}
+    """Headers of the HTTP call."""
     headers_env: Annotated[
         Mapping[str, EnvVarName],
         BeforeValidator(_headers),
-        Field(
-            description="Headers with a secret: the names of the variables that hold the values.",
-            max_length=64,
-        ),
+        Field(max_length=64),
         TypeLabel("mapping of names of variables"),
     ] = {}
+    """Headers with a secret: the names of the variables that hold the values."""
     headers_file: Annotated[
         Mapping[str, ExistingFile],
         BeforeValidator(_headers),
-        Field(description="Headers with a secret: the files that hold the values.", max_length=64),
+        Field(max_length=64),
         TypeLabel("mapping of paths"),
     ] = {}
-    body: Annotated[
-        Annotated[str, Field(max_length=65536)] | None,
-        Field(description="Body of the HTTP call, sent as it stands."),
-        TypeLabel("text"),
-    ] = None
+    """Headers with a secret: the files that hold the values."""
+    body: Annotated[Annotated[str, Field(max_length=65536)] | None, TypeLabel("text")] = None
+    """Body of the HTTP call, sent as it stands."""
     url: Annotated[
-        Annotated[str, BeforeValidator(_url)] | None,
-        Field(description="Address of the HTTP call, instead of `command`.", validate_default=True),
-        TypeLabel("URL"),
+        Annotated[str, BeforeValidator(_url)] | None, Field(validate_default=True), TypeLabel("URL")
     ] = None
+    """Address of the HTTP call, instead of `command`."""
     # Resolved from the two mappings above; `exclude` keeps it out of the file's keys.
     secrets: Mapping[str, SecretStr] = Field(default={}, exclude=True, validate_default=True)
 
@@ -371,72 +284,36 @@ def command_as_hook(value: object) -> object:
 class ElasticSettings(ConfigModel):
     """When nodes with `standby: true`, `start` and `stop` are started and stopped."""
 
-    start_above: Annotated[
-        SecondsOrZero,
-        Field(description="Another node is started when the predicted wait stays above this."),
-    ] = 10.0
-    start_after: Annotated[
-        SecondsOrZero,
-        Field(description="Time that it must stay above; counted again after each start."),
-    ] = 5.0
-    classes: Annotated[
-        tuple[PriorityName, ...],
-        BeforeValidator(as_list),
-        Field(
-            description=(
-                "Classes whose wait counts. A model that only standby nodes serve is started for a "
-                "request of any class."
-            )
-        ),
-        TypeLabel("list"),
-    ] = ("urgent", "premium", "normal")
-    stop_after: Annotated[
-        Seconds,
-        Field(
-            description=(
-                "A started node is stopped when it has been idle for this time, or when the other "
-                "nodes could have done its work all that time; it is drained first."
-            )
-        ),
-    ] = 600.0
-    min: Annotated[
-        CountOrZero, Field(description="Least number of standby nodes that run, whatever the load.")
-    ] = 0
-    max: Annotated[
-        Count | None,
-        Field(description="Most standby nodes that run. Unset: all of them."),
-    ] = None
-    cooldown: Annotated[
-        SecondsOrZero,
-        Field(
-            description=(
-                "No node is stopped within this time after a start, and none is started within "
-                "this time after its own stop."
-            )
-        ),
-    ] = 60.0
-    hook_timeout: Annotated[
-        Seconds,
-        Field(description=("Longest duration of a hook; then it is killed and counts as failed.")),
-    ] = 60.0
-    ready_timeout: Annotated[
-        Seconds,
-        Field(
-            description=(
-                "A started node that takes no work after this time is stopped again, and so is one "
-                "that has been down for this time."
-            )
-        ),
-    ] = 300.0
-    backoff: Annotated[
-        Seconds,
-        Field(
-            description=("Time until a failed start or stop is tried again; it doubles each time.")
-        ),
-    ] = 30.0
-    backoff_max: Annotated[
-        Seconds, Field(description="The longest such time.", validate_default=True)
-    ] = 600.0
+    start_above: SecondsOrZero = 10.0
+    """Another node is started when the predicted wait stays above this."""
+    start_after: SecondsOrZero = 5.0
+    """Time that it must stay above; counted again after each start."""
+    classes: Annotated[tuple[PriorityName, ...], BeforeValidator(as_list), TypeLabel("list")] = (
+        "urgent",
+        "premium",
+        "normal",
+    )
+    """Classes whose wait counts. A model that only standby nodes serve is started for a request of
+    any class."""
+    stop_after: Seconds = 600.0
+    """A started node is stopped when it has been idle for this time, or when the other nodes could
+    have done its work all that time; it is drained first."""
+    min: CountOrZero = 0
+    """Least number of standby nodes that run, whatever the load."""
+    max: Count | None = None
+    """Most standby nodes that run. Unset: all of them."""
+    cooldown: SecondsOrZero = 60.0
+    """No node is stopped within this time after a start, and none is started within this time after
+    its own stop."""
+    hook_timeout: Seconds = 60.0
+    """Longest duration of a hook; then it is killed and counts as failed."""
+    ready_timeout: Seconds = 300.0
+    """A started node that takes no work after this time is stopped again, and so is one that has
+    been down for this time."""
+    backoff: Seconds = 30.0
+    """Time until a failed start or stop is tried again; it doubles each time."""
+    backoff_max: Annotated[Seconds, Field(validate_default=True)] = 600.0
+    """The longest such time."""
 
     @field_validator("max")
     @classmethod

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
 
 from gateway.config.batches import BatchSettings
 from gateway.config.cache_privacy import CacheSpec
@@ -17,6 +17,7 @@ from gateway.config.fields import (
     ConfigModel,
     Fraction,
     Lowercased,
+    LowercasedOrOff,
     NonEmptyText,
     PriorityName,
     SecondsOrOff,
@@ -156,24 +157,12 @@ class HeaderSettings(ConfigModel):
     `openai-*`.
     """
 
-    to_nodes: Annotated[
-        _Names,
-        Field(
-            description=(
-                "Further headers of requests that nodes get, outside endpoints too, such as "
-                "`X-OpenWebUI-User-Id`."
-            )
-        ),
-    ] = ()
-    to_clients: Annotated[
-        _Names,
-        Field(
-            description=(
-                "Further headers of nodes' responses that clients get, such as "
-                "`x-ratelimit-remaining-requests`."
-            )
-        ),
-    ] = ()
+    to_nodes: _Names = ()
+    """Further headers of requests that nodes get, outside endpoints too, such as
+    `X-OpenWebUI-User-Id`."""
+    to_clients: _Names = ()
+    """Further headers of nodes' responses that clients get, such as
+    `x-ratelimit-remaining-requests`."""
 
 
 class IdentitySettings(ConfigModel):
@@ -184,79 +173,40 @@ class IdentitySettings(ConfigModel):
     """
 
     user_headers: Annotated[
-        tuple[HeaderName, ...],
-        BeforeValidator(as_list),
-        Field(
-            description=(
-                "Headers that name the end user; the first one present counts. The queue is fair "
-                "between end users. An empty list trusts nobody."
-            )
-        ),
-        TypeLabel("list of header names"),
+        tuple[HeaderName, ...], BeforeValidator(as_list), TypeLabel("list of header names")
     ] = ("X-OpenWebUI-User-Id", "X-User-Id")
+    """Headers that name the end user; the first one present counts. The queue is fair between end
+    users. An empty list trusts nobody."""
     session_headers: Annotated[
-        tuple[HeaderName, ...],
-        BeforeValidator(as_list),
-        Field(
-            description=(
-                "Headers that name the conversation or the editor's session; the first one present "
-                "counts. A session keeps its node unless another is a good deal faster, and a "
-                "request can supersede an earlier one of its session only."
-            )
-        ),
-        TypeLabel("list of header names"),
+        tuple[HeaderName, ...], BeforeValidator(as_list), TypeLabel("list of header names")
     ] = ("X-OpenWebUI-Chat-Id", "X-Claude-Code-Session-Id", "X-Session-Id")
+    """Headers that name the conversation or the editor's session; the first one present counts. A
+    session keeps its node unless another is a good deal faster, and a request can supersede an
+    earlier one of its session only."""
 
 
 class LoggingSettings(ConfigModel):
     """Logging. No log holds a prompt, a completion or a key."""
 
-    level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Lowercased,
-        Field(description="Least severe level that is logged."),
-    ] = "info"
-    format: Annotated[
-        Literal["auto", "console", "json"],
-        Lowercased,
-        Field(description="`auto`: readable on a terminal, JSON otherwise."),
-    ] = "auto"
-    access: Annotated[
-        bool, Field(description="One line for each request."), TypeLabel("true or false")
-    ] = True
-    access_share: Annotated[
-        Fraction,
-        Field(
-            description=(
-                "Share of requests that have a line, between 0 and 1. Requests that the gateway or "
-                "a node failed (5xx) always have one."
-            )
-        ),
-    ] = 1.0
+    level: Annotated[Literal["debug", "info", "warning", "error"], Lowercased] = "info"
+    """Least severe level that is logged."""
+    format: Annotated[Literal["auto", "console", "json"], Lowercased] = "auto"
+    """`auto`: readable on a terminal, JSON otherwise."""
+    access: bool = True
+    """One line for each request."""
+    access_share: Fraction = 1.0
+    """Share of requests that have a line, between 0 and 1. Requests that the gateway or a node
+    failed (5xx) always have one."""
 
 
 class ShutdownSettings(ConfigModel):
     """The time between SIGTERM and the end."""
 
-    delay: Annotated[
-        SecondsOrZero,
-        Field(
-            description=(
-                "`/ready` gives 503 for this time before the listeners close, so that a load "
-                "balancer in front sends no more requests."
-            )
-        ),
-    ] = 0.0
-    grace: Annotated[
-        SecondsOrZero, Field(description="Time in which queued and running requests may end.")
-    ] = 60.0
-
-
-def _off_as_text(value: object) -> object:
-    # YAML 1.1 reads it as a boolean.
-    if value is False:
-        return "off"
-    return value.lower() if isinstance(value, str) else value
+    delay: SecondsOrZero = 0.0
+    """`/ready` gives 503 for this time before the listeners close, so that a load balancer in front
+    sends no more requests."""
+    grace: SecondsOrZero = 60.0
+    """Time in which queued and running requests may end."""
 
 
 def _empty_rule(value: object) -> object:
@@ -272,166 +222,89 @@ def _no_empty_name(value: object) -> object:
 class Settings(ConfigModel):
     """All settings. Every key has a default; the file may be missing."""
 
-    listen: Annotated[ListenSettings, Field(description="The public listener.")] = ListenSettings()
-    admin: Annotated[AdminSettings, Field(description="The admin listener.")] = AdminSettings()
-    keys: Annotated[
-        tuple[KeySpec, ...],
-        Field(
-            description=(
-                "API keys of the public listener. None: no key is needed; but after a reload that "
-                "removes the last one every request gets 401, until there is a key or a restart."
-            )
-        ),
-        TypeLabel("list"),
-    ] = ()
+    listen: ListenSettings = ListenSettings()
+    """The public listener."""
+    admin: AdminSettings = AdminSettings()
+    """The admin listener."""
+    keys: Annotated[tuple[KeySpec, ...], TypeLabel("list")] = ()
+    """API keys of the public listener. None: no key is needed; but after a reload that removes the
+    last one every request gets 401, until there is a key or a restart."""
     groups: Annotated[
         Mapping[GroupName, Annotated[GroupSpec, BeforeValidator(_empty_rule)]],
-        Field(description="Groups of keys, by name: what their keys may use together."),
         TypeLabel("mapping of groups"),
     ] = {}
-    allow_anonymous: Annotated[
-        bool,
-        Field(
-            description="Serve without keys on an address that isn't loopback, or behind a proxy."
-        ),
-        TypeLabel("true or false"),
-    ] = False
-    headers: Annotated[
-        HeaderSettings,
-        Field(description=("Header fields that pass in addition to those that always do.")),
-    ] = HeaderSettings()
-    cors: Annotated[CorsSpec | None, Field(description="Web pages that may call; unset: none.")] = (
-        None
-    )
-    limits: Annotated[
-        LimitSettings, Field(description=("Limits of requests, responses, connections and memory."))
-    ] = LimitSettings()
+    """Groups of keys, by name: what their keys may use together."""
+    allow_anonymous: bool = False
+    """Serve without keys on an address that isn't loopback, or behind a proxy."""
+    headers: HeaderSettings = HeaderSettings()
+    """Header fields that pass in addition to those that always do."""
+    cors: CorsSpec | None = None
+    """Web pages that may call; unset: none."""
+    limits: LimitSettings = LimitSettings()
+    """Limits of requests, responses, connections and memory."""
     models: Annotated[
         Mapping[str, Annotated[ModelRule, BeforeValidator(_empty_rule)]],
         BeforeValidator(_no_empty_name),
-        Field(
-            description=(
-                'Public model names: aliases, fall-backs and parameters. `"*": {use: NAME}` takes '
-                "every unknown name."
-            )
-        ),
         TypeLabel("mapping of rules"),
     ] = {}
-    default_model: Annotated[
-        NonEmptyText | None,
-        Field(
-            description=(
-                "Model of a request that names none. Unset: the only model, if there is just one, "
-                'else that of `"*"`.'
-            )
-        ),
-    ] = None
+    """Public model names: aliases, fall-backs and parameters. `"*": {use: NAME}` takes every
+    unknown name."""
+    default_model: NonEmptyText | None = None
+    """Model of a request that names none. Unset: the only model, if there is just one, else that of
+    `"*"`."""
     classes: Annotated[
         Mapping[PriorityName, Annotated[ClassRule, BeforeValidator(_empty_rule)]],
-        Field(description="Rules for `urgent`, `premium`, `normal` and `batch`."),
         TypeLabel("mapping of rules"),
     ] = {}
-    queue: Annotated[QueueSettings, Field(description="Waiting for a slot.")] = QueueSettings()
-    policy: Annotated[
-        Literal["least_finish", "least_loaded", "round_robin", "prefix_hash"],
-        Field(
-            description=(
-                "How a node is chosen. `least_finish`: the earliest expected finish, by queues, "
-                "speeds and prompt caches. The other words mean the same, with a warning in the "
-                "log; the next release refuses them."
-            )
-        ),
-    ] = "least_finish"
-    identity: Annotated[
-        IdentitySettings, Field(description="Headers that name end users and conversations.")
-    ] = IdentitySettings()
-    cache: Annotated[
-        CacheSpec,
-        Field(
-            description=(
-                "Prompt caches and privacy: for all whose key and group don't say otherwise."
-            )
-        ),
-    ] = CacheSpec()
-    prompts: Annotated[
-        PromptSettings, Field(description="Lines of prompts that change with each request.")
-    ] = PromptSettings()
-    hybrid: Annotated[
-        HybridSettings, Field(description="How GPU and CPU nodes share the work.")
-    ] = HybridSettings()
-    elastic: Annotated[
-        ElasticSettings, Field(description="Standby nodes that are started and stopped on demand.")
-    ] = ElasticSettings()
-    health: Annotated[HealthSettings, Field(description="Probes and circuit breakers.")] = (
-        HealthSettings()
-    )
-    timeouts: Annotated[TimeoutSettings, Field(description="Limits of one request to a node.")] = (
-        TimeoutSettings()
-    )
-    retries: Annotated[RetrySettings, Field(description="Retries on another node.")] = (
-        RetrySettings()
-    )
-    resume: Annotated[
-        Literal["text", "exact", "off"],
-        BeforeValidator(_off_as_text),
-        Field(
-            description=(
-                "How a stream is resumed on another node when its own fails: `text`, from the text "
-                "that was sent; `exact`, from its token ids, which costs more for each token; "
-                "`off`: it ends with an error event."
-            )
-        ),
-    ] = "text"
-    heartbeat: Annotated[
-        SecondsOrOff,
-        Field(
-            description=(
-                "Interval of a sign of life (a comment line or the API's own event) on a waiting "
-                "stream. It commits status 200: a later error is an event of the stream. `off` or "
-                "0: none."
-            )
-        ),
-    ] = 15.0
-    heartbeat_plain: Annotated[
-        bool,
-        Field(
-            description=(
-                "White space ahead of the JSON of a response without streaming, as often as "
-                "`heartbeat`. It commits status 200: a later error has that status too, and its "
-                "own in the body."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = False
-    ollama: Annotated[
-        bool,
-        Field(
-            description=(
-                "Serve Ollama's API too: `/api/chat`, `/api/generate`, `/api/embed`, `/api/tags` "
-                "and so on."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = False
-    repairs: Annotated[
-        RepairSettings, Field(description="What is repaired of llama.cpp's responses.")
-    ] = RepairSettings()
-    store: Annotated[
-        StoreSettings, Field(description="Where keys, usage and the audit log are kept.")
-    ] = StoreSettings()
-    batches: Annotated[
-        BatchSettings, Field(description="Files, batches and background responses.")
-    ] = BatchSettings()
-    webhooks: Annotated[
-        WebhookSettings, Field(description="Events of batches and responses, posted to receivers.")
-    ] = WebhookSettings()
-    logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
-    telemetry: Annotated[TelemetrySettings, Field(description="What monitoring is told.")] = (
-        TelemetrySettings()
-    )
-    shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
-        ShutdownSettings()
-    )
+    """Rules for `urgent`, `premium`, `normal` and `batch`."""
+    queue: QueueSettings = QueueSettings()
+    """Waiting for a slot."""
+    policy: Literal["least_finish", "least_loaded", "round_robin", "prefix_hash"] = "least_finish"
+    """How a node is chosen. `least_finish`: the earliest expected finish, by queues, speeds and
+    prompt caches. The other words mean the same, with a warning in the log; the next release
+    refuses them."""
+    identity: IdentitySettings = IdentitySettings()
+    """Headers that name end users and conversations."""
+    cache: CacheSpec = CacheSpec()
+    """Prompt caches and privacy: for all whose key and group don't say otherwise."""
+    prompts: PromptSettings = PromptSettings()
+    """Lines of prompts that change with each request."""
+    hybrid: HybridSettings = HybridSettings()
+    """How GPU and CPU nodes share the work."""
+    elastic: ElasticSettings = ElasticSettings()
+    """Standby nodes that are started and stopped on demand."""
+    health: HealthSettings = HealthSettings()
+    """Probes and circuit breakers."""
+    timeouts: TimeoutSettings = TimeoutSettings()
+    """Limits of one request to a node."""
+    retries: RetrySettings = RetrySettings()
+    """Retries on another node."""
+    resume: Annotated[Literal["text", "exact", "off"], LowercasedOrOff] = "text"
+    """How a stream is resumed on another node when its own fails: `text`, from the text that was
+    sent; `exact`, from its token ids, which costs more for each token; `off`: it ends with an error
+    event."""
+    heartbeat: SecondsOrOff = 15.0
+    """Interval of a sign of life (a comment line or the API's own event) on a waiting stream. It
+    commits status 200: a later error is an event of the stream. `off` or 0: none."""
+    heartbeat_plain: bool = False
+    """White space ahead of the JSON of a response without streaming, as often as `heartbeat`. It
+    commits status 200: a later error has that status too, and its own in the body."""
+    ollama: bool = False
+    """Serve Ollama's API too: `/api/chat`, `/api/generate`, `/api/embed`, `/api/tags` and so on."""
+    repairs: RepairSettings = RepairSettings()
+    """What is repaired of llama.cpp's responses."""
+    store: StoreSettings = StoreSettings()
+    """Where keys, usage and the audit log are kept."""
+    batches: BatchSettings = BatchSettings()
+    """Files, batches and background responses."""
+    webhooks: WebhookSettings = WebhookSettings()
+    """Events of batches and responses, posted to receivers."""
+    logging: LoggingSettings = LoggingSettings()
+    """What is logged."""
+    telemetry: TelemetrySettings = TelemetrySettings()
+    """What monitoring is told."""
+    shutdown: ShutdownSettings = ShutdownSettings()
+    """From SIGTERM to the end."""
 
     @field_validator("keys")
     @classmethod

@@ -91,39 +91,22 @@ def masked_store_url(url: str) -> str:
 class RetentionSettings(ConfigModel):
     """For how long requests are kept one by one; then as sums by day, which reports count alike."""
 
-    days: Annotated[
-        CountOrZero,
-        Field(description="Whole days for which each request has a row; 0: no limit."),
-        TypeLabel("number", "days"),
-    ] = 90
-    rows: Annotated[
-        CountOrZero,
-        Field(
-            description=(
-                "Most rows, some 400 bytes each with their indexes; the oldest go first, but none "
-                "of the last two hours; 0: no limit."
-            )
-        ),
-    ] = 2_000_000
+    days: Annotated[CountOrZero, TypeLabel("number", "days")] = 90
+    """Whole days for which each request has a row; 0: no limit."""
+    rows: CountOrZero = 2_000_000
+    """Most rows, some 400 bytes each with their indexes; the oldest go first, but none of the last
+    two hours; 0: no limit."""
 
 
 class StoreSettings(ConfigModel):
     """The store keeps API keys, usage and the audit log. A change needs a restart."""
 
     url: Annotated[
-        str | None,
-        BeforeValidator(_store_url),
-        Field(
-            description=(
-                "`sqlite:///FILE` (`sqlite:////…` for a path from the root) or "
-                "`postgresql://USER:PASSWORD@HOST/DATABASE`. Unset: `gateway.db` in the state "
-                "folder. `off`: no store; then keys are those of the settings, and limits count "
-                "in memory only, from zero at each start."
-            ),
-            repr=False,
-        ),
-        TypeLabel("URL, or off"),
+        str | None, BeforeValidator(_store_url), Field(repr=False), TypeLabel("URL, or off")
     ] = None
-    retention: Annotated[
-        RetentionSettings, Field(description="For how long requests are kept one by one.")
-    ] = RetentionSettings()
+    """`sqlite:///FILE` (`sqlite:////…` for a path from the root) or
+    `postgresql://USER:PASSWORD@HOST/DATABASE`. Unset: `gateway.db` in the state folder. `off`: no
+    store; then keys are those of the settings, and limits count in memory only, from zero at each
+    start."""
+    retention: RetentionSettings = RetentionSettings()
+    """For how long requests are kept one by one."""

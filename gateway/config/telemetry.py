@@ -51,60 +51,30 @@ def _rate(value: object) -> object:
 class TracesSettings(ConfigModel):
     """Traces of requests, exported by OTLP over HTTP. Never a prompt or a completion."""
 
-    endpoint: Annotated[
-        str | None,
-        BeforeValidator(_endpoint),
-        Field(
-            description=(
-                "URL of the collector, such as `http://127.0.0.1:4318/v1/traces`; without a path "
-                "`/v1/traces` is meant. Unset: no traces. Needs the extra `otel`."
-            )
-        ),
-        TypeLabel("URL"),
-    ] = None
-    share: Annotated[Fraction, Field(description="Share of requests that are traced.")] = 0.05
+    endpoint: Annotated[str | None, BeforeValidator(_endpoint), TypeLabel("URL")] = None
+    """URL of the collector, such as `http://127.0.0.1:4318/v1/traces`; without a path `/v1/traces`
+    is meant. Unset: no traces. Needs the extra `otel`."""
+    share: Fraction = 0.05
+    """Share of requests that are traced."""
     beyond_share: Annotated[
         float,
         BeforeValidator(_rate),
-        Field(
-            ge=0,
-            le=1000,
-            allow_inf_nan=False,
-            description=(
-                "Requests a second that are traced beyond the share: so many whose client has "
-                "recorded its part of the trace (`traceparent`), and as many that the gateway or a "
-                "node failed (5xx)."
-            ),
-        ),
+        Field(ge=0, le=1000, allow_inf_nan=False),
         TypeLabel("requests a second"),
     ] = 1.0
-    service_name: Annotated[
-        NonEmptyText, Field(description="The gateway's `service.name` in its traces.")
-    ] = "llama-gateway"
-    header_env: Annotated[
-        EnvVarName | None,
-        Field(
-            description=(
-                "Name of the environment variable that holds a header for the collector, written "
-                "as `Authorization: Bearer SECRET`."
-            )
-        ),
-    ] = None
-    header_file: Annotated[
-        ExistingFile | None,
-        Field(description="File that holds the header, instead of `header_env`."),
-    ] = None
-    ca_file: Annotated[
-        ExistingFile | None,
-        Field(
-            description=(
-                "PEM file of the certificate authorities to trust, instead of the system's."
-            )
-        ),
-    ] = None
-    timeout: Annotated[
-        Seconds, Field(le=60, description="For one message to the collector, with all its retries.")
-    ] = 10.0
+    """Requests a second that are traced beyond the share: so many whose client has recorded its
+    part of the trace (`traceparent`), and as many that the gateway or a node failed (5xx)."""
+    service_name: NonEmptyText = "llama-gateway"
+    """The gateway's `service.name` in its traces."""
+    header_env: EnvVarName | None = None
+    """Name of the environment variable that holds a header for the collector, written as
+    `Authorization: Bearer SECRET`."""
+    header_file: ExistingFile | None = None
+    """File that holds the header, instead of `header_env`."""
+    ca_file: ExistingFile | None = None
+    """PEM file of the certificate authorities to trust, instead of the system's."""
+    timeout: Annotated[Seconds, Field(le=60)] = 10.0
+    """For one message to the collector, with all its retries."""
     # Resolved from `header_env` or `header_file`; `exclude` keeps it out of the file's keys.
     header: SecretStr | None = Field(default=None, exclude=True, validate_default=True, repr=False)
 
@@ -151,26 +121,10 @@ def _checked(text: str, key: str) -> str:
 class TelemetrySettings(ConfigModel):
     """What the gateway tells monitoring. Never a prompt or a completion."""
 
-    gen_ai_metrics: Annotated[
-        bool,
-        Field(
-            description=(
-                "Requests in `/metrics` also under the names of OpenTelemetry's conventions for "
-                "generative AI (`gen_ai_server_request_duration_seconds` and so on)."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = False
-    node_metrics: Annotated[
-        bool,
-        Field(
-            description=(
-                "Serve `/metrics/nodes`: the metrics of all llama.cpp servers, each with its "
-                "node's name."
-            )
-        ),
-        TypeLabel("true or false"),
-    ] = True
-    traces: Annotated[
-        TracesSettings, Field(description="Traces of requests, for a collector of OpenTelemetry.")
-    ] = TracesSettings()
+    gen_ai_metrics: bool = False
+    """Requests in `/metrics` also under the names of OpenTelemetry's conventions for generative AI
+    (`gen_ai_server_request_duration_seconds` and so on)."""
+    node_metrics: bool = True
+    """Serve `/metrics/nodes`: the metrics of all llama.cpp servers, each with its node's name."""
+    traces: TracesSettings = TracesSettings()
+    """Traces of requests, for a collector of OpenTelemetry."""

@@ -83,26 +83,15 @@ GroupName = Annotated[
 class LimitSpec(ConfigModel):
     """Limits on use. What is unset is not limited."""
 
-    rpm: Annotated[Count | None, Field(description="Requests within any 60 seconds.")] = None
-    tpm: Annotated[
-        Count | None,
-        Field(description="Tokens of prompts and answers within any 60 seconds."),
-        TypeLabel("number", "tokens"),
-    ] = None
-    tokens_per_day: Annotated[
-        Count | None,
-        Field(description="Tokens of prompts and answers in a day (UTC)."),
-        TypeLabel("number", "tokens"),
-    ] = None
+    rpm: Count | None = None
+    """Requests within any 60 seconds."""
+    tpm: Annotated[Count | None, TypeLabel("number", "tokens")] = None
+    """Tokens of prompts and answers within any 60 seconds."""
+    tokens_per_day: Annotated[Count | None, TypeLabel("number", "tokens")] = None
+    """Tokens of prompts and answers in a day (UTC)."""
     budget: Annotated[
         str | None,
         BeforeValidator(_budget),
-        Field(
-            description=(
-                'Money in a calendar month or day (UTC), such as `"20/month"` or `"0.5/day"`, in '
-                "the currency of the nodes' costs."
-            )
-        ),
         WithJsonSchema(
             {
                 "anyOf": [
@@ -113,38 +102,20 @@ class LimitSpec(ConfigModel):
         ),
         TypeLabel("amount/month or amount/day"),
     ] = None
-    concurrency: Annotated[Count | None, Field(description="Requests at one time.")] = None
-    prompt_tokens: Annotated[
-        Count | None,
-        Field(
-            description=(
-                "Largest prompt, as estimated from its length; a request with a longer one gets "
-                "400."
-            )
-        ),
-        TypeLabel("number", "tokens"),
-    ] = None
-    completion_tokens: Annotated[
-        Count | None,
-        Field(description="Most tokens of one answer; a request for more is lowered to it."),
-        TypeLabel("number", "tokens"),
-    ] = None
-    max_class: Annotated[
-        PriorityName | None,
-        Lowercased,
-        Field(description="Highest class of the requests; higher ones are lowered."),
-    ] = None
+    """Money in a calendar month or day (UTC), such as `"20/month"` or `"0.5/day"`, in the currency
+    of the nodes' costs."""
+    concurrency: Count | None = None
+    """Requests at one time."""
+    prompt_tokens: Annotated[Count | None, TypeLabel("number", "tokens")] = None
+    """Largest prompt, as estimated from its length; a request with a longer one gets 400."""
+    completion_tokens: Annotated[Count | None, TypeLabel("number", "tokens")] = None
+    """Most tokens of one answer; a request for more is lowered to it."""
+    max_class: Annotated[PriorityName | None, Lowercased] = None
+    """Highest class of the requests; higher ones are lowered."""
     models: Annotated[
-        tuple[NonEmptyText, ...] | None,
-        BeforeValidator(as_list),
-        Field(
-            description=(
-                "Public model names that may be used, of those that the key may use; written as "
-                "in `keys`."
-            )
-        ),
-        TypeLabel("list of names"),
+        tuple[NonEmptyText, ...] | None, BeforeValidator(as_list), TypeLabel("list of names")
     ] = None
+    """Public model names that may be used, of those that the key may use; written as in `keys`."""
 
     @property
     def budget_limit(self) -> Budget | None:
@@ -155,19 +126,10 @@ class LimitSpec(ConfigModel):
 class GroupSpec(ConfigModel):
     """What holds for all keys of one group."""
 
-    limits: Annotated[
-        LimitSpec | None, Field(description="Limits of all keys of the group together.")
-    ] = None
-    user_limits: Annotated[
-        LimitSpec | None,
-        Field(
-            description=(
-                "Limits of each end user that a trusted key of the group names, unless the key "
-                "has `user_limits` of its own."
-            )
-        ),
-    ] = None
-    cache: Annotated[
-        CacheSpec | None,
-        Field(description="Prompt caches and privacy, where they differ from the top level's."),
-    ] = None
+    limits: LimitSpec | None = None
+    """Limits of all keys of the group together."""
+    user_limits: LimitSpec | None = None
+    """Limits of each end user that a trusted key of the group names, unless the key has
+    `user_limits` of its own."""
+    cache: CacheSpec | None = None
+    """Prompt caches and privacy, where they differ from the top level's."""

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from gateway.config.errors import Problem
-from gateway.config.fields import ConfigModel
+from gateway.config.fields import ConfigModel, description_of
 from gateway.config.yaml_file import (
     YamlDocument,
     YamlEntry,
@@ -208,7 +208,8 @@ def _add_remedy(key: str, model: type[ConfigModel]) -> str:
         return "add it"
     if field.examples:
         return f"add it, such as {key}: {field.examples[0]}"
-    return f"add it: {field.description}" if field.description else "add it"
+    meaning = meaning_of(model, key)
+    return f"add it: {meaning}" if meaning else "add it"
 
 
 def _move_remedy(key: str, model: type[ConfigModel]) -> str:
@@ -239,6 +240,14 @@ def keys_of(model: type[ConfigModel]) -> dict[str, FieldInfo]:
         for name, field in model.model_fields.items()
         if not field.exclude
     }
+
+
+def meaning_of(model: type[ConfigModel], key: str) -> str:
+    """What a key of the file means; empty: nothing tells."""
+    name = next(
+        (name for name, field in model.model_fields.items() if field.validation_alias == key), key
+    )
+    return description_of(model, name)
 
 
 def nested_model(annotation: Any) -> type[ConfigModel] | None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -21,7 +21,6 @@ from pydantic import (
 )
 
 from gateway.config.fields import (
-    LONGEST_SECRET,
     ConfigModel,
     EnvVarName,
     ExistingFile,
@@ -30,6 +29,8 @@ from gateway.config.fields import (
     Seconds,
     TypeLabel,
     as_list,
+    text_of_file,
+    text_of_variable,
     validation_error,
 )
 from gateway.config.usage_limits import GroupName
@@ -41,18 +42,6 @@ LEAST_SECRET_BYTES, MOST_SECRET_BYTES = 24, 64
 MOST_SECRETS = 8
 """Secrets of one target: each adds a signature to every request."""
 
-EVENTS = (
-    "batch.completed",
-    "batch.failed",
-    "batch.expired",
-    "batch.cancelled",
-    "response.completed",
-    "response.failed",
-    "response.incomplete",
-    "response.cancelled",
-)
-"""Types of events, in OpenAI's words."""
-
 EventType = Literal[
     "batch.completed",
     "batch.failed",
@@ -63,6 +52,9 @@ EventType = Literal[
     "response.incomplete",
     "response.cancelled",
 ]
+
+EVENTS: tuple[EventType, ...] = get_args(EventType)
+"""Types of events, in OpenAI's words."""
 
 _SECRET_FORM = f"a secret is {SECRET_PREFIX} and 24 to 64 bytes in base64, such as "
 _SECRET_FORM += "`llama-gateway webhooks secret` prints"
@@ -96,79 +88,39 @@ class WebhookTarget(ConfigModel):
     url: Annotated[
         str,
         BeforeValidator(_webhook_url),
-        Field(
-            description=(
-                "Where events are posted. A `webhook_url` of a request must be this URL, or lie "
-                "below its path. It is shown without its path: that may be a secret."
-            ),
-            examples=["https://hooks.example.org/llama"],
-            repr=False,
-        ),
+        Field(examples=["https://hooks.example.org/llama"], repr=False),
         TypeLabel("URL"),
     ]
-    secret_env: Annotated[
-        EnvVarName | None,
-        Field(
-            description=(
-                "Name of the environment variable that holds the secret (`whsec_...`); several "
-                "with white space between them while a secret is being replaced: each signs."
-            )
-        ),
-    ] = None
-    secret_file: Annotated[
-        ExistingFile | None,
-        Field(description="File that holds the secrets, instead of `secret_env`; read at reloads."),
-    ] = None
+    """Where events are posted. A `webhook_url` of a request must be this URL, or lie below its
+    path. It is shown without its path: that may be a secret."""
+    secret_env: EnvVarName | None = None
+    """Name of the environment variable that holds the secret (`whsec_...`); several with white
+    space between them while a secret is being replaced: each signs."""
+    secret_file: ExistingFile | None = None
+    """File that holds the secrets, instead of `secret_env`; read at reloads."""
     keys: Annotated[
-        tuple[NonEmptyText, ...],
-        BeforeValidator(as_list),
-        Field(description="Ids of keys whose events go there. Neither `keys` nor `groups`: all."),
-        TypeLabel("list of ids"),
+        tuple[NonEmptyText, ...], BeforeValidator(as_list), TypeLabel("list of ids")
     ] = ()
+    """Ids of keys whose events go there. Neither `keys` nor `groups`: all."""
     groups: Annotated[
-        tuple[GroupName, ...],
-        BeforeValidator(as_list),
-        Field(description="Groups of keys whose events go there."),
-        TypeLabel("list of names"),
+        tuple[GroupName, ...], BeforeValidator(as_list), TypeLabel("list of names")
     ] = ()
+    """Groups of keys whose events go there."""
     events: Annotated[
         tuple[EventType, ...],
         BeforeValidator(as_list),
         Field(description=f"Events that go there: {', '.join(EVENTS)}. None: all."),
         TypeLabel("list of events"),
     ] = ()
-    named_only: Annotated[
-        bool,
-        Field(
-            description="Only events of requests that name this URL, or one below it, by "
-            "`webhook_url`."
-        ),
-        TypeLabel("true or false"),
-    ] = False
-    allow_http: Annotated[
-        bool,
-        Field(description="Let the URL begin with http: others on the way can read the events."),
-        TypeLabel("true or false"),
-    ] = False
-    allow_private: Annotated[
-        bool,
-        Field(
-            description=(
-                "Let its host have loopback and private addresses; with http, those alone unless "
-                "`allow_http` is set."
-            ),
-            validate_default=True,
-        ),
-        TypeLabel("true or false"),
-    ] = False
-    ca: Annotated[
-        ExistingFile | None,
-        Field(
-            description=(
-                "PEM file of the certificate authorities to trust, instead of the system's."
-            )
-        ),
-    ] = None
+    named_only: bool = False
+    """Only events of requests that name this URL, or one below it, by `webhook_url`."""
+    allow_http: bool = False
+    """Let the URL begin with http: others on the way can read the events."""
+    allow_private: Annotated[bool, Field(validate_default=True)] = False
+    """Let its host have loopback and private addresses; with http, those alone unless `allow_http`
+    is set."""
+    ca: ExistingFile | None = None
+    """PEM file of the certificate authorities to trust, instead of the system's."""
     # Resolved from `secret_env` or `secret_file`; `exclude` keeps it out of the file's keys.
     secrets: tuple[SecretStr, ...] = Field(
         default=(), exclude=True, validate_default=True, repr=False
@@ -214,9 +166,9 @@ class WebhookTarget(ConfigModel):
             return ()  # one of them has a problem of its own
         env: Mapping[str, str] = (info.context or {}).get("env") or os.environ
         if variable := data["secret_env"]:
-            return _checked(_from_variable(variable, env), "secret_env")
+            return _checked(text_of_variable(variable, env, "secret_env"), "secret_env")
         if path := data["secret_file"]:
-            return _checked(_from_file(path), "secret_file")
+            return _checked(text_of_file(path, "secret_file"), "secret_file")
         raise validation_error(
             "has no secret to sign with", "name one by secret_file or secret_env", "secret_file"
         )
@@ -235,28 +187,6 @@ class WebhookTarget(ConfigModel):
     def wants(self, event: str) -> bool:
         """Whether events of this type go there."""
         return not self.events or event in self.events
-
-
-def _from_variable(variable: str, env: Mapping[str, str]) -> str:
-    if variable not in env:
-        raise validation_error(
-            f"the variable {variable} is not set",
-            "set it where the gateway is started",
-            "secret_env",
-        )
-    return env[variable]
-
-
-def _from_file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return file.read(LONGEST_SECRET).decode("latin-1")
-    except OSError as error:
-        raise validation_error(
-            f"can't be read: {error.strerror}",
-            "the gateway's user must be allowed to read it",
-            "secret_file",
-        ) from None
 
 
 def _checked(text: str, key: str) -> tuple[SecretStr, ...]:
@@ -281,24 +211,13 @@ def _is_public(host: str) -> bool:
 class WebhookSettings(ConfigModel):
     """Webhooks: events of batches and background responses, posted to receivers."""
 
-    targets: Annotated[
-        tuple[WebhookTarget, ...],
-        Field(
-            description=(
-                "Receivers, and so the only URLs that a `webhook_url` may name. Of several that "
-                "cover a URL, the one with the longest path counts, then the first."
-            )
-        ),
-        TypeLabel("list"),
-    ] = ()
-    timeout: Annotated[
-        Annotated[Seconds, Field(le=60)],
-        Field(description="Time for a receiver to answer, from the look-up of its name on."),
-    ] = 15.0
-    give_up: Annotated[
-        KeptSeconds,
-        Field(description="An event that could not be delivered for so long is given up."),
-    ] = 86400.0
+    targets: Annotated[tuple[WebhookTarget, ...], TypeLabel("list")] = ()
+    """Receivers, and so the only URLs that a `webhook_url` may name. Of several that cover a URL,
+    the one with the longest path counts, then the first."""
+    timeout: Annotated[Seconds, Field(le=60)] = 15.0
+    """Time for a receiver to answer, from the look-up of its name on."""
+    give_up: KeptSeconds = 86400.0
+    """An event that could not be delivered for so long is given up."""
 
 
 LONGEST_URL = 2048

@@ -11,15 +11,15 @@ from itertools import islice
 from starlette.requests import Request
 
 from gateway import errors
-from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
+from gateway.api.base import Translation
+from gateway.callers.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.http.exchange import HttpExchange
-from gateway.proxy.api.base import Translation
 
 PARSE_WORKING_BYTES = 8 << 20
 """Most working memory for preparing a large body: one piece, and its parsed beginning
-(`proxy/inbound/json_outline.py`)."""
+(`request/json_outline.py`)."""
 
 
 def take_small_body(

@@ -1,6 +1,6 @@
 """How the connections of one listener share it: how many there are, and whose turn it is.
 
-One address may have all connections but a reserve (`access/fair_share.py`). When the rest is in
+One address may have all connections but a reserve (`callers/fair_share.py`). When the rest is in
 use, idle connections of the addresses with the most are closed for an address with fewer; when the
 reserve is in use too, so are connections that still receive a body. An address that has the most
 itself is refused.
@@ -26,32 +26,27 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway import errors
-from gateway.access.callers import IPNetwork, client_address, client_network
-from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
+from gateway.callers.callers import IPNetwork, client_address, client_network
+from gateway.callers.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.errors import GatewayError
 from gateway.http.exchange import HttpExchange
 from gateway.http.request_head import x_request_id_of
 from gateway.http.response_head import encode_headers, error_headers
-from gateway.proxy.inbound.routes import Route, api_of_path
-from gateway.request import Headers
-
-MOST_SCANNED = 64
-"""Most connections of one address that one search for an idle one examines; the next search
-examines others."""
+from gateway.request.routes import Route, api_of_path
+from gateway.terms import Headers
 
 MOST_HEALTH_ONLY = 64  # connections beyond the limit that may ask for `HEALTH_PATHS`
 HEALTH_ONLY_SECONDS = 1.0  # seconds that such a connection may last
 
 HEALTH_PATHS = frozenset({"/health", "/v1/health", "/ready"})
 """Paths that are served however many connections there are."""
-
-CONNECTION_RETRY_AFTER = 1.0  # `Retry-After` in seconds when there are too many connections
 
 CONNECTION_PIPELINE_BYTES = 64 * 1024
 """Bytes that may wait on one connection before it is no longer read; one read can add 256 KB."""
@@ -66,6 +61,9 @@ PIPELINE_READ_BYTES = 16 * 1024  # most waiting bytes that one connection parses
 class EvictableConnection(Protocol):
     """A connection, as far as the limiter must know it."""
 
+    idle_since: float
+    """When it last became idle; monotonic seconds."""
+
     @property
     def idle(self) -> bool:
         """Whether no request is in flight on it."""
@@ -73,10 +71,6 @@ class EvictableConnection(Protocol):
     @property
     def reading_body(self) -> bool:
         """Whether it still receives the body of a request."""
-
-    @property
-    def idle_since(self) -> float:
-        """When it last became idle; monotonic seconds."""
 
     def evict(self) -> None:
         """Close it, as there are too many."""
@@ -92,7 +86,7 @@ class ConnectionAdmission(enum.Enum):
 
 def too_many_connections() -> GatewayError:
     """429, for a connection that must close."""
-    return errors.queue_full("Too many connections.", CONNECTION_RETRY_AFTER)
+    return errors.queue_full("Too many connections.", retry_after=1.0)
 
 
 class ConnectionLimiter:
@@ -188,23 +182,23 @@ class ConnectionLimiter:
         """Whether this network may have one more connection; evicts others where needed."""
         held = self.fair_share.held_by(network)
         victims = self.fair_share.victims(network, 1, self._soft_limit)
-        if self._evict_one_of(victims, _is_idle):
+        if self._evict_one_of(victims):
             return True
-        if held < self.limit // RESERVE_DIVISOR and self._evict_one(self._of_proxies, _is_idle):
+        if held < self.limit // RESERVE_DIVISOR and self._evict_one(self._of_proxies):
             return True
         if (victims or not held) and len(self._admitted) < self.limit:
             return True
-        return self._evict_one_of(victims, _is_reading)
+        return self._evict_one_of(victims, reading=True)
 
     def _make_room_for_proxy(self) -> bool:
         """Whether proxies may have one more connection; what it forwards is limited later."""
         idle = len(self._of_proxies) - self._forwarded
         victims = self.fair_share.callers_above(max(1, idle))
         return (
-            self._evict_one_of(victims, _is_idle)
-            or self._evict_one(self._of_proxies, _is_idle)
+            self._evict_one_of(victims)
+            or self._evict_one(self._of_proxies)
             or len(self._admitted) < self.limit
-            or self._evict_one_of(victims, _is_reading)
+            or self._evict_one_of(victims, reading=True)
         )
 
     def _may_forward(self, network: str) -> bool:
@@ -219,36 +213,30 @@ class ConnectionLimiter:
             return True
         return any(other > held for other in self.fair_share.by_caller.values())
 
-    def _evict_one_of(
-        self, networks: Iterable[str], may: Callable[[EvictableConnection], bool]
-    ) -> bool:
-        return any(self._evict_one(self._by_network.get(network), may) for network in networks)
+    def _evict_one_of(self, networks: Iterable[str], *, reading: bool = False) -> bool:
+        return any(self._evict_one(self._by_network.get(one), reading=reading) for one in networks)
 
     def _evict_one(
-        self,
-        connections: dict[EvictableConnection, None] | None,
-        may: Callable[[EvictableConnection], bool],
+        self, connections: dict[EvictableConnection, None] | None, *, reading: bool = False
     ) -> bool:
-        """Close one of the connections that `may` be closed; returns whether there was one.
+        """Close the longest idle of these connections; returns whether there was one.
 
-        The longest idle of some; of those that receive a body, the newest.
+        `reading`: of those that receive a body, the newest. Each search examines some, and moves
+        them behind the others if it finds none.
         """
-        if not connections:
-            return False
-        examined = list(islice(connections, MOST_SCANNED))
-        found = [connection for connection in examined if may(connection)]
-        if not found:
-            for connection in examined:
-                # Behind the others, which the next search examines.
-                del connections[connection]
-                connections[connection] = None
-            return False
-        victim = (
-            min(found, key=_idle_since) if may is _is_idle else max(found[::-1], key=_idle_since)
-        )
-        self.remove(victim)
-        victim.evict()
-        return True
+        examined = list(islice(connections or (), 64))
+        found = [one for one in examined if (one.reading_body if reading else one.idle)]
+        if found:
+            ages = attrgetter("idle_since")
+            victim = max(found[::-1], key=ages) if reading else min(found, key=ages)
+            self.remove(victim)
+            victim.evict()
+            return True
+        for connection in examined:
+            assert connections is not None
+            del connections[connection]
+            connections[connection] = None
+        return False
 
     def _admit_health_only(
         self, connection: EvictableConnection, network: str
@@ -265,18 +253,6 @@ class ConnectionLimiter:
                 return ConnectionAdmission.REJECTED
         self._health_only[connection] = network
         return ConnectionAdmission.HEALTH_ONLY
-
-
-def _is_idle(connection: EvictableConnection) -> bool:
-    return connection.idle
-
-
-def _is_reading(connection: EvictableConnection) -> bool:
-    return connection.reading_body
-
-
-def _idle_since(connection: EvictableConnection) -> float:
-    return connection.idle_since
 
 
 def health_only_app(app: ASGIApp) -> ASGIApp:

@@ -16,8 +16,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.errors import ClientClosed, GatewayError
 from gateway.http.request_head import ContextCache
-from gateway.proxy.inbound.routes import Route
-from gateway.request import Headers
+from gateway.request.routes import Route
+from gateway.terms import Headers
 from gateway.transport.eager_task import EagerTask
 
 log = structlog.get_logger()
@@ -227,14 +227,19 @@ class HttpExchange(EagerTask):
             )
         )
 
-    def write(self, data: bytes) -> bool:
-        """Send more of the body; True if the client lags: then await `wait_writable`."""
+    def write(self, data: bytes, chunk: bytes | None = None, /) -> bool:
+        """Send more of the body; True if the client lags: then await `wait_writable`.
+
+        `chunk`: the chunk that `data` has come in.
+        """
         if self.disconnected:
             return True
-        if self._chunked:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
+        if not self._chunked:
             self._transport.write(data)
+        elif chunk is not None:
+            self._transport.write(chunk)
+        else:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return self._flow.write_paused
 
     @property

@@ -32,7 +32,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway import errors
-from gateway.access.callers import IPNetwork
+from gateway.api.relayed import RELAYED
+from gateway.callers.callers import IPNetwork
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.http.connections import (
@@ -49,10 +50,9 @@ from gateway.http.connections import (
 )
 from gateway.http.exchange import STATUS_LINES, ClientConnection, HttpExchange
 from gateway.http.response_head import encode_rejection
-from gateway.proxy.api.relayed import RELAYED
-from gateway.proxy.inbound.routes import ROUTES, Route
-from gateway.request import Headers
-from gateway.transport.connection import KnownHead
+from gateway.request.routes import ROUTES, Route
+from gateway.terms import Headers
+from gateway.transport.connection import KnownHead, TurnLimit
 
 Serve = Callable[[Route, HttpExchange], Awaitable[None]]
 
@@ -91,6 +91,7 @@ class BoundedProtocol(asyncio.Protocol):
     pipeline_queue: PipelineQueue  # shared by all connections of the listener
     connection_limiter: ConnectionLimiter
     linger_seconds: float
+    turn: TurnLimit
     draining = False
     """Another process accepts new connections: each connection here has one more response."""
 
@@ -126,6 +127,7 @@ class BoundedProtocol(asyncio.Protocol):
         """Received bytes that wait until the response to the request before them is complete."""
         self._counted_backlog = 0  # how many of them `pipeline_queue` has counted
         self._in_pipeline_queue = False
+        self._unreceived = b""  # has come, and waits for another turn of the event loop
         self.idle_since = 0.0
         self._content_length = b""
         self._transfer_encoding: bytes | None = None
@@ -199,7 +201,10 @@ class BoundedProtocol(asyncio.Protocol):
     def idle(self) -> bool:
         """Whether no request is in flight, and the client has read every response."""
         return self._handshake is not None or not (
-            self._must_wait or self.backlog or self.transport.get_write_buffer_size()
+            self._must_wait
+            or self.backlog
+            or self._unreceived
+            or self.transport.get_write_buffer_size()
         )
 
     @property
@@ -234,6 +239,7 @@ class BoundedProtocol(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """End when the current request has its response."""
+        self._receive_late()
         cycle = self.cycle
         if cycle is None or cycle.response_complete or self.transport.is_closing():
             self._close()
@@ -258,6 +264,7 @@ class BoundedProtocol(asyncio.Protocol):
         del self.parser
         self._connection = self.cycle = None
         self.backlog.clear()
+        self._unreceived = b""
         self._count_backlog()
 
     def eof_received(self) -> bool:
@@ -267,6 +274,7 @@ class BoundedProtocol(asyncio.Protocol):
         the same FIN. The machine of the latter answers the next byte with a reset, so one is sent.
         TLS has no half-closed connections here.
         """
+        self._receive_late()
         if self._is_tls or self._discarding or not (self.backlog or self._owes_response):
             return False
         if not self.backlog:
@@ -301,6 +309,23 @@ class BoundedProtocol(asyncio.Protocol):
     # Received bytes, split into requests.
 
     def data_received(self, data: bytes) -> None:
+        if self._unreceived or self.turn.look(self.loop):
+            if not self._unreceived:
+                self.turn.wait(self._receive_late)
+                self.transport.pause_reading()
+            self._unreceived += data
+        else:
+            self._receive(data)
+
+    def _receive_late(self) -> None:
+        """Receive what had to wait."""
+        data, self._unreceived = self._unreceived, b""
+        if data:
+            self._receive(data)
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
+
+    def _receive(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         if self._lingered_bytes >= 0:
@@ -647,6 +672,7 @@ class BoundedProtocol(asyncio.Protocol):
             not self._current.response_complete
             or self._partial_head
             or self.backlog
+            or self._unreceived
             or self.transport.is_closing()
         ):
             return  # The next response schedules another check.
@@ -763,11 +789,12 @@ def protocol_class(
     routes: Mapping[bytes, Route] | None = None,
     linger_seconds: float = LINGER_SECONDS,
     pipeline_bytes: int = LISTENER_PIPELINE_BYTES,
+    turn: TurnLimit | None = None,
 ) -> type[BoundedProtocol]:
     """The protocol class of one listener.
 
     With `serve`, POSTs to `routes` (default: `ROUTES`) go there and not to the ASGI application.
-    Connections of `proxies` count for the addresses that they forward.
+    Connections of `proxies` count for the addresses that they forward. `turn`: shared with others.
     """
     attributes: dict[str, Any] = {
         "limits": limits,
@@ -775,6 +802,7 @@ def protocol_class(
         "pipeline_queue": PipelineQueue(pipeline_bytes),
         "connection_limiter": ConnectionLimiter(limits.connections, proxies),
         "linger_seconds": linger_seconds,
+        "turn": turn or TurnLimit(),
     }
     if serve is not None:
         every = {path.encode(): route for path, route in ROUTES.items()}

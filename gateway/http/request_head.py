@@ -19,7 +19,7 @@ from typing import Self
 from starlette.requests import Request as HttpRequest
 
 from gateway import errors
-from gateway.access.callers import (
+from gateway.callers.callers import (
     IdentityHeaders,
     cache_policy_of,
     effective_priority,
@@ -28,18 +28,18 @@ from gateway.access.callers import (
     is_loopback,
     priority_header,
 )
-from gateway.access.keys import KeyRing
+from gateway.callers.keys import KeyRing
+from gateway.callers.limits import Accounts, LimitBook
 from gateway.config.listeners import CorsSpec, ListenSettings
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
+from gateway.forward.client_response import headers_for_node
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.lease import KeyedHash
-from gateway.proxy.client_response import headers_for_node
-from gateway.proxy.inbound.body import ParsedBody
-from gateway.proxy.inbound.prompt_key import VolatileLines
-from gateway.proxy.inbound.request import ModelAliases, RequestRules, Sender
-from gateway.request import Caller, Headers, Priority
-from gateway.usage.limits import Accounts, LimitBook
+from gateway.request.body import ParsedBody
+from gateway.request.preparation import ModelAliases, RequestRules, Sender
+from gateway.request.prompt_key import VolatileLines
+from gateway.terms import Caller, Headers, Priority
 
 
 @dataclass(frozen=True, slots=True)

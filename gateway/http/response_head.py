@@ -7,14 +7,14 @@ import secrets
 import time
 from functools import lru_cache
 
+from gateway.api.base import Api
+from gateway.callers.limits import RateLimit
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
+from gateway.forward.client_response import ProxyResponse, node_error_code
+from gateway.forward.in_flight import PrefillStatus
 from gateway.lease import QueuePosition
-from gateway.proxy.api.base import Api
-from gateway.proxy.client_response import ProxyResponse, node_error_code
-from gateway.proxy.in_flight import PrefillStatus
-from gateway.request import Headers, Priority
-from gateway.usage.limits import RateLimit
+from gateway.terms import Headers, Priority
 
 EXPOSED_HEADERS = (
     "X-Request-ID", "request-id", "X-Gateway-Class", "X-Gateway-Attempts", "X-Gateway-Queue-Ms",

@@ -483,9 +483,9 @@ learnt = Table(
     Column("changed_at", Float, nullable=False, index=True),
     Column("value", Text, nullable=False),
 )
-"""What each gateway has learnt of nodes and callers (`gateway.learnt`), as JSON. `version` is that
-of the section's values: a program leaves the rows of other versions alone. `caller` is the id of
-the key from whose requests it was learnt: revoking the key deletes it."""
+"""What each gateway has learnt of nodes and callers (`gateway.app.learnt`), as JSON. `version` is
+that of the section's values: a program leaves the rows of other versions alone. `caller` is the
+id of the key from whose requests it was learnt: revoking the key deletes it."""
 
 
 class Step(NamedTuple):

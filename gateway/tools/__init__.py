@@ -1,1 +1,1 @@
-"""Tools beside the gateway: commands, simulator, local servers, tuning."""
+"""The places of programs until the next release, for the units of older playbooks."""

@@ -8,14 +8,17 @@ thing at a time.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import Self, cast
 
 import httptools
 
-from gateway.request import Headers, SegmentedBody
+from gateway.terms import Headers, SegmentedBody
 from gateway.transport.errors import (
     ConnectionReset,
     InvalidResponse,
@@ -31,9 +34,73 @@ BODY_HIGH_WATER = 256 * 1024  # unread bytes of body at which the socket is no l
 STALE_SECONDS = 1.0
 """If a reused connection breaks later than this after sending, the request reached the node."""
 
+MOST_RELAYED_BYTES = 1024
+"""Larger chunks are parsed; one with a token has some 300 bytes."""
+
+TURN_SECONDS = 0.01
+"""Work on what has come, up to twice as much in one turn of the event loop; once on what waited."""
+
+Relay = Callable[[bytes, int], bool]
+"""Gets what came where a chunk begins, and where the size line ends that fits all of it. It is one
+chunk if it ends in CRLF, too. Returns whether it has dealt with it. It must not raise."""
+
 TIMEOUT_STEPS = 10
 """Parts of a limit that pass one after the other. However long the event loop is held up, one or
 two of them pass, and the data that has come meanwhile is read before the next one ends."""
+
+
+class TurnLimit:
+    """Bounds the work on what sockets bring in one turn of the event loop; all of them share one.
+
+    uvloop reads all sockets that are ready in one turn, a thousand in a burst. What one of them
+    brings behind the limit waits for the next turn, unparsed, and the socket is not read meanwhile.
+    """
+
+    def __init__(
+        self, *, seconds: float = TURN_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._since = -math.inf
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_scheduled = False
+        """Whether the next turn, which will begin with `_go_on`, has not begun."""
+        self.is_spent = False
+        """Whether `look` has found that this turn has no time left."""
+
+    def look(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Look whether this turn of the one `loop` has no time left: then `wait`."""
+        if not self.is_spent:
+            now = self._clock()
+            if now - self._since > self._seconds:
+                # Many turns may have passed, unless the next one still waits to be told of.
+                self._loop, self._since, self.is_spent = loop, now, self._is_scheduled
+                self._schedule()
+        return self.is_spent
+
+    def wait(self, go_on: Callable[[], None]) -> None:
+        """Call `go_on` in one of the next turns, when those that wait longer have been called."""
+        self._waiting.append(go_on)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled and self._loop is not None:
+            self._is_scheduled = True
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self.is_spent = self._is_scheduled = False
+        began = self._clock()
+        try:
+            while self._waiting:
+                self._waiting.popleft()()
+                if self._clock() - began >= self._seconds:
+                    break
+        finally:
+            self._since = self._clock()
+            if self._waiting:
+                self._schedule()
 
 
 class NodeConnection(asyncio.Protocol):
@@ -44,16 +111,23 @@ class NodeConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_bodyless", "_error", "_framed", "_known", "_known_headers", "_loop", "_made",
-        "_made_for", "_parser", "_parts", "_paused", "_pending", "_sent_at", "_sink",
-        "_stale_seconds", "_waiter", "alive", "complete", "headers", "on_body", "on_wake",
-        "received_bytes", "requests_sent", "reusable", "status", "transport",
+        "_between_chunks", "_bodyless", "_error", "_framed", "_known", "_known_headers", "_loop",
+        "_made", "_made_for", "_parser", "_parts", "_paused", "_pending", "_relay", "_sent_at",
+        "_sink", "_stale_seconds", "_turn", "_unreceived", "_waiter", "alive", "complete",
+        "headers", "on_body", "on_wake", "received_bytes", "requests_sent", "reusable", "status",
+        "transport",
     )  # fmt: skip
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, stale_seconds: float = STALE_SECONDS
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        stale_seconds: float = STALE_SECONDS,
+        turn: TurnLimit | None = None,
     ) -> None:
         self._loop = loop
+        self._turn = turn or TurnLimit()
+        self._unreceived = b""  # has come, and waits for another turn
         self._stale_seconds = stale_seconds
         self.transport: asyncio.Transport | None = None
         self.alive = False
@@ -62,6 +136,7 @@ class NodeConnection(asyncio.Protocol):
         self.on_wake: Callable[[bool], None] | None = None
         """Called instead of a future when no task waits (`eager_task.Wakeable`)."""
         self._sink: Callable[[], bool] | None = None
+        self._relay: Relay | None = None
         self._parts: list[bytes] = []
         # The parser calls this for every piece of a body: a C function is fastest.
         self.on_body = self._parts.append
@@ -90,6 +165,7 @@ class NodeConnection(asyncio.Protocol):
         self.received_bytes = 0
         self._framed = False
         self._bodyless = False
+        self._between_chunks = False  # whether the parser expects the size line of a chunk
         self._error: UpstreamError | None = None
         self._parts.clear()
         self._pending = 0  # bytes that have come since the reader last took some, framing included
@@ -189,20 +265,23 @@ class NodeConnection(asyncio.Protocol):
     def close(self) -> None:
         """Close at once; unsent bytes are lost."""
         self.alive = False
-        self._sink = None
+        self._unreceived = b""
+        self._sink = self._relay = None
         if self.transport is not None:
             self.transport.abort()
 
-    def wait_for_data(self, sink: Callable[[], bool] | None = None) -> Awaitable[object]:
+    def wait_for_data(
+        self, sink: Callable[[], bool] | None = None, relay: Relay | None = None
+    ) -> Awaitable[object]:
         """Done when more has come, or the end. Raises: UpstreamError, if nothing more can come.
 
         `sink` is called first when more has come, from within the event loop. While it returns
         True it has dealt with the data, and the waiter is not woken. At the end it must return
-        False. It must not raise.
+        False. It must not raise. `relay` may take a chunk before it is parsed.
         """
         if self._error is not None:
             raise self._error
-        self._sink = sink
+        self._sink, self._relay = sink, relay
         if asyncio.current_task() is None:
             return self
         waiter = self._waiter = self._loop.create_future()
@@ -212,7 +291,7 @@ class NodeConnection(asyncio.Protocol):
         yield self
 
     def _wake(self) -> None:
-        self._sink = None
+        self._sink = self._relay = None
         on_wake = self.on_wake
         if on_wake is not None:
             self.on_wake = None
@@ -243,11 +322,37 @@ class NodeConnection(asyncio.Protocol):
         self.alive = True
 
     def data_received(self, data: bytes) -> None:
+        if self._between_chunks and self._relay is not None and not self._turn.is_spent:
+            size = len(data)
+            if size < MOST_RELAYED_BYTES:
+                line = _SIZE_LINES[size]
+                if data.startswith(line) and self._relay(data, len(line)):
+                    return  # the parser would be where it was
         if self.complete or not self.requests_sent:
             # A response without a request: the connection can't be trusted.
             self.reusable = False
             self.close()
+        elif self._unreceived or self._turn.look(self._loop):
+            if not self._unreceived:
+                self._turn.wait(self._receive_late)
+                if not self._paused and self.transport is not None:
+                    self.transport.pause_reading()
+            self._unreceived += data
+            self._between_chunks = False  # no chunk overtakes these bytes
+        else:
+            self._receive(data)
+
+    def _receive_late(self) -> None:
+        """Receive what had to wait."""
+        data, self._unreceived = self._unreceived, b""
+        if not data:
             return
+        self._receive(data)
+        transport = self.transport
+        if not self._paused and transport is not None and not transport.is_closing():
+            transport.resume_reading()
+
+    def _receive(self, data: bytes) -> None:
         if self._known is not None and not self.received_bytes and not self._bodyless:
             body = self._known.match_body(data)
             if body is not None:
@@ -280,6 +385,11 @@ class NodeConnection(asyncio.Protocol):
         if self.status:
             if self.received_bytes == len(data):
                 self._learn_head(data)
+            # The last line end is the chunk's, as the parser has not taken it for the body's.
+            parts = self._parts
+            self._between_chunks = (
+                data.endswith(b"\n\n\r\n") and bool(parts) and not parts[-1].endswith(b"\r\n")
+            )
             sink = self._sink
             if sink is None or not sink():
                 self._wake()
@@ -302,6 +412,7 @@ class NodeConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._receive_late()
         del self._parser  # it refers to this object: only the garbage collector would free both
         self.alive = False
         self.reusable = False
@@ -353,6 +464,20 @@ class NodeConnection(asyncio.Protocol):
         self.complete = True
         # llhttp knows this only within this callback.
         self.reusable = self._parser.should_keep_alive()
+
+
+def _size_lines() -> list[bytes]:
+    """By the bytes of a whole chunk, the line that it begins with; `-` if there is none."""
+    lines = [b"-"] * MOST_RELAYED_BYTES
+    for size in range(1, MOST_RELAYED_BYTES):
+        line = b"%x\r\n" % size
+        whole = len(line) + size + len(b"\r\n")
+        if whole < MOST_RELAYED_BYTES:
+            lines[whole] = line
+    return lines
+
+
+_SIZE_LINES = _size_lines()
 
 
 def _head_too_large() -> InvalidResponse:

@@ -20,8 +20,13 @@ from urllib.parse import urlsplit
 
 from gateway.config.node import NodeSpec, NodeTls
 from gateway.errors import drop_traceback
-from gateway.request import SegmentedBody
-from gateway.transport.connection import STALE_SECONDS, LoopTimeout, NodeConnection
+from gateway.terms import SegmentedBody
+from gateway.transport.connection import (
+    STALE_SECONDS,
+    LoopTimeout,
+    NodeConnection,
+    TurnLimit,
+)
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectFailed,
@@ -84,8 +89,10 @@ class ConnectionPool:
         most_idle: int = IDLE_CONNECTIONS,
         stale_seconds: float = STALE_SECONDS,
         loop: asyncio.AbstractEventLoop | None = None,
+        turn: TurnLimit | None = None,
     ) -> None:
         self.address = address
+        self._turn = turn or TurnLimit()
         self.connections_opened = 0
         self.stale_seconds = stale_seconds
         """For connections opened from now on: see `NodeConnection`."""
@@ -201,7 +208,9 @@ class ConnectionPool:
         try:
             async with LoopTimeout(timeout):
                 _, connection = await self._loop.create_connection(
-                    lambda: NodeConnection(self._loop, stale_seconds=self.stale_seconds),
+                    lambda: NodeConnection(
+                        self._loop, stale_seconds=self.stale_seconds, turn=self._turn
+                    ),
                     address,
                     node.port,
                     ssl=node.tls,
@@ -261,14 +270,17 @@ OpenNodePool = Callable[[NodeSpec], ConnectionPool]
 """How the fleet opens the pool of a node's connections."""
 
 
-def open_node_pool(spec: NodeSpec, resolver: Resolver | None = None) -> ConnectionPool:
+def open_node_pool(
+    spec: NodeSpec, resolver: Resolver | None = None, turn: TurnLimit | None = None
+) -> ConnectionPool:
     """The pool of the node's connections; it opens none yet. Needs a running event loop.
 
-    `resolver` resolves its host; nodes share one, so that each name is looked up once.
+    `resolver` resolves its host; nodes share one, so that each name is looked up once. `turn`
+    bounds the work on what all of them send at once.
 
     Raises: ssl.SSLError, OSError when a TLS file can't be used.
     """
-    return ConnectionPool(node_address(spec), resolver)
+    return ConnectionPool(node_address(spec), resolver, turn=turn)
 
 
 def connection_key(spec: NodeSpec) -> tuple[object, ...]:

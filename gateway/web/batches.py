@@ -16,17 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.access.callers import cache_policy_of
-from gateway.batches.batch_registry import BatchRegistry, NewBatch
-from gateway.batches.batch_rows import Batch
-from gateway.batches.progress import BatchProgress
-from gateway.batches.request_rows import BatchState
-from gateway.batches.webhook_receivers import WebhookTargets
+from gateway.api.json_values import JsonObject
+from gateway.callers.callers import cache_policy_of
 from gateway.config.fields import format_duration
 from gateway.errors import GatewayError
 from gateway.http.request_head import Callers, no_store, owner_by_head
-from gateway.proxy.json_values import JsonObject
-from gateway.request import Caller
+from gateway.stored.batch_registry import BatchRegistry, NewBatch
+from gateway.stored.batch_rows import Batch, BatchProgress
+from gateway.stored.claims import BatchState
+from gateway.stored.webhooks import WebhookTargets
+from gateway.terms import Caller
 from gateway.web.asgi import JsonResponse, listed, page_limit, read_fields
 from gateway.web.files import LONGEST_EXPIRY, SHORTEST_EXPIRY, ContentResponse, content_headers
 

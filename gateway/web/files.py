@@ -14,20 +14,25 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
-from gateway.batches.files import FileRegistry, StoredFile, file_not_found, file_too_large
-from gateway.batches.folder import is_file_name
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.body import body_parts, check_plain, content_length
 from gateway.http.request_head import Callers, no_store
-from gateway.proxy.inbound import multipart
-from gateway.proxy.inbound.multipart import (
+from gateway.request import multipart
+from gateway.request.multipart import (
     LONGEST_FIELD_HEADERS,
     LONGEST_PADDING,
     MOST_FORM_FIELDS,
     form_error,
     parse_field_head,
 )
-from gateway.request import Headers
+from gateway.stored.files import (
+    FileRegistry,
+    StoredFile,
+    file_not_found,
+    file_too_large,
+)
+from gateway.stored.folder import is_file_name
+from gateway.terms import Headers
 from gateway.web.asgi import JsonResponse, listed, page_limit
 
 UPLOAD_PURPOSES = ("batch", "user_data")  # what callers may upload files for

@@ -12,10 +12,32 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from gateway import errors
-from gateway.access.callers import client_address
+from gateway.api.base import Api, NumberedHeartbeats, ResponseRewriter
+from gateway.api.json_values import run_at_once
+from gateway.callers.callers import client_address
+from gateway.callers.meter import Meter, MeteredRequest
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
+from gateway.forward.client_response import (
+    JSON_HEADER_LINE,
+    BodyStream,
+    EventsForClient,
+    ProxyResponse,
+    for_client,
+    is_slow_to_rewrite,
+    node_error,
+    node_error_body,
+    rewrite_body,
+    rewrite_in_steps,
+)
+from gateway.forward.forwarder import Forwarder
+from gateway.forward.in_flight import (
+    InFlightRegistry,
+    InFlightRequest,
+    PrefillProgress,
+    SupersedingMap,
+)
 from gateway.http.body import (
     PARSE_WORKING_BYTES,
     BodyAllocation,
@@ -44,47 +66,30 @@ from gateway.http.response_head import (
     with_content_type,
 )
 from gateway.lease import LeaseRequest
-from gateway.proxy.api.base import Api, NumberedHeartbeats, ResponseRewriter
-from gateway.proxy.client_response import (
-    JSON_HEADER_LINE,
-    BodyStream,
-    EventsForClient,
-    ProxyResponse,
-    for_client,
-    is_slow_to_rewrite,
-    node_error,
-    node_error_body,
-    rewrite_body,
-    rewrite_in_steps,
-)
-from gateway.proxy.forwarder import Forwarder
-from gateway.proxy.in_flight import (
-    InFlightRegistry,
-    InFlightRequest,
-    PrefillProgress,
-    SupersedingMap,
-)
-from gateway.proxy.inbound.body import (
+from gateway.request.body import (
     LARGE_BODY_BYTES,
     MISSING,
     SMALL_BODY_BYTES,
     ParsedBody,
     TimeSlicer,
     is_slow_to_parse,
-    run_at_once,
 )
-from gateway.proxy.inbound.request import (
+from gateway.request.preparation import (
     IncomingRequest,
     Request,
     read_in_turn,
     read_request,
 )
-from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
-from gateway.request import Priority
-from gateway.tracing.request_tracing import RequestTracing
+from gateway.request.routes import (
+    ROUTES,
+    Route,
+    is_infill,
+    routes_of,
+)
+from gateway.terms import Priority
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
-from gateway.usage.meter import Meter, MeteredRequest
+from gateway.watch.request_tracing import RequestTracing
 from gateway.web.background import Storing
 
 PROGRESS_SECONDS = 1.0  # seconds between progress comments, for a client that asks for them
@@ -725,7 +730,7 @@ class RewritingWriter(EventsForClient):
         self._clock = clock
         self._written_at = clock()
 
-    def write(self, data: bytes) -> bool:
+    def write(self, data: bytes, _: bytes | None = None, /) -> bool:
         """Send events; True if the client lags, as `HttpExchange.write`."""
         data, now = self.rewrite(data), self._clock()
         if not data:

@@ -17,20 +17,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.batches.batch_registry import BatchRegistry
-from gateway.batches.batch_rows import Batch
-from gateway.batches.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RETRY_AFTER
-from gateway.batches.folder import FolderError
-from gateway.batches.progress import BatchProgress
-from gateway.batches.results import ANTHROPIC
-from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
-from gateway.http.body import body_parts, check_plain, content_length
-from gateway.proxy.json_values import (
+from gateway.api.json_values import (
     FIELDS_DECODER,
     JSON_ERRORS,
     InvalidJson,
     parse_json,
 )
+from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
+from gateway.http.body import body_parts, check_plain, content_length
+from gateway.stored.batch_registry import BatchRegistry
+from gateway.stored.batch_rows import Batch, BatchProgress
+from gateway.stored.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RETRY_AFTER
+from gateway.stored.folder import FolderError
+from gateway.stored.results import ANTHROPIC
 from gateway.web.asgi import JsonResponse, listed, page_limit
 from gateway.web.batches import (
     BatchAccess,

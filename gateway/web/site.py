@@ -19,22 +19,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import errors
-from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of
-from gateway.batches.background_requests import BackgroundRequests
-from gateway.batches.batch_registry import BatchRegistry
-from gateway.batches.files import FileRegistry
-from gateway.batches.webhook_receivers import WebhookTargets
+from gateway.api.base import ModelSummary, Page
+from gateway.callers.callers import MOST_IDENTITY_BYTES, cache_policy_of
+from gateway.callers.reports import CallerUsage
 from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
 from gateway.config.cache_privacy import NodeLabels
 from gateway.config.listeners import CorsSpec
 from gateway.config.routing import CATCH_ALL
 from gateway.http.request_head import Callers, may_name_nodes
 from gateway.http.response_head import EXPOSED_HEADERS
-from gateway.proxy.api.base import ModelSummary, Page
-from gateway.proxy.inbound.request import ModelAliases
-from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
-from gateway.request import Caller
-from gateway.usage.reports import CallerUsage
+from gateway.request.preparation import ModelAliases
+from gateway.request.routes import ROUTES, pages_of, routes_of
+from gateway.stored.background_requests import BackgroundRequests
+from gateway.stored.batch_registry import BatchRegistry
+from gateway.stored.files import FileRegistry
+from gateway.stored.webhooks import WebhookTargets
+from gateway.terms import Caller
 from gateway.web.asgi import (
     Endpoint,
     HealthEndpoints,

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import npm
-from tests.api.npm import node
+from tests.clients import npm
+from tests.clients.npm import node
 
 WITH_AIDER = sys.version_info[:2] < (3, 13)
 MODEL = "agents"

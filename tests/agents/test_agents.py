@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.tools.local.demo_model import CHAT_TEMPLATE, DemoShape, write_model
-from gateway.tools.local.plan import plan_local_fleet
-from gateway.tools.local.supervisor import LocalFleet
+from gateway.local.demo_model import CHAT_TEMPLATE, DemoShape, write_model
+from gateway.local.plan import plan_local_fleet
+from gateway.local.supervisor import LocalFleet
 from tests.agents.agents import (
     AGENTS,
     CONTEXT,
@@ -34,7 +34,7 @@ from tests.agents.agents import (
     output_of,
     running,
 )
-from tests.api.site import Site, running_site
+from tests.clients.site import Site, running_site
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.servers import server_binary

@@ -45,8 +45,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gateway.access.keys import hash_key
-from gateway.tools.local.server import claim_port, claimed_port
+from gateway.callers.keys import hash_key
+from gateway.local.server import claim_port, claimed_port
 from tests.bench.arguments import positive
 from tests.bench.load import Address, ChatConnection, Load, LoadConnection
 from tests.bench.node_replies import MODEL
@@ -80,17 +80,20 @@ IDLE_SECONDS = 30.0  # seconds for which an idle gateway is counted
 STOPPED = 1e6
 TIMERS = {
     "gateway.events": {"DEFER_SECONDS": STOPPED, "MOST_DEFERRED": DEFERRED},
-    "gateway.usage.ledger": {
+    "gateway.callers.ledger": {
         "FLUSH_SECONDS": STOPPED,
         "JOURNALED_WITHIN": 10 * STOPPED,  # the time until the next flush is subtracted
         "RECOVERY_SECONDS": STOPPED,
         "HEARTBEAT_SECONDS": STOPPED,
     },
-    "gateway.scheduling.lease_service": {"SPEED_SAMPLE_INTERVAL": 0.0},  # each request is a sample
+    "gateway.schedule.lease_service": {"SPEED_SAMPLE_INTERVAL": 0.0},  # each request is a sample
 }
 """Constants by which work is done so many times a second, and what they are while requests are
 counted."""
-TIMER_DEFAULTS = {"gateway.store.store": ("Store", "check_seconds", "look_seconds")}
+TIMER_DEFAULTS = {
+    "gateway.store.store": ("Store", "check_seconds", "look_seconds"),
+    "gateway.transport.connection": ("TurnLimit", "seconds"),
+}
 """The same, of constants that are the defaults of a class."""
 SHORTEST_STOPPED = 0.1  # seconds from which on sleeps and time limits never end
 STOP_CLOCKS = f"""
@@ -120,13 +123,13 @@ for module, values in {TIMERS!r}.items():
 for module, (owner, *names) in {TIMER_DEFAULTS!r}.items():
     try:
         defaults = getattr(importlib.import_module(module), owner).__init__.__kwdefaults__
-    except ImportError:
+    except (ImportError, AttributeError):
         continue
     for name in names:
         if name in defaults:
             defaults[name] = {STOPPED}
 try:
-    from gateway.usage.ledger import Ledger
+    from gateway.callers.ledger import Ledger
 except ImportError:
     pass
 else:
@@ -137,7 +140,7 @@ else:
 """
 LAUNCH = """
 import sys
-from gateway.tools.cli import main
+from gateway.cli import main
 sys.argv[0] = "llama-gateway"
 main()
 """
@@ -166,8 +169,8 @@ TRACE_SECONDS = 5  # seconds whose traces are one message to the collector
 
 EVEN_TRACES = """
 import itertools
-from gateway.tracing.request_tracing import TraceExporter
-from gateway.tracing.request_tracing import Sampler
+from gateway.watch.request_tracing import TraceExporter
+from gateway.watch.request_tracing import Sampler
 TraceExporter.__init__.__kwdefaults__.update(batch_seconds={seconds}, batch_traces={traces})
 draws = itertools.cycle([number / 20 for number in range(20)])
 make_sampler = Sampler.__init__

@@ -14,9 +14,9 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from gateway.request import Priority
-from gateway.scheduling.dispatcher import Dispatcher, DispatchRules
-from gateway.scheduling.placement_state import PlacementState, QueuedRequest, TierSets
+from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
+from gateway.schedule.core.placement_state import PlacementState, QueuedRequest, TierSets
+from gateway.terms import Priority
 
 SYSTEM_TOKENS = 1500.0
 WARM_NODES = 20

@@ -14,11 +14,11 @@ import statistics
 import time
 from itertools import islice, product
 
+from gateway.admin.status import MetricsSource
 from gateway.events import AttemptEnded, EventBus, RequestFinished
-from gateway.observe.metrics import MOST_LABEL_SETS, Metrics
-from gateway.request import Priority
-from gateway.web.admin.status import MetricsSource
-from tests.fleet.build import a_spec
+from gateway.terms import Priority
+from gateway.watch.metrics import MOST_LABEL_SETS, Metrics
+from tests.nodes.build import a_spec
 from tests.web.bare_gateway import bare_gateway
 
 NOWHERE = "http://127.0.0.1:9"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from gateway.tools.local.server import claim_port, claimed_port
+from gateway.local.server import claim_port, claimed_port
 from tests.bench.load import Address
 
 HOST = "127.0.0.1"

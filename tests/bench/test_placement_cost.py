@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.scheduling.dispatcher import MOST_COMPARED, MOST_DECLINES
+from gateway.schedule.core.dispatcher import MOST_COMPARED, MOST_DECLINES
 from tests.bench.placement_cost import LoadedFleet, small_fleet
 
 

@@ -176,7 +176,7 @@ class FaultInjector:
         """The temporary file of the state file; as a link to /dev/full it simulates a full disk."""
         state = self.folder / "state"
         state.mkdir(exist_ok=True)
-        from gateway.startup import Options, drains_file
+        from gateway.app.startup import Options, drains_file
 
         file = drains_file(Options(inventory_file=self.folder / "nodes.yaml", state_dir=state))
         return file.with_name(f"{file.name}.{self.gateway.pid}.new")

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import httpx
 
-from gateway.tools.local.server import claim_port, claimed_port
+from gateway.local.server import claim_port, claimed_port
 from tests.chaos.faulty_link import FaultyLink
 from tests.chaos.response_reader import read_plain
 from tests.chaos.workload import EMULATED_MODEL, REAL_MODEL, WorkloadRequest, real_request_bodies

@@ -11,12 +11,12 @@ import pytest
 from tests.ci import repeat
 from tests.ci.repeat import Run, judge, known_flaky, read_run, report, touched
 
-TEST = "tests/proxy/test_sse.py::test_one[a]"
+TEST = "tests/api/test_sse.py::test_one[a]"
 
 
 SOURCE = """\
 import pytest
-from gateway.fleet import node
+from gateway.nodes import node
 
 LIMIT = 3
 
@@ -39,7 +39,7 @@ class TestThree:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A project with one file of tests."""
-    path = tmp_path / "tests" / "proxy" / "test_sse.py"
+    path = tmp_path / "tests" / "api" / "test_sse.py"
     path.parent.mkdir(parents=True)
     path.write_text(SOURCE)
     return tmp_path
@@ -52,13 +52,13 @@ def test_a_test_that_fails_twice_fails_the_gate(checkout: Path) -> None:
 
 
 def test_a_flaky_test_that_the_change_does_not_touch_passes(checkout: Path) -> None:
-    verdict = judge({TEST: True}, {"gateway/tools/cli/keys.py": {1}, "README.md": {1}}, checkout)
+    verdict = judge({TEST: True}, {"gateway/cli/keys.py": {1}, "README.md": {1}}, checkout)
     assert verdict.flaky == [TEST]
     assert verdict.passed
 
 
 def test_a_flaky_test_whose_module_changed_fails_the_gate(checkout: Path) -> None:
-    verdict = judge({TEST: True}, {"gateway/proxy/sse.py": {1}}, checkout)
+    verdict = judge({TEST: True}, {"gateway/api/sse.py": {1}}, checkout)
     assert verdict.touched == [TEST]
     assert not verdict.passed
 
@@ -74,18 +74,18 @@ def test_a_flaky_test_whose_module_changed_fails_the_gate(checkout: Path) -> Non
 def test_changed_lines_of_other_tests_do_not_count(
     checkout: Path, test: str, near: set[int], far: set[int]
 ) -> None:
-    file = "tests/proxy/test_sse.py"
+    file = "tests/api/test_sse.py"
     assert {line for line in near if touched(f"{file}::{test}", {file: {line}}, checkout)} == near
     assert not touched(f"{file}::{test}", {file: far}, checkout)
 
 
-@pytest.mark.parametrize("module", ["gateway/proxy/sse.py", "gateway/fleet/node.py"])
+@pytest.mark.parametrize("module", ["gateway/api/sse.py", "gateway/nodes/node.py"])
 def test_any_change_of_a_mirrored_or_imported_module_counts(checkout: Path, module: str) -> None:
     assert touched(TEST, {module: set()}, checkout)
 
 
 def test_more_than_three_flaky_tests_fail_the_gate(checkout: Path) -> None:
-    names = [f"tests/proxy/test_sse.py::test_{number}" for number in range(4)]
+    names = [f"tests/api/test_sse.py::test_{number}" for number in range(4)]
     assert judge(dict.fromkeys(names[:3], True), {}, checkout).passed
     assert not judge(dict.fromkeys(names, True), {}, checkout).passed
 
@@ -96,7 +96,7 @@ def test_the_report_shows_how_a_flaky_test_failed_and_where_to_list_it(checkout:
     assert f"FLAKY {TEST}" in output
     assert "assert 1 == 2" in output
     assert "add it to docs/flaky.md" in output
-    listed = "| `tests/proxy/test_sse.py::test_one` | a race |"
+    listed = "| `tests/api/test_sse.py::test_one` | a race |"
     assert "It is listed in docs/flaky.md" in report(judge({TEST: True}, {}, checkout), run, listed)
 
 

@@ -48,7 +48,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Py
     """A project whose tests belong to the groups of the real table."""
     monkeypatch.delenv("TESTS_UNDER_GATE", raising=False)
     pytester.makefile(".ini", pytest=INI)
-    for name in ("batches/test_kills", "mutants/test_mutants"):
+    for name in ("stored/test_kills", "mutants/test_mutants"):
         path = pytester.path / "tests" / f"{name}.py"
         path.parent.mkdir(parents=True)
         path.write_text(FILE)
@@ -72,13 +72,13 @@ def test_without_a_path_fast_tests_run_and_smoke_tests_by_their_first_case(
     run: pytest.Pytester,
 ) -> None:
     assert outcome(run) == [
-        "batches/test_kills.py::test_fast",
-        "batches/test_kills.py::test_smoke[sqlite]",
-        "batches/test_kills.py::test_smoke[postgresql]",
-        "batches/test_kills.py::test_twins[sqlite]",
-        # The other file is of the tests' own equipment: of it the smoke test alone.
+        # One file is of the tests' own equipment: of it the smoke test alone.
         "mutants/test_mutants.py::test_smoke[sqlite]",
         "mutants/test_mutants.py::test_smoke[postgresql]",
+        "stored/test_kills.py::test_fast",
+        "stored/test_kills.py::test_smoke[sqlite]",
+        "stored/test_kills.py::test_smoke[postgresql]",
+        "stored/test_kills.py::test_twins[sqlite]",
     ]
 
 
@@ -87,7 +87,7 @@ def test_below_a_path_everything_runs(run: pytest.Pytester) -> None:
 
 
 def test_a_group_has_its_slow_tests_and_all_of_its_own_files(run: pytest.Pytester) -> None:
-    kills = outcome(run, "--group", "kills", "tests/batches/test_kills.py")
+    kills = outcome(run, "--group", "kills", "tests/stored/test_kills.py")
     assert [name.partition("::")[2] for name in kills] == [
         "test_slow",
         "test_smoke[sqlite]",
@@ -101,7 +101,7 @@ def test_a_group_has_its_slow_tests_and_all_of_its_own_files(run: pytest.Pyteste
 
 
 def test_a_group_of_second_runs_takes_tests_of_other_groups(run: pytest.Pytester) -> None:
-    assert outcome(run, "--group", "real", "tests/batches") == ["batches/test_kills.py::test_real"]
+    assert outcome(run, "--group", "real", "tests/stored") == ["stored/test_kills.py::test_real"]
 
 
 def test_a_slow_test_that_no_group_has_fails(pytester: pytest.Pytester) -> None:
@@ -136,7 +136,7 @@ def test_under_the_gate_a_smoke_test_of_make_test_must_not_be_skipped(
 ) -> None:
     monkeypatch.setenv("TESTS_UNDER_GATE", gate)
     pytester.makefile(".ini", pytest=INI)
-    path = pytester.path / "tests" / "batches" / "test_kills.py"
+    path = pytester.path / "tests" / "stored" / "test_kills.py"
     path.parent.mkdir(parents=True)
     path.write_text(SKIPPING)
     ran = pytester.runpytest_inprocess(

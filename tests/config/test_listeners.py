@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 HASH = "0123456789abcdef" * 4
 
@@ -33,3 +35,68 @@ def test_a_duplicate_id_is_reported_with_both_lines(gateway_problems: Problems) 
     problems = gateway_problems(text)
     assert [(p.line, p.key) for p in problems] == [(4, "keys[1].id"), (5, "keys[1].sha256")]
     assert "line 2" in problems[0].message
+
+
+def entry(name: str = "a", sha256: str = HASH, role: str = "viewer") -> str:
+    return f"{{id: {name}, sha256: {sha256}, role: {role}}}"
+
+
+def test_keys_and_roles_are_read_and_hashes_are_not_shown(load_gateway: LoadSettings) -> None:
+    (key,) = load_gateway(f"admin: {{keys: [{entry('a', HASH.upper(), 'Operator')}]}}").admin.keys
+    assert (key.id, key.sha256, key.role) == ("a", HASH, "operator")
+    assert HASH not in repr(key)
+
+
+@each_case(
+    ("text", "key"),
+    [
+        ("{id: a, sha256: HASH}", "admin.keys[0].role"),
+        (entry(role="root"), "admin.keys[0].role"),
+        (entry("with_underscore"), "admin.keys[0].id"),
+        (entry(sha256="lg_a_secret"), "admin.keys[0].sha256"),
+        *((entry(name), "admin.keys[0].id") for name in ("local", "File", "signal", "gateway")),
+    ],
+)
+def test_a_wrong_key_is_reported_at_its_place(
+    gateway_problems: Problems, text: str, key: str
+) -> None:
+    (problem,) = gateway_problems(f"admin: {{keys: [{text.replace('HASH', HASH)}]}}")
+    assert problem.key == key
+    assert "lg_a_secret" not in str(problem)
+
+
+def test_a_duplicate_id_of_an_admin_key_is_reported_with_both_lines(
+    gateway_problems: Problems,
+) -> None:
+    problems = gateway_problems(f"admin:\n  keys:\n    - {entry()}\n    - {entry()}\n")
+    messages = {(problem.line, problem.key): problem.message for problem in problems}
+    assert "line 3" in messages[4, "admin.keys[1].id"]
+
+
+HEADERS = [
+    ("Host", "makes its own"), ("content-length", "makes its own"), ("Connection", "makes its own"),
+    ("Transfer-Encoding", "makes its own"), ("TE", "makes its own"), ("Upgrade", "makes its own"),
+    ("content-encoding", "makes its own"), ("Authorization", "api_key_env"),
+    ("X-API-Key", "api_key_env"), ("Cookie", "api_key_env"), ("Set-Cookie", "api_key_env"),
+    ("Proxy-Authorization", "api_key_env"), ("X-Request-ID", "the gateway itself"),
+    ("X-Priority", "the gateway itself"), ("X-Gateway-Node", "the gateway itself"),
+    ("Access-Control-Allow-Origin", "the gateway itself"),
+    ("X-Accel-Redirect", "the gateway itself"), ("X-Custom-*", "each name"), ("*", "each name"),
+    ("two words", "such as"), ("colon:", "such as"), ("line\nbreak", "such as"), ("", "such as"),
+    ("x" * 200, "such as"),
+]  # fmt: skip
+
+
+@each_case(("name", "remedy"), HEADERS)
+def test_headers_that_may_never_pass_are_refused_with_the_remedy(
+    gateway_problems: Problems, name: str, remedy: str
+) -> None:
+    listed = f"[X-Fine, {json.dumps(name)}]"
+    problems = gateway_problems(f"headers: {{to_nodes: {listed}, to_clients: {listed}}}")
+    assert [problem.key for problem in problems] == ["headers.to_nodes[1]", "headers.to_clients[1]"]
+    assert all(remedy in problem.remedy for problem in problems)
+
+
+def test_further_headers_are_named_one_or_many(load_gateway: LoadSettings) -> None:
+    found = load_gateway("headers: {to_nodes: X-Team, to_clients: [X-A, x-b]}").headers
+    assert (found.to_nodes, found.to_clients) == (("X-Team",), ("X-A", "x-b"))

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from ipaddress import ip_network
 from pathlib import Path
 
 import pytest
 
 from gateway.config import ConfigError, Settings, load_settings
+from gateway.config.settings import MASK, RESTART_KEYS, changed_restart_keys, masked_settings
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 
@@ -223,3 +225,68 @@ def test_a_common_mistake_is_reported_with_the_remedy(
 ) -> None:
     (problem,) = gateway_problems(text)
     assert str(problem).endswith(expected)
+
+
+def test_hashes_are_masked_and_the_rest_is_shown(load_gateway: LoadSettings) -> None:
+    settings = load_gateway(
+        f"""
+        keys: [{{id: a, sha256: {HASH}, name: Team A}}]
+        listen: {{trusted_proxies: [10.0.0.0/8]}}
+        models: {{m: {{set: {{temperature: 0.2}}}}}}
+        """
+    )
+    shown = masked_settings(settings)
+    assert HASH not in json.dumps(shown)
+    [key] = shown["keys"]
+    assert {name: value for name, value in key.items() if value} == {
+        "id": "a",
+        "sha256": MASK,
+        "name": "Team A",
+    }
+    assert {"class", "max_class", "models", "group", "limits", "user_limits", "expires"} <= set(key)
+    assert shown["listen"]["trusted_proxies"] == ["10.0.0.0/8"]
+    assert shown["models"]["m"]["set"] == {"temperature": 0.2}
+    assert settings.keys[0].sha256 == HASH
+
+
+def test_all_settings_are_shown_as_json() -> None:
+    assert set(json.loads(json.dumps(masked_settings(Settings())))) == set(Settings.model_fields)
+
+
+OLD = Settings()
+
+
+@each_case(
+    ("changed", "keys"),
+    [
+        ({}, ()),
+        ({"queue": {"max": 3}, "heartbeat": 0, "default_model": "m"}, ()),
+        ({"limits": {"body_bytes": 1}}, ()),
+        ({"listen": {"port": 9000}}, ("listen.port",)),
+        ({"admin": {"hosts": ["h"]}, "queue": {"max": 3}}, ("admin.hosts",)),
+        (
+            {"limits": {"connections": 5, "header_bytes": 9, "n": 2}},
+            ("limits.header_bytes", "limits.connections"),
+        ),
+        ({"listen": {"tls": {"cert": "c", "key": "k"}}}, ("listen.tls",)),
+    ],
+)
+def test_only_keys_of_open_listeners_need_a_restart(
+    changed: dict[str, object], keys: tuple[str, ...]
+) -> None:
+    new = Settings.model_validate(changed)
+    assert changed_restart_keys(OLD, new) == keys
+    assert changed_restart_keys(new, OLD) == keys
+
+
+def test_a_changed_certificate_is_reported_by_its_key() -> None:
+    old = Settings.model_validate({"listen": {"tls": {"cert": "a", "key": "k"}}})
+    new = Settings.model_validate({"listen": {"tls": {"cert": "b", "key": "k"}}})
+    assert changed_restart_keys(old, new) == ("listen.tls.cert",)
+
+
+def test_the_keys_that_need_a_restart_exist() -> None:
+    for key in RESTART_KEYS:
+        found: object = OLD
+        for part in key.split("."):
+            found = getattr(found, part)

@@ -13,11 +13,17 @@ from hypothesis import strategies as st
 from gateway.config import ConfigError
 from gateway.config.yaml_file import (
     MOST_FILE_BYTES,
+    InterpolationError,
     YamlDocument,
     YamlEntry,
     YamlList,
     YamlMapping,
     YamlScalar,
+    interpolate,
+    is_variable_reference,
+    list_of,
+    mapping_of,
+    parse_scalar,
     read_yaml,
     to_plain,
 )
@@ -261,3 +267,82 @@ def test_any_text_is_a_tree_or_a_config_error(
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     with contextlib.suppress(ConfigError):
         to_plain(read_yaml(file, {}).root.tree)
+
+
+NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,10}", fullmatch=True)
+
+
+@each_case(
+    ("text", "result"),
+    [
+        ("plain", "plain"), ("${A}", "one"), ("<${A}-${B}>", "<one-two>"),
+        ("${MISSING:-other}", "other"), ("${EMPTY:-other}", "other"), ("${EMPTY}", ""),
+        ("${MISSING:-}", ""), ("${A:-other}", "one"), ("${MISSING:-a:-b $ c}", "a:-b $ c"),
+        ("$$", "$"), ("$${A}", "${A}"), ("$$${A}", "$one"), ("$A costs 5$", "$A costs 5$"),
+    ],
+)  # fmt: skip
+def test_references_are_replaced(text: str, result: str) -> None:
+    assert interpolate(text, {"A": "one", "B": "two", "EMPTY": ""}) == result
+
+
+def test_a_missing_variable_is_named() -> None:
+    with pytest.raises(InterpolationError, match=r"NODE_KEY is not set .*\$\{NODE_KEY:-default\}"):
+        interpolate("x${NODE_KEY}", {})
+
+
+@each_case("text", ["${", "${A", "${}", "${1A}", "${A B}", "${A:-${B}}", "${A-x}"])
+def test_a_reference_must_be_well_formed(text: str) -> None:
+    with pytest.raises(InterpolationError, match="well formed"):
+        interpolate(text, {"A": "1", "B": "2"})
+
+
+@given(st.text())
+def test_references_in_a_variable_s_value_stay(value: str) -> None:
+    assert interpolate("${A}", {"A": value}) == value
+
+
+@given(st.text(), st.dictionaries(NAMES, st.text()))
+def test_an_escaped_text_is_restored(text: str, env: dict[str, str]) -> None:
+    assert interpolate(text.replace("$", "$$"), env) == text
+
+
+@given(st.text(alphabet="$${}:-A b"), st.dictionaries(st.sampled_from("AB"), st.text()))
+def test_any_text_is_replaced_or_refused(text: str, env: dict[str, str]) -> None:
+    with contextlib.suppress(InterpolationError):
+        assert isinstance(interpolate(text, env), str)
+
+
+@each_case(
+    ("text", "whole"),
+    [("${A}", True), ("${A:-1}", True), ("${A}${B}", False), (" ${A}", False), ("$$", False)],
+)
+def test_a_whole_reference_is_recognised(text: str, whole: bool) -> None:
+    assert is_variable_reference(text) is whole
+
+
+@each_case(
+    ("text", "result"),
+    [
+        ("1", 1), ("-7", -7), ("010", 10), ("0x1F", 31), ("0o17", 15), ("1.5", 1.5), (".5", 0.5),
+        ("1e3", 1000.0), ("true", True), ("False", False), ("~", None), ("null", None), ("", None),
+        (".inf", float("inf")), ("-.inf", float("-inf")), ("on", "on"), ("off", "off"),
+        ("no", "no"), ("12:30", "12:30"), ("2026-01-01", "2026-01-01"), ("1_000", "1_000"),
+        ("1.2.3", "1.2.3"), ("7" * 64, "7" * 64),
+    ],
+)  # fmt: skip
+def test_plain_values_are_typed_as_yaml_1_2_does(text: str, result: object) -> None:
+    found = parse_scalar(text)
+    assert found == result
+    assert type(found) is type(result)
+
+
+def test_a_tree_becomes_plain_values_and_knows_its_size_and_depth() -> None:
+    def entry(tree: YamlScalar) -> YamlEntry:
+        return YamlEntry(tree, 1, "k")
+
+    tree = mapping_of(
+        {"a": YamlEntry(list_of([entry(YamlScalar(1)), entry(YamlScalar(None))]), 1, "a")}
+    )
+    assert to_plain(tree) == {"a": [1, None]}
+    assert (tree.value_count, tree.depth) == (4, 3)
+    assert (mapping_of({}).value_count, mapping_of({}).depth) == (1, 1)

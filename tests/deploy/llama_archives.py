@@ -16,10 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 EMBEDDED_SERVER = (
     "gateway/__init__.py",
-    "gateway/tools/__init__.py",
-    "gateway/tools/local/__init__.py",
-    "gateway/tools/local/embedded.py",
-    "gateway/tools/local/launch.py",
+    "gateway/workshop/__init__.py",
+    "gateway/local/__init__.py",
+    "gateway/local/embedded.py",
+    "gateway/local/launch.py",
 )
 """The modules of the embedded server; they import nothing else of the gateway."""
 
@@ -38,7 +38,7 @@ for flag in ("--metrics", "--slots", "--jinja", "--no-webui", "--no-mmap", "--ml
 given = parser.parse_args()
 if given.mlock and ctypes.CDLL(None, use_errno=True).mlockall(1 | 2) != 0:  # now and later
     sys.exit(f"mlockall: {os.strerror(ctypes.get_errno())}")
-from gateway.tools.local.embedded import main
+from gateway.local.embedded import main
 main(["--model", given.model, "--alias", given.alias, "--host", given.host, "--port", given.port,
       "--slots", given.parallel, "--ctx", given.c, "--threads", given.t, "--batch", given.b,
       "--ubatch", given.ub, "--cache-ram", given.cache_ram]

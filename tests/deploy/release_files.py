@@ -11,7 +11,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.tools.local.demo_model import ensure_demo_model
+from gateway.local.demo_model import ensure_demo_model
 
 ROOT = Path(__file__).parents[2]
 PINS = ROOT / "requirements/local.txt"

@@ -12,5 +12,5 @@ def test_the_embedded_server_needs_no_other_module_of_the_gateway(tmp_path: Path
     for path in EMBEDDED_SERVER:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gateway.tools.local.embedded"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import gateway.local.embedded"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gateway.tools.local.topology import read_topology, topology_as_dict
-from tests.tools.local.machine import make_machine, two_sockets_with_smt
+from gateway.local.topology import read_topology, topology_as_dict
+from tests.local.machine import make_machine, two_sockets_with_smt
 
 LOOK = Path(__file__).parents[2] / "deploy/ansible/roles/preflight/files/look.py"
 GIB = 1 << 30

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access.callers import is_loopback
+from gateway.app.startup import Options, store_location
+from gateway.callers.callers import is_loopback
 from gateway.config.settings import Settings
-from gateway.startup import Options, store_location
 
 FOLDER = Path(__file__).parents[2] / "deploy/systemd"
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

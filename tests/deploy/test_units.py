@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gateway.tools.local.topology import read_topology, topology_as_dict
+from gateway.local.topology import read_topology, topology_as_dict
 from tests.deploy.control import PLAYBOOKS, ansible_programs
-from tests.tools.local.machine import (
+from tests.local.machine import (
     ALTRA,
     EPYC,
     GRAVITON_3,

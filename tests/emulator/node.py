@@ -11,7 +11,7 @@ from math import inf
 from socket import socket
 from typing import Any, Self
 
-from gateway.tools.local.server import claim_port, claimed_port
+from gateway.local.server import claim_port, claimed_port
 from tests.emulator import embeddings, info_endpoints
 from tests.emulator.admin import AdminServer
 from tests.emulator.apis.answer import to_json

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.tools.local.server import claim_port, claimed_port
+from gateway.local.server import claim_port, claimed_port
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import chat, post, raw_connection
 from tests.emulator.shapes import heads, shape, stream_shape

@@ -29,7 +29,7 @@ import psutil
 import requests
 import yaml
 
-from gateway.access.keys import ApiKey, new_key
+from gateway.callers.keys import ApiKey, new_key
 from tests.emulator.process import emulator_process
 from tests.loop_watch.plugin import Children, table
 from tests.loop_watch.plugin import environment as watched
@@ -38,7 +38,7 @@ from tests.loop_watch.plugin import problems as problems_of
 CASES = 50_000
 
 ENDLESS = frozenset({"/admin/live"})
-# A response of these never ends by itself: tests/web/admin/test_live_feed.py.
+# A response of these never ends by itself: tests/admin/test_live_feed.py.
 HANG_SECONDS = 60.0
 
 CASES_PER_TURN = 20

@@ -1,4 +1,4 @@
-"""The body's reading: `body.py`, `json_outline.py` and `request.py` of `proxy/inbound`.
+"""The body's reading: `body.py`, `json_outline.py` and `preparation.py` of `request`.
 
 Oracles: the outline does not depend on where it cuts the body, and finds the fields that a decoder
 finds; a body read as a large one becomes the same request as one read whole; what a node gets is
@@ -13,19 +13,24 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.json_values import run_at_once
+from gateway.api.ollama import OllamaChatApi, OllamaEmbedApi, OllamaGenerateApi
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
-from gateway.fleet.model_index import ModelIndex
-from gateway.proxy.api.ollama import OllamaChatApi, OllamaEmbedApi, OllamaGenerateApi
-from gateway.proxy.inbound.body import LargeBody, parse_body, read_large_body, run_at_once
-from gateway.proxy.inbound.json_outline import (
+from gateway.nodes.model_index import ModelIndex
+from gateway.request.body import (
+    LargeBody,
+    parse_body,
+    read_large_body,
+)
+from gateway.request.json_outline import (
     DEFAULT_SIZES,
     JsonOutline,
     ScanSizes,
     read_outline,
 )
-from gateway.proxy.inbound.request import (
+from gateway.request.preparation import (
     IncomingRequest,
     ModelAliases,
     Request,
@@ -33,10 +38,10 @@ from gateway.proxy.inbound.request import (
     Sender,
     prepare,
 )
-from gateway.proxy.inbound.routes import ROUTES, Route
-from gateway.request import Caller, Priority
-from tests.fleet.build import a_node
+from gateway.request.routes import ROUTES, Route
+from gateway.terms import Caller, Priority
 from tests.fuzz.inputs import Check, Divided, Target, divide, seed
+from tests.nodes.build import a_node
 
 LIMITS = LimitSettings(json_depth=16)
 

@@ -7,6 +7,7 @@ credentials and body; cuts change nothing; what waits is bounded and counted exa
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from gateway.errors import ClientClosed, GatewayError
 from gateway.http.connections import CONNECTION_PIPELINE_BYTES
 from gateway.http.exchange import HttpExchange
 from gateway.http.protocol import BoundedProtocol, ChunkedDecoder, protocol_class
-from gateway.proxy.inbound.routes import Route
+from gateway.request.routes import Route
+from gateway.transport.connection import TurnLimit
 from tests.fuzz.inputs import Check, Target, divide, seed
 from tests.http.recorded_transport import RecordedTransport
 
@@ -103,11 +105,12 @@ def _chunks(data: bytes, at: int) -> tuple[bytes, int]:
 class Connections:
     """Serves the bytes of one connection after the other; no sockets."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: TurnLimit) -> None:
+        """`turn`: one that never ends, or one that has always ended, so that bytes wait."""
         self._loop = asyncio.new_event_loop()
         weakref.finalize(self, self._loop.close)
         self._served: list[Served] = []
-        self.kind = protocol_class(LimitSettings(header_bytes=LIMIT), self._serve)
+        self.kind = protocol_class(LimitSettings(header_bytes=LIMIT), self._serve, turn=turn)
         self._open: set[BoundedProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -124,6 +127,8 @@ class Connections:
             if transport.is_closing():
                 break
             connection.data_received(piece)
+            while connection._unreceived:  # noqa: ASYNC110 - a turn of the loop at a time
+                await asyncio.sleep(0)
             self._check_bounds(connection)
             await self._settle(connection, transport)
         statuses = [status for status in _STATUS.findall(transport.sent) if status != b"100"]
@@ -195,7 +200,10 @@ class Connections:
 
 def make_check() -> Check:
     """The check of whole connections."""
-    connections = Connections()
+    connections, waiting = (
+        Connections(TurnLimit(seconds=math.inf)),
+        Connections(TurnLimit(seconds=-1)),
+    )
 
     def check(data: bytes) -> None:
         one = divide(data)
@@ -213,7 +221,7 @@ def make_check() -> Check:
         if one.choice % 16 == 0:
             forms.append([one.text[at : at + 1] for at in range(len(one.text))])
         for pieces in forms:
-            cut = connections.outcome(pieces)
+            cut = (waiting if one.choice % 4 < 2 else connections).outcome(pieces)
             assert cut.served == whole.served, "cuts change what is served"
             assert cut.statuses == whole.statuses, "cuts change the responses"
 

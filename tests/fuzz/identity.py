@@ -1,4 +1,4 @@
-"""Who asks, and what of a head is forwarded: `access/`, `proxy/client_response.py`, contexts.
+"""Who asks, and what of a head is forwarded: `access/`, `forward/client_response.py`, contexts.
 
 An input is header lines. Oracles: a caller is a key's holder only if the key itself is there; what
 a proxy has forwarded is never local; an address is that of the peer unless the peer is trusted;
@@ -11,7 +11,7 @@ import ipaddress
 import math
 import re
 
-from gateway.access.callers import (
+from gateway.callers.callers import (
     IdentityHeaders,
     client_address,
     client_network,
@@ -19,14 +19,14 @@ from gateway.access.callers import (
     is_local,
     is_proxied,
 )
-from gateway.access.keys import KeyRing, hash_key
+from gateway.callers.keys import KeyRing, hash_key
+from gateway.callers.limits import LimitBook
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
+from gateway.forward.client_response import headers_for_client, headers_for_node
 from gateway.http.request_head import HandlerConfig, parse_context, x_request_id_of
 from gateway.lease import KeyedHash
-from gateway.proxy.client_response import headers_for_client, headers_for_node
-from gateway.request import Headers, Priority
-from gateway.usage.limits import LimitBook
+from gateway.terms import Headers, Priority
 from tests.fuzz.inputs import Check, Target, divide, seed
 
 KEYS = {"anna": "lg_anna_" + "a" * 43, "ben": "lg_ben_" + "b" * 43}

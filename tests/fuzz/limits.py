@@ -1,4 +1,4 @@
-"""Limits: `usage/limits.py` with its accounts and windows, and the texts of `LimitSpec`.
+"""Limits: `callers/limits.py` with its accounts and windows, and the texts of `LimitSpec`.
 
 An input is settings and a sequence of requests that are admitted, released and settled, beside
 clocks that go on and are set. A plain list of all that happened is the oracle: no counter is ever
@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count as count_from
 
+from gateway.callers.limits import (
+    MINUTE,
+    Account,
+    LimitBook,
+    Reservation,
+)
+from gateway.callers.windows import DAY, WINDOW_PARTS
 from gateway.config.settings import Settings
 from gateway.config.usage_limits import GroupSpec, LimitSpec, parse_budget
 from gateway.errors import GatewayError
-from gateway.request import Caller, Priority
-from gateway.usage.limits import MINUTE, Account, LimitBook, Reservation
-from gateway.usage.windows import DAY, WINDOW_PARTS
+from gateway.terms import Caller, Priority
 from tests.fuzz.inputs import Check, Target, divide, seed
 from tests.lease_requests import a_lease_request
 

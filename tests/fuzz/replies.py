@@ -7,14 +7,15 @@ client, body, and whether the connection may go on.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from gateway.proxy.client_response import headers_for_client
-from gateway.request import Headers
-from gateway.transport.connection import NodeConnection
+from gateway.forward.client_response import headers_for_client
+from gateway.terms import Headers
+from gateway.transport.connection import NodeConnection, TurnLimit
 from gateway.transport.errors import UpstreamError
 from tests.fuzz.inputs import Check, Target, divide, seed
 from tests.http.recorded_transport import RecordedTransport
@@ -121,7 +122,7 @@ class Exchanges:
         connection = self._connection
         if connection is None:
             clock: Any = SimpleNamespace(time=lambda: 0.0)
-            connection = NodeConnection(clock)
+            connection = NodeConnection(clock, turn=TurnLimit(seconds=math.inf))
             connection.connection_made(RecordedTransport())
         connection.send(b"POST / HTTP/1.1\r\n\r\n", bodyless=reply.bodyless)
         found = b""

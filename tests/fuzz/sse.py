@@ -1,4 +1,4 @@
-"""The SSE filter: `proxy/sse.py`, and what reads and rewrites events behind it.
+"""The SSE filter: `api/sse.py`, and what reads and rewrites events behind it.
 
 Oracles: a plain reader of the standard finds the same events before and behind the filter, however
 the stream is cut; no more than the limit is buffered; rewriters and the transcript make the same of
@@ -13,17 +13,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from gateway.proxy import sse
-from gateway.proxy.api.base import Api, AssemblyError, ResponseAssembler, ResponseRewriter
-from gateway.proxy.api.chat import CHAT
-from gateway.proxy.api.completions import COMPLETIONS
-from gateway.proxy.api.messages import MESSAGES, ChatToMessage, StopReasonRepair
-from gateway.proxy.api.native import NATIVE
-from gateway.proxy.api.ollama import OllamaChatApi, OllamaGenerateApi
-from gateway.proxy.api.responses import RESPONSES, ResponsesRepair, TokenLimits
-from gateway.proxy.inbound.body import run_at_once
-from gateway.proxy.stream import TokenIdExtractor
-from gateway.proxy.transcript import TranscriptRecorder
+from gateway.api import sse
+from gateway.api.base import (
+    Api,
+    AssemblyError,
+    ResponseAssembler,
+    ResponseRewriter,
+)
+from gateway.api.chat import CHAT
+from gateway.api.completions import COMPLETIONS
+from gateway.api.json_values import run_at_once
+from gateway.api.messages import MESSAGES, ChatToMessage, StopReasonRepair
+from gateway.api.native import NATIVE
+from gateway.api.ollama import OllamaChatApi, OllamaGenerateApi
+from gateway.api.responses import RESPONSES, ResponsesRepair, TokenLimits
+from gateway.api.transcript import TranscriptRecorder
+from gateway.forward.stream import TokenIdExtractor
 from gateway.transport.errors import InvalidResponse
 from tests.fuzz.inputs import Check, Target, divide, seed
 

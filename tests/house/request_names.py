@@ -1,6 +1,6 @@
 """Counts the names by which the code knows a request's value on its way.
 
-The value is `gateway.proxy.inbound.request.Request`; where that is missing, any `Request`. A class
+The value is `gateway.request.preparation.Request`; where that is missing, any `Request`. A class
 carries it when it has an attribute of that class, or of a class that carries it; containers, which
 hold many, do not. Counted are the names and attributes whose value may be one of these, from the
 listeners to the nodes, and the attributes of the value itself.
@@ -16,10 +16,10 @@ from tests.house.mypy_types import ModuleTypes
 from tests.house.source import PACKAGE, Figure, Module, package_of, with_scopes
 
 REQUEST_CLASS = "Request"
-REQUEST_MODULE = f"{PACKAGE}.proxy.inbound.request"
-OTHER_PACKAGES = frozenset({"cli", "local", "planning", "tools"})
+REQUEST_MODULE = f"{PACKAGE}.request.preparation"
+OTHER_PACKAGES = frozenset({"cli", "local", "planning", "tools", "workshop"})
 """Packages that are not on a request's way."""
-PROXY_PACKAGES = frozenset({"proxy", "relay"})
+PROXY_PACKAGES = frozenset({"forward", "proxy", "relay"})
 """The package that forwards requests, by its names at any time."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from gateway.access.keys import new_key
+from gateway.callers.keys import new_key
 from tests.web.raw_client import CHAT
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from gateway.access.fair_share import FairShare
-from gateway.access.keys import new_key
+from gateway.callers.fair_share import FairShare
+from gateway.callers.keys import new_key
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError, body_too_large
 from gateway.http.body import (
@@ -26,7 +26,7 @@ from gateway.http.body import (
     check_plain,
     content_length,
 )
-from gateway.proxy.inbound.request import prepare
+from gateway.request.preparation import prepare
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import until

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.fleet.node import Node, NodeState
+from gateway.nodes.node import Node, NodeState
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import running_gateway, until

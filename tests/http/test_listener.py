@@ -10,12 +10,12 @@ import httpx
 import pytest
 import trustme
 
-from gateway.app import Timings
+from gateway.app.assembly import Timings
+from gateway.app.handover import open_listeners
+from gateway.app.startup import StartError
 from gateway.config.listeners import LimitSettings
-from gateway.handover import open_listeners
 from gateway.http.listener import Listener, bind_socket
 from gateway.http.protocol import protocol_class
-from gateway.startup import StartError
 from tests.emulator.raw_connection import RawConnection
 from tests.gateways import until
 from tests.http.authority import trusting

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import trustme
 
-from gateway.access.keys import new_key
+from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.http.authority import trusting

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from gateway.access.keys import new_key
+from gateway.callers.keys import new_key
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.http.protocol import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from gateway.access.keys import ApiKey, new_key
+from gateway.callers.keys import ApiKey, new_key
 from tests.bench.targets import find
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode, expected_chat_text

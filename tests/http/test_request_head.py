@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.access.keys import KeyRing
+from gateway.callers.keys import KeyRing
 from gateway.config.listeners import CorsSpec
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
@@ -25,7 +25,7 @@ from gateway.http.request_head import (
 )
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.lease import KeyedHash
-from gateway.request import Caller, Priority
+from gateway.terms import Caller, Priority
 from gateway.transport.errors import ConnectTimedOut
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection

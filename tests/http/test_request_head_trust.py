@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.access.keys import new_key
+from gateway.callers.keys import new_key
 from gateway.config.settings import Settings
 from gateway.http.request_head import OriginPolicy
-from gateway.proxy.inbound.routes import ROUTES
+from gateway.request.routes import ROUTES
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
 from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access.keys import new_key
+from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import running_gateway, until

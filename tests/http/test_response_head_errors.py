@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from gateway.access.keys import new_key
+from gateway.callers.keys import new_key
 from gateway.http.response_head import EXPOSED_HEADERS
 from tests.emulator import EmulatedNode
-from tests.fleet.build import a_spec
-from tests.proxy.proxy_over_nodes import GENERATION_PATHS, proxy_over
+from tests.forward.proxy_over_nodes import GENERATION_PATHS, proxy_over
+from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway
 

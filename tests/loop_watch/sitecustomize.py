@@ -8,7 +8,7 @@ class _OnImport:
     """Begins when a process imports the gateway's application: before it has an event loop."""
 
     def find_spec(self, name: str, *_: object) -> None:
-        if name == "gateway.app" and "pytest" not in sys.modules:  # where the plugin does it
+        if name == "gateway.app.assembly" and "pytest" not in sys.modules:  # there the plugin does
             sys.meta_path.remove(self)
             import watch  # type: ignore[import-not-found] # this folder is on the path
 

@@ -19,7 +19,7 @@ from tests.loop_watch.watch import Record
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
-import asyncio, gateway.app, os, sys, threading, time, uvloop
+import asyncio, gateway.app.assembly, os, sys, threading, time, uvloop
 
 def busy(seconds):
     end = time.thread_time() + seconds
@@ -54,14 +54,16 @@ def test_one_long_turn_of_a_gateway_s_process_is_recorded_by_cpu_time(
 
 
 def test_a_turn_above_50_ms_and_any_wait_fail_unless_they_are_known() -> None:
-    stack = ["gateway/usage/ledger.py:_work:1", "gateway/usage/ledger.py:run:2"]
+    stack = ["gateway/callers/ledger.py:_work:1", "gateway/callers/ledger.py:run:2"]
     short, long = (Record("turn", cpu, 1.0, 0.0, stack) for cpu in (0.049, 0.051))
     wait = Record("fsync", 0.0, 0.0, 0.0, stack)
-    at_start = Record("open", 0.0, 0.0, 0.0, ["gateway/x.py:f:1", "gateway/app.py:running:300"])
+    at_start = Record(
+        "open", 0.0, 0.0, 0.0, ["gateway/x.py:f:1", "gateway/app/assembly.py:running:300"]
+    )
     found = problems([short, long, wait, at_start])
     assert len(found) == 2
     assert "51 ms of CPU time, 1000 ms on the clock" in found[0]
-    assert "the event loop waited: fsync at gateway/usage/ledger.py:_work" in found[1]
+    assert "the event loop waited: fsync at gateway/callers/ledger.py:_work" in found[1]
     assert is_known(at_start)
 
 

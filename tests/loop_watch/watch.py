@@ -139,7 +139,7 @@ class _Loop:
             self.samples.append((taken, _own(frame)))
 
 
-RUNNER = "gateway/process.py:run_event_loop"
+RUNNER = "gateway/app/process.py:run_event_loop"
 """Below all callbacks of a gateway's process: as the innermost, it ends the loop's threads."""
 
 _AWAITED = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

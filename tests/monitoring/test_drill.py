@@ -24,16 +24,21 @@ import pytest
 import yaml
 from textual.widgets import Static
 
-from gateway.access.keys import ApiKey, new_key
-from gateway.tools.cli.client import AdminClient
-from gateway.tools.top.app import Top
+from gateway.callers.keys import ApiKey, new_key
+from gateway.cli.client import AdminClient
+from gateway.cli.top.app import Top
+from tests.admin.browser import (
+    WatchedPage,
+    a_browser,
+    a_page,
+    needs_browser,
+)
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS
 from tests.monitoring.prometheus import Prometheus, needs_prometheus, running_prometheus
 from tests.monitoring.rules import RENDERED
 from tests.polling import eventually
-from tests.web.admin.browser import WatchedPage, a_browser, a_page, needs_browser
 
 SOON = 10.0
 """Seconds within which a fault shows."""

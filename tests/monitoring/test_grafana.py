@@ -17,8 +17,8 @@ from tests.gateway_processes import serving
 from tests.gateways import NO_TLS
 from tests.monitoring.prometheus import needs_prometheus, running_prometheus
 from tests.monitoring.rules import RENDERED, ROOT, recorded
+from tests.openapi.test_reference import metrics_made
 from tests.polling import eventually
-from tests.test_http_reference import metrics_made
 
 GRAFANA = ROOT / "deploy" / "monitoring" / "grafana"
 

@@ -26,8 +26,10 @@ import typer
 from typer.testing import CliRunner
 
 from gateway.__main__ import PROGRAMS
+from gateway.cli import app
 from gateway.config.reference import nodes_schema, settings_schema
 from gateway.config.settings import Settings
+from gateway.openapi.document import openapi_json
 from gateway.store.database import (
     FILE_NAME,
     THIS_PROGRAM,
@@ -36,11 +38,9 @@ from gateway.store.database import (
     locate_store,
     migrate,
 )
-from gateway.tools.cli import app
-from gateway.web.openapi import openapi_json
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
-from tests.test_http_reference import metrics_made
+from tests.openapi.test_reference import metrics_made
 
 FOLDER = Path(__file__).parent / "snapshots"
 ROOT = Path(__file__).parents[2]

@@ -27,7 +27,7 @@ def test_hosts_start_programs_by_names_that_stay() -> None:
     files = [*Path(ROOT, "deploy").rglob("*.yml"), *Path(ROOT, "deploy").rglob("*.j2")]
     files += [*Path(ROOT, "deploy/systemd").iterdir(), ROOT / "deploy/container/Containerfile"]
     texts = [file.read_text() for file in files]
-    assert [text for text in texts if "-m" in text and "gateway.tools" in text] == []
+    assert [text for text in texts if "-m" in text and "gateway.workshop" in text] == []
     assert sum("node-server" in text for text in texts) >= 2
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
+from gateway.api import sse
 from gateway.events import StreamResumed
-from gateway.proxy import sse
 from tests.gateways import running_gateway
 from tests.reliability.cutting_proxy import CutPlan, cutting_proxies
 from tests.servers import start_demo_servers

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.api.events import event
 from tests.gateways import NO_TLS, Running, running_gateway
-from tests.proxy.api.events import event
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.proxy import sse
-from gateway.tools.local.demo_model import (
+from gateway.api import sse
+from gateway.local.demo_model import (
     CHAT_TEMPLATE,
     DEMO_SHAPES,
     Token,

@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 from gateway.events import AttemptEnded
-from gateway.fleet.node import NodeState
-from gateway.fleet.state_files import PropertiesStore
-from gateway.tools.local.server import find_binary
+from gateway.local.server import find_binary
+from gateway.nodes.node import NodeState
+from gateway.nodes.state_files import PropertiesStore
 from setup.llama_server import PROGRAM, build_of, cache_folder
 from tests.emulator import EmulatedNode
-from tests.fleet.build import a_spec
 from tests.gateways import Running, running_gateway
+from tests.nodes.build import a_spec
 from tests.servers import (
     spawn_demo_server,
     stop_demo_server,

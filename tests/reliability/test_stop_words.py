@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.proxy import sse
+from gateway.api import sse
 from tests.gateways import Running, running_gateway
 from tests.reliability.cuts import SETTINGS
 from tests.reliability.cutting_proxy import CutPlan, cutting_proxies

@@ -133,3 +133,19 @@ def always(reply: bytes) -> Script:
             await peer.say(reply)
 
     return script
+
+
+class Silent(asyncio.Transport):
+    """A transport that leads nowhere: what would come from it is fed to the connection."""
+
+    closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None: ...
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...

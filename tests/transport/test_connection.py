@@ -37,7 +37,16 @@ from gateway.transport.errors import (
 )
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from tests.fuzz.replies import MOST_REPLIES, make_check
-from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, Script, always, once, raw_server
+from tests.transport.raw import (
+    HOWEVER_SLOW,
+    Peer,
+    RawServer,
+    Script,
+    Silent,
+    always,
+    once,
+    raw_server,
+)
 from tests.virtual import in_virtual_time, now
 
 ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"
@@ -455,22 +464,6 @@ async def test_a_wait_for_the_head_ends_with_a_failure_from_this_side() -> None:
 # Any bytes, in any pieces.
 
 
-class Silent(asyncio.Transport):
-    """A transport that leads nowhere: what would come from it is fed to the connection."""
-
-    closed = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None: ...
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
-
-
 def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> NodeConnection:
     connection = NodeConnection(loop)
     connection.connection_made(Silent())
@@ -521,6 +514,47 @@ def test_a_spoilt_response_is_a_response_or_an_error(
                 connection.wait_for_data()
         assert not connection.alive
         assert not connection.reusable
+
+
+BODIES = st.lists(
+    st.sampled_from(
+        [b"data: {1}\n\n", b"\n\n\r\n", b"a\n\n\r\nb\r\n", b"5\r\nab\n\n\r\n", b"x" * 1100]
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(bodies=BODIES, cuts=st.sets(st.integers(1, 3000)), framed=st.booleans())
+def test_a_relay_gets_whole_chunks_whose_bytes_are_those_of_the_body(
+    bodies: list[bytes], cuts: set[int], framed: bool
+) -> None:
+    ends = list(itertools.accumulate(len(b"%x\r\n%b\r\n" % (len(b), b)) for b in bodies))
+    data = b"".join(b"%x\r\n%b\r\n" % (len(body), body) for body in bodies) + b"0\r\n\r\n"
+    places = sorted({0, *ends, *(() if framed else cuts), len(data)} & set(range(len(data) + 1)))
+    found: list[bytes] = []
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        connection = NodeConnection(loop)
+        connection.connection_made(Silent())
+        connection.send(b"")
+
+        def relay(chunk: bytes, start: int) -> bool:
+            if chunk.endswith(b"\r\n"):
+                found.append(chunk[start:-2])
+            return chunk.endswith(b"\r\n")
+
+        def sink() -> bool:
+            found.append(connection.read_nowait())
+            return not connection.complete
+
+        async def wait() -> None:
+            connection.wait_for_data(sink, relay)
+
+        connection.data_received(CHUNKED)
+        loop.run_until_complete(wait())
+        for start, end in itertools.pairwise(places):
+            connection.data_received(data[start:end])
+        assert (b"".join(found), connection.complete) == (b"".join(bodies), True)
 
 
 async def test_a_sink_takes_the_data_until_it_wants_the_reader_woken() -> None:

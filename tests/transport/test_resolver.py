@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet.node import NodeState
+from gateway.nodes.node import NodeState
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from gateway.transport.resolver import MOST_ADDRESSES, Resolver, is_address

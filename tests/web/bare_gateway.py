@@ -14,43 +14,43 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-from gateway.access.key_sync import KeySync
-from gateway.access.keys import AdminKeys, KeyRing
+from gateway.admin.app import admin_app
+from gateway.admin.configuration import CertificateStatus, ReloadResult
+from gateway.admin.live import live_feed
+from gateway.admin.nodes import DrainDeadlines
+from gateway.admin.status import MetricsSource
+from gateway.callers.key_sync import KeySync
+from gateway.callers.keys import AdminKeys, KeyRing
+from gateway.callers.ledger import Ledger
+from gateway.callers.limits import LimitBook
+from gateway.callers.meter import Meter
+from gateway.callers.reports import CallerUsage, Reporter
 from gateway.config.node import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestFinished
-from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import Node
+from gateway.forward.accounting import ProxyContext
+from gateway.forward.attempt import TimeoutMonitor
+from gateway.forward.forwarder import Forwarder
+from gateway.forward.in_flight import InFlightRegistry
 from gateway.http.certificates import ListenerCertificates
 from gateway.http.listener import Listener, bind_socket
 from gateway.http.protocol import protocol_class
 from gateway.http.request_head import HandlerConfig
 from gateway.lease import KeyedHash
-from gateway.observe.audit import AuditTrail
-from gateway.observe.metrics import Metrics
-from gateway.observe.problems import StorageCondition
-from gateway.proxy.accounting import ProxyContext
-from gateway.proxy.attempt import TimeoutMonitor
-from gateway.proxy.forwarder import Forwarder
-from gateway.proxy.in_flight import InFlightRegistry
-from gateway.proxy.inbound.routes import routes_of
-from gateway.scheduling.lease_service import LocalLeaseService
-from gateway.scheduling.scheduler import Scheduler
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.node import Node
+from gateway.openapi.document import openapi_json
+from gateway.request.routes import routes_of
+from gateway.schedule.lease_service import LocalLeaseService
+from gateway.schedule.scheduler import Scheduler
 from gateway.store.store import Store
-from gateway.usage.ledger import Ledger
-from gateway.usage.limits import LimitBook
-from gateway.usage.meter import Meter
-from gateway.usage.reports import CallerUsage, Reporter
-from gateway.web.admin.app import admin_app
-from gateway.web.admin.configuration import CertificateStatus, ReloadResult
-from gateway.web.admin.live import live_feed
-from gateway.web.admin.nodes import DrainDeadlines
-from gateway.web.admin.status import MetricsSource
+from gateway.watch.audit import AuditTrail
+from gateway.watch.metrics import Metrics
+from gateway.watch.problems import StorageCondition
 from gateway.web.handler import ProxyHandler
-from gateway.web.openapi import openapi_json
 from gateway.web.site import public_app
-from tests.fleet.build import Running, a_fleet
 from tests.gateways import NO_TLS
+from tests.nodes.build import Running, a_fleet
 from tests.virtual import now
 
 ADMIN = "http://127.0.0.1:8001"
@@ -61,7 +61,7 @@ PROBE_LIMIT = 30.0
 
 @dataclass
 class BareGateway:
-    """A gateway without files; fills `gateway.web.admin.configuration.GatewayControl`."""
+    """A gateway without files; fills `gateway.admin.configuration.GatewayControl`."""
 
     settings: Settings
     running: Running
@@ -121,7 +121,7 @@ async def bare_gateway(
     reporter: Reporter | None = None,
     **fleet: Any,
 ) -> AsyncIterator[BareGateway]:
-    """`fleet` is for `tests.fleet.build.a_fleet`; only if it is `serving` does it forward."""
+    """`fleet` is for `tests.nodes.build.a_fleet`; only if it is `serving` does it forward."""
     chosen, bus, clock = Settings(**settings or {}), EventBus(), now
     async with a_fleet(*specs, **{"timeout": PROBE_LIMIT, **fleet}) as running:
         scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gateway.proxy.inbound.prompt_key import VolatileLines, build_prompt_key
-from gateway.proxy.inbound.routes import ROUTES
+from gateway.request.prompt_key import VolatileLines, build_prompt_key
+from gateway.request.routes import ROUTES
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time

@@ -15,11 +15,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.batches import response_log
-from gateway.batches.background_requests import NewRequest
-from gateway.batches.folder import ID_FILE
-from gateway.batches.request_rows import RequestKind
 from gateway.errors import GatewayError
+from gateway.stored import response_log
+from gateway.stored.background_requests import NewRequest
+from gateway.stored.claims import RequestKind
+from gateway.stored.folder import ID_FILE
 from gateway.web.background import background_object
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.app import Timings
+from gateway.app.assembly import Timings
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
 from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request

@@ -14,13 +14,13 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from gateway.access.keys import new_key
-from gateway.tools.local.server import claim_port, claimed_port
-from tests.api import npm
+from gateway.callers.keys import new_key
+from gateway.local.server import claim_port, claimed_port
+from tests.callers.kills import HOST, Site
+from tests.clients import npm
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateway_processes import serving
 from tests.polling import eventually
-from tests.usage.kills import HOST, Site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -16,9 +16,9 @@ from openai import AsyncOpenAI
 from openai.types import Batch, FileObject
 from sqlalchemy import Connection, update
 
-from gateway.access.keys import ApiKey
-from gateway.batches.batch_rows import Batch as Row
+from gateway.callers.keys import ApiKey
 from gateway.store.schema import files
+from gateway.stored.batch_rows import Batch as Row
 from gateway.web.batches import batch_object
 from tests.gateways import Running, running_gateway
 from tests.polling import eventually

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.keys import ApiKey, new_key
-from gateway.request import Priority
+from gateway.callers.keys import ApiKey, new_key
+from gateway.terms import Priority
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 from tests.virtual import in_virtual_time, now

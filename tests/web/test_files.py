@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.keys import ApiKey
+from gateway.callers.keys import ApiKey
 from gateway.errors import GatewayError
 from gateway.web.files import UNNAMED, ContentResponse, UploadForm, boundary_of, content_headers
 from tests.emulator.raw_connection import raw_connection
@@ -409,7 +409,7 @@ async def test_files_outlive_the_gateway(tmp_path: Path) -> None:
 ON_A_FULL_DISK = """
 import asyncio, sys
 from pathlib import Path
-from gateway.batches.folder import SPARE_BYTES
+from gateway.stored.folder import SPARE_BYTES
 from tests.gateways import until
 from tests.web.test_files import form, head
 from tests.web.two_keys import client, gateway, kept

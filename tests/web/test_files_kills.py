@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.batches.folder import ID_FILE
+from gateway.stored.folder import ID_FILE
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until
 from tests.web.raw_client import answer

@@ -12,13 +12,18 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.keys import ApiKey, new_key
-from gateway.fleet.node import NodeState
-from gateway.proxy.in_flight import SupersedingMap
+from gateway.callers.keys import ApiKey, new_key
+from gateway.forward.in_flight import SupersedingMap
+from gateway.nodes.node import NodeState
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
+from tests.forward.proxy_over_nodes import (
+    GENERATION_PATHS,
+    ProxyOverNodes,
+    prompt_field,
+    proxy_over,
+)
 from tests.gateways import Running, running_gateway, until
-from tests.proxy.proxy_over_nodes import GENERATION_PATHS, ProxyOverNodes, prompt_field, proxy_over
 from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import CHAT
 from tests.web.raw_client import Answer, Public, answer, public, request

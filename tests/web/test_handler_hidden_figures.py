@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.keys import new_key
+from gateway.callers.keys import new_key
 from gateway.config.settings import Settings
-from gateway.proxy.inbound.routes import routes_of
+from gateway.request.routes import routes_of
 from tests.gateways import Running, running_gateway
 from tests.transport.raw import raw_server
 from tests.web.telling_node import ALL, TELLING, plain, serve_telling

@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.app import Timings
+from gateway.api.base import NumberedHeartbeats, ResponseRewriter
+from gateway.api.relayed import RELAYED
+from gateway.app.assembly import Timings
 from gateway.events import RequestFinished
-from gateway.proxy.api.base import NumberedHeartbeats, ResponseRewriter
-from gateway.proxy.api.relayed import RELAYED
-from gateway.proxy.inbound.routes import ROUTES
+from gateway.request.routes import ROUTES
 from gateway.transport.errors import InvalidResponse
 from gateway.web.handler import RewritingWriter, StreamHeartbeat
 from tests.emulator import EmulatedNode

@@ -18,10 +18,10 @@ import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types.messages import MessageBatch
 
-from gateway.access.keys import ApiKey
-from gateway.batches.batch_rows import Batch
-from gateway.batches.request_rows import BatchState
+from gateway.callers.keys import ApiKey
 from gateway.errors import GatewayError
+from gateway.stored.batch_rows import Batch
+from gateway.stored.claims import BatchState
 from gateway.web.message_batches import MessageBatchBody, message_batch_object
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection

@@ -18,10 +18,10 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from gateway.forward.in_flight import InFlightRequest
 from gateway.http.exchange import ClientConnection, HttpExchange
 from gateway.http.protocol import BoundedProtocol
-from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.inbound.request import Request
+from gateway.request.preparation import Request
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import StaleConnection
 from tests.emulator import EmulatedNode

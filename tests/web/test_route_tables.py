@@ -11,14 +11,14 @@ import httpx
 import pytest
 
 from gateway import __version__
-from gateway.access.keys import AdminRole, new_key
+from gateway.admin.app import ADMIN_ROUTES, INDEX_PAGE
+from gateway.callers.keys import AdminRole, new_key
 from gateway.config.settings import Settings
-from gateway.proxy.inbound.routes import pages_of, routes_of
-from gateway.web.admin.app import ADMIN_ROUTES, INDEX_PAGE
+from gateway.request.routes import pages_of, routes_of
 from gateway.web.site import SITE_ROUTES
 from tests.emulator import EmulatedNode
-from tests.fleet.build import a_spec
 from tests.gateways import running_gateway, until
+from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway
 

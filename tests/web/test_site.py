@@ -16,17 +16,17 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, NotFoundError
 from starlette.routing import Route
 
-from gateway.access.keys import ApiKey, new_key
+from gateway.callers.keys import ApiKey, new_key
 from gateway.config.listeners import CorsSpec
 from gateway.errors import LONGEST_ECHO
-from gateway.fleet.node import NodeState
 from gateway.http.response_head import EXPOSED_HEADERS
-from gateway.proxy.inbound.routes import ROUTES
+from gateway.nodes.node import NodeState
+from gateway.request.routes import ROUTES
 from gateway.web.asgi import asgi_app
 from gateway.web.site import suggest_path, with_cors
 from tests.emulator import EmulatedNode
-from tests.fleet.build import a_spec
 from tests.gateways import Running, running_gateway, until
+from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway, client, error_of
 

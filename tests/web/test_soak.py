@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.access.fair_share import FairShare
-from gateway.access.keys import new_key
+from gateway.callers.fair_share import FairShare
+from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until

@@ -13,11 +13,11 @@ ON_A_FULL_DISK = """
 import asyncio, sys
 from pathlib import Path
 import openai
-from gateway.batches import background_runner
+from gateway.stored import background_requests
 from tests.emulator import EmulatedNode
 from tests.web.test_background import ASK, client, ended, gateway
 
-background_runner.LEASE_SECONDS = 1.0  # after which it is tried again
+background_requests.LEASE_SECONDS = 1.0  # after which it is tried again
 
 def fill(path):
     with path.open("wb", buffering=0) as file:

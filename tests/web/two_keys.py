@@ -11,8 +11,8 @@ import httpx
 import openai
 from openai import AsyncOpenAI
 
-from gateway.access.keys import ApiKey, new_key
-from gateway.batches.folder import ID_FILE
+from gateway.callers.keys import ApiKey, new_key
+from gateway.stored.folder import ID_FILE
 from tests.gateways import Running, running_gateway
 
 DEAD = "http://127.0.0.1:9"

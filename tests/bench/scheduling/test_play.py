@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.tools.local.server import claim_port, claimed_port
+from gateway.local.server import claim_port, claimed_port
 from tests.bench.load import Address
 from tests.bench.scheduling import trace
 from tests.bench.scheduling.fronts import FAST, SLOW, nodes

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from gateway.scheduling.selection import POLICIES
-from gateway.tools.cli import main
+from gateway.cli import main
+from gateway.schedule.core.selection import POLICIES
 
 if __name__ == "__main__":
     POLICIES["least_finish"] = POLICIES[sys.argv.pop(1)]

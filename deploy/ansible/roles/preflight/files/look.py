@@ -356,7 +356,7 @@ def topology(sources: list[tuple[str, str]]) -> dict[str, Any]:
         module.__dict__["__path__"] = []
         sys.modules[name] = module
         exec(compile(text, name, "exec"), module.__dict__)
-    module = sys.modules["gateway.tools.local.topology"]
+    module = sys.modules["gateway.local.topology"]
     return module.topology_as_dict(module.read_topology())
 
 

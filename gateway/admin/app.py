@@ -1,0 +1,484 @@
+"""The admin listener's application: its route table, and the guard in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gateway import errors
+from gateway.admin.configuration import ConfigEndpoints, GatewayControl
+from gateway.admin.guard import AdminGuard, identity_of, role_required
+from gateway.admin.keys import KeyEndpoints
+from gateway.admin.live import LiveFeed
+from gateway.admin.models import ModelEndpoints
+from gateway.admin.node_metrics import NodeMetricsEndpoint
+from gateway.admin.nodes import DrainDeadlines, NodeEndpoints
+from gateway.admin.playground import Playground
+from gateway.admin.reports import AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
+from gateway.admin.requests import RequestEndpoints
+from gateway.admin.status import StatusEndpoints
+from gateway.admin.why import WhyEndpoints
+from gateway.callers.keys import AdminKeys, AdminRole, without_secret
+from gateway.callers.reports import Reporter
+from gateway.errors import GatewayError
+from gateway.forward.in_flight import InFlightRegistry
+from gateway.nodes.fleet import Fleet
+from gateway.schedule.scheduler import Scheduler
+from gateway.watch.audit import AuditTrail
+from gateway.watch.metrics import CONTENT_TYPE, Metrics
+from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, by_method
+from gateway.web.handler import ProxyHandler
+
+VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
+
+
+@dataclass(frozen=True, slots=True)
+class AdminEndpoints:
+    """Everything that the admin listener answers with."""
+
+    dashboard: DashboardPages
+    live: LiveFeed
+    playground: Playground
+    pages: PlainPages
+    health: HealthEndpoints
+    status: StatusEndpoints
+    nodes: NodeEndpoints
+    node_metrics: NodeMetricsEndpoint
+    models: ModelEndpoints
+    requests: RequestEndpoints
+    why: WhyEndpoints
+    usage: UsageEndpoints
+    configuration: ConfigEndpoints
+    audit: AuditEndpoints
+    keys: KeyEndpoints
+
+
+@dataclass(frozen=True, slots=True)
+class AdminRoute:
+    """One path of the admin listener."""
+
+    method: str
+    path: str
+    role: AdminRole | None
+    """The lowest role that may use it; None: no key is needed."""
+    endpoint: Callable[[AdminEndpoints], Endpoint]
+    summary: str
+    """For the index, one line."""
+    action: str | None = None
+    """Its name in the audit log; None: it changes nothing."""
+
+
+ADMIN_ROUTES = (
+    AdminRoute(
+        "GET", "/", None, lambda e: e.dashboard.index, "the dashboard; without a browser: this list"
+    ),
+    AdminRoute(
+        "GET", "/dashboard/{file:path}", None, lambda e: e.dashboard.file, "its files, without data"
+    ),
+    AdminRoute("GET", "/metrics", VIEWER, lambda e: e.pages.metrics, "Prometheus"),
+    AdminRoute(
+        "GET",
+        "/metrics/nodes",
+        VIEWER,
+        lambda e: e.node_metrics.show,
+        "Prometheus: what llama.cpp's servers say, by node",
+    ),
+    AdminRoute("GET", "/health", None, lambda e: e.health.health, "the process lives"),
+    AdminRoute("GET", "/ready", None, lambda e: e.health.ready, "work may be sent here"),
+    AdminRoute(
+        "GET", "/admin/status", VIEWER, lambda e: e.status.status, "the gateway on one page"
+    ),
+    AdminRoute(
+        "GET",
+        "/admin/live",
+        VIEWER,
+        lambda e: e.live.stream,
+        "nodes, queue and problems as they change, as server-sent events; requests for operators",
+    ),
+    AdminRoute("GET", "/admin/nodes", VIEWER, lambda e: e.nodes.list, "every node"),
+    AdminRoute("GET", "/admin/nodes/{name}", VIEWER, lambda e: e.nodes.show, "one node"),
+    AdminRoute(
+        "POST",
+        "/admin/nodes/{name}/drain",
+        OPERATOR,
+        lambda e: e.nodes.drain,
+        "no new work; ?deadline=SECONDS ends what still runs then",
+        action="drain",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/nodes/{name}/resume",
+        OPERATOR,
+        lambda e: e.nodes.resume,
+        "back to work",
+        action="resume",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/nodes/{name}/probe",
+        OPERATOR,
+        lambda e: e.nodes.probe,
+        "ask it now; trusted again if it answers",
+        action="probe",
+    ),
+    AdminRoute("GET", "/admin/models", VIEWER, lambda e: e.models.list, "every public model name"),
+    AdminRoute(
+        "POST",
+        "/admin/models/{name:path}/pause",
+        OPERATOR,
+        lambda e: e.models.pause,
+        "no new requests for it: 503 `model_paused`",
+        action="models.pause",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/models/{name:path}/resume",
+        OPERATOR,
+        lambda e: e.models.resume,
+        "requests for it again",
+        action="models.resume",
+    ),
+    AdminRoute(
+        "GET", "/admin/requests", OPERATOR, lambda e: e.requests.list, "what waits and runs"
+    ),
+    AdminRoute(
+        "GET",
+        "/admin/requests/{id:path}/why",
+        OPERATOR,
+        lambda e: e.why.why,
+        "why it went where it went, and what came of it",
+    ),
+    AdminRoute(
+        "DELETE",
+        "/admin/requests/{id:path}",
+        OPERATOR,
+        lambda e: e.requests.cancel,
+        "cancel one",
+        action="cancel",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/chat",
+        OPERATOR,
+        lambda e: e.playground.chat,
+        "a chat, streamed, with the node and the figures",
+        action="chat",
+    ),
+    AdminRoute(
+        "GET", "/admin/usage", OPERATOR, lambda e: e.usage.report, "what requests used and cost"
+    ),
+    AdminRoute(
+        "GET",
+        "/admin/usage/arrivals",
+        OPERATOR,
+        lambda e: e.usage.arrivals,
+        "the requests of the busiest hour, for plans",
+    ),
+    AdminRoute(
+        "GET", "/admin/config", ADMIN, lambda e: e.configuration.show, "the settings in force"
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/reload",
+        OPERATOR,
+        lambda e: e.configuration.reload,
+        "read the inventory, the settings and the certificates again",
+        action="reload",
+    ),
+    AdminRoute("GET", "/admin/keys", ADMIN, lambda e: e.keys.list, "API keys, without secrets"),
+    AdminRoute(
+        "POST",
+        "/admin/keys",
+        ADMIN,
+        lambda e: e.keys.create,
+        "make one, shown only in this response",
+        action="keys.create",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/keys/import",
+        ADMIN,
+        lambda e: e.keys.import_,
+        "store keys by their hashes: all or none",
+        action="keys.import",
+    ),
+    AdminRoute("GET", "/admin/keys/{name}", ADMIN, lambda e: e.keys.show, "one key"),
+    AdminRoute(
+        "PATCH",
+        "/admin/keys/{name}",
+        ADMIN,
+        lambda e: e.keys.change,
+        "change its rights",
+        action="keys.change",
+    ),
+    AdminRoute(
+        "DELETE",
+        "/admin/keys/{name}",
+        ADMIN,
+        lambda e: e.keys.revoke,
+        "revoke it",
+        action="keys.revoke",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/keys/{name}/rotate",
+        ADMIN,
+        lambda e: e.keys.rotate,
+        "a new secret; the old one works for the grace",
+        action="keys.rotate",
+    ),
+    AdminRoute("GET", "/admin/audit", ADMIN, lambda e: e.audit.list, "who has changed what"),
+    AdminRoute(
+        "GET", "/openapi.json", VIEWER, lambda e: e.pages.openapi, "both listeners, for programs"
+    ),
+)
+"""Every path of the admin listener."""
+
+INDEX_PAGE = "llama-gateway, admin listener\n\n" + "".join(
+    f"{route.method:<6} {route.path.replace(':path}', '}'):<30} {route.summary}\n"
+    for route in ADMIN_ROUTES
+)
+
+KEYLESS_PATHS = frozenset(
+    route.path for route in ADMIN_ROUTES if route.role is None and "{" not in route.path
+)
+"""Paths that need no key: load balancers, supervisors and browsers use them, and they reveal
+nothing. So do the files of the dashboard."""
+
+
+def is_keyless(path: str) -> bool:
+    """Whether this path needs no key."""
+    return path in KEYLESS_PATHS or path.startswith(FILES_PATH)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPages:
+    """Pages that are no JSON of the admin API: metrics, and the OpenAPI document."""
+
+    registry: Metrics
+    document: Callable[[str | None], bytes]
+    """The OpenAPI document of both listeners, or of the one that is named. Raises: GatewayError."""
+
+    async def metrics(self, _: Request) -> Response:
+        """Prometheus' exposition format; streams go on while it is written."""
+        text = bytearray()
+        for step in self.registry.steps():
+            text += step
+            await asyncio.sleep(0)
+        return Response(bytes(text), headers={"content-type": CONTENT_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        """The OpenAPI document; making it takes as long as a hundred requests."""
+        document = await asyncio.to_thread(self.document, request.query_params.get("listener"))
+        return Response(document, media_type="application/json")
+
+
+def admin_app(
+    *,
+    fleet: Fleet,
+    scheduler: Scheduler,
+    registry: InFlightRegistry,
+    metrics: Metrics,
+    drain_deadlines: DrainDeadlines,
+    gateway: GatewayControl,
+    audit: AuditTrail,
+    reporter: Reporter | None,
+    document: Callable[[str | None], bytes],
+    live: LiveFeed,
+    handler: ProxyHandler,
+    host: str,
+    keys: AdminKeys,
+    extra_hosts: Iterable[str] = (),
+) -> ASGIApp:
+    """The application of an admin listener on `host`.
+
+    The caller owns `drain_deadlines` and closes it. Without `keys` nobody needs one; whether that
+    is safe, `gateway.callers.callers.admin_listener_problem` decides before the listener opens.
+    """
+    health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
+    endpoints = AdminEndpoints(
+        dashboard=DashboardPages(load_files(), INDEX_PAGE),
+        live=live,
+        playground=Playground(handler),
+        pages=PlainPages(metrics, document),
+        health=health,
+        status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
+        nodes=NodeEndpoints(fleet, scheduler.fleet_sync, drain_deadlines),
+        node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
+        models=ModelEndpoints(fleet, scheduler, gateway),
+        requests=RequestEndpoints(registry, scheduler),
+        why=WhyEndpoints(scheduler, registry, live.history, time.time),
+        usage=UsageEndpoints(reporter, time.time),
+        configuration=ConfigEndpoints(gateway),
+        audit=AuditEndpoints(audit),
+        keys=KeyEndpoints(gateway, fleet.model_index, time.time),
+    )
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for route in ADMIN_ROUTES:
+        by_path.setdefault(route.path, {})[route.method] = _with_role(route, endpoints, audit)
+    # One route for each path, so that a wrong method is told all of the path's methods.
+    routes = [
+        Route(path, by_method(methods), methods=list(methods)) for path, methods in by_path.items()
+    ]
+    numbers = itertools.count()
+    names = (host, *extra_hosts)
+    guard = Middleware(AdminGuard, keys=keys, names=names, is_keyless=is_keyless)
+    return asgi_app(routes, lambda: f"adm_{next(numbers):x}", [guard])
+
+
+AUDITED_PARAMETERS = ("deadline",)
+"""Parameters of queries that the audit log tells; others are unknown, and might be secrets."""
+
+
+def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) -> Endpoint:
+    """The route's endpoint, for callers of its role; what it changes is put into the audit log."""
+    endpoint = route.endpoint(endpoints)
+
+    async def serve(request: Request) -> Response:
+        identity = identity_of(request)
+        outcome, refused = "failed", False
+        try:
+            if route.role is not None and identity.role < route.role:
+                raise role_required(route.role, identity.role)
+            response = await endpoint(request)
+            outcome = response.headers.get("x-gateway-reason", "done")
+            refused = response.status_code >= 400
+        except GatewayError as error:
+            # What failed with a 5xx may have been done.
+            outcome, refused = error.code, error.status < 500
+            raise
+        finally:
+            if route.action is not None:
+                audit.record(
+                    identity.name,
+                    identity.role.label,
+                    route.action,
+                    _audit_target(request),
+                    outcome,
+                    details={
+                        name: request.query_params[name]
+                        for name in AUDITED_PARAMETERS
+                        if name in request.query_params
+                    },
+                    refused=refused,
+                )
+        return response
+
+    return serve
+
+
+def _audit_target(request: Request) -> str:
+    parameters = request.path_params
+    named = parameters.get("name") or parameters.get("id") or ""
+    return without_secret(str(request.scope.get(AUDIT_TARGET_KEY, named)))
+
+
+STATIC_FOLDER = Path(__file__).parent / "static"
+
+PAGE = "index.html"
+
+FILES_PATH = "/dashboard/"
+"""The path of the page's files."""
+
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""By suffix; files with another one are not served."""
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types lit-html"
+)
+"""No inline script or style, no other origin, and no text that becomes markup but lit's own
+templates."""
+
+SECURITY_HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    # A browser asks each time, so that an upgrade is seen at once.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """One file in memory."""
+
+    content: bytes
+    content_type: str
+    etag: str
+
+
+@functools.cache
+def load_files(folder: Path = STATIC_FOLDER) -> Mapping[str, StaticFile]:
+    """The files of the page by their path below `folder`, read once. Raises: OSError."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        content_type = CONTENT_TYPES.get(path.suffix)
+        if content_type is not None and path.is_file():
+            content = path.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[path.relative_to(folder).as_posix()] = StaticFile(content, content_type, etag)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardPages:
+    """The dashboard's page and its files, which hold no data and need no key.
+
+    They lie in `static/` and are served as they are: there is no build step, and nothing is loaded
+    from elsewhere. `index` is what programs get in place of the page.
+    """
+
+    files: Mapping[str, StaticFile]
+    index_text: str
+
+    async def index(self, request: Request) -> Response:
+        """The page for a browser, else the list of paths as text."""
+        if accepts_html(request.headers):
+            response = self._response(request, PAGE)
+        else:
+            response = PlainTextResponse(self.index_text)
+        response.headers["vary"] = "Accept"
+        return response
+
+    async def file(self, request: Request) -> Response:
+        """A file of the page. Raises: GatewayError 404."""
+        return self._response(request, request.path_params["file"])
+
+    def _response(self, request: Request, name: str) -> Response:
+        file = self.files.get(name)
+        if file is None:
+            raise errors.not_found(request.scope["path"], None)
+        headers = {**SECURITY_HEADERS, "etag": file.etag}
+        if request.headers.get("if-none-match") == file.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, headers={**headers, "content-type": file.content_type})
+
+
+def accepts_html(headers: Headers) -> bool:
+    """Whether the client asks for a page: browsers name `text/html`, programs do not."""
+    accepted = headers.get("accept", "").lower().split(",")
+    return any(one.partition(";")[0].strip() == "text/html" for one in accepted)

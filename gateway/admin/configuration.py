@@ -1,0 +1,237 @@
+"""`/admin/config` and `/admin/reload`, and what the admin listener needs of the running gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.base import openai_error
+from gateway.callers.key_sync import KeySync
+from gateway.callers.ledger import Ledger
+from gateway.config.errors import ConfigError, Problem, single_line
+from gateway.config.settings import Settings, masked_settings
+from gateway.errors import GatewayError
+from gateway.events import InventoryChanged, SettingsChanged
+from gateway.http.certificates import ListenerCertificates, changed_files
+from gateway.nodes.fleet import Fleet
+from gateway.store.store import Store
+from gateway.watch.audit import AuditTrail
+from gateway.watch.problems import StorageCondition
+from gateway.web.asgi import JsonResponse
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadResult:
+    """The changes of a successful reload."""
+
+    inventory: InventoryChanged
+    settings: SettingsChanged
+
+
+class GatewayControl(Protocol):
+    """The running gateway."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Monotonic seconds."""
+
+    @property
+    def started_at(self) -> float:
+        """When the gateway started, by `clock`."""
+
+    @property
+    def version(self) -> str:
+        """The gateway's version."""
+
+    @property
+    def inventory_error(self) -> str | None:
+        """The problems of the inventory on disk, while an older one is in force."""
+
+    @property
+    def store(self) -> Store | None:
+        """The store; None: the settings have switched it off."""
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger of requests; None: there is no store."""
+
+    @property
+    def settings_error(self) -> str | None:
+        """The problems of the settings on disk, while older ones are in force."""
+
+    @property
+    def certificates(self) -> CertificateStatus:
+        """The certificates of the listeners."""
+
+    @property
+    def storage(self) -> StorageCondition:
+        """Whether files and results of callers can be kept."""
+
+    @property
+    def key_sync(self) -> KeySync:
+        """Keeps the API keys in force equal to those of settings and store."""
+
+    @property
+    def keys_lost(self) -> str | None:
+        """Why the public listener refuses every request; None: it does not."""
+
+    @property
+    def closing(self) -> bool:
+        """Whether the gateway is shutting down."""
+
+    async def reload(self) -> ReloadResult:
+        """Reload the inventory and the settings.
+
+        Raises: ConfigError, or OSError if a TLS file can't be used; then the file with the problem
+        has changed nothing.
+        """
+
+
+MOST_LISTED_PROBLEMS = 50
+"""Most problems that a response lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigEndpoints:
+    """The endpoints of the configuration."""
+
+    gateway: GatewayControl
+
+    async def show(self, _: Request) -> Response:
+        """The settings in force, with secrets masked."""
+        return JsonResponse(masked_settings(self.gateway.settings))
+
+    async def reload(self, _: Request) -> Response:
+        """Reload both files: what has changed, or every problem of the one that is invalid."""
+        before = self.gateway.settings
+        try:
+            result = await self.gateway.reload()
+        except ConfigError as error:
+            return _invalid(str(error.problems[0]), error.problems)
+        except OSError as error:
+            return _invalid(single_line(str(error)), ())
+        nodes = result.inventory
+        return JsonResponse(
+            {
+                "nodes": {
+                    "added": nodes.added,
+                    "changed": nodes.changed,
+                    "removed": nodes.removed,
+                },
+                "settings": {
+                    "changed": changed_keys(before, self.gateway.settings),
+                    "needs_restart": result.settings.needs_restart,
+                },
+            }
+        )
+
+
+def changed_keys(before: Settings, after: Settings) -> list[str]:
+    """The top-level keys of the settings that differ."""
+    return [
+        name for name in type(after).model_fields if getattr(before, name) != getattr(after, name)
+    ]
+
+
+def _invalid(first: str, problems: Sequence[Problem]) -> Response:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    error = GatewayError(
+        422, "invalid_configuration", f"A file is invalid and has changed nothing: {first}{more}"
+    )
+    listed_problems = [
+        {
+            "file": str(problem.file),
+            "line": problem.line or None,
+            "key": problem.key,
+            "message": single_line(problem.message),
+            "remedy": single_line(problem.remedy),
+        }
+        for problem in problems[:MOST_LISTED_PROBLEMS]
+    ]
+    body = msgspec.json.encode({"error": openai_error(error), "problems": listed_problems})
+    headers = {"x-gateway-reason": error.code}
+    return Response(body, error.status, headers, media_type="application/json")
+
+
+log = structlog.get_logger()
+
+
+class CertificateStatus(Protocol):
+    """What `/admin/status` and the metrics show of certificates."""
+
+    @property
+    def error(self) -> str | None:
+        """Why renewed files can't be used, while older certificates are in force."""
+
+    @property
+    def expiry(self) -> Mapping[str, float]:
+        """When the certificate of each listener with TLS expires, in seconds since 1970."""
+
+
+class CertificateRenewal:
+    """The certificates in force; `watch` puts renewed ones in force."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, audit: AuditTrail) -> None:
+        """Raises: CertificateError."""
+        self.listeners = ListenerCertificates(
+            {"listen.tls": settings.listen.tls, "admin.tls": settings.admin.tls}
+        )
+        self._fleet = fleet
+        self._audit = audit
+        self._node_errors: dict[str, str] = {}
+
+    @property
+    def error(self) -> str | None:
+        """See `CertificateStatus`."""
+        errors = [self.listeners.error] if self.listeners.error else []
+        errors += [
+            f"the TLS files of the node '{name}': {error}"
+            for name, error in self._node_errors.items()
+            if name in self._fleet.nodes
+        ]
+        return "; ".join(errors) or None
+
+    @property
+    def expiry(self) -> Mapping[str, float]:
+        """See `CertificateStatus`."""
+        return self.listeners.expiry
+
+    async def watch(self) -> None:
+        """Put files in force when they change; never ends."""
+        files = changed_files(lambda: self.listeners.files | self._fleet.tls_files())
+        async for changed in files:
+            results = await self.listeners.renew(changed)
+            results |= self._renew_nodes(changed)
+            for target, problem in results.items():
+                outcome = "done" if problem is None else "invalid_certificate"
+                self._audit.record("file", None, "certificate", target, outcome)
+
+    async def reread(self) -> list[Problem]:
+        """Read the listeners' files again, changed or not; returns what is wrong with them."""
+        results = await self.listeners.renew()
+        return [
+            Problem(self.listeners.file_of(key), 0, key, error)
+            for key, error in results.items()
+            if error is not None
+        ]
+
+    def _renew_nodes(self, changed: Collection[Path]) -> dict[str, str | None]:
+        results: dict[str, str | None] = {}
+        for name, error in self._fleet.renew_connections(changed).items():
+            self._node_errors.pop(name, None)
+            if error is not None:
+                self._node_errors[name] = error
+                log.error("certificate", node=name, error=error)
+            results[f"node {name}"] = error
+        return results

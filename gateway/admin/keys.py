@@ -1,0 +1,208 @@
+"""`/admin/keys`: list, make, import, change, rotate and revoke API keys.
+
+A key's secret is in one response, that of the request that made it, and nowhere else. A change by
+this API is in force when its response is sent; other gateways of the store follow within a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway import errors
+from gateway.admin.configuration import GatewayControl
+from gateway.admin.reports import AUDIT_TARGET_KEY
+from gateway.api.base import openai_error
+from gateway.callers.key_desk import KeyDesk
+from gateway.callers.stored_keys import (
+    MOST_PROBLEMS,
+    KeyProblem,
+    KeysRefused,
+    key_not_found,
+)
+from gateway.catalog import ServedModels
+from gateway.config.errors import single_line
+from gateway.config.listeners import KeySpec
+from gateway.config.routing import CATCH_ALL
+from gateway.errors import truncate_echo
+from gateway.request.preparation import ModelAliases
+from gateway.store.failures import StoreError
+from gateway.web.asgi import JsonResponse, read_fields, store_unavailable
+
+T = TypeVar("T")
+
+LARGEST_KEY_BODY = 64 << 10
+"""Bytes of a request about one key."""
+
+LARGEST_IMPORT = 16 << 20
+"""Bytes of an import."""
+
+MOST_IMPORTED = 10_000
+"""Keys of one import."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEndpoints:
+    """The endpoints of API keys."""
+
+    gateway: GatewayControl
+    catalog: ServedModels
+    now: Callable[[], float]
+    """Unix seconds."""
+
+    async def list(self, request: Request) -> Response:
+        """All keys of settings and store, by name; `?revoked=1`: revoked ones as well.
+
+        `?name=` shows only the keys of that name or id.
+        """
+        query = request.query_params
+        revoked = query.get("revoked", "") in {"1", "true"}
+        found = await _done(self._desk().list(revoked=revoked, name=query.get("name")))
+        return JsonResponse({**found, "problem": self.gateway.key_sync.problem})
+
+    async def show(self, request: Request) -> Response:
+        """One key."""
+        return JsonResponse(await _done(self._desk().show(_name(request))))
+
+    async def create(self, request: Request) -> Response:
+        """Store a key. Without `sha256` in the body it is made here, and shown only now."""
+        fields = await self._fields(request)
+        _set_target(request, fields.get("name") or fields.get("id"))
+        return JsonResponse(await _done(self._desk().create(fields)))
+
+    async def import_(self, request: Request) -> Response:
+        """Store the keys of a list, by their hashes: all of them or none."""
+        fields = await self._fields(request, LARGEST_IMPORT)
+        entries = fields.get("keys")
+        if not isinstance(entries, list) or not 0 < len(entries) <= MOST_IMPORTED:
+            raise errors.invalid_request(
+                f"'keys' must be a list of 1 to {MOST_IMPORTED} keys.", "keys"
+            )
+        _set_target(request, f"{len(entries)} keys")
+        try:
+            return JsonResponse(await _done(self._desk().import_keys(entries)))
+        except KeysRefused as error:
+            return _refused(error)
+
+    async def change(self, request: Request) -> Response:
+        """Change a key's name or rights by a JSON merge patch (RFC 7396); its secret stays."""
+        patch = await self._fields(request)
+        return JsonResponse(await _done(self._desk().change(_name(request), patch)))
+
+    async def rotate(self, request: Request) -> Response:
+        """Give a key a new secret; the old one works for `grace` more (24 h if unset)."""
+        fields = await self._fields(request, may_be_empty=True)
+        return JsonResponse(await _done(self._desk().rotate(_name(request), fields)))
+
+    async def revoke(self, request: Request) -> Response:
+        """End a key for good."""
+        return JsonResponse(await _done(self._desk().revoke(_name(request))))
+
+    def _desk(self) -> KeyDesk:
+        gateway = self.gateway
+        return KeyDesk(
+            gateway.settings,
+            gateway.store,
+            self._check_models,
+            gateway.key_sync.refresh,
+            self.now,
+        )
+
+    async def _fields(
+        self, request: Request, most_bytes: int = LARGEST_KEY_BODY, *, may_be_empty: bool = False
+    ) -> dict[str, Any]:
+        timeout = self.gateway.settings.limits.body_timeout
+        return await read_fields(request, most_bytes, timeout, may_be_empty=may_be_empty)
+
+    def _check_models(self, specs: Sequence[KeySpec]) -> Sequence[str]:
+        """Warnings of models that nobody serves yet.
+
+        Raises: KeysRefused, if nobody serves them and every node has said what it serves.
+        """
+        aliases, catalog = ModelAliases(self.gateway.settings.models), self.catalog
+        problems, warnings = [], dict[str, None]()
+        for index, key, name in _named_models(specs):
+            if aliases.has_catch_all or aliases.knows(name, catalog):
+                continue
+            if name == CATCH_ALL:
+                message, remedy = "the settings have no catch-all", 'they need models: {"*"'
+                problems.append(KeyProblem(index, key, f"{message} model", f"{remedy}: ...}}"))
+            elif catalog.not_found_error(name).status == 404:
+                problems.append(
+                    KeyProblem(
+                        index,
+                        key,
+                        f"no node serves the model '{truncate_echo(name)}'",
+                        _known_models(catalog),
+                    )
+                )
+            else:
+                warnings[f"no node has said yet that it serves '{truncate_echo(name)}'"] = None
+            if len(problems) + len(warnings) >= MOST_PROBLEMS:
+                break
+        if problems:
+            raise KeysRefused(problems)
+        return list(warnings)
+
+
+def _named_models(specs: Sequence[KeySpec]) -> Iterator[tuple[int, str, str]]:
+    """The models that keys name: the key's place, the field, the model."""
+    for index, spec in enumerate(specs):
+        limited = spec.limits.models if spec.limits is not None else None
+        for key, names in (("models", spec.models), ("limits.models", limited)):
+            for name in names or ():
+                yield index, key, name
+
+
+MOST_SHOWN_MODELS = 20
+
+
+def _known_models(catalog: ServedModels) -> str:
+    names = catalog.model_names()
+    more = f" and {len(names) - MOST_SHOWN_MODELS} more" if len(names) > MOST_SHOWN_MODELS else ""
+    shown = ", ".join(names[:MOST_SHOWN_MODELS])
+    return f"they serve {single_line(shown)}{more}" if names else "they serve none"
+
+
+async def _done(work: Awaitable[T]) -> T:
+    """What the desk answers. Raises: GatewayError (503 while the store fails)."""
+    try:
+        return await work
+    except StoreError as error:
+        raise store_unavailable(
+            f"The store can't do that now: {error.message}. Remedy: {error.remedy}."
+        ) from None
+
+
+def _name(request: Request) -> str:
+    name = str(request.path_params["name"])
+    if not name:
+        raise key_not_found(name)
+    return name
+
+
+def _set_target(request: Request, name: object) -> None:
+    """Tell the audit log what is changed, where the path does not."""
+    if isinstance(name, str):
+        request.scope[AUDIT_TARGET_KEY] = name
+
+
+def _refused(error: KeysRefused) -> Response:
+    """The refusal of an import, with every problem."""
+    problems = [
+        {
+            "index": problem.index,
+            "key": problem.key,
+            "message": single_line(problem.message),
+            "remedy": single_line(problem.remedy),
+        }
+        for problem in error.problems
+    ]
+    body = msgspec.json.encode({"error": openai_error(error), "problems": problems})
+    headers = {"x-gateway-reason": error.code}
+    return Response(body, error.status, headers, media_type="application/json")

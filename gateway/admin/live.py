@@ -1,0 +1,840 @@
+"""The live view of the gateway: nodes with their slots, the queue, requests in flight, problems.
+
+It is read once for all who watch, in short steps between which other work runs: a fleet of a
+thousand nodes takes some 30 ms in all. There is no text of any prompt or response in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from gateway import errors
+from gateway.admin.configuration import GatewayControl
+from gateway.admin.guard import identity_of, is_still_admitted
+from gateway.admin.nodes import DrainDeadlines
+from gateway.admin.status import days_until, ledger_json, store_json
+from gateway.callers.keys import AdminIdentity, AdminRole
+from gateway.config.listeners import KeySpec
+from gateway.errors import GatewayError
+from gateway.events import EventBus
+from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
+from gateway.nodes.fleet import Fleet, GpuCosts
+from gateway.nodes.node import Lease, LeasePhase, Node
+from gateway.schedule.scheduler import Scheduler
+from gateway.terms import Priority
+from gateway.watch.audit import AuditTrail
+from gateway.watch.history import (
+    COLUMNS,
+    FleetHistory,
+    Gauges,
+    HistoryPoint,
+)
+from gateway.watch.problems import (
+    USABLE_STATES,
+    FleetCondition,
+    ModelNodes,
+    NodeCondition,
+    Problem,
+    ProblemLog,
+    QueueCondition,
+    SpillCondition,
+    TrafficCondition,
+    find_problems,
+)
+from gateway.web.asgi import HealthEndpoints
+
+STEP_SECONDS = 0.002
+"""Seconds after which a step lets other work run."""
+
+LOOK_EVERY = 16
+"""Items after which the clock is looked at."""
+
+MOST_CELLS = 64
+"""Slots of a node that are drawn; `slots_total` counts them all."""
+
+MOST_FILL = 8
+"""How full a slot's cell can be: the parts of the expected time that have passed."""
+
+MOST_WAITING = 100
+"""Waiting requests that are shown; the depths count them all."""
+
+MOST_COUNTED_WAITING = 1000
+"""Waiting requests that are counted by caller."""
+
+MOST_REQUESTS = 300
+"""Requests in flight that are shown; `in_flight` counts them all."""
+
+MOST_MODELS = 1000
+"""Models whose nodes are counted."""
+
+NODE_FIELDS = (
+    "name", "url", "kind", "tier", "host", "labels", "models", "context", "build", "drift",
+    "cost_per_hour", "slots_total", "state", "reason", "draining", "cells", "slots_busy",
+    "in_flight", "prefill_tps", "decode_tps", "prefill_share", "decode_share", "cached_prompts",
+    "cached_tokens", "requests", "failures", "deadline_at",
+)  # fmt: skip
+"""The fields of a node, in the order of its row."""
+
+REQUEST_FIELDS = (
+    "id", "request_id", "path", "class", "model", "caller", "stream", "received_at", "state",
+    "position", "expected_start", "node", "attempts", "queue_seconds", "ttft", "prompt_tokens",
+    "tokens", "tokens_per_second",
+)  # fmt: skip
+"""The fields of a request, in the order of its row."""
+
+Row = tuple[Any, ...]
+
+T = TypeVar("T")
+
+
+class LiveState(NamedTuple):
+    """The gateway at one moment."""
+
+    at: float
+    """Unix time."""
+    nodes: dict[str, Row]
+    """By name, in the inventory's order."""
+    requests: dict[str, Row] | None
+    """By id, the oldest first; None: nobody who watches may see them."""
+    summary: dict[str, Any]
+    waiting: list[Row]
+    """Class, model, seconds waited and until the expected start, in the likely order."""
+    problems: list[Problem]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveView:
+    """Reads the live view."""
+
+    fleet: Fleet
+    scheduler: Scheduler
+    registry: InFlightRegistry
+    gateway: GatewayControl
+    health: HealthEndpoints
+    history: FleetHistory
+    audit: AuditTrail
+    drain_deadlines: DrainDeadlines
+    wall_clock: Callable[[], float] = time.time
+
+    async def read(self, *, with_requests: bool) -> LiveState:
+        """Everything, with the requests in flight if somebody may see them."""
+        counts = _FleetCounts()
+        nodes: dict[str, Row] = {}
+        async for node in in_steps(list(self.fleet.nodes.values())):
+            if self.fleet.nodes.get(node.name) is node:
+                nodes[node.name] = self._node_row(node)
+                counts.add(node)
+        waiting, queue = self._read_queue()
+        requests = await self._read_requests(waiting) if with_requests else None
+        condition = self._condition(counts, queue)
+        return LiveState(
+            round(self.wall_clock(), 3),
+            nodes,
+            requests,
+            self._summary(counts),
+            [row[1:] for row in waiting[:MOST_WAITING]],
+            find_problems(condition),
+        )
+
+    async def read_problems(self) -> list[Problem]:
+        """The problems alone."""
+        counts = _FleetCounts()
+        async for node in in_steps(list(self.fleet.nodes.values())):
+            counts.add(node)
+        return find_problems(self._condition(counts, self._read_queue()[1]))
+
+    async def gauges(self) -> Gauges:
+        """What a step of the history needs of the present."""
+        tokens = 0
+        async for in_flight in in_steps(self.registry.top_level()):
+            tokens += in_flight.tokens_so_far()[1]
+        busy = 0
+        async for node in in_steps(list(self.fleet.nodes.values())):
+            busy += node.slots_busy
+        return Gauges(sum(self.scheduler.depths().values()), busy, tokens)
+
+    # Nodes.
+
+    def _node_row(self, node: Node) -> Row:
+        spec, properties, now = node.spec, node.properties, node.clock()
+        cached = self.scheduler.fleet_sync.cache_contents(node)
+        left = self.drain_deadlines.seconds_left(node.name)
+        slow = node.degradation
+        return (
+            spec.name,
+            spec.url,
+            spec.kind,
+            spec.tier,
+            spec.host,
+            dict(spec.labels),
+            list(properties.names if spec.models is None else spec.models),
+            node.context,
+            properties.build,
+            list(node.drift),
+            spec.cost_per_hour,
+            node.slots_total,
+            node.state.value,
+            node.reason,
+            node.draining,
+            slot_cells(node, now),
+            node.slots_busy,
+            node.in_flight,
+            _tps(node.speed.prefill_tps),
+            _tps(node.speed.decode_tps),
+            round(slow.prefill.current_share, 2) if slow.prefill.shares else None,
+            round(slow.decode.current_share, 2) if slow.decode.shares else None,
+            cached.prompts,
+            cached.tokens,
+            node.requests,
+            node.failures,
+            None if left is None else round(self.wall_clock() + left),
+        )
+
+    # The queue and the requests.
+
+    def _read_queue(self) -> tuple[list[Row], QueueCondition]:
+        """Waiting requests, each with its id first, and what problems need to know of them."""
+        scheduler, settings = self.scheduler, self.gateway.settings
+        now = scheduler.clock()
+        rows: list[Row] = []
+        callers: Counter[str] = Counter()
+        oldest = 0.0
+        for waiter, wait in scheduler.predicted_waits(MOST_COUNTED_WAITING):
+            request = waiter.request
+            waited = max(0.0, now - waiter.queued_at)
+            callers[request.caller.id] += 1
+            oldest = max(oldest, waited)
+            if len(rows) < MOST_REQUESTS:
+                expected = round(wait, 1) if math.isfinite(wait) else None
+                row = (
+                    request.id,
+                    request.caller.priority.label,
+                    request.wanted.model,
+                    round(waited),
+                    expected,
+                )
+                rows.append(row)
+        top, top_waiting = callers.most_common(1)[0] if callers else (None, 0)
+        return rows, QueueCondition(
+            waiting=sum(scheduler.depths().values()),
+            most=settings.queue.max,
+            oldest_seconds=oldest,
+            most_wait=settings.queue.max_wait,
+            top_caller=top,
+            top_waiting=top_waiting,
+            callers=len(callers),
+        )
+
+    async def _read_requests(self, waiting: list[Row]) -> dict[str, Row]:
+        """The first to start of those that wait, and the oldest of those that run."""
+        places = {row[0]: (position, row[4]) for position, row in enumerate(waiting, 1)}
+        rows: dict[str, Row] = {}
+        now, wall = self.scheduler.clock(), self.wall_clock()
+        left, expected = MOST_REQUESTS, self.scheduler.demand_model.expected_prompt_tokens
+        async for in_flight in in_steps(list(self.registry)):
+            id_ = in_flight.request.id
+            if id_ in places or in_flight.attempt is not None or in_flight.sub_requests is not None:
+                estimate = expected(in_flight.request.lease_request)
+                rows[id_] = _request_row(in_flight, places.get(id_), now, wall, estimate)
+                left -= 1
+            if not left:
+                break
+        return rows
+
+    # The rest.
+
+    def _summary(self, counts: _FleetCounts) -> dict[str, Any]:
+        gateway, scheduler = self.gateway, self.scheduler
+        depths, error = scheduler.depths(), self.health.readiness_error()
+        has_gpu = scheduler.fleet_sync.has_gpu_tier
+        return {
+            "version": gateway.version,
+            "started_at": round(self.wall_clock() - gateway.clock() + gateway.started_at),
+            "ready": error is None,
+            "reason": None if error is None else error.code,
+            "in_flight": len(self.registry),
+            "queue": {priority.label: depths[priority] for priority in Priority},
+            "queue_max": gateway.settings.queue.max,
+            "states": dict(counts.states),
+            "slots_total": counts.slots_total,
+            "slots_busy": counts.slots_busy,
+            "models": sorted(counts.models)[:MOST_MODELS],
+            "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
+        }
+
+    def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
+        gateway, recent = self.gateway, self.history.recent()
+        limited_caller, limited = max(
+            recent.limited.items(), key=lambda item: item[1], default=(None, 0)
+        )
+        return FleetCondition(
+            nodes=counts.conditions,
+            hosts=counts.hosts,
+            in_service=counts.in_service,
+            usable=counts.usable,
+            models={name: ModelNodes(*both) for name, both in counts.models.items()},
+            paused_models=self.fleet.model_index.paused_by_name,
+            differing_models=self.fleet.differences_in_words,
+            queue=queue,
+            traffic=TrafficCondition(
+                recent.requests,
+                recent.failed,
+                recent.refused,
+                limited_caller,
+                limited,
+                len(recent.callers),
+                recent.failures,
+            ),
+            settings_keys=_places(gateway.settings.keys, {queue.top_caller, limited_caller}),
+            spill=self._spill(),
+            inventory_error=gateway.inventory_error,
+            settings_error=gateway.settings_error,
+            keys_lost=gateway.keys_lost,
+            certificate_error=gateway.certificates.error,
+            certificates={
+                key: days_until(expires) for key, expires in gateway.certificates.expiry.items()
+            },
+            store=store_json(gateway.store),
+            ledger=ledger_json(gateway.ledger),
+            audit_lost=self.audit.lost,
+            storage=gateway.storage,
+        )
+
+    def _spill(self) -> SpillCondition | None:
+        spill = self.scheduler.tier_policy.view(self.gateway.clock())["spill"]
+        if not isinstance(spill, dict) or not self.scheduler.fleet_sync.has_gpu_tier:
+            return None
+        return SpillCondition(spill["paid"], spill["reserved"], spill["money"], spill["window"])
+
+
+def _places(keys: Sequence[KeySpec], callers: Container[str | None]) -> dict[str, int]:
+    """Where in the settings' `keys` those of these callers are."""
+    return {key.id: place for place, key in enumerate(keys) if key.id in callers}
+
+
+class _FleetCounts:
+    """What the whole fleet amounts to."""
+
+    def __init__(self) -> None:
+        self.states: Counter[str] = Counter()
+        self.hosts: Counter[str] = Counter()
+        self.conditions: list[NodeCondition] = []
+        self.models: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self.in_service = self.usable = self.slots_total = self.slots_busy = 0
+
+    def add(self, node: Node) -> None:
+        """Count a node."""
+        state, spec = node.state.value, node.spec
+        self.states[state] += 1
+        self.slots_total += node.slots_total
+        self.slots_busy += node.slots_busy
+        failures = node.lifecycle.failures
+        usable = state in USABLE_STATES
+        if node.in_service and state != "standby" and not node.draining:
+            self.in_service += 1
+            self.usable += usable
+            self.hosts[spec.host] += 1
+            for name in node.public_models:
+                if name in self.models or len(self.models) < MOST_MODELS:
+                    both = self.models[name]
+                    both[0] += 1
+                    both[1] += usable
+        if state == "draining" and not node.draining:
+            return  # The gateway itself stops a standby node.
+        if state not in {"ready", "mute", "sleeping"} or node.drift or failures:
+            self.conditions.append(
+                NodeCondition(
+                    spec.name, spec.host, state, node.reason, spec.tier, node.drift, failures
+                )
+            )
+
+
+_PHASE_CELLS = {
+    LeasePhase.WAITING_HEAD: "r",
+    LeasePhase.PREFILL: "r",
+    LeasePhase.DECODE: "w",
+    LeasePhase.RECLAIM: "h",
+}
+
+
+def slot_cells(node: Node, now: float) -> str:
+    """The node's slots: a letter each, and for one of ours a digit that says how full it is.
+
+    `r` reading a prompt, `w` writing, `h` held after its client has left, `o` used by another
+    client of the server, `f` free. 0: not known, 1 to 8: part of the expected time.
+    """
+    cells: list[str] = []
+    leases: Iterable[Lease] = node.leases
+    if len(node.leases) > 1:
+        leases = sorted(node.leases, key=lambda lease: lease.taken_at)
+    for lease in leases:
+        letter = _PHASE_CELLS.get(lease.phase)
+        if letter is not None and lease.slots:
+            cells += [letter + _fill(lease, now)] * lease.slots
+    cells += ["o"] * min(node.foreign, node.slots_total)
+    cells += ["f"] * (node.slots_total - len(cells))
+    return "".join(cells[:MOST_CELLS])
+
+
+def _fill(lease: Lease, now: float) -> str:
+    if lease.phase is LeasePhase.DECODE:
+        expected, elapsed = lease.expected_total, now - lease.taken_at
+    elif lease.phase is LeasePhase.RECLAIM:
+        return "8"
+    else:
+        expected, elapsed = lease.expected_prefill, now - lease.taken_at
+    if not expected or expected <= 0:
+        return "0"
+    return str(min(MOST_FILL, 1 + int(MOST_FILL * elapsed / expected)))
+
+
+def _request_row(
+    in_flight: InFlightRequest,
+    place: tuple[int, float | None] | None,
+    now: float,
+    wall: float,
+    expected_prompt: int,
+) -> Row:
+    request, record, attempt = in_flight.request, in_flight.record, in_flight.attempt
+    lease_request = request.lease_request
+    prompt, tokens = in_flight.tokens_so_far()
+    if place is not None:
+        state = "waiting"
+    elif record.ttft is None and (attempt is None or attempt.last_content_at is None):
+        state = "reading"
+    else:
+        state = "writing"
+    # The record has it once the client was sent it; a resumed one keeps its first.
+    began = None if record.ttft is None else request.received_at + record.ttft
+    seconds = None if began is None else now - began
+    return (
+        request.id,
+        request.x_request_id,
+        request.path,
+        lease_request.caller.priority.label,
+        lease_request.wanted.model,
+        request.caller.id,
+        request.stream,
+        round(wall - now + request.received_at, 1),
+        state,
+        None if place is None else place[0],
+        None if place is None else place[1],
+        record.node,
+        record.attempts,
+        round(record.queue_seconds, 1),
+        None if record.ttft is None else round(record.ttft, 2),
+        prompt or expected_prompt,
+        tokens,
+        _tps(tokens / seconds) if seconds is not None and seconds > 0.2 and tokens else None,
+    )
+
+
+def _tps(value: float | None) -> float | None:
+    """Tokens a second, in as many digits as people read."""
+    if value is None or not math.isfinite(value):
+        return None
+    return round(value, 1) if value < 100 else float(round(value))
+
+
+async def in_steps(items: Sequence[T]) -> AsyncIterator[T]:
+    """These items; other work runs after each `STEP_SECONDS`."""
+    until = time.perf_counter() + STEP_SECONDS
+    for number, item in enumerate(items):
+        if number % LOOK_EVERY == LOOK_EVERY - 1 and time.perf_counter() >= until:
+            await asyncio.sleep(0)
+            until = time.perf_counter() + STEP_SECONDS
+        yield item
+
+
+UPDATE_SECONDS = 1.0
+"""Seconds between two updates."""
+
+LOOK_SECONDS = 2.0
+"""Seconds between two looks for problems while nobody watches."""
+
+MOST_WATCHERS = 32
+"""Streams at the same time."""
+
+STALL_SECONDS = 15.0
+"""Seconds after which a watcher that reads nothing is cut off."""
+
+LIFE_SECONDS = 900.0
+"""Seconds after which a stream ends; the page comes back."""
+
+FIRST_SECONDS = 30.0
+"""Most seconds until a first frame is there."""
+
+RETRY_AFTER = 5.0
+"""Seconds after which a place may be free for another watcher."""
+
+
+class LiveFeed:
+    """`GET /admin/live`: the live view as server-sent events, once a second, for all who watch.
+
+    A watcher gets an event `snapshot`, then an event `update` with what has changed. Each is
+    encoded once for all watchers of a role. Nothing is queued for a watcher: one that was too slow
+    for the last update gets a snapshot, and one that reads nothing for `STALL_SECONDS` is cut off.
+    `run` must run as long as the gateway serves: while nobody watches, the history's steps are
+    counted, and problems are looked for, which the log is told of.
+    """
+
+    def __init__(
+        self,
+        view: LiveView,
+        *,
+        update_seconds: float = UPDATE_SECONDS,
+        look_seconds: float = LOOK_SECONDS,
+        stall_seconds: float = STALL_SECONDS,
+        life_seconds: float = LIFE_SECONDS,
+        most_watchers: int = MOST_WATCHERS,
+    ) -> None:
+        self._view = view
+        self._problem_log = ProblemLog(time.monotonic)
+        self._update_seconds = update_seconds
+        self._look_seconds = look_seconds
+        self._stall_seconds = stall_seconds
+        self._life_seconds = life_seconds
+        self._most_watchers = most_watchers
+        self._operators = self._watchers = 0
+        self._frame: Frame | None = None
+        self._wanted = asyncio.Event()
+        """Somebody waits for a first frame."""
+        self._published = asyncio.Event()
+        """Set, and replaced, with each frame."""
+        self._closed = False
+
+    @property
+    def watchers(self) -> int:
+        """How many watch."""
+        return self._watchers
+
+    # What is read.
+
+    @property
+    def history(self) -> FleetHistory:
+        """The last hour in numbers."""
+        return self._view.history
+
+    async def run(self) -> None:
+        """Close steps of the history, publish frames, and tell of problems; never ends."""
+        history, clock = self._view.history, time.monotonic
+        next_step = clock() + history.step_seconds
+        try:
+            while True:
+                pause = self._update_seconds if self._watchers else self._look_seconds
+                await self._wait(min(next_step - clock(), pause))
+                point = None
+                if clock() >= next_step:
+                    next_step = max(next_step + history.step_seconds, clock())
+                    gauges = await self._view.gauges()
+                    point = history.close_step(self._view.wall_clock(), clock(), gauges)
+                if self._watchers:
+                    problems = await self._publish(point)
+                else:
+                    self._frame = None
+                    problems = await self._view.read_problems()
+                # Until each node was asked once, all of them look as if they were out.
+                if self._view.fleet.first_probes_done.is_set():
+                    self._problem_log.take(problems)
+        finally:
+            self._closed = True
+            self._published.set()
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait so long, or until a first watcher wants a frame."""
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._wanted.wait()
+        except TimeoutError:
+            pass
+        self._wanted.clear()
+
+    async def _publish(self, point: HistoryPoint | None) -> list[Problem]:
+        state = await self._view.read(with_requests=self._operators > 0)
+        before = None if self._frame is None else self._frame.state
+        self._frame = await Frame.between(before, state, point, self._view.history.as_json)
+        published, self._published = self._published, asyncio.Event()
+        published.set()
+        return state.problems
+
+    # Who watches.
+
+    async def stream(self, request: Request) -> Response:
+        """The events, for one watcher; with `once=1` a snapshot alone. Raises: GatewayError 429."""
+        identity = identity_of(request)
+        once = request.query_params.get("once", "0")
+        if once not in {"0", "1"}:
+            raise errors.invalid_request("'once' must be 0 or 1.", "once")
+        if self._watchers >= self._most_watchers:
+            raise GatewayError(
+                429,
+                "too_many_watchers",
+                f"{self._watchers} watch already; more would cost the requests their time.",
+                retry_after=RETRY_AFTER,
+            )
+        # Now: until its events begin, others may ask for a place.
+        self._watchers += 1
+        events = self._events(identity, lambda: is_still_admitted(request), once=once == "1")
+        return EventStream(events, self._stall_seconds, self._watcher_left)
+
+    async def _watcher_left(self) -> None:
+        self._watchers -= 1
+
+    async def _events(
+        self, identity: AdminIdentity, is_admitted: Callable[[], bool], *, once: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """Hello, a snapshot, updates; they end where the key is revoked or its role changes."""
+        is_operator = identity.role >= AdminRole.OPERATOR
+        until = time.monotonic() + self._life_seconds
+        self._operators += is_operator
+        try:
+            hello = {
+                "role": identity.role.label,
+                "update_seconds": self._update_seconds,
+                "history_columns": COLUMNS,
+            }
+            yield encode_event("hello", hello)
+            async with asyncio.timeout(FIRST_SECONDS):
+                seen = await self._first_frame(is_operator)
+            yield await seen.snapshot(is_operator=is_operator)
+            while time.monotonic() < until and not self._closed and not once:
+                published = self._published
+                if self._frame is seen:
+                    await published.wait()
+                frame = self._frame
+                if frame is None or frame is seen:
+                    continue
+                if not is_admitted():
+                    return
+                follows, seen = frame.follows is seen.state, frame
+                if follows:
+                    yield frame.update(is_operator=is_operator)
+                else:
+                    yield await frame.snapshot(is_operator=is_operator)
+        finally:
+            self._operators -= is_operator
+
+    async def _first_frame(self, is_operator: bool) -> Frame:  # noqa: FBT001
+        """A frame that has what this watcher may see."""
+        frame = self._frame
+        while frame is None or (is_operator and frame.state.requests is None):
+            published = self._published
+            self._wanted.set()
+            await published.wait()
+            if self._closed:
+                raise asyncio.CancelledError
+            frame = self._frame
+        return frame
+
+
+def live_feed(
+    gateway: GatewayControl,
+    fleet: Fleet,
+    scheduler: Scheduler,
+    registry: InFlightRegistry,
+    bus: EventBus,
+    audit: AuditTrail,
+    drain_deadlines: DrainDeadlines,
+) -> LiveFeed:
+    """The feed of a gateway, with a history of its own."""
+    history = FleetHistory(bus, GpuCosts(fleet, gateway.clock).of)
+    health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
+    return LiveFeed(
+        LiveView(fleet, scheduler, registry, gateway, health, history, audit, drain_deadlines)
+    )
+
+
+class Frame:
+    """The live view at one moment, and what has changed since the one before."""
+
+    def __init__(self, state: LiveState, history: Callable[[], Mapping[str, Any]]) -> None:
+        self.state = state
+        self.follows: LiveState | None = None
+        """The state that `update` begins from."""
+        self._history = history
+        self._changes: dict[str, Any] = {}
+        self._request_changes: dict[str, Any] = {}
+        self._snapshots: dict[bool, bytes] = {}
+        self._updates: dict[bool, bytes] = {}
+        self._encoding = asyncio.Lock()
+
+    @classmethod
+    async def between(
+        cls,
+        before: LiveState | None,
+        after: LiveState,
+        point: HistoryPoint | None,
+        history: Callable[[], Mapping[str, Any]],
+    ) -> Frame:
+        """The frame of a state that follows another; `point`: a step of the history ended."""
+        frame = cls(after, history)
+        if before is None:
+            return frame
+        frame.follows = before
+        changes = frame._changes
+        changes["at"] = after.at
+        nodes, gone = await changed_rows(NODE_FIELDS, before.nodes, after.nodes)
+        if nodes:
+            changes["nodes"] = nodes
+        if gone:
+            changes["gone_nodes"] = gone
+        if after.summary != before.summary:
+            changes["summary"] = after.summary
+        if after.waiting != before.waiting:
+            changes["waiting"] = after.waiting
+        if point is not None:
+            changes["point"] = point
+        if after.requests is not None:
+            requests, ended = await changed_rows(
+                REQUEST_FIELDS, before.requests or {}, after.requests
+            )
+            if requests:
+                frame._request_changes["requests"] = requests
+            if ended:
+                frame._request_changes["ended_requests"] = ended
+        return frame
+
+    def update(self, *, is_operator: bool) -> bytes:
+        """The event with what has changed."""
+        event = self._updates.get(is_operator)
+        if event is None:
+            changes, before, after = self._changes, self.follows, self.state
+            if before is None or before.problems != after.problems:
+                changes = {**changes, "problems": self._problems(is_operator=is_operator)}
+            if is_operator:
+                changes = {**changes, **self._request_changes}
+            event = self._updates[is_operator] = encode_event("update", changes)
+        return event
+
+    async def snapshot(self, *, is_operator: bool) -> bytes:
+        """The event with everything; a thousand nodes are encoded in steps."""
+        async with self._encoding:
+            event = self._snapshots.get(is_operator)
+            if event is None:
+                event = self._snapshots[is_operator] = await self._encode_all(is_operator)
+        return event
+
+    async def _encode_all(self, is_operator: bool) -> bytes:  # noqa: FBT001
+        state = self.state
+        rest = {
+            "at": state.at,
+            "summary": state.summary,
+            "waiting": state.waiting,
+            "problems": self._problems(is_operator=is_operator),
+            "history": self._history(),
+        }
+        parts = [msgspec.json.encode(rest)[:-1]]
+        parts.append(b',"nodes":[' + await _encode_rows(NODE_FIELDS, state.nodes) + b"]")
+        if is_operator:
+            rows = await _encode_rows(REQUEST_FIELDS, state.requests or {})
+            parts.append(b',"requests":[' + rows + b"]")
+        return b"event: snapshot\ndata: %b}\n\n" % b"".join(parts)
+
+    def _problems(self, *, is_operator: bool) -> list[dict[str, Any]]:
+        return [one.as_json(may_name_callers=is_operator) for one in self.state.problems]
+
+
+async def changed_rows(
+    fields: Sequence[str], before: Mapping[str, Row], after: Mapping[str, Row]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """What has changed of rows whose key is their first field, and the keys that have gone.
+
+    A row that is new comes whole, another one as its key and the fields that differ.
+    """
+    changed: list[dict[str, Any]] = []
+    async for key, row in in_steps(list(after.items())):
+        old = before.get(key)
+        if old is None:
+            changed.append(dict(zip(fields, row, strict=True)))
+        elif old != row:
+            values = zip(fields, old, row, strict=True)
+            change = {name: value for name, was, value in values if was != value}
+            changed.append({fields[0]: key, **change})
+    return changed, [key for key in before if key not in after]
+
+
+async def _encode_rows(fields: Sequence[str], rows: Mapping[str, Row]) -> bytes:
+    encoded = [
+        msgspec.json.encode(dict(zip(fields, row, strict=True)))
+        async for row in in_steps(list(rows.values()))
+    ]
+    return b",".join(encoded)
+
+
+log = structlog.get_logger()
+
+
+class EventStream(StreamingResponse):
+    """A response of events, each a whole one or a part.
+
+    A client that takes none for `stall_seconds` is cut off. `on_end` is awaited at the end,
+    whether the client has got everything, has left, or was never sent anything.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        stall_seconds: float,
+        on_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers)
+        self._events = events
+        self._stall_seconds = stall_seconds
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the events; they end when the client leaves."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if self._on_end is not None:
+                await self._on_end()
+
+    async def stream_response(self, send: Send) -> None:
+        """Send each event as it comes."""
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        try:
+            async with contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    async with asyncio.timeout(self._stall_seconds):
+                        await send(_body(event, more=True))
+        except TimeoutError:
+            # Without its end, the response closes the connection.
+            log.info("a watcher was cut off", why=f"it read nothing for {self._stall_seconds} s")
+            return
+        await send(_body(b"", more=False))
+
+
+def _body(content: bytes, *, more: bool) -> dict[str, object]:
+    return {"type": "http.response.body", "body": content, "more_body": more}
+
+
+def encode_event(name: str, value: object) -> bytes:
+    """One event, whose data is JSON in one line."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))

@@ -1,0 +1,247 @@
+"""`/admin/status`, and the state of the gateway that `/metrics` reports at each scrape."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.admin.configuration import GatewayControl
+from gateway.admin.models import differences_json
+from gateway.callers.ledger import Ledger
+from gateway.errors import CLIENT_CLOSED_STATUS
+from gateway.forward.in_flight import InFlightRegistry
+from gateway.nodes.fleet import Fleet
+from gateway.schedule.decision_log import RATIO_BOUNDS
+from gateway.schedule.scheduler import Scheduler
+from gateway.store.store import Store
+from gateway.terms import Priority
+from gateway.watch.audit import AuditTrail
+from gateway.watch.metrics import (
+    BatchSample,
+    Histogram,
+    LedgerSample,
+    Metrics,
+    MetricsSnapshot,
+    NodeSample,
+    StoreSample,
+    TraceSample,
+)
+from gateway.watch.request_tracing import RequestTracing
+from gateway.web.asgi import HealthEndpoints, JsonResponse
+
+MOST_LISTED_WAITING = 100
+"""Most queued requests that are listed; `queue` counts them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusEndpoints:
+    """The endpoint of the gateway's status."""
+
+    fleet: Fleet
+    scheduler: Scheduler
+    registry: InFlightRegistry
+    gateway: GatewayControl
+    metrics: Metrics
+    health: HealthEndpoints
+    audit: AuditTrail
+
+    async def status(self, _: Request) -> Response:
+        """The gateway on one page."""
+        gateway, scheduler, nodes = self.gateway, self.scheduler, self.fleet.nodes.values()
+        has_gpu = scheduler.fleet_sync.has_gpu_tier
+        depths, error = scheduler.depths(), self.health.readiness_error()
+        uptime = gateway.clock() - gateway.started_at
+        started = datetime.now(UTC) - timedelta(seconds=uptime)
+        return JsonResponse(
+            {
+                "version": gateway.version,
+                "started_at": _iso(started.timestamp()),
+                "uptime": round(uptime, 3),
+                "ready": error is None,
+                "reason": None if error is None else error.code,
+                "in_flight": len(self.registry),
+                "queue": {priority.label: depths[priority] for priority in Priority},
+                "waiting": self._waiting(),
+                "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
+                "totals": totals_json(self.metrics),
+                "nodes": dict(Counter(node.state.value for node in nodes)),
+                "slots_total": sum(node.slots_total for node in nodes),
+                "slots_busy": sum(node.slots_busy for node in nodes),
+                "models_paused": sorted(self.fleet.model_index.paused_by_name),
+                "model_differences": differences_json(self.fleet.differences()),
+                "inventory_error": gateway.inventory_error,
+                "settings_error": gateway.settings_error,
+                "keys_lost": gateway.keys_lost,
+                "keys_unsaved": gateway.key_sync.unsaved,
+                "certificate_error": gateway.certificates.error,
+                "certificates": {
+                    key: {"expires_at": _iso(expires), "days_left": round(days_until(expires), 2)}
+                    for key, expires in gateway.certificates.expiry.items()
+                },
+                "store": store_json(gateway.store),
+                "audit_lost": self.audit.lost,
+                "ledger": ledger_json(gateway.ledger),
+            }
+        )
+
+    def _waiting(self) -> list[dict[str, Any]]:
+        now = self.scheduler.clock()
+        return [
+            {
+                "position": position,
+                "seconds": round(now - waiter.queued_at, 3),
+                "class": waiter.request.caller.priority.label,
+                "model": waiter.request.wanted.model,
+                "expected_start": round(wait, 3) if math.isfinite(wait) else None,
+            }
+            for position, (waiter, wait) in enumerate(
+                self.scheduler.predicted_waits(MOST_LISTED_WAITING), 1
+            )
+        ]
+
+
+def _iso(seconds: float) -> str:
+    """A time, in seconds since 1970, as people and programs read it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def days_until(seconds: float) -> float:
+    """Days until this time, in seconds since 1970; negative if it has passed."""
+    return (seconds - datetime.now(UTC).timestamp()) / 86400
+
+
+def store_json(store: Store | None) -> dict[str, Any]:
+    """The state of the store, the reason and the remedy; without a store its state is `off`."""
+    return {"state": "off"} if store is None else store.status().as_json()
+
+
+def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
+    """How many rows of the ledger wait, were written and were lost; None without a store."""
+    if ledger is None:
+        return None
+    return {
+        "pending": ledger.pending,
+        "written": ledger.written,
+        "recovered": ledger.recovered,
+        "dropped": ledger.dropped,
+        "error": ledger.problem,
+    }
+
+
+def totals_json(metrics: Metrics) -> dict[str, Any]:
+    """Counts of all requests that have ended. A client that disconnected is not a failure."""
+    statuses: Counter[int] = Counter()
+    prompt = completion = 0
+    for status, counts in metrics.counts_by_status():
+        statuses[status] += counts.requests
+        prompt += counts.prompt
+        completion += counts.completion
+    failures = {
+        str(status): count
+        for status, count in sorted(statuses.items())
+        if status >= 400 and status != CLIENT_CLOSED_STATUS
+    }
+    return {
+        "requests": statuses.total(),
+        "failures": sum(failures.values()),
+        "failures_by_code": failures,
+        "clients_left": statuses[CLIENT_CLOSED_STATUS],
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+    }
+
+
+class BackgroundSource(Protocol):
+    """Work that callers need not wait for, as metrics show it."""
+
+    def webhooks_waiting(self) -> int:
+        """Deliveries that wait in the store."""
+
+    def batch_sample(self) -> BatchSample | None:
+        """Batches at this time; None: there is no store."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSource:
+    """Reads the state of the gateway for `Metrics`, at each scrape."""
+
+    fleet: Fleet
+    scheduler: Scheduler
+    registry: InFlightRegistry
+    inventory_error: Callable[[], str | None]
+    retries_left: Callable[[], int]
+    certificate_expiry: Callable[[], Mapping[str, float]] = dict
+    """When the certificate of each listener with TLS expires, in seconds since 1970."""
+    store: Store | None = None
+    ledger: Ledger | None = None
+    background: BackgroundSource | None = None
+    tracing: RequestTracing | None = None
+
+    def __call__(self) -> MetricsSnapshot:
+        """The state now."""
+        background, accuracy = self.background, self.scheduler.accuracy
+        return MetricsSnapshot(
+            predictions={
+                name: Histogram.of(RATIO_BOUNDS, ratios.counts, ratios.sum)
+                for name, ratios in (
+                    ("first_token", accuracy.first_token),
+                    ("completion", accuracy.completion),
+                )
+            },
+            cached_expected=accuracy.cached_expected,
+            cached_found=accuracy.cached_found,
+            nodes=(
+                NodeSample(
+                    name=node.name,
+                    state=node.state.value,
+                    slots_total=node.slots_total,
+                    slots_busy=node.slots_busy,
+                    decode_tps=node.speed.decode_tps,
+                    prefill_tps=node.speed.prefill_tps,
+                    differs=bool(node.drift),
+                )
+                for node in list(self.fleet.nodes.values())
+            ),
+            queue=self.scheduler.depths(),
+            oldest=self.scheduler.waiters.longest_waits(self.scheduler.clock()),
+            queue_places=self.scheduler.settings.queue.max,
+            spill_money_left=self.scheduler.tier_policy.money_left(self.scheduler.clock()),
+            in_flight=len(self.registry),
+            paused_models=sorted(self.fleet.model_index.paused_by_name),
+            inventory_error=self.inventory_error() is not None,
+            retry_budget=self.retries_left(),
+            certificate_days_left={
+                key: days_until(expires) for key, expires in self.certificate_expiry().items()
+            },
+            store=self._store_sample(),
+            ledger=self._ledger_sample(),
+            webhooks_waiting=0 if background is None else background.webhooks_waiting(),
+            batches=None if background is None else background.batch_sample(),
+            traces=self._trace_sample(),
+        )
+
+    def _trace_sample(self) -> TraceSample | None:
+        if self.tracing is None or not self.tracing.active:
+            return None
+        counts = self.tracing.counts
+        dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
+        return TraceSample(counts.exported, dropped)
+
+    def _store_sample(self) -> StoreSample | None:
+        if self.store is None:
+            return None
+        status = self.store.status()
+        return StoreSample(up=status.up, waiting=status.waiting)
+
+    def _ledger_sample(self) -> LedgerSample | None:
+        ledger = self.ledger
+        if ledger is None:
+            return None
+        return LedgerSample(ledger.pending, ledger.written, ledger.recovered, ledger.dropped)

@@ -1,0 +1,806 @@
+"""Builds the gateway's objects, starts them and ends them; nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway import __version__, errors
+from gateway.admin.app import admin_app
+from gateway.admin.configuration import CertificateRenewal, ReloadResult, changed_keys
+from gateway.admin.live import live_feed
+from gateway.admin.nodes import DrainDeadlines
+from gateway.admin.status import MetricsSource
+from gateway.app import startup
+from gateway.app.background import BackgroundWork
+from gateway.app.handover import (
+    READY_TIMEOUT,
+    HandoverFailed,
+    InheritedState,
+    bind_listeners,
+    close_listeners,
+    open_listeners,
+    start_successor,
+    successor_environment,
+)
+from gateway.app.learnt import LearntMemory
+from gateway.app.metering import Metering
+from gateway.app.startup import (
+    Options,
+    StartError,
+    check_extras,
+    reread_admin_key,
+)
+from gateway.callers.callers import is_loopback
+from gateway.callers.key_sync import KeySync
+from gateway.callers.keys import AdminKeys, KeyRing
+from gateway.callers.ledger import Ledger
+from gateway.config.errors import ConfigError, Problem
+from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.listeners import LimitSettings
+from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
+from gateway.config.watch import watch_files
+from gateway.events import EventBus, InventoryChanged, SettingsChanged
+from gateway.forward.accounting import ProxyContext
+from gateway.forward.attempt import TimeoutMonitor
+from gateway.forward.forwarder import Forwarder
+from gateway.forward.in_flight import InFlightRegistry
+from gateway.http.certificates import CertificateError
+from gateway.http.listener import Listener
+from gateway.http.protocol import LINGER_SECONDS, protocol_class
+from gateway.http.request_head import HandlerConfig
+from gateway.lease import KeyedHash
+from gateway.nodes.calibration import Calibrator
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.state_files import DrainedNodes, PausedModels, PropertiesStore
+from gateway.openapi.document import openapi_json
+from gateway.request.routes import Route, routes_of
+from gateway.schedule.autoscaler import Autoscaler
+from gateway.schedule.lease_service import LocalLeaseService
+from gateway.schedule.scheduler import Scheduler
+from gateway.store.failures import StoreError
+from gateway.store.store import Store
+from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
+from gateway.transport.connection import TurnLimit
+from gateway.transport.pool import open_node_pool
+from gateway.transport.resolver import Resolver
+from gateway.watch.audit import AuditTrail
+from gateway.watch.event_log import log_events
+from gateway.watch.logs import Logs
+from gateway.watch.metrics import Metrics, MetricsSnapshot
+from gateway.watch.problems import StorageCondition
+from gateway.watch.request_tracing import RequestTracing
+from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
+from gateway.web.site import public_app, with_cors
+
+FIRST_PROBES_SECONDS = 10.0
+"""Most seconds to wait for the first probes before the gateway reports that it is ready."""
+
+STORE_SECONDS = 5.0
+"""Most seconds to wait for the store before the gateway serves without it, or ends."""
+
+FINAL_RESPONSE_SECONDS = 5.0
+"""Seconds for clients to read the error of their request, once the grace is over."""
+
+TASKS_SECONDS = 10.0
+"""Most seconds for the gateway's tasks to end, once they are cancelled."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Durations that are no settings, in seconds; each constant says what it is."""
+
+    first_probes: float = FIRST_PROBES_SECONDS
+    final_response: float = FINAL_RESPONSE_SECONDS
+    successor_ready: float = READY_TIMEOUT
+    linger: float = LINGER_SECONDS
+    progress: float = PROGRESS_SECONDS
+    store: float = STORE_SECONDS
+
+
+DEFAULT_TIMINGS = Timings()
+
+
+class Gateway:
+    """A gateway; the admin listener controls it and signals end it."""
+
+    version = __version__
+
+    def __init__(
+        self,
+        options: Options,
+        settings: Settings,
+        logs: Logs,
+        inherited: InheritedState | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+        timings: Timings = DEFAULT_TIMINGS,
+        resolver: Resolver | None = None,
+    ) -> None:
+        self.options = options
+        self.timings = timings
+        self._inherited = inherited or InheritedState()
+        self.settings = settings
+        self.clock = clock
+        self.started_at = self.clock()
+        self.stopping = asyncio.Event()
+        self._stop_requested = asyncio.Event()
+        self._stop_at_once = asyncio.Event()
+        self._successor: subprocess.Popen[bytes] | None = None
+        """The process that has taken over the sockets."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._handing_over = asyncio.Lock()
+        self._notifier = SystemdNotifier()
+        rng = rng or random.Random()
+        self._keyed_hash = KeyedHash(self._inherited.hash_key)
+        self.bus = EventBus(
+            lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
+        )
+        self._resolver, self._turn_limit = resolver or Resolver(), TurnLimit()
+        self.fleet = Fleet(
+            connect=functools.partial(
+                open_node_pool, resolver=self._resolver, turn=self._turn_limit
+            ),
+            health=settings.health,
+            timeouts=settings.timeouts,
+            bus=self.bus,
+            clock=self.clock,
+            rng=rng,
+            paused_models=PausedModels(startup.pauses_file(options)),
+            drained_nodes=DrainedNodes(startup.drains_file(options)),
+            properties_store=PropertiesStore(startup.properties_file(options)),
+        )
+        self.registry = InFlightRegistry()
+        self.scheduler = Scheduler(
+            self.fleet,
+            settings,
+            self.clock,
+            rng,
+            learn_pending=self.bus.flush,
+            yield_slot=self.registry.yield_slot,
+        )
+        self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
+        self.calibrator = Calibrator(self.fleet, self.bus, self.clock, rng)
+        self.tracing = RequestTracing(
+            settings.telemetry.traces, self.scheduler.decision_log, clock=self.clock, rng=rng
+        )
+        self.timeout_monitor = TimeoutMonitor(self.clock)
+        self.proxy_context = ProxyContext(
+            LocalLeaseService(self.scheduler, self.fleet),
+            settings,
+            self.bus,
+            self.timeout_monitor,
+            self.clock,
+            keyed_hash=self._keyed_hash,
+        )
+        self.forwarder = Forwarder(self.proxy_context)
+        self._loopback = is_loopback(settings.listen.host)
+        self.metering = Metering(
+            options,
+            settings,
+            access=self._inherited.anonymous_access,
+            fleet=self.fleet,
+            scheduler=self.scheduler,
+            registry=self.registry,
+            bus=self.bus,
+            clock=self.clock,
+        )
+        self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
+        config = self._handler_config(settings)
+        self.background = BackgroundWork(
+            options,
+            lambda: self.settings,
+            config.rules,
+            metering=self.metering,
+            fleet=self.fleet,
+            scheduler=self.scheduler,
+            context=self.proxy_context,
+            forwarder=self.forwarder,
+            registry=self.registry,
+            tracing=self.tracing,
+        )
+        self.handler = ProxyHandler(
+            config,
+            forwarder=self.forwarder,
+            queue=self.scheduler,
+            catalog=self.fleet.model_index,
+            registry=self.registry,
+            bus=self.bus,
+            clock=self.clock,
+            time_slicer=self.proxy_context.time_slicer,
+            meter=self.metering.meter,
+            progress_seconds=timings.progress,
+            storing=self.background.storing(self.fleet.model_index, self.scheduler),
+            tracing=self.tracing,
+        )
+        snapshot = MetricsSource(
+            self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
+            self.proxy_context.retries_left, lambda: self.certificates.expiry, self.store,
+            self.ledger, self.background, self.tracing,
+        )  # fmt: skip
+        self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
+        self.metrics = self.telemetry.metrics
+        self.drain_deadlines = DrainDeadlines(self.registry)
+        self.audit = AuditTrail(time.time, self.store)
+        self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
+        self.certificates = load_certificates(settings, self.fleet, self.audit)
+        self.live = live_feed(
+            self, self.fleet, self.scheduler, self.registry, self.bus, self.audit,
+            self.drain_deadlines,
+        )  # fmt: skip
+        self.learnt = LearntMemory.of_gateway(
+            self.fleet,
+            self.scheduler,
+            self.live.history,
+            self.bus,
+            self.key_ring,
+            self._keyed_hash,
+            self.store or startup.learnt_file(options),
+            startup.gateway_name(options, settings),
+            lambda: self.settings.prompts.remember,
+            has_hash_key=self._inherited.hash_key is not None,
+        )
+        self._files = FileReloader(
+            options,
+            settings=lambda: self.settings,
+            apply_settings=self._apply_settings,
+            fleet=self.fleet,
+            bus=self.bus,
+            audit=self.audit,
+            certificates=self.certificates,
+        )
+        self._routes: dict[bytes, Route] = {}
+        """What clients may ask of nodes; shared with the public listener's connections."""
+        self._created = int(time.time())
+        """The `created` of every model, which no reload changes."""
+        self._public_app = self._make_public_app()
+        self.public_listener: Listener | None = None
+        self.admin_listener: Listener | None = None
+
+    @property
+    def closing(self) -> bool:
+        """Whether the gateway is shutting down."""
+        return self.handler.closing
+
+    @property
+    def store(self) -> Store | None:
+        """The store; None: the settings have switched it off."""
+        return self.metering.store
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger of requests; None: there is no store."""
+        return self.metering.ledger
+
+    @property
+    def key_ring(self) -> KeyRing:
+        """The API keys in force."""
+        return self.metering.key_ring
+
+    @property
+    def key_sync(self) -> KeySync:
+        """Keeps the API keys in force equal to those of settings and store."""
+        return self.metering.key_sync
+
+    @property
+    def keys_lost(self) -> str | None:
+        """Why every request is refused, with the remedy; None: they are not."""
+        return self.key_ring.lost
+
+    @property
+    def storage(self) -> StorageCondition:
+        """Whether files and results of callers can be kept."""
+        return self.background.storage()
+
+    @property
+    def inventory_error(self) -> str | None:
+        """The problems of the inventory on disk, while an older one is in force."""
+        return self._files.inventory_error
+
+    @property
+    def settings_error(self) -> str | None:
+        """The problems of the settings on disk, while older ones are in force."""
+        return self._files.settings_error
+
+    # Start, shutdown and handover.
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self, inventory: Inventory, before_clients: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[None]:
+        """Serve while inside this context. Raises: StartError."""
+        open_files = raise_open_file_limit()
+        try:
+            self.metering.open_store()
+            self.public_listener, self.admin_listener = self._make_listeners(open_files)
+            await self.fleet.start(inventory)
+            self._start_task(self.autoscaler.run(), "start and stop standby nodes")
+            self._start_task(self._files.watch(inventory), "watch the files")
+            self._start_task(self.certificates.watch(), "watch the certificates")
+            self._start_task(self.audit.run(), "write the audit log")
+            self._start_task(self.live.run(), "read the live view")
+            self._start_task(self._notifier.feed_watchdog(), "feed the watchdog")
+            if self._inherited.ready_fd is not None:
+                # The predecessor serves until this process knows its nodes.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(
+                        self.fleet.first_probes_done.wait(), self.timings.first_probes
+                    )
+            await self.metering.load(self.timings.store)
+            await self.learnt.load(self.timings.store)
+            for loop in (*self.metering.loops(), *self.background.loops()):
+                self._start_task(loop.work, loop.name)
+            before_clients()
+            open_listeners(self.public_listener, self.admin_listener)
+            log.info(
+                "listening",
+                version=__version__,
+                public=self.public_listener.url,
+                admin=self.admin_listener.url,
+                nodes=len(self.fleet.nodes),
+                open_files=open_files,
+            )
+            self._warn_of_empty_pools()
+            self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
+            self._inherited.notify_ready()
+            self.audit.record("gateway", None, "start", __version__)
+            # Not earlier: the predecessor calibrates, and writes the file, until now.
+            self._start_task(self.calibrator.run(), "calibrate idle nodes")
+            self._start_task(self.fleet.properties_store.save_loop(), "save what nodes said")
+            waits = None if self._inherited.learnt_fd is None else self._inherited.wait_for_learnt
+            self._start_task(self.learnt.run(waits), "keep what was learnt")
+            yield
+        finally:
+            await self._close()
+
+    def stop(self) -> None:
+        """Shut down gracefully; called again, at once."""
+        if self._stop_requested.is_set():
+            self._stop_at_once.set()
+        self._stop_requested.set()
+        self.stopping.set()
+
+    def schedule_handover(self) -> None:
+        """Start a successor, and hand the sockets over once it is ready (SIGUSR2)."""
+        if not self.options.restart_command:
+            log.warning("no successor", why="only 'llama-gateway serve' can be succeeded")
+        elif not self.stopping.is_set() and not self._handing_over.locked():
+            self._start_task(self._hand_over(), "handover")
+
+    async def _hand_over(self) -> None:
+        assert self.public_listener is not None
+        assert self.admin_listener is not None
+        async with self._handing_over:
+            sockets = {"public": self.public_listener.sock, "admin": self.admin_listener.sock}
+            command = self.options.restart_command
+            log.info("starting a successor", command=command[0])
+            learnt_pipe = self.learnt.open_pipe()
+            try:
+                self._successor = await start_successor(
+                    command,
+                    sockets,
+                    from_systemd=self._inherited.from_systemd,
+                    hash_key=self._keyed_hash.key,
+                    learnt_pipe=learnt_pipe,
+                    extra_environment=successor_environment(
+                        self.key_ring.access,
+                        self.options.settings_file,
+                        customised=not self._files.has_defaults,
+                        had_admin_keys=self.admin_keys.needed,
+                    ),
+                    timeout=self.timings.successor_ready,
+                )
+            except HandoverFailed as error:
+                log.error("no successor", why=str(error))  # noqa: TRY400 - no traceback needed
+                self.audit.record("signal", None, "handover", "", "failed")
+                self.learnt.close_pipe()
+                return
+            finally:
+                learnt_pipe.close()
+            self.autoscaler.hand_over()
+            self.calibrator.stop()
+            self.background.stop()
+            self.fleet.properties_store.stop_saving()
+            self._notifier.notify(f"MAINPID={self._successor.pid}")
+            self.audit.record("signal", None, "handover", f"pid {self._successor.pid}")
+            self.stopping.set()
+
+    async def shut_down(self) -> int:
+        """Let requests in flight end within the grace; returns the exit status.
+
+        That is 0, or 1 if a second signal cut the grace short. After a handover, the grace begins
+        with a signal to end.
+        """
+        shutdown = self.settings.shutdown
+        assert self.public_listener is not None
+        if self._successor is not None:
+            log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
+            closing = asyncio.create_task(self._drain(self.public_listener))
+            await self.learnt.close(self.timings.store)
+            # Nobody waits for this process to end, so requests keep their usual time limits.
+            stopped = asyncio.create_task(self._stop_requested.wait())
+            await asyncio.wait([closing, stopped], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            self.background.end()
+        else:
+            self._notifier.notify("STOPPING=1")
+            self.audit.record("signal", None, "stop")
+            log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
+            self.handler.begin_shutdown()
+            self.calibrator.stop()
+            self.background.stop()
+            await self._unless_stopped(asyncio.sleep(shutdown.delay))
+            self.handler.reject_requests()
+            self.background.end()
+            closing = asyncio.create_task(self.public_listener.close())
+        try:
+            if not await self._unless_stopped(asyncio.wait([closing], timeout=shutdown.grace)):
+                return 1
+            if not closing.done():
+                await self._unless_stopped(self.background.give_up())
+                left = self.registry.cancel_where(lambda _: True, errors.shutting_down())
+                self.scheduler.refuse_all(errors.shutting_down)
+                log.warning("the grace is over", ended=left)
+                await self._unless_stopped(
+                    asyncio.wait([closing], timeout=self.timings.final_response)
+                )
+        finally:
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+        return 1 if self._stop_at_once.is_set() else 0
+
+    async def _drain(self, listener: Listener) -> None:
+        await listener.drain()
+        await self.background.drain()
+
+    async def _unless_stopped(self, awaitable: Awaitable[Any]) -> bool:
+        """Wait for it; returns False as soon as a second signal comes."""
+        work = asyncio.ensure_future(awaitable)
+        stopped = asyncio.create_task(self._stop_at_once.wait())
+        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for task in (work, stopped):
+            task.cancel()
+        await asyncio.gather(work, stopped, return_exceptions=True)
+        return not self._stop_at_once.is_set()
+
+    async def _close(self) -> None:
+        await self._end_tasks()
+        await close_listeners(self.public_listener, self.admin_listener)
+        await self.learnt.close(self.timings.store)
+        await self.background.aclose(self.timings.store)
+        self.drain_deadlines.close()
+        self.timeout_monitor.close()
+        self.scheduler.close()
+        await self.fleet.aclose()
+        self._resolver.close()
+        self.fleet.properties_store.save()
+        self.bus.flush()
+        await self.tracing.aclose()
+        await self.metering.write_pending(self.timings.store)
+        with contextlib.suppress(StoreError, TimeoutError):
+            await asyncio.wait_for(self.audit.flush(), self.timings.store)
+        await self.metering.close_store(self.timings.store)
+        log.info("ended")
+
+    async def _end_tasks(self) -> None:
+        tasks = set(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=TASKS_SECONDS)
+            for task in late:
+                log.error("a task does not end", task=task.get_name())
+
+    def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task failed", task=task.get_name(), exc_info=error)
+
+    # Listeners.
+
+    def _make_listeners(self, open_files: int) -> tuple[Listener, Listener]:
+        listen, admin = self.settings.listen, self.settings.admin
+        limits = self.settings.limits
+        most_public, most_admin = connection_limits(
+            open_files, limits.connections, limits.connections
+        )
+        if most_public < limits.connections:
+            log.warning(
+                "fewer connections than the settings say", most=most_public, open_files=open_files
+            )
+        file_key = None if admin.key_file is None else startup.read_admin_key(admin.key_file)
+        self.admin_keys.configure(admin.keys, file_key)
+        public_sock, admin_sock = bind_listeners(self.settings, self._inherited)
+        public = Listener(
+            self._serve_public,
+            public_sock,
+            protocol=protocol_class(
+                _with_connections(limits, most_public),
+                self.handler.serve,
+                listen.trusted_proxies,
+                routes=self._routes,
+                linger_seconds=self.timings.linger,
+                turn=self._turn_limit,
+            ),
+            keep_alive=listen.keep_alive,
+            tls=self.certificates.listeners.context_of("listen.tls"),
+        )
+        app = admin_app(
+            fleet=self.fleet,
+            scheduler=self.scheduler,
+            registry=self.registry,
+            metrics=self.metrics,
+            drain_deadlines=self.drain_deadlines,
+            gateway=self,
+            audit=self.audit,
+            reporter=self.metering.reporter,
+            document=self._openapi_document,
+            live=self.live,
+            handler=self.handler,
+            host=admin.host,
+            keys=self.admin_keys,
+            extra_hosts=admin.hosts,
+        )
+        protocol = protocol_class(
+            _with_connections(limits, most_admin),
+            linger_seconds=self.timings.linger,
+            turn=self._turn_limit,
+        )
+        return public, Listener(
+            app,
+            admin_sock,
+            protocol=protocol,
+            keep_alive=listen.keep_alive,
+            tls=self.certificates.listeners.context_of("admin.tls"),
+        )
+
+    def _openapi_document(self, listener: str | None) -> bytes:
+        ring, anonymous = self.handler.config.key_ring, self.settings.allow_anonymous
+        return openapi_json(
+            self.settings,
+            listener,
+            needs_key=len(ring) > 0 and not anonymous,
+            needs_admin_key=self.admin_keys.needed,
+        )
+
+    async def _serve_public(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._public_app(scope, receive, send)
+
+    def _make_public_app(self) -> ASGIApp:
+        """The public application under these settings, and the paths that do not go there."""
+        routes = routes_of(self.settings)
+        self._routes.clear()
+        self._routes.update((path.encode(), route) for path, route in routes.items())
+        usage = self.metering.caller_usage()
+        kept = self.background.kept_for_callers()
+        site = public_app(self.handler, self.fleet, usage, created=self._created, kept=kept)
+        return site if self.settings.cors is None else with_cors(site, self.settings.cors)
+
+    def _handler_config(self, settings: Settings) -> HandlerConfig:
+        return HandlerConfig.of(
+            settings,
+            loopback=self._loopback,
+            keyed_hash=self._keyed_hash,
+            key_ring=self.key_ring,
+        )
+
+    # Reload.
+
+    def schedule_reload(self) -> None:
+        """Reload both files, and read the certificates again (SIGHUP)."""
+        self._start_task(self._files.reload_on_signal(), "reload")
+
+    async def reload(self) -> ReloadResult:
+        """Reload both files, and read the certificates again. Raises: ConfigError."""
+        return await self._files.reload()
+
+    def _apply_settings(self, settings: Settings, admin_key: str | None) -> SettingsChanged:
+        """Put these settings in force, and the key of `admin.key_file`."""
+        self.admin_keys.configure(settings.admin.keys, admin_key)
+        old, self.settings = self.settings, settings
+        change = SettingsChanged(needs_restart=changed_restart_keys(old, settings))
+        self.proxy_context.usage_options.forget()
+        if settings == old:
+            return change
+        self.proxy_context.configure(settings)
+        self.scheduler.configure(settings)
+        self.autoscaler.configure(settings)
+        self.fleet.configure(settings.health, settings.timeouts)
+        self.metering.configure(settings)
+        self.handler.configure(self._handler_config(settings))
+        self.background.configure(settings, self.handler.config.rules)
+        self.telemetry.configure(settings)
+        self._public_app = self._make_public_app()
+        self.bus.publish(change)
+        self._warn_of_empty_pools()
+        return change
+
+    def _warn_of_empty_pools(self) -> None:
+        labels = (node.spec.labels for node in self.fleet.nodes.values())
+        for warning in startup.empty_pools(self.settings, labels):
+            log.warning("pool", warning=warning)
+
+
+def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
+    return limits.model_copy(update={"connections": connections})
+
+
+class Telemetry:
+    """What one gateway tells its operators; `snapshot` is called at each scrape."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        bus: EventBus,
+        logs: Logs,
+        snapshot: Callable[[], MetricsSnapshot],
+        tracing: RequestTracing,
+    ) -> None:
+        self.metrics = Metrics(bus, snapshot)
+        self._event_log = log_events(bus, logs)
+        self._logs = logs
+        self._tracing = tracing
+        self._configure_events(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Put these settings in force."""
+        self._configure_events(settings)
+        self._logs.configure(settings.logging.level)
+        self._tracing.configure(settings.telemetry.traces)
+
+    def _configure_events(self, settings: Settings) -> None:
+        self.metrics.configure(gen_ai=settings.telemetry.gen_ai_metrics)
+        logging = settings.logging
+        self._event_log.configure(logging.access_share if logging.access else 0.0)
+
+
+class FileReloader:
+    """Both files. An invalid one changes nothing, and does not keep the other from being read."""
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        settings: Callable[[], Settings],
+        apply_settings: Callable[[Settings, str | None], SettingsChanged],
+        fleet: Fleet,
+        bus: EventBus,
+        audit: AuditTrail,
+        certificates: CertificateRenewal,
+    ) -> None:
+        """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too."""
+        self.inventory_error: str | None = None
+        """The problems of the inventory on disk, while an older one is in force."""
+        self.settings_error: str | None = None
+        """The problems of the settings on disk, while older ones are in force."""
+        self._options = options
+        self._settings = settings
+        self._apply_settings = apply_settings
+        self._fleet = fleet
+        self._bus = bus
+        self._audit = audit
+        self._certificates = certificates
+        self._reloading = asyncio.Lock()
+
+    @property
+    def has_defaults(self) -> bool:
+        """Whether the settings in force are the defaults."""
+        return self._settings() == self._options.apply_to(Settings())
+
+    async def reload(self) -> ReloadResult:
+        """Reload both files, and read the certificates again.
+
+        Raises: ConfigError; then an invalid file has changed nothing.
+        """
+        async with self._reloading:
+            problems: list[Problem] = []
+            inventory_change = settings_change = None
+            try:
+                settings_change = await self._reload_settings()
+            except ConfigError as error:
+                problems += error.problems
+            try:
+                inventory_change = await self._reload_inventory()
+            except ConfigError as error:
+                problems += error.problems
+            problems += await self._certificates.reread()
+            if inventory_change is None or settings_change is None or problems:
+                raise ConfigError(problems)
+            return ReloadResult(inventory_change, settings_change)
+
+    async def reload_on_signal(self) -> None:
+        """Reload both files, and read the certificates again; problems are only told."""
+        self._audit.record("signal", None, "reload")
+        await self._reload_quietly("signal", inventory=True, settings=True)
+        await self._certificates.reread()
+
+    async def watch(self, inventory: Inventory) -> None:
+        """Reload each file when it changes; never ends. `inventory` is the one in force."""
+        options = self._options
+        paths = [path for path in (options.inventory_file, options.settings_file) if path]
+        edits = watch_files(paths)
+        # They may have been edited since the start, which may have taken minutes.
+        differs = await self._differs_from(inventory)
+        await self._reload_quietly("file", inventory=differs, settings=True)
+        async for changed in edits:
+            await self._reload_quietly(
+                "file",
+                inventory=options.inventory_file in changed,
+                settings=options.settings_file in changed,
+            )
+
+    async def _differs_from(self, inventory: Inventory) -> bool:
+        path = self._options.inventory_file
+        try:
+            return await asyncio.to_thread(load_inventory, path) != inventory
+        except (ConfigError, OSError):
+            return True
+
+    async def _reload_quietly(self, actor: str, *, inventory: bool, settings: bool) -> None:
+        async with self._reloading:
+            # Each file on its own: an invalid one must not keep the other from being read.
+            if settings:
+                before = self._settings()
+                with contextlib.suppress(ConfigError, OSError):
+                    await self._reload_settings()
+                changed = changed_keys(before, self._settings())
+                invalid = self.settings_error is not None
+                self._audit.record_settings(actor, changed, invalid=invalid)
+            if inventory:
+                change = None
+                with contextlib.suppress(ConfigError, OSError):
+                    change = await self._reload_inventory()
+                self._audit.record_inventory(actor, change)
+
+    async def _reload_inventory(self) -> InventoryChanged:
+        try:
+            inventory = await asyncio.to_thread(load_inventory, self._options.inventory_file)
+            change = self._fleet.apply(inventory)
+        except (ConfigError, OSError) as error:
+            self.inventory_error = str(error)
+            self._bus.publish(InventoryChanged(error=self.inventory_error))
+            raise
+        self.inventory_error = None
+        self._bus.publish(change)
+        return change
+
+    async def _reload_settings(self) -> SettingsChanged:
+        try:
+            # An empty file changes nothing: it may come of an unfinished edit or a full disk.
+            rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
+            path = self._options.settings_file
+            loaded = await asyncio.to_thread(load_settings, path, rejected=rejected)
+            settings = self._options.apply_to(loaded)
+            admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
+            check_extras(settings, path)
+        except (ConfigError, OSError) as error:
+            self.settings_error = str(error)
+            self._bus.publish(SettingsChanged(error=self.settings_error))
+            raise
+        self.settings_error = None
+        return self._apply_settings(settings, admin_key)
+
+
+def load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:
+    """The certificates of the settings, at the start. Raises: StartError."""
+    try:
+        return CertificateRenewal(settings, fleet, audit)
+    except CertificateError as error:
+        raise StartError(str(error), 2) from None

@@ -1,0 +1,295 @@
+"""Builds and runs what callers need not wait for: their files, and the work in them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+from gateway.app.metering import Metering, NamedLoop
+from gateway.app.startup import Options, batches_folder
+from gateway.catalog import RequestQueue, ServedModels
+from gateway.config.settings import Settings
+from gateway.forward.accounting import ProxyContext
+from gateway.forward.forwarder import Forwarder
+from gateway.forward.in_flight import InFlightRegistry
+from gateway.nodes.fleet import Fleet
+from gateway.request.preparation import RequestRules
+from gateway.schedule.core.tiers import dearest_token
+from gateway.schedule.scheduler import Scheduler
+from gateway.stored.background_requests import (
+    BACKGROUND_KINDS,
+    LEASE_SECONDS,
+    BackgroundRequests,
+    BackgroundRunner,
+)
+from gateway.stored.batch_registry import BatchRegistry
+from gateway.stored.claims import RowLeases, UnfinishedWork
+from gateway.stored.feeder import Feeder, Supply
+from gateway.stored.files import FileRegistry
+from gateway.stored.folder import DiskThreads, Folder, FolderFull
+from gateway.stored.response_log import ResponseLogs
+from gateway.stored.results import LineResults
+from gateway.stored.runner import RequestRunner
+from gateway.stored.webhooks import (
+    WebhookEvents,
+    WebhookPoster,
+    WebhookSender,
+    WebhookTargets,
+)
+from gateway.transport.resolver import Resolver
+from gateway.watch.metrics import BatchSample
+from gateway.watch.problems import StorageCondition
+from gateway.watch.request_tracing import RequestTracing
+from gateway.web.background import Storing
+from gateway.web.site import KeptForCallers
+
+
+class BackgroundWork:
+    """What one gateway keeps and does for callers that need not wait; without a store, nothing.
+
+    `settings` gives those in force.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        settings: Callable[[], Settings],
+        rules: RequestRules,
+        *,
+        metering: Metering,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        context: ProxyContext,
+        forwarder: Forwarder,
+        registry: InFlightRegistry,
+        tracing: RequestTracing,
+    ) -> None:
+        self._fleet = fleet
+        self._stopped = False
+        self._ends = asyncio.Event()
+        bus, clock = context.bus, context.clock
+        self.runner = RequestRunner(
+            settings(),
+            rules,
+            metering.key_ring,
+            metering.meter,
+            forwarder,
+            fleet.model_index,
+            registry,
+            bus,
+            context.time_slicer,
+            clock,
+            time.time,
+            tracing,
+        )
+        self.files: FileRegistry | None = None
+        """None: there is no store. So are the next ones."""
+        self.batches: BatchRegistry | None = None
+        self.feeder: Feeder | None = None
+        self._results: LineResults | None = None
+        self.webhook_targets = WebhookTargets(lambda: settings().webhooks)
+        self.webhook_events = WebhookEvents(self.webhook_targets, time.time)
+        self.webhook_sender: WebhookSender | None = None
+        self.requests: BackgroundRequests | None = None
+        """Stored responses and deferred requests."""
+        self._logs: ResponseLogs | None = None
+        self._request_runner: BackgroundRunner | None = None
+        # Not that of the nodes, which has names of theirs alone.
+        self._resolver = Resolver()
+        self._threads = DiskThreads()
+        """For batches and background requests; files have their own."""
+        store, ledger, process = metering.store, metering.ledger, metering.process
+        if store is None or ledger is None or process is None:
+            return
+        folder = Folder(
+            batches_folder(options, settings()),
+            most_bytes=lambda: settings().batches.folder_bytes,
+        )
+        self.files = FileRegistry(store, folder, lambda: settings().batches, time.time)
+        self.webhook_sender = WebhookSender(
+            store,
+            self.webhook_targets,
+            lambda: settings().webhooks,
+            WebhookPoster(self._resolver, time.time),
+            bus,
+            recorded=lambda: self.webhook_events.recorded,
+        )
+        self._results = LineResults(store, ledger, folder, self._threads, process, time.time, clock)
+        work = UnfinishedWork(store, folder, self._threads, clock)
+        leases = RowLeases(store, folder, self._threads, process, time.time)
+        supply = Supply(store, self.runner.target_of, clock, time.time)
+        self.feeder = Feeder(
+            supply, leases, self.runner, self._results, scheduler, work, clock, time.time
+        )
+        self.batches = BatchRegistry(
+            store,
+            folder,
+            lambda: settings().batches,
+            time.time,
+            clock,
+            self._threads,
+            work,
+            price=self._token_price,
+            on_end=self.webhook_events.batch_ended,
+            on_rows=self.feeder.wake,
+        )
+        self._logs = ResponseLogs(folder, self._threads, lambda: settings().limits.response_bytes)
+        self.requests = BackgroundRequests(
+            store,
+            folder,
+            self._threads,
+            self._logs,
+            self.webhook_events,
+            lambda: settings().batches,
+            time.time,
+            work,
+        )
+        self._request_runner = BackgroundRunner(
+            self.requests,
+            RowLeases(
+                store, folder, self._threads, process, time.time, LEASE_SECONDS, BACKGROUND_KINDS
+            ),
+            work,
+            self.runner,
+            scheduler,
+            ledger,
+            lambda: settings().batches,
+            time.time,
+            lambda: self._stopped,
+            lambda: ((node.name, node.spec.tier) for node in fleet.nodes.values()),
+        )
+
+    def configure(self, settings: Settings, rules: RequestRules) -> None:
+        """Run what is begun from now on by these; the rest reads its settings each time."""
+        self.runner.configure(settings, rules)
+
+    def storing(self, catalog: ServedModels, queue: RequestQueue) -> Storing:
+        """What the handler gives the requests to that are kept or made later."""
+        return Storing(self.requests, self.webhook_targets, catalog, queue)
+
+    def loops(self) -> Iterator[NamedLoop]:
+        """What must run while the gateway serves."""
+        if self.files is not None:
+            yield NamedLoop(self.files.run(), "remove expired files")
+        if self._results is not None:
+            yield NamedLoop(self._results.run(), "record results")
+        if self.batches is not None:
+            yield NamedLoop(self.batches.run(), "begin and end batches")
+        if self.feeder is not None:
+            yield NamedLoop(self.feeder.run(), "feed batches")
+        if self.requests is not None:
+            yield NamedLoop(self.requests.run(), "remove expired background requests")
+            yield NamedLoop(self._run_requests(), "run background requests")
+        if self.webhook_sender is not None:
+            yield NamedLoop(self.webhook_sender.run(), "deliver events to webhooks")
+
+    async def _run_requests(self) -> None:
+        """Run what waits and write its logs, which is to end last."""
+        assert self._logs is not None
+        assert self._request_runner is not None
+        logs = asyncio.create_task(self._logs.run())
+        try:
+            await self._request_runner.run()
+        finally:
+            logs.cancel()
+            await asyncio.gather(logs, return_exceptions=True)
+
+    # The end.
+
+    def stop(self) -> None:
+        """Begin no more of what waits: this gateway ends, or has a successor."""
+        self._stopped = True
+        if self.feeder is not None:
+            self.feeder.stop()
+
+    def end(self) -> None:
+        """The process is to end: nobody waits for what runs, and those who follow it break."""
+        self.stop()
+        self._ends.set()
+        if self.requests is not None:
+            self.requests.logs.cut()
+
+    async def give_up(self) -> None:
+        """End stored responses whose clients wait for them here, and would send them again."""
+        if self.requests is not None:
+            await self.requests.give_up()
+
+    async def drain(self) -> None:
+        """After `stop`: wait until what runs has ended, or until `end`."""
+        waits = [asyncio.create_task(one) for one in (self._idle(), self._ends.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _idle(self) -> None:
+        if self.feeder is not None:
+            await self.feeder.ended()
+        if self._request_runner is not None:
+            await self._request_runner.ended()
+
+    async def aclose(self, seconds: float) -> None:
+        """Record results that wait, within so many seconds; the loops have ended."""
+        if self._results is not None:
+            await self._results.close(seconds)
+        if self.files is not None:
+            self.files.close()
+        self._threads.close()
+        self._resolver.close()
+
+    # What others ask.
+
+    def kept_for_callers(self) -> KeptForCallers:
+        """What the public listener shows to callers."""
+        return KeptForCallers(self.files, self.batches, self.requests)
+
+    def webhooks_waiting(self) -> int:
+        """Deliveries that wait in the store."""
+        return 0 if self.webhook_sender is None else self.webhook_sender.waiting
+
+    def batch_sample(self) -> BatchSample | None:
+        """Batches at this time, for metrics; None: there is no store."""
+        if self.feeder is None:
+            return None
+        counts = self.feeder.counts
+        return BatchSample(
+            batches=counts.batches,
+            lines=counts.outcomes,
+            waiting=counts.waiting,
+            running=self.feeder.running,
+            claimed=self.feeder.claimed,
+            deferred=counts.deferred,
+            retried=counts.retried,
+            oldest_seconds=0.0 if counts.oldest is None else max(0.0, time.time() - counts.oldest),
+            results_blocked=self._results is not None and self._results.problem is not None,
+            folder_refusals=0 if self.files is None else self.files.folder.refusals,
+            folder_full=self.files is not None and self.files.folder.full is not None,
+        )
+
+    def storage(self) -> StorageCondition:
+        """Whether files and results can be kept."""
+        if self.files is None or self.batches is None or self._results is None:
+            return StorageCondition()
+        upkeep, blocked = self.batches.upkeep, self._results.disk_error
+        error = blocked or self.files.folder.full or upkeep.folder_error
+        return StorageCondition(
+            error=None if error is None else str(error),
+            is_full=isinstance(error, FolderFull),
+            results=0 if blocked is None else self._results.pending,
+            full_callers=sorted(upkeep.full_owners),
+        )
+
+    def _token_price(self, model: str | None) -> float | None:
+        """The mean cost of a token on the nodes that serve a model; None: unknown."""
+        index = self._fleet.model_index
+        if model is None:
+            names = index.one_name_each(index.model_names())
+            model = names[0] if len(names) == 1 else None
+        nodes = index.nodes_for(model) if model is not None else ()
+        prices = [
+            dearest_token(node.spec, node.slots_total, node.speed.decode_tps) for node in nodes
+        ]
+        return sum(prices) / len(prices) if any(prices) else None

@@ -1,0 +1,183 @@
+"""Builds and runs what counts the gateway's use: store, API keys, limits, ledger and reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NamedTuple
+
+import structlog
+
+from gateway.app.startup import Options, keys_file, store_location
+from gateway.callers.key_sync import KeySync
+from gateway.callers.keys import AnonymousAccess, KeyRing
+from gateway.callers.ledger import Ledger
+from gateway.callers.limit_sync import LimitSync
+from gateway.callers.limits import LimitBook
+from gateway.callers.meter import Meter
+from gateway.callers.money import NodeHoursRecorder
+from gateway.callers.processes import ProcessIdentity
+from gateway.callers.reports import CallerUsage, Reporter
+from gateway.callers.retention import Retention
+from gateway.config.settings import Settings
+from gateway.events import EventBus, LimitReached
+from gateway.forward.in_flight import InFlightRegistry
+from gateway.nodes.fleet import Fleet, GpuCosts, alive_nodes
+from gateway.schedule.core.tiers import cost_of
+from gateway.schedule.scheduler import Scheduler
+from gateway.store.store import Store, log_store_change
+
+log = structlog.get_logger()
+LEAST_SECONDS = 0.1
+"""For each step of a start, when a store that does not answer has used up the time."""
+
+
+class NamedLoop(NamedTuple):
+    """Work that goes on until the gateway ends; its owner cancels it."""
+
+    work: Coroutine[Any, Any, None]
+    name: str
+
+
+class Metering:
+    """What counts the use of one gateway; without a store it counts in memory alone."""
+
+    def __init__(
+        self,
+        options: Options,
+        settings: Settings,
+        *,
+        access: AnonymousAccess,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        registry: InFlightRegistry,
+        bus: EventBus,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._clock = clock
+        location = store_location(options, settings)
+        self.store = None if location is None else Store(location, on_change=log_store_change)
+        self.key_ring = KeyRing(access=access, is_complete=self.store is None)
+        self.key_sync = KeySync(self.store, self.key_ring, keys_file(options))
+        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book = LimitBook(
+            settings,
+            clock=clock,
+            learn_pending=bus.flush,
+            dearest_token=scheduler.dearest_token,
+            on_refusal=lambda limit, scope: bus.publish(LimitReached(limit, scope)),
+        )
+        self.ledger: Ledger | None = None
+        self.reporter: Reporter | None = None
+        self.process: ProcessIdentity | None = None
+        """This process in the store; None: there is no store."""
+        self._limit_sync: LimitSync | None = None
+        if self.store is None:
+            self.meter = Meter(self.limit_book, bus)
+            return
+        process = self.process = ProcessIdentity.of_this_process(time.time())
+        self.ledger = Ledger(
+            self.store,
+            process,
+            now=time.time,
+            clock=clock,
+            # The meter is made with the ledger.
+            open_requests=lambda before: self.meter.open_requests(before),  # noqa: PLW0108
+        )
+        self.meter = Meter(
+            self.limit_book,
+            bus,
+            process=process.id,
+            add_row=self.ledger.add,
+            tokens_so_far=registry.tokens_so_far,
+            gpu_cost=GpuCosts(fleet, clock).of,
+            slot_seconds_so_far=registry.slot_seconds_so_far,
+            cost_of_use=self._cost_of_use,
+        )
+        ledger = self.ledger
+        self._limit_sync = LimitSync(
+            self.limit_book,
+            self.store,
+            process.id,
+            clock=clock,
+            recovered=lambda: ledger.recovered,
+        )
+        self.reporter = Reporter(self.store)
+
+    def configure(self, settings: Settings) -> None:
+        """Put the keys, limits and retention of these settings in force."""
+        self._settings = settings
+        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book.configure(settings)
+
+    def caller_usage(self) -> CallerUsage:
+        """What callers may read of their own use."""
+        return CallerUsage(self.limit_book, self.reporter, time.time, self._clock)
+
+    def _cost_of_use(
+        self, node: str | None, prompt: int, completion: int, slot_seconds: float
+    ) -> float:
+        """The price of so many tokens, or of so many seconds of a slot, on a node."""
+        found = None if node is None else self._fleet.nodes.get(node)
+        if found is None:
+            return 0.0
+        return cost_of(
+            found.spec,
+            found.slots_total,
+            prompt=prompt,
+            completion=completion,
+            slots=1,
+            seconds=slot_seconds,
+        )
+
+    # Start and end.
+
+    def open_store(self) -> None:
+        """Begin to open the store; `load` waits for it."""
+        if self.store is not None:
+            self.store.start()
+
+    async def load(self, seconds: float) -> None:
+        """Read keys and counters, before the first request, within about so many seconds in all.
+
+        A predecessor may have used up what is left of a limit. What the store can't tell in time
+        is read later.
+        """
+        end = self._clock() + seconds
+
+        def left() -> float:
+            return max(LEAST_SECONDS, end - self._clock())
+
+        if self.store is not None:
+            await self.store.wait_opened(seconds)
+        await self.key_sync.start(left())
+        if self.ledger is not None:
+            await self.ledger.start(left())
+        if self._limit_sync is not None:
+            self.limit_book.prepare(self.key_ring.callers())
+            await self._limit_sync.start(left())
+
+    def loops(self) -> Iterator[NamedLoop]:
+        """What must run from `load` on."""
+        yield NamedLoop(self.key_sync.run(), "follow the API keys")
+        if self.ledger is not None:
+            yield NamedLoop(self.ledger.worker.run(), "write the ledger")
+        if self._limit_sync is not None:
+            yield NamedLoop(self._limit_sync.worker.run(), "follow the use of other processes")
+        if self.store is not None and self.reporter is not None:
+            hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self._fleet), time.time)
+            yield NamedLoop(hours.run(), "record the hours of nodes")
+            kept = Retention(self.reporter, lambda: self._settings.store.retention, time.time)
+            yield NamedLoop(kept.worker.run(), "sum up old usage")
+
+    async def write_pending(self, seconds: float) -> None:
+        """Write what the ledger has not written, within so many seconds."""
+        if self.ledger is not None:
+            await self.ledger.close(seconds)
+
+    async def close_store(self, seconds: float) -> None:
+        """Close the store within so many seconds, or leave it as it is."""
+        if self.store is not None and not await self.store.aclose(seconds):
+            log.warning("the store does not answer and was left as it is")

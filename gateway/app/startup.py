@@ -1,0 +1,340 @@
+"""The command line's options, and the checks before a gateway starts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gateway.callers.callers import (
+    admin_listener_problem,
+    is_loopback,
+    port_conflict,
+    proxied_listener_problem,
+    public_listener_problem,
+)
+from gateway.callers.key_sync import count_stored_keys
+from gateway.config.cache_privacy import has_labels
+from gateway.config.errors import ConfigError, Problem
+from gateway.config.fields import is_host
+from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.settings import RejectedFiles, Settings, load_settings
+from gateway.config.store import STORE_OFF
+from gateway.http.certificates import CertificateError, load_certificate
+from gateway.system import install_command
+from gateway.transport.pool import node_address
+from gateway.watch.request_tracing import has_otel
+
+if TYPE_CHECKING:
+    from gateway.store.database import StoreLocation
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of the command line; None: the settings file decides."""
+
+    inventory_file: Path
+    settings_file: Path | None = None
+    host: str | None = None
+    port: int | None = None
+    admin_host: str | None = None
+    admin_port: int | None = None
+    admin_key_file: Path | None = None
+    allow_anonymous: bool = False
+    state_dir: Path | None = None
+    """Folder of the state files; by default systemd's, else the user's."""
+    store_dir: Path | None = None
+    """Folder of the store, where the settings name none; by default that of the state files."""
+    restart_command: tuple[str, ...] = ()
+    """The command that starts a successor; empty: no handover is possible."""
+
+    def apply_to(self, settings: Settings) -> Settings:
+        """The settings, overridden by these options."""
+        listen = {"host": self.host, "port": self.port}
+        admin = {"host": self.admin_host, "port": self.admin_port, "key_file": self.admin_key_file}
+        return settings.model_copy(
+            update={
+                "listen": settings.listen.model_copy(update=_given(listen)),
+                "admin": settings.admin.model_copy(update=_given(admin)),
+                "allow_anonymous": settings.allow_anonymous or self.allow_anonymous,
+            }
+        )
+
+
+class StartError(Exception):
+    """The gateway can't start; `status` is the process's exit status."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StartProblem(NamedTuple):
+    """What keeps a gateway from starting although its files are valid."""
+
+    key: str
+    """Key of the settings or the inventory."""
+    message: str
+    """With the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartupCheck:
+    """Both files, and everything that would keep a gateway from starting with them."""
+
+    settings: Settings | None
+    """None: the file has problems. Likewise for the inventory."""
+    inventory: Inventory | None
+    problems: tuple[Problem, ...]
+    """Of both files."""
+    start_problems: tuple[StartProblem, ...]
+
+
+def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck:
+    """Check everything; nothing is started and nothing is sent.
+
+    A blank settings file is a problem; one with comments alone is too, unless `allow_empty`.
+    """
+    problems: list[Problem] = []
+    start_problems: list[StartProblem] = []
+    settings = inventory = None
+    try:
+        rejected: RejectedFiles = "blank" if allow_empty else "empty"
+        settings = options.apply_to(load_settings(options.settings_file, rejected=rejected))
+        start_problems += _listener_problems(settings, _count_keys(options, settings))
+        if lacks_otel(settings):
+            start_problems.append(
+                StartProblem(_TRACES_KEY, f"{_TRACES_KEY}: {_NO_OTEL}: {_otel_remedy()}")
+            )
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        inventory = load_inventory(options.inventory_file)
+        start_problems += _node_tls_problems(inventory)
+    except ConfigError as error:
+        problems += error.problems
+    return StartupCheck(settings, inventory, tuple(problems), tuple(start_problems))
+
+
+def load_checked(options: Options, *, allow_empty: bool = True) -> tuple[Settings, Inventory]:
+    """Both files, checked by `check_startup`. Raises: StartError, with every problem."""
+    check = check_startup(options, allow_empty=allow_empty)
+    messages = [str(ConfigError(check.problems))] if check.problems else []
+    messages += [problem.message for problem in check.start_problems]
+    if messages or check.settings is None or check.inventory is None:
+        raise StartError("\n".join(messages), status=2)
+    return check.settings, check.inventory
+
+
+def empty_pools(settings: Settings, labels: Iterable[Mapping[str, str]]) -> Iterator[str]:
+    """Warnings of pools (`cache.nodes`) that no node belongs to; `labels`: those of each node."""
+    specs = {
+        "cache": settings.cache,
+        **{f"groups.{name}.cache": group.cache for name, group in settings.groups.items()},
+        **{f"keys[{number}].cache": key.cache for number, key in enumerate(settings.keys)},
+    }
+    nodes = list(labels)
+    for place, spec in specs.items():
+        wanted = tuple(sorted(spec.nodes.items())) if spec is not None and spec.nodes else ()
+        if not any(has_labels(one, wanted) for one in nodes) and wanted:
+            pool = ", ".join(f"{name}={value}" for name, value in wanted)
+            yield (
+                f"{place}.nodes: no node of the inventory has the labels {pool}, so requests that "
+                "need them get 404; give nodes these labels, or correct them"
+            )
+
+
+def _count_keys(options: Options, settings: Settings) -> int:
+    """The API keys of settings and store, as far as it matters: 0 only where there surely are none.
+
+    The store is asked only if the start depends on it. If it can't be read, there may be keys: the
+    gateway starts, and refuses everybody until it knows.
+    """
+    listen = settings.listen
+    is_open = not is_loopback(listen.host) or bool(listen.trusted_proxies)
+    if settings.keys or settings.allow_anonymous or not is_open:
+        return len(settings.keys)
+    location = store_location(options, settings)
+    if location is None:
+        return 0
+    stored = count_stored_keys(location, keys_file(options))
+    return 1 if stored is None else stored
+
+
+def _listener_problems(settings: Settings, keys: int) -> Iterator[StartProblem]:
+    """What keeps the listeners from starting with these settings, and so many API keys."""
+    listen, admin = settings.listen, settings.admin
+    for key, host in (("listen.host", listen.host), ("admin.host", admin.host)):
+        if not is_host(host.strip("[]")):
+            yield StartProblem(key, f"{key}: {host!r} is no address; write one, or a host's name")
+    for key, problem in (
+        (
+            "listen.host",
+            public_listener_problem(
+                listen.host, keys=keys, allow_anonymous=settings.allow_anonymous
+            ),
+        ),
+        (
+            "listen.trusted_proxies",
+            proxied_listener_problem(
+                proxies=len(listen.trusted_proxies),
+                keys=keys,
+                allow_anonymous=settings.allow_anonymous,
+            ),
+        ),
+        (
+            "admin.host",
+            admin_listener_problem(
+                admin.host, has_key=admin.key_file is not None or bool(admin.keys)
+            ),
+        ),
+        ("listen.port", port_conflict(listen.host, admin.host, listen.port, admin.port)),
+    ):
+        if problem is not None:
+            yield StartProblem(key, problem)
+    if admin.key_file is not None:
+        try:
+            read_admin_key(admin.key_file)
+        except StartError as error:
+            yield StartProblem("admin.key_file", str(error))
+    for key, files in (("listen.tls", listen.tls), ("admin.tls", admin.tls)):
+        if files is not None:
+            try:
+                load_certificate(files)
+            except CertificateError as error:
+                yield StartProblem(key, f"{key}: {error}")
+
+
+def _node_tls_problems(inventory: Inventory) -> Iterator[StartProblem]:
+    for number, spec in enumerate(inventory.nodes):
+        try:
+            node_address(spec)
+        except OSError as error:
+            yield StartProblem(
+                f"nodes[{number}].tls",
+                f"the TLS files of the node '{spec.name}' can't be used ({error}): name PEM files "
+                "in its tls (ca, cert, key)",
+            )
+
+
+_TRACES_KEY = "telemetry.traces.endpoint"
+_NO_OTEL = "traces need OpenTelemetry's packages, which are not installed"
+
+
+def _otel_remedy() -> str:
+    return f"{install_command('otel')}, or remove the key"
+
+
+def lacks_otel(settings: Settings) -> bool:
+    """Whether these settings need the extra `otel`, which is not installed."""
+    return settings.telemetry.traces.endpoint is not None and not has_otel()
+
+
+def check_extras(settings: Settings, path: Path | None) -> None:
+    """Check at a reload that what these settings of a file need is there. Raises: ConfigError."""
+    if lacks_otel(settings):
+        raise ConfigError([Problem(path or Path(), 0, _TRACES_KEY, _NO_OTEL, _otel_remedy())])
+
+
+def read_admin_key(path: Path) -> str:
+    """The admin key in this file. Raises: StartError."""
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text"
+        raise StartError(
+            f"{path}: the admin key can't be read: {why}; make the file, or name "
+            "another with --admin-key-file (admin.key_file)",
+            status=2,
+        ) from None
+    if not key:
+        raise StartError(f"{path}: the file holds no admin key; write one into it", status=2)
+    return key
+
+
+def reread_admin_key(path: Path | None) -> str | None:
+    """The key of `admin.key_file`, if it is set, at a reload. Raises: ConfigError."""
+    try:
+        return None if path is None else read_admin_key(path)
+    except StartError as error:
+        raise ConfigError([Problem(path or Path(), 0, "admin.key_file", str(error))]) from None
+
+
+def drains_file(options: Options) -> Path:
+    """The file that keeps the drained nodes of this inventory over a restart."""
+    return _state_file(options, "drains")
+
+
+def pauses_file(options: Options) -> Path:
+    """The file that keeps the paused models of this inventory over a restart."""
+    return _state_file(options, "paused")
+
+
+def properties_file(options: Options) -> Path:
+    """The file that keeps what the nodes of this inventory last reported over a restart."""
+    return _state_file(options, "seen")
+
+
+def learnt_file(options: Options) -> Path:
+    """The file that keeps what was learnt over a restart, where there is no store."""
+    return _state_file(options, "learnt")
+
+
+def gateway_name(options: Options, settings: Settings) -> str:
+    """Tells this gateway from others of its store, and is the same after a restart.
+
+    SQLite's file is on one host, whose name may be another after each start of a container.
+    """
+    listen = settings.listen
+    location = store_location(options, settings)
+    host = socket.gethostname() if location is not None and location.path is None else ""
+    place = f"{host} {options.inventory_file.absolute()} {listen.host} {listen.port}"
+    return hashlib.sha256(place.encode()).hexdigest()[:16]
+
+
+def keys_file(options: Options) -> Path:
+    """The file that keeps the hashes of the store's keys for a start without the store.
+
+    It is beside a store that has a folder of its own: the other state files may be temporary.
+    """
+    if options.store_dir is not None:
+        return options.store_dir / "keys.json"
+    return _state_file(options, "keys")
+
+
+def batches_folder(options: Options, settings: Settings) -> Path:
+    """The folder of callers' files, and of what batches write."""
+    return settings.batches.folder or (options.state_dir or state_folder()) / "batches"
+
+
+def store_location(options: Options, settings: Settings) -> StoreLocation | None:
+    """Where the store is; None: the settings have switched it off."""
+    # Late: SQLAlchemy would slow the commands that need no store, such as `check`.
+    from gateway.store.database import locate_store
+
+    url = settings.store.url
+    if url == STORE_OFF:
+        return None
+    return locate_store(url, options.store_dir or options.state_dir or state_folder())
+
+
+def state_folder() -> Path:
+    """The folder for what is kept over a restart: systemd's, else the user's."""
+    if systemd := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]:
+        return Path(systemd)
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "llama-gateway"
+
+
+def _state_file(options: Options, name: str) -> Path:
+    folder = options.state_dir or state_folder()
+    inventory_id = hashlib.sha256(str(options.inventory_file.absolute()).encode()).hexdigest()[:12]
+    return folder / f"{name}-{inventory_id}.json"
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,1 @@
+"""API keys, callers and their classes, and what callers use, may use and pay."""

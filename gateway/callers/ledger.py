@@ -1,0 +1,596 @@
+"""The ledger: a row for each request that was admitted, written to the store in batches.
+
+Rows wait in memory for a quarter of a second. A request that has been running for twice as long is
+in `open_requests` until the transaction that writes its row: so a gateway that is killed loses no
+more than the requests of its last second, and leaves the others to be recovered
+(`callers/processes.py`). Writes begin by the clock, however long the ones before took, and where
+they are slow, requests are journaled younger. A batch whose commit may or may not have happened is
+written again, since rows that are there already are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+import structlog
+from sqlalchemy import Connection, Table
+
+from gateway.callers.processes import (
+    HEARTBEAT_SECONDS,
+    LOST,
+    MOST_TAKEN,
+    ProcessIdentity,
+    ProcessWatch,
+    SeenProcess,
+    register,
+    seen_processes,
+    take_open_requests,
+    unregister,
+)
+from gateway.store.database import sqlite_driver
+from gateway.store.failures import StoreError
+from gateway.store.schema import open_requests, usage
+from gateway.store.worker import StoreWorker
+
+FLUSH_SECONDS = 0.25
+"""Seconds from the beginning of a flush to that of the next one."""
+
+JOURNALED_WITHIN = 0.5
+"""Age by which a request that still runs is to be in the store."""
+
+DELAY_DECAY = 0.9
+"""What is left of the longest delay of a flush with each further one: half of it after 1.6 s."""
+
+FLUSH_ROWS = 500
+"""Rows that are written before that time is over."""
+
+ROWS_PER_STATEMENT = 25
+"""Rows of one statement of SQLite: with all columns fewer than 999 parameters."""
+
+MOST_ROWS_AT_ONCE = 5_000
+"""Rows of one transaction."""
+
+MOST_PENDING = 100_000
+"""Rows that wait while the store fails, about 50 MB; beyond them the oldest are dropped."""
+
+MOST_REFRESHED = 1_000
+"""Open requests whose tokens are brought up to date in one transaction, in turns."""
+
+WALKED_AT_ONCE = 200
+"""Open requests that are looked at in one turn of the event loop: two milliseconds."""
+
+REFRESH_SLOT_SECONDS = 1.0
+"""Slot seconds after which a request is brought up to date that has no new tokens."""
+
+RECOVERY_SECONDS = 15.0
+"""Seconds between two looks for dead processes."""
+
+WARNING_SECONDS = 60.0
+"""Seconds between two warnings that rows are dropped."""
+
+UsageRow = tuple[Any, ...]
+"""The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request."""
+
+ROW_COLUMNS: Final = (
+    "id", "process", "started_at", "ended_at", "key", "group_name", "user", "model", "class",
+    "tier", "node", "path", "stream", "prompt_tokens", "cached_tokens", "completion_tokens",
+    "slot_seconds",
+    "cost", "gpu_cost", "attempts", "status", "outcome",
+)  # fmt: skip
+
+_GROUP, _USER, _GPU_COST, _STREAM = (
+    ROW_COLUMNS.index(name) for name in ("group_name", "user", "gpu_cost", "stream")
+)
+
+_OPEN_COLUMNS: Final = (
+    "id", "process", "started_at", "updated_at", "key", "group_name", "user", "model", "class",
+    "tier", "node", "path", "stream", "reserved_tokens", "reserved_cost", "prompt_tokens",
+    "completion_tokens", "slot_seconds", "cost",
+)  # fmt: skip
+
+_OPEN_UPDATES: Final = (
+    "updated_at", "model", "tier", "node", "prompt_tokens", "completion_tokens", "slot_seconds",
+    "cost",
+)  # fmt: skip
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+class JobRunner(Protocol):
+    """The part of `gateway.store.store.Store` that the ledger uses."""
+
+    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
+        """Run a job in a transaction of its own. Raises: StoreError."""
+
+
+class OpenRequest(NamedTuple):
+    """A request that still runs, as the journal has it."""
+
+    id: str
+    started_at: float
+    key: str
+    group: str | None
+    user: str | None
+    model: str
+    class_: str
+    tier: str | None
+    node: str | None
+    path: str
+    stream: bool
+    reserved_tokens: int
+    reserved_cost: float
+    prompt_tokens: int
+    completion_tokens: int
+    slot_seconds: float = 0.0
+    cost: float = 0.0
+
+
+OpenRequests = Callable[[float], Iterable[OpenRequest]]
+"""The requests that still run and were admitted before a Unix time, the oldest first."""
+
+
+@dataclass(slots=True, eq=False)
+class Ledger:
+    """Writes the rows of one process. `worker` must run in a task while there are any.
+
+    `now` is Unix time, `clock` monotonic seconds.
+    """
+
+    store: JobRunner
+    own: ProcessIdentity
+    now: Callable[[], float]
+    clock: Callable[[], float]
+    open_requests: OpenRequests
+    most_pending: int = MOST_PENDING
+    flush_rows: int = FLUSH_ROWS
+    written: int = 0
+    """Rows that were written; those of recovered requests included."""
+    recovered: int = 0
+    """Requests of dead processes that were written."""
+    dropped: int = 0
+    """Rows that were dropped, since too many waited."""
+    worker: StoreWorker = field(init=False)
+    _waiting: deque[UsageRow] = field(default_factory=deque)
+    _batch: list[UsageRow] = field(default_factory=list)
+    """The rows that are being written, until that is known to have happened."""
+    _sequence: int = 0
+    """Number of the last row that was written, or may have been."""
+    _journal: dict[str, OpenRequest | None] = field(default_factory=dict)
+    """Each open request as the store has it; None: it may not have the request."""
+    _removed: list[str] = field(default_factory=list)
+    """Open requests that the store must forget, since their rows were dropped."""
+    _refresh_after: str = ""
+    """The open request that was refreshed last."""
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while rows are written: other processes read them in the order of their numbers."""
+    _watch: ProcessWatch = field(init=False)
+    _next_heartbeat: float = 0.0
+    _next_recovery: float = 0.0
+    _more_to_recover: bool = False
+    _flush_delay: float = 0.0
+    """Seconds by which the journal is behind: how late a flush began, and how long it took. The
+    longest of late, less with each flush since."""
+    _next_drop_warning: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._watch = ProcessWatch(self.own, self.clock)
+        self.worker = StoreWorker(
+            self._timed_step,
+            FLUSH_SECONDS,
+            first=0.0,
+            on_away=lambda why: log.warning(
+                "usage waits for the store", rows=self.pending, why=why
+            ),
+            clock=self.clock,
+        )
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last transaction failed; None: it did not."""
+        return self.worker.problem
+
+    @property
+    def pending(self) -> int:
+        """Rows that wait to be written."""
+        return len(self._waiting) + len(self._batch)
+
+    def add(self, row: UsageRow) -> None:
+        """A request has ended."""
+        waiting = self._waiting
+        waiting.append(row)
+        count = len(waiting)
+        if count == self.flush_rows:
+            self.worker.wake()
+        elif count + len(self._batch) > self.most_pending:
+            self._drop_oldest()
+
+    async def write_with(self, job: Callable[[Connection], Sequence[UsageRow]]) -> None:
+        """Do a job of the store, and write the rows that it returns in the same transaction.
+
+        At most `MOST_ROWS_AT_ONCE`; those that are there stay. Raises: StoreError, or the job's own
+        error: then it may be done again.
+        """
+        async with self._turn:
+            first, written = self._sequence + 1, MOST_ROWS_AT_ONCE
+
+            def work(connection: Connection) -> int:
+                rows = job(connection)
+                assert len(rows) <= MOST_ROWS_AT_ONCE, "more rows than numbers"
+                insert_rows(connection, rows, first)
+                return len(rows)
+
+            try:
+                written = await self.store.run(work)
+                self.written += written
+            finally:
+                self._sequence += written  # others may have read them, though it failed for us
+
+    def _drop_oldest(self) -> None:
+        row = self._waiting.popleft()
+        self.dropped += 1
+        if self._journal.pop(row[0], 0) != 0 and len(self._removed) < self.most_pending:
+            self._removed.append(row[0])
+        if self.clock() >= self._next_drop_warning:
+            self._next_drop_warning = self.clock() + WARNING_SECONDS
+            log.error(
+                "usage is lost",
+                dropped=self.dropped,
+                why=f"{self.most_pending} rows wait for a store that fails: {self.problem}",
+            )
+
+    # The loop.
+
+    async def start(self, limit: float) -> None:
+        """Register this process and recover what dead ones left, within `limit` seconds if so."""
+        try:
+            async with asyncio.timeout(limit):
+                await self._step()
+                while self._more_to_recover:
+                    await self._step()
+        except StoreError as error:
+            self.worker.failed(str(error))
+        except TimeoutError:
+            self.worker.failed("the store has not answered yet")
+
+    async def close(self, limit: float) -> None:
+        """Write what waits, within `limit` seconds; call it when `run` has ended."""
+        try:
+            async with asyncio.timeout(limit):
+                while self.pending:
+                    await self._flush()
+                if not self._journal:
+                    await self.store.run(lambda connection: unregister(connection, self.own))
+        except (TimeoutError, StoreError) as error:
+            self.worker.failed(str(error) or "the store does not answer")
+        if self.pending:
+            log.error("usage is lost", rows=self.pending, why=self.problem)
+
+    async def _timed_step(self) -> None:
+        """Do a step, and learn how far the journal is behind."""
+        began, due = self.clock(), self.worker.due
+        late = 0.0 if due is None else max(0.0, began - due)
+        try:
+            await self._step()
+        finally:
+            took = self.clock() - began
+            self._flush_delay = max(DELAY_DECAY * self._flush_delay, late + took)
+        if self.pending >= self.flush_rows:
+            self.worker.wake()
+
+    async def _step(self) -> None:
+        """Write what is due, and look for dead processes now and then. Raises: StoreError."""
+        more, self._more_to_recover = self._more_to_recover, False
+        await self._flush()
+        if more or self.clock() >= self._next_recovery:
+            self._next_recovery = self.clock() + RECOVERY_SECONDS
+            await self._recover()
+        self.worker.succeeded()
+
+    # Writing.
+
+    async def _flush(self) -> None:
+        """Write a batch and the journal. Raises: StoreError; then they wait."""
+        async with self._turn:
+            await self._flush_now()
+
+    async def _flush_now(self) -> None:
+        if not self._batch:
+            waiting = self._waiting
+            count = min(len(waiting), MOST_ROWS_AT_ONCE)
+            self._batch = [waiting.popleft() for _ in range(count)]
+        work = await self._work()
+        if work.is_empty:
+            return
+        self._sequence += len(work.rows)  # as in `write_with`
+        try:
+            await self.store.run(work.do)
+        except StoreError:
+            self._not_written(work)
+            raise
+        except Exception:
+            # One of the rows can't be stored: it must not keep the others from it.
+            log.exception("a row of the ledger can't be written")
+            self._not_written(work)
+            await self._write_one_by_one()
+            return
+        self._written(self._batch)
+        for id_ in work.closed:
+            self._journal.pop(id_, None)
+        self._removed = [id_ for id_ in self._removed if id_ not in work.closed]
+        if work.heartbeat is not None:
+            self._next_heartbeat = self.clock() + HEARTBEAT_SECONDS
+
+    def _written(self, rows: Sequence[UsageRow]) -> None:
+        self.written += len(rows)
+        self._batch = self._batch[len(rows) :]
+
+    def _not_written(self, work: _Work) -> None:
+        for one in work.opened:
+            self._journal[one[0]] = None
+
+    async def _write_one_by_one(self) -> None:
+        """Write each row of the batch by itself, and drop those that can't be stored."""
+        while self._batch:
+            row = self._batch[0]
+            work = _Work([row], self._sequence + 1, self.own, closed=[row[0]])
+            self._sequence += 1
+            try:
+                await self.store.run(work.do)
+            except StoreError:
+                raise
+            except Exception:  # noqa: BLE001 - whatever is wrong with it, it is told above
+                self._batch = self._batch[1:]
+                self.dropped += 1
+            else:
+                self._written([row])
+            self._journal.pop(row[0], None)
+
+    async def _work(self) -> _Work:
+        """What is to be written now; others run between the steps of the walk over requests."""
+        now, journal = self.now(), self._journal
+        work = _Work(self._batch, self._sequence + 1, self.own)
+        if journal:
+            work.closed = [row[0] for row in self._batch if row[0] in journal]
+        if self._removed:
+            work.closed += self._removed
+        changed: list[OpenRequest] = []
+        requests = self.open_requests(now - self._journal_age())
+        for number, one in enumerate(requests, 1):
+            if number % WALKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            known = journal.get(one.id)
+            if known is None:
+                journal[one.id] = one
+                work.opened.append(_open_row(one, self.own.id, now))
+            elif (
+                one.prompt_tokens > known.prompt_tokens
+                or one.completion_tokens > known.completion_tokens
+                or one.slot_seconds >= known.slot_seconds + REFRESH_SLOT_SECONDS
+            ):
+                changed.append(_not_less(one, known))
+        if len(changed) > MOST_REFRESHED:
+            # In turns: those behind the last one of the time before.
+            at = next((i for i, one in enumerate(changed) if one.id == self._refresh_after), -1) + 1
+            changed = list(itertools.islice(itertools.cycle(changed), at, at + MOST_REFRESHED))
+        for number, one in enumerate(changed, 1):
+            if number % WALKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            journal[one.id] = one
+            self._refresh_after = one.id
+            work.opened.append(_open_row(one, self.own.id, now))
+        # A pass after one that failed must not succeed because it has nothing to write.
+        if self.clock() >= self._next_heartbeat or self.worker.problem is not None:
+            work.heartbeat = now
+        return work
+
+    def _journal_age(self) -> float:
+        """Age from which on requests are journaled: the next flush would be too late for them.
+
+        A flush that takes longer than usual delays the next one and the end of that.
+        """
+        behind = self._flush_delay
+        return max(0.0, JOURNALED_WITHIN - max(FLUSH_SECONDS, behind) - behind)
+
+    # Recovery.
+
+    async def _recover(self) -> None:
+        """Write open requests of dead processes into the ledger: some, and the rest later.
+
+        Raises: StoreError.
+        """
+        try:
+            seen = await self.store.run(seen_processes, write=False)
+            for dead in self._watch.dead(seen):
+                if await self._recover_from(dead) == MOST_TAKEN:
+                    self._more_to_recover = True
+                    break
+        except StoreError:
+            raise
+        except Exception:
+            # Rows that no version should have written must not keep the gateway from serving.
+            log.exception("open requests of a dead process can't be recovered")
+
+    async def _recover_from(self, dead: SeenProcess) -> int:
+        """Write some of a dead process's open requests into the ledger; how many those were."""
+        rows: list[UsageRow] = []
+
+        def recover(connection: Connection) -> list[UsageRow]:
+            rows[:] = [_lost_row(one, self.own.id) for one in take_open_requests(connection, dead)]
+            return rows
+
+        await self.write_with(recover)
+        self.recovered += len(rows)
+        if rows:
+            log.warning("recovered requests", process=dead.id, requests=len(rows))
+        return len(rows)
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one transaction writes."""
+
+    rows: Sequence[UsageRow]
+    first_sequence: int
+    own: ProcessIdentity
+    opened: list[tuple[Any, ...]] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    heartbeat: float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.rows or self.opened or self.closed or self.heartbeat is not None)
+
+    def do(self, connection: Connection) -> None:
+        """Write it."""
+        if self.heartbeat is not None:
+            register(connection, self.own, self.heartbeat)
+        statements = _statements(connection)
+        insert_rows(connection, self.rows, self.first_sequence)
+        _execute_many(connection, statements.open, self.opened)
+        _execute_many(connection, statements.close, [(id_,) for id_ in self.closed])
+
+
+def insert_rows(connection: Connection, rows: Sequence[UsageRow], first_sequence: int) -> None:
+    """Insert rows of the ledger, unless they are there, numbered in their order."""
+    if not rows:
+        return
+    numbered = [(*row, number) for number, row in enumerate(rows, first_sequence)]
+    if connection.dialect.name == "sqlite":
+        _insert_into_sqlite(connection, numbered)
+    else:
+        _execute_many(connection, _statements(connection).insert, numbered)
+
+
+def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) -> None:
+    """Insert numbered rows with half the instructions of a statement for each.
+
+    Many rows share a statement. Values that are neither number nor text are part of it, since
+    Python's driver asks for an adapter of each of them, which takes longer than to store it.
+    """
+    driver = sqlite_driver(connection)
+    by_shape: dict[_Shape, list[UsageRow]] = {}
+    for row in numbered:
+        shape = row[_GROUP] is None, row[_USER] is None, row[_GPU_COST] is None, bool(row[_STREAM])
+        if shape in by_shape:
+            by_shape[shape].append(row)
+        else:
+            by_shape[shape] = [row]
+    for shape, of_shape in by_shape.items():
+        pick, one, many = _sqlite_inserts(shape)
+        at = 0
+        for at in range(ROWS_PER_STATEMENT, len(of_shape) + 1, ROWS_PER_STATEMENT):
+            some = of_shape[at - ROWS_PER_STATEMENT : at]
+            driver.execute(many, tuple(itertools.chain.from_iterable(map(pick, some))))
+        if at < len(of_shape):
+            driver.executemany(one, map(pick, of_shape[at:]))
+
+
+_Shape = tuple[bool, bool, bool, bool]
+"""Whether a row has no group, no user and no price, and whether it is of a stream."""
+
+
+class _SqliteInserts(NamedTuple):
+    """Statements for rows of one shape."""
+
+    pick: Callable[[UsageRow], tuple[Any, ...]]
+    """The parameters of a row."""
+    one: str
+    many: str
+    """For `ROWS_PER_STATEMENT` of them."""
+
+
+@functools.cache
+def _sqlite_inserts(shape: _Shape) -> _SqliteInserts:
+    """The statements for rows of this shape."""
+    no_group, no_user, no_price, stream = shape
+    literals = {_STREAM: str(int(stream))}
+    for index, absent in ((_GROUP, no_group), (_USER, no_user), (_GPU_COST, no_price)):
+        if absent:
+            literals[index] = "NULL"
+    indexes = range(len(ROW_COLUMNS) + 1)
+    marks = f"({', '.join(literals.get(index, '?') for index in indexes)})"
+    begin, _, end = _STATEMENTS["sqlite"].insert.partition(_marks("?", len(indexes)))
+    pick = operator.itemgetter(*(index for index in indexes if index not in literals))
+    return _SqliteInserts(
+        pick, begin + marks + end, begin + ", ".join([marks] * ROWS_PER_STATEMENT) + end
+    )
+
+
+def _execute_many(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Execute a statement for each row, if there are any."""
+    if not rows:
+        return
+    if connection.dialect.name == "sqlite":
+        sqlite_driver(connection).executemany(statement, rows)
+    else:
+        connection.exec_driver_sql(statement, list(rows))
+
+
+def _open_row(one: OpenRequest, process: str, now: float) -> tuple[Any, ...]:
+    return (one.id, process, one.started_at, now, *one[2:])
+
+
+def _not_less(one: OpenRequest, known: OpenRequest) -> OpenRequest:
+    """The request, with no less than was known of it.
+
+    What an attempt took is nowhere for a moment, when it has ended and is not accounted for.
+    """
+    return one._replace(
+        prompt_tokens=max(one.prompt_tokens, known.prompt_tokens),
+        completion_tokens=max(one.completion_tokens, known.completion_tokens),
+        slot_seconds=max(one.slot_seconds, known.slot_seconds),
+        cost=max(one.cost, known.cost),
+    )
+
+
+def _lost_row(one: dict[str, Any], process: str) -> UsageRow:
+    """The row of a request whose process was killed: what it had used when last heard of."""
+    return (
+        one["id"], process, one["started_at"], one["updated_at"], one["key"], one["group_name"],
+        one["user"], one["model"], one["class"], one["tier"], one["node"], one["path"],
+        one["stream"], one["prompt_tokens"], 0, one["completion_tokens"], one["slot_seconds"],
+        one["cost"], None, 1, 0, LOST,
+    )  # fmt: skip
+
+
+class _Statements(NamedTuple):
+    """The driver's own SQL: values are tuples, and nothing is compiled per row."""
+
+    insert: str
+    open: str
+    close: str
+
+
+def _statements(connection: Connection) -> _Statements:
+    return _STATEMENTS[connection.dialect.name]
+
+
+def _written_for(mark: str) -> _Statements:
+    updates = ", ".join(f'"{name}" = excluded."{name}"' for name in _OPEN_UPDATES)
+    return _Statements(
+        _insert(usage, (*ROW_COLUMNS, "sequence"), mark) + " ON CONFLICT (id) DO NOTHING",
+        _insert(open_requests, _OPEN_COLUMNS, mark) + f" ON CONFLICT (id) DO UPDATE SET {updates}",
+        f"DELETE FROM open_requests WHERE id = {mark}",  # noqa: S608 - names are the tables' own
+    )
+
+
+def _insert(table: Table, columns: Sequence[str], mark: str) -> str:
+    names = ", ".join(f'"{name}"' for name in columns)
+    marks = _marks(mark, len(columns))
+    return f'INSERT INTO "{table.name}" ({names}) VALUES {marks}'  # noqa: S608 - as above
+
+
+def _marks(mark: str, count: int) -> str:
+    return f"({', '.join([mark] * count)})"
+
+
+_STATEMENTS: Final = {"sqlite": _written_for("?"), "postgresql": _written_for("%s")}

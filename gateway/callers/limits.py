@@ -1,0 +1,810 @@
+"""Limits on use: who may send one more request, and what it reserves until it is settled.
+
+A request reserves an estimate of its tokens and cost when it is admitted, and is settled by what
+it really used. So a limit is exceeded by no more than what running requests use beyond their
+estimates.
+At every time a counter is the sum of the ledger's rows in its window and the reservations of open
+requests: requests count when they are admitted, tokens and money when the request has ended.
+
+All times that are passed in are Unix times, as in the ledger. Windows of a minute are kept by the
+monotonic clock, so that no wall clock that is set moves them; days and months by the wall clock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from gateway import errors
+from gateway.callers.windows import Calendar, PeriodSums, SlidingSum
+from gateway.config.settings import Settings
+from gateway.config.usage_limits import Budget, GroupSpec, LimitSpec
+from gateway.errors import GatewayError, truncate_echo
+from gateway.lease import LeaseRequest
+from gateway.terms import Caller, Priority
+
+MINUTE = 60.0
+
+Kind = Literal["total", "group", "key", "user"]
+
+LimitName = Literal["concurrency", "rpm", "tpm", "tokens_per_day", "budget"]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherUse:
+    """What open requests of other processes on the same store hold of one account."""
+
+    running: int = 0
+    tokens: int = 0
+    cost: float = 0.0
+
+    def plus(self, tokens: int, cost: float) -> OtherUse:
+        """With one more request that has reserved so much."""
+        return OtherUse(self.running + 1, self.tokens + tokens, self.cost + cost)
+
+
+NO_OTHERS = OtherUse()
+
+
+class LedgerSums(NamedTuple):
+    """What the ledger's rows of a day, and of its month, come to."""
+
+    day_tokens: int
+    day_cost: float
+    month_cost: float
+
+
+class Account:
+    """The counters of one subject: all callers, a group, a key, or an end user of a key."""
+
+    __slots__ = (
+        "budget", "concurrency", "cost_by_day", "cost_by_month", "is_budget_monthly", "kind",
+        "mean_seconds", "most_cost", "open", "others", "requests", "reserved_cost",
+        "reserved_tokens", "rpm",
+        "running", "spec", "subject", "tokens", "tokens_by_day", "tokens_per_day", "tpm", "who",
+    )  # fmt: skip
+
+    def __init__(self, kind: Kind, subject: str, who: str, spec: LimitSpec) -> None:
+        self.kind: Kind = kind
+        self.subject = subject
+        """`total`, `group:NAME`, `key:ID` or `user:ID/NAME`."""
+        self.who = who
+        """Whose it is, for messages to its caller."""
+        self.requests = SlidingSum(MINUTE, overestimate=True)
+        self.tokens = SlidingSum(MINUTE, overestimate=True)
+        self.tokens_by_day = PeriodSums()
+        self.cost_by_day = PeriodSums()
+        self.cost_by_month = PeriodSums()
+        self.running = 0
+        self.open = 0
+        """Reservations that are not settled."""
+        self.reserved_tokens = 0
+        self.reserved_cost = 0.0
+        self.others = NO_OTHERS
+        self.mean_seconds = 1.0
+        """How long its requests ran of late."""
+        self.configure(spec)
+
+    def configure(self, spec: LimitSpec) -> None:
+        """Put these limits in force; what is counted stays counted."""
+        self.spec = spec
+        self.rpm = _or_infinite(spec.rpm)
+        self.tpm = _or_infinite(spec.tpm)
+        self.tokens_per_day = _or_infinite(spec.tokens_per_day)
+        self.concurrency = _or_infinite(spec.concurrency)
+        self.budget: Budget | None = spec.budget_limit
+        self.most_cost = math.inf if self.budget is None else self.budget.amount
+        self.is_budget_monthly = self.budget is not None and self.budget.period == "month"
+
+    # Read the counters.
+
+    def open_tokens(self) -> int:
+        """Tokens that open requests have reserved."""
+        return self.reserved_tokens + self.others.tokens
+
+    def is_idle(self, now: float, calendar: Calendar) -> bool:
+        """Whether nothing would be lost with this account: all that its limits count is 0."""
+        return not (
+            self.open
+            or self.running
+            or self.others.running
+            or self.requests.value(now)
+            or self.tokens.value(now)
+            or (self.tokens_per_day < math.inf and self.tokens_by_day.get(calendar.day))
+            or (self.budget is not None and self.cost_used(calendar))
+        )
+
+    def cost_used(self, calendar: Calendar) -> float:
+        """The money used in the budget's day or month, which `calendar` shows."""
+        if self.budget is None or self.budget.period == "month":
+            return self.cost_by_month.get(calendar.month, 0.0)
+        return self.cost_by_day.get(calendar.day, 0.0)
+
+    def refuses(self, tokens: int, cost: float, now: float, calendar: Calendar) -> LimitName | None:
+        """The limit that keeps one more request from being admitted; None: none does."""
+        others = self.others
+        if self.running + others.running >= self.concurrency:
+            return "concurrency"
+        if self.requests.value(now) >= self.rpm:
+            return "rpm"
+        open_tokens = self.reserved_tokens + others.tokens + tokens
+        if self.tokens.value(now) + open_tokens > self.tpm:
+            return "tpm"
+        day = calendar.day
+        if self.tokens_by_day.get(day, 0) + open_tokens > self.tokens_per_day:
+            return "tokens_per_day"
+        most = self.most_cost
+        if most < math.inf:
+            if self.is_budget_monthly:
+                used = self.cost_by_month.get(calendar.month, 0.0)
+            else:
+                used = self.cost_by_day.get(day, 0.0)
+            used += self.reserved_cost + others.cost
+            # What was used up to the last bit leaves nothing, though the estimate may be 0.
+            if used + cost > most or used >= most:
+                return "budget"
+        return None
+
+    # Count.
+
+    def count_request(self, when: float) -> None:
+        """Count a request of another process, which was admitted at this monotonic time."""
+        self.requests.add_late(when, 1)
+
+    def add_sums(self, sums: LedgerSums, calendar: Calendar) -> None:
+        """Add sums of the ledger, of the day and month that `calendar` shows."""
+        self.tokens_by_day.add(calendar.day, sums.day_tokens)
+        self.cost_by_day.add(calendar.day, sums.day_cost)
+        self.cost_by_month.add(calendar.month, sums.month_cost)
+
+    def raise_sums(self, sums: LedgerSums, calendar: Calendar) -> None:
+        """Let no sum of this day and month be below the ledger's."""
+        self.tokens_by_day.raise_to(calendar.day, sums.day_tokens)
+        self.cost_by_day.raise_to(calendar.day, sums.day_cost)
+        self.cost_by_month.raise_to(calendar.month, sums.month_cost)
+
+    def set_others(self, use: OtherUse) -> None:
+        """What open requests of other processes hold now."""
+        self.others = use
+
+    def admit(self, tokens: int, cost: float, now: float) -> None:
+        """One more request runs, with these reservations."""
+        self.running += 1
+        self.open += 1
+        self.requests.add(now, 1)
+        self.reserved_tokens += tokens
+        self.reserved_cost += cost
+
+    def release(self, seconds: float) -> None:
+        """A request that ran so long has ended."""
+        self.running -= 1
+        self.mean_seconds += (seconds - self.mean_seconds) * 0.1
+
+    def give_back(self, tokens: int, cost: float) -> None:
+        """A reservation ends."""
+        self.open -= 1
+        self.reserved_tokens -= tokens
+        # Without what rounding left.
+        self.reserved_cost = self.reserved_cost - cost if self.open else 0.0
+
+    def count(self, tokens: int, cost: float, ended: float, calendar: Calendar) -> None:
+        """Count what a request has used that ended at this monotonic time, on `calendar`'s day."""
+        # Nearly always the day and month are known already.
+        day = calendar.day
+        if tokens > 0:
+            self.tokens.add_late(ended, tokens)
+            if day in self.tokens_by_day:
+                self.tokens_by_day[day] += tokens
+            else:
+                self.tokens_by_day.add(day, tokens)
+        if cost > 0:
+            month = calendar.month
+            if day in self.cost_by_day and month in self.cost_by_month:
+                self.cost_by_day[day] += cost
+                self.cost_by_month[month] += cost
+            else:
+                self.cost_by_day.add(day, cost)
+                self.cost_by_month.add(month, cost)
+
+
+def _or_infinite(limit: int | None) -> float:
+    return math.inf if limit is None else limit
+
+
+class Accounts:
+    """Who sent a request, and the accounts on which it counts; kept with a parsed head."""
+
+    __slots__ = (
+        "caller", "completion_tokens", "has_rates", "most_cost", "most_tokens", "prompt_tokens",
+        "tracked", "user", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self, caller: Caller, user: str | None, tracked: tuple[Account, ...], version: int
+    ) -> None:
+        self.caller = _restricted(caller, tracked)
+        """With the highest class and the models that all limits allow."""
+        self.user = user
+        """The end user that a trusted caller names."""
+        self.replace_accounts(tracked, version)
+
+    def replace_accounts(self, tracked: tuple[Account, ...], version: int) -> None:
+        """The accounts of the same caller and user, as the book of this version has them."""
+        self.tracked: tuple[Account, ...] = tracked
+        self.version = version
+        self.prompt_tokens = _least(one.spec.prompt_tokens for one in tracked)
+        """The largest prompt."""
+        self.completion_tokens = _least(one.spec.completion_tokens for one in tracked)
+        """Most tokens of one answer."""
+        self.most_tokens: float = min(
+            (min(one.tpm, one.tokens_per_day) for one in tracked), default=math.inf
+        )
+        """Tokens that a request can have at all."""
+        self.most_cost = min(
+            (one.budget.amount for one in tracked if one.budget is not None), default=math.inf
+        )
+        self.has_rates = any(
+            min(one.rpm, one.tpm, one.tokens_per_day) < math.inf for one in tracked
+        )
+        """Whether responses have `x-ratelimit-*` headers."""
+
+
+def _least(limits: Iterable[int | None]) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _restricted(caller: Caller, tracked: tuple[Account, ...]) -> Caller:
+    """The caller with what all of these accounts allow as well."""
+    best, models = caller.max_priority, caller.models
+    for account in tracked:
+        spec = account.spec
+        if spec.max_class is not None:
+            best = max(best, Priority.parse(spec.max_class) or best)
+        if spec.models is not None:
+            models = frozenset(spec.models) if models is None else models & frozenset(spec.models)
+    if best == caller.max_priority and models == caller.models:
+        return caller
+    return replace(caller, max_priority=best, models=models)
+
+
+BYTES_PER_TOKEN = 4
+"""Bytes of text in a token, as estimated before a node has read it."""
+
+DEFAULT_COMPLETION_TOKENS = 1024
+"""Tokens that are reserved for an answer to which neither client nor limit sets a bound."""
+
+MOST_USERS = 10_000
+"""End users of one key that are counted each by itself; any more share one account."""
+
+EVICTION_TRIES = 16
+"""Accounts that are looked at to find one that can make room for another."""
+
+_FURTHER_USERS = "\0"
+"""The name of the account of all end users beyond `MOST_USERS`, which no header can hold."""
+
+MOST_RATES = 1024
+"""Models whose cost for each token is remembered."""
+
+RATE_WEIGHT = 0.1
+"""Of the newest request in a model's mean cost for each token."""
+
+
+# A struct of msgspec: a NamedTuple takes three times as long to make.
+class RateLimit(msgspec.Struct, frozen=True):
+    """The tightest limit of one kind, as `x-ratelimit-*` headers tell it."""
+
+    limit: int
+    remaining: int
+    reset: float
+    """Seconds until all of it is available again, if nothing more is sent."""
+    resets_at: float
+    """The Unix time of that."""
+
+
+class LimitStanding(NamedTuple):
+    """How much of one limit is used."""
+
+    kind: Kind
+    """Whose it is: `total`, `group`, `key` or `user`."""
+    limit: LimitName
+    period: str | None
+    """`minute`, `day` or `month`; None: it holds at any time."""
+    most: float
+    used: float
+    reserved: float
+    """By requests that run."""
+    resets_at: float | None
+    """Unix time at which all of it is available again, if nothing more is sent."""
+
+
+class Reservation:
+    """What one admitted request holds until it is settled."""
+
+    __slots__ = (
+        "_book", "_released", "_settled", "accounts", "admitted_at", "cost", "model", "tokens",
+        "tracked", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        book: LimitBook,
+        accounts: Accounts,
+        model: str,
+        tokens: int,
+        cost: float,
+        admitted_at: float,
+    ) -> None:
+        self._book = book
+        self._released = self._settled = False
+        self.accounts = accounts
+        self.tracked = accounts.tracked
+        self.version = accounts.version
+        self.model = model
+        self.tokens = tokens
+        self.cost = cost
+        self.admitted_at = admitted_at
+        """Unix time at which the request counts; the ledger's `started_at`."""
+
+    def release(self, now: float) -> None:
+        """The response has ended: another request may run. Only the first call counts."""
+        if not self._released:
+            self._released = True
+            if self.tracked:
+                seconds = now - self.admitted_at
+                seconds = max(seconds, 0.0)
+                for account in self.tracked:
+                    account.release(seconds)
+
+    def settle(self, tokens: int, cost: float, ended_at: float) -> None:
+        """Count what the request has used; only the first call counts.
+
+        `ended_at`: as in the ledger's row.
+        """
+        self.release(ended_at)
+        if not self._settled:
+            self._settled = True
+            self._book.settled(self, tokens, cost, ended_at)
+
+
+class LimitBook:
+    """All accounts of one gateway. It outlives reloads: `configure` changes limits alone."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        learn_pending: Callable[[], None] = lambda: None,
+        dearest_token: Callable[[LeaseRequest], float] = lambda _: 0.0,
+        on_refusal: Callable[[LimitName, Kind], None] = lambda _, __: None,
+    ) -> None:
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._learn_pending = learn_pending
+        """Settles what has ended but is not settled yet."""
+        self._dearest_token = dearest_token
+        """The most that a token of a request can cost, of a model whose mean is unknown."""
+        self._on_refusal = on_refusal
+        self._calendar = Calendar()
+        self._groups: Mapping[str, GroupSpec] = {}
+        self._total: LimitSpec | None = None
+        self._accounts: dict[str, Account] = {}
+        """By subject; without those of end users."""
+        self._users: dict[str, OrderedDict[str, Account]] = {}
+        """By the id of their key, then by their names, those to be evicted first in front."""
+        self._user_limits: dict[str, LimitSpec] = {}
+        """The limits of each end user, by the id of the key."""
+        self._unloaded: dict[str, float] = {}
+        """Scopes that lack what the ledger has of them, and the Unix times from which on this
+        process counts them. A scope is an account's subject, or `users:ID`: the users of a key."""
+        self._rates: dict[str, float] = {}
+        """Mean cost of a token, by model."""
+        self._version = 0
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Put the limits of these settings in force; what is counted stays counted."""
+        self._total, self._groups = settings.limits.total, settings.groups
+        if self._total is None:
+            self._forget("total")
+        else:
+            self._account("total", "total", "all callers together", self._total)
+        for subject in [one for one in self._accounts if one.startswith("group:")]:
+            group = self._groups.get(subject.removeprefix("group:"))
+            if group is None or group.limits is None:
+                self._forget(subject)
+        for name, group in self._groups.items():
+            if group.limits is not None:
+                self._account("group", f"group:{name}", f"group '{name}'", group.limits)
+        self._version += 1
+
+    def prepare(self, callers: Iterable[Caller]) -> None:
+        """Make the accounts of these callers, so that the next load includes them."""
+        for caller in callers:
+            self._look_up(caller, None)
+
+    def _forget(self, subject: str) -> None:
+        """Drop an account that is not limited any more, and so not counted from now on."""
+        if self._accounts.pop(subject, None) is not None:
+            self._unloaded.pop(subject, None)
+            self._version += 1
+
+    # Look up accounts.
+
+    def accounts(self, caller: Caller, user: str | None = None) -> Accounts:
+        """The accounts on which the requests of this caller and end user count."""
+        return Accounts(caller, user, self._look_up(caller, user), self._version)
+
+    def _look_up(self, caller: Caller, user: str | None) -> tuple[Account, ...]:
+        tracked: list[Account] = []
+        if self._total is not None:
+            tracked.append(self._account("total", "total", "all callers together", self._total))
+        group = None if caller.group is None else self._groups.get(caller.group)
+        if group is not None and group.limits is not None:
+            name = caller.group
+            tracked.append(self._account("group", f"group:{name}", f"group '{name}'", group.limits))
+        if caller.limits is not None:
+            who = f"key '{caller.name}'"
+            tracked.append(self._account("key", f"key:{caller.id}", who, caller.limits))
+        else:
+            self._forget(f"key:{caller.id}")
+        limits = caller.user_limits
+        if limits is None and group is not None:
+            limits = group.user_limits
+        self._limit_users(caller.id, limits)
+        if user is not None and limits is not None:
+            tracked.append(self._user_account(caller.id, user))
+        return tuple(tracked)
+
+    def _account(self, kind: Kind, subject: str, who: str, spec: LimitSpec) -> Account:
+        account = self._accounts.get(subject)
+        if account is None:
+            account = self._accounts[subject] = Account(kind, subject, who, spec)
+            self._unloaded[subject] = self._wall_clock()
+            self._version += 1
+        elif account.spec != spec:
+            account.configure(spec)
+        return account
+
+    def _limit_users(self, key: str, limits: LimitSpec | None) -> None:
+        """Put the limits of each end user of a key in force."""
+        if self._user_limits.get(key) == limits:
+            return
+        if limits is None:
+            del self._user_limits[key]
+            self._users.pop(key, None)
+            self._unloaded.pop(f"users:{key}", None)
+            self._version += 1
+            return
+        if key not in self._user_limits:
+            self._unloaded[f"users:{key}"] = self._wall_clock()
+            self._version += 1
+        self._user_limits[key] = limits
+        for account in self._users.setdefault(key, OrderedDict()).values():
+            account.configure(limits)
+
+    def _user_account(self, key: str, user: str) -> Account:
+        users, spec = self._users[key], self._user_limits[key]
+        account = users.get(user)
+        if account is not None:
+            users.move_to_end(user)
+            return account
+        if len(users) < MOST_USERS or self._evict_one(users):
+            who = f"end user '{truncate_echo(user)}' of key '{key}'"
+            account = users[user] = Account("user", f"user:{key}/{user}", who, spec)
+            return account
+        # Together they have one user's share, and take nothing from other callers.
+        if (account := users.get(_FURTHER_USERS)) is None:
+            who = f"further end users of key '{key}'"
+            account = users[_FURTHER_USERS] = Account("user", f"others:{key}", who, spec)
+        users.move_to_end(_FURTHER_USERS)
+        return account
+
+    def _evict_one(self, users: OrderedDict[str, Account]) -> bool:
+        """Drop an account that counts nothing; returns whether one was found.
+
+        One that counts something is kept, since its user must not escape its limits. It moves to
+        the end, so that the next call looks at others.
+        """
+        now, wall = self._clock(), self._wall_clock()
+        self._calendar.look_up(wall)
+        for user, account in list(islice(users.items(), EVICTION_TRIES)):
+            if account.is_idle(now, self._calendar):
+                del users[user]
+                self._version += 1
+                return True
+            users.move_to_end(user)
+        return False
+
+    def existing(self, key: str, group: str | None, user: str | None) -> list[tuple[str, Account]]:
+        """The accounts on which a request of the ledger counts, each with its scope."""
+        found = [
+            (subject, account)
+            for subject in ("total", f"group:{group}", f"key:{key}")
+            if (account := self._accounts.get(subject)) is not None
+        ]
+        if user is not None and key in self._user_limits:
+            found.append((f"users:{key}", self._user_account(key, user)))
+        return found
+
+    def unloaded(self) -> dict[str, float]:
+        """The scopes that lack what the ledger has, and since when this process counts them."""
+        return dict(self._unloaded)
+
+    def loaded(self, scopes: Iterable[str]) -> None:
+        """What the ledger has of these scopes is counted."""
+        for scope in scopes:
+            self._unloaded.pop(scope, None)
+
+    def all_accounts(self) -> Iterator[Account]:
+        """Every account."""
+        yield from self._accounts.values()
+        for users in self._users.values():
+            yield from users.values()
+
+    # Admit and settle.
+
+    def reserve(
+        self, accounts: Accounts, request: LeaseRequest, now: float, *, prompts: int = 1
+    ) -> Reservation:
+        """Admit a request at `now`, and reserve what it may use; `prompts`: it has so many.
+
+        Raises: GatewayError 400 if it is larger than a limit, 429 if a limit is reached.
+        """
+        if accounts.version != self._version:
+            tracked = self._look_up(accounts.caller, accounts.user)
+            accounts.replace_accounts(tracked, self._version)
+        tracked = accounts.tracked
+        if not tracked:
+            return Reservation(self, accounts, request.wanted.model, 0, 0.0, now)
+        tokens = _estimate(accounts, request, prompts) if request.size.slots else 0
+        cost = 0.0
+        if accounts.most_cost < math.inf:
+            rate = self._rates.get(request.wanted.model)
+            if rate is None:
+                rate = self._dearest_token(request)
+            cost = tokens * rate
+            cost = min(cost, accounts.most_cost)
+        clock, calendar = self._clock(), self._calendar
+        calendar.look_up(now)
+        for account in tracked:
+            if account.refuses(tokens, cost, clock, calendar) is not None:
+                # It may have ended already, and used less than it had reserved.
+                self._learn_pending()
+                self._check(tracked, tokens, cost, clock, now)
+                break
+        for account in tracked:
+            account.admit(tokens, cost, clock)
+        return Reservation(self, accounts, request.wanted.model, tokens, cost, now)
+
+    def _check(
+        self, tracked: tuple[Account, ...], tokens: int, cost: float, clock: float, now: float
+    ) -> None:
+        """Raises: GatewayError 429 if an account has no room for one more request."""
+        found: list[tuple[GatewayError, LimitName, Account]] = []
+        for account in tracked:
+            limit = account.refuses(tokens, cost, clock, self._calendar)
+            if limit is not None:
+                error = refusal(account, limit, tokens, clock, now, self._calendar)
+                found.append((error, limit, account))
+        if found:
+            # The wait must be long enough for all of them.
+            error, limit, account = max(found, key=lambda one: one[0].retry_after or 0.0)
+            self._on_refusal(limit, account.kind)
+            raise error
+
+    def settled(self, reservation: Reservation, tokens: int, cost: float, ended_at: float) -> None:
+        """A request has ended that used so much; its reservation calls this once."""
+        tracked = reservation.tracked
+        if tokens > 0:
+            self._learn_rate(reservation.model, cost / tokens)
+        if reservation.version != self._version:
+            self._count_on_newer(reservation, tokens, cost, ended_at)
+        if not tracked:
+            return
+        ended = self.monotonic(ended_at)
+        self._calendar.look_up(ended_at)
+        for account in tracked:
+            account.give_back(reservation.tokens, reservation.cost)
+            account.count(tokens, cost, ended, self._calendar)
+
+    def count_recovered(
+        self, accounts: Accounts, tokens: int, cost: float, ended_at: float
+    ) -> None:
+        """Count a request that an earlier process has run, and this one records."""
+        caller, ended = accounts.caller, self.monotonic(ended_at)
+        self._calendar.look_up(ended_at)
+        for scope, account in self.existing(caller.id, caller.group, accounts.user):
+            # Others are read from the ledger, with its row.
+            if ended_at >= self._unloaded.get(scope, 0.0):
+                account.count(tokens, cost, ended, self._calendar)
+
+    def _count_on_newer(
+        self, reservation: Reservation, tokens: int, cost: float, ended_at: float
+    ) -> None:
+        """Count on the accounts that were made since the request was admitted."""
+        caller, user = reservation.accounts.caller, reservation.accounts.user
+        ended = self.monotonic(ended_at)
+        self._calendar.look_up(ended_at)
+        for scope, account in self.existing(caller.id, caller.group, user):
+            if account not in reservation.tracked and ended_at >= self._unloaded.get(scope, 0.0):
+                account.count(tokens, cost, ended, self._calendar)
+
+    def _learn_rate(self, model: str, rate: float) -> None:
+        rates = self._rates
+        mean = rates.get(model)
+        if mean is None:
+            if len(rates) >= MOST_RATES:
+                del rates[next(iter(rates))]
+            mean = rate
+        rates[model] = mean + (rate - mean) * RATE_WEIGHT
+
+    def monotonic(self, when: float) -> float:
+        """The monotonic time of a Unix time within the last minute; others count as its ends."""
+        age = self._wall_clock() - when
+        # Comparisons: `min` and `max` cost twice as much.
+        if age < 0.0:
+            age = 0.0
+        elif age > MINUTE:
+            age = MINUTE
+        return self._clock() - age
+
+    # Tell callers.
+
+    def rate_limits(self, accounts: Accounts) -> tuple[RateLimit | None, RateLimit | None]:
+        """The tightest limit of requests, and that of tokens; None: there is none."""
+        now, calendar = self._clock(), self._calendar
+        wall = self._wall_clock()
+        calendar.look_up(wall)
+        least_requests = least_tokens = math.inf
+        of_requests: Account | None = None
+        of_tokens: Account | None = None
+        daily = False
+        for account in accounts.tracked:
+            left = account.rpm - account.requests.value(now)
+            if left < least_requests:
+                least_requests, of_requests = left, account
+            reserved = account.reserved_tokens + account.others.tokens
+            left = account.tpm - account.tokens.value(now) - reserved
+            if left < least_tokens:
+                least_tokens, of_tokens, daily = left, account, False
+            left = account.tokens_per_day - account.tokens_by_day.get(calendar.day, 0) - reserved
+            if left < least_tokens:
+                least_tokens, of_tokens, daily = left, account, True
+        requests = tokens = None
+        if of_requests is not None:
+            reset = of_requests.requests.seconds_until_empty(now)
+            requests = _rate_limit(of_requests.rpm, least_requests, reset, wall)
+        if of_tokens is not None and daily:
+            untouched = least_tokens == of_tokens.tokens_per_day
+            reset = 0.0 if untouched else calendar.day_ends - wall
+            tokens = _rate_limit(of_tokens.tokens_per_day, least_tokens, reset, wall)
+        elif of_tokens is not None:
+            reset = MINUTE if of_tokens.open else of_tokens.tokens.seconds_until_empty(now)
+            tokens = _rate_limit(of_tokens.tpm, least_tokens, reset, wall)
+        return requests, tokens
+
+    def standings(self, accounts: Accounts) -> Iterator[LimitStanding]:
+        """Each limit of these accounts, with what is used of it now."""
+        now, wall, calendar = self._clock(), self._wall_clock(), self._calendar
+        calendar.look_up(wall)
+        for one in accounts.tracked:
+            kind, spec, reserved = one.kind, one.spec, one.open_tokens()
+            if spec.rpm is not None:
+                reset = wall + one.requests.seconds_until_empty(now)
+                used = one.requests.value(now)
+                yield LimitStanding(kind, "rpm", "minute", spec.rpm, used, 0, reset)
+            if spec.tpm is not None:
+                reset = wall + one.tokens.seconds_until_empty(now)
+                used = one.tokens.value(now)
+                yield LimitStanding(kind, "tpm", "minute", spec.tpm, used, reserved, reset)
+            if spec.tokens_per_day is not None:
+                used, most = one.tokens_by_day.get(calendar.day, 0), spec.tokens_per_day
+                reset = calendar.day_ends
+                yield LimitStanding(kind, "tokens_per_day", "day", most, used, reserved, reset)
+            if one.budget is not None:
+                period = one.budget.period
+                reset = calendar.day_ends if period == "day" else calendar.month_ends
+                used, held = one.cost_used(calendar), one.reserved_cost + one.others.cost
+                yield LimitStanding(kind, "budget", period, one.budget.amount, used, held, reset)
+            if spec.concurrency is not None:
+                running = one.running + one.others.running
+                yield LimitStanding(kind, "concurrency", None, spec.concurrency, running, 0, None)
+
+
+def _rate_limit(limit: float, left: float, reset: float, wall: float) -> RateLimit:
+    return RateLimit(int(limit), int(left) if left > 0 else 0, reset, wall + reset)
+
+
+# Estimates and refusals.
+
+
+def _estimate(accounts: Accounts, request: LeaseRequest, prompts: int) -> int:
+    """Tokens to reserve for a request. Raises: GatewayError 400 if it can never be admitted."""
+    known = request.size.prompt_tokens
+    prompt = int(request.size.text_bytes) // BYTES_PER_TOKEN + request.size.exact_tokens
+    prompt += request.size.media_tokens
+    prompt = max(prompt, known)
+    if accounts.prompt_tokens is not None and known > accounts.prompt_tokens * prompts:
+        raise _prompt_too_long(accounts, known)
+    completion = 0
+    named: int | None = None
+    if request.size.generates:
+        answers = request.size.slots * prompts
+        bound = request.size.max_tokens
+        if bound is None:
+            bound = accounts.completion_tokens
+        named = None if bound is None else bound * answers
+        completion = (DEFAULT_COMPLETION_TOKENS * answers) if named is None else named
+    most = accounts.most_tokens
+    if known + (named or 0) > most:
+        raise _larger_than_limit(accounts, known, named)
+    tokens = prompt + completion
+    return int(min(tokens, most))
+
+
+def refusal(
+    account: Account, limit: LimitName, tokens: int, now: float, wall: float, calendar: Calendar
+) -> GatewayError:
+    """The error of a request that would exceed this limit of the account."""
+    who, spec = account.who, account.spec
+    if limit == "rpm":
+        assert spec.rpm is not None
+        over = account.requests.value(now) + 1 - spec.rpm
+        wait = account.requests.seconds_until_left(now, over)
+        return errors.rate_limit_exceeded(f"{who}: {spec.rpm} requests a minute (rpm)", wait)
+    if limit == "concurrency":
+        assert spec.concurrency is not None
+        running = account.running + account.others.running
+        wait = min(MINUTE, account.mean_seconds / max(1, running))
+        return errors.rate_limit_exceeded(
+            f"{who}: {spec.concurrency} requests at one time (concurrency)", wait
+        )
+    reserved = account.reserved_tokens + account.others.tokens
+    if limit == "tpm":
+        assert spec.tpm is not None
+        used = account.tokens.value(now)
+        over = used + reserved + tokens - spec.tpm
+        wait = account.tokens.seconds_until_left(now, over)
+        if wait == math.inf:
+            # Running requests must end; what they have not used comes free then.
+            wait = min(MINUTE, account.mean_seconds)
+        return errors.rate_limit_exceeded(
+            f"{who}: {spec.tpm} tokens a minute (tpm), of which {int(used)} are used, "
+            f"{reserved} reserved by running requests and {tokens} needed",
+            wait,
+        )
+    if limit == "tokens_per_day":
+        used = account.tokens_by_day.get(calendar.day, 0)
+        return errors.insufficient_quota(
+            f"{who}: {spec.tokens_per_day} tokens a day (tokens_per_day), of which {int(used)} "
+            f"are used, {reserved} reserved by running requests and {tokens} needed",
+            calendar.day_ends - wall,
+        )
+    assert account.budget is not None
+    ends = calendar.day_ends if account.budget.period == "day" else calendar.month_ends
+    return errors.insufficient_quota(
+        f"{who}: a budget of {account.budget.amount:g} a {account.budget.period} (budget)",
+        ends - wall,
+    )
+
+
+def _prompt_too_long(accounts: Accounts, tokens: int) -> GatewayError:
+    most = accounts.prompt_tokens
+    account = next(one for one in accounts.tracked if one.spec.prompt_tokens == most)
+    return errors.prompt_limit_exceeded(tokens, most or 0, account.who)
+
+
+def _larger_than_limit(accounts: Accounts, prompt: int, completion: int | None) -> GatewayError:
+    most = accounts.most_tokens
+    account = next(one for one in accounts.tracked if min(one.tpm, one.tokens_per_day) == most)
+    limit = "tokens a minute (tpm)" if account.tpm == most else "tokens a day (tokens_per_day)"
+    return errors.larger_than_limit(prompt, completion, f"{account.who}: {int(most)} {limit}")

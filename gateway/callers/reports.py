@@ -1,0 +1,900 @@
+"""What the ledger tells: reports, the busiest hour, and what callers may know of their own use.
+
+A report has sums of requests, tokens and money by key, model, day and the like. It counts the
+ledger's rows (`usage`) and the sums of those that retention has deleted (`usage_days`). It is read
+in steps of `ROWS_PER_STEP` rows, each a job of its own for the store, so that the rows of requests
+that end meanwhile are written in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import heapq
+import io
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, NamedTuple
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    FromClause,
+    RowMapping,
+    Select,
+    and_,
+    case,
+    func,
+    literal,
+    or_,
+    select,
+)
+
+from gateway.callers import money
+from gateway.callers.limits import Accounts, LimitBook, LimitStanding
+from gateway.callers.windows import DAY, date_of, time_text
+from gateway.config.fields import parse_duration
+from gateway.errors import CLIENT_CLOSED_STATUS
+from gateway.store.failures import StoreError
+from gateway.store.schema import node_hours, open_requests, revisions, usage, usage_days
+from gateway.store.store import Store
+
+Dimension = Literal["key", "group", "user", "model", "class", "day", "tier"]
+
+DIMENSIONS: tuple[Dimension, ...] = ("key", "group", "user", "model", "class", "day", "tier")
+
+MOST_DIMENSIONS = 2
+
+DEFAULT_SINCE = "30d"
+
+ROWS_PER_STEP = 10_000
+"""Some 35 ms of work: longer than that no other job of the store waits for a report."""
+
+MOST_GROUPS = 100_000
+"""Groups that a report keeps in memory, some 50 MB."""
+
+MOST_ROWS = 10_000
+"""Rows of one report; `total` has the others too."""
+
+MOST_RESTARTS = 5
+"""Times that a report begins anew because the retention of another process has moved rows."""
+
+MOST_SECONDS = 60.0
+"""Seconds that a report may take, the wait for another one included."""
+
+ROLLED_UP = "usage_days"
+"""Name of the number in `revisions` that rises whenever rows of `usage` become sums."""
+
+
+class InvalidQuery(ValueError):  # noqa: N818 - what is wrong with a question, for its asker
+    """A report can't be made of these parameters; `parameter` is the one to blame."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class ReportInterrupted(Exception):  # noqa: N818 - not this time
+    """The report could not be read now."""
+
+
+@dataclass(slots=True)
+class Sums:
+    """What some requests came to; also the names of the columns that hold it in `usage_days`."""
+
+    requests: int = 0
+    failures: int = 0
+    """That ended with an error; a client that left is none."""
+    clients_left: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Part of `prompt_tokens`."""
+    completion_tokens: int = 0
+    slot_seconds: float = 0.0
+    attempts: int = 0
+    cost: float = 0.0
+    gpu_cost: float = 0.0
+    """What those whose price is known would have cost on the GPU tier."""
+    gpu_priced: int = 0
+    """How many these are."""
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts and completions."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def add(self, values: Sequence[Any]) -> None:
+        """Add the values of another, in the order of the fields."""
+        # Each by its name: a report has a hundred thousand groups. PostgreSQL sums big integers as
+        # decimals.
+        self.requests += int(values[0] or 0)
+        self.failures += int(values[1] or 0)
+        self.clients_left += int(values[2] or 0)
+        self.prompt_tokens += int(values[3] or 0)
+        self.cached_tokens += int(values[4] or 0)
+        self.completion_tokens += int(values[5] or 0)
+        self.slot_seconds += float(values[6] or 0)
+        self.attempts += int(values[7] or 0)
+        self.cost += float(values[8] or 0)
+        self.gpu_cost += float(values[9] or 0)
+        self.gpu_priced += int(values[10] or 0)
+
+    def values(self) -> tuple[Any, ...]:
+        """The values, in the order of the fields."""
+        return tuple(getattr(self, name) for name in SUM_NAMES)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a report, with what the requests cost each."""
+        return {
+            **dict(zip(SUM_NAMES, self.values(), strict=True)),
+            "cost_per_request": money.per_request(self.cost, self.requests).value,
+            "cost_per_million_tokens": money.per_million_tokens(self.cost, self.tokens).value,
+        }
+
+
+SUM_NAMES = tuple(one.name for one in fields(Sums))
+
+
+def _row_sums() -> tuple[ColumnElement[Any], ...]:
+    """The sums of rows of `usage`, in the order of the fields of `Sums`."""
+    status = usage.c.status
+    failed = (status >= 400) & (status != CLIENT_CLOSED_STATUS)
+    special: dict[str, ColumnElement[Any]] = {
+        "requests": func.count(),
+        "failures": func.sum(case((failed, 1), else_=0)),
+        "clients_left": func.sum(case((status == CLIENT_CLOSED_STATUS, 1), else_=0)),
+        "gpu_priced": func.count(usage.c.gpu_cost),
+    }
+    return tuple(
+        special[name] if name in special else func.sum(usage.c[name]) for name in SUM_NAMES
+    )
+
+
+_ROW_SUMS = _row_sums()
+
+_DAY_SUMS = tuple(func.sum(usage_days.c[name]) for name in SUM_NAMES)
+
+_COLUMNS = {"group": "group_name", "class": "class_"}
+
+
+def _dimension(table: FromClause, name: Dimension) -> ColumnElement[Any]:
+    if name == "day":
+        # Days since 1970 in `usage`, a date in `usage_days`; `_label` makes them the same.
+        return func.floor(usage.c.ended_at / DAY) if table is usage else usage_days.c.day
+    return table.c[_COLUMNS.get(name, name)]
+
+
+def _label(name: str, value: Any) -> str:
+    if name == "day" and not isinstance(value, str):
+        return date_of(float(value) * DAY)
+    return "" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportQuery:
+    """What a report counts: the requests that ended from `since` on and before `until`."""
+
+    by: tuple[Dimension, ...]
+    since: float
+    until: float
+    limit: int = MOST_ROWS
+    key: str | None = None
+    """Only requests of this key; with `user`, of this end user of it."""
+    user: str | None = None
+
+    @property
+    def whole_days(self) -> bool:
+        """Whether it begins and ends with a day: what is recorded by day belongs to it in full."""
+        return self.since % DAY == 0 and (self.until % DAY == 0)
+
+
+def parse_query(
+    now: float,
+    by: str | None = None,
+    since: str | None = None,
+    until: str | None = None,
+    limit: str | None = None,
+) -> ReportQuery:
+    """The query of a command or a URL, whose parameters are texts. Raises: InvalidQuery."""
+    names = [name.strip().lower() for name in (by or "model").split(",")]
+    for name in names:
+        if name not in DIMENSIONS:
+            raise InvalidQuery(
+                "by", f"{name[:32]!r} is none of {', '.join(DIMENSIONS)}, or two of them: key,model"
+            )
+    if len(set(names)) < len(names) or len(names) > MOST_DIMENSIONS:
+        raise InvalidQuery("by", f"at most {MOST_DIMENSIONS} different ones, such as key,model")
+    start = parse_time("since", since or DEFAULT_SINCE, now)
+    end = parse_time("until", until, now, end=True) if until else _now_or_end_of_day(now)
+    if start > now:
+        raise InvalidQuery(
+            "since", f"{time_text(start)} is in the future: it is {time_text(now)} now"
+        )
+    if end <= start:
+        raise InvalidQuery(
+            "until", f"{time_text(end)} is not after the beginning, {time_text(start)}"
+        )
+    most = MOST_ROWS
+    if limit is not None:
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_ROWS):
+            raise InvalidQuery("limit", f"must be a number from 1 to {MOST_ROWS}")
+        most = int(limit)
+    return ReportQuery(tuple(name for name in DIMENSIONS if name in names), start, end, most)
+
+
+def _now_or_end_of_day(now: float) -> float:
+    """The end of this day: nothing can have ended later, and days are counted in full."""
+    return (math.floor(now / DAY) + 1) * DAY
+
+
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+
+_DAYS_AGO = re.compile(r"(\d{1,5})d")
+
+
+def parse_time(parameter: str, text: str, now: float, *, end: bool = False) -> float:
+    """A date, a time of RFC 3339, or how long ago: `7d`, `12h`. All in UTC.
+
+    A date is its first moment, with `end` the first moment after it. `7d` is the midnight seven
+    days ago, so that days are counted in full; other durations count from now to the second.
+
+    Raises: InvalidQuery.
+    """
+    text = text.strip()[:64]
+    try:
+        if found := _DAYS_AGO.fullmatch(text):
+            return max(0.0, math.floor(now / DAY) * DAY - int(found[1]) * DAY)
+        if _DATE.fullmatch(text):
+            day = datetime.fromisoformat(text).replace(tzinfo=UTC)
+            return (day + timedelta(days=1) if end else day).timestamp()
+        if text[:1].isdigit() and "T" in text.upper():
+            moment = datetime.fromisoformat(text.upper())
+            return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        if text[-1:].isalpha():
+            return max(0.0, now - parse_duration(text))
+    except (ValueError, OverflowError):
+        pass
+    raise InvalidQuery(
+        parameter,
+        f"{text!r} is no time: write a date (2026-11-23), a time (2026-11-23T08:00:00Z), or how "
+        "long ago (7d, 12h)",
+    )
+
+
+Group = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class ReportReader:
+    """Reads one report: call `step` until it returns True, in jobs of the store, then `report`."""
+
+    query: ReportQuery
+    rows_per_step: int = ROWS_PER_STEP
+    _groups: dict[Group, Sums] = field(default_factory=dict)
+    _nodes: dict[Group, Sums] = field(default_factory=dict)
+    """By tier and node."""
+    _hours: list[money.NodeHours] = field(default_factory=list)
+    _at: float | None = None
+    """Rows that ended before it are counted; None: the report has not begun."""
+    _revision: int = 0
+    _restarts: int = 0
+    _notes: list[str] = field(default_factory=list)
+
+    def step(self, connection: Connection) -> bool:
+        """Read some more; whether all is read. Raises: InvalidQuery, if there are too many groups.
+
+        Rows that retention turns into sums between two steps would be counted twice or not at all,
+        so the report then begins anew. Raises: ReportInterrupted, if that happens again and again.
+        """
+        if self._at is None:
+            self._groups, self._nodes, self._at = {}, {}, self.query.since
+            self._revision = _revision(connection)
+        ended = usage.c.ended_at
+        later = self._of_caller(select(ended).where(ended < self.query.until), usage)
+        end = end_of_step(connection, later.order_by(ended), self._at, self.rows_per_step)
+        self._read_rows(connection, self._at, self.query.until if end is None else end)
+        self._at = end
+        if end is not None:
+            return False
+        self._read_days(connection)
+        self._hours = self._read_hours(connection)
+        if _revision(connection) != self._revision:
+            self._restarts += 1
+            self._at = None
+            if self._restarts > MOST_RESTARTS:
+                raise ReportInterrupted("old rows are being summed up just now: ask again later")
+            return False
+        return True
+
+    def _where(self, statement: Select[Any], start: float, end: float) -> Select[Any]:
+        statement = statement.where(usage.c.ended_at >= start, usage.c.ended_at < end)
+        return self._of_caller(statement, usage)
+
+    def _of_caller(self, statement: Select[Any], table: FromClause) -> Select[Any]:
+        if self.query.key is not None:
+            statement = statement.where(table.c.key == self.query.key)
+        if self.query.user is not None:
+            statement = statement.where(table.c.user == self.query.user)
+        return statement
+
+    def _read_rows(self, connection: Connection, start: float, end: float) -> None:
+        places = self._places(usage)
+        statement = select(*places, *_ROW_SUMS).group_by(*places)
+        self._add(connection, self._where(statement, start, end))
+
+    def _read_days(self, connection: Connection) -> None:
+        """Count the sums of deleted rows: those of each day that the report touches."""
+        first, last = date_of(self.query.since), date_of(self.query.until - 0.001)
+        places, day = self._places(usage_days), usage_days.c.day
+        statement = select(*places, *_DAY_SUMS).where(day >= first, day <= last)
+        self._add(connection, self._of_caller(statement, usage_days).group_by(*places))
+        self._notes = []
+        for cut, edge in ((first, self.query.since), (last, self.query.until)):
+            if edge % DAY and cut not in "".join(self._notes):
+                summed = select(usage_days.c.day).where(day == cut).limit(1)
+                if connection.scalar(self._of_caller(summed, usage_days)) is not None:
+                    self._notes.append(
+                        f"requests of {cut} are kept as sums of the whole day, and are counted "
+                        "in full"
+                    )
+
+    def _places(self, table: FromClause) -> list[ColumnElement[Any]]:
+        """The columns of a group: its dimensions, then tier and node."""
+        return [*(_dimension(table, name) for name in self.query.by), table.c.tier, table.c.node]
+
+    def _add(self, connection: Connection, statement: Select[Any]) -> None:
+        width = len(self.query.by)
+        for row in connection.execute(statement):
+            group = tuple(map(_label, self.query.by, row[:width]))
+            values = row[width + 2 :]
+            if group not in self._groups and len(self._groups) >= MOST_GROUPS:
+                raise InvalidQuery(
+                    "by",
+                    f"more than {MOST_GROUPS} groups: shorten the time with since and until, or "
+                    "choose another dimension",
+                )
+            self._groups.setdefault(group, Sums()).add(values)
+            node = (_label("tier", row[width]), _label("node", row[width + 1]))
+            self._nodes.setdefault(node, Sums()).add(values)
+
+    def _read_hours(self, connection: Connection) -> list[money.NodeHours]:
+        if self.query.key is not None:
+            return []  # What machines cost is no caller's affair.
+        columns, day = node_hours.c, node_hours.c.day
+        first, last = date_of(self.query.since), date_of(self.query.until - 0.001)
+        statement = (
+            select(columns.node, columns.tier, func.sum(columns.seconds), func.sum(columns.cost))
+            .where(day >= first, day <= last)
+            .group_by(columns.node, columns.tier)
+            .order_by(columns.tier, columns.node)
+        )
+        return [money.NodeHours(*row) for row in connection.execute(statement)]
+
+    def report(self) -> UsageReport:
+        """The report; `step` has returned True. Off the event loop: there may be many groups."""
+        total = Sums()
+        for sums in self._nodes.values():
+            total.add(sums.values())
+        day = self.query.by.index("day") if "day" in self.query.by else None
+        # A sort of all groups would be one call into C, which no other thread interrupts.
+        largest = heapq.nsmallest(
+            self.query.limit,
+            iter(self._groups.items()),
+            key=lambda item: ("" if day is None else item[0][day], *_by_size(item)),
+        )
+        return UsageReport(
+            self.query,
+            largest,
+            total,
+            len(self._groups),
+            dict(self._nodes),
+            self._hours,
+            tuple(self._notes),
+        )
+
+
+def end_of_step(connection: Connection, ends: Select[Any], start: float, rows: int) -> float | None:
+    """When the first request ended that is too many for a step of `rows`; None: none is.
+
+    `ends`: when requests ended, in order.
+    """
+    ended = usage.c.ended_at
+    end = connection.scalar(ends.where(ended >= start).offset(rows).limit(1))
+    if end == start:
+        # More requests than a step takes ended at the same time.
+        end = connection.scalar(ends.where(ended > start).limit(1))
+    return None if end is None else float(end)
+
+
+def _by_size(item: tuple[Group, Sums]) -> tuple[float, int, int, Group]:
+    """The dearest first, then those with the most tokens and requests."""
+    group, sums = item
+    return (-sums.cost, -sums.tokens, -sums.requests, group)
+
+
+def _revision(connection: Connection) -> int:
+    statement = select(revisions.c.number).where(revisions.c.name == ROLLED_UP)
+    return connection.scalar(statement) or 0
+
+
+class Reporter:
+    """Reads reports from the store beside the event loop, one at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.reading = asyncio.Lock()
+        """Held while a report is read; retention moves no rows meanwhile."""
+
+    async def read(self, query: ReportQuery) -> UsageReport:
+        """The report. Raises: InvalidQuery, ReportInterrupted, StoreError."""
+        reader = ReportReader(query)
+        await self.read_steps(reader.step)
+        return await asyncio.to_thread(reader.report)
+
+    async def read_steps(self, step: Callable[[Connection], bool]) -> None:
+        """Call `step` in jobs of the store until it returns True. Raises as `read` does."""
+        try:
+            async with asyncio.timeout(MOST_SECONDS), self.reading:
+                while not await self.store.run(step, write=False):
+                    pass
+        except TimeoutError:
+            raise ReportInterrupted(
+                f"it takes longer than {MOST_SECONDS:.0f} s: ask for a shorter time with since"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport:
+    """A report, for people, programs and spreadsheets."""
+
+    query: ReportQuery
+    groups: list[tuple[Group, Sums]]
+    total: Sums
+    """Of all groups, those beyond `query.limit` too."""
+    found: int
+    """Groups that there are."""
+    nodes: dict[Group, Sums]
+    """By tier and node."""
+    hours: list[money.NodeHours]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "since": time_text(self.query.since),
+            "until": time_text(self.query.until),
+            "by": list(self.query.by),
+            "rows": [
+                {**{n: label or None for n, label in self._named(group)}, **sums.to_json()}
+                for group, sums in self.groups
+            ],
+            "rows_found": self.found,
+            "total": self.total.to_json(),
+            "money": money_json(self),
+            "notes": list(self.notes),
+        }
+
+    def _named(self, group: Group) -> list[tuple[str, str]]:
+        return list(zip(self.query.by, group, strict=True))
+
+    def to_csv(self) -> str:
+        """The rows, with a line of names above them; numbers in full."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        names = list(Sums().to_json())
+        writer.writerow([*self.query.by, *names])
+        for group, sums in self.groups:
+            figures = sums.to_json()
+            writer.writerow([*map(_csv_cell, group), *(figures[name] for name in names)])
+        return text.getvalue()
+
+
+_FORMULA_STARTS = tuple("=+-@\t\r\n＝＋－＠")  # noqa: RUF001 - some read the wide ones, too
+
+
+def _csv_cell(value: str) -> str:
+    """A text that no spreadsheet takes for a formula: clients choose names of users.
+
+    Nor for two lines, of which the second may be one: Python's writer quotes no carriage return.
+    """
+    guard = "'" if value.lstrip(" ").startswith(_FORMULA_STARTS) else ""
+    return guard + value.replace("\r", " ").replace("\n", " ")
+
+
+def money_json(report: UsageReport) -> dict[str, Any]:
+    """What the report's requests and the machines cost, by tier and in all."""
+    hours: dict[str, list[money.NodeHours]] = {}
+    for one in report.hours:
+        hours.setdefault(one.tier, []).append(one)
+    paid_by_hour = {(one.tier, one.node) for one in report.hours if one.cost > 0}
+    tiers: dict[str, Sums] = {}
+    charged: dict[str, float] = {}
+    for (tier, node), sums in report.nodes.items():
+        tiers.setdefault(tier, Sums()).add(sums.values())
+        if (tier, node) in paid_by_hour:
+            charged[tier] = charged.get(tier, 0.0) + sums.cost
+    total = report.total
+    requests = {tier: sums.requests for tier, sums in tiers.items() if tier}
+    return {
+        "cost": total.cost,
+        "per_request": money.per_request(total.cost, total.requests).to_json(),
+        "per_million_tokens": money.per_million_tokens(total.cost, total.tokens).to_json(),
+        "node_hours_cost": math.fsum(one.cost for one in report.hours),
+        "idle": _idle(report, report.hours, sum(charged.values())).to_json(),
+        "all_gpu": money.all_gpu_cost(total.gpu_cost, total.gpu_priced, total.requests).to_json(),
+        "effective_per_hour": money.effective_hourly_cost(requests, hours).to_json(),
+        "running_per_hour": money.running_hourly_cost(report.hours).to_json(),
+        "tiers": {
+            tier: {
+                "requests": tiers.get(tier, Sums()).requests,
+                "cost": (sums := tiers.get(tier, Sums())).cost,
+                "per_request": money.per_request(sums.cost, sums.requests).to_json(),
+                "per_million_tokens": money.per_million_tokens(sums.cost, sums.tokens).to_json(),
+                "node_hours": math.fsum(one.seconds for one in hours.get(tier, [])) / 3600,
+                "node_hours_cost": math.fsum(one.cost for one in hours.get(tier, [])),
+                "idle": _idle(report, hours.get(tier, []), charged.get(tier, 0.0)).to_json(),
+            }
+            for tier in sorted({*requests, *hours})
+        },
+    }
+
+
+def _idle(report: UsageReport, hours: list[money.NodeHours], charged: float) -> money.Amount:
+    if not report.query.whole_days:
+        return money.Amount(
+            None, "the hours of nodes are recorded by day: ask for whole days, such as since=7d"
+        )
+    return money.idle_cost(hours, charged)
+
+
+# The busiest hour.
+
+
+MINUTE = 60
+
+STRETCHES = (60, 20, 5, 1)
+"""Minutes of what is called the busiest hour: the longest of which all requests can be told."""
+
+MOST_ARRIVALS = 20_000
+"""Requests that are told, some 2 MB of JSON."""
+
+MOST_MINUTES = 150_000
+"""Minutes with requests that are compared: a hundred days of them, some 30 MB."""
+
+BATCH = "batch"
+"""The class of requests that nobody waits for."""
+
+UNSERVED = ("queue_full", "queue_timeout")
+"""Outcomes of requests that the gateway had no slot for."""
+
+COLUMNS = (
+    "seconds", "model", "class", "node", "prompt_tokens", "cached_tokens", "completion_tokens",
+    "slot_seconds", "lasted", "unserved",
+)  # fmt: skip
+"""Of each request. `seconds`: its arrival, from the beginning of the hour. Tokens are null of a
+request that has not been served, `lasted` of one that has not ended."""
+
+
+@dataclass(slots=True)
+class _Minute:
+    requests: int = 0
+    served: int = 0
+    slot_seconds: float = 0.0
+
+    def asked(self, each: float) -> float:
+        """Slot seconds, with `each` of a request that had no slot."""
+        return self.slot_seconds + each * (self.requests - self.served)
+
+
+@dataclass(slots=True)
+class ArrivalsReader:
+    """Reads the busiest hour, request by request, which a plan of the fleet plays again.
+
+    It holds times, sizes, models and classes, and nothing that names a caller. The hour is the one
+    for which requests asked most of the nodes: the seconds that they held slots, and the mean of
+    those for each request that the gateway had no slot for. Call `step` until it returns True, in
+    jobs of the store; then `to_json`. Of `query` its times count.
+    """
+
+    query: ReportQuery
+    now: float
+    rows_per_step: int = ROWS_PER_STEP
+    most_arrivals: int = MOST_ARRIVALS
+    most_minutes: int = MOST_MINUTES
+    _minutes: dict[int, _Minute] = field(default_factory=dict, init=False)
+    _arrivals: list[list[Any]] = field(default_factory=list, init=False)
+    _at: float | None = field(default=None, init=False)
+    """Rows that ended before it have been read; None: all minutes are counted."""
+    _hour: tuple[float, float] | None = field(default=None, init=False)
+    """From when to when it was; None: not found yet."""
+    _until: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._at = self.query.since
+        self._until = min(self.now, self.query.until)
+
+    def step(self, connection: Connection) -> bool:
+        """Read some more; whether all is read. Raises: InvalidQuery, for too long a time."""
+        if self._at is not None:
+            ended = usage.c.ended_at
+            later = select(ended).where(ended < self.query.until).order_by(ended)
+            end = end_of_step(connection, later, self._at, self.rows_per_step)
+            until = self.query.until if end is None else end
+            read = self._count if self._hour is None else self._read
+            read(connection, self._at, until)
+            self._at = end
+            return False
+        if self._hour is None:
+            self._count_open(connection)
+            if not self._minutes:
+                return True
+            self._hour = self._busiest()
+            self._at = self._hour[0]
+            return False
+        waits_not = select(open_requests).where(open_requests.c.class_.is_distinct_from(BATCH))
+        self._add(connection, waits_not, open_requests.c.started_at)
+        self._arrivals.sort(key=lambda one: one[0])
+        return True
+
+    def _count(self, connection: Connection, start: float, end: float) -> None:
+        minute = func.floor(usage.c.started_at / MINUTE)
+        served = func.sum(case((usage.c.slot_seconds > 0, 1), else_=0))
+        counted = (
+            select(minute, func.count(), served, func.sum(usage.c.slot_seconds))
+            .where(usage.c.ended_at >= start, usage.c.ended_at < end, _wanted_slots())
+            .group_by(minute)
+        )
+        self._add_minutes(connection, counted)
+
+    def _count_open(self, connection: Connection) -> None:
+        minute = func.floor(open_requests.c.started_at / MINUTE)
+        counted = (
+            select(minute, func.count(), literal(0), literal(0.0))
+            .where(open_requests.c.class_.is_distinct_from(BATCH))
+            .group_by(minute)
+        )
+        self._add_minutes(connection, counted)
+
+    def _add_minutes(self, connection: Connection, counted: Select[Any]) -> None:
+        for number, requests, served, slot_seconds in connection.execute(counted):
+            if not self.query.since - MINUTE < number * MINUTE < self._until:
+                continue
+            minute = self._minutes.setdefault(int(number), _Minute())
+            minute.requests += int(requests)
+            minute.served += int(served)
+            minute.slot_seconds += float(slot_seconds)
+        if len(self._minutes) > self.most_minutes:
+            raise InvalidQuery("since", "so long a time can't be compared: take a later one")
+
+    def _busiest(self) -> tuple[float, float]:
+        served = sum(one.served for one in self._minutes.values())
+        held = sum(one.slot_seconds for one in self._minutes.values())
+        each = held / served if served else 1.0
+        ordered = sorted(self._minutes.items())
+        minutes, found = 0, (0, 0)
+        for minutes in STRETCHES:
+            best, asked, first, requests = -1.0, 0.0, 0, 0
+            for number, one in ordered:
+                requests += one.requests
+                asked += one.asked(each)
+                while number - ordered[first][0] >= minutes:
+                    left = ordered[first][1]
+                    requests -= left.requests
+                    asked -= left.asked(each)
+                    first += 1
+                # Of equal ones the last: it is the fleet of today that is asked about.
+                if asked >= best:
+                    best, found = asked, (ordered[first][0], requests)
+            if found[1] <= self.most_arrivals:
+                break
+        start = max(self.query.since, float(found[0] * MINUTE))
+        return start, min(self._until, float((found[0] + minutes) * MINUTE))
+
+    def _read(self, connection: Connection, start: float, end: float) -> None:
+        ended = select(usage).where(usage.c.ended_at >= start, usage.c.ended_at < end)
+        self._add(connection, ended.where(_wanted_slots()), usage.c.started_at)
+
+    def _add(
+        self, connection: Connection, found: Select[Any], started: ColumnElement[float]
+    ) -> None:
+        start, end = self._hour or (0.0, 0.0)
+        within = found.where(started >= start, started <= end)
+        rows = connection.execute(within.limit(self.most_arrivals - len(self._arrivals)))
+        self._arrivals += (_arrival(row, start) for row in rows.mappings())
+
+    def to_json(self) -> dict[str, Any]:
+        """The hour as JSON values; `step` has returned True."""
+        start, end = self._hour or (self.query.since, self.query.since)
+        return {
+            "since": time_text(self.query.since),
+            "until": time_text(self._until),
+            "first": time_text(min(self._minutes, default=0) * MINUTE) if self._minutes else None,
+            "requests": sum(one.requests for one in self._minutes.values()),
+            "hour": {"from": time_text(start), "to": time_text(end), "seconds": end - start},
+            "columns": list(COLUMNS),
+            "arrivals": self._arrivals,
+        }
+
+
+def _wanted_slots() -> ColumnElement[bool]:
+    """Requests that a node worked for, and those that it would have if there had been a slot.
+
+    Batches are none of them: they fill slots that are idle, and wait for those.
+    """
+    return and_(
+        usage.c.class_.is_distinct_from(BATCH),
+        or_(
+            usage.c.slot_seconds > 0,
+            usage.c.outcome.in_(UNSERVED),
+            usage.c.status == CLIENT_CLOSED_STATUS,
+        ),
+    )
+
+
+def _arrival(row: RowMapping, start: float) -> list[Any]:
+    lasted = row["ended_at"] - row["started_at"] if "ended_at" in row else None
+    served = lasted is not None and row["slot_seconds"] > 0
+    return [
+        round(row["started_at"] - start, 3),
+        *(row[name] for name in COLUMNS[1:4]),
+        *(row[name] if served else None for name in COLUMNS[4:7]),
+        round(row["slot_seconds"], 3),
+        None if lasted is None else round(lasted, 3),
+        lasted is not None and row["outcome"] in UNSERVED,
+    ]
+
+
+# What a caller may know of its own use.
+
+
+LEAST_AGE = 5.0
+"""Seconds for which figures are kept at least."""
+
+AGE_FACTOR = 20.0
+"""Figures are kept for so many times as long as it took to read them: a caller that polls takes a
+twentieth of the store's time at most."""
+
+MOST_KEPT = 1000
+"""Callers and end users whose figures are kept."""
+
+NO_STORE = "the gateway has no store: requests are not recorded"
+
+
+class _Kept(NamedTuple):
+    figures: dict[str, Any]
+    until: float
+
+
+@dataclass(slots=True, eq=False)
+class CallerUsage:
+    """Answers callers about themselves. `reporter` is None where there is no store.
+
+    Figures come from the ledger and are kept for some seconds, longer the more rows they took; so
+    callers that poll cost the store little, however much they have used. Limits are live.
+    """
+
+    book: LimitBook
+    reporter: Reporter | None
+    now: Callable[[], float]
+    """Unix seconds."""
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    _kept: OrderedDict[tuple[str, str | None], _Kept] = field(default_factory=OrderedDict)
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def describe(self, accounts: Accounts, *, hides_cache: bool) -> dict[str, Any]:
+        """The use of this caller, or of the end user that it names, as JSON values.
+
+        `hides_cache`: without what tells of prompt caches. What the store can't say now is None,
+        with the reason.
+        """
+        caller = accounts.caller
+        return {
+            "object": "usage",
+            "key": caller.id,
+            "name": caller.name,
+            "group": caller.group,
+            "user": accounts.user,
+            **_without_cache(await self._figures(caller.id, accounts.user), hides_cache),
+            "limits": [_standing_json(one) for one in self.book.standings(accounts)],
+            "max_class": caller.max_priority.label,
+            "models_allowed": None if caller.models is None else sorted(caller.models),
+            "largest_prompt_tokens": accounts.prompt_tokens,
+            "largest_completion_tokens": accounts.completion_tokens,
+        }
+
+    async def _figures(self, key: str, user: str | None) -> dict[str, Any]:
+        if self.reporter is None:
+            return _unknown(NO_STORE)
+        async with self._reading:
+            kept = self._kept.get((key, user))
+            if kept is not None and self.clock() < kept.until:
+                return kept.figures
+            began = self.clock()
+            try:
+                report = await self.reporter.read(self._query(key, user))
+            except (StoreError, ReportInterrupted, InvalidQuery) as error:
+                return _unknown(error.message if isinstance(error, StoreError) else str(error))
+            figures = await asyncio.to_thread(_figures_json, report, self.now())
+            until = self.clock() + max(LEAST_AGE, AGE_FACTOR * (self.clock() - began))
+            self._kept[key, user] = _Kept(figures, until)
+            self._kept.move_to_end((key, user))
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+            return figures
+
+    def _query(self, key: str, user: str | None) -> ReportQuery:
+        """All days of this month."""
+        now = self.now()
+        today = now // DAY * DAY
+        first = today - (int(date_of(now)[8:]) - 1) * DAY
+        return ReportQuery(("model", "day"), first, today + DAY, key=key, user=user)
+
+
+def _unknown(reason: str) -> dict[str, Any]:
+    return {"as_of": None, "today": None, "month": None, "reason": reason}
+
+
+def _figures_json(report: UsageReport, now: float) -> dict[str, Any]:
+    today, models = Sums(), dict[str, Sums]()
+    for (model, day), sums in report.groups:
+        models.setdefault(model, Sums()).add(sums.values())
+        if day == date_of(now):
+            today.add(sums.values())
+    return {
+        "as_of": time_text(now),
+        "today": {"since": date_of(now), **_sums_json(today)},
+        "month": {
+            "since": date_of(report.query.since),
+            **_sums_json(report.total),
+            "models": [
+                {"model": model or None, **_sums_json(sums)}
+                for model, sums in sorted(models.items(), key=lambda one: -one[1].requests)
+            ],
+        },
+        "reason": None,
+    }
+
+
+def _sums_json(sums: Sums) -> dict[str, Any]:
+    return {
+        "requests": sums.requests,
+        "failures": sums.failures,
+        "prompt_tokens": sums.prompt_tokens,
+        "cached_tokens": sums.cached_tokens,
+        "completion_tokens": sums.completion_tokens,
+        "cost": sums.cost,
+    }
+
+
+def _without_cache(figures: dict[str, Any], hidden: bool) -> dict[str, Any]:  # noqa: FBT001
+    """The figures, without those that tell whose prompts a node has cached."""
+    if not hidden or figures["month"] is None:
+        return figures
+    month = figures["month"]
+    return {
+        **figures,
+        "today": figures["today"] | {"cached_tokens": None},
+        "month": month
+        | {
+            "cached_tokens": None,
+            "models": [one | {"cached_tokens": None} for one in month["models"]],
+        },
+    }
+
+
+def _standing_json(one: LimitStanding) -> dict[str, Any]:
+    return {
+        "of": one.kind,
+        "limit": one.limit,
+        "period": one.period,
+        "most": one.most,
+        "used": one.used,
+        "reserved": one.reserved,
+        "remaining": max(0, one.most - one.used - one.reserved),
+        "resets_at": None if one.resets_at is None else time_text(one.resets_at),
+    }

@@ -1,0 +1,362 @@
+"""Keys in the store: made, changed, rotated and revoked, each in one transaction of the store.
+
+The functions that take a connection are jobs of the store's thread, or parts of such jobs. They can
+be done twice: who does not know whether a change was made asks for it again. Each of them raises
+the revision of the keys, so that every gateway of the store sees the change at its next poll.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import structlog
+from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
+
+from gateway.callers.keys import HeldKey, held_key, without_secret
+from gateway.config.listeners import KeySpec
+from gateway.errors import GatewayError, truncate_echo
+from gateway.store.database import insert_for
+from gateway.store.schema import keys as keys_table
+from gateway.store.schema import learnt, revisions
+
+MOST_STORED_KEYS = 100_000
+"""Keys that a store may hold, revoked ones included: a gateway has all of them in memory."""
+
+MOST_PROBLEMS = 50
+"""Problems of an import that are told; it counts the others."""
+
+KEYS_REVISION = "keys"
+"""The name under which the store counts changes of keys."""
+
+_JSON_COLUMNS = {
+    "models": "models",
+    "limits": "limits",
+    "user_limits": "user_limits",
+    "cache": "privacy",
+}
+"""The column of each field that is stored as JSON."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """A key of the store. Times are Unix seconds."""
+
+    spec: KeySpec
+    created_at: float
+    revoked_at: float | None = None
+    previous_sha256: str | None = field(default=None, repr=False)
+    previous_until: float | None = None
+    """The secret before the last rotation works until then."""
+
+    def held(self) -> HeldKey:
+        """The key as the ring looks it up."""
+        return held_key(self.spec, self.previous_sha256, self.previous_until)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyProblem:
+    """What is wrong with one of the keys that somebody wants to store."""
+
+    index: int
+    """Its place in the list, from 0."""
+    key: str
+    """The field to blame."""
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        name = f"{self.key}: " if self.key else ""
+        return f"{name}{self.message}" + (f" ({self.remedy})" if self.remedy else "")
+
+
+class KeysRefused(GatewayError):  # noqa: N818 - says what happened to the keys
+    """None of these keys was stored; `problems` says what is wrong with which."""
+
+    def __init__(self, problems: Sequence[KeyProblem], status: int = 400) -> None:
+        first = str(problems[0])
+        more = f"; and {len(problems) - 1} more problems" if len(problems) > 1 else ""
+        code = "key_exists" if status == 409 else "invalid_request"
+        super().__init__(status, code, first + more, param=problems[0].key or None)
+        self.problems = tuple(problems)
+
+
+def key_not_found(name: str) -> GatewayError:
+    """404: no key has this name or id."""
+    return GatewayError(
+        404,
+        "key_not_found",
+        f"There is no key of the name or id '{truncate_echo(without_secret(name))}'; "
+        "'llama-gateway keys list' shows all.",
+    )
+
+
+# Jobs of the store's thread.
+
+
+def keys_revision(connection: Connection) -> int:
+    """The number of the last change of keys; 0: there was none."""
+    found = connection.execute(
+        select(revisions.c.number).where(revisions.c.name == KEYS_REVISION)
+    ).scalar()
+    return 0 if found is None else int(found)
+
+
+def read_keys(connection: Connection, *, revoked: bool = False) -> list[StoredKey]:
+    """All keys in the order of their names; with `revoked`, those as well."""
+    rows = key_rows(connection, revoked=revoked)
+    return [key for row in rows if (key := stored_key(row)) is not None]
+
+
+def key_rows(connection: Connection, *, revoked: bool = False) -> Sequence[Row[Any]]:
+    """The rows of `read_keys`."""
+    wanted = select(keys_table).order_by(keys_table.c.name, keys_table.c.created_at)
+    if not revoked:
+        wanted = wanted.where(keys_table.c.revoked_at.is_(None))
+    return connection.execute(wanted.limit(MOST_STORED_KEYS)).all()
+
+
+def stored_key(row: Row[Any]) -> StoredKey | None:
+    """The key of a row; None if a later version has written what this one can't read."""
+    values = row._mapping  # noqa: SLF001 - SQLAlchemy's public name for it
+    fields: dict[str, Any] = {
+        "id": values["id"],
+        "sha256": values["sha256"],
+        "name": values["name"],
+        "class": values["class_"],
+        "max_class": values["max_class"],
+        "group": values["group_name"],
+        "trust_user_headers": bool(values["trust_user_headers"]),
+    }
+    try:
+        for name, column in _JSON_COLUMNS.items():
+            fields[name] = None if values[column] is None else json.loads(values[column])
+        if values["expires_at"] is not None:
+            fields["expires"] = datetime.fromtimestamp(values["expires_at"], UTC)
+        spec = KeySpec.model_validate(fields, by_alias=True, by_name=False)
+    except (ValueError, OverflowError, OSError) as error:
+        # Its rights are unknown, so it has none.
+        why = str(error).splitlines()[0]
+        log.warning("a stored key can't be used", key=values["id"], why=why)
+        return None
+    return StoredKey(
+        spec,
+        values["created_at"],
+        values["revoked_at"],
+        values["previous_sha256"],
+        values["previous_until"],
+    )
+
+
+def find_key(connection: Connection, name: str) -> StoredKey:
+    """The key of this name or id; a revoked one only if no other has it.
+
+    Raises: GatewayError (404).
+    """
+    wanted = (
+        select(keys_table)
+        .where(or_(keys_table.c.id == name, keys_table.c.name == name))
+        .order_by(keys_table.c.revoked_at.is_(None).desc(), keys_table.c.revoked_at.desc())
+        .limit(1)
+    )
+    row = connection.execute(wanted).first()
+    key = None if row is None else stored_key(row)
+    if key is None:
+        raise key_not_found(name)
+    return key
+
+
+def add_keys(connection: Connection, specs: Sequence[KeySpec], now: float) -> list[StoredKey]:
+    """Store these keys: all of them or none. Raises: KeysRefused (409)."""
+    problems: list[KeyProblem] = []
+    present = _present(connection, specs)
+    active = [key for key in present.values() if key.revoked_at is None]
+    called = {word: key for key in active for word in (key.spec.id, key.spec.name)}
+    if len(specs) > MOST_STORED_KEYS - _count(connection):
+        message = f"a store holds at most {MOST_STORED_KEYS} keys, revoked ones included"
+        problems.append(KeyProblem(0, "", message, ""))
+    fresh = []
+    for index, spec in enumerate(specs):
+        problem, is_there = _taken(index, spec, present, called)
+        if problem is not None:
+            problems.append(problem)
+        elif not is_there:
+            fresh.append(StoredKey(spec, now))
+    if problems:
+        raise KeysRefused(problems[:MOST_PROBLEMS], 409)
+    if fresh:
+        try:
+            connection.execute(insert(keys_table), [_row(key) for key in fresh])
+        except IntegrityError:
+            # Another process has stored it since the look.
+            problem = KeyProblem(0, "name", "another key of this name or id is being stored", "")
+            raise KeysRefused([problem], 409) from None
+        raise_revision(connection, now)
+    return [present.get(spec.id) or StoredKey(spec, now) for spec in specs]
+
+
+def change_key(connection: Connection, name: str, spec: KeySpec, now: float) -> StoredKey:
+    """Give the key of this name or id the rights and the name of `spec`.
+
+    Its id and its secrets stay. Raises: GatewayError (404, 409).
+    """
+    key = _usable(connection, name)
+    for other in _named(connection, [spec.name]):
+        if other.spec.id != key.spec.id and other.revoked_at is None:
+            message = f"the key {other.spec.id} is called '{spec.name}' already"
+            raise KeysRefused([KeyProblem(0, "name", message, "choose another")], 409)
+    changed = replace(
+        key, spec=spec.model_copy(update={"id": key.spec.id, "sha256": key.spec.sha256})
+    )
+    if changed != key:
+        _write(connection, changed, now)
+    return changed
+
+
+def rotate_key(
+    connection: Connection, name: str, sha256: str, grace: float, now: float
+) -> StoredKey:
+    """Give the key a new secret; the old one works for `grace` seconds more.
+
+    Raises: GatewayError (404, 409).
+    """
+    key = _usable(connection, name)
+    if key.spec.sha256 == sha256:
+        return key  # It was done before.
+    if key.spec.expires is not None and key.spec.expires.timestamp() <= now:
+        raise GatewayError(
+            409, "key_expired", f"The key '{key.spec.name}' has expired: make a new one."
+        )
+    rotated = replace(
+        key,
+        spec=key.spec.model_copy(update={"sha256": sha256}),
+        previous_sha256=key.spec.sha256 if grace > 0 else None,
+        previous_until=now + grace if grace > 0 else None,
+    )
+    _write(connection, rotated, now)
+    return rotated
+
+
+def revoke_key(connection: Connection, name: str, now: float) -> StoredKey:
+    """End the key of this name or id for good, and forget what was learnt of its requests.
+
+    Raises: GatewayError (404).
+    """
+    key = find_key(connection, name)
+    if key.revoked_at is not None:
+        return key
+    revoked = replace(key, revoked_at=now, previous_sha256=None, previous_until=None)
+    _write(connection, revoked, now)
+    connection.execute(delete(learnt).where(learnt.c.caller == key.spec.id))
+    return revoked
+
+
+def raise_revision(connection: Connection, now: float) -> None:
+    """Count a change of keys.
+
+    Not by one but to the time in milliseconds, so that a store that was put back from a backup
+    never has the number of the one before.
+    """
+    least = int(now * 1000)
+    first = insert_for(connection)(revisions).values(name=KEYS_REVISION, number=least)
+    raised = revisions.c.number + 1
+    connection.execute(
+        first.on_conflict_do_update(
+            index_elements=[revisions.c.name],
+            set_={"number": case((raised > least, raised), else_=least)},
+        )
+    )
+
+
+def _usable(connection: Connection, name: str) -> StoredKey:
+    key = find_key(connection, name)
+    if key.revoked_at is not None:
+        raise GatewayError(
+            409, "key_revoked", f"The key '{key.spec.name}' is revoked for good: make a new one."
+        )
+    return key
+
+
+def _taken(
+    index: int,
+    spec: KeySpec,
+    present: Mapping[str, StoredKey],
+    called: Mapping[str, StoredKey],
+) -> tuple[KeyProblem | None, bool]:
+    """Why the key can't be stored; and whether it is stored already, just like this.
+
+    `present` are keys by id, `called` those that are not revoked by id and name.
+    """
+    same = present.get(spec.id)
+    if same is not None and same.revoked_at is None and same.spec == spec:
+        return None, True
+    if same is not None:
+        state = "a revoked key has" if same.revoked_at is not None else "another key has"
+        message = f"{state} the id '{spec.id}' already"
+        return KeyProblem(index, "id", message, "choose another"), False
+    other = called.get(spec.name) or called.get(spec.id)
+    if other is None:
+        return None, False
+    message = f"the key {other.spec.id} is called '{other.spec.name}' already"
+    return KeyProblem(index, "name", message, "choose another, or revoke that one"), False
+
+
+_MOST_PARAMETERS = 10_000
+"""Values that one statement names; SQLite takes 32,766."""
+
+
+def _present(connection: Connection, specs: Sequence[KeySpec]) -> dict[str, StoredKey]:
+    """The stored keys that have an id or a name of one of these, by id."""
+    words = list({word for spec in specs for word in (spec.id, spec.name)})
+    found: dict[str, StoredKey] = {}
+    for start in range(0, len(words), _MOST_PARAMETERS):
+        for key in _named(connection, words[start : start + _MOST_PARAMETERS]):
+            found[key.spec.id] = key
+    return found
+
+
+def _named(connection: Connection, words: Sequence[str]) -> list[StoredKey]:
+    wanted = select(keys_table).where(or_(keys_table.c.id.in_(words), keys_table.c.name.in_(words)))
+    return [key for row in connection.execute(wanted) if (key := stored_key(row)) is not None]
+
+
+def _count(connection: Connection) -> int:
+    return connection.execute(select(func.count()).select_from(keys_table)).scalar_one()
+
+
+def _write(connection: Connection, key: StoredKey, now: float) -> None:
+    values = _row(key)
+    connection.execute(
+        update(keys_table).where(keys_table.c.id == values.pop("id")).values(**values)
+    )
+    raise_revision(connection, now)
+
+
+def _row(key: StoredKey) -> dict[str, Any]:
+    """The values of a key's row."""
+    spec = key.spec
+    fields = spec.model_dump(mode="json", exclude_none=True)
+    return {
+        "id": spec.id,
+        "name": spec.name,
+        "sha256": spec.sha256,
+        "previous_sha256": key.previous_sha256,
+        "previous_until": key.previous_until,
+        "created_at": key.created_at,
+        "expires_at": None if spec.expires is None else spec.expires.timestamp(),
+        "revoked_at": key.revoked_at,
+        "class_": spec.class_,
+        "max_class": spec.max_class,
+        "group_name": spec.group,
+        "trust_user_headers": spec.trust_user_headers,
+        **{
+            column: json.dumps(fields[name]) if name in fields else None
+            for name, column in _JSON_COLUMNS.items()
+        },
+    }

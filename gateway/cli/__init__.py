@@ -1,0 +1,124 @@
+"""The commands. Their modules import heavy packages only when a command runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from gateway import __version__
+from gateway.cli import (
+    batch,
+    bench,
+    keys,
+    machine,
+    nodes,
+    plan,
+    reports,
+    serve,
+    simulate,
+    tune,
+    up,
+    webhooks,
+    why,
+)
+from gateway.cli.terminal import (
+    CommandFailed,
+    HelpCommand,
+    HelpGroup,
+    UsageError,
+    print_config_error,
+    print_error,
+    usage_message,
+)
+from gateway.cli.top import command as top
+
+app = typer.Typer(
+    name="llama-gateway",
+    cls=HelpGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=(
+        "Every command explains itself: llama-gateway nodes --help\n"
+        "Exit status: 0 done, 1 failed, 2 wrong usage or configuration."
+    ),
+)
+
+for command, examples in (
+    (up.up, up.EXAMPLES),
+    (serve.serve, serve.SERVE_EXAMPLES),
+    (serve.check, serve.CHECK_EXAMPLES),
+    (nodes.nodes, nodes.NODES_EXAMPLES),
+    (nodes.models, nodes.MODELS_EXAMPLES),
+    (why.why, why.EXAMPLES),
+    (top.top, top.EXAMPLES),
+    (reports.usage, reports.USAGE_EXAMPLES),
+    (reports.audit, reports.AUDIT_EXAMPLES),
+    (simulate.simulate, simulate.EXAMPLES),
+    (plan.plan, plan.EXAMPLES),
+    (machine.topology, machine.TOPOLOGY_EXAMPLES),
+    (machine.fit, machine.FIT_EXAMPLES),
+    (tune.tune, tune.EXAMPLES),
+    (bench.bench, bench.EXAMPLES),
+):
+    app.command(cls=HelpCommand, epilog=examples)(command)
+
+app.add_typer(keys.app, name="keys")
+app.add_typer(webhooks.app, name="webhooks")
+app.add_typer(batch.app, name="batch")
+app.add_typer(machine.cache, name="cache")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"llama-gateway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """One OpenAI-compatible address in front of many llama.cpp servers."""
+
+
+def main() -> NoReturn:
+    """Run the command that the arguments name, and end the process with its status."""
+    status = 0
+    try:
+        result = app(prog_name="llama-gateway", standalone_mode=False)
+        status = result if isinstance(result, int) else 0
+    except UsageError as error:
+        status = 2
+        message = usage_message(error)
+        if message is None:
+            print(error.format_message(), file=sys.stderr)
+        else:
+            print_error(message)
+    except typer.Abort:
+        print_error("aborted")
+        status = 1
+    except CommandFailed as error:
+        print_error(str(error))
+        status = error.status
+    except OSError as error:
+        print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        status = 1
+    except Exception as error:
+        # Imported late: pydantic would double the time of --help and of shell completion.
+        from gateway.config.errors import ConfigError
+
+        if not isinstance(error, ConfigError):
+            raise
+        print_config_error(error)
+        status = 2
+    sys.exit(status)

@@ -1,0 +1,693 @@
+"""`llama-gateway batch`: submits batches of requests, follows them, and fetches their results."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gateway.cli.batch_client import (
+    ENDED,
+    BatchClient,
+    Patience,
+    submit_input,
+)
+from gateway.cli.options import (
+    RETRY_SECONDS,
+    Ca,
+    Form,
+    Json,
+    KeyFile,
+    RetryFor,
+    Url,
+    examples_epilog,
+)
+from gateway.cli.terminal import (
+    CommandFailed,
+    HelpCommand,
+    HelpGroup,
+    format_cell,
+    print_json,
+    print_note,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from gateway.cli.batch_files import (
+        Fetched,
+        PreparedInput,
+        Problems,
+        ResultPlaces,
+    )
+
+FIRST_POLL, LONGEST_POLL = 0.25, 3.0  # seconds between questions for a batch's state; they double
+
+_of_prompts = partial(typer.Option, rich_help_panel="Prompts from a table or a folder")
+
+_of_results = partial(typer.Option, rich_help_panel="Results")
+
+app = typer.Typer(
+    cls=HelpGroup,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help=(
+        "Batches of requests that need not be answered at once.\n\n"
+        "A batch runs on slots that would be idle, goes on after a restart of the gateway, and "
+        "belongs to the API key that submits it."
+    ),
+    epilog=examples_epilog(
+        ("llama-gateway batch submit lines.jsonl --wait", "run it, and write lines.out.jsonl"),
+        ("llama-gateway batch submit texts/ --template 'Summarise: {text}'", "a folder of texts"),
+        ("llama-gateway batch list", "the key's batches, the newest first"),
+        ("llama-gateway batch show batch_01a2", "how far one is, and when it ends"),
+        ("llama-gateway batch fetch batch_01a2 --partial", "the results so far"),
+        ("llama-gateway batch cancel batch_01a2", "end one; what is done stays"),
+    ),
+)
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+def _checked_id(value: str) -> str:
+    if not _ID.fullmatch(value):
+        raise typer.BadParameter("is no batch's id: 'llama-gateway batch list' shows them")
+    return value
+
+
+BatchId = Annotated[str, typer.Argument(metavar="ID", callback=_checked_id, help="The batch's id.")]
+
+Format = Annotated[
+    Form,
+    _of_results(
+        "--format",
+        metavar="jsonl|csv|folder",
+        help="Lines as they come, a table (custom_id, text, error), or a text file each.",
+    ),
+]
+
+Force = Annotated[bool, _of_results("--force", help="Overwrite what is there.")]
+
+_SUBMIT_EXAMPLES = examples_epilog(
+    ("llama-gateway batch submit lines.jsonl --check", "check the file and send nothing"),
+    (
+        "llama-gateway batch submit lines.jsonl --wait",
+        "follow it; writes lines.out.jsonl, and lines.errors.jsonl if lines fail",
+    ),
+    (
+        "llama-gateway batch submit mails.csv --template 'Answer: {mail}' --id-column id",
+        "a request for each row; columns are fields",
+    ),
+    (
+        "llama-gateway batch submit texts/ --template 'Summarise: {text}' --wait --format folder",
+        "a request for each text; writes a text for each into texts.out",
+    ),
+    ("llama-gateway batch submit - --window 1h < lines.jsonl", "from stdin, to be done in an hour"),
+)
+
+
+@app.command("submit", cls=HelpCommand, epilog=_SUBMIT_EXAMPLES)
+def submit(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="JSON lines, a .csv, a folder of texts; '-' is stdin."),
+    ],
+    wait: bool = typer.Option(False, "--wait", help="Follow it to its end, and write the results."),
+    check: bool = typer.Option(
+        False, "--check", help="Only check the input; every problem is shown."
+    ),
+    anyway: bool = typer.Option(
+        False,
+        "--anyway",
+        help="Submit although lines are broken: each gets an error line; rows are left out.",
+    ),
+    endpoint: str | None = typer.Option(
+        None,
+        metavar="PATH",
+        show_default="the lines' own url, /v1/chat/completions for prompts",
+        help="Endpoint of all requests.",
+    ),
+    window: str = typer.Option(
+        "24h", metavar="TIME", help="Time within which it must be done: 2h, 7d."
+    ),
+    metadata: list[str] | None = typer.Option(
+        None, metavar="NAME=VALUE", help="Kept with the batch; repeatable."
+    ),
+    idempotency_key: str | None = typer.Option(
+        None,
+        metavar="KEY",
+        show_default="a random one",
+        help="The same key and input again is the same batch, and no second one.",
+    ),
+    input_kind: Form | None = typer.Option(
+        None,
+        "--input",
+        metavar="jsonl|csv|folder",
+        show_default="by the name",
+        help="Form of the input.",
+    ),
+    template: str | None = _of_prompts(
+        None,
+        metavar="WORDS",
+        help="The prompt; {name} is a column, or a file's {text} and {name}; {{ is a brace.",
+    ),
+    template_file: Path | None = _of_prompts(
+        None, metavar="FILE", help="File that holds the template."
+    ),
+    id_column: str | None = _of_prompts(
+        None,
+        metavar="NAME",
+        show_default="row-1, row-2 and on",
+        help="Column with each row's custom_id.",
+    ),
+    delimiter: str | None = _of_prompts(
+        None,
+        metavar="CHARACTER",
+        show_default="a comma; a tab for .tsv",
+        help="What separates columns.",
+    ),
+    model: str | None = _of_prompts(None, metavar="NAME", help="Model of each request."),
+    system: str | None = _of_prompts(None, metavar="WORDS", help="System prompt."),
+    max_tokens: int | None = _of_prompts(None, min=1, metavar="N", help="Longest answer."),
+    largest_text: int = _of_prompts(
+        512 << 10, min=1, metavar="BYTES", help="Larger files of a folder are skipped."
+    ),
+    strict: bool = _of_prompts(
+        False,
+        "--strict",
+        help="A file of the folder that is no text is a problem, and not skipped.",
+    ),
+    output: Path | None = _of_results(
+        None,
+        metavar="PATH",
+        show_default="FILE.out.jsonl",
+        help="With --wait: where results go; '-' is stdout.",
+    ),
+    format_: Format = Form.JSONL,
+    force: Force = False,
+    url: Url = None,
+    key_file: KeyFile = None,
+    ca: Ca = None,
+    retry_for: RetryFor = RETRY_SECONDS,
+    as_json: Json = False,
+) -> None:
+    """Submit a batch: JSON lines as OpenAI's Batch API has them, or prompts from a template.
+
+    The input is checked here first. Prints the batch's id. With --wait it ends with status 1 if a
+    line failed; Ctrl-C leaves the batch running.
+    """
+    from gateway.cli.batch_files import (
+        MOST_SHOWN,
+        InputOptions,
+        Problems,
+        create_fields,
+        places_for,
+        prepare,
+        stem_of,
+    )
+
+    fields = create_fields(window, metadata or [])
+    chosen = InputOptions(
+        endpoint=endpoint,
+        kind=input_kind,
+        template=template,
+        template_file=template_file,
+        id_column=id_column,
+        delimiter=delimiter,
+        model=model,
+        system=system,
+        max_tokens=max_tokens,
+        largest_text=largest_text,
+        strict=strict,
+    )
+    places = places_for(stem_of(source), format_, output, force=force)
+    _check_stdout(places, as_json=as_json)
+    if wait and not check:
+        places.check()
+    problems = Problems(most_shown=2**31 if check else MOST_SHOWN)
+    found = prepare(source, chosen, problems)
+    with found.file:
+        _tell_checked(found, problems, check=check, anyway=anyway, as_json=as_json)
+        if check:
+            return
+        with BatchClient.connect(url, key_file, ca) as client:
+            key = idempotency_key or f"cli-{secrets.token_hex(16)}"
+            batch = submit_input(client, found, fields, key, Patience(retry_for))
+            if not as_json:
+                to_stdout = wait and str(places.output) == "-"
+                (print_note if to_stdout else print)(format_cell(batch.get("id")))
+            if wait:
+                _follow(client, batch, places, retry_for, as_json=as_json)
+                return
+    if as_json:
+        print_json(batch)
+    else:
+        print_note(f"submitted {found.lines:,} lines; follow it: {_command('show', batch)}")
+
+
+@app.command(
+    "list",
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        ("llama-gateway batch list", "the newest 20"),
+        ("llama-gateway batch list --json | jq -r '.batches[].id'", "for scripts"),
+    ),
+)
+def list_(
+    limit: int = typer.Option(20, min=1, max=10_000, metavar="N", help="Most batches."),
+    url: Url = None,
+    key_file: KeyFile = None,
+    ca: Ca = None,
+    as_json: Json = False,
+) -> None:
+    """List the key's batches, the newest first."""
+    with BatchClient.connect(url, key_file, ca) as client:
+        found = client.batches(limit)
+    if as_json:
+        print_json({"batches": found})
+    elif found:
+        print_table(_COLUMNS, map(_row, found), state_column=1)
+    else:
+        print_note("this key has no batches")
+
+
+@app.command(
+    "show",
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        ("llama-gateway batch show batch_01a2", "its state, progress, expected end and cost"),
+        ("llama-gateway batch show batch_01a2 --wait", "follow it to its end"),
+    ),
+)
+def show(
+    id_: BatchId,
+    wait: bool = typer.Option(False, "--wait", help="Follow it to its end."),
+    url: Url = None,
+    key_file: KeyFile = None,
+    ca: Ca = None,
+    retry_for: RetryFor = RETRY_SECONDS,
+    as_json: Json = False,
+) -> None:
+    """Show one batch; or follow it, with status 1 unless it completes without a failed line."""
+    with BatchClient.connect(url, key_file, ca) as client:
+        batch = client.batch(id_)
+        if wait:
+            batch = _waited(client, batch, retry_for)
+    if as_json:
+        print_json(batch)
+    else:
+        for name, value in details(batch):
+            print(f"{name + ':':<14}{format_cell(value)}")
+    if wait:
+        end_by(batch)
+
+
+def _add_action(name: str, meaning: str, effect: str) -> None:
+    """Add a command that changes a batch and shows it."""
+
+    def act(
+        id_: BatchId,
+        url: Url = None,
+        key_file: KeyFile = None,
+        ca: Ca = None,
+        as_json: Json = False,
+    ) -> None:
+        with BatchClient.connect(url, key_file, ca) as client:
+            batch = client.act(id_, name)
+        if as_json:
+            print_json(batch)
+        else:
+            print(f"{id_}: {format_cell(describe(progress_of(batch), None, time.time()))}")
+
+    example = (f"llama-gateway batch {name} batch_01a2", effect)
+    app.command(name, cls=HelpCommand, help=meaning, epilog=examples_epilog(example))(act)
+
+
+_add_action(
+    "cancel",
+    "Cancel a batch: lines that wait are not run, those that run are ended.",
+    "what is done stays",
+)
+_add_action(
+    "pause",
+    "Pause a batch: no more of its lines begin. Its time goes on.",
+    "no more of its lines begin",
+)
+_add_action("resume", "Resume a paused batch.", "its lines run again")
+
+
+@app.command(
+    "fetch",
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        (
+            "llama-gateway batch fetch batch_01a2",
+            "ID.out.jsonl, and ID.errors.jsonl if lines failed",
+        ),
+        (
+            "llama-gateway batch fetch batch_01a2 --partial --output -",
+            "what there is so far, to stdout",
+        ),
+        ("llama-gateway batch fetch batch_01a2 --format csv --output done.csv", "a table"),
+        (
+            "llama-gateway batch fetch batch_01a2 --format folder --output done",
+            "a text for each line",
+        ),
+    ),
+)
+def fetch(
+    id_: BatchId,
+    partial: bool = typer.Option(False, "--partial", help="What there is so far, before the end."),
+    output: Path | None = _of_results(
+        None, metavar="PATH", show_default="ID.out.jsonl", help="Where results go; '-' is stdout."
+    ),
+    format_: Format = Form.JSONL,
+    force: Force = False,
+    url: Url = None,
+    key_file: KeyFile = None,
+    ca: Ca = None,
+    retry_for: RetryFor = RETRY_SECONDS,
+    as_json: Json = False,
+) -> None:
+    """Fetch the results of a batch: its output and its errors."""
+    from gateway.cli.batch_files import fetch_results, places_for
+
+    places = places_for(id_, format_, output, force=force)
+    _check_stdout(places, as_json=as_json)
+    places.check()
+    with BatchClient.connect(url, key_file, ca) as client:
+        patience = Patience(retry_for)
+        batch = patience.call(lambda: client.batch(id_))
+        if batch.get("status") not in ENDED and not partial:
+            raise CommandFailed(
+                f"{id_} has not ended ({batch.get('status')}): --partial fetches what there is, "
+                f"'{_command('show', batch)} --wait' follows it"
+            )
+        written = fetch_results(client, batch, places, patience)
+    _tell_written(batch, written, as_json=as_json)
+
+
+# Following a batch to its end.
+
+
+def _waited(client: BatchClient, batch: dict[str, Any], retry_for: float) -> dict[str, Any]:
+    """Return the batch when it has ended. Ctrl-C leaves it running and ends the command."""
+    try:
+        return wait_for_end(client, batch, retry_for)
+    except KeyboardInterrupt:
+        print_note(
+            f"{batch.get('id')} goes on without this command: "
+            f"'{_command('show', batch)} --wait' follows it again, "
+            f"'{_command('fetch', batch)}' gets its results, "
+            f"'{_command('cancel', batch)}' ends it"
+        )
+        raise typer.Exit(130) from None
+    except CommandFailed as error:
+        raise CommandFailed(
+            f"{error}\n{batch.get('id')} may go on without this command: "
+            f"'{_command('show', batch)} --wait' follows it again",
+            error.status,
+        ) from None
+
+
+def wait_for_end(client: BatchClient, batch: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the batch when it has ended, and show it meanwhile. Raises CommandFailed.
+
+    A gateway that is away for less than `seconds` is waited for.
+    """
+    from gateway.cli.progress import StatusProgress
+
+    id_, interval, estimate = str(batch.get("id")), FIRST_POLL, Estimate()
+    with StatusProgress(id_) as display:
+        patience = Patience(seconds, note=display.note)
+        while True:
+            now = progress_of(batch)
+            display.show(
+                describe(now, estimate.end(now), time.time()),
+                f"{now.status} {now.paused}",
+                now.done + now.failed,
+                now.total,
+            )
+            if batch.get("status") in ENDED:
+                return batch
+            time.sleep(interval)
+            interval = min(1.5 * interval, LONGEST_POLL)
+            batch = patience.call(lambda: client.batch(id_))
+
+
+def _follow(
+    client: BatchClient,
+    batch: dict[str, Any],
+    places: ResultPlaces,
+    retry_for: float,
+    *,
+    as_json: bool,
+) -> None:
+    """Wait for the end, write the results and end with the status that they deserve."""
+    from gateway.cli.batch_files import fetch_results
+
+    batch = _waited(client, batch, retry_for)
+    try:
+        written = fetch_results(client, batch, places, Patience(retry_for))
+    except CommandFailed as error:
+        raise CommandFailed(
+            f"{error}\nthe results are kept: '{_command('fetch', batch)}' gets them", error.status
+        ) from None
+    _tell_written(batch, written, as_json=as_json)
+    end_by(batch, written.failed)
+
+
+# The progress of a batch in words.
+
+
+@dataclass(frozen=True, slots=True)
+class ShownProgress:
+    """How far a batch is. None: not known."""
+
+    status: str
+    total: int
+    done: int
+    failed: int
+    tokens_per_second: float | None
+    expected_end: float | None  # Unix time
+    cost: float | None
+    expected_cost: float | None
+    paused: str | None  # why it is paused; None: it is not
+
+
+def progress_of(batch: Mapping[str, Any]) -> ShownProgress:
+    """Read the progress of a batch from its object."""
+    counts, own = _mapping(batch.get("request_counts")), _mapping(batch.get("llama_gateway"))
+    paused = own.get("paused")
+    return ShownProgress(
+        str(batch.get("status")),
+        int(_number(counts.get("total")) or 0),
+        int(_number(counts.get("completed")) or 0),
+        int(_number(counts.get("failed")) or 0),
+        _number(own.get("tokens_per_second")),
+        _number(own.get("expected_end")),
+        _number(own.get("cost")),
+        _number(own.get("expected_cost")),
+        str(paused.get("reason") or "paused") if isinstance(paused, dict) else None,
+    )
+
+
+@dataclass(slots=True)
+class Estimate:
+    """Fills in what the gateway does not tell: the expected end, from the lines done so far."""
+
+    clock: Callable[[], float] = time.time
+    _first: tuple[float, int] | None = None
+    """The time and the ended lines, when this was first asked."""
+
+    def end(self, progress: ShownProgress) -> float | None:
+        """Return the Unix time of the expected end."""
+        if progress.expected_end is not None or progress.status != "in_progress":
+            return progress.expected_end
+        now, ended = self.clock(), progress.done + progress.failed
+        if self._first is None:
+            self._first = now, ended
+            return None
+        began, before = self._first
+        if ended <= before or progress.paused is not None:
+            return None
+        return now + (progress.total - ended) * (now - began) / (ended - before)
+
+
+def describe(progress: ShownProgress, expected_end: float | None, now: float) -> str:
+    """Tell the progress in one line."""
+    parts = [progress.status.replace("_", " ")]
+    if progress.total:
+        parts.append(f"{progress.done:,} of {progress.total:,} done")
+    if progress.failed:
+        parts.append(f"{progress.failed:,} failed")
+    if progress.paused is not None:
+        parts.append(f"paused ({progress.paused})" if progress.paused != "paused" else "paused")
+    if progress.status not in ENDED:
+        if progress.tokens_per_second is not None:
+            parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+        if expected_end is not None:
+            parts.append(f"ends {moment(expected_end, now)}")
+    return ", ".join(parts)
+
+
+def moment(then: float, now: float) -> str:
+    """Tell a time to come: its clock time, and in how long."""
+    left = max(0.0, then - now)
+    form = "%H:%M:%S" if left < 3600 else "%H:%M" if left < 72_000 else "%d %b %H:%M"
+    return f"about {time.strftime(form, time.localtime(then))} (in {span(left)})"
+
+
+def span(seconds: float) -> str:
+    """Tell a time span in one or two units."""
+    whole = round(seconds)
+    for size, unit, below, small in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if whole >= size:
+            first, rest = divmod(whole, size)
+            return f"{first} {unit} {rest // below} {small}" if rest // below else f"{first} {unit}"
+    return f"{whole // 60} min" if whole >= 120 else f"{whole} s"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+# Telling.
+
+
+def _command(name: str, batch: dict[str, Any]) -> str:
+    """Return the command of this name for this batch, to be copied."""
+    return f"llama-gateway batch {name} {shlex.quote(str(batch.get('id')))}"
+
+
+def _check_stdout(places: ResultPlaces, *, as_json: bool) -> None:
+    """Raises CommandFailed, where results and JSON would both go to stdout."""
+    if as_json and str(places.output) == "-":
+        raise CommandFailed("--output - and --json: only one of them can go to stdout", status=2)
+
+
+def _tell_checked(
+    found: PreparedInput, problems: Problems, *, check: bool, anyway: bool, as_json: bool
+) -> None:
+    """Tell what checking found. Raises CommandFailed, if nothing is to be submitted."""
+    models = sorted(format_cell(name or "the default model") for name in found.models)
+    summary = (
+        f"{found.lines:,} lines for {found.endpoint} ({', '.join(models) or 'no model'}), about "
+        f"{found.prompt_tokens:,} prompt tokens, {found.size:,} bytes"
+    )
+    if check and as_json:
+        print_json(
+            {
+                "lines": found.lines,
+                "problems": problems.count,
+                "skipped": found.skipped,
+                "endpoint": found.endpoint,
+                "models": sorted(name for name in found.models if name is not None),
+                "prompt_tokens": found.prompt_tokens,
+                "bytes": found.size,
+            }
+        )
+    elif check:
+        print(summary)
+    else:
+        print_note(summary)
+    if problems.count and not (anyway and found.lines and not check):
+        hint = "" if check else ": mend them, or --anyway submits the rest"
+        raise CommandFailed(f"{problems.count:,} problems{hint}", status=2)
+    if not found.lines:
+        raise CommandFailed("the input has no line that can be run", status=2)
+
+
+def _tell_written(batch: dict[str, Any], written: Fetched, *, as_json: bool) -> None:
+    """Tell where the results are."""
+    if as_json:
+        print_json(
+            {
+                "batch": batch,
+                "output": None if written.output is None else str(written.output),
+                "errors": None if written.errors is None else str(written.errors),
+                "done": written.done,
+                "failed": written.failed,
+            }
+        )
+    elif written.output is not None and str(written.output) != "-":
+        print_note(f"{written.done:,} results: {written.output}")
+    if not as_json and written.failed and written.errors is not None:
+        print_note(f"{written.failed:,} errors: {written.errors}")
+
+
+def end_by(batch: dict[str, Any], failed: int = 0) -> None:
+    """End with an error if a batch that has ended has failed lines, or was not completed."""
+    progress = progress_of(batch)
+    failed = max(failed, progress.failed)
+    if progress.status in ENDED and progress.status != "completed":
+        raise CommandFailed(f"{batch.get('id')} {progress.status}{_reasons(batch)}")
+    if failed:
+        raise CommandFailed(f"{failed:,} of {max(progress.total, failed):,} lines failed")
+
+
+def _reasons(batch: dict[str, Any]) -> str:
+    listed = _mapping(batch.get("errors")).get("data") or ()
+    messages = [str(one.get("message")) for one in listed if isinstance(one, dict)]
+    return f": {'; '.join(messages[:3])}" if messages else ""
+
+
+_COLUMNS = ("ID", "STATUS", "LINES", "DONE", "FAILED", "ENDPOINT", "CREATED", "DUE")
+
+
+def _row(batch: dict[str, Any]) -> list[object]:
+    """A batch in the table of `list`."""
+    progress = progress_of(batch)
+    return [
+        batch.get("id"),
+        "paused" if progress.paused is not None else progress.status,
+        progress.total,
+        progress.done,
+        progress.failed,
+        batch.get("endpoint"),
+        _clock_time(batch.get("created_at")),
+        _clock_time(batch.get("expires_at")),
+    ]
+
+
+def details(batch: dict[str, Any]) -> list[tuple[str, object]]:
+    """What `show` tells of a batch, each with its name."""
+    progress, now = progress_of(batch), time.time()
+    end = Estimate().end(progress)
+    listed: list[tuple[str, object]] = [
+        ("id", batch.get("id")),
+        ("progress", describe(progress, None, now) + _reasons(batch)),
+        ("endpoint", batch.get("endpoint")),
+        ("model", batch.get("model")),
+        ("created", _clock_time(batch.get("created_at"))),
+        ("due", _clock_time(batch.get("expires_at"))),
+        ("expected end", None if end is None else moment(end, now)),
+        ("cost", _money(progress.cost)),
+        ("expected cost", _money(progress.expected_cost)),
+        ("input", batch.get("input_file_id")),
+        ("output", batch.get("output_file_id")),
+        ("errors", batch.get("error_file_id")),
+        ("metadata", [f"{key}={value}" for key, value in _mapping(batch.get("metadata")).items()]),
+    ]
+    return [(name, value) for name, value in listed if value is not None and value != []]
+
+
+def _clock_time(seconds: object) -> str | None:
+    if not isinstance(seconds, int | float):
+        return None
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _money(value: float | None) -> str | None:
+    return None if value is None else f"{value:.6f}".rstrip("0").rstrip(".")

@@ -1,0 +1,808 @@
+"""Files of batches: what `batch submit` takes, and the results that it and `batch fetch` write.
+
+An input is JSON lines, or a table or a folder of texts with a prompt template. It is checked here
+before a byte is sent, by the gateway's own reader of lines, and what is not JSON lines yet is made
+into them in a temporary file. Memory is bounded: by one line, and by 16 bytes for each `custom_id`.
+
+Results are JSON lines, a table, or a folder of texts. They are written beside their place and put
+there when they are whole; nothing that exists is overwritten unless the user asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import io
+import itertools
+import json
+import os
+import stat
+import string
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+from urllib.parse import quote
+
+from gateway.cli.batch_client import ENDED, BatchClient, Patience
+from gateway.cli.options import Form
+from gateway.cli.terminal import CommandFailed, format_cell, print_note
+from gateway.config.errors import escape_json
+from gateway.stored.line_reader import (
+    LineChecker,
+    LineError,
+    LineSpec,
+    LineSplitter,
+    RawLine,
+)
+
+LONGEST_LINE = 16 << 20
+"""Bytes of a line here; the gateway has a limit of its own (`batches.line_bytes`)."""
+
+LARGEST_STDIN = 8 << 30  # bytes that are kept of stdin
+PIECE_BYTES = 1 << 20
+MOST_SHOWN = 20  # problems that are shown in full, unless checking is all that is asked for
+LONGEST_TEMPLATE = 1 << 20  # characters
+LONGEST_FILE_NAME = 200  # bytes; file systems allow 255
+CHAT = "/v1/chat/completions"
+
+SHAPES = {
+    CHAT: "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/embeddings": "",
+}
+"""The endpoints for which prompts are made, and how they name the longest answer."""
+
+
+@dataclass(slots=True)
+class Problems:
+    """Tells each problem of an input on stderr, up to `most_shown`, and counts all."""
+
+    most_shown: int
+    count: int = 0
+
+    def add(self, where: str, message: str) -> None:
+        """Tell what is wrong there."""
+        self.count += 1
+        if self.count <= self.most_shown:
+            print_note(f"{where}: {message}")
+        elif self.count == self.most_shown + 1:
+            print_note("… and more: --check shows all of them")
+
+
+@dataclass(slots=True)
+class PreparedInput:
+    """JSON lines, checked."""
+
+    file: BinaryIO  # open for reading; its owner closes it
+    stem: str  # what it is called, without an ending
+    endpoint: str
+    lines: int = 0  # that can be run
+    size: int = 0  # bytes
+    sha256: str = ""
+    prompt_tokens: int = 0  # estimated
+    models: set[str | None] = field(default_factory=set)
+    skipped: int = 0  # files of a folder that are no texts
+
+
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """What the command's user says of the input, and of the requests that prompts become."""
+
+    endpoint: str | None = None
+    kind: Form | None = None
+    template: str | None = None
+    template_file: Path | None = None
+    id_column: str | None = None
+    delimiter: str | None = None
+    model: str | None = None
+    system: str | None = None
+    max_tokens: int | None = None
+    largest_text: int = 512 << 10  # bytes
+    strict: bool = False  # a file of a folder that is no text is a problem, and not skipped
+
+    def refuse(self, names: Sequence[str], why: str) -> None:
+        """Raises CommandFailed, if one of these is given."""
+        for name in names:
+            if getattr(self, name) is not None:
+                raise CommandFailed(f"--{name.replace('_', '-')}: {why}", status=2)
+
+    def check_request(self) -> None:
+        """Raises CommandFailed, where the endpoint can't have what is asked for."""
+        endpoint = self.endpoint or CHAT
+        if endpoint not in SHAPES:
+            raise CommandFailed(
+                f"--endpoint {endpoint}: prompts can be made for {', '.join(SHAPES)}; "
+                "for others write JSON lines",
+                status=2,
+            )
+        if endpoint in {"/v1/completions", "/v1/embeddings"}:
+            self.refuse(["system"], f"{endpoint} has no system prompt")
+        if endpoint == "/v1/embeddings":
+            self.refuse(["max_tokens"], "embeddings have no answer to limit")
+        if endpoint == "/v1/messages" and self.max_tokens is None:
+            raise CommandFailed("/v1/messages needs --max-tokens", status=2)
+
+    def body(self, prompt: str) -> dict[str, Any]:
+        """The body of the request for this prompt."""
+        endpoint, system = self.endpoint or CHAT, self.system
+        body: dict[str, Any] = {} if self.model is None else {"model": self.model}
+        message = {"role": "user", "content": prompt}
+        match endpoint:
+            case "/v1/completions":
+                body["prompt"] = prompt
+            case "/v1/embeddings":
+                body["input"] = prompt
+            case "/v1/responses":
+                body |= {"input": prompt} | ({} if system is None else {"instructions": system})
+            case "/v1/messages":
+                body |= {"messages": [message]} | ({} if system is None else {"system": system})
+            case _:
+                first = [] if system is None else [{"role": "system", "content": system}]
+                body["messages"] = [*first, message]
+        if self.max_tokens is not None:
+            body[SHAPES[endpoint]] = self.max_tokens
+        return body
+
+    def line(self, custom_id: str, prompt: str) -> bytes:
+        """The line of input for this prompt."""
+        line = {"custom_id": custom_id, "method": "POST", "url": self.endpoint or CHAT}
+        return json.dumps({**line, "body": self.body(prompt)}, ensure_ascii=False).encode()
+
+
+def prepare(source: str, chosen: InputOptions, problems: Problems) -> PreparedInput:
+    """The input as JSON lines, checked; `-` is stdin. Raises CommandFailed."""
+    kind = kind_of(source, chosen.kind)
+    if kind is Form.JSONL:
+        chosen.refuse(
+            (
+                "template",
+                "template_file",
+                "id_column",
+                "delimiter",
+                "model",
+                "system",
+                "max_tokens",
+            ),
+            "JSON lines have their own bodies; it is for tables and folders "
+            "(--input csv or folder)",
+        )
+        return _prepare_lines(source, chosen.endpoint, problems)
+    template = _template(chosen)
+    chosen.check_request()
+    if kind is Form.CSV:
+        return _prepare_table(source, template, chosen, problems)
+    chosen.refuse(("id_column", "delimiter"), "a folder has no columns")
+    return _prepare_folder(source, template, chosen, problems)
+
+
+def kind_of(path: str, named: Form | None) -> Form:
+    """The form of this input."""
+    if named is not None:
+        return named
+    if path != "-" and Path(path).is_dir():
+        return Form.FOLDER
+    return Form.CSV if Path(path).suffix.lower() in {".csv", ".tsv"} else Form.JSONL
+
+
+def create_fields(window: str, metadata: Sequence[str]) -> dict[str, Any]:
+    """The fields of the request for a batch, but for its input. Raises CommandFailed."""
+    pairs: dict[str, str] = {}
+    for pair in metadata:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise CommandFailed(f"--metadata {pair}: must be NAME=VALUE", status=2)
+        if name in pairs:
+            raise CommandFailed(f"--metadata {name}: is given twice", status=2)
+        pairs[name] = text
+    return {"completion_window": window} | ({"metadata": pairs} if pairs else {})
+
+
+def _prepare_lines(path: str, endpoint: str | None, problems: Problems) -> PreparedInput:
+    """Check a file of JSON lines, which is sent as it is."""
+    file = _open(path)
+    with _closed_on_error(file):
+        endpoint = endpoint or _endpoint_of(file)
+        file.seek(0)
+        stem = "stdin" if path == "-" else Path(path).name.removesuffix(".jsonl")
+        found = PreparedInput(file, stem, endpoint)
+        checker, splitter = LineChecker(endpoint, LONGEST_LINE), LineSplitter(LONGEST_LINE)
+        digest = hashlib.sha256()
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+            found.size += len(piece)
+            for raw in splitter.feed(piece):
+                _note_line(checker, raw, f"line {raw.number}", found, problems)
+        if (last := splitter.end()) is not None:
+            _note_line(checker, last, f"line {last.number}", found, problems)
+        found.sha256 = digest.hexdigest()
+    return found
+
+
+def _endpoint_of(file: BinaryIO) -> str:
+    """The endpoint that the first line names; the one of chats, if it names none."""
+    for _ in range(20):  # lines; those before it may be broken
+        try:
+            line = json.loads(file.readline(LONGEST_LINE).decode("utf-8-sig"))
+        except (ValueError, RecursionError):
+            continue
+        url = line.get("url") if isinstance(line, dict) else None
+        if isinstance(url, str) and url.startswith("/v1/"):
+            return url
+    return CHAT
+
+
+def _prompts(
+    stem: str, chosen: InputOptions, lines: Iterator[tuple[str, bytes]], problems: Problems
+) -> PreparedInput:
+    """Write the lines that can be run into a temporary file; each comes with where it is from."""
+    file = _temporary_file()
+    with _closed_on_error(file):
+        found = PreparedInput(file, stem, chosen.endpoint or CHAT)
+        checker, digest = LineChecker(found.endpoint, LONGEST_LINE), hashlib.sha256()
+        for number, (where, data) in enumerate(lines, 1):
+            is_long = len(data) > LONGEST_LINE
+            raw = RawLine(number, 0, len(data), None if is_long else data, data if is_long else b"")
+            if not _note_line(checker, raw, where, found, problems):
+                continue
+            line = data + b"\n"
+            file.write(line)
+            digest.update(line)
+            found.size += len(line)
+        file.flush()
+        found.sha256 = digest.hexdigest()
+    return found
+
+
+def _note_line(
+    checker: LineChecker, raw: RawLine, where: str, found: PreparedInput, problems: Problems
+) -> bool:
+    """Check one line; whether it can be run."""
+    line = checker.check(raw)
+    if isinstance(line, LineError):
+        called = "" if line.custom_id is None else f" ('{format_cell(line.custom_id)}')"
+        problems.add(f"{where}{called}", line.message)
+    elif isinstance(line, LineSpec):
+        found.lines += 1
+        found.prompt_tokens += line.prompt_tokens
+        if len(found.models) < MOST_SHOWN:
+            found.models.add(line.model)
+        return True
+    return False
+
+
+def _prepare_table(
+    path: str, template: PromptTemplate, chosen: InputOptions, problems: Problems
+) -> PreparedInput:
+    """Make a table (CSV with a header) into JSON lines."""
+    delimiter = chosen.delimiter or ("\t" if Path(path).suffix.lower() == ".tsv" else ",")
+    if len(delimiter) != 1 or delimiter in '\r\n"':
+        raise CommandFailed(f"--delimiter {delimiter!r}: must be one character", status=2)
+    with io.TextIOWrapper(_open(path), "utf-8-sig", newline="") as text:
+
+        def bounded_lines() -> Iterator[str]:
+            while line := text.readline(LONGEST_LINE):
+                if len(line) == LONGEST_LINE and not line.endswith("\n"):
+                    raise csv.Error(f"is longer than {LONGEST_LINE:,} characters")
+                yield line
+
+        csv.field_size_limit(LONGEST_LINE)
+        reader = csv.reader(bounded_lines(), delimiter=delimiter, strict=True)
+
+        def rows() -> Iterator[tuple[str, bytes]]:
+            try:
+                columns = _columns(path, next(reader, None), template, chosen.id_column)
+                number = 0
+                for row in filter(None, reader):
+                    number += 1
+                    where = f"line {reader.line_num}"
+                    if len(row) != len(columns):
+                        problems.add(
+                            where,
+                            f"has {len(row)} columns, and the header {len(columns)}: "
+                            "check its quotes",
+                        )
+                        continue
+                    fields = dict(zip(columns, row, strict=True))
+                    name = chosen.id_column
+                    custom_id = f"row-{number}" if name is None else fields[name]
+                    if not custom_id:
+                        problems.add(where, f"the column '{name}' is empty")
+                        continue
+                    yield where, chosen.line(custom_id, template.fill(fields))
+            except csv.Error as error:
+                raise CommandFailed(f"{path}: line {reader.line_num}: {error}", status=2) from None
+            except UnicodeDecodeError:
+                raise CommandFailed(
+                    f"{path}: near line {reader.line_num + 1}: is not UTF-8; "
+                    "save the table as UTF-8",
+                    status=2,
+                ) from None
+
+        return _prompts("stdin" if path == "-" else Path(path).stem, chosen, rows(), problems)
+
+
+def _columns(
+    path: str, header: list[str] | None, template: PromptTemplate, id_column: str | None
+) -> list[str]:
+    """Check the names of the columns. Raises CommandFailed."""
+    if not header:
+        raise CommandFailed(f"{path}: is empty: its first line must name the columns", status=2)
+    double = next((name for name in header if header.count(name) > 1), None)
+    if double is not None:
+        raise CommandFailed(f"{path}: two columns are called '{format_cell(double)}'", status=2)
+    template.check(header, f"{path}: line 1", "column")
+    if id_column is not None and id_column not in header:
+        there = ", ".join(f"'{format_cell(one)}'" for one in header)
+        raise CommandFailed(
+            f"--id-column {id_column}: there is no such column: there is {there}", status=2
+        )
+    return header
+
+
+def _prepare_folder(
+    path: str, template: PromptTemplate, chosen: InputOptions, problems: Problems
+) -> PreparedInput:
+    """Make each text of a folder a JSON line; its name is the `custom_id`."""
+    template.check(("text", "name"), "--template", "field of a text")
+    skipped = Problems(problems.most_shown)
+
+    def texts() -> Iterator[tuple[str, bytes]]:
+        try:
+            names = sorted(one.name for one in Path(path).iterdir())
+        except OSError as error:
+            raise CommandFailed(f"{path}: can't be read: {error.strerror}", status=2) from None
+        for name in names:
+            try:
+                text = _text_of(Path(path, name), chosen.largest_text)
+            except _NoTextError as why:
+                if chosen.strict:
+                    problems.add(name, str(why))
+                else:
+                    skipped.add(name, f"skipped: {why}")
+                continue
+            yield name, chosen.line(name, template.fill({"text": text, "name": name}))
+
+    found = _prompts(Path(path).resolve().name or "texts", chosen, texts(), problems)
+    found.skipped = skipped.count
+    return found
+
+
+class _NoTextError(Exception):
+    """A file of the folder is no text; why."""
+
+
+def _text_of(path: Path, largest: int) -> str:
+    """Read the text of a regular file. Raises _NoTextError."""
+    try:
+        path.name.encode()
+        # No waiting for a named pipe's writer, and no link that leads elsewhere.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except UnicodeEncodeError:
+        raise _NoTextError("its name is not UTF-8") from None
+    except OSError as error:
+        why = "is a link" if path.is_symlink() else f"can't be read: {error.strerror}"
+        raise _NoTextError(why) from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise _NoTextError("is a folder" if stat.S_ISDIR(mode) else "is no regular file")
+    with os.fdopen(handle, "rb") as file:
+        data = file.read(largest + 1)
+    if len(data) > largest:
+        raise _NoTextError(f"is larger than {largest:,} bytes (--largest-text)")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise _NoTextError("is no text in UTF-8") from None
+    if "\0" in text:
+        raise _NoTextError("is no text: it holds zero bytes")
+    return text
+
+
+def _open(path: str) -> BinaryIO:
+    """Open an input. Stdin becomes a temporary file: it is read twice, to check it and to send it.
+
+    Raises CommandFailed.
+    """
+    if path != "-":
+        try:
+            # No waiting for a named pipe's writer here either.
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise CommandFailed(f"{path}: can't be read: {error.strerror}", status=2) from None
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise CommandFailed(
+                f"{path}: is no regular file; '-' reads stdin, and a folder is named by its path",
+                status=2,
+            )
+        return os.fdopen(handle, "rb")
+    source = getattr(sys.stdin, "buffer", None)
+    file = _temporary_file()
+    if source is None:
+        file.write(sys.stdin.read().encode())
+    else:
+        left = LARGEST_STDIN
+        while piece := source.read(PIECE_BYTES):
+            left -= len(piece)
+            if left < 0:
+                raise CommandFailed(f"stdin: more than {LARGEST_STDIN:,} bytes", status=2)
+            file.write(piece)
+    file.seek(0)
+    return file
+
+
+def _temporary_file() -> BinaryIO:
+    """A new file without a name; its owner closes it."""
+    return cast("BinaryIO", tempfile.TemporaryFile(prefix="llama-gateway-batch-"))
+
+
+@contextlib.contextmanager
+def _closed_on_error(file: BinaryIO) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        file.close()
+        raise
+
+
+# Templates: `{name}` stands for a field, `{{` and `}}` for braces, and nothing else is special. A
+# template has no attributes, indexes, conversions or formats, so that neither it nor the text of a
+# field can reach anything else.
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """A template, read."""
+
+    pieces: tuple[tuple[str, str | None], ...]  # text, and the field that follows it
+
+    def check(self, known: Sequence[str], where: str, what: str) -> None:
+        """Check that there are all its fields. Raises CommandFailed."""
+        for _, name in self.pieces:
+            if name is not None and name not in known:
+                there = ", ".join(f"'{one}'" for one in known) or "none"
+                raise CommandFailed(
+                    f"{where}: the template names '{{{name}}}', but there is no such {what}: "
+                    f"there is {there}",
+                    status=2,
+                )
+
+    def fill(self, fields: Mapping[str, str]) -> str:
+        """The prompt; all fields must be there."""
+        return "".join(text if name is None else text + fields[name] for text, name in self.pieces)
+
+
+def _template(chosen: InputOptions) -> PromptTemplate:
+    """Read the template that the user names. Raises CommandFailed."""
+    text, option = chosen.template, "--template"
+    if (text is None) == (chosen.template_file is None):
+        raise CommandFailed(
+            "a table or a folder needs --template 'Summarise: {text}', or --template-file", status=2
+        )
+    if chosen.template_file is not None:
+        option = f"--template-file {chosen.template_file}"
+        try:
+            with chosen.template_file.open(encoding="utf-8") as file:
+                text = file.read(LONGEST_TEMPLATE + 1)
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "is not UTF-8"
+            raise CommandFailed(f"{option}: can't be read: {why}", status=2) from None
+    assert text is not None
+    try:
+        return parse_template(text)
+    except ValueError as error:
+        raise CommandFailed(f"{option}: {error}", status=2) from None
+
+
+def parse_template(text: str) -> PromptTemplate:
+    """Read a template. Raises ValueError."""
+    if len(text) > LONGEST_TEMPLATE:
+        raise ValueError(f"the template has more than {LONGEST_TEMPLATE:,} characters")
+    try:
+        parsed = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(
+            f"the template can't be read ({str(error).lower()}): write {{{{ and }}}} for braces "
+            "that are text"
+        ) from None
+    for _, name, spec, conversion in parsed:
+        if conversion or spec:
+            raise ValueError(
+                f"the template's '{{{name}' goes on with '!' or ':': a field is its name alone; "
+                "write {{ and }} for braces that are text"
+            )
+        if name is not None and not name.strip():
+            raise ValueError(
+                "the template has '{}' without a name: write {text}, or {{ and }} for braces "
+                "that are text"
+            )
+    return PromptTemplate(tuple((literal, name) for literal, name, _, _ in parsed))
+
+
+# Results.
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPlaces:
+    """Where results go."""
+
+    format: Form
+    output: Path
+    errors: Path | None  # for the lines that failed; None: `output` has them, too
+    force: bool = False
+
+    def check(self) -> None:
+        """Check before the work that nothing is in the way. Raises CommandFailed."""
+        for path in (self.output, self.errors):
+            if path is None or str(path) == "-":
+                continue
+            if not path.parent.is_dir():
+                raise CommandFailed(f"{path}: there is no folder {path.parent}", status=2)
+            if not self.force and (path.exists() or path.is_symlink()):
+                raise _exists(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What was written."""
+
+    output: Path | None  # None: no line has a result
+    errors: Path | None  # None: no line has an error, or `output` has them
+    done: int
+    failed: int
+
+
+def stem_of(source: str) -> str:
+    """What the results of this input are called, without an ending."""
+    if source == "-":
+        return "stdin"
+    path = Path(source)
+    return str(path.with_suffix("") if path.suffix.lower() in {".jsonl", ".csv", ".tsv"} else path)
+
+
+def places_for(stem: str, format_: Form, output: Path | None, *, force: bool) -> ResultPlaces:
+    """The places for results of what is called `stem`; `output` as the user names it."""
+    if format_ is Form.FOLDER:
+        if str(output) == "-":
+            raise CommandFailed("--output -: a folder can't go to stdout", status=2)
+        return ResultPlaces(format_, output or Path(f"{stem}.out"), None, force)
+    if format_ is Form.CSV:
+        return ResultPlaces(format_, output or Path(f"{stem}.out.csv"), None, force)
+    out = output or Path(f"{stem}.out.jsonl")
+    if str(out) == "-":
+        return ResultPlaces(format_, out, Path(f"{stem}.errors.jsonl"), force)
+    base = out.name.removesuffix(".jsonl").removesuffix(".out")
+    return ResultPlaces(format_, out, out.with_name(f"{base}.errors.jsonl"), force)
+
+
+def fetch_results(
+    client: BatchClient, batch: Mapping[str, Any], places: ResultPlaces, patience: Patience
+) -> Fetched:
+    """Write the results that there are so far. Raises CommandFailed."""
+    with (
+        _downloaded(client, batch, "output", patience) as (output, done),
+        _downloaded(client, batch, "errors", patience) as (errors, failed),
+    ):
+        match places.format:
+            case Form.JSONL:
+                is_written = done or not failed
+                if str(places.output) == "-":
+                    for line in output:
+                        sys.stdout.write(escape_json(line.decode()))
+                    sys.stdout.flush()
+                elif is_written:
+                    write_whole(places.output, output, force=places.force)
+                if failed:
+                    assert places.errors is not None
+                    write_whole(places.errors, errors, force=places.force)
+                return Fetched(
+                    places.output if is_written else None,
+                    places.errors if failed else None,
+                    done,
+                    failed,
+                )
+            case Form.CSV:
+                rows = _rows(output, errors)
+                if str(places.output) == "-":
+                    sys.stdout.writelines(rows)
+                else:
+                    table = (row.encode() for row in rows)
+                    write_whole(places.output, table, force=places.force)
+                return Fetched(places.output, None, done, failed)
+            case Form.FOLDER:
+                written = _write_folder(output, errors, places)
+                return Fetched(places.output, written, done, failed)
+
+
+@contextlib.contextmanager
+def _downloaded(
+    client: BatchClient, batch: Mapping[str, Any], which: str, patience: Patience
+) -> Iterator[tuple[BinaryIO, int]]:
+    """The lines of one kind in a temporary file, and their number."""
+    file_id = batch.get("output_file_id" if which == "output" else "error_file_id")
+    with _temporary_file() as file:
+        path = None
+        if file_id is not None:
+            path = f"/v1/files/{quote(str(file_id), safe='')}/content"
+        elif batch.get("status") not in ENDED:
+            path = f"/v1/batches/{quote(str(batch.get('id')), safe='')}/{which}"
+
+        def download() -> None:
+            # A download that broke off begins again.
+            file.seek(0)
+            file.truncate()
+            assert path is not None
+            client.download(path, file.write)
+
+        if path is not None:
+            patience.call(download)
+        file.seek(0)
+        lines = sum(1 for line in file if line.strip())
+        file.seek(0)
+        yield file, lines
+
+
+def _rows(output: BinaryIO, errors: BinaryIO) -> Iterator[str]:
+    """The results as the rows of a table."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+
+    def row(*cells: str) -> str:
+        text.seek(0)
+        text.truncate()
+        # No cell that a spreadsheet runs: models are told by anybody what to write.
+        runs = ("=", "+", "-", "@", "\t", "\r", "\n")
+        writer.writerow([f"'{cell}" if cell.startswith(runs) else cell for cell in cells])
+        return text.getvalue()
+
+    yield row("custom_id", "text", "error")
+    for line in itertools.chain(_lines(output), _lines(errors)):
+        yield row(custom_id_of(line), text_of(line), error_of(line))
+
+
+def _write_folder(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> Path | None:
+    """A text for each line with a result; the place of the lines with errors, if there are any."""
+    folder = places.output
+    try:
+        folder.mkdir(exist_ok=places.force)
+    except FileExistsError:
+        raise _exists(folder) from None
+    taken: set[str] = set()
+    for line in _lines(output):
+        custom_id = custom_id_of(line)
+        name = file_name_of(custom_id)
+        if name in taken:  # 'a' and 'a.txt'
+            name = file_name_of(custom_id, is_taken=True)
+        taken.add(name)
+        # A model may write half a surrogate pair.
+        text = text_of(line).encode(errors="replace")
+        write_whole(folder / name, [text], force=True)
+    if not errors.read(1):
+        return None
+    errors.seek(0)
+    place = folder / "errors.jsonl"  # all texts end in `.txt`
+    write_whole(place, errors, force=True)
+    return place
+
+
+def file_name_of(custom_id: str, *, is_taken: bool = False) -> str:
+    """A file name for any `custom_id`; `is_taken`: another one than usual."""
+    data = custom_id.encode(errors="surrogatepass")
+    name = quote(data, safe=" ()+,=@") or "%"
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    if is_taken or len(name) > LONGEST_FILE_NAME:
+        digest = hashlib.sha256(data).hexdigest()[:16]
+        name = f"{name[: LONGEST_FILE_NAME - 17]}-{digest}"
+    return name if name.endswith(".txt") else f"{name}.txt"
+
+
+def _lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    for number, data in enumerate(file, 1):
+        if not data.strip():
+            continue
+        try:
+            line = json.loads(data)
+        except (ValueError, RecursionError):
+            line = None
+        if not isinstance(line, dict):
+            raise CommandFailed(f"line {number} of the results is no JSON object")
+        yield line
+
+
+def custom_id_of(line: Mapping[str, Any]) -> str:
+    """The line's `custom_id`; of a broken one without any, its number."""
+    if isinstance(custom_id := line.get("custom_id"), str):
+        return custom_id
+    error = line.get("error")
+    number = error.get("line") if isinstance(error, dict) else None
+    return f"line {number}" if number is not None else ""
+
+
+def text_of(line: Mapping[str, Any]) -> str:
+    """The text that a result holds, of any endpoint; vectors as JSON."""
+    response = line.get("response")
+    body = response.get("body") if isinstance(response, dict) and _is_success(response) else None
+    if not isinstance(body, dict):
+        return ""
+    if isinstance(choices := body.get("choices"), list):
+        first = choices[0] if choices and isinstance(choices[0], dict) else {}
+        message = first.get("message")
+        return _plain(message.get("content") if isinstance(message, dict) else first.get("text"))
+    if isinstance(items := body.get("output"), list):
+        return "".join(
+            _plain(item.get("content"))
+            for item in items
+            if isinstance(item, dict) and item.get("type") == "message"
+        )
+    if "content" in body:
+        return _plain(body["content"])
+    if isinstance(data := body.get("data"), list):
+        vectors = [one.get("embedding") for one in data if isinstance(one, dict)]
+        return json.dumps(vectors[0] if len(vectors) == 1 else vectors)
+    return ""
+
+
+def error_of(line: Mapping[str, Any]) -> str:
+    """Why a line has no result; empty, if it has one."""
+    error = line.get("error")
+    if error is None:
+        response = line.get("response")
+        if not isinstance(response, dict) or _is_success(response):
+            return ""
+        body = response.get("body")
+        error = body.get("error") if isinstance(body, dict) else None
+        if error is None:
+            return f"status {response.get('status_code')}"
+    if isinstance(error, dict):
+        return ": ".join(str(error[name]) for name in ("code", "message") if error.get(name))
+    return str(error)
+
+
+def _plain(content: object) -> str:
+    """A content's text: a string, or parts that hold texts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _is_success(response: Mapping[str, Any]) -> bool:
+    status = response.get("status_code")
+    return isinstance(status, int) and 200 <= status < 300
+
+
+def write_whole(path: Path, pieces: Iterable[bytes], *, force: bool) -> None:
+    """Write a new file, and put it at `path` when it is whole. Raises CommandFailed."""
+    part = path.with_name(f".{path.name[:LONGEST_FILE_NAME]}.{os.getpid()}.part")
+    try:
+        with part.open("xb") as file:
+            file.writelines(pieces)
+        if force:
+            part.replace(path)
+        else:
+            # Unlike a rename it leaves alone what has come there meanwhile.
+            try:
+                os.link(part, path)
+            except (PermissionError, NotImplementedError):  # a file system without links
+                with path.open("xb"):
+                    part.replace(path)
+    except FileExistsError:
+        raise _exists(path) from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _exists(path: Path) -> CommandFailed:
+    return CommandFailed(
+        f"{path} is there already: name another place with --output, or use --force", status=2
+    )

@@ -1,0 +1,440 @@
+"""The gateway's client for commands: where the gateway is, and what it answers, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import ssl
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+from urllib.parse import quote, urlsplit
+
+from gateway.cli import options
+from gateway.cli.terminal import CommandFailed, print_note
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import httpx
+
+    from gateway.config.listeners import AdminSettings
+
+KEY_VARIABLE = "LLAMA_GATEWAY_KEY"
+LONGEST_KEY = 4096  # bytes of a key file that are read
+LARGEST_ANSWER = 256 << 20  # bytes; a stream of events may be longer
+LONGEST_LINE = 64 << 20  # bytes of an event; that of 10,000 nodes has some 8 million
+ADMIN_SECONDS = 30.0
+"""Seconds without a byte of the admin API; longer than a probe of a node that hangs."""
+
+SCHEME_SECONDS = 2.0  # seconds for a look whether a server speaks the other scheme
+_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_PEM_END = "-----END CERTIFICATE-----"
+
+
+class GatewayAway(CommandFailed):
+    """The gateway does not answer, or can't at this time: another try may help."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class NoGateway(GatewayAway):
+    """Nothing listens at the gateway's address."""
+
+
+class GatewayRefused(CommandFailed):
+    """The gateway answers with an error that another try does not change."""
+
+    def __init__(self, message: str, code: int, body: Mapping[str, Any]) -> None:
+        # What the command's user has written wrongly is wrong usage.
+        super().__init__(message, 2 if code == 400 else 1)
+        self.code = code
+        """The HTTP status."""
+        self.body = body
+
+
+class GatewayClient:
+    """A client of one listener of the gateway. Raises CommandFailed, with words for people."""
+
+    URL_FLAG: ClassVar[str]
+    CA_FLAG: ClassVar[str]
+    LISTENER: ClassVar[str]  # the thing that `URL_FLAG` names
+    STRANGER: ClassVar[str]  # a server there that is no gateway; with `{url}` and `{path}`
+
+    def __init__(
+        self, url: str, key: str | None, tls: ssl.SSLContext | None, timeout: httpx.Timeout | float
+    ) -> None:
+        import httpx  # commands that ask no gateway start without it
+
+        self.url = url
+        if tls is None and url.startswith("http:"):
+            # Trusts nobody, as nobody is asked: to read the machine's authorities takes 30 ms.
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            self._client = httpx.Client(
+                base_url=url,
+                headers={"authorization": f"Bearer {key}"} if key else {},
+                timeout=timeout,
+                # With an explicit transport httpx takes no proxy from the environment: the gateway
+                # is on loopback or in a private network, and the key is for nobody else.
+                transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
+            )
+        except httpx.InvalidURL as error:
+            from gateway.config.fields import bracketed_ipv6
+
+            scheme, _, rest = url.partition("://")
+            bracketed = bracketed_ipv6(rest.partition("/")[0])
+            remedy = (
+                f"an IPv6 address needs brackets: {scheme}://{bracketed}" if bracketed else error
+            )
+            raise CommandFailed(f"the address is no valid URL: {remedy}", status=2) from None
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        parameters: Mapping[str, str] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """Return the JSON object that the gateway answers; `more` is for httpx."""
+        with self._answered(method, path, params=parameters, json=body, **more) as response:
+            value = _json_object(_read(response))
+        if value is None:
+            stranger = self.STRANGER.format(url=self.url, path=path)
+            raise CommandFailed(f"the server at {stranger}: {self.URL_FLAG} names its address")
+        return value
+
+    @contextlib.contextmanager
+    def _answered(self, method: str, path: str, **asked: Any) -> Iterator[httpx.Response]:
+        """Ask, and yield an answer that is no error, for its content to be read."""
+        import httpx
+
+        try:
+            with self._client.stream(method, path, **asked) as response:
+                if not response.is_success:
+                    raise self._refused(response, _json_object(_read(response)) or {})
+                yield response
+        except httpx.DecodingError:
+            raise CommandFailed(f"the answer of {self.url}{path} can't be read") from None
+        except httpx.HTTPError as error:
+            raise self._unanswered(error) from None
+
+    def _refused(self, response: httpx.Response, body: Mapping[str, Any]) -> CommandFailed:
+        """The error for an answer with an error's status."""
+        error = body.get("error")
+        message = error.get("message") if isinstance(error, dict) else error
+        detail = f": {message}" if message else ""
+        told = f"the gateway at {self.url} answers {response.status_code}{detail}"
+        return GatewayRefused(told, response.status_code, body)
+
+    def _unanswered(self, error: httpx.HTTPError) -> CommandFailed:
+        """The error for a request without an answer: why, and what to do."""
+        import httpx
+
+        why = str(error).partition("] ")[2] or str(error) or type(error).__name__
+        if not isinstance(error, httpx.ConnectError):
+            hint = _scheme_hint(self.url)
+            told = f"the gateway at {self.url} did not answer ({why}){hint}"
+            is_our_fault = isinstance(error, httpx.UnsupportedProtocol | httpx.LocalProtocolError)
+            return CommandFailed(told) if hint or is_our_fault else GatewayAway(told)
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return CommandFailed(
+                f"the certificate of the gateway at {self.url} is not trusted ({why}): name it, or "
+                f"the authority behind it, with {self.CA_FLAG}"
+            )
+        if self.url.startswith("https:") and (hint := _scheme_hint(self.url)):
+            return CommandFailed(f"no TLS handshake with {self.url} ({why}){hint}")
+        return NoGateway(
+            f"no gateway answers at {self.url} ({why}): is it running? "
+            f"{self.URL_FLAG} names its {self.LISTENER}"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._client.close()
+
+
+class AdminClient(GatewayClient):
+    """A client of the admin API."""
+
+    URL_FLAG = "--admin-url"
+    CA_FLAG = "--admin-ca"
+    LISTENER = "admin listener"
+    STRANGER = "{url}{path} is no gateway's admin API"
+
+    def __init__(self, url: str, key: str | None, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(url, key, tls, ADMIN_SECONDS)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return all nodes."""
+        return objects(self.request("GET", "/admin/nodes"), "nodes")
+
+    def node(self, name: str) -> dict[str, Any]:
+        """Return one node."""
+        return self.request("GET", f"/admin/nodes/{quote(name, safe='')}")
+
+    def node_action(self, name: str, action: str, **parameters: float) -> None:
+        """Drain, resume or probe a node."""
+        path = f"/admin/nodes/{quote(name, safe='')}/{action}"
+        self.request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
+
+    def status(self) -> dict[str, Any]:
+        """Return the gateway's status."""
+        return self.request("GET", "/admin/status")
+
+    def explanation(self, request_id: str) -> dict[str, Any]:
+        """Return why the requests of this id went where they went."""
+        return self.request("GET", f"/admin/requests/{quote(request_id, safe='')}/why")
+
+    def text(self, path: str, parameters: Mapping[str, str], *, timeout: float) -> str:
+        """Return the text at this path."""
+        with self._answered("GET", path, params=parameters, timeout=timeout) as response:
+            return _read(response).decode(errors="replace")
+
+    def events(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and the data of each event of a stream, until it ends.
+
+        Raises CommandFailed, if it breaks off or is silent for `ADMIN_SECONDS`.
+        """
+        name = ""
+        try:
+            with self._answered("GET", path) as response:
+                for line in _bounded_lines(response.iter_bytes()):
+                    if line.startswith(b"event: "):
+                        name = line[7:].decode("utf-8", "replace")
+                    elif line.startswith(b"data: "):
+                        value = json.loads(line[6:])
+                        if isinstance(value, dict):
+                            yield name, value
+        except (ValueError, RecursionError):
+            raise CommandFailed(f"the stream of {self.url}{path} holds what is no JSON") from None
+
+    def _refused(self, response: httpx.Response, body: Mapping[str, Any]) -> CommandFailed:
+        if response.status_code != 401:
+            return super()._refused(response, body)
+        told = (
+            f"the gateway at {self.url} refuses (401): "
+            "name a file that holds its admin key with --admin-key-file"
+        )
+        return GatewayRefused(told, response.status_code, body)
+
+
+# Reading answers.
+
+
+def objects(page: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return the objects of a list in an answer."""
+    found = page.get(name)
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _read(response: httpx.Response) -> bytes:
+    """Read an answer of up to `LARGEST_ANSWER`. Raises CommandFailed, httpx.HTTPError."""
+    content = bytearray()
+    for piece in response.iter_bytes():
+        content += piece
+        if len(content) > LARGEST_ANSWER:
+            raise CommandFailed(f"the answer of {response.request.url} is too long")
+    return bytes(content)
+
+
+def _json_object(content: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _bounded_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a stream. Raises CommandFailed for one above `LONGEST_LINE`."""
+    rest = bytearray()
+    for part in parts:
+        *lines, tail = part.split(b"\n")
+        for line in lines:
+            yield bytes(rest) + line
+            rest.clear()
+        rest += tail
+        if len(rest) > LONGEST_LINE:
+            raise CommandFailed("an event of the gateway is larger than any of a fleet")
+
+
+def _scheme_hint(url: str) -> str:
+    """Say what to write if the server there speaks the other scheme; else nothing."""
+    import asyncio
+
+    from gateway.transport.pool import speaks_plain_http, speaks_tls
+
+    parts = urlsplit(url)
+    host, secure = parts.hostname or "", parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    speaks = speaks_plain_http if secure else speaks_tls
+    if not asyncio.run(speaks(host, port, SCHEME_SECONDS)):
+        return ""
+    other = "http" if secure else "https"
+    return f": it speaks {other}: write {other}{url[len(parts.scheme) :]}"
+
+
+# Keys and certificates.
+
+
+def find_key(key_file: Path | None) -> str | None:
+    """Return the API key by flag or environment. Raises CommandFailed."""
+    if key_file:
+        return _read_key(key_file, "key file")
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise CommandFailed(f"{KEY_VARIABLE} holds no key", status=2)
+    return key or None
+
+
+def _read_key(path: Path, what: str) -> str:
+    """Return the key in a file; `what` names the file in errors. Raises CommandFailed."""
+    try:
+        with path.open("rb") as file:
+            key = file.read(LONGEST_KEY).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a text"
+        raise CommandFailed(f"the {what} {path} can't be read: {why}", status=2) from None
+    if not key or not key.isascii() or not key.isprintable():
+        raise CommandFailed(f"the {what} {path} holds no key", status=2)
+    return key
+
+
+def tls_context(ca: Path | None) -> ssl.SSLContext:
+    """Check certificates by the system's authorities, and by `ca`. Raises CommandFailed."""
+    try:
+        return _trust(ca)
+    except ValueError as why:
+        raise CommandFailed(f"--ca {ca}: can't be read: {why}", status=2) from None
+
+
+def _trust(ca: Path | None, own: Path | None = None) -> ssl.SSLContext:
+    """Check certificates by the system's authorities, and by `ca`.
+
+    `own`, without `ca`: exactly the first certificate of that file. Raises ValueError: why a file
+    can't be used.
+    """
+    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
+    path = ca or own
+    if path is None:
+        return context
+    try:
+        if ca is None:
+            # Exactly this certificate, whatever its names: the command may use another one, such as
+            # 127.0.0.1. Authorities in the same file vouch for others, too, and are left out.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False
+            begin, end, _ = path.read_text(encoding="ascii").partition(_PEM_END)
+            context.load_verify_locations(cadata=begin + end)
+        else:
+            context.load_verify_locations(cafile=ca)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it holds no certificate in PEM form"
+        raise ValueError(why) from None
+    # A certificate that is no authority's may be trusted, too.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+# Where the admin API is.
+
+
+def connect_admin(
+    url: str | None,
+    key_file: Path | None,
+    config: Path | None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    ca: Path | None = None,
+) -> AdminClient:
+    """Open the admin API by flag, environment and settings, in this order.
+
+    `ca`: PEM file of its certificate, or of the authority behind it. Raises CommandFailed.
+    """
+    if url is not None and urlsplit(url).scheme not in {"http", "https"}:
+        raise CommandFailed(f"--admin-url {url}: must be like http://127.0.0.1:8001", status=2)
+    needed = {}
+    if url is None:
+        address = "--admin-url names the admin listener's address"
+        needed = {"host": address, "port": address, "tls": address}
+    if key_file is None:
+        needed["key_file"] = "--admin-key-file names the file of its key"
+    for name, key in (("HOST", "host"), ("PORT", "port")):
+        if environment.get(f"LLAMA_GATEWAY_ADMIN_{name}"):
+            needed.pop(key, None)
+    admin = _settings(config, needed) if needed else None
+    own = None
+    if url is None:
+        own = admin.tls.cert if admin is not None and admin.tls is not None else None
+        host = environment.get("LLAMA_GATEWAY_ADMIN_HOST") or (admin.host if admin else "127.0.0.1")
+        port = environment.get("LLAMA_GATEWAY_ADMIN_PORT") or (admin.port if admin else 8001)
+        host = _EVERY_ADDRESS.get(host, host)
+        scheme = "http" if own is None else "https"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    if key_file is None and admin is not None:
+        key_file = admin.key_file
+    if ca is None and (named := environment.get("LLAMA_GATEWAY_ADMIN_CA")):
+        ca = Path(named)
+    try:
+        tls = _trust(ca, own) if urlsplit(url).scheme == "https" else None
+    except ValueError as why:
+        raise CommandFailed(
+            f"{ca or own}: the admin listener's certificate can't be read: {why}; name it, or the "
+            "authority behind it, with --admin-ca",
+            status=2,
+        ) from None
+    admin_key = _read_key(key_file, "admin key file") if key_file else None
+    return AdminClient(url.rstrip("/"), admin_key, tls)
+
+
+def _settings(config: Path | None, needed: Mapping[str, str]) -> AdminSettings | None:
+    """Return the admin listener's settings; of a file with mistakes the keys that are needed.
+
+    `needed`: by key, what to give in its place.
+    """
+    path = options.settings_file(config)
+    if path is None:
+        return None
+    from gateway.config.errors import ConfigError
+    from gateway.config.settings import load_admin, load_settings
+
+    try:
+        return load_settings(path).admin
+    except ConfigError as error:
+        if not path.is_file():
+            raise
+        # The running gateway still has older settings, and the operator must be able to reach it.
+        more = len(error.problems) - 1
+        others = f" (and {more} more)" if more else ""
+        problem = replace(error.problems[0], remedy="")
+    try:
+        admin = load_admin(path, needed)
+    except ConfigError as error:
+        missing = {
+            remedy
+            for key, remedy in needed.items()
+            if any(f"{one.key}.".startswith(f"admin.{key}.") for one in error.problems)
+        }
+        instead = " and ".join(sorted(missing or set(needed.values())))
+        raise CommandFailed(
+            f"{error}\nthis is needed to find the gateway: correct it, or {instead}", status=2
+        ) from None
+    print_note(
+        f"warning: {problem}{others}; a gateway that runs keeps the settings that it has: going on "
+        "with `admin` of this file"
+    )
+    return admin

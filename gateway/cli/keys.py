@@ -1,0 +1,516 @@
+"""`llama-gateway keys`: makes, lists, rotates and revokes API keys; only hashes are kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gateway.cli import key_rights, options
+from gateway.cli.key_access import KeysNotStored, open_keys
+from gateway.cli.key_rights import PriorityChoice
+from gateway.cli.options import Json, examples_epilog
+from gateway.cli.store_access import NoStore
+from gateway.cli.terminal import (
+    CommandFailed,
+    HelpCommand,
+    HelpGroup,
+    format_cell,
+    print_json,
+    print_note,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from gateway.callers.keys import ApiKey
+
+
+app = typer.Typer(
+    cls=HelpGroup,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help=(
+        "API keys of the public listener. Store and settings hold their SHA-256 alone.\n\n"
+        "While the gateway runs, they are changed through its admin API, and a change holds for "
+        "the next request; else in the store itself. Each command names the store on stderr."
+    ),
+    epilog=examples_epilog(
+        ("llama-gateway keys create --name alice", "a key, which works from now on"),
+        ("llama-gateway keys create --name bob --rpm 60 --budget 20/month", "with limits"),
+        ("llama-gateway keys list", "whose keys there are, and what they may do"),
+        ("llama-gateway keys set bob --rpm 120 --unset budget", "other limits, its secret stays"),
+        ("llama-gateway keys rotate alice", "another secret; the old one works for a day"),
+        ("llama-gateway keys revoke alice", "refused within a second"),
+    ),
+)
+
+_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
+
+_LONGEST_INPUT = 4096
+
+
+def _checked_id(value: str | None) -> str | None:
+    if value is not None and not _ID.fullmatch(value):
+        raise typer.BadParameter("1 to 64 letters, digits or '-', no underscore")
+    return value
+
+
+KeyId = Annotated[
+    str | None,
+    typer.Option(
+        "--id",
+        metavar="ID",
+        callback=_checked_id,
+        show_default="random",
+        help="The key's public part, which logs show.",
+    ),
+]
+
+
+KeyName = Annotated[str, typer.Argument(metavar="NAME", help="The key's name or id.")]
+
+
+@app.command(
+    "hash",
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        ("llama-gateway keys hash", "a new key, and the lines for config/gateway.yaml"),
+        ("llama-gateway keys hash --read < key.txt", "the lines for an existing key"),
+    ),
+)
+def hash_(
+    key_id: KeyId = None,
+    read: bool = typer.Option(
+        False, "--read", help="Read a key from the prompt or from stdin instead of making one."
+    ),
+    as_json: Json = False,
+) -> None:
+    """Make a key, or read one, and show its SHA-256 for the settings.
+
+    A new key is shown only now and is stored nowhere.
+    """
+    if read and key_id is not None:
+        raise typer.BadParameter("a key that is read has an id already", param_hint="--id")
+    key = _read_key() if read else _new_key(key_id)
+    entry = {"id": key.id, "sha256": key.sha256}
+    show_entry(key, entry, shown=not read, as_json=as_json)
+
+
+_CREATE_EXAMPLES = examples_epilog(
+    ("llama-gateway keys create --name alice --expires 90d", "a key that works for 90 days"),
+    (
+        "llama-gateway keys create --name bob --models mistral-7b,phi-4-mini --rpm 60",
+        "two models, 60 requests a minute",
+    ),
+    (
+        "llama-gateway keys create --name vip --class premium --budget 20/month",
+        "premium by default, for 20 of the nodes' currency a month",
+    ),
+    (
+        "llama-gateway keys create --name chat --trust-user-headers --user-rpm 10",
+        "a chat's web interface: fair between its users, each with a limit",
+    ),
+)
+
+
+@app.command("create", cls=HelpCommand, epilog=_CREATE_EXAMPLES)
+@key_rights.takes_rights(
+    trust_user_headers=typer.Option(
+        None,
+        "--trust-user-headers",
+        help=key_rights.TRUST_HELP,
+        rich_help_panel=key_rights.USERS_PANEL,
+    )
+)
+def create(
+    *,
+    key_id: KeyId = None,
+    name: key_rights.NewName = None,
+    rights: dict[str, Any],
+    print_only: bool = typer.Option(False, "--print", hidden=True),
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Make a key with its name, rights and limits, and store its SHA-256.
+
+    The key is shown only now, and kept nowhere. It works from the next request on. Where there is
+    no store, the lines for the settings are shown.
+    """
+    default_class, max_class = rights.get("class"), rights.get("max_class")
+    highest = max_class or default_class or PriorityChoice.NORMAL.value
+    classes = [one.value for one in PriorityChoice]
+    if default_class is not None and classes.index(default_class) < classes.index(highest):
+        raise typer.BadParameter(f"is below --class {default_class}", param_hint="--max-class")
+    if "user_limits" in rights and not rights.get("trust_user_headers"):
+        raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
+    first = {"name": name, "class": default_class, "max_class": highest}
+    rights = key_rights.given({**first, **rights})
+    key = _new_key(key_id)
+    entry = {"id": key.id, "sha256": key.sha256, **rights}
+    if print_only:
+        print_note(
+            "warning: --print goes with the next release: where the settings have no store "
+            "(store.url: off), 'keys create' shows the lines for them anyway"
+        )
+        _show_lines(key, entry, as_json=as_json)
+        return
+    try:
+        with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+            made = keys.create(entry)
+    except NoStore:
+        print_note("there is no store (store.url: off): put the lines into the settings")
+        _show_lines(key, entry, as_json=as_json)
+        return
+    tell_warnings(made.pop("warnings", ()))
+    show_new(key, made, as_json=as_json)
+
+
+@app.command("list", cls=HelpCommand)
+def list_(
+    revoked: bool = typer.Option(False, "--revoked", help="Show revoked keys as well."),
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Show all keys of the settings and the store, without their secrets, which nobody has."""
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        found = keys.list(revoked=revoked)
+    tell_warnings(found.get("warnings", ()))
+    if found.get("problem"):
+        print_note(f"warning: the store does not answer: {found['problem']}")
+    if as_json:
+        print_json(found)
+    elif found["keys"]:
+        print_table(KEY_COLUMNS, map(key_row, found["keys"]), state_column=3)
+    else:
+        print_note("there are no keys; 'llama-gateway keys create --name NAME' makes one")
+
+
+@app.command("show", cls=HelpCommand)
+def show(
+    name: KeyName,
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Show one key: its rights, its limits, and when it was made and ends."""
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        key = keys.show(name)
+    if as_json:
+        print_json(key)
+        return
+    for field, value in key.items():
+        text = format_cell(value)
+        if isinstance(value, dict):
+            text = cache_text(value) if field == "cache" else limits_text(value)
+        print(f"{field:20} {text}")
+
+
+_SET_EXAMPLES = examples_epilog(
+    ("llama-gateway keys set alice --rpm 120 --budget 40/month", "other limits"),
+    ("llama-gateway keys set alice --unset tpm,expires", "no limit of tokens, and no end"),
+    ("llama-gateway keys set bob --class premium --max-class premium", "another class"),
+    ("llama-gateway keys set bob --cache-hide --cache-isolate key", "kept apart from others"),
+)
+
+
+@app.command("set", cls=HelpCommand, epilog=_SET_EXAMPLES)
+@key_rights.takes_rights()
+def set_(
+    *,
+    name: KeyName,
+    new_name: str | None = typer.Option(
+        None,
+        "--name",
+        metavar="NAME",
+        callback=key_rights.checked_name,
+        help="Another name; its usage stays under its id.",
+    ),
+    unset: list[str] | None = typer.Option(
+        None,
+        metavar="FLAG,...",
+        help=(
+            "Take these away: names of the flags below, such as rpm,budget; or limits, "
+            "user-limits, cache for all of them."
+        ),
+    ),
+    rights: dict[str, Any],
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Change a stored key's name, rights or limits; its id and its secret stay.
+
+    What no flag names stays as it is. A change holds for the next request.
+    """
+    wanted = key_rights.given({"name": new_name, **rights})
+    removed = key_rights.unset_fields(unset or (), wanted)
+    if not wanted and not removed:
+        raise typer.BadParameter("say what to change, such as --rpm 60 or --unset rpm")
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        before = keys.show(name)
+        trusted = wanted.get("trust_user_headers", before.get("trust_user_headers"))
+        if "user_limits" in wanted and not trusted:
+            raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
+        changed = keys.change(str(before["id"]), key_rights.patch_of(before, wanted, removed))
+    tell_warnings(changed.pop("warnings", ()))
+    if as_json:
+        print_json(changed)
+    else:
+        print(rights_text(changed))
+
+
+@app.command("revoke", cls=HelpCommand)
+def revoke(
+    name: KeyName,
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """End a key for good: within a second its requests get 401, on open connections too.
+
+    Requests that run already are served to their end. Its name is free again, its id is not.
+    """
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        key = keys.revoke(name)
+    if as_json:
+        print_json(key)
+    else:
+        print(f"{called(key)}: revoked")
+
+
+@app.command(
+    "rotate",
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        ("llama-gateway keys rotate alice", "the old secret works for a day"),
+        ("llama-gateway keys rotate alice --grace 0", "the old secret ends now: it has leaked"),
+    ),
+)
+def rotate(
+    name: KeyName,
+    grace: str = typer.Option(
+        "24h", metavar="TIME", help="How long the old secret works; 0: it ends."
+    ),
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Give a key another secret, which is shown only now; its id, rights and limits stay."""
+    from gateway.callers.key_desk import checked_grace
+    from gateway.errors import GatewayError
+
+    try:
+        seconds = checked_grace(grace)
+    except GatewayError as error:
+        raise typer.BadParameter(error.message, param_hint="--grace") from None
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        key = _new_key(str(keys.show(name)["id"]))
+        rotated = keys.rotate(name, key.sha256, seconds)
+    tell_warnings(rotated.pop("warnings", ()))
+    show_new(key, rotated, as_json=as_json)
+
+
+@app.command(
+    "import",
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        (
+            "llama-gateway keys import keys.yaml",
+            "a list of keys as in the settings, or under keys:",
+        ),
+        ("llama-gateway keys import keys.csv", "a table: id,sha256,name,models,rpm,budget,…"),
+    ),
+)
+def import_(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="YAML, JSON or CSV; - reads YAML from stdin.")
+    ],
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Store keys by their hashes, all or none; every bad line is named.
+
+    The keys' holders keep the secrets that they have: lg_ID_SECRET, of whose SECRET the file has
+    the SHA-256.
+    """
+    from gateway.cli.key_files import listed_problems, read_key_file
+
+    listed = read_key_file(file)
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        try:
+            warnings = keys.import_keys([entry.fields for entry in listed])
+        except KeysNotStored as error:
+            raise listed_problems(file, listed, error.problems) from None
+    tell_warnings(warnings)
+    if as_json:
+        print_json({"imported": len(listed), "warnings": list(warnings)})
+    else:
+        print(f"{len(listed)} {'key' if len(listed) == 1 else 'keys'} imported")
+
+
+def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
+    """Show a new key, and its entry for the settings. Raises CommandFailed."""
+    from gateway.callers.key_desk import checked_specs
+    from gateway.callers.stored_keys import KeysRefused
+
+    try:
+        checked_specs([entry], (), (), time.time())
+    except KeysRefused as error:
+        raise CommandFailed(error.message, status=2) from None
+    show_entry(key, entry, shown=True, as_json=as_json)
+
+
+def _new_key(key_id: str | None) -> ApiKey:
+    from gateway.callers.keys import new_key
+
+    return new_key(key_id)
+
+
+def _read_key() -> ApiKey:
+    from gateway.callers.keys import hash_key
+
+    if sys.stdin.isatty():
+        text = typer.prompt("Key", hide_input=True, err=True)
+    else:
+        text = sys.stdin.read(_LONGEST_INPUT)
+    try:
+        key = hash_key(text.strip())
+    except ValueError as error:
+        # The text is not quoted: it may be a secret.
+        raise CommandFailed(f"this is no key of the gateway: {error}", status=2) from None
+    if not _ID.fullmatch(key.id):
+        raise CommandFailed("the key's id may hold letters, digits and '-' only", status=2)
+    return key
+
+
+# How keys are shown.
+
+KEY_COLUMNS = ("NAME", "ID", "SOURCE", "STATE", "CLASS", "GROUP", "MODELS", "LIMITS", "EXPIRES")
+
+
+def key_row(key: Mapping[str, Any]) -> list[object]:
+    """Return the cells of a key, for `KEY_COLUMNS`."""
+    get = key.get
+    classes = [word for word in (get("class"), get("max_class")) if word]
+    return [
+        get("name"),
+        get("id"),
+        get("source"),
+        get("state"),
+        " to ".join(dict.fromkeys(classes)),
+        get("group"),
+        get("models"),
+        limits_text(get("limits")),
+        get("expires"),
+    ]
+
+
+def limits_text(limits: object) -> str:
+    """Write limits in one line; `-` for none."""
+    if not isinstance(limits, Mapping):
+        return "-"
+    given = [
+        f"{format_cell(name)} {format_cell(value)}"
+        for name, value in limits.items()
+        if value is not None
+    ]
+    return ", ".join(given) or "-"
+
+
+def called(key: Mapping[str, Any]) -> str:
+    """Name a key for people."""
+    name, key_id = format_cell(key.get("name")), format_cell(key.get("id"))
+    return name if name == key_id else f"{name} (id {key_id})"
+
+
+def show_new(key: ApiKey, shown: Mapping[str, Any], *, as_json: bool) -> None:
+    """Show a new secret, this once."""
+    if as_json:
+        print_json({"key": key.text, **shown})
+        return
+    print(f"The key, shown only now:\n\n  {key.text}\n")
+    print(rights_text(shown))
+
+
+def rights_text(shown: Mapping[str, Any]) -> str:
+    """Write a key's rights and limits in one line."""
+    parts = [f"at most class {format_cell(shown.get('max_class'))}"]
+    parts += [
+        f"{field} {format_cell(shown[field])}" for field in ("models", "group") if shown.get(field)
+    ]
+    if (limits := limits_text(shown.get("limits"))) != "-":
+        parts.append(limits)
+    if (of_users := limits_text(shown.get("user_limits"))) != "-":
+        parts.append(f"each end user {of_users}")
+    if (cache := cache_text(shown.get("cache"))) != "-":
+        parts.append(f"cache: {cache}")
+    if shown.get("expires"):
+        parts.append(f"until {format_cell(shown['expires'])}")
+    if shown.get("previous_until"):
+        parts.append(f"the old secret works until {format_cell(shown['previous_until'])}")
+    return f"{called(shown)}: {'; '.join(parts)}"
+
+
+def cache_text(cache: object) -> str:
+    """Write what a key says of prompt caches in one line; `-` for nothing."""
+    if not isinstance(cache, Mapping):
+        return "-"
+    words = {
+        name: {True: "yes", False: "no"}.get(value, value)
+        for name, value in cache.items()
+        if not isinstance(value, Mapping)
+    }
+    nodes = cache.get("nodes")
+    if isinstance(nodes, Mapping):
+        pool = ",".join(
+            f"{format_cell(name)}={format_cell(value)}" for name, value in nodes.items()
+        )
+        words["nodes"] = pool or "all"
+    return limits_text(words)
+
+
+def tell_warnings(warnings: Iterable[str]) -> None:
+    """Print warnings to stderr."""
+    for warning in warnings:
+        print_note(f"warning: {warning}")
+
+
+def show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: bool) -> None:
+    """Show the entry of a key for the settings; `shown`: and the key itself, this once."""
+    if as_json:
+        print_json({"key": key.text, **entry} if shown else entry)
+        return
+    if shown:
+        print(f"The key, shown only now:\n\n  {key.text}\n")
+    print("For config/gateway.yaml:\n\nkeys:")
+    from gateway.config.errors import escape_json
+
+    # Any JSON string is a YAML string.
+    lines = [
+        f"{name}: {escape_json(json.dumps(value, ensure_ascii=False))}"
+        for name, value in entry.items()
+    ]
+    print("  - " + "\n    ".join(lines))

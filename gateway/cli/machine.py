@@ -1,0 +1,585 @@
+"""What concerns this machine: `llama-gateway topology`, `fit` and `cache`."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.options import examples_epilog
+from gateway.cli.terminal import (
+    CommandFailed,
+    HelpCommand,
+    HelpGroup,
+    console,
+    print_error,
+    print_json,
+    print_note,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from gateway.local.cache_contents import CacheEntry
+    from gateway.local.topology import Topology
+    from gateway.workshop.fit import Machine
+
+TOPOLOGY_EXAMPLES = examples_epilog(
+    ("llama-gateway topology", "sockets, NUMA nodes, cores, caches, memory"),
+    ("llama-gateway topology --json", "as JSON, for a script or a playbook"),
+    ("llama-gateway topology --root saved/", "for a machine whose /sys and /proc were copied"),
+)
+
+
+def topology(
+    root: Path = typer.Option(
+        Path("/"), metavar="FOLDER", help="Folder that holds the machine's `sys` and `proc`."
+    ),
+    as_json: options.Json = False,
+) -> None:
+    """Show what this machine has for llama.cpp: sockets, NUMA nodes, cores, caches, memory.
+
+    Only resources that this process may use are shown, by its affinity mask, its cpuset and its
+    container's limits. The last lines show how to run one server on each NUMA node.
+    """
+    from gateway.local.topology import read_topology, topology_as_dict
+
+    if not (root / "proc").is_dir() or not (root / "sys").is_dir():
+        raise CommandFailed(
+            f"{root}: holds no folders `proc` and `sys`. Remedy: name the folder that holds copies "
+            "of them with --root; without it this machine is shown",
+            2,
+        )
+    found = read_topology(root)
+    if as_json:
+        print_json(topology_as_dict(found))
+    else:
+        _show_machine(found)
+
+
+def _show_machine(found: Topology) -> None:
+    from gateway.local.memory import format_gib
+    from gateway.local.topology import format_kernel_list, server_placement
+
+    out = console()
+    threads = max((len(core) for node in found.nodes for core in node.cores), default=1)
+    processor = found.processor
+    out.print(f"processor     {processor.name or 'unknown'} ({processor.architecture or '?'})")
+    out.print(f"instructions  {', '.join(processor.instructions) or 'none that llama.cpp uses'}")
+    out.print(
+        f"cores         {found.core_count} in {_count(len(found.sockets) or 1, 'socket')} and "
+        f"{_count(len(found.nodes), 'NUMA node')}, {_count(threads, 'thread')} each"
+    )
+    if found.cpu_quota is not None:
+        out.print(f"quota         {found.cpu_quota:g} CPUs' worth of time (this container)")
+    out.print(
+        f"memory        {format_gib(found.memory_available)} of "
+        f"{format_gib(found.memory_total)} available"
+    )
+    for level in sorted({cache.level for cache in found.caches}):
+        alike = [cache for cache in found.caches if cache.level == level]
+        size, shared = alike[0].size, len(alike[0].cpus)
+        cache_size = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+        out.print(f"L{level} cache      {len(alike)} x {cache_size}, {_count(shared, 'CPU')} each")
+    for node in found.nodes:
+        out.print(
+            f"node {node.number:<8} CPUs {format_kernel_list(node.cpus)} "
+            f"({_count(len(node.cores), 'core')}), "
+            f"{format_gib(node.memory_available)} of {format_gib(node.memory_total)} free or "
+            f"easily freed" + ("" if node.memory_allowed else "; its memory is not allowed here")
+        )
+        if node.efficiency_cpus:
+            out.print(
+                f"              efficiency CPUs "
+                f"{format_kernel_list(tuple(node.efficiency_cpus))}: left out"
+            )
+    out.print("\nOne llama.cpp server on each NUMA node:")
+    for node in found.nodes:
+        server = server_placement(found, node)
+        bound = f" --membind={node.number}" if server["bind_memory"] else ""
+        pinned = f"numactl --physcpubind={server['cpus']}{bound} " if server["pin"] else ""
+        no_mmap = " --no-mmap" if server["no_mmap"] else ""
+        out.print(f"  {pinned}llama-server --threads {server['threads']}{no_mmap} ...")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+# `llama-gateway fit`.
+
+FIT_EXAMPLES = examples_epilog(
+    ("llama-gateway fit mistral-7b.gguf", "does it fit this machine, with the settings of up?"),
+    (
+        "llama-gateway fit mistral-7b.gguf --measure",
+        "and how many tokens a second, by a test of this machine's memory",
+    ),
+    (
+        (
+            "llama-gateway fit m.gguf --memory 128GiB --cores 64 --numa-nodes 2 --channels 16 "
+            "--mt-per-s 4800"
+        ),
+        "on a machine that is not bought yet",
+    ),
+    (
+        "llama-gateway fit m.gguf --slots 4 --context 16384 --kv-type q8_0",
+        "with more and longer requests at once, and a smaller KV cache",
+    ),
+    ("llama-gateway fit m.gguf --json", "as JSON; `.fits` is the answer in a word"),
+)
+
+_servers = partial(typer.Option, rich_help_panel="Servers")
+_machine = partial(typer.Option, rich_help_panel="Machine")
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
+
+
+def fit(
+    model: Annotated[
+        Path, typer.Argument(metavar="FILE.gguf", help="The model; of a split one, any part.")
+    ],
+    slots: int = _servers(2, min=1, max=256, metavar="N", help="Requests at once."),
+    context: int = _servers(
+        4096, min=1, max=1 << 22, metavar="TOKENS", help="Context of one slot."
+    ),
+    kv_type: str = _servers(
+        "f16",
+        metavar="TYPE[,TYPE]",
+        help=(
+            "Type of the KV cache, or of keys and of values: f32, f16, bf16, q8_0, q5_1, "
+            "q5_0, q4_1, q4_0, iq4_nl."
+        ),
+    ),
+    cache_ram: str = _servers(
+        "0",
+        metavar="SIZE",
+        help="Memory for prompts that no slot holds any more; `up` gives what stays free.",
+    ),
+    micro_batch: int = _servers(
+        256, "--ubatch", min=1, max=1 << 16, metavar="TOKENS", help="Tokens of one computation."
+    ),
+    memory: str | None = _machine(
+        None,
+        metavar="SIZE",
+        show_default="what this machine has available",
+        help="Memory of the machine, such as 32GiB.",
+    ),
+    cores: int | None = _machine(
+        None,
+        min=1,
+        max=1 << 14,
+        metavar="N",
+        show_default="this machine's",
+        help="Physical cores of the machine.",
+    ),
+    numa_nodes: int | None = _machine(
+        None,
+        min=1,
+        max=256,
+        metavar="N",
+        show_default="this machine's",
+        help="NUMA nodes of the machine: each has a server, and an equal share of all.",
+    ),
+    instructions: str | None = _machine(
+        None,
+        metavar="SET",
+        show_default="this machine's",
+        help="Best instruction set: avx2, avx-512, avx-512-vnni, amx, dot-product, i8mm.",
+    ),
+    channels: int | None = _machine(
+        None,
+        min=1,
+        max=1024,
+        metavar="N",
+        help="Memory channels in use, of all sockets; with --mt-per-s.",
+    ),
+    transfers: float | None = _machine(
+        None,
+        "--mt-per-s",
+        min=100,
+        max=100_000,
+        metavar="N",
+        help="Speed of the memory modules, such as 4800; with --channels.",
+    ),
+    measure: bool = _machine(
+        False,
+        "--measure",
+        help="Measure this machine's memory bandwidth, for about a second on all cores.",
+    ),
+    as_json: options.Json = False,
+) -> None:
+    """Tell whether a model fits a machine, and how fast it will be there.
+
+    Only the head of the file is read: its metadata, and the shapes and types of its tensors. From
+    them follow the weights, the KV cache of each slot, the buffers, and so what a server takes with
+    all its slots full; one server runs on each NUMA node, and 2 GiB must stay free. The table of
+    quantisations says which file of the same model would fit, and with how much context.
+
+    Decode waits for memory: each token reads all weights that it uses, and the slot's KV cache. So
+    tokens a second need the memory's bandwidth: by --measure on this machine, or from --channels
+    and --mt-per-s. Prefill needs arithmetic, so it goes by cores and instruction set.
+    """
+    from gateway.local import LocalFleetError
+    from gateway.local.gguf import (
+        UnknownShapeError,
+        model_parts,
+        model_shape,
+        read_headers,
+        read_model,
+    )
+    from gateway.local.memory import (
+        MEMORY_FACTOR,
+        ServerSettings,
+        format_gib,
+        memory_needed,
+        repacked_types,
+    )
+    from gateway.local.topology import read_topology
+    from gateway.workshop.fit import (
+        LAYOUT_FLAGS,
+        choice_table,
+        fit_as_dict,
+        report_lines,
+    )
+    from gateway.workshop.fit import fit as compute
+
+    key_type, value_type = _kv_types(kv_type)
+    topology = read_topology()
+    machine = _read_machine(
+        topology, memory, cores, numa_nodes, instructions, (channels, transfers), measure=measure
+    )
+    try:
+        file = read_model(model)
+    except LocalFleetError as error:
+        raise CommandFailed(str(error)) from None
+    settings = ServerSettings(
+        slots,
+        min(context, file.trained_context or context),
+        key_type=key_type,
+        value_type=value_type,
+        micro_batch=micro_batch,
+        prompt_cache_bytes=_bytes_of("--cache-ram", cache_ram),
+        mapped=machine.servers == 1,
+        repacked=repacked_types({LAYOUT_FLAGS[machine.instructions]}),
+    )
+    try:
+        found = compute(file, model_shape(read_headers(model_parts(model))), settings, machine)
+    except UnknownShapeError as error:
+        raise CommandFailed(
+            f"{file.path}: {error}. By the rule of thumb ({MEMORY_FACTOR} x file) a server takes "
+            f"about {format_gib(memory_needed(file.size, 1))}. Remedy: start it (llama-gateway up "
+            "--model FILE) and see what it takes"
+        ) from None
+    if settings.context < context:
+        print_note(f"The model was trained on {settings.context:,} tokens: --context is cut to it.")
+    if as_json:
+        print_json(fit_as_dict(found))
+        return
+    out = console()
+    for name, text in report_lines(found):
+        out.print(f"{name:<14}{text}", soft_wrap=True)
+    out.print("")
+    print_table(*choice_table(found))
+    if found.speed is None:
+        print_note(
+            "No tokens/s: the memory's bandwidth is not known. --measure measures this machine's; "
+            "--channels and --mt-per-s give another one's."
+        )
+
+
+def _kv_types(text: str) -> tuple[str, str]:
+    from gateway.local.embedded import KV_TYPES
+
+    names = [name.strip().lower() for name in text.split(",")]
+    for name in names:
+        if name not in KV_TYPES:
+            raise CommandFailed(
+                f"--kv-type {text}: there is no such type; known: {', '.join(KV_TYPES)}", 2
+            )
+    if len(names) > 2:
+        raise CommandFailed(f"--kv-type {text}: one type, or two: of keys and of values", 2)
+    return names[0], names[-1]
+
+
+def _bytes_of(option: str, text: str) -> int:
+    """Return the bytes of a size such as `32GiB`; K, M, G and T are powers of 1024."""
+    found = _SIZE.fullmatch(text.strip())
+    size = 0.0
+    if found:
+        unit = (found[2] or "").upper().removesuffix("B").removesuffix("I")
+        size = float(found[1]) * 1024 ** ("KMGT".find(unit) + 1 if unit else 0)
+    if not found or size > 1 << 50:
+        raise CommandFailed(f"{option} {text}: no size. Remedy: such as 32GiB or 512MiB", 2)
+    return int(size)
+
+
+def _read_machine(
+    topology: Topology,
+    memory: str | None,
+    cores: int | None,
+    numa_nodes: int | None,
+    instructions: str | None,
+    modules: tuple[int | None, float | None],
+    *,
+    measure: bool,
+) -> Machine:
+    """Return this machine, with what the options say otherwise. Raises CommandFailed."""
+    from gateway.local.memory import memory_places
+    from gateway.workshop.fit import Machine, Place, instruction_set
+
+    bandwidth, source = _bandwidth(topology, modules, measure=measure)
+    nodes = numa_nodes or (1 if memory or cores else len(topology.nodes))
+    if memory or numa_nodes:
+        available = _bytes_of("--memory", memory) if memory else topology.memory_available
+        places = [Place("the machine" if memory else "this machine", nodes, available)]
+        if nodes > 1:
+            places += [Place(f"NUMA node {n}", 1, available // nodes) for n in range(nodes)]
+    else:
+        bound = [node.number for node in topology.nodes] if nodes > 1 else [None]
+        places = [Place(*place) for place in memory_places(topology, bound)]
+    if cores or numa_nodes:
+        each = max(1, (cores or topology.core_count) // nodes)
+    else:
+        each = min(topology.threads_per_server(node) for node in topology.nodes)
+    return Machine(
+        tuple(places),
+        each,
+        _instructions(instructions) or instruction_set(topology.processor.flags),
+        bandwidth,
+        source,
+    )
+
+
+def _bandwidth(
+    topology: Topology, modules: tuple[int | None, float | None], *, measure: bool
+) -> tuple[float | None, str]:
+    from gateway.workshop.fit import StreamError, bandwidth_of_modules, measure_bandwidth
+
+    channels, transfers = modules
+    if (channels is None) != (transfers is None):
+        raise CommandFailed("--channels and --mt-per-s: only both of them tell a bandwidth", 2)
+    if measure and channels is not None:
+        raise CommandFailed("--measure and --channels: only one of them", 2)
+    if measure:
+        try:
+            return measure_bandwidth(topology), "measured on this machine"
+        except StreamError as error:
+            raise CommandFailed(str(error)) from None
+    if channels is None or transfers is None:
+        return None, "not known"
+    return (
+        bandwidth_of_modules(channels, transfers),
+        f"three quarters of the peak of {channels} channels at {transfers:g} MT/s",
+    )
+
+
+def _instructions(name: str | None) -> str | None:
+    from gateway.workshop.fit import INSTRUCTION_FACTORS
+
+    if name is None:
+        return None
+    known = {one.lower().replace(" ", "-"): one for one in INSTRUCTION_FACTORS}
+    if name.lower() not in known:
+        raise CommandFailed(
+            f"--instructions {name}: there is no such set; known: {', '.join(known)}", 2
+        )
+    return known[name.lower()]
+
+
+# `llama-gateway cache`.
+
+cache = typer.Typer(
+    cls=HelpGroup,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help=(
+        "Downloaded models, demo models, logs and measurements that are kept on this machine.\n\n"
+        "They are in the folder that LLAMA_GATEWAY_CACHE names, by default "
+        "~/.cache/llama-gateway."
+    ),
+    epilog=examples_epilog(
+        ("llama-gateway cache list", "what there is, how large, and since when unused"),
+        ("llama-gateway cache remove mistral-7b.gguf", "one model, or what has arrived of it"),
+        ("llama-gateway cache remove --older-than 30d", "all that was not used for a month"),
+    ),
+)
+
+
+@cache.command(
+    "list",
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        ("llama-gateway cache list", "the largest first"),
+        ("llama-gateway cache list --json", "for scripts: bytes, Unix times, PIDs, digests"),
+    ),
+)
+def list_cache(as_json: options.Json = False) -> None:
+    """List what the cache holds: sizes, last use, and the processes that use it now."""
+    from gateway.local.cache import cache_folder
+    from gateway.local.cache_contents import cache_contents
+
+    folder = cache_folder()
+    entries = cache_contents(folder)
+    total = sum(entry.size for entry in entries)
+    if as_json:
+        print_json(
+            {"folder": str(folder), "bytes": total, "entries": [_as_dict(one) for one in entries]}
+        )
+        return
+    if not entries:
+        print_note(f"{folder}: the cache is empty")
+        return
+    print_table(
+        ("NAME", "KIND", "SIZE", "LAST USED", "IN USE", "SOURCE"),
+        [_row(entry) for entry in entries],
+    )
+    print_note(f"{_size(total)} in {folder}")
+
+
+@cache.command(
+    "remove",
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        ("llama-gateway cache remove mistral-7b.gguf", "one model, or what has arrived of it"),
+        ("llama-gateway cache remove --older-than 30d --dry-run", "what would go"),
+        ("llama-gateway cache remove --all", "all but what is in use"),
+    ),
+)
+def remove_cache(
+    names: list[str] | None = typer.Argument(
+        None, metavar="[NAME]...", help="Names of cache list.", show_default=False
+    ),
+    everything: bool = typer.Option(False, "--all", help="Remove all that is not in use."),
+    older_than: str | None = typer.Option(
+        None,
+        metavar="TIME",
+        show_default=False,
+        help="Remove what was not used for so long, such as 30d or 12h.",
+    ),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Say what would be removed, and remove nothing."
+    ),
+    as_json: options.Json = False,
+) -> None:
+    """Remove models, partial downloads, logs or measurements.
+
+    What a process uses now is refused when it is named (status 1), and left out by --all and
+    --older-than.
+    """
+    from gateway.local.cache import cache_folder
+    from gateway.local.cache_contents import CacheEntry, cache_contents
+
+    if sum((bool(names), everything, older_than is not None)) != 1:
+        raise CommandFailed("give one of: names, --all, --older-than TIME", 2)
+    entries = cache_contents(cache_folder())
+    chosen = _chosen(entries, names or [], older_than)
+    removed, refused = list[CacheEntry](), list[CacheEntry]()
+    for entry in chosen:
+        (removed if _remove(entry, dry_run=dry_run) else refused).append(entry)
+    freed = sum(entry.size for entry in removed)
+    if as_json:
+        print_json(
+            {
+                "removed": [_as_dict(entry) for entry in removed],
+                "in_use": [_as_dict(entry) for entry in refused],
+                "bytes": freed,
+                "dry_run": dry_run,
+            }
+        )
+    else:
+        for entry in removed:
+            print(f"{'would remove' if dry_run else 'removed'} {entry.name} ({_size(entry.size)})")
+        print_note(f"{_size(freed)} {'would be' if dry_run else 'are'} free again")
+    for entry in refused:
+        say = print_error if names else print_note
+        say(f"{entry.name} is in use{_by(entry)} and stays. Remedy: end what uses it first")
+    raise typer.Exit(1 if names and refused else 0)
+
+
+def _remove(entry: CacheEntry, *, dry_run: bool) -> bool:
+    """Remove an entry; return False where some process uses it."""
+    from gateway.local.cache_contents import InUseError, remove_entry
+
+    if entry.in_use:
+        return False
+    try:
+        if not dry_run:
+            remove_entry(entry)
+    except InUseError:  # since it was listed
+        return False
+    return True
+
+
+def _chosen(
+    entries: list[CacheEntry], names: list[str], older_than: str | None
+) -> list[CacheEntry]:
+    """Return the entries to remove. Raises CommandFailed."""
+    from gateway.config.fields import parse_duration
+
+    if names:
+        by_name = {entry.name: entry for entry in entries}
+        for name in names:
+            if name not in by_name:
+                alike = [known for known in by_name if known.startswith(f"{name}@")]
+                raise CommandFailed(
+                    f"{name}: the cache holds nothing of that name"
+                    + (f"; there are {', '.join(alike)}" if alike else "")
+                    + ". Remedy: a name of llama-gateway cache list",
+                    2,
+                )
+        return [by_name[name] for name in dict.fromkeys(names)]
+    if older_than is None:
+        return entries
+    try:
+        seconds = parse_duration(older_than)
+    except ValueError:
+        raise CommandFailed(f"--older-than {older_than}: not a time, such as 30d", 2) from None
+    if seconds < 0:
+        raise CommandFailed(f"--older-than {older_than}: must not be negative", 2)
+    return [entry for entry in entries if time.time() - entry.last_used >= seconds]
+
+
+def _row(entry: CacheEntry) -> list[object]:
+    size = _size(entry.size)
+    if entry.expected:
+        size += f" of {_size(entry.expected)}"
+    used = datetime.fromtimestamp(entry.last_used).astimezone()
+    return [entry.name, entry.kind, size, f"{used:%Y-%m-%d %H:%M}", _use(entry), entry.source]
+
+
+def _use(entry: CacheEntry) -> str:
+    if entry.users:
+        return f"by {', '.join(map(str, entry.users))}"
+    return "yes" if entry.locked else ""
+
+
+def _by(entry: CacheEntry) -> str:
+    if not entry.users:
+        return ""
+    return f" by process{'es' if len(entry.users) > 1 else ''} {', '.join(map(str, entry.users))}"
+
+
+def _as_dict(entry: CacheEntry) -> dict[str, object]:
+    return {
+        "name": entry.name,
+        "kind": entry.kind,
+        "bytes": entry.size,
+        "expected_bytes": entry.expected,
+        "last_used": entry.last_used,
+        "in_use": entry.in_use,
+        "pids": list(entry.users),
+        "source": entry.source,
+        "sha256": entry.sha256,
+        "files": [str(path) for path in entry.files],
+    }
+
+
+def _size(size: int) -> str:
+    from gateway.local.memory import format_gib
+
+    return format_gib(size) if size >= 1 << 20 else f"{size / 1024:.0f} KiB"

@@ -1,0 +1,498 @@
+"""`llama-gateway nodes` and `models`: show both, and act on them through the admin API."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.client import AdminClient, NoGateway, connect_admin
+from gateway.cli.options import examples_epilog
+from gateway.cli.terminal import (
+    CommandFailed,
+    format_cell,
+    print_json,
+    print_note,
+    print_table,
+)
+
+NODES_EXAMPLES = examples_epilog(
+    ("llama-gateway nodes", "every node, its state and the reason"),
+    ("llama-gateway nodes drain epyc-a --wait", "no new requests for it; ends when it is idle"),
+    (
+        "llama-gateway nodes drain epyc-a --deadline 60",
+        "requests that still run after 60 s are moved",
+    ),
+    ("llama-gateway nodes resume epyc-a", "new requests for it again"),
+    ("llama-gateway nodes probe epyc-a", "probe it now; a good probe closes its circuit"),
+    ("llama-gateway nodes drain --host epyc-a --dry-run", "what a drain of a host would touch"),
+    ("llama-gateway nodes drain --label rack=b --wait", "a rack, until it is idle"),
+    ("llama-gateway nodes resume --all-but epyc-b", "all the others again"),
+    ("llama-gateway nodes --json | jq -r '.nodes[].name'", "for scripts"),
+)
+
+FIRST_POLL_INTERVAL = 0.02  # seconds; it doubles with each poll of a drain
+LONGEST_POLL_INTERVAL = 0.5
+MOST_FAILED_POLLS = 5  # polls in a row that may fail before the command gives up
+
+_which = partial(typer.Option, rich_help_panel="Which nodes")
+
+SERVING_STATES = frozenset({"ready", "degraded", "mute", "sleeping", "loading", "starting"})
+"""States of nodes that serve their models, or will in a moment."""
+
+_NOT_ANSWERING = frozenset({"down", "loading", "mute"})
+
+_NODE_COLUMNS = (
+    *("NAME", "STATE", "SLOTS", "RUNNING", "MODELS", "CONTEXT", "PREFILL/S", "DECODE/S"),
+    *("REQUESTS", "FAILURES", "REASON"),
+)
+
+
+class NodeAction(enum.StrEnum):
+    """The actions of the command."""
+
+    LIST = "list"
+    DRAIN = "drain"
+    RESUME = "resume"
+    PROBE = "probe"
+
+
+def nodes(
+    action: NodeAction = typer.Argument(
+        NodeAction.LIST, metavar="|".join(NodeAction), help="What to do."
+    ),
+    names: list[str] | None = typer.Argument(
+        None, metavar="NAME", help="The nodes; or choose them by the options below."
+    ),
+    hosts: list[str] | None = _which(
+        None,
+        "--host",
+        metavar="HOST",
+        help="Nodes of this host, as the inventory says; repeat it for several.",
+    ),
+    labels: list[str] | None = _which(
+        None,
+        "--label",
+        metavar="KEY=VALUE",
+        help="Nodes with this label; of several they must have all.",
+    ),
+    all_but: list[str] | None = _which(
+        None, metavar="NAME", help="All nodes but this one; repeat it for several."
+    ),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Only show the nodes that it would touch."
+    ),
+    yes: bool = typer.Option(
+        False, "--yes", help="Drain a group though nobody else serves a model of it; do not ask."
+    ),
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    admin_ca: options.AdminCa = None,
+    config: options.ConfigFile = None,
+    wait: bool = typer.Option(False, "--wait", help="Drain: end only when the nodes are idle."),
+    timeout: float = typer.Option(3600.0, min=0.0, metavar="SECONDS", help="Longest --wait."),
+    deadline: float | None = typer.Option(
+        None,
+        min=0.0,
+        metavar="SECONDS",
+        show_default="none",
+        help="Drain: requests that still run after this time are moved to another node or ended.",
+    ),
+    as_json: options.Json = False,
+) -> None:
+    """Show the nodes of the running gateway; drain, resume or probe some.
+
+    A drained node gets no new requests and finishes those that it has; it stays drained, over
+    restarts of the gateway too, until it is resumed.
+    """
+    selection = NodeSelection(names or (), hosts or (), read_labels(labels or ()), all_but or ())
+    listing = action is NodeAction.LIST
+    if listing and selection.names:
+        raise typer.BadParameter("list takes no node's name", param_hint="NAME")
+    if not listing and selection.is_empty:
+        raise typer.BadParameter(
+            f"{action.value} needs the name of a node, --host, --label or --all-but",
+            param_hint="NAME",
+        )
+    if selection.names and (selection.hosts or selection.labels or selection.all_but):
+        raise typer.BadParameter(
+            "name the nodes, or choose them by --host, --label and --all-but", param_hint="NAME"
+        )
+    if action is not NodeAction.DRAIN and (wait or deadline is not None):
+        raise typer.BadParameter("only a drain has it", param_hint="--wait, --deadline")
+    parameters = {} if deadline is None else {"deadline": deadline}
+    with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+        if listing:
+            found = admin.nodes()
+            _list(found if selection.is_empty else selection.choose(found), as_json=as_json)
+        elif selection.is_group or dry_run:
+            everything = admin.nodes()
+            chosen = selection.choose(everything)
+            if not as_json or dry_run:
+                _list(chosen, as_json=as_json)
+            if dry_run:
+                return
+            if action is NodeAction.DRAIN and not yes:
+                _confirm(models_left_without(chosen, everything))
+            _act_on_all(
+                admin, chosen, action, parameters, timeout if wait else None, as_json=as_json
+            )
+        else:
+            _act(
+                admin,
+                selection.names[0],
+                action,
+                parameters,
+                timeout if wait else None,
+                as_json=as_json,
+            )
+
+
+def _act(
+    admin: AdminClient,
+    name: str,
+    action: NodeAction,
+    parameters: dict[str, float],
+    wait: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Do it to one node; `wait`: most seconds until a drained node is idle, None: do not wait."""
+    admin.node_action(name, action.value, **parameters)
+    node = admin.node(name)
+    if wait is not None:
+        node = _wait(admin, node, wait)
+    if as_json:
+        print_json(node)
+    else:
+        print(f"{format_cell(name)}: {_summary(node)}")
+    if action is NodeAction.PROBE and node.get("state") in _NOT_ANSWERING:
+        raise typer.Exit(1)
+
+
+def _confirm(models: list[str]) -> None:
+    """Ask before models are left without a node. Raises: CommandFailed."""
+    if not models:
+        return
+    problem = f"no other node serves {in_words(models)}: requests would wait, and then fail"
+    if not sys.stdin.isatty():
+        raise CommandFailed(f"{problem}; --yes drains them all the same")
+    print_note(f"warning: {problem}")
+    if not typer.confirm("Drain them all the same?", err=True):
+        raise CommandFailed("nothing was drained")
+
+
+def _act_on_all(
+    admin: AdminClient,
+    chosen: list[dict[str, Any]],
+    action: NodeAction,
+    parameters: dict[str, float],
+    wait: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Do it to each of them, whatever becomes of the others. Raises: CommandFailed."""
+    done: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for name in [str(node.get("name")) for node in chosen]:
+        try:
+            admin.node_action(name, action.value, **parameters)
+            node = admin.node(name)
+        except NoGateway:
+            left = len(chosen) - len(done) - len(failed)
+            print_note(f"{len(done)} done, {len(failed)} failed, {left} not tried")
+            raise
+        except CommandFailed as error:
+            failed[name] = str(error)
+            continue
+        if action is NodeAction.PROBE and node.get("state") in _NOT_ANSWERING:
+            failed[name] = f"it does not answer: {_summary(node)}"
+        done.append(node)
+        if not as_json and wait is None:
+            print(f"{format_cell(name)}: {_summary(node)}")
+    if wait is not None:
+        end = time.monotonic() + wait
+        for index, node in enumerate(done):
+            name = str(node.get("name"))
+            try:
+                done[index] = _wait(admin, node, max(0.0, end - time.monotonic()))
+            except CommandFailed as error:
+                failed[name] = str(error)
+            if not as_json and name not in failed:
+                print(f"{format_cell(name)}: {_summary(done[index])}")
+    if as_json:
+        errors = [{"name": name, "error": error} for name, error in failed.items()]
+        print_json({"nodes": done, "failed": errors})
+    if failed:
+        told = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        raise CommandFailed(f"{len(failed)} of {len(chosen)} nodes failed: {told}")
+
+
+def _list(nodes: list[dict[str, Any]], *, as_json: bool) -> None:
+    if as_json:
+        print_json({"nodes": nodes})
+    elif nodes:
+        print_table(_NODE_COLUMNS, map(_row, nodes), state_column=1)
+    else:
+        print_note("the gateway has no nodes")
+
+
+def _row(node: dict[str, Any]) -> list[object]:
+    get = node.get
+    return [
+        get("name"),
+        get("state"),
+        f"{format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}",
+        get("in_flight"),
+        get("models"),
+        _context(get("context"), get("pool")),
+        _speed(node, "prefill_tps"),
+        _speed(node, "decode_tps"),
+        get("requests"),
+        get("failures"),
+        get("reason") if get("state") != "ready" else _dedicated(node),
+    ]
+
+
+def _dedicated(node: dict[str, Any]) -> str | None:
+    """What a ready node is for, if not for chats."""
+    purpose = node.get("purpose")
+    return f"for {purpose}" if purpose in {"embeddings", "rerank"} else None
+
+
+def _context(tokens: object, pool: dict[str, int] | None) -> str:
+    """Tokens of a slot; or how many are taken of those that all slots share."""
+    if not pool:
+        return format_cell(tokens)
+    return f"{pool.get('reserved', 0) + pool.get('foreign', 0)}/{pool.get('tokens')} shared"
+
+
+def _speed(node: dict[str, Any], key: str) -> object:
+    """The measured speed, else the first guess of a calibration."""
+    calibration = node.get("calibration") or {}
+    if node.get(key) is None and calibration.get("in_use") and calibration.get(key):
+        return f"~{format_cell(calibration[key])}"
+    return node.get(key)
+
+
+def _summary(node: dict[str, Any]) -> str:
+    """Describe state, reason and running requests in one line."""
+    summary = format_cell(node.get("state"))
+    if node.get("reason"):
+        summary += f" ({format_cell(node['reason'])})"
+    if running := node.get("in_flight"):
+        summary += f", {format_cell(running)} running"
+    return summary
+
+
+def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """Poll a draining node until it is idle.
+
+    Raises CommandFailed after `timeout` seconds, or when the node has been resumed.
+    """
+    from rich.status import Status
+
+    from gateway.cli.terminal import console
+
+    name = str(node.get("name"))
+    end = time.monotonic() + timeout
+    failed = 0
+    interval = FIRST_POLL_INTERVAL
+    shown = console(sys.stderr)
+    with Status(f"{format_cell(name)}: {_summary(node)}", console=shown) as status:
+        if not shown.is_terminal:
+            status.stop()
+        while node.get("in_flight"):
+            if time.monotonic() >= end:
+                raise CommandFailed(
+                    f"{name} still runs {format_cell(node.get('in_flight'))} after {timeout:g} s; "
+                    "it stays drained"
+                )
+            time.sleep(min(interval, max(0.0, end - time.monotonic())))
+            interval = min(2 * interval, LONGEST_POLL_INTERVAL)
+            try:
+                node = admin.node(name)
+            except CommandFailed:
+                failed += 1
+                if failed >= MOST_FAILED_POLLS:
+                    raise
+                continue
+            failed = 0
+            if node.get("state") not in {"draining", "standby"}:
+                raise CommandFailed(f"{name} is no longer drained: {_summary(node)}")
+            status.update(f"{format_cell(name)}: {_summary(node)}")
+    return node
+
+
+# The nodes that a command means.
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSelection:
+    """What a command line says of nodes."""
+
+    names: Sequence[str] = ()
+    hosts: Sequence[str] = ()  # any of them
+    labels: Sequence[tuple[str, str]] = ()  # all of them
+    all_but: Sequence[str] = ()
+
+    @property
+    def is_group(self) -> bool:
+        """Whether it may mean several nodes."""
+        return len(self.names) > 1 or bool(self.hosts or self.labels or self.all_but)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was said."""
+        return not (self.names or self.hosts or self.labels or self.all_but)
+
+    def choose(self, nodes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of the nodes that are meant. Raises: CommandFailed, if a name or all fit none."""
+        known = {str(node.get("name")): node for node in nodes}
+        unknown = [name for name in (*self.names, *self.all_but) if name not in known]
+        if unknown:
+            raise CommandFailed(
+                f"there is no node {', '.join(map(repr, unknown))}: llama-gateway nodes lists them"
+            )
+        found = [node for name, node in known.items() if self._means(name, node)]
+        if not found:
+            raise CommandFailed("no node fits: llama-gateway nodes --json shows hosts and labels")
+        return found
+
+    def _means(self, name: str, node: dict[str, Any]) -> bool:
+        labels = node.get("labels")
+        own = labels if isinstance(labels, Mapping) else {}
+        return (
+            (not self.names or name in self.names)
+            and (not self.hosts or node.get("host") in self.hosts)
+            and all(own.get(key) == value for key, value in self.labels)
+            and name not in self.all_but
+        )
+
+
+def read_labels(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Labels as the command line has them, `key=value`. Raises: CommandFailed."""
+    found = []
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise CommandFailed(f"--label {text}: must be like rack=b", status=2)
+        found.append((key, value))
+    return found
+
+
+def models_left_without(
+    chosen: Iterable[dict[str, Any]], nodes: Iterable[dict[str, Any]]
+) -> list[str]:
+    """Return the models that the chosen nodes serve now, and no other node does."""
+    taken = {node.get("name") for node in chosen}
+    by_others, by_chosen = set[str](), set[str]()
+    for node in nodes:
+        if node.get("state") in SERVING_STATES:
+            served = by_chosen if node.get("name") in taken else by_others
+            served.update(map(str, node.get("models") or ()))
+    return sorted(by_chosen - by_others)
+
+
+def in_words(models: Sequence[str], most: int = 8) -> str:
+    """Some names of models, for a sentence."""
+    shown = ", ".join(format_cell(name) for name in models[:most])
+    more = len(models) - most
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+# `llama-gateway models`.
+
+
+MODELS_EXAMPLES = examples_epilog(
+    ("llama-gateway models", "every public name, its nodes, and whether it is paused"),
+    ("llama-gateway models pause mistral-7b", "no new requests for it: 503 with Retry-After"),
+    ("llama-gateway models resume mistral-7b", "requests for it again"),
+    ("llama-gateway models --json | jq -r '.models[] | select(.paused) | .name'", "for scripts"),
+)
+
+_MODEL_COLUMNS = ("NAME", "STATE", "NODES", "SLOTS", "WAITING", "STANDS FOR")
+
+
+class ModelAction(enum.StrEnum):
+    """The actions of the command."""
+
+    LIST = "list"
+    PAUSE = "pause"
+    RESUME = "resume"
+
+
+def models(
+    action: ModelAction = typer.Argument(
+        ModelAction.LIST, metavar="|".join(ModelAction), help="What to do."
+    ),
+    name: str | None = typer.Argument(
+        None, metavar="NAME", help="The public name; needed for all but list."
+    ),
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    admin_ca: options.AdminCa = None,
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show the models of the running gateway; pause or resume one.
+
+    Requests for a paused name get 503 model_paused with Retry-After, and those that wait for it
+    too; what runs ends by itself, and lines of batches wait. An alias of which every model is
+    paused is paused as well; others of its models go on. A pause lasts over restarts of the
+    gateway, until it is resumed. Paused models stay in /v1/models.
+    """
+    if (name is None) != (action is ModelAction.LIST):
+        need = "takes no model's name" if action is ModelAction.LIST else "needs a model's name"
+        raise typer.BadParameter(f"{action.value} {need}", param_hint="NAME")
+    with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+        if name is None:
+            _list_models(admin.request("GET", "/admin/models"), as_json=as_json)
+            return
+        model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action.value}")
+    if as_json:
+        print_json(model)
+        return
+    print(f"{format_cell(name)}: {_state_of(model)}")
+    if action is ModelAction.RESUME and model.get("paused"):
+        print_note("note: every model that it stands for is paused: resume one of them")
+
+
+def _list_models(found: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    shown = [one for one in found.get("models", ()) if isinstance(one, dict)]
+    if not shown:
+        print_note("no node has said yet what it serves")
+        return
+    print_table(_MODEL_COLUMNS, map(_model_row, shown))
+    told = dict.fromkeys(difference for one in shown for difference in one["differences"])
+    for difference in told:
+        print_note(f"warning: nodes of one model differ: {difference}")
+
+
+def _model_row(model: dict[str, Any]) -> list[object]:
+    return [
+        model["name"],
+        _state_of(model),
+        ", ".join(f"{count} {state}" for state, count in model["nodes"].items()),
+        f"{model['slots_busy']}/{model['slots_total']}",
+        model["waiting"],
+        model["stands_for"],
+    ]
+
+
+def _state_of(model: dict[str, Any]) -> str:
+    if model["paused"]:
+        return "paused"
+    up = sum(model["nodes"].get(state, 0) for state in ("ready", "degraded", "mute", "sleeping"))
+    return "served" if up else "no node"

@@ -1,0 +1,361 @@
+"""The running fleet: follows `/admin/live`, keeps what it tells, and makes tables of it.
+
+Each cell of a table is plain text without control characters, whatever a node or a client has named
+itself.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gateway.cli.client import AdminClient, GatewayRefused
+from gateway.cli.terminal import CommandFailed, format_cell
+
+LIVE_PATH = "/admin/live"
+FIRST_PAUSE = 0.5  # seconds before the next try; it doubles with each that fails
+LONGEST_PAUSE = 10.0
+
+Publish = Callable[[str, Mapping[str, Any]], None]  # gets each event: its name and its data
+
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class FleetPicture:
+    """The state of the gateway as last heard of.
+
+    A `snapshot` has everything, an `update` what has changed since.
+    """
+
+    role: str = "viewer"
+    at: float = 0.0  # Unix time of the last event; 0: there was none
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    problems: list[Row] = field(default_factory=list)
+    waiting: list[list[Any]] = field(default_factory=list)
+    """Class, model, seconds waited and until the expected start, in the likely order."""
+    nodes: dict[str, Row] = field(default_factory=dict)
+    requests: dict[str, Row] | None = None  # by id; None: the key may not see them
+
+    def apply(self, event: str, data: Mapping[str, Any]) -> None:
+        """Take in an event; one of another kind is ignored."""
+        if event == "hello":
+            self.role = str(data.get("role", self.role))
+        elif event == "snapshot":
+            self.nodes, self.requests = {}, None
+            self._take(data)
+        elif event == "update":
+            self._take(data)
+
+    def _take(self, data: Mapping[str, Any]) -> None:
+        self.at = float(data.get("at") or self.at)
+        self.summary = _mapping(data.get("summary")) or self.summary
+        if isinstance(problems := data.get("problems"), list):
+            self.problems = list(_rows(problems))
+        if isinstance(waiting := data.get("waiting"), list):
+            self.waiting = [row for row in waiting if isinstance(row, list) and len(row) >= 4]
+        _merge(self.nodes, "name", data.get("nodes"), data.get("gone_nodes"))
+        if isinstance(data.get("requests"), list):
+            self.requests = {} if self.requests is None else self.requests
+        if self.requests is not None:
+            _merge(self.requests, "id", data.get("requests"), data.get("ended_requests"))
+
+
+def _merge(rows: dict[str, Row], key: str, changed: object, gone: object) -> None:
+    for row in _rows(changed):
+        name = str(row.get(key))
+        rows[name] = {**rows.get(name, {}), **row}
+    for name in gone if isinstance(gone, list) else ():
+        rows.pop(str(name), None)
+
+
+def _rows(value: object) -> Iterator[Row]:
+    if isinstance(value, list):
+        yield from (row for row in value if isinstance(row, dict))
+
+
+def _mapping(value: object) -> Mapping[str, Any] | None:
+    return value if isinstance(value, dict) else None
+
+
+@dataclass(slots=True)
+class FeedFollower:
+    """`publish` gets the events, `report` why there are none at the moment; None: there are."""
+
+    admin: AdminClient
+    publish: Publish
+    report: Callable[[str | None], None]
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Follow until `stop`."""
+        pause = FIRST_PAUSE
+        while not self._stopped.is_set():
+            try:
+                for event, data in self.admin.events(LIVE_PATH):
+                    if self._stopped.is_set():
+                        return
+                    pause = FIRST_PAUSE
+                    self.report(None)
+                    self.publish(event, data)
+            except GatewayRefused as error:
+                self.report(refusal(error))
+            except CommandFailed as error:
+                self.report(str(error))
+            self._stopped.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def stop(self) -> None:
+        """End soon: with the next event, or the pause."""
+        self._stopped.set()
+
+
+def refusal(error: GatewayRefused) -> str:
+    """Why the gateway shows nothing, with a remedy."""
+    if error.code == 404:
+        return f"{error}: it is of an older version, which has no live view. Remedy: upgrade it"
+    return str(error)
+
+
+# Tables: their columns, their order, and what a filter leaves.
+
+
+STATE_ORDER = (
+    *("down", "ejected", "loading", "mute", "starting", "degraded", "draining"),
+    *("standby", "sleeping", "ready"),
+)
+"""States of nodes, what needs a look first."""
+
+CLASS_ORDER = ("urgent", "premium", "normal", "batch")
+MOST_DRAWN_SLOTS = 8
+_SLOTS = {"f": "·", "r": "R", "w": "W", "h": "H", "o": "o"}
+"""Free, reading, writing, held after its client has left, used by another client of the server."""
+
+
+class Line(NamedTuple):
+    """A row of a table."""
+
+    key: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: its title, its text, and the value by which it sorts; None: as the text."""
+
+    title: str
+    text: Callable[[Row], str]
+    order: Callable[[Row], Any] | None = None
+
+
+def slots_drawn(row: Row) -> str:
+    """The slots of a node, a letter each: `RW··`; more than eight end in `+`."""
+    letters = [_SLOTS.get(one, "?") for one in str(row.get("cells") or "") if not one.isdigit()]
+    shown = "".join(letters[:MOST_DRAWN_SLOTS])
+    return shown + "+" if len(letters) > MOST_DRAWN_SLOTS else shown
+
+
+def _number(name: str) -> Callable[[Row], float]:
+    def read(row: Row) -> float:
+        value = row.get(name)
+        return float(value) if isinstance(value, int | float) else -math.inf
+
+    return read
+
+
+def _text(name: str) -> Callable[[Row], str]:
+    return lambda row: format_cell(row.get(name))
+
+
+def _by(order: Sequence[str], name: str) -> Callable[[Row], int]:
+    def read(row: Row) -> int:
+        value = str(row.get(name))
+        return order.index(value) if value in order else len(order)
+
+    return read
+
+
+def _speed(name: str, share: str) -> Callable[[Row], str]:
+    """Tokens a second, and how they compare with the node's own past if that is known."""
+
+    def read(row: Row) -> str:
+        text = format_cell(row.get(name))
+        part = row.get(share)
+        return f"{text} {part:.0%}" if isinstance(part, int | float) and part < 0.9 else text
+
+    return read
+
+
+def _busy(row: Row) -> str:
+    return f"{format_cell(row.get('slots_busy'))}/{format_cell(row.get('slots_total'))}"
+
+
+def _reason(row: Row) -> str:
+    if drift := row.get("drift"):
+        return format_cell(drift)
+    return "" if row.get("state") == "ready" else format_cell(row.get("reason"))
+
+
+def _labels(row: Row) -> str:
+    """The labels, as the filters of other commands take them: `rack=b`."""
+    labels = row.get("labels")
+    pairs = labels.items() if isinstance(labels, dict) else ()
+    return " ".join(f"{format_cell(name)}={format_cell(value)}" for name, value in sorted(pairs))
+
+
+NODE_COLUMNS = (
+    Column("NODE", _text("name")),
+    Column("STATE", _text("state"), _by(STATE_ORDER, "state")),
+    Column("SLOTS", slots_drawn, _number("slots_busy")),
+    Column("BUSY", _busy, _number("slots_busy")),
+    Column("READ/S", _speed("prefill_tps", "prefill_share"), _number("prefill_tps")),
+    Column("WRITE/S", _speed("decode_tps", "decode_share"), _number("decode_tps")),
+    Column("FAILED", _text("failures"), _number("failures")),
+    Column("REASON", _reason),
+    Column("MODELS", _text("models")),
+    Column("CACHED", _text("cached_tokens"), _number("cached_tokens")),
+    Column("HOST", _text("host")),
+    Column("LABELS", _labels),
+)
+
+
+def _since(row: Row, now: float) -> float:
+    value = row.get("received_at")
+    return max(0.0, now - value) if isinstance(value, int | float) else 0.0
+
+
+def request_columns(now: float) -> tuple[Column, ...]:
+    """The columns of requests at this Unix time."""
+    return (
+        Column("REQUEST", _text("request_id")),
+        Column("STATE", _text("state")),
+        Column("CLASS", _text("class"), _by(CLASS_ORDER, "class")),
+        Column("NODE", _text("node")),
+        Column("AGE", lambda row: duration(_since(row, now)), lambda row: -_since(row, now)),
+        Column("TTFT", lambda row: _seconds(row.get("ttft")), _number("ttft")),
+        Column("TOKENS", _text("tokens"), _number("tokens")),
+        Column("TOK/S", _text("tokens_per_second"), _number("tokens_per_second")),
+        Column("CALLER", _text("caller")),
+        Column("MODEL", _text("model")),
+        Column("START IN", lambda row: _seconds(row.get("expected_start"))),
+    )
+
+
+QUEUE_TITLES = ("PLACE", "CLASS", "MODEL", "WAITED", "START IN")
+
+
+def queue_lines(picture: FleetPicture, words: str = "") -> list[Line]:
+    """The waiting requests in their likely order."""
+    found = []
+    for place, (priority, model, waited, start, *_) in enumerate(picture.waiting, 1):
+        cells = (
+            str(place),
+            format_cell(priority),
+            format_cell(model),
+            _seconds(waited),
+            _seconds(start),
+        )
+        found.append(Line(str(place), cells))
+    return [line for line in found if _matches(line.cells, words)]
+
+
+def node_lines(
+    picture: FleetPicture, sort: int = 1, words: str = "", *, descending: bool = False
+) -> list[Line]:
+    """The nodes, by the column of this number; `words` must all be in a row."""
+    rows = picture.nodes.items()
+    return _lines(NODE_COLUMNS, rows, sort, words, descending=descending)
+
+
+def request_lines(
+    picture: FleetPicture, sort: int = 4, words: str = "", *, descending: bool = False
+) -> list[Line]:
+    """The requests in flight, by the column of this number."""
+    rows = (picture.requests or {}).items()
+    return _lines(request_columns(picture.at), rows, sort, words, descending=descending)
+
+
+def _lines(
+    columns: Sequence[Column],
+    rows: Iterable[tuple[str, Row]],
+    sort: int,
+    words: str,
+    *,
+    descending: bool,
+) -> list[Line]:
+    column = columns[sort]
+    order = column.order or column.text
+    chosen = sorted(rows, key=lambda row: order(row[1]), reverse=descending)
+    lines = (Line(key, tuple(one.text(row) for one in columns)) for key, row in chosen)
+    return [line for line in lines if _matches(line.cells, words)]
+
+
+def _matches(cells: Iterable[str], words: str) -> bool:
+    text = " ".join(cells).lower()
+    return all(word in text for word in words.lower().split())
+
+
+def duration(seconds: float) -> str:
+    """A duration as people read it: `4.2s`, `3m10s`, `2h05m`."""
+    if seconds < 60:
+        return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def _seconds(value: object) -> str:
+    return duration(value) if isinstance(value, int | float) else "-"
+
+
+def headline(picture: FleetPicture) -> str:
+    """The gateway in one line."""
+    if not picture.at:
+        return "waiting for the gateway"
+    get = picture.summary.get
+    queue = get("queue")
+    waiting = {name: count for name, count in queue.items() if count} if queue else {}
+    speeds = (row.get("tokens_per_second") for row in (picture.requests or {}).values())
+    speed = sum(value for value in speeds if isinstance(value, int | float))
+    states = get("states") or {}
+    working = sum(states.get(name, 0) for name in ("ready", "degraded", "mute", "sleeping"))
+    parts = [
+        "ready" if get("ready") else f"not ready: {format_cell(get('reason'))}",
+        f"{working} of {len(picture.nodes)} nodes work",
+        f"slots {format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}",
+        f"{sum(waiting.values())} wait" + "".join(f", {n} {c}" for c, n in waiting.items()),
+        f"{format_cell(get('in_flight'))} in flight",
+    ]
+    if speed:
+        parts.append(f"{speed:.0f} tokens/s")
+    return " | ".join(parts)
+
+
+def problem_lines(
+    picture: FleetPicture, most: int, *, commands: bool = False
+) -> list[tuple[str, str]]:
+    """Severity and text of the first problems, with cause and remedy; the rest as a number.
+
+    `commands`: the remedy's command lines as well.
+    """
+    found = [
+        (format_cell(one.get("severity")), _problem_text(one, commands=commands))
+        for one in picture.problems
+    ]
+    left = len(found) - most
+    return found if left <= 0 else [*found[:most], ("notice", f"{left} more: key 4")]
+
+
+def _problem_text(problem: Row, *, commands: bool) -> str:
+    title, cause, remedy = (format_cell(problem.get(key)) for key in ("title", "cause", "remedy"))
+    caller = problem.get("caller")
+    whose = f" Caller: {format_cell(caller)}." if caller else ""
+    text = f"{title}: {cause}{whose} Do: {remedy}"
+    lines = problem.get("commands")
+    if commands and isinstance(lines, list) and lines:
+        text += " Run: " + "; ".join(format_cell(line) for line in lines)
+    return text

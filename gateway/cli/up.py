@@ -1,0 +1,452 @@
+"""`llama-gateway up`: starts llama.cpp servers on this machine, and the gateway over them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.options import examples_epilog
+from gateway.cli.terminal import CommandFailed, print_note
+
+if TYPE_CHECKING:
+    from gateway.app.startup import Options
+    from gateway.cli.progress import Progress
+    from gateway.config.settings import Settings
+    from gateway.local.download import ModelWish
+    from gateway.local.gguf import ModelFile
+    from gateway.local.plan import LocalFleetPlan
+    from gateway.local.supervisor import ServerEvent
+
+
+EXAMPLES = examples_epilog(
+    ("llama-gateway up", "a tiny demo model: everything works, its words mean nothing"),
+    ("llama-gateway up --model mistral-7b.gguf", "a real model, one server per NUMA node"),
+    (
+        "llama-gateway up --model https://HOST/mistral-7b.gguf --sha256 DIGEST",
+        "downloaded into the cache first; after a break the same command goes on",
+    ),
+    ("llama-gateway up --model m.gguf --servers 2 --slots 4", "two servers of four slots each"),
+    (
+        "llama-gateway up --model m.gguf --context 65536 --slots 1",
+        "for a coding agent, whose first prompt is thousands of tokens",
+    ),
+    ("llama-gateway up --embedding", "serves /v1/embeddings too"),
+    ("llama-gateway up --server-port 9081", "its servers on ports 9081, 9082, ..."),
+)
+
+_of_servers = partial(typer.Option, rich_help_panel="Servers")
+
+_of_download = partial(typer.Option, rich_help_panel="Download")
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+LONGEST_TOKEN = 4096  # characters of a token for a download
+
+
+def up(
+    model: str | None = _of_servers(
+        None,
+        metavar="FILE.gguf|URL",
+        show_default="a small demo model of random weights",
+        help="The model to serve: a file, or an https address that it is downloaded from once.",
+    ),
+    servers: int | None = _of_servers(
+        None,
+        min=1,
+        max=256,
+        metavar="N",
+        show_default="one per NUMA node",
+        help="How many llama.cpp servers to start.",
+    ),
+    slots: int = _of_servers(
+        2, min=1, max=256, metavar="N", help="Requests that one server takes at once."
+    ),
+    context: int | None = _of_servers(
+        None,
+        min=1,
+        max=1 << 24,
+        metavar="N",
+        show_default="4096, or the model's if that is less",
+        help=(
+            "Tokens of prompt and answer that one request may have. Coding agents begin with "
+            "thousands. Memory grows with slots times context."
+        ),
+    ),
+    embedding: bool = _of_servers(
+        False,
+        "--embedding",
+        help=(
+            "Serve /v1/embeddings too, beside chats. A text may have --context tokens, and "
+            "takes them at once: that costs memory."
+        ),
+    ),
+    server_port: int | None = _of_servers(
+        None,
+        min=0,
+        max=65535,
+        metavar="PORT",
+        show_default="8081",
+        help=(
+            "Port of the first server; the others get the next ones. Ports in use are skipped. "
+            "0 takes free ones."
+        ),
+    ),
+    server_bin: Path | None = _of_servers(
+        None,
+        metavar="FILE",
+        show_default="llama-server on PATH, else the embedded one",
+        help="The llama-server program to use.",
+    ),
+    force_memory: bool = _of_servers(
+        False, "--force-memory", help="Start even if too little memory would stay free."
+    ),
+    mlock: bool = _of_servers(
+        False, "--mlock", help="Lock the model in memory, so that it is never swapped out."
+    ),
+    sha256: list[str] | None = _of_download(
+        None,
+        metavar="DIGEST",
+        show_default="not checked",
+        help="SHA-256 of the model behind a URL; once for each file of a split one.",
+    ),
+    token_env: str | None = _of_download(
+        None,
+        metavar="NAME",
+        show_default="no token is sent",
+        help=(
+            "Variable of the environment, such as HF_TOKEN, whose token is sent to the URL's "
+            "host (and to no other one)."
+        ),
+    ),
+    max_bytes: str | None = _of_download(
+        None,
+        metavar="SIZE",
+        show_default="what disk and memory have room for",
+        help="Refuse a larger download, such as 8GiB.",
+    ),
+    config: options.ConfigFile = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    admin_host: options.AdminHost = None,
+    admin_port: options.AdminPort = None,
+    admin_key_file: options.AdminKeyFile = None,
+    allow_anonymous: options.AllowAnonymous = False,
+) -> None:
+    """Start llama.cpp servers on this machine, wait until they are ready, and serve.
+
+    Without --model it makes a small one of random weights, to try everything. The servers end with
+    the gateway, however it ends; one that exits is restarted. Their logs are in the cache folder
+    (LLAMA_GATEWAY_CACHE, by default ~/.cache/llama-gateway), and so are downloaded models:
+    llama-gateway cache list shows them.
+    """
+    import asyncio
+
+    from gateway.app.process import run_event_loop
+    from gateway.app.startup import Options, StartError, state_folder
+    from gateway.local import LocalFleetError
+    from gateway.local.cache import models_in_use
+    from gateway.local.gguf import model_parts
+    from gateway.local.plan import check_model_fits, find_server, plan_local_fleet
+
+    check_fits = partial(
+        check_model_fits,
+        servers=servers,
+        slots=slots,
+        context=context,
+        force_memory=force_memory,
+        embedding=embedding,
+    )
+    try:
+        find_server(server_bin)  # a missing program is told before a download, not after it
+        path = _model_file(model, sha256, token_env, max_bytes, check_fits)
+        plan = plan_local_fleet(
+            path,
+            servers=servers,
+            slots=slots,
+            context=context,
+            server_bin=server_bin,
+            force_memory=force_memory,
+            embedding=embedding,
+            mlock=mlock,
+        )
+        with (
+            models_in_use(model_parts(plan.model.path)),
+            tempfile.TemporaryDirectory(prefix="llama-gateway-") as folder,
+        ):
+            given = Options(
+                inventory_file=_provisional_inventory(plan, Path(folder) / "nodes.yaml"),
+                settings_file=options.settings_file(config),
+                host=host,
+                port=port,
+                admin_host=admin_host,
+                admin_port=admin_port,
+                allow_anonymous=allow_anonymous,
+                admin_key_file=admin_key_file,
+                state_dir=Path(folder),
+                # Keys, their hashes for a start without the store, and usage outlive one run.
+                store_dir=state_folder(),
+            )
+            status = run_event_loop(_serve(plan, given, server_port))
+    except LocalFleetError as error:
+        raise CommandFailed(str(error)) from None
+    except StartError as error:
+        raise CommandFailed(str(error), error.status) from None
+    except KeyboardInterrupt:
+        status = 130
+    except asyncio.CancelledError:
+        status = 0
+    raise typer.Exit(status)
+
+
+def _model_file(
+    model: str | None,
+    sha256: list[str] | None,
+    token_env: str | None,
+    max_bytes: str | None,
+    check_fits: Callable[[ModelFile], None],
+) -> Path | None:
+    """Return the file of `--model`, downloaded where it is a URL. Raises LocalFleetError."""
+    from gateway.cli.progress import DownloadProgress
+    from gateway.local.cache import cache_folder
+    from gateway.local.download import (
+        DownloadHooks,
+        fetch_model,
+        is_url,
+        printable,
+    )
+
+    if model is None or not is_url(model):
+        given = {"--sha256": sha256, "--token-env": token_env, "--max-bytes": max_bytes}
+        for name, value in given.items():
+            if value:
+                raise CommandFailed(f"{name} is for a download: --model names no URL", 2)
+        return None if model is None else Path(model)
+    wish = _wish(model, sha256 or [], token_env, max_bytes)
+    with DownloadProgress(printable(wish.url)) as progress:
+        hooks = DownloadHooks(progress=progress.show, note=progress.note)
+        try:
+            return fetch_model(wish, cache_folder(), hooks, check_fits=check_fits)
+        except KeyboardInterrupt:
+            progress.note(
+                "Interrupted: what has arrived is kept; the same command goes on from there"
+            )
+            raise
+
+
+def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str | None) -> ModelWish:
+    """Read the options of a download. Raises CommandFailed, whose text holds no secret."""
+    from gateway.config.fields import parse_size
+    from gateway.local.download import (
+        ModelUrlError,
+        ModelWish,
+        parse_model_url,
+        part_urls,
+    )
+
+    try:
+        url = parse_model_url(model)
+        files = len(part_urls(url))
+    except ModelUrlError as error:
+        raise CommandFailed(str(error), 2) from None
+    digests = tuple(digest.strip().lower() for digest in sha256)
+    if not all(_DIGEST.fullmatch(digest) for digest in digests):
+        raise CommandFailed("--sha256: not 64 hexadecimal digits", 2)
+    if digests and len(digests) != files:
+        raise CommandFailed(
+            f"--sha256: given {len(digests)} times, but the model has {files} "
+            f"{'file' if files == 1 else 'files'}; give it once for each, in order",
+            2,
+        )
+    token = None
+    if token_env is not None:
+        token = os.environ.get(token_env, "").strip()
+        if not token:
+            raise CommandFailed(f"--token-env: the variable {token_env} is empty or not set", 2)
+        if not (token.isascii() and token.isprintable()) or len(token) > LONGEST_TOKEN:
+            raise CommandFailed(f"--token-env: the variable {token_env} holds no token", 2)
+        if url.userinfo:
+            raise CommandFailed("--token-env: the URL holds a password already; give one only", 2)
+    most = None
+    if max_bytes is not None:
+        try:
+            most = parse_size(max_bytes)
+        except ValueError:
+            most = 0
+        if most <= 0:
+            raise CommandFailed(f"--max-bytes {max_bytes}: not a size, such as 8GiB", 2)
+    return ModelWish(url, digests, token, most)
+
+
+async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) -> int:
+    """Start the servers and the gateway over them; return the exit status."""
+    import asyncio
+
+    from gateway.app.handover import reserve_addresses
+    from gateway.app.process import serve
+    from gateway.app.startup import load_checked
+    from gateway.config.inventory import load_inventory
+    from gateway.local.server import BASE_PORT
+    from gateway.local.supervisor import LocalFleet
+    from gateway.watch.logs import set_up_logging
+
+    # Until the gateway handles signals itself, SIGTERM ends the servers that start.
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    # Problems of the settings end the command before a model is loaded.
+    settings, _ = load_checked(given)
+    if plan.is_demo:
+        print_note(
+            "No --model: using the demo model. Its weights are random and its words mean nothing."
+        )
+    if plan.binary is not None:
+        version = plan.binary.version or "unknown"
+        print_note(f"Using {plan.binary.path}, version {version}, not the embedded server.")
+    servers = (
+        "a llama.cpp server" if len(plan.specs) == 1 else f"{len(plan.specs)} llama.cpp servers"
+    )
+    print_note(f"Starting {servers} {_slots_of(plan)}; logs are in {plan.log_folder}")
+    progress, show = startup_progress([spec.name for spec in plan.specs])
+    async with AsyncExitStack() as exit_stack:
+        base = BASE_PORT if server_port is None else server_port
+        fleet = LocalFleet(
+            plan.specs, plan.log_folder, binary=plan.binary, on_event=show, base_port=base
+        )
+        # The gateway's ports are reserved first: a taken one ends the command here, and no server
+        # gets one of them.
+        with reserve_addresses(settings), progress:
+            await exit_stack.enter_async_context(fleet)
+        _note_other_ports(base, fleet.urls)
+        note_unlocked_models(plan, fleet.pids)
+        given.inventory_file.write_text(_inventory_text(fleet.inventory()))
+        inventory = await asyncio.to_thread(load_inventory, given.inventory_file)
+        logs = exit_stack.enter_context(
+            set_up_logging(settings.logging.level, settings.logging.format)
+        )
+        return await serve(
+            given,
+            settings,
+            inventory,
+            logs,
+            lambda gateway: _print_example(
+                gateway.public_listener.url if gateway.public_listener else "",
+                gateway.admin_listener.url if gateway.admin_listener else "",
+                settings,
+            ),
+        )
+
+
+def startup_progress(servers: Sequence[str]) -> tuple[Progress, Callable[[ServerEvent], None]]:
+    """Return a display, and a function that shows servers' events in it, and logs later ones."""
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from gateway.cli.progress import Progress
+    from gateway.local.supervisor import ServerLoading, ServerReady, ServerStarted
+
+    progress = Progress(
+        TextColumn(" "),
+        SpinnerColumn("line", finished_text=" "),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+        transient=False,
+    )
+    rows = {name: progress.add_task(name, total=1) for name in servers}
+
+    def show(event: ServerEvent) -> None:
+        match event:
+            case ServerStarted():
+                told = f"started on {event.url}"
+            case ServerLoading():
+                told = "loading the model"
+            case ServerReady():
+                told = f"ready after {event.seconds:.1f} s"
+            case _:
+                told = f"{event.exit_description}, restarts in {event.restart_in:g} s"
+        if progress.ended:
+            _log(event)
+        elif progress.on_terminal:
+            ready = isinstance(event, ServerReady)
+            progress.update(
+                rows[event.name], description=f"{event.name}: {told}", completed=int(ready)
+            )
+        else:
+            progress.note(f"  {event.name}: {told}")
+
+    return progress, show
+
+
+def _log(event: ServerEvent) -> None:
+    import structlog
+
+    from gateway.local.supervisor import ServerExited, ServerReady
+
+    log = structlog.get_logger()
+    if isinstance(event, ServerExited):
+        log.warning(
+            "server exited",
+            server=event.name,
+            how=event.exit_description,
+            restart_in=event.restart_in,
+        )
+    elif isinstance(event, ServerReady):
+        log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
+
+
+def _slots_of(plan: LocalFleetPlan) -> str:
+    """Tell what one request may have, and how it gets more."""
+    from gateway.local.plan import DEFAULT_CONTEXT
+
+    spec = plan.specs[0]
+    more = " (--context N: more)" if spec.context == DEFAULT_CONTEXT else ""
+    if spec.slots == 1:
+        return f"with 1 slot of {spec.context:,} tokens{more}"
+    return f"with {spec.slots} slots of {spec.context:,} tokens each{more}"
+
+
+def _note_other_ports(base: int, urls: tuple[str, ...]) -> None:
+    """Print the servers' ports unless they follow each other from `base`."""
+    if base and list(urls) != [f"http://127.0.0.1:{base + index}" for index in range(len(urls))]:
+        ports = ", ".join(url.rpartition(":")[2] for url in urls)
+        print_note(f"Some ports from {base} on are in use: the servers are on {ports}.")
+
+
+def note_unlocked_models(plan: LocalFleetPlan, pids: tuple[int | None, ...]) -> None:
+    """Print a note for each server that should have locked its model and has not."""
+    from gateway.local.memory import memlock_warning
+
+    for spec, pid in zip(plan.specs, pids, strict=True):
+        if spec.mlock and pid is not None and (warning := memlock_warning(plan.model, pid)):
+            print_note(f"  {spec.name}: {warning}")
+
+
+def _print_example(url: str, admin_url: str, settings: Settings) -> None:
+    key = " -H 'Authorization: Bearer YOUR-KEY'" if settings.keys else ""
+    print_note(f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:")
+    print_note(
+        f"  curl {url}/v1/chat/completions{key} -d "
+        '\'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}\''
+    )
+    if admin_url:
+        print_note(f"See the fleet at {admin_url}/ or by 'llama-gateway top'.")
+
+
+def _provisional_inventory(plan: LocalFleetPlan, path: Path) -> Path:
+    """Write an inventory for the checks; the servers' real addresses replace it later."""
+    nodes = [{"name": spec.name, "url": "http://127.0.0.1:1"} for spec in plan.specs]
+    path.write_text(_inventory_text(nodes))
+    return path
+
+
+def _inventory_text(nodes: list[dict[str, object]] | list[dict[str, str]]) -> str:
+    import yaml
+
+    return yaml.safe_dump({"nodes": nodes})

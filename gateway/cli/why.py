@@ -1,0 +1,221 @@
+"""`llama-gateway why`: explains where a request went and why, by the admin API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.client import connect_admin
+from gateway.cli.options import examples_epilog
+from gateway.cli.terminal import (
+    console,
+    format_cell,
+    make_table,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EXAMPLES = examples_epilog(
+    ("llama-gateway why req_6f0c3a7d12c4b1e95", "by the id in GET /admin/requests"),
+    ("llama-gateway why my-request-7", "by the X-Request-ID of its response, or in the log"),
+    ("llama-gateway why my-request-7 --json | jq '.requests[0].decisions'", "for scripts"),
+)
+
+
+def why(
+    request_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID",
+            help="The gateway's id of the request, or the X-Request-ID of its response.",
+        ),
+    ],
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    admin_ca: options.AdminCa = None,
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Explain a request: the nodes that were considered, and what each was expected to take.
+
+    Shows what was chosen and why, what came of it beside the prediction, and of a request that
+    waits or was refused the place in the queue or the reason. The running gateway remembers its
+    last few thousand decisions, without any text of prompts and responses. Where several requests
+    have the same X-Request-ID, the newest is first. Needs the role operator.
+    """
+    with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+        found = admin.explanation(request_id)
+    if as_json:
+        print_json(found)
+        return
+    for part in explained(found):
+        if isinstance(part, str):
+            print(part)
+        else:
+            console().print(part)
+
+
+Json = dict[str, Any]
+
+_NODE_COLUMNS = (
+    *("NODE", "EXPECTED", "QUEUE", "READING", "CACHED", "WRITING"),
+    *("NEIGHBOURS", "DOUBT", "SLOTS", "NOTE"),
+)
+
+_WAITING_COLUMNS = ("NODE", "STATE", "SLOTS", "FREE IN", "CACHED", "EXPECTED")
+_OUTCOME_COLUMNS = ("", "PREDICTED", "ACTUAL")
+LEGEND = """\
+EXPECTED is the sum of the seconds behind it; the node with the least is chosen.
+QUEUE       other prompts that the node has to read first
+READING     of what is not CACHED (tokens of the prompt)
+WRITING     of the answer, alone
+NEIGHBOURS  what this request and those that run there cost each other
+DOUBT       failures and trials; below 0 for the node of the session's last request\
+"""
+
+_REASONS = {
+    "slower": "had room and were slower",
+    "full": "full",
+    "paused": "asked for less work",
+    "failed": "had failed it",
+    "excluded": "can't hold it or refused it",
+    "not_candidates": "no candidates (other model, endpoint, pool or tier)",
+}
+
+
+def explained(found: Json) -> Iterator[str | Table]:
+    """The lines and tables that explain the requests of `GET /admin/requests/{id}/why`."""
+    requests = [one for one in found.get("requests", ()) if isinstance(one, dict)]
+    for number, request in enumerate(requests):
+        if number:
+            yield ""
+        yield from _request(request)
+    if any(one.get("nodes") for request in requests for one in request.get("decisions", ())):
+        yield ""
+        yield from LEGEND.splitlines()
+
+
+def _request(request: Json) -> Iterator[str | Table]:
+    name, own = format_cell(request.get("request_id")), format_cell(request.get("id"))
+    title = name if name == own else f"{name} ({own})"
+    yield f"{title}: {_state(request)}"
+    facts = [
+        f"{label} {format_cell(request[key])}"
+        for key, label in (
+            ("path", ""),
+            ("model", "model"),
+            ("class", "class"),
+            ("caller", "caller"),
+            ("received_at", "came"),
+        )
+        if request.get(key) is not None
+    ]
+    if facts:
+        yield "  " + ", ".join(fact.strip() for fact in facts)
+    yield f"  {format_cell(request.get('summary'))}"
+    decisions = request.get("decisions", [])
+    waiting = request.get("waiting")
+    for decision in decisions:
+        yield from _decision(decision, alone=len(decisions) == 1)
+    if waiting is not None and waiting["nodes"]:
+        yield ""
+        yield f"It waits for these nodes ({waiting['nodes_alive']} in all), as they are now:"
+        yield make_table(_WAITING_COLUMNS, map(_waiting_row, waiting["nodes"]), state_column=1)
+    if request.get("parts"):
+        yield "  parts: " + ", ".join(map(format_cell, request["parts"]))
+
+
+def _state(request: Json) -> str:
+    text, seconds = format_cell(request.get("state")), request.get("seconds")
+    outcome = request.get("outcome")
+    if outcome is not None:
+        reason = f" {format_cell(outcome['reason'])}" if outcome["reason"] else ""
+        text += f", {outcome['status']}{reason}"
+    if seconds is not None:
+        text += f" {'after' if outcome is not None else 'for'} {_seconds(seconds)}"
+    return text
+
+
+def _decision(decision: Json, *, alone: bool) -> Iterator[str | Table]:
+    """One decision; one that stands `alone` has been told in the request's summary."""
+    after = f"{_seconds(decision['seconds'])} after it came"
+    kind = decision["kind"]
+    if kind != "granted":
+        yield ""
+        yield f"{format_cell(kind)}, {after}"
+        if not alone:
+            yield f"  {format_cell(decision['summary'])}"
+        return
+    yield ""
+    yield f"attempt {decision['attempt']}, {after}: {format_cell(decision['node'])}"
+    if not alone:
+        yield f"  {format_cell(decision['summary'])}"
+    prompt = decision["predicted"]["prompt_tokens"]
+    yield make_table(_NODE_COLUMNS, [_node_row(one, prompt) for one in decision["nodes"]])
+    left = [
+        f"{count} {_REASONS.get(reason, format_cell(reason))}"
+        for reason, count in decision["not_listed"].items()
+    ]
+    if left:
+        yield f"not listed: {', '.join(left)}"
+    yield ""
+    yield make_table(_OUTCOME_COLUMNS, _outcome_rows(decision))
+
+
+def _node_row(node: Json, prompt: int) -> list[object]:
+    terms = node["terms"]
+    notes = [*(["chosen"] if node["chosen"] else []), *node["doubts"]]
+    if not node["measured"]:
+        notes.append("a guess: its speed is not measured")
+    return [
+        node["name"],
+        _seconds(node["expected_seconds"]),
+        *(_seconds(terms[name]) for name in ("queue", "reading")),
+        f"{node['cached_tokens']} of {prompt}",
+        *(_seconds(terms[name]) for name in ("writing", "neighbours", "doubt")),
+        _slots(node, node.get("pool_used", 0), node.get("pool_tokens")),
+        "; ".join(notes),
+    ]
+
+
+def _slots(node: Json, used: int, tokens: int | None) -> str:
+    """Busy slots of all; and, where they share a pool of tokens, used ones of all."""
+    slots = f"{node['slots_busy']}/{node['slots_total']}"
+    return f"{slots}, {used}/{tokens} tokens" if tokens else slots
+
+
+def _waiting_row(node: Json) -> list[object]:
+    pool = node.get("pool") or {}
+    used = pool.get("reserved", 0) + pool.get("foreign", 0)
+    return [
+        node["name"],
+        node["state"],
+        _slots(node, used, pool.get("tokens")),
+        _seconds(node["free_in"]),
+        node["cached_tokens"],
+        _seconds(node["expected_seconds"]),
+    ]
+
+
+def _outcome_rows(decision: Json) -> Iterator[list[object]]:
+    predicted, actual = decision["predicted"], decision["actual"]
+    outcome = "runs" if actual["outcome"] is None else actual["outcome"]
+    yield ["first token", _seconds(predicted["ttft"]), _seconds(actual["ttft"])]
+    yield ["end", _seconds(predicted["seconds"]), f"{_seconds(actual['seconds'])}, {outcome}"]
+    for key, name in (
+        ("prompt_tokens", "prompt tokens"),
+        ("cached_tokens", "of them cached"),
+        ("completion_tokens", "answer tokens"),
+    ):
+        yield [name, predicted[key], actual[key]]
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if abs(value) >= 0.1 or not value else f"{value:.3f} s"

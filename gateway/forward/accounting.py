@@ -1,0 +1,446 @@
+"""The accounts of all requests: how attempts end, which requests kill nodes, how many are retried.
+
+The end of each attempt is reported to the scheduler, and written into the request's record. What
+the scheduler and the fleet learn from it is their affair (`LeaseService.ended`, `settle`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec.structs import replace
+from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
+
+from gateway import errors
+from gateway.api.outcome import fault_of
+from gateway.api.tokens import UsageOptions
+from gateway.api.transcript import SplicePoint
+from gateway.config.routing import RetrySettings
+from gateway.config.settings import Settings
+from gateway.events import AttemptEnded, EventBus
+from gateway.forward.attempt import Attempt, TimeoutMonitor
+from gateway.forward.in_flight import InFlightRequest
+from gateway.lease import (
+    NOTHING_CHARGED,
+    AttemptCharge,
+    AttemptReport,
+    Fault,
+    KeyedHash,
+    LeaseService,
+    NodeError,
+    RequestSize,
+    Usage,
+    UsageReport,
+)
+from gateway.request.body import TimeSlicer, identifying_pieces
+from gateway.request.preparation import Request
+from gateway.transport.errors import ConnectionReset
+
+USAGE_EDGE_BYTES = 8 * 1024
+"""`usage` stands within so many bytes of a response's beginning (embeddings) or end (the rest)."""
+
+CALLERS_OUTCOMES = frozenset({"client_closed", "cancelled", "total_timeout"})
+"""Outcomes of attempts without a response that the request's own end has brought about: the client
+left, its time was up, or somebody cancelled the request. The caller pays for them, and the operator
+for all others."""
+
+BYTES_PER_TOKEN = 4  # Bytes of a plain response that count as a token, where its node reports none
+MOST_LOST_NODES = 2  # Nodes that may be lost over one request
+MOST_QUARANTINED = 4096  # Request bodies that are remembered; the oldest is forgotten first
+
+
+class Losses(NamedTuple):
+    """The nodes that were lost during one request."""
+
+    nodes: frozenset[str]
+    last_at: float  # When a node was last lost during it; monotonic seconds
+
+
+class Quarantine:
+    """Requests that nodes died on, each known by a digest of its body, never by the body itself."""
+
+    __slots__ = ("_keyed_hash", "entries")
+
+    def __init__(self, keyed_hash: KeyedHash) -> None:
+        self._keyed_hash = keyed_hash
+        self.entries: OrderedDict[bytes, Losses] = OrderedDict()  # By the digest, the oldest first
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def check(self, request: Request, now: float, seconds: float) -> None:
+        """Raises: GatewayError, for `seconds` after nodes died on this request; 0: never."""
+        entry = self.entries.get(self._digest(request)) if seconds else None
+        if entry is None or len(entry.nodes) < MOST_LOST_NODES:
+            return
+        left = entry.last_at + seconds - now
+        if left <= 0:
+            del self.entries[self._digest(request)]
+            return
+        raise errors.node_failed(
+            f"{len(entry.nodes)} nodes died while they served this very request, so it is "
+            f"refused for {left:.0f} s more. A grammar or schema may be what they died on."
+        )
+
+    def node_lost(self, request: Request, node: str, leased_at: float, now: float) -> None:
+        """The node was lost while it served this request under a lease taken at `leased_at`.
+
+        Nodes that are lost together, such as those of one host, count as one.
+        """
+        key = self._digest(request)
+        entry = self.entries.pop(key, None)
+        if entry is None:
+            entry = Losses(frozenset({node}), now)
+        elif leased_at >= entry.last_at:
+            entry = Losses(entry.nodes | {node}, now)
+        self.entries[key] = entry
+        if len(self.entries) > MOST_QUARANTINED:
+            self.entries.popitem(last=False)
+
+    def clear(self, request: Request) -> None:
+        """A node completed the request, so the others did not die on it."""
+        self.entries.pop(self._digest(request), None)
+
+    def _digest(self, request: Request) -> bytes:
+        parts: list[bytes | memoryview] = [request.path.encode()]
+        for body in request.bodies.values():
+            parts += (b" %d " % len(body), *identifying_pieces(body))
+        return self._keyed_hash.digest(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """Ends attempts, each exactly once, and writes them into the records of their requests.
+
+    Whatever nobody waits for is deferred: the event bus does it for many requests at once.
+    """
+
+    leases: LeaseService
+    bus: EventBus
+    clock: Callable[[], float]
+    quarantine: Quarantine
+
+    def response_completed(
+        self, in_flight: InFlightRequest, attempt: Attempt, sample: bytes
+    ) -> None:
+        """A response was complete; `sample` holds its end, or all of it."""
+        now = self._end(in_flight, attempt, "ok")
+        if self.quarantine.entries:
+            self.quarantine.clear(in_flight.request)
+        size = len(sample)
+        if not attempt.is_sse:
+            attempt.drop_content()
+            if size > 2 * USAGE_EDGE_BYTES:
+                sample = sample[:USAGE_EDGE_BYTES] + sample[-USAGE_EDGE_BYTES:]
+        self.bus.defer(self._account, in_flight, attempt, "ok", now, sample, size)
+
+    def response_aborted(self, in_flight: InFlightRequest, attempt: Attempt, outcome: str) -> None:
+        """A response that had begun failed, or its client left: the tokens so far count."""
+        now = self._end(in_flight, attempt, outcome, fault_of(outcome, request_took_time=True))
+        if outcome == ConnectionReset.outcome:
+            self.node_lost(in_flight, attempt)
+        # What fails now may have come to its end before.
+        events = attempt.events
+        sample = events.last_events if events is not None and events.ended else b""
+        size = len(attempt.content)
+        self.bus.defer(self._account, in_flight, attempt, outcome, now, sample, size)
+
+    def attempt_failed(
+        self,
+        in_flight: InFlightRequest,
+        attempt: Attempt,
+        outcome: str,
+        fault: Fault = Fault.NOBODY,
+        *,
+        error: NodeError | None = None,
+        unreachable: str | None = None,
+        resumes: bool = False,
+    ) -> None:
+        """An attempt is over without a response for the client, or with an error response.
+
+        `error`: what that shows about the node. `unreachable`: why there was no connection.
+        `resumes`: it was to resume a response, whose tokens are counted already.
+        """
+        attempt.close()
+        in_flight.end_attempt()
+        charge = self.leases.ended(
+            AttemptReport(
+                attempt.lease.id,
+                outcome,
+                attempt.status,
+                attempt.sent_at > 0,
+                attempt.node_done,
+                response_began=False,
+                fault=fault,
+                error=error,
+                unreachable=unreachable,
+                prompt_read=in_flight.prompt_read(attempt, attempt.elapsed),
+            )
+        )
+        if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
+            self.bus.defer(_charge_unanswered, in_flight, charge, resumes)
+        self.bus.defer(self._publish, in_flight, attempt, outcome, self.clock())
+
+    def discard(self, in_flight: InFlightRequest) -> None:
+        """A plain response failed that was being assembled: the caller does not pay for it."""
+        self.bus.defer(in_flight.record.discard_attempts)
+
+    def node_lost(self, in_flight: InFlightRequest, attempt: Attempt) -> None:
+        """The node died while it served the request."""
+        self.quarantine.node_lost(
+            in_flight.request, attempt.lease.node.name, attempt.started_at, self.clock()
+        )
+
+    def _end(
+        self,
+        in_flight: InFlightRequest,
+        attempt: Attempt,
+        outcome: str,
+        fault: Fault = Fault.NOBODY,
+    ) -> float:
+        """End an attempt whose response was the client's; returns the time."""
+        attempt.close()
+        in_flight.end_attempt()
+        # Positional arguments: this runs for each request.
+        report = AttemptReport(
+            attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True
+        )
+        came_plain = attempt.lease.stream and not attempt.is_sse
+        if came_plain or fault is not Fault.NOBODY:
+            report = replace(report, fault=fault, came_plain=came_plain)
+        self.leases.ended(report)
+        return self.clock()
+
+    # Deferred.
+
+    def _account(
+        self,
+        in_flight: InFlightRequest,
+        attempt: Attempt,
+        outcome: str,
+        now: float,
+        sample: bytes,
+        size: int,
+    ) -> None:
+        """Count the tokens that the node reports; else those of the events that were sent.
+
+        One event holds about one token; the prompt's tokens are then the estimate. `size`: the
+        bytes of a plain response, which are its tokens' estimate.
+        """
+        request = in_flight.request.lease_request
+        opening = attempt.content if attempt.is_sse else b""
+        if attempt.events is not None and (usage_filter := attempt.events.usage_filter) is not None:
+            sample = usage_filter.event or sample
+        usage = attempt.api.read_usage(sample, opening) if sample else None
+        events, splice_point = attempt.content_events, attempt.splice_point
+        is_reported, prompt_read = usage is not None, None
+        if usage is None:
+            prompt_read = in_flight.prompt_read(attempt, now - attempt.started_at)
+            prompt, cached = prompt_read or (attempt.lease.prompt_tokens, 0)
+            if request.size.generates and not attempt.is_sse:
+                events = _tokens_of_bytes(size, request.size)
+            usage = Usage(prompt, cached, events)
+        elif request.size.slots > 1 and attempt.lease.node.kind == "llama.cpp":
+            usage = _of_all_answers(usage, request.size.slots, events if attempt.is_sse else None)
+        whole = usage if splice_point is None else _of_whole_response(usage, splice_point)
+        reported = whole if is_reported else None
+        complete, record = outcome == "ok", in_flight.record
+        charge = self.leases.settle(
+            UsageReport(attempt.lease.id, usage, reported, events, complete), request
+        )
+        # A resumed attempt reports the tokens of all attempts before it: they count once.
+        record.count_tokens(
+            whole.prompt_tokens,
+            whole.cached_tokens,
+            whole.completion_tokens,
+            replace=splice_point is not None,
+        )
+        record.charge(charge.cost, charge.slot_seconds)
+        self._publish(in_flight, attempt, outcome, now)
+
+    def _publish(
+        self, in_flight: InFlightRequest, attempt: Attempt, outcome: str, now: float
+    ) -> None:
+        self.bus.publish(
+            AttemptEnded(
+                in_flight.request.x_request_id,
+                attempt.lease.node.name,
+                outcome,
+                now - attempt.started_at,
+                attempt.status or None,
+            )
+        )
+
+
+def _charge_unanswered(
+    in_flight: InFlightRequest,
+    charge: AttemptCharge,
+    resumes: bool,  # noqa: FBT001 - a callback
+) -> None:
+    """The caller pays for an attempt that brought no response."""
+    record = in_flight.record
+    if not resumes:
+        record.count_tokens(charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens)
+    record.charge(charge.cost, charge.slot_seconds)
+
+
+def _tokens_of_bytes(size: int, request: RequestSize) -> int:
+    """About how many tokens a plain response of so many bytes holds."""
+    tokens = size // BYTES_PER_TOKEN
+    if request.max_tokens is None:
+        return tokens
+    return min(tokens, request.max_tokens * max(1, request.slots))
+
+
+def _of_all_answers(usage: Usage, answers: int, events: int | None) -> Usage:
+    """The tokens of all answers to one prompt (`n`), of which llama.cpp reports those of one.
+
+    `events` of a stream: about one for each token of any answer, and two more for each answer.
+    None: a plain response, whose first answer is taken for an ordinary one.
+    """
+    one = usage.completion_tokens
+    completion = one * answers if events is None else max(one, events - 2 * answers)
+    return Usage(usage.prompt_tokens, usage.cached_tokens, completion, usage.timings)
+
+
+def _of_whole_response(usage: Usage, splice_point: SplicePoint) -> Usage:
+    """The tokens of the client's own prompt and of the whole response, which was resumed."""
+    prompt = splice_point.prompt_tokens
+    completion = splice_point.prefix_tokens + usage.completion_tokens
+    return Usage(prompt, min(usage.cached_tokens, prompt), completion)
+
+
+MOST_POOL_OVERFLOWS = 4
+"""Times that one request, or one cut stream, is sent again because the slots of its node had no
+room left for their tokens together. These are no retries: they take nothing of the budget, and
+nobody has failed. From the second on it runs alone."""
+
+BUDGET_WINDOW = 60.0  # Seconds of the past that the budget counts
+
+
+class RetryBudget:
+    """Counts requests and retries of the last minute; retries are at most a share of requests."""
+
+    def __init__(self) -> None:
+        self._requests: deque[tuple[int, int]] = deque()
+        """Seconds of the clock, and the requests counted in each."""
+        self._request_count = 0
+        self._retries: deque[float] = deque()
+
+    def count_request(self, now: float) -> None:
+        """Count a request's first attempt."""
+        second = int(now)
+        requests = self._requests
+        if requests and requests[-1][0] == second:
+            requests[-1] = (second, requests[-1][1] + 1)
+        else:
+            requests.append((second, 1))
+            self._forget(now)
+        self._request_count += 1
+
+    def spend(self, now: float, share: float, minimum: int) -> bool:
+        """Count a retry if one is left."""
+        if not self.remaining(now, share, minimum):
+            return False
+        self._retries.append(now)
+        return True
+
+    def remaining(self, now: float, share: float, minimum: int) -> int:
+        """Retries left: `share` of the last minute's requests, or `minimum` if that is more."""
+        self._forget(now)
+        return max(0, max(minimum, int(share * self._request_count)) - len(self._retries))
+
+    def _forget(self, now: float) -> None:
+        while self._requests and self._requests[0][0] < int(now) - BUDGET_WINDOW:
+            self._request_count -= self._requests.popleft()[1]
+        while self._retries and self._retries[0] < now - BUDGET_WINDOW:
+            self._retries.popleft()
+
+
+class Retries:
+    """The further attempts of one request, granted one by one within the budget.
+
+    The pauses before them are random, so that requests that failed together do not come together
+    again, and at most doubled from one to the next.
+    """
+
+    __slots__ = ("_most", "_pause", "_spend", "_state", "out_of_budget")
+
+    def __init__(self, settings: RetrySettings, attempts: int, spend: Callable[[], bool]) -> None:
+        """`attempts`: with the first one. `spend`: take a retry of the budget, if it has one."""
+        self._most, self._spend = attempts, spend
+        self._pause = wait_random_exponential(settings.backoff, settings.backoff_max)
+        self._state = RetryCallState(AsyncRetrying(), None, (), {})
+        self.out_of_budget = False
+        """Whether the last attempt was refused because the budget is spent."""
+
+    async def granted(self, *, reached_node: bool = True) -> bool:
+        """Whether another attempt may follow one that failed; returns when it is time to make it.
+
+        `reached_node`: whether the failed one did; if not, a retry adds no load and costs nothing.
+        """
+        if self._state.attempt_number >= self._most:
+            return False
+        self.out_of_budget = reached_node and not self._spend()
+        if self.out_of_budget:
+            return False
+        pause = self._pause(self._state)
+        self._state.attempt_number += 1
+        await asyncio.sleep(pause)
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class ProxyContext:
+    """What every request's attempts need; one for the whole process."""
+
+    leases: LeaseService
+    settings: Settings
+    bus: EventBus
+    timeout_monitor: TimeoutMonitor
+    clock: Callable[[], float]
+    time_slicer: TimeSlicer = field(default_factory=TimeSlicer)
+    """Runs slow preparations of requests in steps."""
+    keyed_hash: KeyedHash = field(default_factory=KeyedHash)
+    """Identifies requests that nodes died on."""
+    usage_options: UsageOptions = field(default_factory=UsageOptions)
+    """Remembers which nodes can be asked for the usage of a stream."""
+    quarantine: Quarantine = field(init=False)
+    accounting: Accounting = field(init=False)
+    retry_budget: RetryBudget = field(default_factory=RetryBudget)
+
+    def __post_init__(self) -> None:
+        self.quarantine = Quarantine(self.keyed_hash)
+        self.accounting = Accounting(self.leases, self.bus, self.clock, self.quarantine)
+
+    def configure(self, settings: Settings) -> None:
+        """Apply changed settings to the attempts that begin from now on."""
+        self.settings = settings
+
+    def check_quarantine(self, request: Request) -> None:
+        """Raises: GatewayError, if nodes have died on this very request."""
+        if self.quarantine.entries:
+            self.quarantine.check(request, self.clock(), self.settings.retries.quarantine)
+
+    def retries(self, attempts: int) -> Retries:
+        """The attempts that may follow the first one of a request, `attempts` in all."""
+        return Retries(self.settings.retries, attempts, self._spend_retry)
+
+    def retries_left(self) -> int:
+        """Retries that could be made now, for the metric."""
+        return self.retry_budget.remaining(self.clock(), *self._allowance())
+
+    def _spend_retry(self) -> bool:
+        return self.retry_budget.spend(self.clock(), *self._allowance())
+
+    def _allowance(self) -> tuple[float, int]:
+        """Retries a minute: this share of the minute's requests, or at least so many.
+
+        The minimum covers the slots of the largest host: all its requests may have to move at once.
+        """
+        settings = self.settings.retries
+        return settings.budget, max(settings.budget_min, self.leases.most_slots_of_a_host())

@@ -1,0 +1,471 @@
+"""What the client gets of a node's response: head, body, and errors in the form of its API.
+
+For every kind of client alike, whether it waits on a connection or reads a stored result. Of a head
+only listed fields are forwarded, either way (RFC 9110, section 7.6.1). Others of a request (tokens,
+names, addresses that a proxy, a login or a browser adds) must not reach a node, least of all an
+outside endpoint. Others of a response (redirects, cookies, instructions to a browser or to nginx)
+would be obeyed by clients that trust the gateway. The settings can add names (`headers`).
+
+Where the settings want it, the client learns nothing of what nodes had cached of its prompt: who
+shares nodes with others could guess their prompts, since a right guess is cached and a wrong one
+not. Of `usage`, numbers of cached tokens become 0, as clients expect the fields; all else that
+tells is removed. The gateway itself has read the figures before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
+
+import msgspec
+
+from gateway import errors
+from gateway.api import sse
+from gateway.api.base import Api, ResponseRewriter
+from gateway.api.json_values import (
+    FIELDS_DECODER,
+    ITEMS_DECODER,
+    JSON_ERRORS,
+    InvalidJson,
+    JsonObject,
+    parse_json,
+    parse_object,
+)
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.events import RequestFinished
+from gateway.forward.stream import WriteToClient
+from gateway.lease import NodeInfo
+from gateway.request.body import LARGE_BODY_BYTES
+from gateway.request.preparation import Request
+from gateway.terms import Headers
+from gateway.transport.errors import InvalidResponse, UpstreamError
+
+JSON_HEADER_LINE = b"content-type: application/json; charset=utf-8\r\n"
+SSE_HEADER_LINE = b"content-type: text/event-stream\r\n"
+
+
+class BodyStream(Protocol):
+    """The rest of a response behind its first bytes; `forwarder.ResponseStream` is the model."""
+
+    @property
+    def is_sse(self) -> bool:
+        """Whether the response is a stream of events."""
+
+    @property
+    def failure(self) -> UpstreamError | None:
+        """Why no more comes from its node, if it was failed."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a heartbeat may precede the next bytes."""
+
+    @property
+    def last_content_at(self) -> float:
+        """When content last came; monotonic."""
+
+    def notify_failure(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on failure: the reader may wait for something else."""
+
+    async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
+        """The next bytes. Raises: UpstreamError."""
+
+    def close(self) -> None:
+        """The client has received everything, or has left."""
+
+
+class EndedStream:
+    """The rest of a stream of which nothing is left to come."""
+
+    is_sse = True
+    failure: UpstreamError | None = None
+    is_open = False
+    last_content_at = 0.0
+
+    def notify_failure(self, callback: Callable[[], None]) -> None:
+        """It never fails."""
+
+    async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
+        """Nothing."""
+        return b""
+
+    def close(self) -> None:
+        """Nothing is left to be closed."""
+
+
+@dataclass(slots=True)
+class ProxyResponse:
+    """A response for the client: whole in `content`, or begun there with the rest to follow."""
+
+    status: int
+    header_lines: bytes  # The node's header lines that are forwarded
+    content: bytes
+    body_stream: BodyStream | None = None
+    node: NodeInfo | None = None  # The node that answered; None: several, to one prompt each
+
+
+def for_client(
+    request: Request,
+    response: ProxyResponse,
+    api: Api,
+    settings: Settings,
+    translator: ResponseRewriter | None = None,
+    *,
+    hides_cache: bool,
+) -> tuple[ProxyResponse, ResponseRewriter | None]:
+    """The response for a client of `api`, and what rewrites its body; None: nothing does.
+
+    `translator`: of a request that was translated for nodes. `hides_cache`: what tells of nodes'
+    prompt caches is hidden, in header fields too.
+    """
+    rewriter, node = translator, response.node
+    if api.rewrites_responses and rewriter is None and node is not None:
+        bodies, model = request.bodies.values(), request.lease_request.wanted.model
+        rewriter = api.response_rewriter(bodies, model, node, settings, stream=request.stream)
+    if hides_cache:
+        rewriter = CacheFigureHider(rewriter)
+        response = replace(response, header_lines=without_times(response.header_lines))
+    return response, rewriter
+
+
+def rewrite_body(rewriter: ResponseRewriter, content: bytes) -> bytes:
+    """A plain response as the client gets it. Raises: GatewayError 502."""
+    try:
+        return rewriter.rewrite_body(content)
+    except InvalidResponse as failure:
+        raise errors.node_failed(f"{failure}.") from None
+
+
+def is_slow_to_rewrite(response: ProxyResponse) -> bool:
+    """Whether a plain response is to be rewritten in steps."""
+    return len(response.content) >= LARGE_BODY_BYTES and response.status < 300
+
+
+def rewrite_in_steps(rewriter: ResponseRewriter, content: bytes) -> Generator[None, None, bytes]:
+    """As `rewrite_body`, for a large response, in short steps. Raises: GatewayError 502."""
+    try:
+        return (yield from rewriter.rewrite_in_steps(content))
+    except InvalidResponse as failure:
+        raise errors.node_failed(f"{failure}.") from None
+
+
+class EventsForClient:
+    """The events of one stream as its client gets them."""
+
+    __slots__ = ("_record", "_rewriter", "api")
+
+    def __init__(self, rewriter: ResponseRewriter, api: Api, record: RequestFinished) -> None:
+        self._rewriter: ResponseRewriter | None = rewriter
+        """None once the stream has ended with an error."""
+        self.api = api  # The API that the client uses
+        self._record = record
+
+    @property
+    def failed(self) -> bool:
+        """Whether the stream has ended with an error, since its events were invalid."""
+        return self._rewriter is None
+
+    def rewrite(self, events: bytes) -> bytes:
+        """The events as the client gets them; an error in place of invalid ones."""
+        if self._rewriter is None:
+            return b""
+        try:
+            return self._rewriter.rewrite_events(events)
+        except InvalidResponse as failure:
+            self._rewriter = None
+            error = errors.node_failed(f"{failure}.")
+            self._record.fail(error.status, error.code)
+            return self.api.error_event(error, self._record.x_request_id)
+
+
+_NODE_ERROR_CODES = {400: "invalid_request", 413: "request_too_large", 422: "invalid_request"}
+_OTHER_NODE_ERROR = "node_error"
+
+
+def node_error(response: ProxyResponse) -> GatewayError:
+    """The error that a node's response of status 400 or more contains."""
+    try:
+        message = str(parse_json(response.content)["error"]["message"])
+    except (InvalidJson, KeyError, TypeError):
+        message = f"The node answered with status {response.status}."
+    return GatewayError(response.status, node_error_code(response.status), message)
+
+
+def node_error_body(response: ProxyResponse, api: Api, x_request_id: str) -> bytes:
+    """The node's body as it is, unless it is empty or not in the API's error form."""
+    if response.content and api.is_own_error(response.content):
+        return response.content
+    return api.error_body(node_error(response), x_request_id)
+
+
+def node_error_code(status: int) -> str:
+    """The error code of a node's response of this status."""
+    return _NODE_ERROR_CODES.get(status, _OTHER_NODE_ERROR)
+
+
+Fields = dict[str, msgspec.Raw]
+_KEY = re.compile(rb'(?:cache|prompt_)[A-Za-z0-9_/]*"\s*:')
+"""Each object with telling figures has such a key. Within a text its quote would be escaped."""
+
+_ID_SLOT = re.compile(rb',"id_slot":-?\d+|"id_slot":-?\d+,?')
+"""A slot is chosen for what it has cached. Each event of llama.cpp's own streams names it."""
+
+_TOLD_OF_TIMINGS = frozenset(
+    {
+        *("predicted_n", "predicted_ms", "predicted_per_token_ms", "predicted_per_second"),
+        *("draft_n", "draft_n_accepted"),
+    }
+)
+"""Fields of llama.cpp's `timings` that depend on the answer alone."""
+
+_TELLING = frozenset(
+    {
+        *("cache_n", "tokens_cached", "prompt_progress", "id_slot", "__verbose"),
+        *("prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second", "prompt_time"),
+        # Ollama's: the whole less the answer's share is the prompt's.
+        *("prompt_eval_duration", "load_duration", "total_duration"),
+    }
+)
+"""Names of fields that tell how much of a prompt was cached."""
+
+_NESTING = frozenset({"response", "message", "x_groq"})
+"""Fields that hold an object with `usage`, in events of `/v1/responses` and `/v1/messages`."""
+
+_CACHED_INPUT = ("cache_read_input_tokens", "cache_creation_input_tokens")
+"""Anthropic's, which are no part of its `input_tokens`."""
+
+_TIMES = frozenset({"prompt_time", "queue_time", "total_time"})
+"""Some endpoints' times in `usage`, seconds."""
+
+
+class CacheFigureHider(ResponseRewriter):
+    """Hides the figures of one response, behind its `translator` to the client's API, if any."""
+
+    __slots__ = ("_translator",)
+
+    def __init__(self, translator: ResponseRewriter | None = None) -> None:
+        self._translator = translator
+
+    def rewrite_events(self, events: bytes) -> bytes:
+        """These whole events without the figures. Raises: InvalidResponse."""
+        if self._translator is not None:
+            events = self._translator.rewrite_events(events)
+        if b"id_slot" in events:
+            events = _ID_SLOT.sub(b"", events)
+        # As `_may_tell`, without a call: this runs for each chunk.
+        if (b"cache" in events or b"prompt_" in events) and _KEY.search(events) is not None:
+            events = b"".join(map(_edited_event, sse.split(events)))
+        return events
+
+    def rewrite_body(self, content: bytes) -> bytes:
+        """A plain response without the figures. Raises: InvalidResponse."""
+        if self._translator is not None:
+            content = self._translator.rewrite_body(content)
+        return self._without_figures(content)
+
+    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
+        """As `rewrite_body`, for a large body, in short steps."""
+        if self._translator is not None:
+            content = yield from self._translator.rewrite_in_steps(content)
+        yield
+        return self._without_figures(content)
+
+    @staticmethod
+    def _without_figures(content: bytes) -> bytes:
+        first = content.lstrip()[:1]
+        if first not in {b"{", b"["} or not (_may_tell(content) or b"id_slot" in content):
+            return content
+        try:
+            if first == b"{":
+                return _edited_object(content)
+            items = [_edited_object(bytes(item)) for item in ITEMS_DECODER.decode(content)]
+        except JSON_ERRORS:
+            raise InvalidResponse("The node's answer is not JSON") from None
+        return b"[" + b",".join(items) + b"]"
+
+
+def _may_tell(data: bytes) -> bool:
+    return (b"cache" in data or b"prompt_" in data) and _KEY.search(data) is not None
+
+
+def _edited_event(event: bytes) -> bytes:
+    """One event, or some lines of JSON, without the figures. Raises: InvalidResponse."""
+    if not _may_tell(event):
+        return event
+    try:
+        if event.startswith(b"{"):
+            return b"".join(_edited_line(line) for line in event.splitlines(keepends=True))
+        data = sse.payload(event)
+        if not data.startswith(b"{"):
+            return event
+        edited = _edited_object(data)
+    except JSON_ERRORS:
+        raise InvalidResponse("An event of the node's stream is no JSON object") from None
+    if data in event:
+        return event.replace(data, edited, 1)
+    name = sse.event_name(event)
+    return (b"event: %b\n" % name if name else b"") + b"data: %b\n\n" % edited
+
+
+def _edited_line(line: bytes) -> bytes:
+    return _edited_object(line.rstrip()) + b"\n" if line.startswith(b"{") else line
+
+
+def _edited_object(data: bytes) -> bytes:
+    """The same object without the figures; the same bytes if it has none."""
+    fields = FIELDS_DECODER.decode(data)
+    edited = _edited_fields(fields)
+    return data if edited is None else msgspec.json.encode(edited)
+
+
+def _edited_fields(fields: Mapping[str, msgspec.Raw]) -> Fields | None:
+    """The fields without the figures; None: they have none."""
+    kept: Fields = {}
+    changed = False
+    for name, raw in fields.items():
+        # llama.cpp names a nested field that a client selects (`response_fields`) by its path.
+        first, _, last = name.partition("/")
+        if first in _TELLING or last.rpartition("/")[2] in _TELLING:
+            changed = True
+            continue
+        edited = raw
+        if name == "usage":
+            edited = _edited_usage(raw)
+        elif name == "timings":
+            edited = _edited_timings(raw)
+        elif name in _NESTING and bytes(memoryview(raw)[:1]) == b"{":
+            inner = _edited_fields(FIELDS_DECODER.decode(raw))
+            edited = raw if inner is None else _encoded(inner)
+        changed = changed or edited is not raw
+        kept[name] = edited
+    return kept if changed else None
+
+
+def _edited_timings(raw: msgspec.Raw) -> msgspec.Raw:
+    timings = _object(raw)
+    if timings is None:
+        return raw
+    return _encoded({name: timings[name] for name in timings if name in _TOLD_OF_TIMINGS})
+
+
+def _edited_usage(raw: msgspec.Raw) -> msgspec.Raw:
+    """`usage` as if nothing had been cached."""
+    usage = _object(raw)
+    if usage is None:
+        return raw
+    fresh = usage.get("input_tokens")
+    if isinstance(fresh, int):
+        cached = [usage.get(name) for name in _CACHED_INPUT]
+        usage["input_tokens"] = fresh + sum(count for count in cached if isinstance(count, int))
+    return _encoded(_without_cached(usage))
+
+
+def _without_cached(usage: JsonObject) -> JsonObject:
+    """Numbers of cached tokens become 0, at any depth."""
+    edited: JsonObject = {}
+    for name, value in usage.items():
+        if name in _TIMES:
+            continue
+        is_cached = "cache" in name
+        if isinstance(value, dict):
+            edited[name] = dict.fromkeys(value, 0) if is_cached else _without_cached(value)
+        else:
+            edited[name] = 0 if is_cached and isinstance(value, (int, float)) else value
+    return edited
+
+
+def _object(raw: msgspec.Raw) -> JsonObject | None:
+    try:
+        return parse_object(bytes(raw))
+    except InvalidJson:
+        return None
+
+
+def _encoded(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+_TO_NODE = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"})
+_TO_CLIENT = frozenset({b"content-type", b"retry-after", b"traceparent", b"tracestate"})
+_EITHER_WAY = (b"anthropic-", b"openai-")
+"""Prefixes of two APIs' headers: versions, betas, organisations, processing times, limits."""
+
+_NO_HEADER_NAMES = (b"keep-alive", b"close")
+_FORM = b"application/x-www-form-urlencoded"
+"""The content type of forms, which no routed path takes."""
+
+_SECRET = re.compile(rb"-(api-?)?(key|token|secret|password|auth|authorization|cookie)$")
+"""Header names that are never forwarded by their prefix alone."""
+
+
+def headers_for_node(headers: Headers, extra: tuple[str, ...] = ()) -> bytes:
+    """The header lines of a client that are forwarded to a node, but for the request's id.
+
+    `extra`: further names, from the settings.
+    """
+    passed = _allowed(_TO_NODE, extra)
+    lines = []
+    # Not strings that grow: a head of 64 KiB may have thousands of these two headers.
+    hop_by_hop: set[bytes] = set()
+    via: list[bytes] = []
+    for name, value in headers:
+        if name in passed or (name.startswith(_EITHER_WAY) and not _SECRET.search(name)):
+            # curl's default for every POST, of which llama.cpp's server takes 8 kB at most.
+            sent = b"application/json" if value[:33].lower() == _FORM else value
+            lines.append(name + b": " + sent + b"\r\n")
+        elif name == b"connection":
+            if value.lower() not in _NO_HEADER_NAMES:
+                hop_by_hop.update(_names_in(value))
+        elif name == b"via":
+            via.append(value)
+    if hop_by_hop:
+        lines = [line for line in lines if line[: line.index(b":")] not in hop_by_hop]
+    via.append(b"1.1 llama-gateway")
+    lines.append(b"accept-encoding: identity\r\nvia: %b\r\n" % b", ".join(via))
+    return b"".join(lines)
+
+
+def headers_for_client(headers: Headers, extra: tuple[str, ...] = ()) -> bytes:
+    """The header lines of a node that are forwarded to the client, but for the length.
+
+    `extra`: further names, from the settings.
+    """
+    passed = _allowed(_TO_CLIENT, extra)
+    hop_by_hop: set[bytes] = set()
+    for name, value in headers:
+        if name == b"connection":
+            hop_by_hop.update(_names_in(value))
+    return b"".join(
+        b"%b: %b\r\n" % (name, value)
+        for name, value in headers
+        if (name in passed or name.startswith(_EITHER_WAY)) and name not in hop_by_hop
+    )
+
+
+_TELLING_NAMES = re.compile(
+    rb"(^|-)(ms|seconds|time|timing|duration|elapsed|latency|runtime|cache|cached|ratelimit)(-|$)"
+)
+"""Words in names of headers that tell a time, or what a node has counted of a request: Anthropic's
+limits leave cached tokens out, for one."""
+
+
+def without_times(lines: bytes) -> bytes:
+    """Header lines without those that tell a client what was cached of its prompt."""
+    return b"".join(
+        line
+        for line in lines.splitlines(keepends=True)
+        if not _TELLING_NAMES.search(line.partition(b":")[0].lower())
+    )
+
+
+def _names_in(connection: bytes) -> list[bytes]:
+    """The headers that `Connection` restricts to the next hop."""
+    return [part.strip() for part in connection.lower().split(b",")]
+
+
+@lru_cache(maxsize=16)
+def _allowed(passed: frozenset[bytes], also: tuple[str, ...]) -> frozenset[bytes]:
+    return passed.union(name.lower().encode() for name in also)

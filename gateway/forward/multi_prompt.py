@@ -1,0 +1,322 @@
+"""Several prompts in one request: each is a request of its own; the client gets one response.
+
+llama.cpp's server would queue all prompts on one node. Here each one takes slots of any node as
+they come free, from the wait queue in which all requests wait. A prompt enters the queue when the
+one before it has left it: however many prompts a request has, it has one place there, and one more
+for each prompt whose node failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from msgspec.structs import replace
+
+from gateway import errors
+from gateway.api import outcome, sse
+from gateway.api.outcome import to_gateway_error
+from gateway.errors import GatewayError
+from gateway.events import RequestFinished
+from gateway.forward.accounting import ProxyContext
+from gateway.forward.attempt import Attempt
+from gateway.forward.client_response import JSON_HEADER_LINE, BodyStream, ProxyResponse
+from gateway.forward.in_flight import InFlightRequest
+from gateway.forward.stream import WriteToClient
+from gateway.request.body import LARGE_BODY_BYTES
+from gateway.request.preparation import PromptList
+from gateway.request.routes import ROUTES
+from gateway.transport.errors import UpstreamError
+
+MOST_BUFFERED_CHUNKS = 16
+"""Chunks that wait for the client to take them; then the nodes are read no further."""
+
+
+class PromptRefused(Exception):  # noqa: N818 - a response
+    """A node's error response to one prompt is the response to all."""
+
+    def __init__(self, response: ProxyResponse) -> None:
+        super().__init__(f"status {response.status}")
+        self.response = response
+
+    def to_gateway_error(self) -> GatewayError:
+        """The error for a stream that has begun."""
+        status = self.response.status
+        message = outcome.error_message(self.response.content)
+        code = "invalid_request" if status < 500 else "node_error"
+        return GatewayError(status, code, message or f"The node answered with status {status}.")
+
+
+@dataclass(slots=True, eq=False)
+class SubRequest(InFlightRequest):
+    """The request of one prompt."""
+
+    dequeued: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has left the wait queue."""
+
+    def begin_attempt(self, attempt: Attempt) -> None:
+        """An attempt begins: it has its slots."""
+        self.dequeued.set()
+        # `super()` does not work in dataclasses with slots.
+        InFlightRequest.begin_attempt(self, attempt)
+
+
+class MultiPromptForwarder:
+    """Forwards the prompts of one request, and is the body stream of their one response.
+
+    Owns their tasks: call `close` when the response has a body stream.
+    """
+
+    def __init__(
+        self,
+        in_flight: InFlightRequest,
+        forward: Callable[[InFlightRequest], Awaitable[ProxyResponse]],
+        context: ProxyContext,
+    ) -> None:
+        self._in_flight = in_flight
+        self._forward = forward
+        self._bus = context.bus
+        self._clock = context.clock
+        self._time_slicer = context.time_slicer
+        self._max_bytes = context.settings.limits.response_bytes
+        """Bytes that a plain response may have."""
+        assert in_flight.request.prompt_list is not None
+        self._prompts: PromptList = in_flight.request.prompt_list
+        self._unanswered = len(self._prompts.prompts)
+        self._api = ROUTES[in_flight.request.path].api
+        assert self._api.merger is not None
+        self._merger = self._api.merger(
+            self._prompts.other_fields, in_flight.request.lease_request.size.slots
+        )
+        self._chunks: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(MOST_BUFFERED_CHUNKS)
+        """Chunks with their prompt's index; None: the end, or a failure."""
+        self._error: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sub_requests: dict[str, InFlightRequest] = {}
+        self._body_streams: dict[str, BodyStream] = {}
+        self._header_lines = b""
+        self._closed = False
+        self.last_content_at = 0.0  # When a chunk last came; monotonic seconds
+        self._on_fail: Callable[[], None] | None = None
+        in_flight.begin_sub_requests(self._sub_requests, self._fail)
+
+    async def run(self) -> ProxyResponse:
+        """The plain response, or the stream from its first content on. Raises: GatewayError."""
+        in_flight = self._in_flight
+        try:
+            if in_flight.cancel_error is not None:
+                raise in_flight.cancel_error  # noqa: TRY301
+            self._start_task(self._start_sub_requests)
+            if in_flight.request.stream:
+                first = await self._next_events()
+                in_flight.record.first_content_sent(self._clock() - in_flight.request.received_at)
+                return ProxyResponse(200, self._header_lines, first, self)
+            while (chunk := await self._next_chunk()) is not None:
+                self._merger.add(*chunk)
+                if len(chunk[1]) >= LARGE_BODY_BYTES:
+                    await asyncio.sleep(0)
+                if self._merger.size > self._max_bytes:
+                    raise self._too_long()  # noqa: TRY301
+            self.close()
+            return ProxyResponse(200, JSON_HEADER_LINE, self._merger.merged_response())
+        except PromptRefused as refused:
+            self.close()
+            return refused.response
+        except UpstreamError as error:
+            self.close()
+            raise to_gateway_error(error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    # The body stream.
+
+    @property
+    def is_sse(self) -> bool:
+        """Whether it is a stream of events."""
+        return True
+
+    @property
+    def failure(self) -> UpstreamError | None:
+        """The failure that ended it, so that nobody waits for the client to take more."""
+        return None if self._error is None else UpstreamError(str(self._error))
+
+    def notify_failure(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on failure: the reader may be waiting for something else."""
+        self._on_fail = callback
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more events will come."""
+        return not self._closed
+
+    async def next_chunk(self, _: WriteToClient | None = None) -> bytes | None:
+        """The next events, empty at the end; a failure ends them with the API's error event."""
+        if self._closed:
+            return b""
+        try:
+            return await self._next_events()
+        except GatewayError as failure:
+            error = failure
+        except UpstreamError as failure:
+            error = to_gateway_error(failure)
+        except PromptRefused as refused:
+            error = refused.to_gateway_error()
+        self.close()
+        self._in_flight.record.fail(error.status, error.code)
+        return self._api.error_event(error, self._in_flight.request.x_request_id)
+
+    def close(self) -> None:
+        """End all sub-requests."""
+        self._closed = True
+        self._in_flight.end_sub_requests()
+        if self._error is not None:
+            errors.drop_traceback(self._error)
+        # Each sub-request ends with its task, when its attempt has been accounted for.
+        for task in self._tasks:
+            task.cancel()
+
+    async def _next_events(self) -> bytes:
+        """The next events of the merged stream; at last, its end."""
+        while (chunk := await self._next_chunk()) is not None:
+            if events := self._merger.merge_events(*chunk):
+                return events
+        self.close()
+        return self._merger.stream_end()
+
+    async def _next_chunk(self) -> tuple[int, bytes] | None:
+        """The next chunk and its prompt's index; None: the end. Raises the failure."""
+        chunk = await self._chunks.get()
+        if self._error is not None:
+            raise self._error
+        self.last_content_at = self._clock()
+        return chunk
+
+    # The sub-requests.
+
+    async def _start_sub_requests(self) -> None:
+        """Start each sub-request when the one before it has its slots."""
+        parent = self._in_flight.record
+        for index in range(len(self._prompts.prompts)):
+            request = await self._prompts.sub_request(index, self._time_slicer)
+            if index:
+                caller = replace(request.lease_request.caller, admitted=True)
+                lease_request = replace(request.lease_request, caller=caller)
+                request = replace(request, lease_request=lease_request)
+            record = RequestFinished(
+                request.x_request_id,
+                request.path,
+                parent.model,
+                request.lease_request.caller.priority,
+                parent.caller,
+                stream=request.stream,
+                trace=parent.trace,
+            )
+            sub_request = SubRequest(request, record)
+            self._sub_requests[request.id] = sub_request
+            parent.sub_request_began()
+            self._start_task(
+                partial(self._run_sub_request, index, sub_request),
+                partial(self._end, sub_request),
+            )
+            await sub_request.dequeued.wait()
+
+    def _start_task(
+        self, work: Callable[[], Awaitable[None]], on_end: Callable[[], None] | None = None
+    ) -> None:
+        """`on_end` is called when the task has ended, even if it was cancelled before it began."""
+
+        async def guarded() -> None:
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001 - the reader raises it
+                self._fail(error)
+
+        task = asyncio.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if on_end is not None:
+            task.add_done_callback(lambda _: on_end())
+
+    async def _run_sub_request(self, index: int, sub_request: SubRequest) -> None:
+        """Forward one prompt, and queue its response's chunks."""
+        try:
+            response = await self._forward(sub_request)
+            if response.status >= 300:
+                raise PromptRefused(response)
+            self._in_flight.record.sub_request_answered(sub_request.record)
+            if sub_request.request.stream:
+                await self._queue_events(index, sub_request, response)
+            else:
+                await self._queue_plain(index, sub_request, response)
+        except GatewayError as error:
+            if error.status == 400:
+                count = len(self._prompts.prompts)
+                error.append(f" (This is prompt {index + 1} of {count}.)")
+            raise
+        finally:
+            sub_request.dequeued.set()
+            self._end(sub_request)
+        self._unanswered -= 1
+        if not self._unanswered:
+            await self._chunks.put(None)
+
+    async def _queue_plain(
+        self, index: int, sub_request: SubRequest, response: ProxyResponse
+    ) -> None:
+        parts = [response.content]
+        if (body_stream := response.body_stream) is not None:
+            self._body_streams[sub_request.request.id] = body_stream
+            size = len(response.content)
+            while chunk := await body_stream.next_chunk():
+                parts.append(chunk)
+                size += len(chunk)
+                if size > self._max_bytes:
+                    raise self._too_long()
+        await self._chunks.put((index, b"".join(parts)))
+
+    async def _queue_events(
+        self, index: int, sub_request: SubRequest, response: ProxyResponse
+    ) -> None:
+        body_stream, record = response.body_stream, sub_request.record
+        if body_stream is None:
+            raise errors.node_failed("The node did not stream its answer.")
+        self._body_streams[sub_request.request.id] = body_stream
+        self._header_lines = self._header_lines or response.header_lines
+        chunk: bytes | None = response.content
+        while chunk:
+            if record.status >= 400:
+                # The stream has ended with the API's error event.
+                message = outcome.error_message(sse.payload(sse.last_events(chunk, 1)))
+                code = record.reason or "node_failed"
+                raise GatewayError(record.status, code, message or "The node failed.")
+            await self._chunks.put((index, chunk))
+            chunk = await body_stream.next_chunk()
+
+    def _too_long(self) -> GatewayError:
+        return errors.node_failed(f"The answer is too long ({self._max_bytes} bytes).")
+
+    def _end(self, sub_request: InFlightRequest) -> None:
+        """End a sub-request, and count it into the request once its usage is known."""
+        body_stream = self._body_streams.pop(sub_request.request.id, None)
+        if body_stream is not None:
+            body_stream.close()
+        if self._sub_requests.pop(sub_request.request.id, None) is not None:
+            self._bus.defer(self._in_flight.record.sub_request_ended, sub_request.record)
+
+    def _fail(self, error: Exception) -> None:
+        """End all sub-requests; the reader gets this error next."""
+        if self._error is not None or self._closed:
+            return
+        self._error = error
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+        while not self._chunks.empty():
+            self._chunks.get_nowait()
+        self._chunks.put_nowait(None)
+        if self._on_fail is not None:
+            self._on_fail()

@@ -1,0 +1,234 @@
+"""What the cache folder holds, who uses it now, and its removal.
+
+Only what this program is known to make is listed and removed: the folder may be one that holds
+other things too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from gateway.local.cache import (
+    downloads_folder,
+    file_lock,
+    logs_folder,
+    models_folder,
+    unused_file,
+)
+from gateway.local.download import read_record
+from gateway.local.gguf import model_parts
+
+ROOT = Path("/")
+
+Kind = Literal["model", "partial", "demo", "logs", "measurements"]
+
+DOWNLOAD_FOLDER = re.compile(r"[0-9a-f]{16}")
+
+DEMO_MODEL = re.compile(r"demo-[a-z]+-v\d+\.gguf")
+
+MEASUREMENT_FILES = ("tuning.jsonl", "tuning.jsonl.1")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """Something that the cache holds, and that is removed as a whole."""
+
+    name: str  # unique in the cache
+    kind: Kind
+    files: tuple[Path, ...]  # those whose use counts; a model's first
+    size: int  # bytes on the disk
+    last_used: float  # Unix time
+    source: str | None = None  # the address it was downloaded from, without secrets
+    expected: int | None = None  # bytes of a partial download, once it is whole
+    sha256: str | None = None
+    users: tuple[int, ...] = ()  # PIDs that have it open now
+    locked: bool = False  # some process downloads it, or serves from it
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it must stay."""
+        return self.locked or bool(self.users)
+
+
+class InUseError(Exception):
+    """The entry is used now, so it was not removed."""
+
+
+def cache_contents(cache: Path, sysroot: Path = ROOT) -> list[CacheEntry]:
+    """Return what the cache holds, the largest first. Raises OSError."""
+    found = [*_downloads(cache), *_demo_models(cache), *_other(cache)]
+    found = _with_unique_names(found)
+    users = open_files(cache, sysroot)
+    rows = []
+    for entry in found:
+        pids = sorted({pid for path in entry.files for pid in users.get(path.resolve(), ())})
+        locked = entry.kind in {"model", "demo"} and not all(map(_is_unused, entry.files))
+        if entry.kind == "partial":
+            locked = not _lock_is_free(entry.files[0].parent)
+        rows.append(replace(entry, users=tuple(pids), locked=locked))
+    return sorted(rows, key=lambda entry: (-entry.size, entry.name))
+
+
+def remove_entry(entry: CacheEntry) -> None:
+    """Remove an entry. Raises InUseError where a process uses it, and OSError."""
+    if entry.users:
+        raise InUseError(entry.name)
+    match entry.kind:
+        case "model" | "partial":
+            _remove_download(entry)
+        case "demo":
+            _remove_unused(entry)
+        case "logs" | "measurements":
+            for path in entry.files:
+                path.unlink(missing_ok=True)
+
+
+def open_files(folder: Path, sysroot: Path = ROOT) -> dict[Path, set[int]]:
+    """Return which processes have which files below `folder` open or mapped, as `/proc` shows it.
+
+    Processes of other users are seen by root alone.
+    """
+    below = f"{folder.resolve()}{os.sep}"
+    found: dict[Path, set[int]] = {}
+    own = str(os.getpid())
+    for process in _children(sysroot / "proc"):
+        if not process.name.isdecimal() or process.name == own:
+            continue
+        for name in {*_descriptors(process), *_mappings(process)}:
+            if name.startswith(below):
+                found.setdefault(Path(name), set()).add(int(process.name))
+    return found
+
+
+def _remove_download(entry: CacheEntry) -> None:
+    folder = entry.files[0].parent
+    lock = folder.with_name(f"{folder.name}.lock")
+    try:
+        with file_lock(lock, timeout=0):
+            if entry.kind == "model":
+                _remove_unused(entry)
+            # Nothing but this address's files is in here.
+            shutil.rmtree(folder)
+    except TimeoutError:
+        raise InUseError(entry.name) from None
+    # The empty lock file stays: a process may wait for it that would not see another one.
+
+
+def _remove_unused(entry: CacheEntry) -> None:
+    for path in entry.files:
+        with unused_file(path) as unused:
+            if not unused:
+                raise InUseError(entry.name)
+            path.unlink()
+
+
+def _downloads(cache: Path) -> Iterator[CacheEntry]:
+    for folder in _children(downloads_folder(cache)):
+        if folder.is_symlink() or not folder.is_dir() or not DOWNLOAD_FOLDER.fullmatch(folder.name):
+            continue
+        whole = sorted(path for path in _children(folder) if path.suffix == ".gguf")
+        parts = sorted(path for path in _children(folder) if path.name.endswith(".gguf.part"))
+        files = whole or parts
+        if not files:
+            continue
+        target = whole[0] if whole else parts[0].with_suffix("")
+        record = read_record(target)
+        size = sum(path.stat().st_size for path in _children(folder))
+        yield CacheEntry(
+            name=target.name,
+            # A split model of which a file is missing is none yet.
+            kind="partial" if parts or not _all_there(whole) else "model",
+            files=(*whole, *parts),
+            size=size,
+            last_used=max(_last_used(path) for path in files),
+            source=None if record is None else record.url,
+            expected=record.total if record is not None and len(files) == 1 and parts else None,
+            sha256=None if record is None or len(whole) != 1 else record.sha256,
+        )
+
+
+def _demo_models(cache: Path) -> Iterator[CacheEntry]:
+    for path in _children(models_folder(cache)):
+        if DEMO_MODEL.fullmatch(path.name) and path.is_file():
+            yield CacheEntry(path.name, "demo", (path,), path.stat().st_size, _last_used(path))
+
+
+def _other(cache: Path) -> Iterator[CacheEntry]:
+    logs = [path for path in _children(logs_folder(cache)) if ".log" in path.suffixes]
+    measured = [path for name in MEASUREMENT_FILES if (path := cache / name).is_file()]
+    kinds: tuple[tuple[Kind, list[Path]], ...] = (("logs", logs), ("measurements", measured))
+    for kind, paths in kinds:
+        if paths:
+            size = sum(path.stat().st_size for path in paths)
+            changed = max(path.stat().st_mtime for path in paths)
+            yield CacheEntry(kind, kind, tuple(sorted(paths)), size, changed)
+
+
+def _all_there(files: list[Path]) -> bool:
+    return bool(files) and all(path.is_file() for path in model_parts(files[0]))
+
+
+def _with_unique_names(entries: list[CacheEntry]) -> list[CacheEntry]:
+    """Add a part of the address's key to names that several downloads have."""
+    names = [entry.name for entry in entries]
+    return [
+        replace(entry, name=f"{entry.name}@{entry.files[0].parent.name[:8]}")
+        if names.count(entry.name) > 1 and entry.kind in {"model", "partial"}
+        else entry
+        for entry in entries
+    ]
+
+
+def _last_used(path: Path) -> float:
+    """The later of use and change: a use is written as the time of the last access."""
+    stat = path.stat()
+    return max(stat.st_atime, stat.st_mtime)
+
+
+def _is_unused(path: Path) -> bool:
+    try:
+        with unused_file(path) as unused:
+            return unused
+    except OSError:
+        return True
+
+
+def _lock_is_free(folder: Path) -> bool:
+    try:
+        with file_lock(folder.with_name(f"{folder.name}.lock"), timeout=0):
+            return True
+    except (TimeoutError, OSError):
+        return False
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _descriptors(process: Path) -> Iterator[str]:
+    for link in _children(process / "fd"):
+        try:
+            yield str(link.readlink())
+        except OSError:
+            continue
+
+
+def _mappings(process: Path) -> Iterator[str]:
+    """Yield the files that a process has mapped: `address flags offset device inode path`."""
+    try:
+        with (process / "maps").open(errors="replace") as lines:
+            for line in lines:
+                fields = line.rstrip("\n").split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith("/"):
+                    yield fields[5]
+    except OSError:
+        return

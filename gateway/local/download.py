@@ -1,0 +1,806 @@
+"""Gets a model from an address into the cache: resumed, within limits, once for all processes.
+
+An address may hold secrets, in its query (a signed link) or before its host (a password). They are
+sent to that host alone, over redirects too, and `printable` leaves them out.
+
+The bytes arrive in `NAME.part`, and what they are is in `NAME.source.json`. A part is resumed where
+the server tells that it still has the same content (`If-Range`), or a digest proves it at the end.
+A file has its own name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from http import HTTPStatus
+from ipaddress import ip_address
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+from urllib.parse import unquote
+
+import httpx
+import msgspec
+
+from gateway import __version__
+from gateway.config.errors import single_line
+from gateway.local import LocalFleetError, ModelFileError
+from gateway.local.cache import downloads_folder, file_lock
+from gateway.local.gguf import PART_NAME, ModelFile, least_size
+from gateway.local.memory import MIB, format_gib
+
+
+class ModelUrlError(LocalFleetError):
+    """The address can't be used, by the way it is written."""
+
+
+def is_url(model: str) -> bool:
+    """Whether `--model` names an address rather than a file."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", model) is not None
+
+
+def parse_model_url(text: str) -> httpx.URL:
+    """Return the address of a model. Raises ModelUrlError, whose text holds no secret of it."""
+    try:
+        url = _address(text.strip())
+    except (httpx.InvalidURL, ValueError):
+        raise ModelUrlError(
+            "--model: not a valid URL. Remedy: https://HOST/PATH.gguf, in quotes where it holds "
+            "characters of the shell"
+        ) from None
+    _check_scheme(url)
+    return url
+
+
+def redirect_target(current: httpx.URL, location: str) -> httpx.URL:
+    """Return where a redirect leads. Raises ModelUrlError where it leaves https."""
+    try:
+        target = _address(location, current)
+    except (httpx.InvalidURL, ValueError):
+        raise ModelUrlError(
+            f"{printable(current)}: redirects to something that is no URL"
+        ) from None
+    if target.scheme != "https" and not (is_loopback(current) and is_loopback(target)):
+        raise ModelUrlError(
+            f"{printable(current)}: redirects to {printable(target)}, which is not https"
+        )
+    _check_scheme(target)
+    return target
+
+
+def _address(text: str, base: httpx.URL | None = None) -> httpx.URL:
+    """Return an address without its fragment. Raises httpx.InvalidURL and ValueError."""
+    if not 0 < len(text) <= 8192 or not text.isprintable():
+        raise ValueError("length or characters")
+    url = httpx.URL(text) if base is None else base.join(text)
+    if not url.host or (url.port is not None and not 1 <= url.port <= 65535):
+        raise ValueError("host or port")
+    return url.copy_with(fragment=None)
+
+
+def _check_scheme(url: httpx.URL) -> None:
+    if url.scheme != "https" and not (url.scheme == "http" and is_loopback(url)):
+        raise ModelUrlError(
+            f"--model: {printable(url)}: only https is supported (http on this machine's own "
+            "addresses only): a model could be replaced on its way. Remedy: https://, or download "
+            "the file yourself and name it"
+        )
+
+
+def same_origin(one: httpx.URL, other: httpx.URL) -> bool:
+    """Whether credentials for one address may be sent to the other."""
+    # httpx drops a port that is the scheme's own.
+    return (one.scheme, one.host, one.port) == (other.scheme, other.host, other.port)
+
+
+def printable(url: httpx.URL) -> str:
+    """Return the address without password and query, for people and files."""
+    shown = f"{url.scheme}://{url.netloc.decode(errors='replace')}{url.path}"
+    return f"{shown}?..." if url.query else shown
+
+
+def is_loopback(url: httpx.URL) -> bool:
+    """Whether the address is of this machine, so that nobody can listen in."""
+    if url.host == "localhost":
+        return True
+    try:
+        return ip_address(url.host).is_loopback
+    except ValueError:
+        return False
+
+
+def file_name(url: httpx.URL) -> str:
+    """Return a safe name for the file behind an address; it ends in `.gguf`.
+
+    Servers show the model under this name, without the ending.
+    """
+    last = PurePosixPath(unquote(url.path)).name
+    safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", last).strip("._")
+    stem = safe[: -len(".gguf")] if safe.lower().endswith(".gguf") else safe
+    return f"{stem[:120] or 'model'}.gguf"
+
+
+def part_urls(url: httpx.URL) -> list[httpx.URL]:
+    """Return the addresses of all files of the model, in order: several where it is split."""
+    path, mark, query = url.raw_path.decode("ascii").partition("?")
+    folder, _, last = path.rpartition("/")
+    match = PART_NAME.match(last)
+    if match is None:
+        return [url]
+    total, most = int(match["parts"]), 256  # the largest models published so far have some 30
+    if not 1 <= total <= most:
+        raise ModelUrlError(
+            f"{printable(url)}: a model of {total} files; at most {most} are supported"
+        )
+    names = [f"{match['stem']}-{number:05}-of-{total:05}.gguf" for number in range(1, total + 1)]
+    return [url.copy_with(raw_path=f"{folder}/{name}{mark}{query}".encode()) for name in names]
+
+
+def cache_key(url: httpx.URL) -> str:
+    """Return a name for the address's folder in the cache. It tells nothing of its secrets."""
+    whole = str(url.copy_with(username=None, password=None, fragment=None))
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+
+MOST_REDIRECTS = 8
+
+
+class RemoteError(LocalFleetError):
+    """The file can't be read. The text names the server and what it answered."""
+
+    def __init__(
+        self, message: str, *, retryable: bool = False, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.retryable = retryable  # whether a later try may help
+        self.retry_after = retry_after  # seconds, where the server names them
+
+
+class RangeRefusedError(RemoteError):
+    """The server has no such range. `total` is the file's size, where it says so."""
+
+    def __init__(self, message: str, total: int | None) -> None:
+        super().__init__(message)
+        self.total = total
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteBody:
+    """The bytes of a file from `start` on. Reading `chunks` raises httpx.TransportError."""
+
+    start: int
+    total: int | None  # bytes of the whole file; None: the server does not say
+    etag: str | None
+    last_modified: str | None
+    chunks: Iterator[bytes]
+
+
+def open_client(verify: ssl.SSLContext | None = None) -> httpx.Client:
+    """Return a client for `open_remote`; SSL_CERT_FILE and proxies of the environment count.
+
+    Addresses of this machine are reached without a proxy.
+    """
+    return httpx.Client(
+        timeout=httpx.Timeout(30.0, read=60.0),  # of the body: between two pieces of it
+        verify=True if verify is None else verify,
+        follow_redirects=False,
+        mounts=dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]")),
+    )
+
+
+@contextmanager
+def open_remote(
+    client: httpx.Client,
+    url: httpx.URL,
+    *,
+    start: int = 0,
+    if_range: str | None = None,
+    token: str | None = None,
+) -> Iterator[RemoteBody]:
+    """Open the file at `url` from byte `start` on, over redirects; only its host gets `token`.
+
+    With `if_range` the body begins at 0 instead where the file is no longer that version. Raises
+    RemoteError, and ModelUrlError for a redirect to where it may not lead.
+    """
+    headers = {"Accept-Encoding": "identity", "User-Agent": f"llama-gateway/{__version__}"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+        if if_range is not None:
+            headers["If-Range"] = if_range
+    current = url
+    for _ in range(MOST_REDIRECTS + 1):
+        sent = dict(headers)
+        if token is not None and same_origin(current, url):
+            sent["Authorization"] = f"Bearer {token}"
+        try:
+            request = client.build_request("GET", current, headers=sent)
+            response = client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise describe_failure(error) from error
+        try:
+            if response.status_code not in {301, 302, 303, 307, 308}:
+                yield _body(response, start)
+                return
+        finally:
+            response.close()
+        current = redirect_target(current, response.headers.get("location", ""))
+    raise RemoteError(f"{printable(url)}: more than {MOST_REDIRECTS} redirects")
+
+
+def describe_failure(error: httpx.HTTPError) -> RemoteError:
+    """Return a connection's failure as a RemoteError of the host's."""
+    try:
+        host = error.request.url.host
+    except RuntimeError:  # httpx: it was never set
+        host = "the server"
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return RemoteError(
+            f"{host}: its certificate is not trusted: {single_line(str(error))}. Remedy: the PEM "
+            "file of its authority in SSL_CERT_FILE"
+        )
+    # The texts of some errors are empty, and others quote what the server sent.
+    what = single_line(str(error))[:200] or type(error).__name__
+    return RemoteError(f"{host}: {what}", retryable=True)
+
+
+def _body(response: httpx.Response, start: int) -> RemoteBody:
+    """Judge a response by its head. Raises RemoteError."""
+    where, headers = printable(response.request.url), response.headers
+    encoding = headers.get("content-encoding", "identity")
+    if response.status_code in {200, 206} and encoding.strip().lower() != "identity":
+        raise RemoteError(f"{where}: sends the file as {single_line(encoding)}, unasked")
+    content_range = headers.get("content-range", "").strip()
+    match response.status_code:
+        case 200:
+            first, total = 0, _content_length(response)
+        case 206:
+            found = re.fullmatch(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16}|\*)", content_range)
+            if found is None:
+                raise RangeRefusedError(
+                    f"{where}: sends a part without a usable Content-Range", None
+                )
+            first, total = int(found[1]), None if found[3] == "*" else int(found[3])
+            if first != start:
+                raise RangeRefusedError(f"{where}: sends another range than the one asked", total)
+        case 416:
+            found = re.fullmatch(r"bytes \*/(\d{1,16})", content_range)
+            raise RangeRefusedError(f"{where}: has no such range", int(found[1]) if found else None)
+        case _:
+            raise _refusal(response)
+    etag, last_modified = headers.get("etag"), headers.get("last-modified")
+    return RemoteBody(first, total, etag, last_modified, response.iter_raw())
+
+
+def _content_length(response: httpx.Response) -> int | None:
+    text = response.headers.get("content-length")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal()) or int(text[:20]) > 1 << 50:
+        where = printable(response.request.url)
+        raise RemoteError(f"{where}: announces a length that is none: {single_line(text[:40])}")
+    return int(text)
+
+
+def _refusal(response: httpx.Response) -> RemoteError:
+    status, after = response.status_code, response.headers.get("retry-after", "")
+    try:
+        phrase = f" {HTTPStatus(status).phrase}"
+    except ValueError:
+        phrase = ""
+    remedy = {
+        401: ". Remedy: a token, in the variable that --token-env names",
+        403: (
+            ". Remedy: a token with access, in the variable that --token-env names; for a gated "
+            "model accept its terms on its page first"
+        ),
+        404: ". Remedy: check the address; a private model needs a token, see --token-env",
+    }.get(status, "")
+    says_seconds = after.isascii() and after.isdecimal() and len(after) < 10
+    return RemoteError(
+        f"{printable(response.request.url)}: HTTP {status}{phrase}{remedy}",
+        retryable=status in {408, 425, 429, 500, 502, 503, 504},
+        retry_after=min(float(after), 60.0) if says_seconds else None,
+    )
+
+
+DISK_RESERVE = 256 * MIB  # stays free
+FREE_CHECK_BYTES = 64 * MIB  # between two looks at the disk, where the length is unknown
+FIRST_LOOK = 32  # bytes after which it shows whether it is a model at all
+LAST_LOOK = 256 * MIB  # a longer head is judged at the end; the largest vocabularies take 20 MiB
+MOST_FAILURES = 6  # in a row, none of which brought 1 MiB
+MOST_TRIES = 200
+MOST_RESTARTS = 3  # from the first byte
+STALL_SECONDS, STALL_BYTES = 60.0, 64 << 10  # a server that sends less in that time is left
+
+
+class DownloadError(LocalFleetError):
+    """The file can't be downloaded. What has arrived is kept, unless the text says otherwise."""
+
+
+class DigestError(DownloadError):
+    """The file is not the one whose digest was given; it is removed."""
+
+
+class _TooLargeError(DownloadError):
+    pass
+
+
+class _BrokenOffError(Exception):
+    """The body ended early, or came too slowly. The text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """Where a file comes from, beside it on the disk. It holds no secret of the address."""
+
+    url: str  # printable
+    etag: str | None = None
+    last_modified: str | None = None
+    total: int | None = None
+    sha256: str | None = None  # of the whole file, once it is there
+
+    @property
+    def if_range(self) -> str | None:
+        """The value of `If-Range`, which takes no weak ETag; None: a part can't be resumed."""
+        if self.etag is not None and not self.etag.startswith("W/"):
+            return self.etag
+        return self.last_modified
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadWish:
+    """What to download, and within which limits."""
+
+    url: httpx.URL
+    target: Path
+    sha256: str | None = None  # lower-case hexadecimal
+    token: str | None = field(default=None, repr=False)
+    most_bytes: int | None = None
+    space_beside: int = 0  # bytes on the disk that other files will need
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadHooks:
+    """What a download asks and tells. Times and pauses are passed in by tests."""
+
+    check_size: Callable[[int], None] = lambda _: None  # raises where so large a file is no use
+    # Returns the least size that a part asks for, None while it can't tell; raises ModelFileError.
+    least_size: Callable[[Path], int | None] = lambda _: 0
+    progress: Callable[[int, int | None], None] = lambda _done, _total: None
+    note: Callable[[str], None] = lambda _: None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    free_space: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
+
+
+def part_path(target: Path) -> Path:
+    """The file in which a download arrives."""
+    return target.with_name(f"{target.name}.part")
+
+
+def record_path(target: Path) -> Path:
+    """The file with the source of `target`, or of its part."""
+    return target.with_name(f"{target.name}.source.json")
+
+
+def read_record(target: Path) -> SourceRecord | None:
+    """Return the source of a file; None where it has none that can be read."""
+    try:
+        return msgspec.json.decode(record_path(target).read_bytes(), type=SourceRecord)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def write_record(target: Path, record: SourceRecord) -> None:
+    """Replace the record of a file. Raises OSError."""
+    path = record_path(target)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(json.dumps(asdict(record), indent=2) + "\n")
+    draft.replace(path)
+
+
+def download(client: httpx.Client, wish: DownloadWish, hooks: DownloadHooks) -> str:
+    """Download to `wish.target`; return the file's SHA-256. Raises LocalFleetError and OSError."""
+    part = part_path(wish.target)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
+        transfer = _Transfer(client, wish, hooks, file)
+        keep = True
+        try:
+            transfer.fetch()
+            os.fsync(file.fileno())
+            return transfer.finish()
+        except OSError as error:
+            raise DownloadError(
+                f"{part}: {(error.strerror or str(error)).lower()}; what has arrived is kept"
+            ) from error
+        except (DigestError, ModelFileError, _TooLargeError):
+            keep = False
+            raise
+        finally:
+            if not keep or transfer.have == 0:
+                part.unlink(missing_ok=True)
+                if not wish.target.exists():
+                    record_path(wish.target).unlink(missing_ok=True)
+
+
+class _Transfer:
+    """One download into the open file of its part, over as many connections as it takes."""
+
+    def __init__(
+        self, client: httpx.Client, wish: DownloadWish, hooks: DownloadHooks, file: BinaryIO
+    ) -> None:
+        self._client = client
+        self._wish = wish
+        self._hooks = hooks
+        self._file = file
+        self._part = part_path(wish.target)
+        self._where = printable(wish.url)
+        self._record = read_record(wish.target) or SourceRecord(self._where)
+        self._restarts = 0
+        self._digest = hashlib.sha256()
+        self.have = 0  # bytes in the part
+        self._least: int | None = None  # bytes that the head asks for, once it is there
+        self._next_look, self._next_space_check = FIRST_LOOK, FREE_CHECK_BYTES
+
+    def fetch(self) -> None:
+        """Go on until the whole file is there. Raises LocalFleetError and OSError."""
+        self._take_up()
+        failures, best = 0, self.have
+        for number in range(1, MOST_TRIES + 1):
+            try:
+                self._try_once()
+                break
+            except (_BrokenOffError, RemoteError) as error:
+                if isinstance(error, RemoteError) and not error.retryable:
+                    raise
+                failures = 1 if self.have - best >= MIB else failures + 1
+                best = max(best, self.have)
+                if failures >= MOST_FAILURES or number == MOST_TRIES:
+                    raise self._given_up(str(error)) from error
+                pause = min(30.0, 2.0 ** (failures - 1))
+                if isinstance(error, RemoteError) and error.retry_after is not None:
+                    pause = max(pause, error.retry_after)
+                self._hooks.note(f"{error}; next try in {pause:.0f} s")
+                self._hooks.sleep(pause)
+
+    def finish(self) -> str:
+        """Give the whole file its own name; return its digest. Raises DigestError and OSError."""
+        wish, found = self._wish, self._digest.hexdigest()
+        if wish.sha256 is not None and found != wish.sha256:
+            raise DigestError(
+                f"{self._where}: the file has the SHA-256 {found}, not {wish.sha256}: it is "
+                "another file or was damaged, and has been removed. Remedy: compare the digest "
+                "with its publisher's; the same command downloads it again"
+            )
+        self._part.chmod(0o644)
+        self._part.replace(wish.target)
+        write_record(wish.target, replace(self._record, total=self.have, sha256=found))
+        return found
+
+    def _take_up(self) -> None:
+        """Go on with the part of an earlier run where that is safe."""
+        if self._file.seek(0, os.SEEK_END) == 0:
+            return
+        if self._record.if_range is None and self._wish.sha256 is None:
+            self._hooks.note(
+                "The server does not tell whether its file has changed: downloading it again from "
+                "the start (with --sha256 it could be resumed)"
+            )
+            self._empty()
+            return
+        self._file.seek(0)
+        while block := self._file.read(4 * MIB):
+            self._digest.update(block)
+            self.have += len(block)
+        self._hooks.note(f"Resuming after {format_gib(self.have)}")
+        self._look(self._record.total)
+
+    def _try_once(self) -> None:
+        """Read one response into the part. Raises _BrokenOffError and RemoteError."""
+        if self.have and self.have == self._record.total:
+            return
+        wish, if_range = self._wish, self._record.if_range
+        try:
+            with open_remote(
+                self._client, wish.url, start=self.have, if_range=if_range, token=wish.token
+            ) as body:
+                self._accept(body)
+                self._receive(body.chunks)
+        except RangeRefusedError as error:
+            if error.total is None or error.total != self.have:
+                # The server has another file, or can't resume.
+                self._start_over(str(error))
+                raise _BrokenOffError(str(error)) from error
+            self._record = replace(self._record, total=self.have)  # all was there
+        except httpx.HTTPError as error:
+            raise _BrokenOffError(str(describe_failure(error))) from error
+        self._check_end()
+
+    def _accept(self, body: RemoteBody) -> None:
+        """Compare a response with what is known, and check that it fits, before it is read."""
+        known = self._record
+        if body.start == 0:
+            if self.have:
+                self._start_over("the server sends the file from its start")
+            known = SourceRecord(known.url, body.etag, body.last_modified)
+        elif (known.total is not None and body.total is not None and body.total != known.total) or (
+            known.etag is not None and body.etag is not None and body.etag != known.etag
+        ):
+            self._start_over("the file has changed on the server")
+            raise _BrokenOffError(f"{self._where}: has changed meanwhile")
+        total = known.total if body.total is None else body.total
+        self._record = replace(known, total=total)
+        write_record(self._wish.target, self._record)
+        if total is None:
+            self._check_space(0)
+        else:
+            self._check_size(total)
+            self._check_space(total - self.have)
+
+    def _receive(self, chunks: Iterator[bytes]) -> None:
+        hooks, total = self._hooks, self._record.total
+        self._file.seek(self.have)
+        hooks.progress(self.have, total)
+        window_began, window_bytes = hooks.clock(), 0
+        for chunk in chunks:
+            if total is not None and self.have + len(chunk) > total:
+                raise _TooLargeError(
+                    f"{self._where}: sends more than the {total:,} bytes that it announced; what "
+                    "has arrived is removed"
+                )
+            self._check_most(self.have + len(chunk))
+            rest = memoryview(chunk)
+            while rest:  # an unbuffered file may take a part of it, as where a disk fills
+                rest = rest[self._file.write(rest) or 0 :]
+            self._digest.update(chunk)
+            self.have += len(chunk)
+            self._look(total)
+            if total is None and self.have >= self._next_space_check:
+                self._next_space_check = self.have + FREE_CHECK_BYTES
+                self._check_space(0)
+            hooks.progress(self.have, total)
+            window_bytes += len(chunk)
+            if (now := hooks.clock()) - window_began >= STALL_SECONDS:
+                if window_bytes < STALL_BYTES:
+                    raise _BrokenOffError(
+                        f"{self._where}: sent only {window_bytes:,} bytes in "
+                        f"{now - window_began:.0f} s"
+                    )
+                window_began, window_bytes = now, 0
+
+    def _look(self, total: int | None) -> None:
+        """Judge the head as soon as enough of it is there."""
+        if self._least is not None or not self._next_look <= self.have <= LAST_LOOK:
+            return
+        self._next_look = 2 * self.have
+        self._least = self._hooks.least_size(self._part)
+        if self._least is None:
+            return
+        if total is None:
+            self._check_size(self._least)
+            self._check_space(self._least - self.have)
+        elif self._least > total:
+            raise ModelFileError(
+                f"{self._where}: announces {total:,} bytes, but its head asks for at least "
+                f"{self._least:,}: the file on the server is cut short. Remedy: another address, "
+                "or tell its publisher"
+            )
+
+    def _check_end(self) -> None:
+        """Judge the end of a body. Raises _BrokenOffError where more should have come."""
+        have, total = self.have, self._record.total
+        if total is not None and have < total:
+            raise _BrokenOffError(f"{self._where}: ended after {have:,} of {total:,} bytes")
+        if self._least is None:
+            self._least = self._hooks.least_size(self._part)
+        if self._least is not None and have >= self._least:
+            return
+        if total is None:  # the end of the connection was the only sign of the end
+            of = "" if self._least is None else f" of at least {self._least:,}"
+            raise _BrokenOffError(f"{self._where}: ended after {have:,}{of} bytes")
+        raise ModelFileError(
+            f"{self._where}: the file on the server is cut short, after {have:,} bytes; it is "
+            "removed. Remedy: another address, or tell its publisher"
+        )
+
+    def _check_size(self, size: int) -> None:
+        self._check_most(size)
+        self._hooks.check_size(size)
+
+    def _check_most(self, size: int) -> None:
+        most = self._wish.most_bytes
+        if most is not None and size > most:
+            raise _TooLargeError(
+                f"{self._where}: larger than --max-bytes allows ({most:,} bytes); what has arrived "
+                "is removed"
+            )
+
+    def _check_space(self, more: int) -> None:
+        needed = max(0, more) + self._wish.space_beside
+        folder = self._part.parent
+        free = self._hooks.free_space(folder)
+        if free - needed < DISK_RESERVE:
+            raise DownloadError(
+                f"{self._where}: not enough space on the disk: {format_gib(needed)} more are "
+                f"needed and {format_gib(DISK_RESERVE)} must stay free, but {folder} has "
+                f"{format_gib(free)}. Remedy: llama-gateway cache list shows what it holds; or "
+                "another folder, in LLAMA_GATEWAY_CACHE"
+            )
+
+    def _start_over(self, why: str) -> None:
+        self._restarts += 1
+        if self._restarts > MOST_RESTARTS:
+            raise self._given_up(why)
+        self._hooks.note(f"Starting over: {why}")
+        self._empty()
+
+    def _empty(self) -> None:
+        self._file.truncate(0)
+        self._digest = hashlib.sha256()
+        self.have, self._least = 0, None
+        self._next_look, self._next_space_check = FIRST_LOOK, FREE_CHECK_BYTES
+        self._record = SourceRecord(self._record.url)
+
+    def _given_up(self, why: str) -> DownloadError:
+        return DownloadError(
+            f"{why}; given up after several tries. {format_gib(self.have)} are kept: the same "
+            "command goes on from there"
+        )
+
+
+FIRST_WAIT = 0.2  # seconds at another process's lock before this one says that it waits
+WAIT_ROUND = 30.0
+MOST_IDLE_ROUNDS = 20  # in which the other's part may not grow: it checks a digest, or hangs
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWish:
+    """A model to be downloaded."""
+
+    url: httpx.URL
+    sha256: tuple[str, ...] = ()  # of each file, in order
+    token: str | None = field(default=None, repr=False)
+    most_bytes: int | None = None  # of all files
+
+
+def fetch_model(
+    wish: ModelWish,
+    cache: Path,
+    hooks: DownloadHooks,
+    *,
+    check_fits: Callable[[ModelFile], None],
+) -> Path:
+    """Return the first file of the model in the cache, downloaded now unless it is there.
+
+    `check_fits` raises where a model of that size is of no use here; it is asked before the first
+    byte is read. Raises LocalFleetError and OSError.
+    """
+    urls = part_urls(wish.url)
+    if wish.sha256 and len(wish.sha256) != len(urls):
+        raise ModelUrlError(
+            f"--sha256: given {len(wish.sha256)} times, but the model has {len(urls)} "
+            f"{'file' if len(urls) == 1 else 'files'}; give it once for each, in order"
+        )
+    if found := _with_digest(wish, cache):
+        return found
+    folder = downloads_folder(cache) / cache_key(urls[0])
+    targets = [folder / file_name(url) for url in urls]
+    if not _complete(wish, targets):
+        with _only_process(folder, targets, hooks.note):
+            if not _complete(wish, targets):
+                with open_client() as client:
+                    _download_all(client, wish, urls, targets, hooks, check_fits)
+    return targets[0]
+
+
+def _download_all(
+    client: httpx.Client,
+    wish: ModelWish,
+    urls: list[httpx.URL],
+    targets: list[Path],
+    hooks: DownloadHooks,
+    check_fits: Callable[[ModelFile], None],
+) -> None:
+    """Download the files that are missing; sizes count for the model as a whole."""
+    sizes = [target.stat().st_size if target.exists() else 0 for target in targets]
+    missing = [index for index, target in enumerate(targets) if not target.exists()]
+    if len(urls) > 1:
+        for index in missing:
+            with open_remote(client, urls[index], token=wish.token) as body:
+                sizes[index] = body.total or 0
+    for index in missing:
+        target = targets[index]
+
+        def check_size(size: int, index: int = index) -> None:
+            sizes[index] = size
+            check_fits(ModelFile(targets[0], targets[0].stem, sum(sizes), None))
+
+        later = [other for other in missing if other > index]
+        others = sum(sizes) - sizes[index]
+        one = DownloadWish(
+            urls[index],
+            target,
+            sha256=wish.sha256[index] if wish.sha256 else None,
+            token=wish.token,
+            most_bytes=None if wish.most_bytes is None else max(0, wish.most_bytes - others),
+            space_beside=sum(max(0, sizes[at] - _part_size(targets[at])) for at in later),
+        )
+        digest = download(client, one, replace(hooks, check_size=check_size, least_size=least_size))
+        if not wish.sha256:
+            hooks.note(f"{target.name} has the SHA-256 {digest}; --sha256 checks it next time")
+
+
+def _complete(wish: ModelWish, targets: list[Path]) -> bool:
+    """Whether all files are there. Raises DigestError where one is not the file that was asked."""
+    if not all(target.is_file() for target in targets):
+        return False
+    for target, wanted in zip(targets, wish.sha256, strict=False):
+        record = read_record(target)
+        digest = None if record is None else record.sha256
+        if digest is None:
+            with target.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if record is not None:
+                write_record(target, replace(record, sha256=digest))
+        if digest != wanted:
+            raise DigestError(
+                f"{target}: the file in the cache has the SHA-256 {digest}, not {wanted}. Remedy: "
+                f"correct --sha256, or download it again after: llama-gateway cache remove "
+                f"{target.name}"
+            )
+    return True
+
+
+def _with_digest(wish: ModelWish, cache: Path) -> Path | None:
+    """Return a downloaded file with the digest that was asked, from whatever address."""
+    if len(wish.sha256) != 1:
+        return None
+    for record in sorted(downloads_folder(cache).glob("*/*.gguf.source.json")):
+        target = record.with_name(record.name.removesuffix(".source.json"))
+        found = read_record(target)
+        if found is not None and found.sha256 == wish.sha256[0] and target.is_file():
+            return target
+    return None
+
+
+@contextmanager
+def _only_process(folder: Path, targets: list[Path], note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a model's downloads; wait while another process makes progress with it."""
+    path = folder.with_name(f"{folder.name}.lock")
+    idle, seen, wait = 0, -1, FIRST_WAIT
+    while True:
+        lock = file_lock(path, timeout=wait)
+        try:
+            lock.__enter__()
+            break
+        except TimeoutError:
+            if wait == FIRST_WAIT:
+                note("Another process is downloading this model: waiting for it")
+            wait = WAIT_ROUND
+            size = sum(_part_size(target) for target in targets)
+            idle, seen = (idle + 1, seen) if size == seen else (0, size)
+            if idle >= MOST_IDLE_ROUNDS:
+                raise DownloadError(
+                    f"{path}: another process holds the lock of this download and has made no "
+                    f"progress for {idle * WAIT_ROUND:.0f} s. Remedy: end it"
+                ) from None
+    try:
+        yield
+    finally:
+        lock.__exit__(None, None, None)
+
+
+def _part_size(target: Path) -> int:
+    try:
+        return part_path(target).stat().st_size
+    except OSError:
+        return 0

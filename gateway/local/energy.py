@@ -1,0 +1,211 @@
+"""Reads the energy that processors and memory take, from the RAPL counters in sysfs.
+
+Linux shows the counters of Intel and AMD processors as `/sys/class/powercap/intel-rapl:*`. A
+package's counter holds all of the processor (its `core` and `uncore` counters are parts of it),
+`dram` is beside it, and `psys` is the whole platform, packages included. So packages and DRAM are
+added up. `intel-rapl-mmio` shows the same packages a second time.
+
+Untried on real hardware: the tests read sysfs trees that they generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.local.topology import read_number, read_text
+
+ROOT = Path("/")
+
+POWERCAP = "sys/class/powercap"
+
+ZONE = re.compile(r"intel-rapl(?P<mmio>-mmio)?:(?P<package>\d{1,6})(:(?P<part>\d{1,6}))?")
+"""A package has one number, its parts have two: `intel-rapl:0`, `intel-rapl:0:1`."""
+
+MICROJOULES = 1e-6
+
+JOULES_PER_KWH = 3_600_000
+
+MOST_WATTS = 1000.0
+"""More than one package takes: how soon a counter may begin again is computed with it."""
+
+NO_COUNTERS = (
+    "this machine shows no energy counters in /sys/class/powercap (RAPL): virtual machines and "
+    "most ARM processors have none. Remedy on Intel and AMD hardware: sudo modprobe intel_rapl_msr"
+)
+
+HIDDEN_COUNTERS = (
+    "{zone} exists but can't be read: a container hides the energy counters. Remedy: measure on "
+    "the host itself"
+)
+
+FORBIDDEN_COUNTER = (
+    "{path} is readable by root only. Remedy: run the command as root, or allow it until the next "
+    "boot: sudo chmod a+r /sys/class/powercap/intel-rapl*:*/energy_uj (not on a machine with users "
+    "whom you do not trust: the counters tell about the work of others, CVE-2020-8694)"
+)
+
+
+class EnergyUnavailableError(Exception):
+    """Energy can't be measured here. The text says why, and the remedy where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyDomain:
+    """A counter, of which no part is counted by another one."""
+
+    name: str  # such as "package-0" or "package-0 dram"
+    counter: Path  # microjoules since some moment
+    range_uj: int  # the counter's highest value, after which it begins at 0 again
+
+
+def find_energy_domains(sysroot: Path = ROOT) -> tuple[EnergyDomain, ...]:
+    """Find the packages of this machine and their DRAM, in the order of their names.
+
+    Raises EnergyUnavailableError where there is none, or one of them can't be read: a sum without
+    it would be too low.
+    """
+    found: dict[str, EnergyDomain] = {}
+    zones = list(_zones(sysroot))
+    for zone, match in zones:
+        name = _domain_name(zone, match)
+        if name is None or name in found:  # the same package by MMIO comes last
+            continue
+        range_uj = read_number(zone / "max_energy_range_uj")
+        if range_uj is None or range_uj <= 0:
+            raise EnergyUnavailableError(
+                f"{zone / 'max_energy_range_uj'}: not a number above 0, so a counter that begins "
+                "again could not be told. Remedy: a newer kernel"
+            )
+        found[name] = EnergyDomain(name, zone / "energy_uj", range_uj)
+    if not found:
+        hidden = [zone for zone, _ in zones if not read_text(zone / "name").strip()]
+        raise EnergyUnavailableError(
+            HIDDEN_COUNTERS.format(zone=hidden[0]) if hidden else NO_COUNTERS
+        )
+    for domain in found.values():
+        _read_counter(domain)
+    return tuple(found[name] for name in sorted(found))
+
+
+class EnergyMeter:
+    """Adds up the energy of some domains, over any number of times that a counter begins again.
+
+    `joules` must be called at least every `longest_interval` seconds: `sampling` sees to it. A
+    counter that can't be read any more ends the measurement: `joules` is None from then on, and
+    `failure` says why. It is not for several threads.
+    """
+
+    def __init__(self, domains: Sequence[EnergyDomain]) -> None:
+        """Begin at 0 joules. Raises EnergyUnavailableError where a counter can't be read."""
+        if not domains:
+            raise ValueError("an EnergyMeter needs a domain")
+        self.domains = tuple(domains)
+        self.failure: str | None = None
+        self._last_uj = [_read_counter(domain) for domain in self.domains]
+        self._total_uj = [0] * len(self.domains)
+
+    @property
+    def longest_interval(self) -> float:
+        """Seconds within which no counter can pass its range twice; half of the shortest time."""
+        return min(domain.range_uj for domain in self.domains) * MICROJOULES / MOST_WATTS / 2
+
+    def joules(self) -> float | None:
+        """Read the counters; return the energy since the meter was made, None after a failure."""
+        if self.failure is None:
+            try:
+                self._read()
+            except EnergyUnavailableError as error:
+                self.failure = str(error)
+        return None if self.failure is not None else self.counted
+
+    @property
+    def counted(self) -> float:
+        """Joules up to the last reading."""
+        return sum(self._total_uj) * MICROJOULES
+
+    def joules_by_domain(self) -> dict[str, float] | None:
+        """Read the counters; return the energy of each domain, None after a failure."""
+        if self.joules() is None:
+            return None
+        return {
+            domain.name: total * MICROJOULES
+            for domain, total in zip(self.domains, self._total_uj, strict=True)
+        }
+
+    @asynccontextmanager
+    async def sampling(self) -> AsyncGenerator[None, None]:
+        """Read the counters often enough within this context, however long it lasts."""
+        task = asyncio.create_task(self._keep_reading())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _keep_reading(self) -> None:
+        while self.joules() is not None:  # noqa: ASYNC110 - nothing tells when a counter advances
+            await asyncio.sleep(self.longest_interval)
+
+    def _read(self) -> None:
+        for index, domain in enumerate(self.domains):
+            now_uj = _read_counter(domain)
+            self._total_uj[index] += energy_between(self._last_uj[index], now_uj, domain.range_uj)
+            self._last_uj[index] = now_uj
+
+
+def open_meter(sysroot: Path = ROOT) -> EnergyMeter:
+    """Return a meter of this machine's packages and DRAM. Raises EnergyUnavailableError."""
+    return EnergyMeter(find_energy_domains(sysroot))
+
+
+def energy_between(before_uj: int, after_uj: int, range_uj: int) -> int:
+    """Return the microjoules between two readings, with at most one new beginning at 0."""
+    if after_uj >= before_uj:
+        return after_uj - before_uj
+    return range_uj - before_uj + after_uj
+
+
+def kwh_per_million(joules_per_token: float) -> float:
+    """Return the energy of a million tokens in kWh."""
+    return joules_per_token * 1_000_000 / JOULES_PER_KWH
+
+
+def _zones(sysroot: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    """Yield packages and their parts; those shown by MMIO last."""
+    try:
+        entries = sorted((sysroot / POWERCAP).iterdir())
+    except OSError:
+        return
+    zones = [(entry, match) for entry in entries if (match := ZONE.fullmatch(entry.name))]
+    yield from sorted(zones, key=lambda one: one[1]["mmio"] is not None)
+
+
+def _domain_name(zone: Path, match: re.Match[str]) -> str | None:
+    """Return the domain that a zone counts; None if it is a part of another, or all of them."""
+    name = read_text(zone / "name").strip()
+    if match["part"] is None:
+        return name if name.startswith("package") else None
+    if name != "dram":
+        return None
+    package = zone.with_name(zone.name.rpartition(":")[0])
+    return f"{read_text(package / 'name').strip()} dram"
+
+
+def _read_counter(domain: EnergyDomain) -> int:
+    try:
+        text = domain.counter.read_text(errors="replace").strip()
+    except PermissionError:
+        raise EnergyUnavailableError(FORBIDDEN_COUNTER.format(path=domain.counter)) from None
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise EnergyUnavailableError(f"{domain.counter}: {why}") from error
+    if not (text.isascii() and text.isdecimal()) or int(text) > domain.range_uj:
+        raise EnergyUnavailableError(
+            f"{domain.counter}: {text[:40]!r} is not a number up to {domain.range_uj}"
+        )
+    return int(text)

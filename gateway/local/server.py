@@ -1,0 +1,402 @@
+"""Runs one llama.cpp server as a child process: its command line, its port and its log.
+
+It is the embedded server or a llama-server binary. Both are started through
+`gateway.local.launch`, which pins them and ends them with their parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import httpx
+
+import gateway
+from gateway.local import ServerBinaryError, ServerStartError
+from gateway.local.cache import cache_folder
+from gateway.local.embedded import batch_sizes, openmp_folder
+
+MIB = 1 << 20
+
+BINARY_NAME = "llama-server"
+
+MEAN = "mean"
+"""How a model that was not made for embeddings makes them; without any, a server refuses texts."""
+
+HELP_TIMEOUT = 30.0  # seconds for --help, and for --version
+
+VERSION_PATTERN = re.compile(r"^version: (.+)$", re.MULTILINE)
+
+FLAG_PATTERN = re.compile(r"(?<![\w-])(--?[a-z][a-z0-9-]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One llama.cpp server to start."""
+
+    name: str
+    model: Path
+    alias: str  # the model's name as the server reports it
+    slots: int
+    context: int  # tokens of one slot
+    threads: int
+    numa_node: int  # the node that it is planned for
+    cpus: tuple[int, ...] | None = None  # None: any
+    memory_node: int | None = None  # None: any
+    no_mmap: bool = False
+    mlock: bool = False
+    prompt_cache_bytes: int = 0  # of evicted prompts
+    embedding: bool = False
+    own_pooling: bool = False  # the model says how its embeddings are made
+    host: str = "127.0.0.1"
+    batch: int | None = None  # tokens of one step; None: by its context
+    micro_batch: int | None = None  # tokens of one computation
+
+
+@dataclass(frozen=True, slots=True)
+class ServerBinary:
+    """A llama-server, the flags that its own help lists, and its version with the build."""
+
+    path: Path
+    flags: frozenset[str]
+    version: str | None = None
+
+
+def find_binary(named: Path | None, search_path: str | None = None) -> ServerBinary | None:
+    """Find the llama-server named, else the one on PATH, else None for the embedded server.
+
+    Its `--help` is read for the flags, and its `--version`. Raises ServerBinaryError when the named
+    one is no program, or when the help is not a llama-server's.
+    """
+    found = shutil.which(str(named) if named else BINARY_NAME, path=search_path)
+    if found is None:
+        if named is None:
+            return None
+        raise ServerBinaryError(f"{named}: no such program; name a llama-server with --server-bin")
+    path = Path(found).absolute()
+    try:
+        status, help_text = _output(path, "--help")
+        flags = parse_flags(help_text)
+        if not {"--model", "--port", "--parallel"} <= flags:
+            raise ServerBinaryError(
+                f"{path}: its --help (exit status {status}) is not a llama-server's; name "
+                "one with --server-bin, or take it off PATH to have the embedded server used"
+            )
+        version = VERSION_PATTERN.search(_output(path, "--version")[1])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ServerBinaryError(f"{path}: {error}; it must be a llama-server") from error
+    return ServerBinary(path, flags, version[1] if version else None)
+
+
+def _output(program: Path, flag: str) -> tuple[int, str]:
+    """Exit status and output of a program with one flag. Raises OSError and TimeoutExpired."""
+    done = subprocess.run(
+        [str(program), flag],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=HELP_TIMEOUT,
+        check=False,
+    )
+    return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
+
+
+def parse_flags(help_text: str) -> frozenset[str]:
+    """Return every flag that a help text names."""
+    return frozenset(FLAG_PATTERN.findall(help_text))
+
+
+def server_command(
+    spec: ServerSpec, port: int, *, parent: int, binary: ServerBinary | None = None
+) -> list[str]:
+    """Return the command of a server. It dies with the process `parent`, which must start it."""
+    launch = [sys.executable, "-P", "-m", "gateway.local.launch", "--parent", str(parent)]
+    if spec.cpus is not None:
+        launch += ["--cpus", ",".join(map(str, spec.cpus))]
+    if spec.memory_node is not None:
+        launch += ["--memory-node", str(spec.memory_node)]
+    if spec.mlock:
+        launch.append("--mlock")
+    server = _embedded(spec, port) if binary is None else _llama_server(spec, port, binary)
+    return [*launch, "--", *server]
+
+
+def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment in which a server finds this package and the OpenMP runtime.
+
+    Raises OSError when the cache folder must be written for that, and can't be.
+    """
+    result = dict(os.environ if env is None else env)
+    root = str(Path(gateway.__file__).parent.parent)
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, [root, result.get("PYTHONPATH")]))
+    if openmp := openmp_folder(cache_folder(result)):
+        folders = [result.get("LD_LIBRARY_PATH"), str(openmp)]
+        result["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
+    return result
+
+
+def _embedded(spec: ServerSpec, port: int) -> list[str]:
+    command = [
+        *(sys.executable, "-P", "-m", "gateway", "node-server"),
+        *("--model", str(spec.model), "--alias", spec.alias),
+        *("--host", spec.host, "--port", str(port)),
+        *("--slots", str(spec.slots), "--ctx", str(spec.slots * spec.context)),
+        *("--threads", str(spec.threads)),
+        *("--cache-ram", str(spec.prompt_cache_bytes // MIB)),
+    ]
+    if spec.batch is not None:
+        command += ["--batch", str(spec.batch)]
+    if spec.micro_batch is not None:
+        command += ["--ubatch", str(spec.micro_batch)]
+    if spec.no_mmap:
+        command.append("--no-mmap")
+    if spec.mlock:
+        command.append("--mlock")
+    if spec.embedding:
+        command.append("--embedding")
+        command += [] if spec.own_pooling else ["--pooling", MEAN]
+    return command
+
+
+def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str]:
+    batch, micro_batch = batch_sizes(spec.context, embedding=spec.embedding)
+    command = [
+        *(str(binary.path), "-m", str(spec.model), "--alias", spec.alias),
+        *("--host", spec.host, "--port", str(port)),
+        *("-np", str(spec.slots), "-c", str(spec.slots * spec.context)),
+        *("-t", str(spec.threads), "-tb", str(spec.threads)),
+        *("-b", str(spec.batch or batch), "-ub", str(spec.micro_batch or micro_batch)),
+    ]
+    # Flags change between versions: of each row the first one that this binary has.
+    rows: list[list[list[str]]] = [
+        [["--metrics"]],
+        [["--slots"]],
+        [["--jinja"]],
+        [["--no-ui"], ["--no-webui"]],
+        [["--cors-origins", f"http://{spec.host}:{port}"]],
+        [["--cache-ram", str(spec.prompt_cache_bytes // MIB)]],
+    ]
+    if spec.mlock and "--load-mode" in binary.flags:
+        rows.append([["--load-mode", "mlock" if spec.no_mmap else "mmap+mlock"]])
+    elif spec.mlock:
+        rows += [[["--mlock"]], [["--no-mmap"]] if spec.no_mmap else []]
+    elif spec.no_mmap:
+        rows.append([["--load-mode", "none"], ["--no-mmap"]])
+    if spec.embedding:
+        rows.append([["--embeddings"], ["--embedding"]])
+        rows += [] if spec.own_pooling else [[["--pooling", MEAN]]]
+    for row in rows:
+        command += next((words for words in row if words[0] in binary.flags), [])
+    return command
+
+
+READY_POLL_INTERVAL = 0.1  # seconds between two health checks of a starting server
+
+LOG_CHECK_INTERVAL = 10.0  # seconds between two checks of a log's size
+
+
+class ServerProcess:
+    """The process of one spec, which may be started again after its end.
+
+    It dies with the thread that starts it.
+    """
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        port: int,
+        log: Path,
+        *,
+        binary: ServerBinary | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.spec = spec
+        host = f"[{spec.host}]" if ":" in spec.host else spec.host
+        self.url = f"http://{host}:{port}"
+        self.started_at = clock()
+        self.log = log
+        self._port = port
+        self._binary = binary
+        self._clock = clock
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The PID of the process while it runs."""
+        if self._process is None or self._process.returncode is not None:
+            return None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start the process. Raises OSError when the log or the process can't be created."""
+        self.started_at = self._clock()
+        command = server_command(self.spec, self._port, parent=os.getpid(), binary=self._binary)
+        with open_log(self.log) as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=server_environment(),
+                # Ctrl-C must reach the gateway only, which drains before it ends its servers.
+                start_new_session=True,
+            )
+
+    async def wait_until_ready(
+        self, client: httpx.AsyncClient, timeout: float, on_loading: Callable[[], None]
+    ) -> None:
+        """Wait until `/health` gives 200; call `on_loading` once if it gives 503 first.
+
+        Raises ServerStartError when the process ends, or is not ready after `timeout` seconds.
+        """
+        loading = False
+        while self._clock() - self.started_at < timeout:
+            if self.pid is None:
+                raise self._start_error(f"ended ({self.exit_description()}) before it was ready")
+            with suppress(httpx.HTTPError):
+                status = (await client.get(f"{self.url}/health")).status_code
+                if status == 200:
+                    return
+                if status == 503 and not loading:
+                    loading = True
+                    on_loading()
+            await self._ended_within(READY_POLL_INTERVAL)
+        raise self._start_error(f"was not ready after {timeout:.0f} s")
+
+    async def wait(self) -> None:
+        """Wait until the process has ended, and bound the size of its log meanwhile."""
+        while not await self._ended_within(LOG_CHECK_INTERVAL):
+            await asyncio.to_thread(truncate_log, self.log)
+
+    async def stop(self, timeout: float) -> None:
+        """End the process: SIGTERM, and SIGKILL after `timeout` seconds or when cancelled."""
+        if self._process is None or self.pid is None:
+            return
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            await self._ended_within(timeout)
+        finally:
+            if self.pid is not None:
+                with suppress(ProcessLookupError):
+                    self._process.kill()
+        await self._process.wait()
+
+    def exit_description(self) -> str:
+        """Describe how the process ended."""
+        status = self._process.returncode if self._process else None
+        if status is None:
+            return "not started"
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        return f"exit status {status}"
+
+    async def _ended_within(self, limit: float) -> bool:
+        if self._process is None:
+            return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), limit)
+        return self._process.returncode is not None
+
+    def _start_error(self, problem: str) -> ServerStartError:
+        lines = "".join(f"\n  {line}" for line in last_lines(self.log))
+        return ServerStartError(
+            f"{self.spec.name}: the llama.cpp server {problem}; the end of its log {self.log}:"
+            f"{lines or ' nothing'}"
+        )
+
+
+BASE_PORT = 8081
+
+MOST_PORTS_TRIED = 1000
+
+
+def claim_port(host: str, port: int = 0) -> socket.socket:
+    """Bind `port` (0: any free one) for a server that sets SO_REUSEADDR or SO_REUSEPORT.
+
+    Raises OSError when the port is taken. The options are set after the bind: set before, the bind
+    would succeed although another process has claimed the port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    claim = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        claim.bind((host, port))
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError:
+        claim.close()
+        raise
+    return claim
+
+
+def claim_free_port(host: str, base: int = BASE_PORT) -> socket.socket:
+    """Claim the first free port from `base` upwards, else any.
+
+    Raises OSError when the host isn't an address of this machine.
+    """
+    for port in range(base, min(base + MOST_PORTS_TRIED, 65536)):
+        try:
+            return claim_port(host, port)
+        except OSError as error:
+            if error.errno not in {errno.EADDRINUSE, errno.EACCES}:
+                raise
+    return claim_port(host)
+
+
+def claimed_port(claim: socket.socket) -> int:
+    """Return the number of a claimed port."""
+    port: int = claim.getsockname()[1]
+    return port
+
+
+MOST_LOG_BYTES = 8 << 20  # of a log, and of the older one beside it
+
+TAIL_BYTES = 64 << 10
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Begin a new log; the log of the previous run stays as `<name>.1`.
+
+    It is opened for appending, so that it can be truncated while a server writes to it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        path.replace(_older(path))
+    return path.open("ab", buffering=0)
+
+
+def truncate_log(path: Path, limit: int = MOST_LOG_BYTES) -> bool:
+    """Copy a log larger than `limit` bytes to `<name>.1`, and empty it.
+
+    Lines written during the copy are lost. Returns whether the log was that large.
+    """
+    if not path.exists() or path.stat().st_size <= limit:
+        return False
+    shutil.copyfile(path, _older(path))
+    os.truncate(path, 0)
+    return True
+
+
+def last_lines(path: Path, count: int = 20) -> list[str]:
+    """Return the last lines of a log; none where there is no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")

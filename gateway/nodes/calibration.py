@@ -1,0 +1,394 @@
+"""Calibrates idle nodes: two tiny requests show how fast a node is before anyone needs it.
+
+The first one pages the model in and is thrown away; the second is measured. What it shows is a
+weak first guess (`Speed.calibrate`), which the first real answer replaces. A node whose speed is
+known gets the first one alone, after it has loaded its model.
+
+No request waits for a calibration: its slot counts as free, and each lease on the node calls it in
+(`SlotOccupancy.lend_slot`). Then the connection is closed, which ends the node's work within a
+batch; until its `/slots` shows that, the node looks slower by the time of a batch, so that
+requests go elsewhere where they can. It counts against nobody: no caller, no circuit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import random
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from gateway.events import EventBus, NodeCalibrated
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.health import probe_slots
+from gateway.nodes.node import (
+    SLOT_LINGER,
+    CalibrationRecord,
+    Lease,
+    Node,
+)
+from gateway.terms import Endpoint
+from gateway.transport.errors import InvalidResponse, UpstreamError
+
+log = logging.getLogger(__name__)
+
+MOST_AT_ONCE = 8
+
+MOST_SECONDS = 20.0
+"""Most seconds for both requests."""
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at all nodes, if no calibration has ended."""
+
+BUSY_PAUSE = 5.0
+"""Seconds until a node is looked at again that proved to be busy."""
+
+BLIND_PAUSE = 60.0
+"""Seconds until a node is looked at again whose `/slots` could not be read."""
+
+MOST_SETTLING_POLLS = 8
+"""Readings of `/slots` after which the slot counts as free, whatever they show."""
+
+LARGEST_REPLY = 1 << 20
+"""Bytes."""
+
+READ_LINES = 8
+
+WARM_UP_WORDS, WARM_UP_TOKENS = 16, 2
+"""Words read and tokens written by the request that is thrown away."""
+
+READ_WORDS, WRITE_TOKENS = 100, 8
+"""Words and tokens of the request that is measured; such a word is a token in most vocabularies."""
+
+WORDS = (
+    *("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are"),
+    *("with", "as", "his", "they", "be", "at", "one", "have", "this", "from", "or", "had", "by"),
+    *("not", "but", "what", "all", "were", "when", "we", "there", "can", "an", "your", "which"),
+)
+"""In random order no cache has more than the first few."""
+
+_HEADER_LINES = b"content-type: application/json\r\naccept-encoding: identity\r\n"
+
+_PATHS: tuple[tuple[Endpoint, str], ...] = (
+    ("embeddings", "/v1/embeddings"),
+    ("chat", "/completion"),
+    ("rerank", "/v1/rerank"),
+)
+"""By the endpoint that it shows; tried in this order, since a server for embeddings may die of a
+completion, and one for chats refuses embeddings at once."""
+
+
+class Calibratable(Protocol):
+    """A node, as far as the choice of those to calibrate depends on it."""
+
+    @property
+    def host(self) -> str:
+        """Nodes of the same host are calibrated one at a time."""
+
+    @property
+    def calibration(self) -> CalibrationRecord:
+        """Its calibrations so far."""
+
+    def calibration_due(self, now: float) -> bool:
+        """Whether one may begin, as far as the node alone is concerned."""
+
+
+N = TypeVar("N", bound=Calibratable)
+
+
+def due(nodes: Iterable[N], running: Collection[N], now: float) -> list[N]:
+    """The nodes to calibrate from now on, beside those that run: the least tried first."""
+    room = MOST_AT_ONCE - len(running)
+    if room <= 0:
+        return []
+    hosts = {node.host for node in running}
+    chosen: list[N] = []
+    waiting = [node for node in nodes if node.calibration_due(now)]
+    for node in sorted(waiting, key=lambda one: one.calibration.tries):
+        if node.host not in hosts:
+            hosts.add(node.host)
+            chosen.append(node)
+            if len(chosen) == room:
+                break
+    return chosen
+
+
+def paths_to_try(node: Node) -> list[str]:
+    """The paths of which the first that the node serves shows its speed; empty: none does."""
+    declared = node.spec.endpoints
+    if declared is not None and "chat" in declared:
+        return ["/completion"]
+    return [
+        path
+        for endpoint, path in _PATHS
+        if node.supports(endpoint) and (endpoint != "chat" or node.is_for_chat)
+    ]
+
+
+def request_body(path: str, text: str, tokens: int) -> dict[str, object]:
+    """A request that reads the text and, if the path can, writes so many tokens."""
+    if path == "/v1/embeddings":
+        return {"input": text}
+    if path == "/v1/rerank":
+        return {"query": "a", "documents": [text]}
+    return {
+        "prompt": text,
+        "n_predict": tokens,
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "stream": True,
+        "timings_per_token": True,
+        # Without it a server goes on to the prompt's end when the connection closes.
+        "return_progress": True,
+    }
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+
+
+class _Progress(msgspec.Struct):
+    processed: int = 0
+    time_ms: float = 0.0
+
+
+class _Reply(msgspec.Struct):
+    """What is read of a reply, or of one event of it."""
+
+    timings: dict[str, object] | None = None
+    usage: _Usage | None = None
+    prompt_progress: _Progress | None = None
+
+
+def shown_timings(reply: bytes, seconds: float) -> dict[str, object] | None:
+    """The last `timings` in a reply, whole or cut off; of one without, by our own clock.
+
+    Of one that ends while the prompt is read, by its progress.
+    """
+    for line in reversed(reply.rsplit(b"\n", READ_LINES)):
+        try:
+            found = msgspec.json.decode(line.removeprefix(b"data: "), type=_Reply)
+        except msgspec.MsgspecError:
+            continue
+        if (read := found.prompt_progress) is not None:
+            return {"prompt_n": read.processed, "prompt_ms": read.time_ms} if read.time_ms else None
+        if found.timings is not None:
+            return found.timings
+        if found.usage is not None:
+            return {"prompt_n": found.usage.prompt_tokens, "prompt_ms": seconds * 1000}
+    return None
+
+
+class _RefusedError(UpstreamError):
+    """The node refused the request."""
+
+    def __init__(self, path: str, status: int) -> None:
+        super().__init__(f"{path} answers {status}")
+        self.status = status
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One calibration."""
+
+    node: Node
+    rng: random.Random
+    limit: asyncio.Timeout
+    sending: bool = False
+    needed: bool = False
+    """Whether a request has called it in."""
+    warm: bool = False
+    """Whether the first request has been answered."""
+    reply: bytearray = field(default_factory=bytearray)
+    """What has come of the last request's reply."""
+    seconds: float = 0.0
+    """That it took."""
+
+    def call_in(self) -> None:
+        """A request wants a slot of the node."""
+        if self.sending and not (self.needed or self.limit.expired()):
+            self.needed = True
+            self.limit.reschedule(asyncio.get_running_loop().time())
+
+    async def work(self, paths: list[str], lease: Lease, *, measure: bool) -> None:
+        """Send both requests. Raises: UpstreamError; TimeoutError, also when it is called in."""
+        async with self.limit:
+            self.sending = True
+            try:
+                path = await self._warm_up(paths, lease)
+                self.warm = True
+                self.reply.clear()
+                if measure:
+                    await self._send(path, READ_WORDS, WRITE_TOKENS, lease)
+            finally:
+                self.sending = False
+
+    async def _warm_up(self, paths: list[str], lease: Lease) -> str:
+        """Send the first request; the path that the node serves."""
+        for path in paths:
+            try:
+                await self._send(path, WARM_UP_WORDS, WARM_UP_TOKENS, lease)
+            except _RefusedError as refused:
+                if refused.status != HTTPStatus.NOT_IMPLEMENTED or path == paths[-1]:
+                    raise
+            else:
+                return path
+        raise AssertionError("no path")
+
+    async def _send(self, path: str, words: int, tokens: int, lease: Lease) -> None:
+        node = self.node
+        if node.context is not None:
+            words = min(words, node.context // 4)
+        text = " ".join(self.rng.choices(WORDS, k=words))
+        body = msgspec.json.encode(request_body(path, text, tokens))
+        head = node.upstream.address.request_head(b"POST", path.encode(), _HEADER_LINES, len(body))
+        began = node.clock()
+        try:
+            async with node.upstream.response(
+                head, body, connect_timeout=node.settings.health.timeout
+            ) as connection:
+                if connection.status != HTTPStatus.OK:
+                    raise _RefusedError(path, connection.status)
+                lease.head_received(node.clock())
+                while part := await connection.read():
+                    self.reply += part
+                    if len(self.reply) > LARGEST_REPLY:
+                        raise InvalidResponse(f"{path} answers without end")
+        finally:
+            self.seconds = node.clock() - began
+
+
+class Calibrator:
+    """Calibrates a fleet's idle nodes, each in a task of its own."""
+
+    def __init__(
+        self, fleet: Fleet, bus: EventBus, clock: Callable[[], float], rng: random.Random
+    ) -> None:
+        self._fleet = fleet
+        self._bus = bus
+        self._clock = clock
+        self._rng = rng
+        self._running: dict[Node, asyncio.Task[None]] = {}
+        self._look = asyncio.Event()
+        self._stopped = False
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        try:
+            while not self._stopped:
+                self._look.clear()
+                now = self._clock()
+                for node, task in self._running.items():
+                    if not node.capacity(now):
+                        task.cancel()
+                for node in due(self._fleet.nodes.values(), self._running, now):
+                    task = asyncio.create_task(self._calibrate(node), name=f"calibrate {node.name}")
+                    self._running[node] = task
+                    task.add_done_callback(functools.partial(self._ended, node))
+                timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look.set)
+                try:
+                    await self._look.wait()
+                finally:
+                    timer.cancel()
+        finally:
+            self.stop()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def stop(self) -> None:
+        """End all calibrations, and begin none any more."""
+        self._stopped = True
+        for task in self._running.values():
+            task.cancel()
+
+    def _ended(self, node: Node, task: asyncio.Task[None]) -> None:
+        del self._running[node]
+        self._look.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("Calibrating %s failed", node.name, exc_info=error)
+
+    async def _calibrate(self, node: Node) -> None:
+        """Calibrate this node, if `/slots` shows it idle."""
+        record, clock, paths = node.calibration, node.clock, paths_to_try(node)
+        with node.occupancy.slots_query(clock()) as query:
+            busy = await probe_slots(node)
+        if busy is not None:
+            node.occupancy.record_busy(len(busy), query, clock())
+        if busy != () or not paths or not node.calibration_due(clock()):
+            self._fleet.refresh_state(node)
+            pause = BLIND_PAUSE if busy is None else BUSY_PAUSE
+            record.postpone(clock() + pause if paths else math.inf)
+            return
+        began = clock()
+        measure = not node.speed.samples and node.speed.calibrated is None
+        run = _Run(node, self._rng, asyncio.timeout(MOST_SECONDS))
+        lease = node.take_calibration_lease(began)
+        record.begin(READ_WORDS / node.speed.expected_prefill_tps)
+        try:
+            with node.occupancy.lend_slot(run.call_in):
+                self._fleet.refresh_state(node)
+                outcome, detail = "done" if measure else "warmed", ""
+                try:
+                    await run.work(paths, lease, measure=measure)
+                except TimeoutError:
+                    outcome = "given_up" if run.needed else "timed_out"
+                except UpstreamError as error:
+                    outcome, detail = "failed", str(error)
+                shown = measure and run.warm and outcome != "failed" and _learn(run, outcome)
+                if measure and not shown and outcome == "done":
+                    outcome, detail = "failed", "its reply shows no speed"
+                record.end(
+                    outcome, clock(), warm=run.warm, again=not (shown if measure else run.warm)
+                )
+                self._bus.publish(
+                    NodeCalibrated(
+                        node.name,
+                        outcome,
+                        clock() - began,
+                        record.prefill_tps if shown else None,
+                        record.decode_tps if shown else None,
+                        detail,
+                    )
+                )
+                self._fleet.refresh_state(node)
+                await _settle(node)
+        finally:
+            record.over()
+            lease.release()
+            self._fleet.refresh_state(node)
+
+
+def _learn(run: _Run, outcome: str) -> bool:
+    """Whether the measured request has shown the node's speed.
+
+    One that was given up shows all of it, or nothing: its beginning says little. One that took
+    too long shows that the node is slow, even if it is not known how slow.
+    """
+    timings, speed = shown_timings(bytes(run.reply), run.seconds), run.node.speed
+    if timings is None and outcome == "timed_out":
+        timings = {"prompt_n": READ_WORDS, "prompt_ms": run.seconds * 1000}
+    if timings is None or speed.samples or (outcome == "given_up" and "predicted_n" not in timings):
+        return False
+    shown = speed.calibrate(timings)
+    if shown is None:
+        return False
+    assert speed.calibrated is not None
+    run.node.calibration.showed(
+        speed.calibrated.prefill_tps if shown.prefill else None,
+        1 / speed.calibrated.token_base if shown.decode else None,
+    )
+    return True
+
+
+async def _settle(node: Node) -> None:
+    """Wait until `/slots` shows that the slot is free."""
+    for _ in range(MOST_SETTLING_POLLS):
+        await asyncio.sleep(SLOT_LINGER)
+        busy = await probe_slots(node)
+        if busy is None or len(busy) <= node.leased:
+            return

@@ -1,0 +1,885 @@
+"""All nodes: kept as the inventory says, watched, and judged by what requests and probes show.
+
+Slots of abandoned requests are held until the node shows that they are idle (`Reclaimer`).
+`NodePrices` has the hours of the nodes that are alive, and the price of the GPU tier's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from gateway.callers.money import (
+    MILLION,
+    AliveNode,
+    GpuPrice,
+    gpu_cost,
+)
+from gateway.config.inventory import Inventory
+from gateway.config.node import NodeSpec
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.events import EventBus, InventoryChanged, ModelsDiffer, NodeChanged, NodeDrift
+from gateway.nodes.circuit import Circuit
+from gateway.nodes.health import (
+    ALIVE_STATES,
+    HealthMonitor,
+    judge_state,
+    key_rejected_reason,
+    prefill_grace,
+    probe_slots,
+)
+from gateway.nodes.lifecycle import REST_DELAY, ProbeAnswer, ProbeResult
+from gateway.nodes.model_index import (
+    ComparedServer,
+    ModelDifference,
+    ModelIndex,
+    model_differences,
+)
+from gateway.nodes.node import (
+    SLOT_LINGER,
+    LearntOfServer,
+    Lease,
+    LeasePhase,
+    Node,
+    NodeSettings,
+    NodeState,
+)
+from gateway.nodes.server_properties import server_identity, server_key
+from gateway.nodes.speed import SpeedSample, compare_speeds
+from gateway.nodes.state_files import DrainedNodes, PausedModels, PropertiesStore
+from gateway.terms import Endpoint
+from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
+
+log = logging.getLogger(__name__)
+
+FIRST_POLL = 0.02
+"""Seconds: llama.cpp frees the slot of a stream in decode within 3 to 36 ms."""
+
+MOST_POLL_INTERVAL = 1.0
+"""Seconds; the interval doubles up to this."""
+
+SLOTLESS_HOLD = 1.0
+"""Seconds for which an abandoned request without a slot is held: the node works on, and reports
+nothing of it."""
+
+BLIND_HOLD = 0.2
+"""Seconds for which the slot of a cut stream is held if the node has no `/slots`."""
+
+
+class Reclaimer:
+    """Watches abandoned leases, with one task for each node that has any."""
+
+    def __init__(self) -> None:
+        self._watches: dict[Node, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        self._closed = False
+
+    def watch(self, node: Node) -> None:
+        """A lease of this node has been abandoned."""
+        if self._closed:
+            return
+        if node in self._watches:
+            self._watches[node][1].set()
+            return
+        another = asyncio.Event()
+        task = asyncio.create_task(self._watch(node, another), name=f"reclaim {node.name}")
+        self._watches[node] = (task, another)
+
+    def release_all(self, node: Node) -> None:
+        """The node is gone, and so is its work."""
+        for lease in abandoned_leases(node):
+            lease.release()
+
+    async def aclose(self) -> None:
+        """Stop watching."""
+        self._closed = True
+        tasks = [task for task, _ in self._watches.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, node: Node, another: asyncio.Event) -> None:
+        """Poll until no abandoned lease is left; `another`: one more has been abandoned."""
+        try:
+            interval, free_before = FIRST_POLL, 0
+            while abandoned_leases(node):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval):
+                        await another.wait()
+                if another.is_set():
+                    another.clear()
+                    interval = FIRST_POLL
+                    await asyncio.sleep(FIRST_POLL)
+                interval = min(2 * interval, MOST_POLL_INTERVAL)
+                free_before = await self._poll(node, free_before)
+        finally:
+            del self._watches[node]
+
+    async def _poll(self, node: Node, free_before: int) -> int:
+        """Release the leases whose slots two readings in a row show free.
+
+        Returns how many free slots this reading showed and the one before did not.
+        """
+        if node.probe_history.down:
+            self.release_all(node)
+            return 0
+        began = node.clock()
+        busy = await probe_slots(node) if node.reports_slots else None
+        free = 0 if busy is None else released_slots(len(busy), node.leases, began)
+        confirmed = min(free, free_before)
+        now = node.clock()
+        for lease in abandoned_leases(node):
+            held = now - lease.abandoned_at
+            if not lease.slots:
+                if held >= SLOTLESS_HOLD:
+                    lease.release()
+            elif lease.slots <= confirmed:
+                confirmed -= lease.slots
+                free -= lease.slots
+                lease.release()
+            elif not node.reports_slots and held >= hold_without_slots(lease):
+                lease.release()
+            elif held >= most_hold(lease):
+                log.warning(
+                    "Node %s has not shown the slot of an abandoned request idle for %.0f s: "
+                    "counted as free now",
+                    node.name,
+                    held,
+                )
+                lease.release()
+        return free
+
+
+def abandoned_leases(node: Node) -> list[Lease]:
+    """The node's abandoned leases, oldest first."""
+    leases = [lease for lease in node.leases if lease.phase is LeasePhase.RECLAIM]
+    return sorted(leases, key=lambda lease: lease.abandoned_at)
+
+
+def released_slots(busy: int, leases: Iterable[Lease], asked_at: float) -> int:
+    """How many slots of abandoned leases are free, if a reading at `asked_at` saw `busy`.
+
+    A request counts only once it has had time to reach a slot: a live one as occupying it, an
+    abandoned one as having freed it. A busy slot that no live lease accounts for may be an
+    abandoned one's, so work of other clients delays the release.
+    """
+    abandoned = occupied = 0
+    for lease in leases:
+        arrived = asked_at - lease.taken_at >= SLOT_LINGER
+        if lease.phase is not LeasePhase.RECLAIM:
+            occupied += lease.slots if arrived else 0
+        elif arrived or lease.abandoned_phase is LeasePhase.DECODE:
+            abandoned += lease.slots
+    return max(0, abandoned - max(0, busy - occupied))
+
+
+def most_hold(lease: Lease) -> float:
+    """Seconds after which an abandoned lease is released whatever the node shows."""
+    return max(prefill_grace(lease), lease.node.silence_timeout)
+
+
+def hold_without_slots(lease: Lease) -> float:
+    """Seconds to hold an abandoned lease of a node that does not report its slots."""
+    abandoned = lease.abandoned_at
+    longest = most_hold(lease)
+    if not lease.stream:
+        if lease.expected_total is None:
+            return longest
+        return min(longest, max(BLIND_HOLD, lease.taken_at + lease.expected_total - abandoned))
+    if lease.abandoned_phase is LeasePhase.DECODE:
+        return BLIND_HOLD
+    if lease.expected_prefill is None:
+        return longest
+    expected_end = lease.prefill_began_at + lease.expected_prefill
+    return min(longest, max(BLIND_HOLD, expected_end - abandoned))
+
+
+PROBES_AT_ONCE = 256
+"""Most nodes probed at the same time: if none of a thousand nodes answers, a round takes 8 s."""
+
+MOST_LEARNT = 10_000
+"""Servers that the inventory does not have and of which something learnt is kept."""
+
+COMPARE_SPEEDS_EVERY = 5.0
+"""Seconds between two comparisons of all nodes' speeds."""
+
+
+class Fleet:
+    """All nodes by name, in the inventory's order.
+
+    Who schedules on it subscribes to its changes (`subscribe`).
+    """
+
+    def __init__(
+        self,
+        *,
+        connect: OpenNodePool,
+        health: HealthSettings,
+        timeouts: TimeoutSettings,
+        bus: EventBus,
+        clock: Callable[[], float],
+        rng: random.Random,
+        drained_nodes: DrainedNodes,
+        properties_store: PropertiesStore | None = None,
+        paused_models: PausedModels | None = None,
+    ) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.model_index = ModelIndex()
+        self.first_probes_done = asyncio.Event()
+        """Set when every node of the first inventory has been probed once."""
+        self.properties_store = properties_store or PropertiesStore()
+        self._connect = connect
+        self._settings = NodeSettings(health, timeouts)
+        self._bus = bus
+        self._clock = clock
+        self._rng = rng
+        self._drained_nodes = drained_nodes
+        self._paused_models = paused_models or PausedModels()
+        self.model_index.set_paused(self._paused_models.names)
+        self._differences: tuple[ModelDifference, ...] = ()
+        self.differences_in_words: Mapping[str, tuple[str, ...]] = {}
+        """By public model: how its nodes differ, as of the last `compare_models`."""
+        self._learnt: dict[str, tuple[LearntOfServer, float]] = {}
+        """By `server_key`: what was learnt of servers before, and what share of it counts still."""
+        self._reclaimer = Reclaimer()
+        self._probe_gate = asyncio.Semaphore(PROBES_AT_ONCE)
+        self._monitors: dict[Node, HealthMonitor] = {}
+        self._closing = ClosingNodes()
+        self._speed_comparison: asyncio.Task[None] | None = None
+        self._unprobed: set[Node] = set()
+        self._has_work, self._work_looked_at = False, -math.inf
+        self._on_capacity: Callable[[], None] | None = None
+        self._on_change: Callable[[Node | None], None] | None = None
+
+    def subscribe(
+        self,
+        *,
+        on_capacity: Callable[[], None] | None = None,
+        on_change: Callable[[Node | None], None] | None = None,
+    ) -> None:
+        """Call `on_capacity` whenever a slot may have become free.
+
+        Call `on_change` when the capacity or the abilities of a node may have changed; with None:
+        of all nodes, or which nodes there are. Both may be called often and from within other
+        calls: they must be cheap and must not raise. Only the last subscriber is called.
+        """
+        self._on_capacity, self._on_change = on_capacity, on_change
+
+    async def start(self, inventory: Inventory) -> InventoryChanged:
+        """Take in the first inventory and begin to watch. Raises what `connect` raises."""
+        change = self.apply(inventory)
+        self._speed_comparison = asyncio.create_task(
+            self._compare_speeds_forever(), name="compare speeds"
+        )
+        return change
+
+    async def aclose(self) -> None:
+        """Stop watching and close every connection, whatever still runs."""
+        tasks = [monitor.cancel() for monitor in self._monitors.values()]
+        if self._speed_comparison is not None:
+            self._speed_comparison.cancel()
+            tasks.append(self._speed_comparison)
+        self._monitors.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._reclaimer.aclose()
+        for node in self.nodes.values():
+            node.upstream.close()
+        await self._closing.aclose()
+
+    # The inventory and the settings.
+
+    def apply(self, inventory: Inventory) -> InventoryChanged:
+        """Bring the fleet to this inventory; running requests end where they run.
+
+        Raises what `connect` raises, and then nothing has changed. The caller publishes the
+        result.
+        """
+        plan = self._plan(inventory)
+        change = InventoryChanged(warnings=[str(one) for one in inventory.warnings])
+        before, self.nodes = self.nodes, {}
+        for spec, known, upstream in plan:
+            old = before.get(spec.name)
+            if old is None:
+                change.added.append(spec.name)
+            elif old.spec != spec:
+                change.changed.append(spec.name)
+            published = None if old is None else old.state
+            if known is None:
+                assert upstream is not None
+                self.nodes[spec.name] = self._add(spec, upstream, published)
+            else:
+                self.nodes[spec.name] = known
+                self._update(known, spec, upstream, published)
+        for name, node in before.items():
+            if self.nodes.get(name) is not node:
+                self._remove(node)
+            if name not in self.nodes:
+                change.removed.append(name)
+                reason = "removed from the inventory"
+                self._bus.publish(NodeChanged(name, node.state.value, None, reason))
+        self.model_index.set_nodes(self.nodes.values())
+        compare_speeds(self.nodes.values())
+        self._notify_change()
+        for node in self.nodes.values():
+            self.refresh_state(node)
+        self._unprobed = {n for n in self._unprobed if n.in_service and not n.probe_history.probed}
+        if not self._unprobed:
+            self.first_probes_done.set()
+        self._notify_capacity()
+        return change
+
+    def configure(self, health: HealthSettings, timeouts: TimeoutSettings) -> None:
+        """Put changed settings in force."""
+        self._settings = NodeSettings(health, timeouts)
+        for node in (*self.nodes.values(), *self._closing.nodes):
+            node.configure(self._settings)
+        for monitor in self._monitors.values():
+            monitor.reschedule()
+
+    def tls_files(self) -> set[Path]:
+        """The files of certificates and keys with which nodes are reached."""
+        return {path for node in self.nodes.values() for path in tls_files(node.spec)}
+
+    def renew_connections(self, changed: Collection[Path]) -> dict[str, str | None]:
+        """Reach the nodes that have one of these TLS files by new connections.
+
+        Running requests end on the old ones. Returns the names of the nodes, each with the reason
+        why the files can't be used, if so: then it keeps its connections.
+        """
+        results: dict[str, str | None] = {}
+        for name, node in self.nodes.items():
+            if tls_files(node.spec).isdisjoint(changed):
+                continue
+            try:
+                upstream = self._connect(node.spec)
+            except OSError as error:
+                results[name] = str(error)
+                continue
+            self._closing.add_upstream(node, node.replace_upstream(upstream, self._clock()))
+            self._monitors[node].wake()
+            results[name] = None
+        return results
+
+    def _plan(
+        self, inventory: Inventory
+    ) -> list[tuple[NodeSpec, Node | None, ConnectionPool | None]]:
+        """For each entry: the node if its server is known, and a new pool where one is needed."""
+        plan: list[tuple[NodeSpec, Node | None, ConnectionPool | None]] = []
+        try:
+            for spec in inventory.nodes:
+                node = self._known_node(spec)
+                fresh = node is None or connection_key(node.spec) != connection_key(spec)
+                plan.append((spec, node, self._connect(spec) if fresh else None))
+        except BaseException:
+            for _, _, upstream in plan:
+                if upstream is not None:
+                    upstream.close()
+            raise
+        return plan
+
+    def _known_node(self, spec: NodeSpec) -> Node | None:
+        """The node of this name at the same server, even if it is being closed."""
+        here = self.nodes.get(spec.name)
+        closing = [node for node in self._closing.nodes if node.name == spec.name]
+        for node in closing if here is None else (here, *closing):
+            if server_identity(node.spec) == server_identity(spec):
+                return node
+        return None
+
+    def _add(self, spec: NodeSpec, upstream: ConnectionPool, published: NodeState | None) -> Node:
+        node = Node(
+            spec=spec,
+            upstream=upstream,
+            settings=self._settings,
+            clock=self._clock,
+            circuit=Circuit(self._settings.health, self._rng),
+            properties=self.properties_store.recall(spec),
+            on_lease_released=self.lease_released,
+            on_lease_abandoned=self._reclaimer.watch,
+        )
+        if (learnt := self._learnt.get(server_key(spec))) is not None:
+            node.restore(*learnt)
+        self._enter(node, published)
+        return node
+
+    def _update(
+        self,
+        node: Node,
+        spec: NodeSpec,
+        upstream: ConnectionPool | None,
+        published: NodeState | None,
+    ) -> None:
+        """Keep a known node under a changed entry of the inventory."""
+        if node.spec == spec and not node.removed:
+            return
+        now = self._clock()
+        node.respecify(spec, now)
+        if upstream is not None:
+            self._closing.add_upstream(node, node.replace_upstream(upstream, now))
+        if node.removed:
+            self._closing.nodes.discard(node)
+            self._enter(node, published)
+        else:
+            self._monitors[node].wake()
+
+    def _enter(self, node: Node, published: NodeState | None) -> None:
+        """Begin to watch; `published`: the last state that was published for this name."""
+        node.enter(draining=node.name in self._drained_nodes)
+        node.set_state(*judge_state(node, self._clock()))
+        self._unprobed.add(node)
+        self._monitors[node] = HealthMonitor(
+            node, self.refresh_state, self._probe_gate, self._rng, self.has_work
+        )
+        if node.state is not published:
+            old = None if published is None else published.value
+            self._bus.publish(NodeChanged(node.name, old, node.state.value, node.reason))
+
+    def _remove(self, node: Node) -> None:
+        """Give it no new work, and close it when its leases have ended."""
+        node.leave()
+        if (learnt := node.export()) is not None:
+            self._learnt[server_key(node.spec)] = learnt, 1.0
+            if len(self._learnt) > MOST_LEARNT:
+                del self._learnt[next(iter(self._learnt))]
+        self._closing.own_task(self._monitors.pop(node).cancel())
+        self._closing.close_when_idle(node)
+
+    # What the public edge asks (`gateway.catalog`).
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether every node of the first inventory has been probed once."""
+        return self.first_probes_done.is_set()
+
+    def has_work(self) -> bool:
+        """Whether some node has had work of ours within seconds; looked at once a second."""
+        now = self._clock()
+        if now - self._work_looked_at >= 1.0:
+            self._work_looked_at = now
+            self._has_work = any(
+                node.leases or now - node.released_at < REST_DELAY for node in self.nodes.values()
+            )
+        return self._has_work
+
+    def has_free_slot(self) -> bool:
+        """Whether some node could begin a request now."""
+        now = self._clock()
+        return any(node.free_slots(now) > 0 for node in self.nodes.values())
+
+    def has_usable_node(self) -> bool:
+        """Whether some node is alive, or is a standby node that a request would start."""
+        return any(node.state in ALIVE_STATES or node.startable for node in self.nodes.values())
+
+    # What an operator does.
+
+    def drain(self, name: str) -> None:
+        """No new work for this node until `resume`. Raises KeyError."""
+        node = self.nodes[name]
+        self._drained_nodes.add(name)
+        node.drain()
+        self.refresh_state(node)
+
+    def resume(self, name: str) -> None:
+        """End a drain. Raises KeyError."""
+        node = self.nodes[name]
+        self._drained_nodes.remove(name)
+        node.resume()
+        self.refresh_state(node)
+
+    def pause_model(self, name: str) -> None:
+        """No new requests for this public model name until `resume_model`."""
+        self._paused_models.add(name)
+        self.model_index.set_paused(self._paused_models.names)
+
+    def resume_model(self, name: str) -> None:
+        """End a pause."""
+        self._paused_models.remove(name)
+        self.model_index.set_paused(self._paused_models.names)
+
+    async def save_orders(self) -> None:
+        """Keep over a restart which nodes are drained and which models paused."""
+        for names in (self._drained_nodes, self._paused_models):
+            await asyncio.to_thread(names.save)
+
+    def differences(self) -> tuple[ModelDifference, ...]:
+        """Where nodes that serve one model differ, as their servers have reported."""
+        return model_differences(
+            ComparedServer(
+                node.name, tuple(sorted(node.public_models)), node.context, node.properties
+            )
+            for node in self.nodes.values()
+            if node.in_service and node.spec.kind == "llama.cpp"
+        )
+
+    def compare_models(self) -> None:
+        """Tell of differences that are new, or gone."""
+        before, self._differences = self._differences, self.differences()
+        if self._differences == before:
+            return
+        words: dict[str, tuple[str, ...]] = {}
+        for one in self._differences:
+            words[one.model] = (*words.get(one.model, ()), one.in_words())
+        self.differences_in_words = words
+        self._bus.publish(ModelsDiffer(tuple(chain.from_iterable(words.values()))))
+
+    async def probe(self, name: str) -> ProbeResult:
+        """Probe now; closes the node's circuit if it answers. Raises KeyError."""
+        node = self.nodes[name]
+        result = await self._monitors[node].probe()
+        if result.up:
+            node.circuit.close(self._clock())
+        self.refresh_state(node)
+        return result
+
+    def lifecycle_changed(self, node: Node, *, reset_probes: bool = False) -> None:
+        """A standby node has another phase; `reset_probes`: earlier probes prove nothing."""
+        if reset_probes:
+            node.reset_probes(self._clock())
+        self._refresh_and_wake(node)
+
+    # What requests show.
+
+    def lease_released(self, lease: Lease, counted: bool) -> None:  # noqa: FBT001 - a callback
+        """A lease has ended; `counted`: the scheduler counts its slots as free already."""
+        node = lease.node
+        if node.removed or lease.upstream is not node.upstream:
+            self._closing.lease_released(node)
+        if not counted or lease.trial or node.state is NodeState.EJECTED:
+            self._notify_change(node)
+        self._notify_capacity()
+
+    def request_succeeded(self, node: Node, now: float, began: float | None = None) -> None:
+        """A request whose lease was taken at `began` went well."""
+        node.key_rejection.record_success()
+        had_failures = node.circuit.failures
+        if node.circuit.record_success(now, began):
+            self._refresh_and_wake(node)
+        elif had_failures:
+            self._notify_change(node)
+
+    def woke(self, lease: Lease, now: float, expected: float) -> None:
+        """Content came from a server that had slept; awake, it would have taken `expected` s."""
+        node = lease.node
+        if lease.wakes:
+            node.sleep.learn_wake(now - lease.taken_at - expected)
+        lease.woke()
+        node.sleep.woke()
+        if node.is_purpose_unknown:
+            self._probe_soon(node)
+        self.refresh_state(node)
+
+    def request_failed(
+        self,
+        node: Node,
+        now: float,
+        began: float | None = None,
+        *,
+        caller: str | None = None,
+        node_at_fault: bool = True,
+        already_counted: bool = False,
+    ) -> None:
+        """A request whose lease was taken at `began` failed, and the node may be to blame.
+
+        Without `node_at_fault` the request of this `caller` itself may be. `already_counted`: this
+        failure was reported before, without `node_at_fault`.
+        """
+        if not already_counted:
+            node.request_failed()
+        self._probe_soon(node)
+        if node.circuit.record_failure(now, began, caller=caller, node_at_fault=node_at_fault):
+            self._refresh_and_wake(node)
+        else:
+            self._notify_change(node)
+
+    def pool_full(self, node: Node) -> bool:
+        """The node failed a request, still leased, for lack of room in the context.
+
+        If it is a server of llama.cpp and has more work, its slots share one pool. Returns whether
+        that is known by now: the pool is full, and nobody is to blame.
+        """
+        shows_pool = node.spec.kind == "llama.cpp" and node.slots_busy > 1
+        if shows_pool and node.properties.pool_learnt():
+            log.warning(
+                "Node %s: its slots share one pool of %s tokens. Requests wait for room there from "
+                "now on; start the server with -np, or with a larger context",
+                node.name,
+                node.context,
+            )
+            self.refresh_state(node)
+        self._probe_soon(node)
+        return bool(node.pool or node.properties.shared_pool)
+
+    def connection_reset(self, node: Node) -> None:
+        """A connection of a request broke: the server's process may have ended."""
+        node.properties.process_ended()
+
+    def connect_failed(self, node: Node, detail: str) -> None:
+        """A request could not connect: count it as a probe that was refused."""
+        self._record_probe(node, ProbeAnswer.CONNECTION_REFUSED, detail)
+
+    def model_loading(self, node: Node) -> None:
+        """A request was refused because the model is still being loaded (503)."""
+        self._record_probe(node, ProbeAnswer.LOADING, "the server is loading its model")
+
+    def key_rejected(self, node: Node, path: str, status: int) -> None:
+        """A request was refused because the gateway's key is wrong (401)."""
+        node.key_rejection.record(key_rejected_reason(path, status), self._clock())
+        self.refresh_state(node)
+
+    def node_overloaded(
+        self, lease: Lease, now: float, retry_after: float | None, *, crowded: bool = True
+    ) -> None:
+        """A request was refused with 429 or 503: too many at once, or too soon.
+
+        Not `crowded`: with 402, since the account has no credit.
+        """
+        if lease.node.record_refusal(lease, now, retry_after, crowded=crowded):
+            self._refresh_and_wake(lease.node)
+
+    def adjust_limit(self, lease: Lease, prompt_tokens: float, completion_tokens: float) -> None:
+        """A whole answer of so many tokens came: its endpoint may take more requests, or fewer."""
+        if lease.node.record_answer(lease, prompt_tokens, completion_tokens):
+            self.refresh_state(lease.node)
+
+    def endpoint_refused(self, node: Node, endpoint: Endpoint, hint: str | None = None) -> None:
+        """A request was refused because the node does not serve this endpoint (501); `hint`: why.
+
+        The node is tried again some minutes later. If it has answered chats before, the request
+        was at fault.
+        """
+        if endpoint == "chat" and node.speed.decode_tps is not None:
+            return
+        node.endpoint_refused(endpoint, hint, self._clock())
+        self.model_index.node_changed()
+
+    def restore(self, learnt: Mapping[str, tuple[LearntOfServer, float]]) -> None:
+        """Go on from what was learnt of servers (`server_key`), and what share of it still counts.
+
+        That of servers that the inventory does not have waits until it has them.
+        """
+        self._learnt.update(learnt)
+        for node in self.nodes.values():
+            if (known := learnt.get(server_key(node.spec))) is not None:
+                node.restore(*known)
+        compare_speeds(self.nodes.values())
+        self._notify_change()
+
+    def learn_timings(
+        self, node: Node, timings: Mapping[str, object], lease: Lease | None = None
+    ) -> None:
+        """Learn from llama.cpp's `timings` of a whole answer; with a lease, from our clock too."""
+        if lease is None or lease.slots:
+            seen = None if lease is None else lease.observed_timing()
+            self._learn_speed(node, node.speed.learn_timings(timings, seen))
+
+    def stream_went_on(self, lease: Lease, tokens: int, context_tokens: float) -> None:
+        """So many events of a stream have come by now; 0: unknown, or others' fault.
+
+        `context_tokens`: of its prompt.
+        """
+        now, node = self._clock(), lease.node
+        lease.bytes_received(now)
+        span = lease.next_span(tokens, now)
+        if span is not None and node.degradation.watch(*span, context_tokens + tokens, now):
+            self.refresh_state(node)
+
+    def learn_clocked(
+        self, lease: Lease, prompt_tokens: float, cached_tokens: float, completion_tokens: float
+    ) -> None:
+        """Learn from a whole answer without timings, by its tokens and our clock."""
+        seen, node = lease.observed_timing(), lease.node
+        if seen is not None:
+            self._learn_speed(
+                node,
+                node.speed.learn_clocked(
+                    prompt_tokens, cached_tokens, completion_tokens / lease.slots, seen
+                ),
+            )
+
+    def _learn_speed(self, node: Node, sample: SpeedSample) -> None:
+        if node.degradation.learn(sample, self._clock()):
+            self.refresh_state(node)
+
+    def _record_probe(self, node: Node, answer: ProbeAnswer, detail: str) -> None:
+        health = self._settings.health
+        node.probe_history.record(
+            ProbeResult(answer, detail), rise=health.rise, fall=health.fall, sign_of_life=None
+        )
+        self._probe_soon(node)
+        self.refresh_state(node)
+
+    def read_load(self, node: Node) -> None:
+        """The node gets work though its load was left unread: ask for it now."""
+        if (monitor := self._monitors.get(node)) is not None:
+            monitor.read_load()
+
+    def _probe_soon(self, node: Node) -> None:
+        if (monitor := self._monitors.get(node)) is not None:
+            monitor.probe_soon()
+
+    # What follows for a node's state.
+
+    def refresh_state(self, node: Node) -> None:
+        """Judge the node by what is known now, and notify of what has changed."""
+        if node.removed:
+            return
+        now = self._clock()
+        self.model_index.node_changed()
+        old = node.state
+        node.set_state(*judge_state(node, now))
+        if node.state is not old:
+            self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
+        if node.probe_history.down:
+            self._reclaimer.release_all(node)
+        if node.probe_history.down or node.probe_history.loading:
+            node.properties.process_ended()
+        self._compare_properties(node)
+        if node.probe_history.probed and node in self._unprobed:
+            self._unprobed.discard(node)
+            if not self._unprobed:
+                self.first_probes_done.set()
+        self._notify_change(node)
+        if node.free_slots_grew(now):
+            self._notify_capacity()
+
+    def _refresh_and_wake(self, node: Node) -> None:
+        """What the node takes may change with time from now on: its monitor must look when."""
+        self.refresh_state(node)
+        if (monitor := self._monitors.get(node)) is not None:
+            monitor.wake()
+
+    def _compare_properties(self, node: Node) -> None:
+        """Act on changes in the server's properties."""
+        node.forget_replaced_model()
+        node.update_info()
+        if node.models_changed():
+            self.model_index.models_changed()
+        self.properties_store.record(node.spec, node.properties)
+        if node.drift_changed():
+            self._bus.publish(NodeDrift(node.name, node.drift))
+
+    def _notify_change(self, node: Node | None = None) -> None:
+        if self._on_change is not None:
+            self._on_change(node)
+
+    def _notify_capacity(self) -> None:
+        if self._on_capacity is not None:
+            self._on_capacity()
+
+    async def _compare_speeds_forever(self) -> None:
+        while True:
+            await asyncio.sleep(COMPARE_SPEEDS_EVERY)
+            compare_speeds(self.nodes.values())
+            self.compare_models()
+            now = self._clock()
+            for node in self.nodes.values():
+                if node.degradation.refresh(now):
+                    self.refresh_state(node)
+            self._notify_change()
+
+
+class ClosingNodes:
+    """Removed nodes and replaced pools: each is closed when its last lease has ended."""
+
+    def __init__(self) -> None:
+        self.nodes: set[Node] = set()
+        """Removed nodes that still have leases."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._replaced: list[tuple[Node, ConnectionPool]] = []
+
+    def close_when_idle(self, node: Node) -> None:
+        """Close this node when its leases have ended."""
+        self.nodes.add(node)
+        self.lease_released(node)
+
+    def add_upstream(self, node: Node, upstream: ConnectionPool) -> None:
+        """Close this pool, which the node has replaced, when its last lease has ended."""
+        self._replaced.append((node, upstream))
+        self.lease_released(node)
+
+    def lease_released(self, node: Node) -> None:
+        """A lease of this node has ended: close what no lease uses any more."""
+        if node in self.nodes and not node.leases:
+            self.nodes.discard(node)
+            node.upstream.close()
+        if self._replaced:
+            replaced, self._replaced = self._replaced, []
+            for owner, upstream in replaced:
+                if any(lease.upstream is upstream for lease in owner.leases):
+                    self._replaced.append((owner, upstream))
+                else:
+                    upstream.close()
+
+    def own_task(self, task: asyncio.Task[None]) -> None:
+        """Make `aclose` wait for this task."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def aclose(self) -> None:
+        """Close all of them, whatever still runs."""
+        for upstream in [node.upstream for node in self.nodes] + [old for _, old in self._replaced]:
+            upstream.close()
+        self.nodes.clear()
+        self._replaced.clear()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+NOT_RUNNING = frozenset({NodeState.STANDBY, NodeState.DOWN, NodeState.STARTING})
+"""States in which no hour of a node is counted: nobody has heard of its machine."""
+
+PRICES_AGE = 10.0
+"""Seconds for which the prices of a model are kept: speeds change slowly."""
+
+MOST_MODELS = 1000
+
+
+def alive_nodes(fleet: Fleet) -> Iterator[AliveNode]:
+    """The nodes that are alive now, whether they get work or not."""
+    for node in fleet.nodes.values():
+        if node.state not in NOT_RUNNING:
+            yield AliveNode(node.name, node.spec.tier, node.spec.cost_per_hour)
+
+
+def gpu_price(node: Node) -> GpuPrice | None:
+    """What work costs on this node; None: it is no GPU node, or has no price."""
+    spec = node.spec
+    if spec.tier != "gpu":
+        return None
+    rate = spec.cost_per_million_tokens
+    if rate is not None:
+        return GpuPrice(rate.prompt / MILLION, rate.completion / MILLION)
+    if not spec.cost_per_hour or not node.slots_total:
+        return None
+    return GpuPrice(
+        per_slot_second=spec.cost_per_hour / 3600 / node.slots_total,
+        prefill_tps=node.speed.prefill_tps,
+        decode_tps=node.speed.decode_tps,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class GpuCosts:
+    """What requests would have cost on the GPU nodes that serve their models."""
+
+    fleet: Fleet
+    clock: Callable[[], float]
+    _prices: dict[str, tuple[float, list[GpuPrice]]] = field(default_factory=dict)
+    """By model, and until when they hold."""
+
+    def of(self, model: str, prompt: int, cached: int, completion: int) -> float | None:
+        """The cost of these tokens on the cheapest of them; None: it is not known."""
+        now = self.clock()
+        kept = self._prices.get(model)
+        if kept is None or now >= kept[0]:
+            if len(self._prices) >= MOST_MODELS:
+                self._prices.clear()
+            nodes = self.fleet.model_index.nodes_for(model)
+            prices = [price for node in nodes if (price := gpu_price(node)) is not None]
+            kept = self._prices[model] = now + PRICES_AGE, prices
+        return gpu_cost(kept[1], prompt, cached, completion) if kept[1] else None

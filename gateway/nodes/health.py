@@ -1,0 +1,672 @@
+"""Watches one node: probes it over HTTP when due, and judges its state from all that is known."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import msgspec
+
+from gateway.nodes.circuit import CircuitPhase
+from gateway.nodes.lifecycle import (
+    QUICK_PROBE_DELAY,
+    WAKE_SLACK,
+    LifecyclePhase,
+    ProbeAnswer,
+    ProbeResult,
+    probe_delay,
+    read_is_sleeping,
+)
+from gateway.nodes.node import (
+    Lease,
+    LeasePhase,
+    Node,
+    NodeState,
+)
+from gateway.nodes.server_properties import (
+    LONGEST_PROPERTY,
+    UNREADABLE,
+    Purpose,
+    count_processing,
+    count_slots,
+    parse_models,
+    parse_props,
+)
+from gateway.transport.connection import LoopTimeout
+from gateway.transport.errors import (
+    ConnectFailed,
+    ConnectTimedOut,
+    LocalResourcesExhausted,
+    UpstreamError,
+)
+from gateway.transport.pool import speaks_plain_http, speaks_tls, tls_failure
+
+LARGEST_RESPONSE = 4 << 20
+"""Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller."""
+
+LARGEST_REFUSAL = 64 * 1024
+"""Bytes of the answer to an empty request."""
+
+NOT_FOUND_STATUSES = frozenset({404, 405, 501})
+
+KEY_REJECTED_STATUSES = frozenset({401, 403})
+
+RETRY_REFUSED_AFTER = 300.0
+"""Seconds after which a node is tried again with endpoints that it refused with 501."""
+
+_HEADER_LINES = b"accept: */*\r\naccept-encoding: identity\r\nuser-agent: llama-gateway\r\n"
+
+_POST_HEADER_LINES = _HEADER_LINES + b"content-type: application/json\r\n"
+
+_ENCODING = b"content-encoding"
+
+NAME_MODEL_HINT = "say in the inventory what it serves (model: ...)"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResponse:
+    """A status and a whole body."""
+
+    status: int
+    body: bytes
+
+    def json(self) -> object:
+        """The body's value; None if it is not JSON."""
+        try:
+            return msgspec.json.decode(self.body)
+        except UNREADABLE:
+            return None
+
+
+async def fetch(
+    node: Node, path: str, *, body: bytes | None = None, largest: int = LARGEST_RESPONSE
+) -> ProbeResponse | ProbeResult:
+    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed."""
+    began = node.clock()
+    limit = node.settings.health.timeout
+
+    def ended(answer: ProbeAnswer, detail: str) -> ProbeResult:
+        return ProbeResult(answer, detail, node.clock() - began)
+
+    pool = node.upstream
+    if body is None:
+        head = pool.address.request_head(b"GET", path.encode(), _HEADER_LINES)
+    else:
+        head = pool.address.request_head(b"POST", path.encode(), _POST_HEADER_LINES, len(body))
+    try:
+        async with (
+            LoopTimeout(limit),
+            pool.response(head, body or b"", connect_timeout=limit) as connection,
+        ):
+            encodings = {value.lower() for name, value in connection.headers if name == _ENCODING}
+            # A compressed body of some bytes may have millions; none was asked for.
+            if not encodings <= {b"", b"identity"}:
+                return ended(ProbeAnswer.FAILED, f"{path} is compressed, though asked not to be")
+            found = bytearray()
+            while part := await connection.read():
+                found += part
+                if len(found) > largest:
+                    return ended(ProbeAnswer.FAILED, f"{path} answers without end")
+            return ProbeResponse(connection.status, bytes(found))
+    except (TimeoutError, ConnectTimedOut):
+        detail = f"no answer to {path} within {limit:g} s"
+        # A TLS server does not leave plain HTTP waiting, as a plain one does with a handshake.
+        hint = "" if pool.address.tls is None else await _scheme_hint(node, detail)
+        return ended(ProbeAnswer.TIMED_OUT, detail + hint)
+    except LocalResourcesExhausted as error:
+        return ended(ProbeAnswer.TIMED_OUT, f"{path} could not be requested ({_why(error)})")
+    except ConnectFailed as error:
+        return ended(
+            ProbeAnswer.CONNECTION_REFUSED,
+            f"no connection to {node.spec.url} ({_why_not(node, error)})",
+        )
+    except UpstreamError as error:
+        detail = f"{path} broke off ({_why(error)})"
+        return ended(ProbeAnswer.FAILED, detail + await _scheme_hint(node, detail))
+    except Exception as error:  # noqa: BLE001 - no error of one node may stop the watch of others
+        return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({_why(error)})")
+
+
+async def check_alive(node: Node) -> ProbeResult:
+    """Whether the node can take work, by its cheapest endpoint."""
+    began = node.clock()
+    if node.spec.kind == "openai":
+        return await discover(node)
+    reply = await fetch(node, "/health")
+    if isinstance(reply, ProbeResult):
+        return reply
+    answer, detail = _judge_health(reply)
+    if reply.status == HTTPStatus.BAD_REQUEST:
+        detail += await _scheme_hint(node, detail)
+    return ProbeResult(answer, detail, node.clock() - began)
+
+
+async def discover(node: Node) -> ProbeResult:
+    """Read the server's properties into `node.properties`; UP even if some could not be read."""
+    began = node.clock()
+    paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
+    properties = node.properties
+    before = properties.version_key()
+    for path in paths:
+        reply = await fetch(node, path)
+        if isinstance(reply, ProbeResult):
+            return reply
+        answer, detail = _judge_discovery(node, path, reply.status)
+        if answer is not ProbeAnswer.UP:
+            if reply.status == HTTPStatus.BAD_REQUEST:
+                detail += await _scheme_hint(node, detail)
+            return ProbeResult(answer, detail, node.clock() - began)
+        if reply.status == HTTPStatus.OK:
+            properties.clear_remembered()
+            if path == "/props":
+                node.probe_history.props_read(_note_sleep(node, reply.body))
+                properties.read_props(parse_props(reply.body))
+            else:
+                properties.read_models(parse_models(reply.body))
+    if node.spec.kind == "llama.cpp" and not properties.models and node.spec.models is None:
+        # A server from before 2024, which would always be ready and never get work.
+        detail = f"its /v1/models and /props name no model: {NAME_MODEL_HINT}"
+        return ProbeResult(ProbeAnswer.NO_MODEL, detail, node.clock() - began)
+    long_ago = node.clock() >= node.endpoint_refused_at + RETRY_REFUSED_AFTER
+    is_new = properties.version_key() != before or node.probe_history.discovered_at is None
+    if long_ago or is_new:
+        # Another build or model, or a new process, perhaps with other options: earlier refusals
+        # prove nothing. Nor do they for ever.
+        properties.refused.clear()
+    is_unasked = not properties.purpose_asked or (is_new and properties.process is None)
+    if is_unasked and not node.sleep.sleeping and node.spec.kind == "llama.cpp":
+        node.purpose_found(*await _ask_purpose(node))
+    return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
+
+
+async def _ask_purpose(node: Node) -> tuple[Purpose | None, dict[str, str]]:
+    """What the server was started for, and its words about endpoints that it lacks.
+
+    None: it did not answer.
+
+    It says so nowhere, but checks whether it does embeddings and reranking (501) before the body
+    (400). So an empty one is refused at once, also while it is busy, and takes no slot. Yet the
+    question wakes a sleeping server, and begins its idle time anew: each process is asked once.
+    Any other answer tells nothing: ik_llama.cpp's server checks the body alone and has no rerank
+    (404), a proxy may pass one path only, and a router wants a model's name first.
+    """
+    purpose: Purpose = "chat"
+    hints: dict[str, str] = {}
+    questions: tuple[tuple[Purpose, bytes], ...] = (("embeddings", b"input"), ("rerank", b"query"))
+    for endpoint, needed_field in questions:
+        reply = await fetch(node, f"/v1/{endpoint}", body=b"{}", largest=LARGEST_REFUSAL)
+        if isinstance(reply, ProbeResult):
+            return None, {}
+        if reply.status == HTTPStatus.BAD_REQUEST and needed_field in reply.body:
+            purpose = endpoint
+        elif reply.status != HTTPStatus.NOT_IMPLEMENTED:
+            return "unknown", {}
+        elif isinstance(answer := reply.json(), dict) and isinstance(answer.get("error"), dict):
+            hints[endpoint] = str(answer["error"].get("message"))[:LONGEST_PROPERTY]
+    return purpose, hints
+
+
+async def has_changed(node: Node) -> bool:
+    """Whether `/props` is no longer what was read: perhaps another process, with another model.
+
+    One small query tells, which is not decoded. A node that fails it counts as unchanged.
+    """
+    if node.probe_history.props_digest is None:
+        return False
+    reply = await fetch(node, "/props")
+    if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
+        return False
+    if not node.probe_history.props_differ(_note_sleep(node, reply.body)):
+        return False
+    node.sleep.restarted()
+    return True
+
+
+def _note_sleep(node: Node, props: bytes) -> bytes:
+    """Take in whether the server sleeps; returns the rest of its answer to `/props`."""
+    asleep, rest = read_is_sleeping(props)
+    node.sleep.props_read(asleep, node.clock(), asked=any(one.wake for one in node.leases))
+    return rest
+
+
+async def probe_slots(node: Node) -> tuple[int, ...] | None:
+    """The tokens of each slot that the node reports as busy; None: unknown.
+
+    Learns whether it has `/slots`. It wakes a server that sleeps, and begins the time anew of one
+    that may fall asleep.
+    """
+    return read_busy(node, "/slots", await fetch(node, "/slots"))
+
+
+def read_busy(node: Node, path: str, reply: ProbeResponse | ProbeResult) -> tuple[int, ...] | None:
+    """As `probe_slots`, from the answer to `/slots`, or to `/metrics`, which knows no tokens."""
+    if isinstance(reply, ProbeResult):
+        # Without a process no slot is busy.
+        return () if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
+    refused = reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES
+    if path == "/metrics":
+        busy = count_processing(reply.body) if reply.status == HTTPStatus.OK else None
+        if refused or (busy is None and reply.status == HTTPStatus.OK):
+            node.properties.metrics_refused()
+        return None if busy is None else (0,) * busy
+    if refused:
+        node.properties.slots_refused()
+    counts = count_slots(reply.body) if reply.status == HTTPStatus.OK else None
+    if counts is None:
+        return None
+    node.properties.slots_reported(counts.total)
+    return counts.busy_tokens
+
+
+def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:
+    if reply.status == HTTPStatus.OK:
+        return ProbeAnswer.UP, ""
+    if reply.status == HTTPStatus.SERVICE_UNAVAILABLE and b"loading model" in reply.body.lower():
+        return ProbeAnswer.LOADING, "the server is loading its model"
+    if reply.status in KEY_REJECTED_STATUSES:
+        return _key_rejected("/health", reply.status)
+    if reply.status in NOT_FOUND_STATUSES:
+        return ProbeAnswer.FAILED, (
+            f"/health answers {reply.status}: is this a llama.cpp server? "
+            "Another one needs kind: openai in the inventory"
+        )
+    return ProbeAnswer.FAILED, f"/health answers {reply.status}"
+
+
+def _judge_discovery(node: Node, path: str, status: int) -> tuple[ProbeAnswer, str]:
+    if status == HTTPStatus.OK:
+        return ProbeAnswer.UP, ""
+    if node.spec.kind == "openai":
+        # Some services hide their list of models, even from keys that may use them.
+        hidden = status in NOT_FOUND_STATUSES or (
+            status in KEY_REJECTED_STATUSES and node.spec.api_key is not None
+        )
+        if hidden and node.spec.models is not None:
+            return ProbeAnswer.UP, ""
+        if status in NOT_FOUND_STATUSES:
+            return ProbeAnswer.FAILED, f"{path} answers {status}: {NAME_MODEL_HINT}"
+    elif status in NOT_FOUND_STATUSES:
+        return ProbeAnswer.UP, ""
+    if status in KEY_REJECTED_STATUSES:
+        return _key_rejected(path, status)
+    return ProbeAnswer.FAILED, f"{path} answers {status}"
+
+
+def _key_rejected(path: str, status: int) -> tuple[ProbeAnswer, str]:
+    return ProbeAnswer.KEY_REJECTED, key_rejected_reason(path, status)
+
+
+def key_rejected_reason(path: str, status: int) -> str:
+    """The reason, for an operator, when this status on this path means a wrong key."""
+    return (
+        f"it refuses our key ({status} on {path}): set api_key_env or api_key_file in the inventory"
+    )
+
+
+SCHEME_LIMIT = 1.0
+"""Seconds for a look whether the node speaks the other scheme."""
+
+
+async def _scheme_hint(node: Node, detail: str) -> str:
+    """What to write in the inventory if the node speaks the other scheme; else nothing.
+
+    It is asked once for a failure, `detail`; and if it was up a moment ago it has other troubles.
+    """
+    if node.probe_history.up:
+        return ""
+    if node.probe_history.detail.startswith(detail):
+        return node.probe_history.detail.removeprefix(detail)
+    address = node.upstream.address
+    limit = min(SCHEME_LIMIT, node.settings.health.timeout)
+    if address.tls is None:
+        if await speaks_tls(address.host, address.port, limit):
+            return ": it speaks TLS: write https:// in its url"
+    elif await speaks_plain_http(address.host, address.port, limit):
+        return ": it speaks plain HTTP: write http:// in its url"
+    return ""
+
+
+def _why_not(node: Node, error: Exception) -> str:
+    """Why there is no connection; of TLS, with the key of the inventory that mends it."""
+    kind, words = tls_failure(_why(error))
+    spec = node.spec.tls
+    ca = None if spec is None else spec.ca
+    remedy = {
+        "untrusted": "name the authority behind it in tls.ca"
+        if ca is None
+        else f"tls.ca, {ca}, is not the authority behind it",
+        "name": "use a name of its certificate in the url, or give it in tls.server_name",
+        "expired": "renew it on the node",
+        "plain": "write http:// in its url if it speaks plain HTTP",
+        "client": "if it wants a certificate of ours, name it in tls.cert and tls.key",
+    }.get(kind)
+    if remedy is None:
+        return words
+    subject = "" if kind in {"plain", "client"} else "its certificate is not accepted: "
+    return f"{subject}{words}: {remedy}"
+
+
+def _why(error: Exception) -> str:
+    return str(error).strip()[:200] or type(error).__name__
+
+
+ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE, NodeState.SLEEPING})
+"""States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
+
+ALIVE_BUT_UNUSABLE = frozenset({ProbeAnswer.KEY_REJECTED, ProbeAnswer.NO_MODEL})
+"""Results of a discovery that keep a live node from getting work."""
+
+MOST_SLEEP = 3600.0
+"""Seconds; a node that is out of service is looked at again after this at the latest."""
+
+
+class HealthMonitor:
+    """Probes one node and keeps its state current, in a task of its own.
+
+    `refresh_state` is called whenever the state may have changed. `gate` bounds how many nodes
+    are probed at the same time. `fleet_works` tells whether any node has had work lately.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        refresh_state: Callable[[Node], None],
+        gate: asyncio.Semaphore,
+        rng: random.Random,
+        fleet_works: Callable[[], bool],
+    ) -> None:
+        self._node = node
+        self._refresh_state = refresh_state
+        self._gate = gate
+        self._rng = rng
+        self._fleet_works = fleet_works
+        self._wake = asyncio.Event()
+        self._probing = asyncio.Lock()
+        self._task = asyncio.create_task(self._run(), name=f"watch {node.name}")
+
+    def cancel(self) -> asyncio.Task[None]:
+        """Stop watching; the caller awaits the task."""
+        self._task.cancel()
+        return self._task
+
+    def wake(self) -> None:
+        """Check again what is due."""
+        self._wake.set()
+
+    def probe_soon(self) -> None:
+        """A request has failed: do not wait for the next regular probe.
+
+        The server may be another process by now, with another model.
+        """
+        history = self._node.probe_history
+        history.rediscover()
+        if history.probe_by((history.last_probe_at or 0.0) + QUICK_PROBE_DELAY):
+            self._wake.set()
+
+    def read_load(self) -> None:
+        """It gets work, and its load was left unread: probe now."""
+        if self._node.probe_history.probe_by(self._node.clock()):
+            self._wake.set()
+
+    def reschedule(self) -> None:
+        """The interval has changed: choose a random moment in it."""
+        node, interval = self._node, self._node.settings.health.interval
+        node.probe_history.probe_by(node.clock() + self._rng.uniform(0.0, interval))
+        self._wake.set()
+
+    async def probe(self) -> ProbeResult:
+        """Probe now, and ask for the server's properties and refused endpoints anew."""
+        async with self._probing:
+            self._node.probe_history.rediscover()
+            return await self._cycle()
+
+    async def _run(self) -> None:
+        node = self._node
+        while True:
+            if self._is_due():
+                async with self._probing, self._gate:
+                    # An operator's probe may have come first.
+                    if self._is_due():
+                        await self._cycle()
+            self._refresh_state(node)
+            now = node.clock()
+            due = node.probe_history.next_probe_at if node.in_service else now + MOST_SLEEP
+            await self._sleep(min(due, node.next_change(now)) - now)
+
+    def _is_due(self) -> bool:
+        return (
+            self._node.in_service and self._node.clock() >= self._node.probe_history.next_probe_at
+        )
+
+    async def _sleep(self, seconds: float) -> None:
+        self._wake.clear()
+        timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            timer.cancel()
+
+    async def _cycle(self) -> ProbeResult:
+        """Probe: is it alive, what are its properties if that is due, how busy are its slots."""
+        node, history, health = self._node, self._node.probe_history, self._node.settings.health
+        first = not history.probed
+        history.probe_began(node.clock())
+        result = await check_alive(node)
+        comes_up = not history.up
+        if result.up and (
+            history.discovery_due(node.clock(), health.discover_interval)
+            or await has_changed(node)
+            or (node.is_purpose_unknown and not node.sleep.sleeping)
+        ):
+            result = await self._discover(result)
+        waking = node.sleep.waking_since is not None
+        if result.up and comes_up:
+            # Before it gets work, the load that other clients put on it must be known.
+            await self._read_slots(comes_up=True)
+        now = node.clock()
+        sign = sign_of_life(node, now) if result.answer is ProbeAnswer.TIMED_OUT else None
+        history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
+        if comes_up and history.up:
+            node.circuit.server_restarted(now)
+            node.degradation.server_restarted()
+            if not first:
+                node.calibration.server_started(node.requests)
+        if not history.up:
+            node.sleep.restarted()
+        history.schedule(
+            now + probe_delay(health.interval, self._rng, first=first, unstable=history.unstable)
+        )
+        self._refresh_state(node)
+        if result.up and not comes_up:
+            await self._read_slots()
+            self._refresh_state(node)
+        if history.unread or waking:
+            history.probe_by(node.clock() + QUICK_PROBE_DELAY)
+        return result
+
+    async def _discover(self, alive: ProbeResult) -> ProbeResult:
+        node = self._node
+        result = alive if node.spec.kind == "openai" else await discover(node)
+        if result.up:
+            node.probe_history.discovered(node.clock())
+            return alive
+        # After any other failure: `/health` has just shown that it lives; the next probe asks
+        # for its properties again.
+        return result if result.answer in ALIVE_BUT_UNUSABLE else alive
+
+    async def _read_slots(self, *, comes_up: bool = False) -> None:
+        """Ask how many slots are busy, by what does not keep an idle server from sleeping."""
+        node, history, asked_at = self._node, self._node.probe_history, self._node.clock()
+        path = node.load_endpoint(asked_at, comes_up=comes_up, fleet_works=self._fleet_works())
+        if path is None:
+            node.occupancy.clear_foreign()
+            history.slots_read()
+            if not node.sleep.asleep:
+                node.sleep.woke()
+                history.leave_load_unread()
+            return
+        with node.occupancy.slots_query(asked_at) as query:
+            reply = await fetch(node, path)
+            busy = read_busy(node, path, reply)
+            if busy and path != "/slots":
+                # It is awake and busy: `/slots` changes nothing, and tells more.
+                reply = await fetch(node, "/slots")
+                busy = read_busy(node, "/slots", reply)
+        now = node.clock()
+        if not isinstance(reply, ProbeResult):
+            history.slots_read()
+            node.sleep.woke()
+        elif reply.answer is ProbeAnswer.TIMED_OUT and not is_excused(node, asked_at, now):
+            history.slots_unread(asked_at, node.settings.health.fall)
+        if busy is not None:
+            node.occupancy.record_busy(len(busy), query, now)
+            node.occupancy.record_tokens(busy)
+
+
+PREFILL_GRACE_FACTOR = 4.0
+"""A prefill may take so many times longer than predicted before it stops being a sign of life."""
+
+
+def prefill_grace(lease: Lease) -> float:
+    """Seconds for which this request's prefill is a sign of life of its node."""
+    grace = max(
+        lease.node.settings.health.prefill_grace,
+        PREFILL_GRACE_FACTOR * (lease.expected_prefill or 0.0),
+    )
+    return grace + WAKE_SLACK if lease.wake else grace
+
+
+def sign_of_life(node: Node, now: float) -> str | None:
+    """Why a node that answers no probe is alive, in words; None if nothing shows it."""
+    silence = node.silence_timeout
+    for lease in node.leases:
+        if lease.last_content_at is not None and now - lease.last_content_at < silence:
+            return "one of its streams moves"
+        if _is_prefilling(lease) and now - lease.prefill_began_at < prefill_grace(lease):
+            return "it reads a prompt"
+    return None
+
+
+def is_excused(node: Node, asked_at: float, now: float) -> bool:
+    """Whether our own work, or waking up, explains that its slots could not be read.
+
+    A stream without a head does not: a slot that reads its prompt has sent the head.
+    """
+    if node.sleep.waking_since is not None:
+        return not node.sleep.is_overdue(node.properties.size, now)
+    return any(
+        (lease.last_content_at is not None and lease.last_content_at >= asked_at)
+        or (
+            _is_prefilling(lease)
+            and not (lease.stream and lease.phase is LeasePhase.WAITING_HEAD)
+            and now - lease.prefill_began_at < prefill_grace(lease)
+        )
+        for lease in node.leases
+    )
+
+
+def another_prefills(lease: Lease, now: float) -> bool:
+    """Whether the node reads another request's prompt, which delays this one."""
+    return any(
+        other is not lease
+        and _is_prefilling(other)
+        and now - other.prefill_began_at < prefill_grace(other)
+        for other in lease.node.leases
+    )
+
+
+def _is_prefilling(lease: Lease) -> bool:
+    # A prefill goes on to its end even after the client has left.
+    phase = lease.abandoned_phase if lease.phase is LeasePhase.RECLAIM else lease.phase
+    return phase is LeasePhase.WAITING_HEAD or phase is LeasePhase.PREFILL
+
+
+def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
+    """The node's state and the reason for it: the first in the order of `NodeState` that holds."""
+    history = node.probe_history
+    kept_off = _kept_off(node)
+    if kept_off is not None:
+        return kept_off
+    if history.down:
+        return NodeState.DOWN, history.detail
+    if node.key_rejection.active(now):
+        return NodeState.DOWN, node.key_rejection.reason
+    hangs = history.silent and node.sleep.is_overdue(node.properties.size, now)
+    if node.sleep.sleeping and not hangs:
+        return NodeState.SLEEPING, _sleeping_reason(node, now)
+    if history.loading:
+        return NodeState.LOADING, "the server is loading its model"
+    if not history.probed:
+        return NodeState.STARTING, "not probed yet"
+    match node.circuit.phase(now):
+        case CircuitPhase.OPEN:
+            return NodeState.EJECTED, (
+                f"{node.circuit.failures} requests in a row failed; "
+                f"no work for about {node.circuit.open_seconds:.0f} s, then one on trial"
+            )
+        case CircuitPhase.HALF_OPEN:
+            return NodeState.EJECTED, (
+                f"{node.circuit.failures} requests in a row failed; the next one is on trial"
+            )
+        case CircuitPhase.CLOSED:
+            pass
+    if history.mute:
+        return NodeState.MUTE, history.detail
+    if history.frozen:
+        return NodeState.MUTE, (
+            f"/health answers but /slots has not for {now - history.unread_since:.0f} s though "
+            "nothing is being read: a request may have frozen its loop (a huge grammar?); restart "
+            "the server if it lasts"
+        )
+    if node.degradation.degraded:
+        return NodeState.DEGRADED, node.degradation.reason(now, endpoint=node.spec.kind == "openai")
+    return NodeState.READY, _ready_reason(node, now)
+
+
+_LEAVING_PHASES = frozenset({LifecyclePhase.RETIRING, LifecyclePhase.STOPPING})
+
+
+def _kept_off(node: Node) -> tuple[NodeState, str] | None:
+    """The state that the inventory, an operator or the node's hooks impose; None: it may work."""
+    spec, history, lifecycle = node.spec, node.probe_history, node.lifecycle
+    if not spec.enabled:
+        return NodeState.STANDBY, "enabled: false in the inventory"
+    if spec.standby and not spec.autoscaled:
+        return NodeState.STANDBY, "standby: true in the inventory, without start and stop"
+    if spec.autoscaled and lifecycle.phase is LifecyclePhase.OFF:
+        return NodeState.STANDBY, lifecycle.reason
+    if spec.autoscaled and lifecycle.phase is LifecyclePhase.UNKNOWN and history.down:
+        return NodeState.STANDBY, "it does not run"
+    if node.draining:
+        return NodeState.DRAINING, "drained by an operator, until it is resumed"
+    if spec.autoscaled and lifecycle.phase in _LEAVING_PHASES:
+        return NodeState.DRAINING, lifecycle.reason
+    if (
+        spec.autoscaled
+        and lifecycle.phase is LifecyclePhase.STARTING
+        and not (history.up or history.loading)
+    ):
+        detail = f"; not up yet: {history.detail}" if history.detail else ""
+        return NodeState.STARTING, lifecycle.reason + detail
+    return None
+
+
+def _sleeping_reason(node: Node, now: float) -> str:
+    seconds = node.sleep.seconds_left(node.properties.size, now)
+    if node.sleep.waking_since is not None:
+        waited = now - node.sleep.waking_since
+        return f"it wakes up: it has loaded its model for {waited:.0f} s"
+    return (
+        "it has unloaded its model while it was idle (--sleep-idle-seconds); "
+        f"the next request wakes it, in about {seconds:.2g} s"
+    )
+
+
+def _ready_reason(node: Node, now: float) -> str:
+    if node.concurrency_limit is not None and node.concurrency_limit.paused(now):
+        left = node.concurrency_limit.paused_until - now
+        return f"it refused work (402, 429 or 503): none for about {left:.0f} s"
+    return "answers its probes"

@@ -1,0 +1,407 @@
+"""Which nodes serve a model, and where they differ.
+
+Every request looks its model up, so the answer is cached until a node changes.
+
+**Differences.** Compared is what llama.cpp servers report: quantisation, build, context and chat
+template. A stream is resumed only on a node with the same file, quantisation, template and build,
+so a difference also says which nodes can't take over from each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gateway import errors
+from gateway.catalog import ServerFigures
+from gateway.config.cache_privacy import NodeLabels, has_labels
+from gateway.nodes.health import ALIVE_STATES
+from gateway.nodes.node import Node, NodeState
+from gateway.nodes.server_properties import ServerProperties
+from gateway.terms import Endpoint
+
+MOST_CACHED_LOOKUPS = 10_000
+
+DEDICATED_ENDPOINTS: frozenset[Endpoint] = frozenset({"embeddings", "rerank"})
+"""Endpoints that servers are started for, and which those of another purpose refuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapableNodes:
+    """Nodes that can serve a kind of request, and the least slots and context among them."""
+
+    nodes: tuple[Node, ...]
+    least_slots: int
+    least_context: float
+    """Tokens of one slot; infinity: no node has reported it."""
+    by_model: tuple[tuple[str, tuple[Node, ...]], ...]
+    """The nodes with the model's public name, as the scheduler wants them."""
+
+    @classmethod
+    def of(cls, model: str, nodes: Iterable[Node]) -> CapableNodes:
+        """These nodes, for this model."""
+        found = tuple(nodes)
+        return cls(
+            found,
+            min((node.slots_total for node in found), default=0),
+            min((node.context or math.inf for node in found), default=math.inf),
+            ((model, found),),
+        )
+
+
+class ModelIndex:
+    """The nodes by the models that they serve."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Goes up whenever the result of a lookup may have changed."""
+        self._nodes: tuple[Node, ...] = ()
+        self._serving: dict[str, tuple[Node, ...]] | None = None
+        self._names: tuple[str, ...] = ()
+        """The keys of `_serving`; as old as it is."""
+        self._nameless: tuple[Node, ...] = ()
+        """Nodes of which no model is known; as old as `_serving`."""
+        self._linked: dict[str, str] = {}
+        """For names of models that have several, one of them; as old as `_serving`."""
+        self.cached_lookups: dict[tuple[str, str, bool, bool, NodeLabels], CapableNodes] = {}
+        self._aliases: dict[str, str] = {}
+        self._paused: frozenset[str] = frozenset()
+        """As old as `_serving`, both."""
+        self.paused_by_name: frozenset[str] = frozenset()
+        """Public model names that an operator has paused."""
+
+    def set_paused(self, names: frozenset[str]) -> None:
+        """An operator has paused these public model names, and no others."""
+        self.paused_by_name = names
+        self.models_changed()
+
+    @property
+    def paused(self) -> frozenset[str]:
+        """`paused_by_name`, and all names of the same models at every node that serves them."""
+        if not self.paused_by_name:
+            return self.paused_by_name
+        self._index()
+        return self._paused
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """For names that all nodes which serve them give to one model: its own name."""
+        self._index()
+        return self._aliases
+
+    def set_nodes(self, nodes: Iterable[Node]) -> None:
+        """Index these nodes."""
+        self._nodes = tuple(nodes)
+        self.models_changed()
+
+    def models_changed(self) -> None:
+        """A node serves other models than before."""
+        self._serving = None
+        self.node_changed()
+
+    def node_changed(self) -> None:
+        """A node may be able to do more or less than before."""
+        self.version += 1
+        self.cached_lookups.clear()
+
+    def capable_nodes(
+        self,
+        model: str,
+        endpoint: Endpoint,
+        *,
+        vision: bool,
+        native: bool,
+        labels: NodeLabels = (),
+    ) -> CapableNodes:
+        """The nodes, down or not, that serve this public model name and this endpoint.
+
+        `native`: a llama.cpp path of its own, which other servers do not have. `labels`: those of
+        the pool; empty: all nodes. So it is everywhere here.
+        """
+        key = (model, endpoint, vision, native, labels)
+        found = self.cached_lookups.get(key)
+        if found is None:
+            dedicated_too = endpoint in DEDICATED_ENDPOINTS or not (
+                self._has_chat_node(model) or self._may_grow()
+            )
+            nodes = self.nodes_for(model, labels)
+            # Its work is learnt when it wakes: not by a chat, while another node takes chats.
+            leaves_sleepers = endpoint not in DEDICATED_ENDPOINTS and any(
+                node.is_for_chat and node.state in ALIVE_STATES and not _may_be_for_other_work(node)
+                for node in nodes
+            )
+            found = CapableNodes.of(
+                model,
+                (
+                    node
+                    for node in nodes
+                    if node.supports(endpoint, vision=vision)
+                    and (dedicated_too or node.is_for_chat)
+                    and not (leaves_sleepers and _may_be_for_other_work(node))
+                    and not (native and node.spec.kind == "openai")
+                ),
+            )
+            # A name that no node serves is the client's invention, of any length: not cached.
+            if self.serves(model) and len(self.cached_lookups) < MOST_CACHED_LOOKUPS:
+                self.cached_lookups[key] = found
+        return found
+
+    def awaits_chat_node(self, models: Iterable[str]) -> bool:
+        """Whether none of the models' nodes is for chats, but one may yet turn up."""
+        return self._may_grow() and not any(map(self._has_chat_node, models))
+
+    def _has_chat_node(self, model: str) -> bool:
+        """Whether a node is for chats of this model, down or not."""
+        return any(node.is_for_chat for node in self.nodes_for(model))
+
+    def _may_grow(self) -> bool:
+        """Whether a node may yet report any model; one that is down or drained does not count."""
+        self._index()
+        return any(
+            node.models_unknown and not node.probe_history.down and not node.draining
+            for node in self._nameless
+        )
+
+    def model_names(self, labels: NodeLabels = ()) -> tuple[str, ...]:
+        """The public model names that nodes serve, declared or reported, down or not."""
+        if self._serving is None:
+            self._index()
+        if labels:
+            return tuple(name for name in self._names if self.serves(name, labels))
+        return self._names
+
+    def one_name_each(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Of the names that servers give to one model: the one that most nodes serve."""
+        serving = self._index()
+        found: dict[str, str] = {}
+        for name in names:
+            first = found.setdefault(self._linked.get(name, name), name)
+            if len(serving.get(name, ())) > len(serving.get(first, ())):
+                found[self._linked[name]] = name
+        return tuple(found.values())
+
+    def serves(self, model: str, labels: NodeLabels = ()) -> bool:
+        """Whether some node serves this public model name, down or not."""
+        if labels:
+            return bool(self.nodes_for(model, labels))
+        return model in (self._serving or self._index())
+
+    def may_serve(self, model: str) -> bool:
+        """Whether some node serves this public model name, or may yet report that it does.
+
+        A node that is down or drained and has never reported its models does not count.
+        """
+        return self.serves(model) or self._may_grow()
+
+    def nodes_for(self, model: str, labels: NodeLabels = ()) -> tuple[Node, ...]:
+        """The nodes that serve this public model name, down or not."""
+        nodes = self._index().get(model, ())
+        return _with_labels(nodes, labels) if labels else nodes
+
+    def servers_of(self, models: Iterable[str], labels: NodeLabels = ()) -> list[ServerFigures]:
+        """The servers of any of these models, down or not, each once."""
+        nodes = dict.fromkeys(node for model in models for node in self.nodes_for(model, labels))
+        return [
+            ServerFigures(
+                slots=node.slots_total,
+                context=node.context,
+                trained_context=node.properties.trained_context,
+                has_vision=_has_vision(node),
+                has_audio=node.properties.audio is True,
+                has_video=node.properties.video is True,
+                endpoints=_known_endpoints(node),
+                is_up=node.state in ALIVE_STATES,
+                on_gpu=node.spec.tier == "gpu",
+                parameters=node.properties.n_params,
+                size=node.properties.size,
+                quantization=node.properties.ftype,
+                file=node.properties.file,
+            )
+            for node in nodes
+        ]
+
+    def not_found_error(
+        self, model: str | None, labels: NodeLabels = (), targets: Sequence[str] = ()
+    ) -> errors.GatewayError:
+        """Why no node can serve this model name; None: the request names no model.
+
+        `targets`: the models that it stands for.
+        While a node has not reported its models, it may serve this one.
+        """
+        nodes = _with_labels(self._nodes, labels) if labels else self._nodes
+        if silent := [node for node in nodes if node.models_unknown]:
+            states = [(node.name, node.state.value, node.reason) for node in silent]
+            return errors.no_node_reported(model, states, len(nodes), targets)
+        if model is None:
+            return errors.invalid_request("'model' is missing, and there is none to use.", "model")
+        known = list(self.model_names(labels))
+        return errors.model_not_found(model, known, labels, len(nodes), targets)
+
+    def _index(self) -> dict[str, tuple[Node, ...]]:
+        if self._serving is None:
+            serving: dict[str, list[Node]] = {}
+            own_names: dict[str, set[str]] = {}
+            paused, open_names = self.paused_by_name, set[str]()
+            for node in self._nodes:
+                if node.spec.enabled:
+                    # In the node's own order, so that lists of models are stable.
+                    declared, properties = node.spec.models, node.properties
+                    aliases = properties.aliases if declared is None else {}
+                    models = properties.names if declared is None else declared
+                    closed = {aliases.get(model, model) for model in models if model in paused}
+                    for model in models:
+                        serving.setdefault(model, []).append(node)
+                        own_name = aliases.get(model, model)
+                        own_names.setdefault(model, set()).add(own_name)
+                        if own_name not in closed:
+                            open_names.add(model)
+            self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
+            self._names = tuple(serving)
+            self._aliases = {
+                name: next(iter(owns))
+                for name, owns in own_names.items()
+                if len(owns) == 1 and name not in owns
+            }
+            self._paused = paused | (serving.keys() - open_names)
+            self._linked = _link_names(self._nodes)
+            named = set().union(*self._serving.values())
+            self._nameless = tuple(node for node in self._nodes if node not in named)
+        return self._serving
+
+
+def _link_names(nodes: Iterable[Node]) -> dict[str, str]:
+    """For each name of a model with several names the same one of them."""
+    links: dict[str, str] = {}
+
+    def end(name: str) -> str:
+        while (further := links.get(name, name)) != name:
+            links[name] = links.get(further, further)
+            name = further
+        return name
+
+    for node in nodes:
+        if node.spec.enabled and node.spec.models is None:
+            for alias, model in node.properties.aliases.items():
+                links[end(alias)] = end(model)
+    return {name: end(name) for name in tuple(links)} | {end(name): end(name) for name in links}
+
+
+def _with_labels(nodes: Iterable[Node], labels: NodeLabels) -> tuple[Node, ...]:
+    """Those of the nodes that have all of these labels."""
+    return tuple(node for node in nodes if has_labels(node.spec.labels, labels))
+
+
+def _may_be_for_other_work(node: Node) -> bool:
+    return node.state is NodeState.SLEEPING and node.is_purpose_unknown
+
+
+def _known_endpoints(node: Node) -> frozenset[str]:
+    if node.spec.endpoints is not None:
+        return frozenset(node.spec.endpoints)
+    found = {"embeddings" if "chat" in node.properties.refused else "chat"}
+    if not node.is_for_chat:
+        found.add(str(node.properties.purpose))
+    return frozenset(found | {"vision"} if _has_vision(node) else found)
+
+
+def _has_vision(node: Node) -> bool:
+    if node.spec.endpoints is not None:
+        return "vision" in node.spec.endpoints
+    return node.properties.vision is True and "vision" not in node.properties.refused
+
+
+MOST_MODELS = 100
+
+MOST_VALUES, MOST_NAMES = 8, 8
+"""Values of one property, and nodes of one value, that are named."""
+
+_WORDS = {
+    "quantisation": "quantisation",
+    "build": "build of llama.cpp",
+    "context": "context of a slot",
+    "template": "chat template",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedServer:
+    """A node's server, as far as it is compared."""
+
+    node: str
+    models: tuple[str, ...]
+    context: int | None
+    """Tokens of one slot."""
+    properties: ServerProperties
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDifference:
+    """One property in which nodes that serve one model differ."""
+
+    model: str
+    what: str
+    """`quantisation`, `build`, `context` or `template`."""
+    nodes_by_value: Mapping[str, tuple[str, ...]]
+    """The nodes of each value, the most frequent value first."""
+
+    def in_words(self) -> str:
+        """For a log line or a table."""
+        values = list(self.nodes_by_value.items())
+        told = [f"{value} on {_names(nodes)}" for value, nodes in values[:MOST_VALUES]]
+        if len(values) > MOST_VALUES:
+            told.append(f"{len(values) - MOST_VALUES} more")
+        return f"{self.model}: {_WORDS[self.what]}: {'; '.join(told)}"
+
+
+def model_differences(servers: Iterable[ComparedServer]) -> tuple[ModelDifference, ...]:
+    """The differences, by model and property. What a server has not reported is left out."""
+    names: list[str] = []
+    alike: dict[tuple[tuple[str, ...], _Values], list[int]] = {}
+    # Of a thousand servers, most are alike: those are compared once, for each of their models.
+    for place, server in enumerate(servers):
+        names.append(server.node)
+        alike.setdefault((server.models, _values(server)), []).append(place)
+    by_model: dict[str, list[tuple[_Values, list[int]]]] = {}
+    for (models, values), places in alike.items():
+        for model in models:
+            by_model.setdefault(model, []).append((values, places))
+    found: list[ModelDifference] = []
+    told = 0
+    for model, groups in by_model.items():
+        if len(groups) < 2:
+            continue
+        before = len(found)
+        for number, what in enumerate(_WORDS):
+            places_by_value: dict[str, list[int]] = {}
+            for values, places in groups:
+                if (value := values[number]) is not None:
+                    places_by_value.setdefault(value, []).extend(places)
+            if len(places_by_value) > 1:
+                ranked = sorted(
+                    places_by_value.items(), key=lambda one: (-len(one[1]), min(one[1]))
+                )
+                by_value = {
+                    value: tuple(names[place] for place in sorted(places))
+                    for value, places in ranked
+                }
+                found.append(ModelDifference(model, what, by_value))
+        told += len(found) > before
+        if told >= MOST_MODELS:
+            break
+    return tuple(found)
+
+
+_Values = tuple[str | None, str | None, str | None, str | None]
+
+
+def _values(server: ComparedServer) -> _Values:
+    """In the order of `_WORDS`; None: not reported."""
+    properties = server.properties
+    context = None if server.context is None else f"{server.context} tokens"
+    return properties.ftype, properties.build, context, properties.template
+
+
+def _names(nodes: tuple[str, ...]) -> str:
+    more = len(nodes) - MOST_NAMES
+    return ", ".join(nodes[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

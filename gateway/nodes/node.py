@@ -1,0 +1,1006 @@
+"""A node of the fleet and the leases on its slots: what is known of it, and what it may be given.
+
+Node and lease are one story: a lease counts on its node when it is taken and given back, and what
+the gateway saw in between is measured against the node's occupancy.
+
+Slots in use are ours by count, and others' by what the node reports. Both are integrated over time.
+For any span between two moments the difference of two sums gives the mean: how many slots were busy
+during a request's decode, and for how long prompts were being read meanwhile, which delays the
+other slots.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gateway.config.node import STARTED_BY, UP, NodeSpec
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.lease import NodeInfo
+from gateway.nodes.circuit import (
+    MOST_LIMIT,
+    Circuit,
+    ConcurrencyLimit,
+    KeyRejection,
+)
+from gateway.nodes.lifecycle import (
+    RECENT_USE,
+    REST_DELAY,
+    Lifecycle,
+    LifecyclePhase,
+    ProbeHistory,
+    Sleep,
+)
+from gateway.nodes.server_properties import (
+    Purpose,
+    ServedAs,
+    ServerProperties,
+    inventory_drift,
+)
+from gateway.nodes.speed import (
+    DegradationDetector,
+    ObservedTiming,
+    Speed,
+    SpeedState,
+    UsualSpeeds,
+)
+from gateway.terms import Endpoint
+from gateway.transport.pool import ConnectionPool
+
+SLOT_LINGER = 0.25
+"""Seconds for which a slot may still be reported busy after its answer has ended."""
+
+
+class LeasePhase(enum.Enum):
+    """How far the node has got with the request."""
+
+    WAITING_HEAD = "waiting"
+    """Sent, no head yet: the node queues it, or works on an answer that it does not stream."""
+    PREFILL = "prefill"
+    """The head has come, content has not: the node reads the prompt."""
+    DECODE = "decode"
+    """Content has come."""
+    RECLAIM = "reclaim"
+    """The gateway has left; the node may still be at work."""
+    RELEASED = "over"
+    """The slots are free."""
+
+
+@dataclass(slots=True, eq=False)
+class SlotsQuery:
+    """A request to the node's `/slots` that is under way."""
+
+    peak_leased: int
+    """The most busy slots in its answer that our leases can account for."""
+    lent: int = 0
+    """The busy slots in its answer that may be lent."""
+
+    def leases_grew(self, leased: int) -> None:
+        """Our leases hold so many slots now."""
+        self.peak_leased = max(self.peak_leased, leased)
+
+    def slot_lent(self) -> None:
+        """A slot is lent."""
+        self.lent = 1
+
+
+@dataclass(slots=True, eq=False)
+class SlotLoan:
+    """A slot that counts as free while a calibration uses it, until a lease wants any slot."""
+
+    call_in: Callable[[], None]
+
+    def leases_grew(self, leased: int) -> None:
+        """Our leases hold so many slots now."""
+        if leased:
+            self.call_in()
+
+    def slot_lent(self) -> None:
+        """A slot is lent."""
+
+
+@dataclass(slots=True)
+class SlotOccupancy:
+    """The counts of one node's slots."""
+
+    leased: int = 0
+    foreign: int = 0
+    slot_seconds: float = 0.0
+    """Busy slots, ours and others', integrated over time up to the last change."""
+    prefill_seconds: float = 0.0
+    """Our prompts that are being read, integrated likewise."""
+    prefills: int = 0
+    """Our prompts that are being read."""
+    tokens_reading: tuple[int, ...] | None = None
+    """The tokens of each busy slot, ours and others', by the last reading; None: it was taken."""
+    _integrated_at: float = 0.0
+    """Up to when the sums go."""
+    _window: int = 0
+    """Number of the current window of `SLOT_LINGER` seconds."""
+    _peak: int = 0
+    """The most slots leased in this window."""
+    _earlier_peak: int = 0
+    """The most in the window before."""
+    _watchers: list[SlotsQuery | SlotLoan] = field(default_factory=list)
+    """All that is told of each lease."""
+    _lent: int = 0
+
+    def integrate(self, now: float) -> None:
+        """Bring the sums up to this moment."""
+        elapsed = now - self._integrated_at
+        if elapsed > 0:
+            self._integrated_at = now
+            self.slot_seconds += elapsed * (self.leased + self.foreign)
+            self.prefill_seconds += elapsed * self.prefills
+
+    def take(self, slots: int, now: float, prefilling: bool = False) -> None:  # noqa: FBT001, FBT002
+        """A lease takes slots; `prefilling`: `prefill_done` will say when its prompt is read."""
+        if int(now / SLOT_LINGER) != self._window:
+            self._roll(now)
+        elapsed = now - self._integrated_at
+        if elapsed > 0:
+            # `integrate`, inlined here and below: both run for each request.
+            self._integrated_at = now
+            self.slot_seconds += elapsed * (self.leased + self.foreign)
+            self.prefill_seconds += elapsed * self.prefills
+        self.leased += slots
+        self.prefills += prefilling
+        if self._peak < self.leased:  # noqa: PLR1730 - a call costs four times as much
+            self._peak = self.leased
+        for watcher in self._watchers:
+            watcher.leases_grew(self.leased)
+
+    def prefill_done(self, now: float) -> None:
+        """One of our prompts has been read."""
+        elapsed = now - self._integrated_at
+        if elapsed > 0:
+            self._integrated_at = now
+            self.slot_seconds += elapsed * (self.leased + self.foreign)
+            self.prefill_seconds += elapsed * self.prefills
+        self.prefills -= 1
+
+    def release(self, slots: int, now: float, prefilling: bool = False) -> None:  # noqa: FBT001, FBT002
+        """A lease gives back slots; `prefilling`: its prompt had not been read yet."""
+        if int(now / SLOT_LINGER) != self._window:
+            self._roll(now)
+        elapsed = now - self._integrated_at
+        if elapsed > 0:
+            self._integrated_at = now
+            self.slot_seconds += elapsed * (self.leased + self.foreign)
+            self.prefill_seconds += elapsed * self.prefills
+        self.leased -= slots
+        self.prefills -= prefilling
+
+    @contextmanager
+    def slots_query(self, now: float) -> Iterator[SlotsQuery]:
+        """Watch our leases while the node is asked for its busy slots."""
+        self._roll(now)
+        query = SlotsQuery(max(self._peak, self._earlier_peak), self._lent)
+        self._watchers.append(query)
+        try:
+            yield query
+        finally:
+            self._watchers.remove(query)
+
+    @contextmanager
+    def lend_slot(self, call_in: Callable[[], None]) -> Iterator[None]:
+        """Lend a slot of an idle node; it goes on counting as free. Each lease calls `call_in`."""
+        loan = SlotLoan(call_in)
+        for watcher in self._watchers:
+            watcher.slot_lent()
+        self._watchers.append(loan)
+        self._lent = 1
+        try:
+            yield
+        finally:
+            self._lent = 0
+            self._watchers.remove(loan)
+
+    def record_busy(self, busy: int, query: SlotsQuery, now: float | None = None) -> None:
+        """The node reported busy slots: those that our leases can't account for are others'."""
+        if now is not None:
+            self.integrate(now)
+        self.foreign = max(0, busy - query.peak_leased - query.lent)
+
+    def record_tokens(self, reading: tuple[int, ...]) -> None:
+        """The node reported the tokens of its busy slots."""
+        self.tokens_reading = reading
+
+    def take_tokens_reading(self) -> tuple[int, ...] | None:
+        """The last reading of the busy slots' tokens, the first time; then None."""
+        reading, self.tokens_reading = self.tokens_reading, None
+        return reading
+
+    def clear_foreign(self) -> None:
+        """The node reports no slots: nothing is known of others' work."""
+        self.foreign, self.tokens_reading = 0, ()
+
+    def _roll(self, now: float) -> None:
+        window = int(now / SLOT_LINGER)
+        if window != self._window:
+            self._earlier_peak = self._peak if window == self._window + 1 else self.leased
+            self._peak = self.leased
+            self._window = window
+
+
+SPAN_SECONDS, SPAN_TOKENS = 2.5, 4
+"""Least seconds and events of a span of a decode that shows how fast it goes."""
+
+
+class NodeState(enum.Enum):
+    """The states of a node, in the order in which `judge_state` tests for them."""
+
+    STANDBY = "standby"
+    DRAINING = "draining"
+    DOWN = "down"
+    SLEEPING = "sleeping"
+    """It has unloaded its model while it was idle (`lifecycle.py`). The next request wakes it."""
+    LOADING = "loading"
+    STARTING = "starting"
+    EJECTED = "ejected"
+    MUTE = "mute"
+    DEGRADED = "degraded"
+    """Far slower than it used to be (`speed.py`). It gets work, chosen by its speed."""
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """The settings in force that nodes read; replaced as a whole."""
+
+    health: HealthSettings
+    timeouts: TimeoutSettings
+
+
+class LearntOfServer(msgspec.Struct, frozen=True):
+    """What was learnt of a server, as it outlives the process."""
+
+    served_as: ServedAs
+    """The model and build of which it was learnt."""
+    speed: SpeedState
+    usual: UsualSpeeds
+    wake_seconds: float | None
+
+
+PLAIN_SECONDS = 600.0
+"""For which a node that has answered plainly to a request for a stream is not asked for streams.
+Plain requests can't be cancelled, so it is tried again."""
+
+MOST_CALIBRATIONS = 5
+"""Calibrations of one server that may fail, or be given up."""
+
+CALIBRATION_PAUSE = 5.0
+"""Seconds after the first of them until the next; four times as many after each further one."""
+
+
+@dataclass(slots=True)
+class CalibrationRecord:
+    """A node's calibrations (`calibration.py`). Times are monotonic seconds."""
+
+    tries: int = 0
+    """Those in a row that were in vain."""
+    due_at: float = -math.inf
+    """When the next one may begin."""
+    loaded_at: int = -1
+    """The node's `requests` when its server loaded its model: no request has warmed it until they
+    are more."""
+    penalty: float = 0.0
+    """While one runs: seconds until its prompt has been read, and the slot can be free."""
+    outcome: str | None = None
+    """How the last one ended; None: there was none."""
+    ended_at: float = 0.0
+    prefill_tps: float | None = None
+    """What the last good one showed."""
+    decode_tps: float | None = None
+
+    def begin(self, penalty: float) -> None:
+        """One begins."""
+        self.penalty = penalty
+
+    def showed(self, prefill_tps: float | None, decode_tps: float | None) -> None:
+        """It showed these speeds."""
+        self.prefill_tps, self.decode_tps = prefill_tps, decode_tps
+
+    def end(self, outcome: str, now: float, *, warm: bool, again: bool) -> None:
+        """It has ended. `warm`: the model has worked; `again`: another one is needed."""
+        self.outcome, self.ended_at = outcome, now
+        self.tries = self.tries + 1 if again else 0
+        self.due_at = now + CALIBRATION_PAUSE * 4.0 ** (self.tries - 1)
+        if warm:
+            self.loaded_at = -1
+
+    def over(self) -> None:
+        """The slot is free."""
+        self.penalty = 0.0
+
+    def postpone(self, until: float) -> None:
+        """None may begin before."""
+        self.due_at = until
+
+    def server_started(self, requests: int, *, replaced: bool = False) -> None:
+        """The server has loaded its model anew, after so many requests; `replaced`: another one.
+
+        What failed before is not tried sooner for that: the server may die of it each time.
+        """
+        self.loaded_at = requests
+        if replaced or self.outcome != "failed":
+            self.tries, self.due_at = 0, -math.inf
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One node. The fleet decides its `state` and `reason` (`Fleet.refresh_state`)."""
+
+    spec: NodeSpec
+    upstream: ConnectionPool
+    settings: NodeSettings
+    clock: Callable[[], float]
+    circuit: Circuit
+    properties: ServerProperties = field(default_factory=ServerProperties)
+    speed: Speed = field(default_factory=Speed)
+    degradation: DegradationDetector = field(default_factory=DegradationDetector)
+    plain_until: float = -math.inf
+    """Until when it is not asked for streams, since it has answered one plainly; monotonic."""
+    measured: ServedAs = (None,) * 6
+    """The model and build of which the speed was learnt, as far as the server has said."""
+    replacements: int = 0
+    """How often the server came to have another model, build or number of slots."""
+    calibration: CalibrationRecord = field(default_factory=CalibrationRecord)
+    concurrency_limit: ConcurrencyLimit | None = None
+    """Requests at once, learnt from answers: for OpenAI-compatible endpoints only."""
+    probe_history: ProbeHistory = field(default_factory=ProbeHistory)
+    sleep: Sleep = field(default_factory=Sleep)
+    state: NodeState = NodeState.STARTING
+    reason: str = ""
+    draining: bool = False
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    """Of a standby node with hooks: whether it runs."""
+    key_rejection: KeyRejection = field(default_factory=KeyRejection)
+    removed: bool = False
+    """Out of the inventory: it gets no new work and ends what it runs."""
+    refusal_hints: dict[str, str] = field(default_factory=dict)
+    """For endpoints that it has refused: the reason that it gave."""
+    endpoint_refused_at: float = math.inf
+    """When it last refused an endpoint; infinity: never, to this process."""
+    drift: tuple[str, ...] = ()
+    """How the server differs from the inventory, as last published."""
+    indexed_models: frozenset[str] = frozenset()
+    """Its public models, as the fleet's index has them."""
+    indexed_aliases: dict[str, str] = field(default_factory=dict)
+    """Which of them are further names of others, likewise."""
+    leases: set[Lease] = field(default_factory=set)
+    occupancy: SlotOccupancy = field(default_factory=SlotOccupancy)
+    released_at: float = -math.inf
+    """When the last lease ended."""
+    requests: int = 0
+    """Leases taken since the start."""
+    failures: int = 0
+    announced_free: int = 0
+    """Free slots as the scheduler knows them; see `free_slots_grew`."""
+    on_lease_released: Callable[[Lease, bool], None] = lambda _lease, _counted: None
+    on_lease_abandoned: Callable[[Node], None] = lambda _: None
+    name: str = field(init=False)
+    info: NodeInfo = field(init=False)
+    """What those who send requests to it may know of it."""
+
+    def __post_init__(self) -> None:
+        self.name = self.spec.name
+        if self.spec.kind == "openai":
+            self.concurrency_limit = ConcurrencyLimit()
+        self.info = self._new_info()
+
+    # What it may be given.
+
+    @property
+    def host(self) -> str:
+        """Its failure domain."""
+        return self.spec.host
+
+    @property
+    def slots_total(self) -> int:
+        """Requests it works on at once: declared, else reported, else learnt, else one."""
+        if self.spec.slots is not None:
+            return self.spec.slots
+        if self.properties.slots is not None:
+            return self.properties.slots
+        return 1 if self.concurrency_limit is None else self.concurrency_limit.slots
+
+    @property
+    def most_slots(self) -> int:
+        """The most that `slots_total` can become: no wider request can ever run here."""
+        learnt = (
+            self.concurrency_limit is not None
+            and self.spec.slots is None
+            and self.properties.slots is None
+        )
+        return MOST_LIMIT if learnt else self.slots_total
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of one slot: declared, else reported; None: unknown."""
+        return self.spec.context if self.spec.context is not None else self.properties.context
+
+    @property
+    def pool(self) -> int:
+        """Tokens that its slots share; 0: each slot has its own, as far as is known."""
+        kv = self.spec.kv
+        if kv == "split" or (kv == "auto" and not self.properties.shared_pool):
+            return 0
+        return self.context or 0
+
+    def answered_plain(self, now: float) -> None:
+        """It does not stream."""
+        self.plain_until = now + PLAIN_SECONDS
+
+    @property
+    def silence_timeout(self) -> float:
+        """Seconds that a stream of this node may be silent."""
+        own = self.spec.timeouts.silence
+        return own if own is not None else self.settings.timeouts.silence
+
+    @property
+    def public_models(self) -> frozenset[str]:
+        """The public names of the models it serves: declared, else reported."""
+        return frozenset(self.properties.names if self.spec.models is None else self.spec.models)
+
+    @property
+    def models_unknown(self) -> bool:
+        """Whether it may serve any model: neither the inventory nor the server has named one."""
+        return (
+            self.in_service and not self.public_models and self.probe_history.discovered_at is None
+        )
+
+    def served_name(self, model: str) -> str | None:
+        """The node's own name for this public model name; None if it does not serve it."""
+        if self.spec.models is not None:
+            return self.spec.models.get(model)
+        properties = self.properties
+        return model if model in properties.models or model in properties.aliases else None
+
+    def supports(self, endpoint: Endpoint, *, vision: bool = False) -> bool:
+        """Whether it serves this endpoint: as declared, else unless it has refused it."""
+        if self.spec.endpoints is not None:
+            wanted = {endpoint, "vision"} if vision else {endpoint}
+            return wanted <= self.spec.endpoints
+        properties = self.properties
+        if endpoint in properties.refused or endpoint in properties.refused_for_purpose:
+            return False
+        return not vision or (properties.vision is not False and "vision" not in properties.refused)
+
+    @property
+    def is_for_chat(self) -> bool:
+        """Whether chats belong here; False: its server is for embeddings or reranking."""
+        return self.spec.endpoints is not None or self.properties.purpose not in {
+            "embeddings",
+            "rerank",
+        }
+
+    @property
+    def is_purpose_unknown(self) -> bool:
+        """Whether its server was never asked what it is for: at the first chance it is."""
+        return self.spec.kind == "llama.cpp" and self.properties.purpose is None
+
+    @property
+    def in_service(self) -> bool:
+        """Whether the inventory allows probes and work; a standby node: while it may run."""
+        if not self.spec.enabled or self.removed:
+            return False
+        return not self.spec.standby or (
+            self.spec.autoscaled and self.lifecycle.phase is not LifecyclePhase.OFF
+        )
+
+    @property
+    def startable(self) -> bool:
+        """Whether it is a standby node that is being started, or would be for a request."""
+        return (
+            self.spec.enabled
+            and self.spec.autoscaled
+            and not (self.removed or self.draining or self.lifecycle.failures)
+            and self.lifecycle.phase is not LifecyclePhase.STOPPING
+            and not (self.lifecycle.at_max_running and self.lifecycle.phase is LifecyclePhase.OFF)
+        )
+
+    @property
+    def reports_slots(self) -> bool:
+        """Whether it answers `/slots`, as far as is known."""
+        return self.spec.kind == "llama.cpp" and self.properties.slots_endpoint is not False
+
+    def load_endpoint(
+        self, now: float, *, comes_up: bool = False, fleet_works: bool = False
+    ) -> str | None:
+        """Where a probe may ask how many slots are busy; None: nowhere.
+
+        A server that may sleep is asked only by what keeps no idle one awake: `/slots` while it
+        works, else `/metrics`. Without that it is left alone, but for one reading when it
+        `comes_up`, and until it is seen asleep while it was in use of late and the `fleet_works`:
+        then others' load on it matters.
+        """
+        sleep = self.sleep
+        if not self.reports_slots or sleep.asleep:
+            return None
+        if not sleep.possible or self.leases:
+            return "/slots"
+        if self.properties.metrics_endpoint:
+            return "/metrics"
+        idle = now - self.released_at
+        wanted = fleet_works and not sleep.seen and idle < RECENT_USE
+        used = comes_up or wanted or self.foreign > 0 or idle < REST_DELAY
+        return None if sleep.may_rest(now, used=used) else "/slots"
+
+    @property
+    def leased(self) -> int:
+        """Slots that our leases hold; the sum over `leases`."""
+        return self.occupancy.leased
+
+    @property
+    def foreign(self) -> int:
+        """Slots that other clients of the server keep busy, by the last reading of `/slots`."""
+        return self.occupancy.foreign
+
+    @property
+    def slots_busy(self) -> int:
+        """Slots in use: the larger of our leases and the node's own count."""
+        return max(self.leased, min(self.slots_total, self.leased + self.foreign))
+
+    @property
+    def in_flight(self) -> int:
+        """Our requests on the node, abandoned ones whose slot it still uses included."""
+        return len(self.leases)
+
+    def paused(self, now: float) -> bool:
+        """Whether the endpoint has asked for no new work at this moment (429, `Retry-After`)."""
+        return self.concurrency_limit is not None and self.concurrency_limit.paused(now)
+
+    def capacity(self, now: float) -> int:
+        """Slots that work may use at this moment, those in use included."""
+        if self.removed or self.paused(now):
+            return 0
+        sleeping = self.state is NodeState.SLEEPING
+        if (
+            self.state is NodeState.READY
+            or self.state is NodeState.DEGRADED
+            or (sleeping and self.circuit.open_until is None)
+        ):
+            return self.circuit.slow_start_slots(self.slots_total, now)
+        if (
+            (sleeping or self.state is NodeState.EJECTED)
+            and self.circuit.wants_trial(now)
+            and not self.probe_history.silent
+        ):
+            return 1
+        return 0
+
+    def free_slots(self, now: float) -> int:
+        """Slots that new work may take at this moment."""
+        if (
+            self.state is NodeState.READY
+            and self.concurrency_limit is None
+            and self.circuit.fully_closed
+        ):
+            if self.removed:
+                return 0
+            # `slots_total`, inlined: this runs for each request.
+            total = self.spec.slots or self.properties.slots or 1
+            left = total - self.occupancy.leased - self.occupancy.foreign
+            return left if left > 0 else 0  # noqa: FURB136 - a call costs four times as much
+        capacity = self.capacity(now)
+        if not capacity:
+            return 0
+        used = self.leased + self.foreign
+        if self.circuit.open_until is not None:
+            return 1 if used < self.slots_total else 0
+        return max(0, capacity - used)
+
+    def calibration_due(self, now: float) -> bool:
+        """Whether a calibration may begin, as far as is known: it is idle and its speed unknown.
+
+        Or its server has just loaded its model, and is to be warmed up.
+        """
+        record, speed = self.calibration, self.speed
+        known = speed.samples or speed.calibrated is not None
+        if (known and record.loaded_at != self.requests) or now < record.due_at:
+            return False
+        return (
+            record.tries < MOST_CALIBRATIONS
+            and self.spec.calibrate
+            and (self.state is NodeState.READY or self.state is NodeState.DEGRADED)
+            and self.reports_slots
+            and not (self.leases or self.foreign)
+            and self.capacity(now) > 0
+        )
+
+    def free_slots_grew(self, now: float) -> bool:
+        """Whether more slots are free than the scheduler knows; from then on it knows."""
+        free = self.free_slots(now)
+        grew = free > self.announced_free
+        self.announced_free = free
+        return grew
+
+    def wake_price(self, now: float) -> float:
+        """Seconds until it could begin a request, while it sleeps and none of ours wakes it."""
+        if self.state is not NodeState.SLEEPING or any(lease.wakes for lease in self.leases):
+            return 0.0
+        return self.sleep.seconds_left(self.properties.size, now)
+
+    def next_change(self, now: float) -> float:
+        """When time alone may change what work it takes; infinity: never."""
+        due = self.circuit.next_change(now)
+        if self.concurrency_limit is not None and self.concurrency_limit.paused(now):
+            due = min(due, self.concurrency_limit.paused_until)
+        return due
+
+    def take(self, lease: Lease, now: float, wake: float = 0.0) -> None:
+        """Count the slots of a lease as used. The caller has checked `free_slots`.
+
+        The lease's `expected_prefill` and `expected_total` hold `wake`, the seconds in which its
+        server wakes up. Raises ValueError for a negative number of slots; a request that needs no
+        slot takes 0.
+        """
+        slots = lease.slots
+        if slots < 0:
+            raise ValueError(f"{slots} slots")
+        lease.upstream, lease.prefill_began_at = self.upstream, now
+        lease.prefilling = lease.stream and slots > 0
+        if wake:
+            lease.wake, lease.wakes = wake, self.sleep.begin_wake(now)
+        circuit, occupancy = self.circuit, self.occupancy
+        if circuit.open_until is not None and circuit.wants_trial(now):
+            lease.trial = True
+            circuit.begin_trial(lease)
+        self.leases.add(lease)
+        if self.concurrency_limit is not None:
+            self.concurrency_limit.record_in_flight(occupancy.leased + slots)
+        occupancy.take(slots, now, lease.prefilling)
+        lease.slot_seconds = occupancy.slot_seconds
+        lease.prefill_seconds = occupancy.prefill_seconds
+        self.requests += 1
+        self.announced_free = self.announced_free - slots if self.announced_free > slots else 0
+
+    def take_calibration_lease(self, now: float) -> Lease:
+        """A lease on no slot, since no request may wait for it, and none of the `requests`."""
+        lease = Lease(self, 0, now, True, None, None)
+        lease.upstream, lease.prefill_began_at = self.upstream, now
+        self.leases.add(lease)
+        return lease
+
+    def lease_released(self, lease: Lease, *, counted: bool) -> None:
+        """The lease's slots are free: called by the lease, once.
+
+        `counted`: it has told the scheduler that they are free.
+        """
+        self.leases.remove(lease)
+        self.released_at = lease.released_at or 0.0
+        if lease.trial:
+            self.circuit.end_trial(lease)
+        self.on_lease_released(lease, counted)
+
+    # What the inventory, the settings and the operator decide.
+
+    def configure(self, settings: NodeSettings) -> None:
+        """Put changed settings in force."""
+        self.settings = settings
+        self.circuit.configure(settings.health)
+
+    def respecify(self, spec: NodeSpec, now: float) -> None:
+        """Take in a changed entry of the inventory; probe soon if that puts it into service."""
+        was_in_service = self.in_service
+        self.spec = spec
+        self.info = self._new_info()
+        if not was_in_service:
+            self.reset_probes(now)
+
+    def replace_upstream(self, upstream: ConnectionPool, now: float) -> ConnectionPool:
+        """Use new connections, perhaps with another key; the old ones, for its last leases."""
+        replaced, self.upstream = self.upstream, upstream
+        self.info = self._new_info()
+        self.key_rejection.clear()
+        self.probe_history.probe_by(now)
+        return replaced
+
+    def enter(self, *, draining: bool) -> None:
+        """It is in the inventory, for the first time or again."""
+        self.removed, self.draining = False, draining
+
+    def leave(self) -> None:
+        """It is out of the inventory."""
+        self.removed = True
+
+    def drain(self) -> None:
+        """No new work until `resume`."""
+        self.draining = True
+
+    def resume(self) -> None:
+        """End a drain."""
+        self.draining = False
+
+    def set_state(self, state: NodeState, reason: str) -> None:
+        """The fleet has judged the node anew."""
+        self.state, self.reason = state, reason
+
+    def reset_probes(self, now: float) -> None:
+        """Forget earlier probes, and probe now: the server may be another process."""
+        self.probe_history = ProbeHistory(next_probe_at=now)
+        self.sleep.restarted()
+
+    # What requests and probes find out.
+
+    def request_failed(self) -> None:
+        """A request failed, and the node is to blame."""
+        self.failures += 1
+
+    def endpoint_refused(self, endpoint: Endpoint, hint: str | None, now: float) -> None:
+        """It refused this endpoint (501), and gave `hint` as the reason."""
+        self.properties.refused.add(endpoint)
+        self.endpoint_refused_at = now
+        if hint is not None:
+            self.refusal_hints[endpoint] = hint
+
+    def purpose_found(self, purpose: Purpose | None, hints: Mapping[str, str]) -> None:
+        """It was asked what it is for; `hints`: its words about endpoints that it lacks."""
+        self.properties.purpose_found(purpose)
+        self.refusal_hints.update(hints)
+
+    def record_refusal(
+        self, lease: Lease, now: float, retry_after: float | None, *, crowded: bool
+    ) -> bool:
+        """Count a 402, 429 or 503; whether its concurrency limit or pause has changed."""
+        return self.concurrency_limit is not None and self.concurrency_limit.record_refusal(
+            lease.taken_at, now, retry_after, crowded=crowded
+        )
+
+    def record_answer(self, lease: Lease, prompt_tokens: float, completion_tokens: float) -> bool:
+        """Count a whole answer; whether the concurrency limit has changed.
+
+        `prompt_tokens` that it had to read; `completion_tokens` that it wrote, on all slots.
+        """
+        seen = None if self.concurrency_limit is None else lease.observed_timing()
+        if self.concurrency_limit is None or seen is None:
+            return False
+        return self.concurrency_limit.record_success(
+            lease.taken_at,
+            lease.taken_at + seen.duration,
+            ttft=seen.ttft,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens / lease.slots,
+        )
+
+    def forget_replaced_model(self) -> None:
+        """Forget the learnt speed if the server has another model, build or number of slots now."""
+        now = self.properties.served_as()
+        if now == self.measured:
+            return
+        if not _may_be_same(self.measured, now):
+            self.speed.forget()
+            self.degradation.forget()
+            self.sleep.forget()
+            self.calibration.server_started(self.requests, replaced=True)
+            self.replacements += 1
+            self.measured = now
+        else:
+            self.measured = _together(now, self.measured)
+
+    def export(self) -> LearntOfServer | None:
+        """What was learnt of its server; None: nothing was."""
+        speed = self.speed.export()
+        if speed is None:
+            return None
+        usual = self.degradation.export()
+        return LearntOfServer(self.measured, speed, usual, self.sleep.measured)
+
+    def restore(self, learnt: LearntOfServer, kept: float) -> None:
+        """Go on from what was learnt, unless it was of another model or build.
+
+        `kept`: the share that its evidence still counts. If the server has not said yet what it
+        has, it gets no work either, and `forget_replaced_model` looks again when it has.
+        """
+        now = self.properties.served_as()
+        if _may_be_same(learnt.served_as, now):
+            self.measured = _together(now, learnt.served_as)
+            self.speed.restore(learnt.speed, kept)
+            self.degradation.restore(learnt.usual, kept, self.clock())
+            if learnt.wake_seconds is not None:
+                self.sleep.learn_wake(learnt.wake_seconds)
+
+    def _new_info(self) -> NodeInfo:
+        spec, own = self.spec, self.spec.timeouts
+        return NodeInfo(
+            spec.name,
+            spec.tier,
+            spec.kind,
+            own.connect,
+            own.first_byte,
+            own.silence,
+            own.total,
+            self.context,
+            self.properties.resume_key(),
+            spec.labels.get(STARTED_BY) == UP,
+            self.upstream,
+        )
+
+    def update_info(self) -> None:
+        """Make `info` anew if the server's properties have changed it."""
+        info, properties = self.info, self.properties
+        if info.context != self.context or info.resume_key != properties.resume_key():
+            self.info = self._new_info()
+
+    def models_changed(self) -> bool:
+        """Whether its public models differ from those of the last call (`indexed_models`)."""
+        before = self.indexed_models, self.indexed_aliases
+        self.indexed_models, self.indexed_aliases = self.public_models, self.properties.aliases
+        return (self.indexed_models, self.indexed_aliases) != before
+
+    def drift_changed(self) -> bool:
+        """Whether its `drift` differs from that of the last call."""
+        before, self.drift = self.drift, inventory_drift(self.spec, self.properties)
+        return self.drift != before
+
+
+def _may_be_same(before: ServedAs, now: ServedAs) -> bool:
+    """Whether they agree wherever both say something."""
+    return all(old in {None, new} or new is None for old, new in zip(before, now, strict=True))
+
+
+def _together(now: ServedAs, before: ServedAs) -> ServedAs:
+    """All that is known: a server that leaves something out still has it."""
+    models, params, size, file, build, slots = (
+        old if new is None else new for old, new in zip(before, now, strict=True)
+    )
+    return (models, params, size, file, build, slots)  # type: ignore[return-value]
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Slots held on a node: taken by `Node.take`, ended by `release`.
+
+    After `abandon` the reclaimer releases them, once the node shows them idle. Times are monotonic
+    seconds. The scheduler's leases override what their own counts follow.
+    """
+
+    node: Node
+    slots: int
+    taken_at: float
+    stream: bool
+    """Whether the node streams its answer: if so it stops soon after the gateway leaves."""
+    expected_prefill: float | None
+    """Predicted seconds from dispatch to the first content; None: unknown."""
+    expected_total: float | None
+    """Predicted seconds from dispatch to the end; None: unknown."""
+    wake: float = 0.0
+    """The part of `expected_prefill` in which its server, which slept, wakes up."""
+    wakes: bool = False
+    """Whether it was the first request to a server that slept, and no content has come."""
+    trial: bool = False
+    """Whether its outcome closes or reopens the node's circuit."""
+    phase: LeasePhase = LeasePhase.WAITING_HEAD
+    prefill_began_at: float = 0.0
+    upstream: ConnectionPool = field(init=False)
+    """The node's pool when the lease was taken; it stays open until the lease has ended."""
+    last_content_at: float | None = None
+    """When the last byte of content came from the node."""
+    abandoned_at: float = 0.0
+    abandoned_phase: LeasePhase | None = None
+    prefilling: bool = False
+    """Whether the node's occupancy counts its prompt as being read."""
+    released_at: float | None = None
+    """When the slots became free."""
+    mean_prefills: float = 1.0
+    """Mean number of prompts read on the node while its own was."""
+    slot_seconds: float = 0.0
+    """The node's sum (`SlotOccupancy`) when the lease was taken, then when its prompt was read;
+    after the release the difference since then."""
+    prefill_seconds: float = 0.0
+    """The node's other sum, at the same moments."""
+    first_content_at: float | None = None
+    span: tuple[float, int, float, float] = (0.0, 0, 0.0, 0.0)
+    """The span of its decode that goes on: when it began, the events before it (0: none goes on),
+    and the node's `slot_seconds` and `prefill_seconds` then."""
+
+    def prefill_ended(self, now: float) -> None:
+        """The first content came: the prompt has been read."""
+
+    def slots_freed(self, _now: float) -> bool:
+        """The slots are free; told before anyone else. Returns whether others' counts follow."""
+        return False
+
+    def head_received(self, now: float) -> None:
+        """The head of a streamed answer has come: a slot reads the prompt."""
+        if self.phase is LeasePhase.WAITING_HEAD:
+            self.phase = LeasePhase.PREFILL
+            self.prefill_began_at = now
+
+    def content_received(self, now: float) -> None:
+        """Content came from the node."""
+        self.last_content_at = now
+        if self.phase is LeasePhase.WAITING_HEAD or self.phase is LeasePhase.PREFILL:
+            self.phase = LeasePhase.DECODE
+            if self.prefilling:
+                self._prefill_done(now)
+            self.prefill_ended(now)
+
+    def bytes_received(self, now: float) -> None:
+        """More of a response came whose first content was noted, or that comes in one piece."""
+        self.last_content_at = now
+
+    def next_span(self, tokens: int, now: float) -> tuple[int, ObservedTiming] | None:
+        """The events of a span of its decode that ends now, and what was seen; None: none ends.
+
+        `tokens`: events that have come by now; 0: unknown. What others' requests do to the node is
+        unknown too.
+        """
+        occupancy = self.node.occupancy
+        occupancy.integrate(now)
+        began, before, slot_seconds, prefill_seconds = self.span
+        if occupancy.foreign or self.slots != 1:
+            tokens = 0
+        seconds, count = now - began, tokens - before
+        if before and tokens and (seconds < SPAN_SECONDS or count < SPAN_TOKENS):
+            return None
+        self.span = now, tokens, occupancy.slot_seconds, occupancy.prefill_seconds
+        if not (before and tokens):
+            return None
+        busy = (occupancy.slot_seconds - slot_seconds) / seconds
+        stalled = min(seconds, occupancy.prefill_seconds - prefill_seconds)
+        return count, ObservedTiming(seconds, 0.0, busy, stalled)
+
+    def woke(self) -> None:
+        """Its server has shown that it is awake."""
+        self.wakes = False
+
+    def release(self) -> None:
+        """The slots are free. Calling it again does nothing."""
+        if self.phase is LeasePhase.RELEASED:
+            return
+        self.phase = LeasePhase.RELEASED
+        node = self.node
+        self.released_at = now = node.clock()
+        counted = self.slots_freed(now)
+        occupancy = node.occupancy
+        occupancy.release(self.slots, now, self.prefilling)
+        self.slot_seconds = occupancy.slot_seconds - self.slot_seconds
+        self.prefill_seconds = occupancy.prefill_seconds - self.prefill_seconds
+        node.lease_released(self, counted=counted)
+
+    def abandon(self) -> None:
+        """The gateway leaves, the node may still be at work: hold the slots until they are idle."""
+        if self.phase is LeasePhase.RELEASED or self.phase is LeasePhase.RECLAIM:
+            return
+        self.abandoned_phase = self.phase
+        self.phase = LeasePhase.RECLAIM
+        self.abandoned_at = self.node.clock()
+        self.node.on_lease_abandoned(self.node)
+
+    def observed_timing(self) -> ObservedTiming | None:
+        """What the gateway saw of the request and its node; None until the release."""
+        if self.released_at is None or not self.slots:
+            return None
+        decode_began = self.taken_at if self.first_content_at is None else self.first_content_at
+        decode_seconds = self.released_at - decode_began
+        busy = self.slot_seconds / decode_seconds if decode_seconds > 0 else float(self.slots)
+        stalled = min(decode_seconds, self.prefill_seconds)
+        if self.first_content_at is None:
+            return ObservedTiming(decode_seconds, None, busy, stalled)
+        return ObservedTiming(
+            self.released_at - self.taken_at,
+            decode_began - self.taken_at,
+            busy,
+            stalled,
+            self.mean_prefills,
+        )
+
+    def _prefill_done(self, now: float) -> None:
+        """Measure what the node does from here on apart from its prefill."""
+        occupancy = self.node.occupancy
+        occupancy.prefill_done(now)
+        self.prefilling = False
+        self.first_content_at = now
+        if now > self.taken_at:
+            self.mean_prefills = (occupancy.prefill_seconds - self.prefill_seconds) / (
+                now - self.taken_at
+            )
+        self.slot_seconds = occupancy.slot_seconds
+        self.prefill_seconds = occupancy.prefill_seconds

@@ -1,0 +1,935 @@
+"""How fast a node reads prompts and writes answers, learnt from llama.cpp's `timings`.
+
+The prefill of n uncached tokens takes `overhead + n / prefill_tps` seconds; each token of the
+decode takes `token_base + token_step * (busy - 1)` seconds with `busy` slots in use: on CPUs the
+decode is bound by memory, so that a batch costs little until it is bound by computing. Both are
+straight lines through the measurements (`LinearTrend`): seconds per token over 1 / n and over busy
+slots.
+
+**Degradation.** Whether a node is far slower than it used to be: it swaps, its host is busy, it is
+throttled.
+
+Like is compared with like: the time of a token with others at as many busy slots and as much text
+in the slot, the prefill of a prompt with those of about its length. So neither more load nor longer
+prompts make a node look degraded. A handful of requests over some time must agree, by their median.
+A span of a running stream counts as one, by the events that have come: long answers of a slow node
+end late. An event holds about as many tokens as in streams before. Spans in which others' requests
+run on the node, or the client lags, prove nothing. To recover, the median must come nearer to the
+usual speed than the value at which it was degraded.
+
+The usual speed (the baseline) is learnt quickly at first. Later it follows slowly: half of the way,
+on a log scale, in `BASELINE_HALF_LIFE` of work. A node that stays at 0.3 of its speed is degraded
+for about eight hours of work; then this is its usual speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol
+
+import msgspec
+
+PREFILL_HALF_LIFE = 8192.0
+"""Tokens after which a measurement of the prefill counts half."""
+
+DECODE_HALF_LIFE = 1024.0
+"""Tokens after which a measurement of the decode counts half."""
+
+STEP_PRIOR = 0.2
+"""Each busy neighbour's share of a token's time until it is measured: between 0 (bound by memory)
+and 0.66 (the demo model on one busy thread)."""
+
+STEP_STRENGTH = 64.0
+"""Tokens with one neighbour more or less that count as much as this first guess."""
+
+MOST_STEP = 2.0
+"""Most of a neighbour's share: it can't cost more than two more decodes of one slot."""
+
+OVERHEAD_STRENGTH = 0.25
+"""The overhead of a prefill is guessed as 0, as firmly as four prefills of 16 tokens would show."""
+
+MOST_OVERHEAD = 256.0
+"""Most overhead of a prefill, in tokens that could be read meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedPrior:
+    """The assumed speed of a node until it is measured."""
+
+    prefill_tps: float
+    """Prompt tokens a second."""
+    token_base: float
+    """Seconds a token, alone on the node."""
+    token_step: float
+    """Seconds that each busy neighbour adds."""
+
+    def scaled(self, factor: float) -> SpeedPrior:
+        """The speed of a node that is so many times as fast."""
+        return SpeedPrior(
+            self.prefill_tps * factor, self.token_base / factor, self.token_step / factor
+        )
+
+
+CPU_PRIOR = SpeedPrior(300.0, 1 / 52, 0.15 / 52)
+"""The best server CPU of the catalogue (`workshop/plan/catalogue.yaml`), with a model of 8 billion
+parameters in 4 bits: a node is believed to be fast until a node like it is measured."""
+
+GPU_PRIOR = SpeedPrior(2900.0, 1 / 105, 0.03 / 105)
+"""The best GPU of the catalogue."""
+
+
+@dataclass(slots=True)
+class Speed:
+    """The known speed of one node."""
+
+    prior: SpeedPrior = CPU_PRIOR
+    """The assumed speed until it is measured; set by `compare_speeds`."""
+    version: int = 0
+    """Goes up whenever one of the figures below may have changed."""
+    samples: int = 0
+    hinted: bool = False
+    """Whether `prior` is the node's own, by a `speed_hint` that is written in the inventory."""
+    calibrated: SpeedPrior | None = None
+    """Its assumed speed by a calibration; beats `prior` until an answer shows the real one."""
+    # Kept up to date: they are read for each request, and change with a sample.
+    prefill_tps: float | None = None
+    """Prompt tokens per second of one request alone; None: not measured."""
+    decode_tps: float | None = None
+    """Tokens written per second by one request alone; None: not measured."""
+    expected_prefill_tps: float = CPU_PRIOR.prefill_tps
+    """Prompt tokens per second: measured, else assumed."""
+    token_base: float = CPU_PRIOR.token_base
+    """Seconds a token with one busy slot: measured, else assumed."""
+    token_step: float = CPU_PRIOR.token_step
+    """Seconds that each busy neighbour adds to a token: measured, else assumed."""
+    _prefill: LinearTrend = field(
+        default_factory=lambda: LinearTrend(
+            PREFILL_HALF_LIFE, 0.0, OVERHEAD_STRENGTH, MOST_OVERHEAD
+        )
+    )
+    _decode: LinearTrend = field(
+        default_factory=lambda: LinearTrend(DECODE_HALF_LIFE, STEP_PRIOR, STEP_STRENGTH, MOST_STEP)
+    )
+
+    def learn_timings(
+        self, timings: Mapping[str, object], seen: ObservedTiming | None = None
+    ) -> SpeedSample:
+        """Learn from llama.cpp's `timings` and from what the gateway saw; returns the sample."""
+        return self._learn(sample_from_timings(timings, seen))
+
+    def learn_clocked(
+        self,
+        prompt_tokens: float,
+        cached_tokens: float,
+        completion_tokens: float,
+        seen: ObservedTiming,
+    ) -> SpeedSample:
+        """Learn from what the gateway saw of an endpoint without timings; returns the sample."""
+        return self._learn(sample_from_clock(prompt_tokens, cached_tokens, completion_tokens, seen))
+
+    def calibrate(self, timings: Mapping[str, object]) -> SpeedSample | None:
+        """Assume what one tiny request's `timings` show, and of the rest what is assumed now.
+
+        It is no sample: the first answer that shows the node's reading or writing replaces it.
+        Returns what they show; None: nothing.
+        """
+        shown = sample_from_timings(timings)
+        if shown.prefill is None and shown.decode is None:
+            return None
+        known = self.calibrated or self.prior
+        prefill_tps, base, step = known.prefill_tps, known.token_base, known.token_step
+        if shown.prefill is not None:
+            prefill_tps = 1 / shown.prefill.low
+        if shown.decode is not None:
+            # The first token comes with the prefill: so many tokens take one decode less.
+            base = shown.decode.low * shown.decode.tokens / (shown.decode.tokens - 1)
+            step = STEP_PRIOR * base
+        self.calibrated = SpeedPrior(prefill_tps, base, step)
+        self._update()
+        return shown
+
+    def set_prior(self, prior: SpeedPrior, *, hinted: bool = False) -> None:
+        """Its assumed speed, by other nodes' measurements; `hinted`: and its own `speed_hint`."""
+        if prior != self.prior or hinted is not self.hinted:
+            self.prior, self.hinted = prior, hinted
+            self._update()
+
+    def export(self) -> SpeedState | None:
+        """What was learnt; None: nothing was."""
+        prefill, decode = self._prefill.export(), self._decode.export()
+        if prefill is None and decode is None and self.calibrated is None:
+            return None
+        return SpeedState(self.samples, prefill, decode, self.calibrated)
+
+    def restore(self, state: SpeedState, kept: float) -> None:
+        """Go on from what was learnt; `kept`: the share that its evidence still counts."""
+        self._prefill.restore(state.prefill, kept)
+        self._decode.restore(state.decode, kept)
+        self.samples, self.calibrated = state.samples, state.calibrated
+        self._update()
+
+    def forget(self) -> None:
+        """Another model or another server: no measurement holds any more."""
+        fresh = Speed()
+        self._prefill, self._decode = fresh._prefill, fresh._decode
+        self.samples, self.calibrated = 0, None
+        self._update()
+
+    def _update(self) -> None:
+        """Derive the figures from what was learnt and assumed."""
+        self.version += 1
+        prior, decode = self.calibrated or self.prior, self._decode
+        prefill = self._prefill.level
+        self.prefill_tps = 1 / prefill if prefill else None
+        self.expected_prefill_tps = 1 / prefill if prefill else prior.prefill_tps
+        if decode.level:
+            self.decode_tps = 1 / decode.level
+            self.token_base, self.token_step = decode.level, decode.slope
+        else:
+            self.decode_tps = None
+            self.token_base, self.token_step = prior.token_base, prior.token_step
+
+    def _learn(self, sample: SpeedSample) -> SpeedSample:
+        rate = sample.prefill
+        if rate is not None:
+            self._prefill.learn(1 / rate.tokens, rate.low, rate.high, rate.tokens)
+        rate = sample.decode
+        if rate is not None:
+            self._decode.learn((sample.busy_slots or 1.0) - 1, rate.low, rate.high, rate.tokens)
+        self._update()
+        self.samples += 1
+        return sample
+
+
+class SpeedState(msgspec.Struct, frozen=True):
+    """A `Speed` as it outlives its process."""
+
+    samples: Annotated[int, msgspec.Meta(ge=0)]
+    prefill: TrendState | None
+    decode: TrendState | None
+    calibrated: SpeedPrior | None
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError."""
+        known = self.calibrated
+        if known is not None and not (
+            SLOWEST_TPS <= known.prefill_tps <= FASTEST_TPS
+            and SLOWEST_TPS <= 1 / max(known.token_base, 1 / (2 * FASTEST_TPS)) <= FASTEST_TPS
+            and 0 <= known.token_step <= 1 / SLOWEST_TPS
+        ):
+            raise ValueError("impossible figures")
+
+
+_Sum = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+
+
+class TrendState(msgspec.Struct, frozen=True, array_like=True):
+    """A `LinearTrend` as it outlives its process."""
+
+    level: _Positive
+    slope: _Sum
+    w: _Positive
+    x: _Sum
+    y: _Sum
+    xx: _Sum
+    xy: _Sum
+
+
+class RatedSpec(Protocol):
+    """A node's entry in the inventory, as far as it says how fast the node is."""
+
+    @property
+    def tier(self) -> str:
+        """`cpu` or `gpu`."""
+
+    @property
+    def kind(self) -> str:
+        """`llama.cpp` or `openai`."""
+
+    @property
+    def written_hint(self) -> float | None:
+        """Its speed relative to other nodes, as guessed by the operator; None: not guessed."""
+
+
+class RatedNode(Protocol):
+    """A node, as far as its speed is compared with that of others."""
+
+    @property
+    def spec(self) -> RatedSpec:
+        """Its entry in the inventory."""
+
+    @property
+    def speed(self) -> Speed:
+        """Its known speed."""
+
+    @property
+    def public_models(self) -> frozenset[str]:
+        """The models that it serves, by the names that clients use."""
+
+
+def compare_speeds(nodes: Iterable[RatedNode]) -> None:
+    """Set every node's assumed speed: the best that similar nodes show.
+
+    Similar nodes serve the same models in the same tier and are of the same kind. Where none shows
+    its speed, the best of the catalogue is assumed. A node with a hint is assumed to be so many
+    times as fast as the best of them, each divided by its own hint, so that hints and measurements
+    are on one scale.
+    """
+    groups: dict[tuple[frozenset[str], str, str], list[RatedNode]] = defaultdict(list)
+    for node in nodes:
+        groups[node.public_models, node.spec.tier, node.spec.kind].append(node)
+    for (_, tier, _), group in groups.items():
+        usual = CPU_PRIOR if tier == "cpu" else GPU_PRIOR
+        best = _best_shown([(node.speed, 1.0) for node in group], usual)
+        unit = _best_shown([(node.speed, node.spec.written_hint or 1.0) for node in group], usual)
+        for node in group:
+            hint = node.spec.written_hint
+            if hint is None:
+                node.speed.set_prior(best)
+            else:
+                node.speed.set_prior(unit.scaled(hint), hinted=True)
+
+
+def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPrior:
+    """The best that answers or calibrations have shown, each divided by its factor."""
+    read = [
+        speed.expected_prefill_tps / factor
+        for speed, factor in speeds
+        if speed.prefill_tps or speed.calibrated
+    ]
+    wrote = [
+        (speed.token_base * factor, speed.token_step * factor)
+        for speed, factor in speeds
+        if speed.decode_tps or speed.calibrated
+    ]
+    return SpeedPrior(
+        max(read, default=usual.prefill_tps),
+        *min(wrote, default=(usual.token_base, usual.token_step)),
+    )
+
+
+LEAST_SAMPLE_TOKENS = 2
+"""One token's time is mostly rounding and overhead."""
+
+SLOWEST_TPS, FASTEST_TPS = 1e-3, 1e6
+"""Tokens/s outside of which a measurement is a mistake."""
+
+MOST_REQUEST_TOKENS = 1e8
+"""Of one request; timings with more are wrong."""
+
+CLOCK_SLACK = 0.25
+"""Seconds by which our clock and the node's may differ because of the network between them."""
+
+SUSPICIOUS_FACTOR = 4.0
+"""Timings that are so many times shorter than the gateway saw are not believed."""
+
+MOST_STALLED_SHARE = 0.875
+"""Most of a decode that the prefill of other prompts can have taken, as a share."""
+
+
+_NEVER, _NAN = math.inf, math.nan
+
+
+@dataclass(slots=True)
+class ObservedTiming:
+    """What the gateway saw of a request, in seconds of its own clock."""
+
+    duration: float
+    """From sending until the end."""
+    ttft: float | None = None
+    """From sending until the first content; None: the answer came in one piece."""
+    busy_slots: float = 1.0
+    """Mean number of busy slots during its decode, its own included."""
+    stalled_seconds: float = 0.0
+    """Seconds of its decode in which the node read others' prompts."""
+    mean_prefills: float = 1.0
+    """Mean number of prompts being read while its own was, its own included."""
+
+
+@dataclass(slots=True)
+class TokenTime:
+    """So many tokens took between `low` and `high` seconds each."""
+
+    tokens: float
+    low: float
+    high: float
+
+    def bound(self, seen: float) -> None:
+        """All of it can't have taken longer than the `seen` seconds of the whole request."""
+        if self.high * self.tokens > seen + CLOCK_SLACK:
+            self.low = self.high = max(seen, CLOCK_SLACK) / self.tokens
+
+    def widen(self, seen: float) -> None:
+        """It may have taken up to the `seen` seconds, if it claims to be idle for most of them."""
+        if seen > SUSPICIOUS_FACTOR * self.high * self.tokens + CLOCK_SLACK:
+            self.high = seen / self.tokens
+
+    def allow_stalls(self, stalled: float) -> None:
+        """A decode may have stood still for so many seconds while other prompts were read."""
+        seconds = self.low * self.tokens
+        self.low = (seconds - min(stalled, MOST_STALLED_SHARE * seconds)) / self.tokens
+
+    def shared_by(self, requests: float) -> None:
+        """The node may have worked on so many requests in turn."""
+        self.low /= max(1.0, requests)
+
+
+@dataclass(slots=True)
+class SpeedSample:
+    """What one request showed of its node's speed; None: nothing."""
+
+    prefill: TokenTime | None = None
+    decode: TokenTime | None = None
+    busy_slots: float | None = None
+    """Mean number of busy slots during the decode; None: unknown."""
+    context_tokens: float = 0.0
+    """Tokens in the slot when the decode began."""
+
+
+def sample_from_timings(
+    timings: Mapping[str, object], seen: ObservedTiming | None = None
+) -> SpeedSample:
+    """The sample of llama.cpp's `timings` (`cache_n`, `prompt_n`, `prompt_ms`, `predicted_n`, ...).
+
+    `prompt_n` leaves out the cached tokens (`cache_n`): it counts those that were read.
+    """
+    prefill = _token_time(_number(timings, "prompt_n"), _number(timings, "prompt_ms") / 1000)
+    decode = _token_time(_number(timings, "predicted_n"), _number(timings, "predicted_ms") / 1000)
+    sample = SpeedSample(prefill, decode)
+    if prefill is not None:
+        cached = _number(timings, "cache_n")
+        sample.context_tokens = prefill.tokens + (
+            cached if 0 < cached <= MOST_REQUEST_TOKENS else 0.0
+        )
+    if seen is None or not _is_sane(seen):
+        return sample
+    sample.busy_slots = max(1.0, seen.busy_slots)
+    ttft, prefills, stalled = seen.ttft, seen.mean_prefills, seen.stalled_seconds
+    if prefill is not None:
+        prefill.bound(seen.duration if ttft is None else ttft)
+        if ttft is None:
+            ttft = prefill.high * prefill.tokens
+        else:
+            prefill.widen(ttft)
+    if decode is not None:
+        decode.bound(seen.duration)
+        decode.widen(seen.duration - (ttft or 0.0))
+        if seen.ttft is None and ttft:
+            # When the neighbours' prefills were is unknown: assume the same share of their time.
+            decode_seconds = decode.high * decode.tokens
+            others = (sample.busy_slots - 1) * ttft / (ttft + decode_seconds)
+            prefills, stalled = max(prefills, 1 + others), max(stalled, others * decode_seconds)
+        decode.allow_stalls(stalled)
+    if prefill is not None and prefills > 1.0:
+        prefill.shared_by(prefills)
+    return sample
+
+
+def sample_from_clock(
+    prompt_tokens: float, cached_tokens: float, completion_tokens: float, seen: ObservedTiming
+) -> SpeedSample:
+    """The sample of an endpoint without timings: what the gateway saw, its queue included."""
+    if not _is_sane(seen) or not all(
+        math.isfinite(n) and 0 <= n <= MOST_REQUEST_TOKENS
+        for n in (prompt_tokens, cached_tokens, completion_tokens)
+    ):
+        return SpeedSample()
+    sample = SpeedSample(busy_slots=max(1.0, seen.busy_slots), context_tokens=prompt_tokens)
+    if seen.ttft is None:
+        # It includes the prefill, for an unknown time.
+        sample.decode = _token_time(completion_tokens, seen.duration)
+        if sample.decode is not None:
+            sample.decode.shared_by(2)
+        else:
+            sample.prefill = _token_time(prompt_tokens - cached_tokens, seen.duration)
+    else:
+        sample.prefill = _token_time(prompt_tokens - cached_tokens, seen.ttft)
+        sample.decode = _token_time(completion_tokens - 1, seen.duration - seen.ttft)
+    if sample.prefill is not None:
+        sample.prefill.shared_by(seen.mean_prefills)
+    if sample.decode is not None:
+        sample.decode.allow_stalls(seen.stalled_seconds)
+    return sample
+
+
+def _token_time(tokens: float, seconds: float) -> TokenTime | None:
+    if not (LEAST_SAMPLE_TOKENS <= tokens <= MOST_REQUEST_TOKENS and 0 < seconds < _NEVER):
+        return None
+    each = seconds / tokens
+    return TokenTime(tokens, each, each) if 1 / FASTEST_TPS <= each <= 1 / SLOWEST_TPS else None
+
+
+def _is_sane(seen: ObservedTiming) -> bool:
+    return (
+        0 < seen.duration < _NEVER
+        and 0 <= (seen.ttft or 0.0) < _NEVER
+        and 0 <= seen.busy_slots < _NEVER
+        and 0 <= seen.stalled_seconds < _NEVER
+        and 0 <= seen.mean_prefills < _NEVER
+    )
+
+
+def _number(timings: Mapping[str, object], key: str) -> float:
+    value = timings.get(key)
+    if type(value) is float:
+        return value
+    if type(value) is not int:
+        return _NAN
+    try:
+        return float(value)
+    except OverflowError:
+        return _NAN
+
+
+MOST_TREND_STEP = 4.0
+"""One measurement counts as at most this factor above or below the prediction."""
+
+SURPRISE_FACTOR = 1.5
+"""A measurement that differs from the prediction by this factor is a surprise."""
+
+SURPRISES_BELIEVED = 3
+"""So many surprises in a row, all to the same side, are a change and no accident."""
+
+SURPRISE_WEIGHT = 0.25
+"""Share of its weight that a surprise counts with until others agree with it."""
+
+EVIDENCE_AFTER_CHANGE = 0.25
+"""Share of the earlier evidence that is left when a change is believed."""
+
+MOST_SAMPLE_WEIGHT = 0.25
+"""Most weight of one measurement, as a share of the half-life."""
+
+WIDEST_FIRST_SAMPLE = 1 / 32
+"""Least low / high of the first interval that is learnt from."""
+
+
+@dataclass(slots=True)
+class LinearTrend:
+    """`y = level + slope * x` for positive y and x >= 0, by decayed weighted least squares.
+
+    `slope_prior` is the assumed slope as a share of the level, worth `prior_strength` (weight
+    times x squared); the slope stays between 0 and `most_slope` levels. Measurements with a weight
+    of `half_life` together make all earlier ones count half.
+    """
+
+    half_life: float
+    slope_prior: float
+    prior_strength: float
+    most_slope: float
+    level: float = 0.0
+    """0: nothing is known."""
+    slope: float = 0.0
+    _w: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+    _surprises: int = 0
+    """Surprises in a row; negative: below the prediction."""
+
+    def export(self) -> TrendState | None:
+        """The line and the evidence for it; None: nothing is known."""
+        if not self.level:
+            return None
+        return TrendState(self.level, self.slope, self._w, self._x, self._y, self._xx, self._xy)
+
+    def restore(self, state: TrendState | None, kept: float) -> None:
+        """Take over this line, with this share of the evidence for it."""
+        if state is not None:
+            self.level, self.slope = state.level, state.slope
+            self._w, self._x, self._y, self._xx, self._xy = (
+                kept * one for one in (state.w, state.x, state.y, state.xx, state.xy)
+            )
+
+    def learn(self, x: float, low: float, high: float, weight: float) -> bool:
+        """Learn that y lies between `low` and `high` (0 < low <= high); False: it was ignored.
+
+        A point (`low` = `high`) moves the line by its whole weight. A wide interval moves it
+        little: to its nearer end, and slowly on to the lower one, since the cause of a wide
+        interval (other requests' work) mostly did take time.
+        """
+        weight = min(weight, self.half_life * MOST_SAMPLE_WEIGHT) * low / high
+        expected = self.level + self.slope * x
+        left = 1.0
+        if expected:
+            least, most = expected / MOST_TREND_STEP, expected * MOST_TREND_STEP
+            if expected < low:
+                y = min(low, most)
+            elif expected > high:
+                y = max(high, least)
+            else:
+                y = expected
+            surprise = (y > expected * SURPRISE_FACTOR) - (y < expected / SURPRISE_FACTOR)
+            if surprise:
+                same = surprise * self._surprises > 0
+                self._surprises = self._surprises + surprise if same else surprise
+                if abs(self._surprises) < SURPRISES_BELIEVED:
+                    weight *= SURPRISE_WEIGHT
+                else:
+                    left = EVIDENCE_AFTER_CHANGE
+            else:
+                self._surprises = 0
+            if low < y:
+                y = math.sqrt(y * max(low, least))
+        elif low < high * WIDEST_FIRST_SAMPLE:
+            return False
+        else:
+            y = math.sqrt(low * high)
+        kept = left * 0.5 ** (weight / self.half_life)
+        self._w = self._w * kept + weight
+        self._x = self._x * kept + weight * x
+        self._y = self._y * kept + weight * y
+        self._xx = self._xx * kept + weight * x * x
+        self._xy = self._xy * kept + weight * x * y
+        # Fit the line.
+        x, y = self._x / self._w, self._y / self._w
+        spread = max(0.0, self._xx - self._x * x)
+        usual = self.slope_prior * y / (1 + self.slope_prior * x)
+        slope = (self._xy - self._x * y + self.prior_strength * usual) / (
+            spread + self.prior_strength
+        )
+        self.slope = min(max(slope, 0.0), y / (x + 1 / self.most_slope))
+        self.level = y - self.slope * x
+        return True
+
+
+DEGRADED_BELOW = 0.4
+"""Share of its usual speed below which a node is degraded."""
+
+RECOVERED_ABOVE = 0.6
+"""Share of its usual speed above which a degraded node has recovered."""
+
+RECENT_REQUESTS = 9
+"""Requests whose median is the present speed."""
+
+LEAST_REQUESTS = 5
+"""Fewer requests prove nothing."""
+
+DEGRADED_AFTER = 12.0
+"""Seconds for which requests must have been slow: one stall can hit all that run."""
+
+DEGRADED_STALE = 600.0
+"""Seconds without a request after which a degraded node counts as recovered."""
+
+SHARES_KEPT_WHEN_STALE = 2
+"""Requests that still count then, so that three more slow ones prove it again."""
+
+BASELINE_HALF_LIFE = 6 * 3600.0
+"""Seconds of work in which the baseline goes half of the way to a lower speed."""
+
+FASTER_HALF_LIFE = 1800.0
+"""Seconds of work in which the baseline goes half of the way to a higher speed."""
+
+MOST_WORK_GAP = 300.0
+"""Most seconds between two requests that count as work."""
+
+LEAST_ALLOWED_SHARE = 0.5
+"""Share of a measured time that a baseline takes at least, whatever neighbours are believed to have
+taken of it. It is above `DEGRADED_BELOW`: where that belief was wrong, later requests without such
+neighbours do not look degraded."""
+
+YOUNG_BASELINE = 8
+"""First requests of a kind: they make its baseline and are not compared."""
+
+LEAST_PREFILL_TOKENS = 64
+"""Shorter prefills are mostly overhead."""
+
+LEAST_DECODE_TOKENS = 8
+"""Shorter decodes are mostly chance."""
+
+MOST_TOKENS_PER_EVENT = 64.0
+
+MOST_DOUBT = 1.5
+"""A stream whose events held so many times more tokens than was known has not shown its speed."""
+
+EVENT_LEARNING = 1 / 32
+"""Share of the way to a lower `tokens_per_event` that one stream makes."""
+
+MOST_BASELINES = 64
+
+
+@dataclass(slots=True)
+class SpeedBaseline:
+    """The usual speed for one kind of request."""
+
+    log_seconds: float = 0.0
+    """Mean logarithm of the seconds per token."""
+    samples: int = 0
+    learned_at: float = 0.0
+    """When it last learnt; monotonic seconds."""
+
+    @property
+    def is_young(self) -> bool:
+        """Whether too few requests have made it to compare others with it."""
+        return self.samples < YOUNG_BASELINE
+
+    def learn(self, rate: TokenTime, now: float) -> None:
+        """Learn from a request."""
+        learned = math.log(max(rate.low, LEAST_ALLOWED_SHARE * rate.high))
+        if self.is_young:
+            self.samples += 1
+            self.log_seconds += (learned - self.log_seconds) / self.samples
+            self.learned_at = now
+            return
+        elapsed = min(now - self.learned_at, MOST_WORK_GAP)
+        if elapsed > 0:
+            self.learned_at = now
+            half_life = BASELINE_HALF_LIFE if learned > self.log_seconds else FASTER_HALF_LIFE
+            self.log_seconds += (learned - self.log_seconds) * (1 - 0.5 ** (elapsed / half_life))
+
+
+def _is_slow(share: float | None) -> bool:
+    return share is not None and share < DEGRADED_BELOW
+
+
+def _share(usual: float, rate: TokenTime) -> float:
+    """A request's speed as a share of the usual one, whose seconds have the logarithm `usual`."""
+    return math.exp(max(-50.0, min(50.0, usual - math.log(rate.low))))
+
+
+@dataclass(slots=True)
+class SpeedHistory:
+    """Prefill or decode: baselines by kind of request, and the last requests' shares of them."""
+
+    baselines: dict[tuple[int, int], SpeedBaseline] = field(default_factory=dict)
+    shares: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_REQUESTS))
+    slow_since: float | None = None
+    """Since when the present speed is too low: the end of the first of the slow requests."""
+    row_since: float | None = None
+    """End of the first of the slow requests that no other request has come between."""
+    degraded: bool = False
+    bounded: bool = False
+    """Whether kinds are busy slots and contexts, so that one bounds another (`_usual`)."""
+    compared_at: float = 0.0
+    usual_tps: float = 0.0
+    """Usual tokens/s of a request like the last one."""
+
+    @property
+    def current_share(self) -> float:
+        """The present speed as a share of the usual one."""
+        shares = sorted(self.shares)
+        return shares[len(shares) // 2] if shares else 1.0
+
+    def learn(self, kind: tuple[int, int], rate: TokenTime, now: float) -> None:
+        """Compare one more request, by the fastest speed that its measurement allows.
+
+        Doubt is the node's: what is learnt from it is less fast. A kind that is new does not learn
+        its usual speed while the node is slow.
+        """
+        baseline = self.baselines.get(kind)
+        if baseline is None:
+            if len(self.baselines) >= MOST_BASELINES:
+                return
+            baseline = self.baselines[kind] = SpeedBaseline()
+        usual = self._usual(kind)
+        share = None if usual is None else _share(usual, rate)
+        if not baseline.is_young or (self.slow_since is None and not _is_slow(share)):
+            baseline.learn(rate, now)
+        if usual is not None and share is not None:
+            self._judge(share, usual, now)
+
+    def watch(self, kind: tuple[int, int], rate: TokenTime, now: float) -> None:
+        """Compare a span of a running request, from which no usual speed is learnt."""
+        usual = self._usual(kind)
+        if usual is not None:
+            self._judge(_share(usual, rate), usual, now)
+
+    def _usual(self, kind: tuple[int, int]) -> float | None:
+        """Logarithm of the usual seconds of this kind; None: unknown.
+
+        Of a kind that is new, of the most that they can be by those that are known: a token takes
+        twice as long at most with twice as many slots busy, or with four times as much text.
+        """
+        baseline = self.baselines.get(kind)
+        if baseline is not None and not baseline.is_young:
+            return baseline.log_seconds
+        if not self.bounded:
+            return None
+        busy, context = kind
+        return min(
+            [
+                known.log_seconds
+                + math.log(2) * (max(0, busy - other) / 2 + max(0, context - text))
+                for (other, text), known in self.baselines.items()
+                if not known.is_young
+            ],
+            default=None,
+        )
+
+    def _judge(self, share: float, usual: float, now: float) -> None:
+        """One more request, or a span of one, had this share of the usual speed."""
+        self.shares.append(share)
+        idle, self.compared_at = now - self.compared_at > MOST_WORK_GAP, now
+        self.usual_tps = math.exp(-usual)
+        if share >= DEGRADED_BELOW:
+            self.row_since = None
+        elif self.row_since is None or idle:
+            self.row_since = now
+        share = self.current_share
+        if share >= RECOVERED_ABOVE or (share >= DEGRADED_BELOW and not self.degraded):
+            self.slow_since, self.degraded = None, False
+            return
+        if self.slow_since is None:
+            self.slow_since = now if self.row_since is None else self.row_since
+        if len(self.shares) >= LEAST_REQUESTS and now - self.slow_since >= DEGRADED_AFTER:
+            self.degraded = True
+
+    def refresh(self, now: float) -> None:
+        """Count a node as recovered after a long time without requests."""
+        if self.degraded and now - self.compared_at >= DEGRADED_STALE:
+            self.degraded = False
+            while len(self.shares) > SHARES_KEPT_WHEN_STALE:
+                self.shares.popleft()
+
+    def export(self) -> list[UsualSpeed]:
+        """The usual speeds, by kind of request."""
+        return [
+            UsualSpeed(*kind, one.log_seconds, one.samples) for kind, one in self.baselines.items()
+        ]
+
+    def restore(self, usual: list[UsualSpeed], kept: float, now: float) -> None:
+        """Go on from these; with a smaller share `kept`, the next requests change them sooner."""
+        self.baselines = {
+            (one.first, one.second): SpeedBaseline(one.log_seconds, round(one.samples * kept), now)
+            for one in usual[:MOST_BASELINES]
+        }
+
+    def forget_recent(self) -> None:
+        """Keep the baselines only."""
+        self.shares.clear()
+        self.slow_since, self.row_since, self.degraded = None, None, False
+
+
+_Class = Annotated[int, msgspec.Meta(ge=-64, le=64)]
+
+
+class UsualSpeed(msgspec.Struct, frozen=True, array_like=True):
+    """A `SpeedBaseline` and its kind of request, as they outlive their process."""
+
+    first: _Class
+    second: _Class
+    log_seconds: Annotated[float, msgspec.Meta(ge=-50, le=50)]
+    samples: Annotated[int, msgspec.Meta(ge=0, le=YOUNG_BASELINE)]
+
+
+class UsualSpeeds(msgspec.Struct, frozen=True):
+    """What a `DegradationDetector` knows of a node, as it outlives its process."""
+
+    prefill: list[UsualSpeed]
+    decode: list[UsualSpeed]
+
+
+@dataclass(slots=True)
+class DegradationDetector:
+    """The usual and the present speed of one node, for prefill and decode."""
+
+    prefill: SpeedHistory = field(default_factory=SpeedHistory)
+    decode: SpeedHistory = field(default_factory=lambda: SpeedHistory(bounded=True))
+    tokens_per_event: float = 1.0
+    """Tokens that an event of a stream holds: the most lately, since it depends on the text."""
+
+    @property
+    def degraded(self) -> bool:
+        """Whether the node is far slower than usual."""
+        return self.prefill.degraded or self.decode.degraded
+
+    def learn(self, sample: SpeedSample, now: float) -> bool:
+        """Compare what a request measured; whether `degraded` has changed."""
+        before = self.degraded
+        rate = sample.prefill
+        if rate is not None and rate.tokens >= LEAST_PREFILL_TOKENS:
+            self.prefill.learn(
+                (_size_class(rate.tokens), _size_class(sample.context_tokens)), rate, now
+            )
+        rate = sample.decode
+        if (
+            rate is not None
+            and rate.tokens >= LEAST_DECODE_TOKENS
+            and sample.busy_slots is not None
+        ):
+            self.decode.learn(_decode_kind(sample), rate, now)
+        return self.degraded is not before
+
+    def learn_events(self, tokens: float, events: float) -> None:
+        """A whole stream of so many tokens came in so many events."""
+        if events >= LEAST_DECODE_TOKENS and tokens > 0:
+            seen = min(max(1.0, tokens / events), MOST_TOKENS_PER_EVENT)
+            known = self.tokens_per_event
+            self.tokens_per_event = max(seen, known + (seen - known) * EVENT_LEARNING)
+            if seen > known * MOST_DOUBT:
+                self.decode.forget_recent()  # Its spans were taken for far slower than they were.
+
+    def watch(self, events: float, seen: ObservedTiming, context_tokens: float, now: float) -> bool:
+        """Compare a span of a running stream; whether `degraded` has changed.
+
+        `context_tokens`: of its prompt, and of what it has written.
+        """
+        before = self.degraded
+        tokens = 1.0 + events * self.tokens_per_event  # The first one's time is not the span's.
+        sample = sample_from_clock(context_tokens, context_tokens, tokens, seen)
+        if sample.decode is not None:
+            self.decode.watch(_decode_kind(sample), sample.decode, now)
+        return self.degraded is not before
+
+    def refresh(self, now: float) -> bool:
+        """Take in that time has passed; whether `degraded` has changed."""
+        before = self.degraded
+        self.prefill.refresh(now)
+        self.decode.refresh(now)
+        return self.degraded is not before
+
+    def export(self) -> UsualSpeeds:
+        """The usual speeds."""
+        return UsualSpeeds(self.prefill.export(), self.decode.export())
+
+    def restore(self, usual: UsualSpeeds, kept: float, now: float) -> None:
+        """Go on from these usual speeds; the present speed is to be seen anew."""
+        self.prefill.restore(usual.prefill, kept, now)
+        self.decode.restore(usual.decode, kept, now)
+
+    def server_restarted(self) -> None:
+        """The server is a new process: the cause may have gone with the old one."""
+        self.prefill.forget_recent()
+        self.decode.forget_recent()
+
+    def forget(self) -> None:
+        """Another model or another server: it has no usual speed yet."""
+        self.prefill, self.decode = SpeedHistory(), SpeedHistory(bounded=True)
+
+    def reason(self, now: float, *, endpoint: bool = False) -> str:
+        """What is wrong, in words that an operator can act on."""
+        findings = [
+            f"{verb} at {history.current_share:.0%} of its usual speed "
+            f"({history.usual_tps * history.current_share:.3g} tokens/s instead of "
+            f"{history.usual_tps:.3g}) "
+            f"for {_duration(now, history)}"
+            for verb, history in (("writes", self.decode), ("reads", self.prefill))
+            if history.degraded
+        ]
+        advice = (
+            "look at the endpoint's load and its rate limits"
+            if endpoint
+            else "look on its host for swapping, other load, CPU frequency and thermal throttling"
+        )
+        return f"{' and '.join(findings)}: {advice}"
+
+
+def _decode_kind(sample: SpeedSample) -> tuple[int, int]:
+    """Busy slots and text: tokens of one kind take about as long."""
+    return round(2 * math.log2(sample.busy_slots or 1.0)), _size_class(sample.context_tokens)
+
+
+def _size_class(tokens: float) -> int:
+    """The class of a length, a factor of four wide: within one the speeds are alike."""
+    return int(math.log2(max(1.0, tokens)) / 2)
+
+
+def _duration(now: float, history: SpeedHistory) -> str:
+    seconds = now - (now if history.slow_since is None else history.slow_since)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,1 +1,0 @@
-"""Metrics and logs for operators, both fed by the events of `gateway.events`."""

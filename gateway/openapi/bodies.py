@@ -1,0 +1,703 @@
+"""Headers, bodies and errors of the OpenAPI document.
+
+The pages of `docs/reference/http.md` show the same tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gateway.config.settings import Settings
+from gateway.request.body import ParsedBody
+
+JsonSchema = dict[str, Any]
+
+
+def _named(table: str) -> dict[str, str]:
+    """The names and meanings of a table: `name: meaning`, further lines of which are indented."""
+    rows = table.strip().replace("\n    ", " ").split("\n")
+    return dict(row.split(": ", 1) for row in rows)
+
+
+def _fields(table: str) -> dict[str, tuple[str, str]]:
+    """Type and meaning of fields, by name: `name (type): meaning`; the type's `?` is: or null."""
+    fields = {}
+    for key, meaning in _named(table).items():
+        name, kind = key.removesuffix(")").split(" (")
+        fields[name] = (kind, meaning)
+    return fields
+
+
+REQUEST_HEADERS: Mapping[str, tuple[JsonSchema, str]] = {
+    "X-Priority": (
+        {"type": "string", "enum": ["urgent", "premium", "normal", "batch"]},
+        "The class, lowered to the caller's highest one; an unknown word is 400.",
+    ),
+    "X-Request-Timeout": (
+        {"type": "number", "exclusiveMinimum": 0},
+        "Seconds that the client will wait for the whole response.",
+    ),
+    "X-Gateway-Progress": (
+        {"type": "string", "examples": ["1"]},
+        "`1`: comments of the stream tell the place in the queue and the progress of the prompt.",
+    ),
+    "X-Request-ID": (
+        {"type": "string", "examples": ["my-request-1"]},
+        "Used for the response and the log, if it is a sane one.",
+    ),
+    "X-User-Id": (
+        {"type": "string"},
+        (
+            "The end user behind a key with `trust_user_headers`; other names: "
+            "`identity.user_headers`."
+        ),
+    ),
+    "X-Session-Id": (
+        {"type": "string"},
+        "The conversation, which keeps its node; other names: `identity.session_headers`.",
+    ),
+}
+"""Headers of requests to nodes that the gateway itself reads, besides keys."""
+
+RESPONSE_HEADERS: Mapping[str, tuple[JsonSchema, str]] = {
+    "X-Request-ID": ({"type": "string"}, "The id in the log."),
+    "X-Gateway-Class": ({"type": "string"}, "The class in force."),
+    "X-Gateway-Attempts": ({"type": "integer"}, "Nodes tried."),
+    "X-Gateway-Queue-Ms": ({"type": "integer"}, "Milliseconds spent waiting for a slot."),
+    "X-Gateway-Node": (
+        {"type": "string"},
+        "The node; by default only on a loopback listener, and not through a proxy.",
+    ),
+    "X-Gateway-Tier": ({"type": "string", "enum": ["cpu", "gpu"]}, "The node's tier."),
+    **{
+        f"x-ratelimit-{kind}-{what}": ({"type": "string"}, meaning)
+        for what in ("requests", "tokens")
+        for kind, meaning in (
+            ("limit", f"The limit of {what} that is nearest to its end."),
+            ("remaining", "What is left of it."),
+            ("reset", "When all of it is there again, such as `6m0s`."),
+        )
+    },
+    "X-Gateway-Fallback": (
+        {"type": "string"},
+        "Why it ran on the other tier than its class belongs to.",
+    ),
+}
+"""Headers of responses to routed requests."""
+
+ERROR_HEADERS: Mapping[str, tuple[JsonSchema, str]] = {
+    "X-Request-ID": ({"type": "string"}, "The id in the log."),
+    "X-Gateway-Reason": ({"type": "string"}, "The error's code."),
+}
+
+STATUS_HEADERS: Mapping[int, tuple[str, JsonSchema, str]] = {
+    401: ("WWW-Authenticate", {"type": "string"}, "`Bearer`."),
+    405: ("Allow", {"type": "string"}, "The methods of this path."),
+    429: ("Retry-After", {"type": "integer", "minimum": 1}, "Seconds."),
+    503: ("Retry-After", {"type": "integer", "minimum": 1}, "Seconds."),
+}
+"""A header that errors of a status have besides."""
+
+_BODY_FIELDS = _named("""
+model: The model's public name; unset: `default_model`, the only one there is, or that of `"*"`.
+stream: Answer by events, as the text is written.
+n: Completions; above `limits.n` 400.
+max_tokens: Most tokens of the answer; the largest of its names counts, and is lowered to
+    `limits.max_tokens`. Negative: no bound.
+max_completion_tokens: As `max_tokens`.
+max_output_tokens: As `max_tokens`, on `/v1/responses`.
+n_predict: As `max_tokens`, of llama.cpp.
+n_probs: Lowered to `limits.n_probs`.
+top_logprobs: Lowered to `limits.n_probs`.
+logprobs: True, false, or a number, which is lowered to `limits.n_probs`.
+n_cmpl: As `n`, of llama.cpp.
+best_of: As `n`; llama.cpp refuses it.
+repeat_last_n: Lowered to the model's largest context.
+dry_penalty_last_n: Lowered to the model's largest context.
+priority: One of the classes' names: the class, where no header names one.
+service_tier: `priority` is premium, `flex` is batch.
+id_slot: Removed.
+lora: Removed.
+suffix: The text behind the gap that is to be filled.
+prompt: A text, token ids, or a list of them.
+messages: The conversation.
+input: Text, texts, or items.
+tools: At most `limits.tools_bytes`.
+system: The system prompt, on `/v1/messages`.
+instructions: The system prompt, on `/v1/responses`.
+grammar: GBNF, at most `limits.grammar_bytes` and `limits.grammar_depth`.
+json_schema: A schema of the answer, of llama.cpp.
+response_format: A form of the answer.
+text: A form of the answer, on `/v1/responses`.
+output_config: A form of the answer, on `/v1/messages`.
+output_format: A form of the answer, on `/v1/messages`.
+stop: At most `limits.stop_bytes`.
+stop_sequences: At most `limits.stop_bytes`.
+logit_bias: At most `limits.logit_bias_bytes`.
+samplers: At most 32, in 1 KiB.
+dry_sequence_breakers: At most 1 KiB.
+response_fields: At most `limits.logit_bias_bytes`.
+grammar_triggers: Refused.
+conversation: Refused on `/v1/responses`, as is its `prompt`.
+""")
+
+
+def routed_body() -> JsonSchema:
+    """The schema of a JSON body, as far as the gateway reads it: by `ParsedBody`."""
+    properties = {}
+    for one in msgspec.structs.fields(ParsedBody):
+        schema = {} if one.type is msgspec.Raw else msgspec.json.schema(one.type)
+        properties[one.name] = {**schema, "description": _BODY_FIELDS[one.name]}
+    return {
+        "type": "object",
+        "description": (
+            "The fields that the gateway reads. All others are passed on as they are, and so are "
+            "those without a type here: the node checks them."
+        ),
+        "properties": properties,
+    }
+
+
+NODE_FIELDS = _fields("""
+name (string): by which the inventory knows it
+url (string): where it is
+kind (string): `llama.cpp` or `openai`
+tier (string): `cpu` or `gpu`
+host (string): its fate domain
+labels (object): of the inventory
+enabled (boolean): of the inventory
+standby (boolean): of the inventory
+elastic (object?): of a standby node with hooks, [below](#standby-nodes)
+draining (boolean): whether an operator has drained it
+state (string): `ready`, `degraded`, `mute`, `ejected`, `starting`, `loading`, `sleeping`, `down`,
+    `draining` or `standby`
+reason (string): why it is in that state
+slots_total (integer): slots that it has
+slots_busy (integer): the larger of our leases and what the node reports
+leased (integer): slots leased to requests of this gateway
+foreign (integer): slots that others use
+in_flight (integer): requests that run on it
+pool (object?): where its slots share one pool of `tokens`: those `reserved` for our requests, and
+    `foreign`, which others use
+models (array): public names
+context (integer?): tokens of one slot
+prefill_tps (number?): measured tokens/s of prefill
+decode_tps (number?): measured tokens/s of decode, of one request alone
+batch_cost (number?): by how much each further busy slot prolongs a token, as a share
+calibration (object?): the last [calibration](../scheduling.md#a-cold-node): `outcome` (`done`,
+    `warmed`, `given_up`, `timed_out`, `failed`), `seconds_ago`, `prefill_tps` and `decode_tps` that
+    one has shown, and whether these are `in_use`, as a first guess
+requests (integer): sent to it since the start
+failures (integer): of those that it failed
+cost_per_hour (number): of the inventory
+cost_per_million_tokens (object?): of the inventory
+build (string?): of its server
+drift (array): what differs from the inventory
+endpoints (array?): of the inventory
+endpoints_refused (array): what it has refused with 501, or is not for
+purpose (string?): what its server was started for: `chat`, `embeddings`, `rerank` or `unknown`
+circuit (object): `phase`, `failures` in a row, `open_for` seconds
+deadline_in (number?): seconds until a drain's deadline
+""")
+"""Type and meaning of a node's fields; `?`: or null."""
+
+MODEL_FIELDS = _fields("""
+name (string): that clients ask for
+stands_for (array): of an alias: the models, in order of preference
+paused (boolean): whether requests for it get 503 `model_paused`
+nodes (object): that serve it, by state
+slots_total (integer): their slots
+slots_busy (integer): of these busy
+waiting (integer): requests for it that wait
+differences (array): in what its nodes differ, in words
+""")
+"""Fields of a model, as the admin API shows it."""
+
+STATUS_FIELDS = _fields("""
+version (string): of this process
+started_at (string): of this process
+uptime (number): seconds
+ready (boolean): whether `/ready` is 200
+reason (string?): else the code that it answers with
+in_flight (integer): requests that wait or run
+queue (object): how many wait, by class
+waiting (array): the first 100 of them: `position`, `seconds` waited, `class`, `model`,
+    `expected_start` in seconds from now
+nodes (object): nodes by state
+slots_total (integer): slots of all nodes
+slots_busy (integer): of these busy
+totals (object): since the start: requests, failures by code, clients that left, tokens
+hybrid (object?): with GPU nodes: which classes go there first, and the [budget](../hybrid.md) for
+    the others; else null
+models_paused (array): public names that an operator has paused
+model_differences (array): where nodes of one model differ: `model`, `what` (`quantisation`,
+    `build`, `context` or `template`), `summary`, `values` with the nodes of each
+inventory_error (string?): what is wrong with the inventory on the disk, while an older one is in
+    force
+settings_error (string?): likewise with the settings
+certificate_error (string?): likewise with a renewed certificate, of a listener or for a node
+certificates (object): `expires_at` and `days_left` of the certificates in force, by `listen.tls`
+    and `admin.tls`
+audit_lost (integer): changes that were logged and could not be kept
+store (object): `state`, the reason and the remedy, [the store](../operations.md#the-store)
+ledger (object?): rows of the [ledger](../usage.md) in this process: `pending`, `written`,
+    `recovered` for killed processes, `dropped`, and why the last writing failed (`error`); null
+    without a store
+keys_lost (string?): why the public listener answers 401 to everybody: a reload took the last API
+    key away
+keys_unsaved (string?): why a gateway that starts without the store would not know the keys as they
+    are now; it is tried again, at least once a minute
+""")
+
+KEY_FIELDS = _fields("""
+key (string?): the key itself, only in the response of the request that made it
+id (string): public part of the key
+name (string): who uses it
+source (string): `settings` or `store`
+state (string): `active`, `expired`, `revoked`, or `hidden` by a key of the settings with its id
+class (string?): of its requests that name none
+max_class (string): highest class of its requests
+models (array?): that it may use; null: all
+group (string?): whose limits it shares
+limits (object?): its own
+user_limits (object?): of each end user that it names
+trust_user_headers (boolean): whether it may name end users
+cache (object?): what it says of prompt caches
+created_at (string?): when it was stored
+expires (string?): until when it works
+revoked_at (string?): when it was revoked
+previous_until (string?): until when the secret before the last rotation works
+warnings (array?): models of it that no node has named yet
+""")
+"""Fields of an API key, as the admin API shows it."""
+
+REQUEST_FIELDS = _fields("""
+id (string): inside the gateway
+request_id (string): `X-Request-ID`
+path (string): asked for
+class (string): in force
+model (string?): its public name
+caller (string): the key's id, or the address of one without a key
+state (string): `waiting` or `running`
+position (integer?): in the queue
+expected_start (number?): seconds from now
+node (string?): where it runs or ran last
+attempts (integer): nodes tried
+slots (integer): that it takes
+stream (boolean): asked for
+seconds (number): since it came
+queue_seconds (number): of these in the queue
+prompt_tokens_estimate (integer): tokens of its prompt
+""")
+
+AUDIT_FIELDS = _fields("""
+id (integer): grows with time
+at (string): time, UTC
+actor (string): an admin key's id, `key_file`, `local` (no key is needed), `file`, `signal` or
+    `gateway`
+role (string?): of the key
+action (string): `drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, `inventory`,
+    `certificate`, `handover`, `start`, `stop`; `keys.…`
+target (string): the node, request, key or file
+outcome (string): `done`, or the code of the error
+refused (boolean): whether it was refused (4xx) and changed nothing
+details (object): what else is known, such as a drain's deadline
+""")
+
+
+CALLER_USAGE_FIELDS = _fields("""
+object (string): `usage`
+key (string): the key's id, or `anonymous:` and the address of a caller without one
+name (string): of the key
+group (string?): of the key
+user (string?): the end user whose figures these are; null: all of the key's
+as_of (string?): when the figures were read; null: they are not known, see `reason`
+today (object?): requests, failures, tokens and cost of this day (UTC)
+month (object?): likewise of this month, also by model (`models`)
+reason (string?): why there are no figures
+limits (array): each limit, what is used of it, reserved by running requests, and left
+max_class (string): highest class of the requests
+models_allowed (array?): the models that may be used; null: all
+largest_prompt_tokens (integer?): of one request
+largest_completion_tokens (integer?): of one answer
+""")
+
+USAGE_FIELDS = _fields("""
+since (string): requests that ended from then on
+until (string): and before then
+by (array): the dimensions
+rows (array): each with its dimensions and sums, the dearest first, days in order
+rows_found (integer): rows that there are; `limit` may leave some out
+total (object): the sums of all
+money (object): what requests and machines cost, by tier and in all
+notes (array): what is counted otherwise than asked
+""")
+
+ARRIVALS_FIELDS = _fields("""
+since (string): requests that ended from then on, and those that still run
+until (string): and before then
+first (string?): the minute of the first of them; null: there is none
+requests (integer): that a node worked for, or that no slot was free for
+hour (object): `from`, `to` and `seconds` of the hour in which they asked most of the nodes; shorter
+    where it has more than 20,000 requests, or is not over
+columns (array): names of the values of each arrival
+arrivals (array): an array for each request of that hour: seconds from its beginning, model, class,
+    node, prompt, cached and completion tokens, slot seconds, seconds that it lasted, and whether it
+    found no slot
+""")
+
+
+def fields_schema(
+    fields: Mapping[str, tuple[str, str]], optional: Collection[str] = ()
+) -> JsonSchema:
+    """The schema of an object with these fields, of which only the `optional` may be missing."""
+    properties = {}
+    for name, (kind, meaning) in fields.items():
+        base = kind.removesuffix("?")
+        properties[name] = {
+            "type": [base, "null"] if kind.endswith("?") else base,
+            "description": meaning[:1].upper() + meaning[1:] + ".",
+        }
+    required = [name for name in fields if name not in optional]
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def struct_schema(
+    kind: type[msgspec.Struct], optional: Collection[str] = (), **properties: JsonSchema
+) -> JsonSchema:
+    """The schema of a body that is made as this Struct; only the `optional` fields may be missing.
+
+    `properties` replace those of the Struct.
+    """
+    required = []
+    for field in msgspec.structs.fields(kind):
+        if field.name not in properties:
+            nested = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
+            properties[field.name] = (
+                struct_schema(field.type) if nested else _value_schema(field.type)
+            )
+        may_be_unset = field.default is msgspec.UNSET
+        if field.name not in optional and not may_be_unset:
+            required.append(field.name)
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _value_schema(kind: Any) -> JsonSchema:
+    """As msgspec has it, in the short form of this document."""
+    schema = msgspec.json.schema(kind)
+    if "anyOf" in schema:
+        schema["type"] = [one["type"] for one in schema.pop("anyOf")]
+    elif "type" not in schema and len(schema.get("enum", ())) == 1:
+        [schema["const"]] = schema.pop("enum")
+    return schema
+
+
+def settings_schemas() -> dict[str, JsonSchema]:
+    """The schemas of the settings as `/admin/config` shows them, by name."""
+    schema = Settings.model_json_schema(
+        mode="serialization", by_alias=True, ref_template="#/components/schemas/{model}"
+    )
+    definitions: dict[str, JsonSchema] = schema.pop("$defs")
+    for name in ("KeySpec", "AdminKeySpec"):
+        definitions[name]["properties"]["sha256"].pop("pattern", None)  # It is masked.
+    return {**definitions, "Settings": schema}
+
+
+WHY_FIELDS = _fields("""
+id (string): inside the gateway
+request_id (string): `X-Request-ID`
+state (string): `waiting`, `running`, `finished`, `failed` (on its nodes), `refused` (it was at
+    none) or `left` (by its client)
+summary (string): the whole story in some sentences, for people
+path (string?): asked for; like the next three null once only the scheduler remembers it
+class (string?): in force
+model (string?): its public name
+caller (string?): the key's id, or the address of one without a key
+received_at (string?): when it came, UTC
+seconds (number?): from then to its end, or until now
+outcome (object?): once it has ended: `status`, `reason`, `node`, `tier`, `attempts`,
+    `queue_seconds`, `ttft`, `seconds`, `prompt_tokens`, `cached_tokens`, `completion_tokens`,
+    `cost`
+waiting (object?): while it waits: `position`, `expected_start`, `waited`, `expires_in`,
+    `deferred_to` (the busy node that has its prompt cached), `tokens_needed` (in a pool that slots
+    share; null: it is to run alone there), `nodes_alive`, and in `nodes` the best 8 of them:
+    `name`, `state`, `slots_busy`, `slots_total`, `pool` (as a node has it), `free_in` (seconds
+    until it has room, were it alone), `cached_tokens`, `expected_seconds` (that wait included)
+decisions (array): about it, the oldest first, [below](#a-decision)
+parts (array): of a request of several prompts: the ids that they ran under
+""")
+"""Fields of an explained request."""
+
+DECISION_FIELDS = _fields("""
+kind (string): `granted` (an attempt on a node), `queued` or `refused`
+at (string): when, UTC
+seconds (number): after it came
+summary (string): in words
+ahead (integer?): `queued`: about how many went before it
+waiting (integer): `queued`: how many others waited
+predicted_wait (number?): `queued`: seconds, as predicted then; null: nothing measured
+may_wait (number): `queued`: seconds, at most
+waited (number): `queued`: seconds until the next decision, or until now
+class (string): `queued`: in force
+status (integer): `refused`: as its client got it, or would have without a heartbeat
+code (string): `refused`: likewise
+message (string): `refused`: likewise
+attempt (integer): `granted`, like all that follow: 1, 2, …
+node (string?): the chosen one
+model (string): the name for which it was granted
+tier (string): `cpu` or `gpu`
+fallback (string?): why it is not the tier of its class (`X-Gateway-Fallback`)
+slots (integer): that it takes
+resumes (boolean): whether it goes on with a response that another node began
+yielded (integer): how often it had given up its slot to a higher class
+failed_nodes (array): nodes that had failed it
+excluded_nodes (array): nodes that had refused it for good
+deferral (object?): if it waited for a busy node while another was free: `node`, `wait`,
+    `expected_seconds` with that wait, `expected_seconds_at_once` elsewhere, `cached_tokens`
+by_cost (boolean): whether the setting `policy` compares costs
+nodes (array): the best 8 that had room, the least cost first, [below](#a-node-that-was-considered)
+not_listed (object): how many nodes are not listed, by the reason: `slower` (had room and cost
+    more), `full` (no free slot, or kept for others), a node state, `paused` (asked for less work),
+    `failed`, `excluded` (context or slots too small, or refused it), `not_candidates` (serve
+    another model or endpoint, are of another pool, or of a tier that was closed to it)
+predicted (object): `ttft` and `seconds` from the grant on, `prompt_tokens`, `cached_tokens`,
+    `completion_tokens`
+actual (object): likewise, as it came, null where it is not known (yet); `outcome` of the attempt,
+    null while it runs, its `status`, and whether the node `reported` the tokens
+""")
+"""Fields of a decision; which of them it has depends on its kind."""
+
+COMPARED_FIELDS = _fields("""
+name (string): of the node
+chosen (boolean): whether it was
+measured (boolean): whether it had shown its speed; else its figures are guesses
+expected_seconds (number): its cost: the request's time there and the time that it takes from
+    others; the sum of `terms`
+terms (object): `queue` (prompts that it had to read first), `reading` (what was not cached),
+    `writing` (alone), `neighbours` (what they and this request cost each other), `doubt` (failures,
+    a trial; negative for the session's last node), in seconds
+slowed_by_neighbours (number): part of `neighbours`: this request's own loss
+holds_up_neighbours (number): the other part: theirs
+doubts (array): why `doubt` is not 0, in words
+cached_tokens (integer): of its prompt, believed to be in the node's cache
+cached_saves (number): seconds of reading that these save
+prefill_tps (number): tokens/s of prefill, as expected
+decode_tps (number): tokens/s of decode, as expected of one request alone
+slots_busy (integer): neighbours, before this request came
+slots_total (integer): its slots
+pool_tokens (integer): tokens of the pool that its slots share; 0: they share none
+pool_used (integer): of these reserved or in use, before this request came
+""")
+"""Fields of a node that was compared."""
+
+_KINDS = {"kind", "at", "seconds", "summary"}  # fields of every decision
+
+
+def _with_items(schema: JsonSchema, **items: JsonSchema) -> JsonSchema:
+    """The schema with these schemas of the items of its arrays."""
+    properties = schema["properties"]
+    told = {name: {**properties[name], "items": each} for name, each in items.items()}
+    return {**schema, "properties": {**properties, **told}}
+
+
+WHY_SCHEMAS: dict[str, JsonSchema] = {
+    "Why": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "description": "As it was asked for."},
+            "remembered_since": {
+                "type": "string",
+                "description": "Since when every attempt is remembered, UTC.",
+            },
+            "requests": {
+                "type": "array",
+                "items": {"$ref": "#/components/schemas/ExplainedRequest"},
+                "description": "Those of this id or `X-Request-ID`, the newest first, 20 at most.",
+            },
+        },
+        "required": ["id", "remembered_since", "requests"],
+    },
+    "ExplainedRequest": _with_items(
+        fields_schema(WHY_FIELDS),
+        decisions={"$ref": "#/components/schemas/Decision"},
+        parts={"type": "string"},
+    ),
+    "Decision": _with_items(
+        fields_schema(DECISION_FIELDS, set(DECISION_FIELDS) - _KINDS),
+        nodes={"$ref": "#/components/schemas/ComparedNode"},
+    ),
+    "ComparedNode": fields_schema(COMPARED_FIELDS),
+}
+"""Schemas of an explanation, by name."""
+
+
+class ErrorRow(NamedTuple):
+    """One error of the public listener."""
+
+    status: int
+    code: str
+    when: str
+    retried: str = "no"  # whether official clients send the request again by themselves
+
+
+def _errors(table: str) -> tuple[ErrorRow, ...]:
+    """The rows of a table: `status code (how clients retry it): when`."""
+    rows = []
+    for row in table.strip().replace("\n    ", " ").split("\n"):
+        head, when = row.split(": ", 1)
+        status, code, *retried = head.removesuffix(")").split(" ", 2)
+        how = retried[0].removeprefix("(") if retried else "no"
+        rows.append(ErrorRow(int(status), code, when, how))
+    return tuple(rows)
+
+
+ERRORS = _errors("""
+400 invalid_json: the body is not JSON
+400 invalid_request: no valid HTTP/1.0 or 1.1 (no `Host`, or two; a body of unclear length), wrong
+    types, unknown class, no model, more slots than any node has, a grammar or schema larger or
+    deeper than it may be
+400 missing_required_parameter: batches: a field is missing; `param` names it, as in the next three
+400 unknown_parameter: batches: there is no such field
+400 invalid_type: batches: a field has a value of another type
+400 invalid_value: batches: a field has a value that it can't have
+400 batch_in_progress: a message batch can be deleted only when it has ended
+400 context_length_exceeded: the prompt fits no node; with `n_prompt_tokens` and `n_ctx` where
+    known, and the words that clients look for: `prompt is too long: N tokens > M maximum`, `exceeds
+    the available context size`
+401 invalid_api_key: no key, an unknown or an expired one (its holder is told), or those of
+    different callers; all requests, where a reload has taken the last key away
+403 model_not_allowed: the key may not use this model
+403 host_not_allowed: without a key, on a loopback listener: asked by a `Host` that is neither
+    loopback's, nor this machine's, nor one of `listen.hosts`
+403 origin_not_allowed: without a key, on a loopback listener: posted by a web page of another
+    origin that is not in `cors.origins`
+404 model_not_found: no node serves this name, now or when last seen, over restarts of the gateway
+    too
+404 file_not_found: no such file of this key, or it has expired; 400 where a batch shall read it
+404 batch_not_found: no such batch of this key, or it is kept no more
+404 results_gone: the results of this batch were deleted, or have expired
+404 batch_not_ended: a message batch has not ended, so it has no results
+404 not_found: no such path; says what to use
+405 method_not_allowed: with `Allow`
+408 request_timeout (yes): the client sent its request too slowly
+409 superseded: an editor's completion: its session has sent a newer one
+409 file_in_use: an unfinished batch still reads this file
+409 batch_ended: a batch that has ended can't be cancelled, paused or resumed
+413 request_too_large: body above `limits.body_bytes`; a file above `batches.file_bytes`
+415 unsupported_media_type: a compressed body (`Content-Encoding`); an upload that is no form
+422 idempotency_key_reused: batches: an `Idempotency-Key` came before with another request
+429 too_many_batches: the key has `batches.batches_per_key` batches that have not ended; with
+    `x-should-retry: false`
+429 queue_full (after `Retry-After`, if at most 60 s): no more requests of this class or caller may
+    wait now, or another caller with fewer needs the place; every node that could serve it answered
+    429; too many connections or uploads; the memory for bodies is used up
+429 rate_limit_exceeded (after `Retry-After`, if at most 60 s): requests or tokens of the minute, or
+    running requests, of the key, its group, its end user or all callers; the message names the
+    limit
+429 insufficient_quota: the tokens of the day, or the money of the day or month, of one of these are
+    used up; the key has as many files, or keeps as many bytes, as it may; with `x-should-retry:
+    false`
+431 headers_too_large: headers above `limits.header_bytes` or 256 fields; extensions and trailers of
+    a chunked body above `limits.header_bytes`
+500 internal_error (yes): the gateway itself failed; its log says why
+501 not_supported: no node that serves the model has this feature, with a node's own hint; nodes are
+    asked again after five minutes; files and batches without a store (`store: {url: off}`)
+502 node_failed: every permitted attempt failed
+503 no_node (after `Retry-After`): every fitting node has been out for `retries.wait_for_node` (30
+    s); or no node is known to serve this name, and one that is enabled has never reported what it
+    serves (at once, with its state)
+503 model_paused: an operator has paused this model; with `x-should-retry: false`
+503 queue_timeout: waited as long as it may, or could not meet its deadline
+503 starting (after `Retry-After`): the nodes are being asked for the first time (`GET /v1/models`,
+    `/props`, `/ready`), or the standby node for it is still being started
+503 shutting_down (after `Retry-After`): the gateway is shutting down
+503 cancelled: an operator cancelled it
+503 node_drained (after `Retry-After`): its node was drained with a deadline, which has passed
+503 store_unavailable (after `Retry-After`): files and batches: the store can't be read or written
+    now
+503 storage_unavailable (after `Retry-After`): files and batches: their folder can't be used now
+503 file_elsewhere: the file is in the folder of another gateway of the store
+504 node_timeout: a node took longer than it may
+507 storage_full: no room for the upload: the disk is full, or `batches.folder_bytes` is reached
+""")
+"""Every error of the public listener, by status."""
+
+ADMIN_ERRORS = _errors("""
+400 invalid_request: no valid HTTP, or a parameter of a wrong form
+401 invalid_api_key: admin keys exist, and none that is valid was sent
+403 role_required: the key's role is too low; the message says which is needed
+403 host_not_allowed: asked by a `Host` that is not the listener's: see `admin.hosts`
+403 origin_not_allowed: sent by a web page of another origin
+404 node_not_found: no node of this name; says which are similar
+404 request_not_found: no such request waits or runs
+404 not_found: no such path
+405 method_not_allowed: with `Allow`
+408 request_timeout: the client sent its request too slowly
+413 request_too_large: a body larger than the path takes
+429 too_many_watchers: `/admin/live` has as many watchers as it serves
+404 key_not_found: no API key of this name or id
+409 key_exists: an API key of this name or id is there already
+409 key_of_settings: a key of the settings, which is changed there
+409 key_expired: an expired key gets no new secret
+409 key_revoked: a revoked key stays revoked
+422 invalid_configuration: a file is invalid and has changed nothing
+429 queue_full: too many connections
+431 headers_too_large: headers above `limits.header_bytes` or 256 fields
+500 internal_error: the gateway itself failed; its log says why
+501 not_supported: there is no store (`store: {url: off}`) to keep it
+503 no_node: `GET /ready`: no node can take or queue work
+503 queue_full: `GET /ready`: every slot and every place in the queue is taken
+503 starting: `GET /ready`: the nodes are being asked for the first time
+503 shutting_down: `GET /ready`: the gateway is shutting down
+503 store_unavailable: what is asked for is in the store, which can't be read
+""")
+"""Every error of the admin listener, by status."""
+
+
+def error_schemas() -> dict[str, JsonSchema]:
+    """The schemas of errors, by name."""
+    openai = {
+        "type": "object",
+        "properties": {
+            "message": {"type": "string"},
+            "type": {"type": "string"},
+            "param": {"type": ["string", "null"]},
+            "code": {"type": ["string", "integer", "null"]},
+        },
+        "required": ["message"],
+    }
+    anthropic = {
+        "type": "object",
+        "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        "required": ["type", "message"],
+    }
+    return {
+        "Error": {
+            "type": "object",
+            "description": "OpenAI's form; `code` is also sent as `X-Gateway-Reason`.",
+            "properties": {"error": openai},
+            "required": ["error"],
+        },
+        "AnthropicError": {
+            "type": "object",
+            "properties": {
+                "type": {"const": "error"},
+                "error": anthropic,
+                "request_id": {"type": "string"},
+            },
+            "required": ["type", "error"],
+        },
+        "OllamaError": {
+            "type": "object",
+            "properties": {
+                "error": {
+                    "anyOf": [{"type": "string"}, openai],
+                    "description": "A text; an object where the request can't even be read.",
+                }
+            },
+            "required": ["error"],
+        },
+    }

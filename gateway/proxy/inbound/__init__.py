@@ -1,1 +1,0 @@
-"""From the bytes of a client to a `Request`."""

@@ -1,0 +1,590 @@
+"""A request's body: parsed once if it is small; if it is large, edited field by field.
+
+A small body is bytes, parsed in one go. A large one is never parsed as a whole: it has a
+`JsonOutline` (`json_outline.py`), which answers the same questions without reading the body again.
+An edit replaces fields and leaves the others in place; a node is sent the pieces. Work that takes
+milliseconds is done in short steps, by the `TimeSlicer` that all requests share, so that it does
+not block the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from gateway import errors
+from gateway.api.json_values import FIELDS_DECODER, TEXT_DECODER
+from gateway.api.tokens import Number
+from gateway.config.listeners import LimitSettings
+from gateway.request.json_outline import (
+    BodyField,
+    JsonOutline,
+    read_outline,
+    safe_cut,
+)
+from gateway.request.media import (
+    UNREADABLE_IMAGE_COST,
+    Link,
+    MediaCost,
+    file_cost,
+    may_be_url,
+    measure_media,
+)
+
+BYTES_PER_TOKEN = 4
+"""English text has about 4 bytes per token in the tokenizers of today's open models. JSON around
+it makes estimates low on purpose, since they only ever exclude nodes."""
+
+PROMPT_FIELDS = ("messages", "prompt", "input")  # Fields of `ParsedBody` that hold a prompt
+MISSING = msgspec.Raw()  # The value of a field that the body does not have
+
+
+class ParsedBody(msgspec.Struct):
+    """The fields that decide where a request goes; everything else stays bytes.
+
+    Fields that are only ever removed or bounded are here so that their presence is known.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    n: Number = None
+    max_tokens: Number = None
+    max_completion_tokens: Number = None
+    max_output_tokens: Number = None
+    n_predict: Number = None
+    n_probs: Number = None
+    top_logprobs: Number = None
+    logprobs: msgspec.Raw = MISSING
+    n_cmpl: Number = None
+    best_of: Number = None
+    repeat_last_n: Number = None
+    dry_penalty_last_n: Number = None
+    priority: Any = None
+    service_tier: Any = None
+    id_slot: msgspec.Raw = MISSING
+    lora: msgspec.Raw = MISSING
+    suffix: msgspec.Raw = MISSING
+    prompt: msgspec.Raw = MISSING
+    messages: msgspec.Raw = MISSING
+    input: msgspec.Raw = MISSING
+    tools: msgspec.Raw = MISSING
+    system: msgspec.Raw = MISSING
+    instructions: msgspec.Raw = MISSING
+    grammar: msgspec.Raw = MISSING
+    json_schema: msgspec.Raw = MISSING
+    response_format: msgspec.Raw = MISSING
+    text: msgspec.Raw = MISSING
+    output_config: msgspec.Raw = MISSING
+    output_format: msgspec.Raw = MISSING
+    stop: msgspec.Raw = MISSING
+    stop_sequences: msgspec.Raw = MISSING
+    logit_bias: msgspec.Raw = MISSING
+    samplers: msgspec.Raw = MISSING
+    dry_sequence_breakers: msgspec.Raw = MISSING
+    response_fields: msgspec.Raw = MISSING
+    grammar_triggers: msgspec.Raw = MISSING
+    conversation: msgspec.Raw = MISSING
+
+
+_PARSED_BODY = msgspec.json.Decoder(ParsedBody)
+_ERROR_WITH_PATH = re.compile(r"^(?P<problem>.*?) - at `\$\.?(?P<field>[^`]*)`$", re.DOTALL)
+
+
+def parse_body(body: bytes) -> ParsedBody:
+    """Parse `body`. Raises: GatewayError 400."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise errors.invalid_json(f"byte {error.start} is not UTF-8") from None
+    try:
+        parsed = _PARSED_BODY.decode(body)
+        # Usually "model" occurs once, and only an escape could hide another spelling of it.
+        if body.lower().count(b'"model"') != (parsed.model is not None) or (
+            body.find(b"\\") >= 0 and _may_spell_model(body)
+        ):
+            _check_field_names(body)
+        return parsed
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _ERROR_WITH_PATH.match(text)
+        if found is None:
+            raise errors.invalid_request(f"The body is not what was expected: {text}.") from None
+        name = found["field"] or None
+        message = f"'{name}': {found['problem']}." if name else f"{found['problem']}."
+        raise errors.invalid_request(message, name) from None
+    except msgspec.DecodeError as error:
+        detail = "it is empty" if not body.strip() else str(error)
+        raise errors.invalid_json(detail) from None
+    except RecursionError:
+        # The depth that raises this differs between Pythons. All of them read more than
+        # `limits.json_depth`, so `prepare` gives the same answer for what they can read.
+        raise errors.invalid_request("The body is nested too deeply.") from None
+
+
+def _may_spell_model(body: bytes) -> bool:
+    """Whether an escape spells a letter of `model`, or one of its neighbours."""
+    return body.find(b"\\u004") >= 0 or body.find(b"\\u006") >= 0
+
+
+def _check_field_names(body: bytes) -> None:
+    if any(map(is_misspelt_model, FIELDS_DECODER.decode(body))):
+        raise misspelt_model_error()
+
+
+def is_misspelt_model(name: str) -> bool:
+    """Whether a field's name differs from `model` only in case.
+
+    Go's JSON decoder would read it as the model's name, and servers in Go may stand behind the
+    gateway. No character beyond ASCII folds to one of these letters.
+    """
+    return len(name) == len("model") and name != "model" and name.lower() == "model"
+
+
+def misspelt_model_error() -> errors.GatewayError:
+    """400: servers differ in how they read this name."""
+    return errors.invalid_request(
+        "The model's name is given under 'model', in lower case.", "model"
+    )
+
+
+def has_limited_options(parsed: ParsedBody) -> bool:
+    """Whether any field is set that `request_limits` checks."""
+    # Compared as one tuple: field by field costs twice as much.
+    return (
+        parsed.tools,
+        parsed.grammar,
+        parsed.json_schema,
+        parsed.response_format,
+        parsed.text,
+        parsed.output_config,
+        parsed.output_format,
+        parsed.stop,
+        parsed.stop_sequences,
+        parsed.logit_bias,
+        parsed.samplers,
+        parsed.dry_sequence_breakers,
+        parsed.response_fields,
+        parsed.grammar_triggers,
+    ) != _NO_LIMITED_OPTIONS
+
+
+_NO_LIMITED_OPTIONS = (MISSING,) * 14
+
+
+def has_edited_options(parsed: ParsedBody) -> bool:
+    """Whether any field is set for which `edits.required_edit` may remove or lower something."""
+    return (
+        parsed.priority,
+        parsed.n_probs,
+        parsed.top_logprobs,
+        parsed.logprobs,
+        parsed.id_slot,
+        parsed.lora,
+        parsed.response_fields,
+        parsed.repeat_last_n,
+        parsed.dry_penalty_last_n,
+    ) != _NO_EDITED_OPTIONS
+
+
+_NO_EDITED_OPTIONS = (None, None, None, MISSING, MISSING, MISSING, MISSING, None, None)
+TOKEN_IDS_START = re.compile(rb"\s*\[\s*\d")
+SHORTEST_IMAGE = 256  # Bytes; a shorter prompt holds no image
+
+
+class PromptSize(NamedTuple):
+    """A prompt's size, from which `schedule/core/demand_model.py` estimates its tokens."""
+
+    text_bytes: int = 0  # Bytes of text, as UTF-8
+    exact_tokens: int = 0  # Tokens that the client sent as ids
+    media_tokens: int = 0  # Estimated tokens of images and audio
+
+
+def measure_prompt(*fields: msgspec.Raw) -> PromptSize:
+    """The size of the prompt that these fields form; missing fields count nothing."""
+    text = ids = tokens = 0
+    for raw in fields:
+        if raw is MISSING:
+            continue
+        data = bytes(raw)
+        if _are_token_ids(data):
+            ids += data.count(b",") + 1
+            continue
+        media = measure_media(data) if _may_hold_media(data) else _NO_MEDIA_COST
+        text += len(data) - media.base64_bytes
+        tokens += media.tokens
+        if data.find(b"\\") >= 0:
+            # A character escaped with \u is three bytes in most alphabets, any other one byte.
+            text -= data.count(b"\\") + 2 * data.count(b"\\u")
+    return PromptSize(max(0, text), ids, tokens)
+
+
+def estimate_min_tokens(raw: msgspec.Raw) -> int:
+    """A low estimate of a prompt's tokens: exact for token ids, by length for text.
+
+    Images count as the fewest tokens that one of their size costs; their base64 does not count.
+    """
+    data = bytes(raw)
+    if data[:1] != b'"' and _are_token_ids(data):
+        return data.count(b",") + 1
+    size = len(data)
+    if data.find(b"\\") >= 0:
+        # An escaped character counts as one byte: it is rarely more than one token.
+        size -= 5 * data.count(b"\\u")
+    if len(data) <= SHORTEST_IMAGE or not _may_hold_media(data):
+        return int(size / BYTES_PER_TOKEN)
+    media = measure_media(data)
+    return int((size - media.base64_bytes) / BYTES_PER_TOKEN) + media.min_tokens
+
+
+def _may_hold_media(data: bytes) -> bool:
+    return len(data) > SHORTEST_IMAGE and (b";base64," in data or b'data"' in data)
+
+
+def _are_token_ids(data: bytes) -> bool:
+    return data[:2] not in _USUAL_STARTS and TOKEN_IDS_START.match(data) is not None
+
+
+_USUAL_STARTS = frozenset({b"", b'["', b"[{"})
+"""The first two bytes of most prompts that are texts or messages."""
+
+_NO_MEDIA_COST = MediaCost()
+
+
+def nesting_depth(body: bytes, limit: int) -> int:
+    """How deeply the JSON is nested, up to `limit` + 1; 0: clearly within `limit`."""
+    if len(body) <= limit or body.count(b"[") + body.count(b"{") <= limit:
+        return 0
+    text = body
+    if text.find(b"\\") >= 0:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Every other part between quotes is outside of strings.
+    brackets = b"".join(text.split(b'"')[::2]).translate(_TO_SQUARE, _NO_BRACKETS)
+    depth, too_deep = 0, b"[" * (limit + 1)
+    while brackets and depth <= limit:
+        if brackets.find(too_deep) >= 0:
+            return limit + 1
+        outer = brackets.replace(b"[]", b"")  # removes the innermost pairs
+        if len(outer) == len(brackets):
+            return depth + outer.count(b"[")  # some are never closed
+        brackets = outer
+        depth += 1
+    return depth
+
+
+_TO_SQUARE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+T = TypeVar("T")
+LARGE_BODY_BYTES = 64 * 1024
+"""Bytes from which a body is large. A smaller one of any shape takes some milliseconds."""
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Some clients put it in front of UTF-8
+SMALL_BODY_BYTES = 4 * 1024  # A body of fewer bytes takes no time to parse, whatever it holds
+MOST_JSON_CONTAINERS = 1000
+"""Most objects and lists of a body that is parsed at once, in 0.3 ms. A body with more takes its
+turn: 60 kB hold 20,000 of them, which take 6-9 ms, and a client may send hundreds at once."""
+
+PARSED_FIELD_BYTES = 16 * 1024  # Bytes of a field of `ParsedBody` that may be parsed at once
+IDENTIFYING_BYTES = LARGE_BODY_BYTES
+"""Bytes of a large body's beginning, and of its end, by which it is told from others."""
+
+SMALL_FIELD_BYTES = 1024  # Bytes of any field that may be parsed at once: there may be a thousand
+FULL_PARSE_BYTES = 4 << 20  # Bytes of a body up to which it is parsed whole to resume its stream
+LONGEST_LINK = 16 * 1024  # Bytes of a URL that are looked at
+MEDIA_PER_STEP = 64  # Images and audio files that are measured in one step
+
+_SHORT_FIELDS = frozenset(
+    name
+    for name, default in zip(
+        ParsedBody.__struct_fields__, ParsedBody.__struct_defaults__, strict=True
+    )
+    if default is None
+)
+"""Fields of `ParsedBody` with decoded values; none is long but `model`."""
+
+_OTHER_PROMPT_PARTS: tuple[str, ...] = ("tools", "system", "instructions")
+FieldBytes = bytes | memoryview
+
+
+def is_slow_to_parse(body: bytes) -> bool:
+    """Whether preparing takes milliseconds: the body is large or has many objects and lists."""
+    return (
+        len(body) >= LARGE_BODY_BYTES or body.count(b"{") + body.count(b"[") > MOST_JSON_CONTAINERS
+    )
+
+
+def read_large_body(body: bytes, limits: LimitSettings) -> Generator[None, None, LargeBody]:
+    """Check and outline a large body, in short steps. Raises: GatewayError 400."""
+    outline = yield from read_outline(body, limits)
+    view = memoryview(body)
+    values: dict[str, FieldBytes] = {one.name: view[one.start : one.end] for one in outline.fields}
+    if any(is_misspelt_model(name) for name in values):
+        raise misspelt_model_error()
+    base64_bytes = outline.uncounted_media_bytes
+    tokens, min_tokens = (outline.uncounted_media * cost for cost in UNREADABLE_IMAGE_COST)
+    for number, (start, end) in enumerate(outline.media_spans):
+        cost, min_cost = file_cost(body, start, end)
+        base64_bytes += end - start
+        tokens += cost
+        min_tokens += min_cost
+        if number % MEDIA_PER_STEP == MEDIA_PER_STEP - 1:
+            yield
+    return LargeBody(body, outline, values, MediaCost(base64_bytes, tokens, min_tokens))
+
+
+class LargeBody:
+    """A large body, and the edits made to it."""
+
+    __slots__ = ("_body", "_edited", "_media", "_small_fields", "_values", "outline")
+
+    def __init__(
+        self,
+        body: bytes,
+        outline: JsonOutline,
+        values: dict[str, FieldBytes],
+        media: MediaCost,
+        *,
+        edited: bool = False,
+    ) -> None:
+        self._body = body
+        self.outline = outline
+        self._values = values  # By field; of repeated fields the last
+        self._media = media
+        self._edited = edited
+        self._small_fields: bytes | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.pieces())) if self._edited else len(self._body)
+
+    def pieces(self) -> list[FieldBytes]:
+        """The body in pieces, as it is sent."""
+        if not self._edited:
+            return [self._body]
+        pieces: list[FieldBytes] = []
+        before = b"{"
+        for name, value in self._values.items():
+            pieces += (before + msgspec.json.encode(name) + b":", value)
+            before = b","
+        pieces.append(b"}" if pieces else b"{}")
+        return pieces
+
+    def to_bytes(self) -> bytes:
+        """A copy of the whole body."""
+        return b"".join(self.pieces())
+
+    def without_large_fields(self) -> bytes:
+        """The body without its large fields."""
+        if self._small_fields is None:
+            self._small_fields = _join_fields(
+                (name, value)
+                for name, value in self._values.items()
+                if len(value) <= SMALL_FIELD_BYTES
+            )
+        return self._small_fields
+
+    def bytes_to_parse(self) -> bytes:
+        """The body, without its large fields if it is too large to be parsed whole."""
+        return self.to_bytes() if len(self) <= FULL_PARSE_BYTES else self.without_large_fields()
+
+    def has_any(self, names: tuple[str, ...]) -> bool:
+        """Whether it has any of these fields."""
+        return any(name in self._values for name in names)
+
+    def parse(self) -> ParsedBody:
+        """As `parse_body` for a small body. Raises: GatewayError 400."""
+        names = ParsedBody.__struct_fields__
+        known = {name: self._values[name] for name in names if name in self._values}
+        large = {name: value for name, value in known.items() if len(value) > PARSED_FIELD_BYTES}
+        for name in large:
+            if name in _SHORT_FIELDS and name != "model":
+                raise errors.invalid_request(
+                    f"'{name}' is longer than {PARSED_FIELD_BYTES} bytes.", name
+                )
+        parsed = parse_body(
+            _join_fields((name, known[name]) for name in known if name not in large)
+        )
+        values: dict[str, object] = {name: msgspec.Raw(value) for name, value in large.items()}
+        if "model" in large:
+            values["model"] = self._truncated_text("model")
+        return msgspec.structs.replace(parsed, **values)
+
+    def _truncated_text(self, name: str) -> str:
+        """The beginning of a string field. Raises: GatewayError 400 if it is no string."""
+        value = bytes(self._values[name][: PARSED_FIELD_BYTES + 1])
+        if value[:1] != b'"':
+            raise errors.invalid_request(f"'{name}' must be a string.", name)
+        text: str = TEXT_DECODER.decode(value[: safe_cut(value, 1, PARSED_FIELD_BYTES)] + b'"')
+        return text
+
+    def raw_fields(self) -> dict[str, msgspec.Raw]:
+        """The values of its fields, as views of the body."""
+        return {name: msgspec.Raw(value) for name, value in self._values.items()}
+
+    def with_fields(self, fields: Mapping[str, msgspec.Raw]) -> LargeBody:
+        """This body with `fields` in place of its own."""
+        values: dict[str, FieldBytes] = {name: memoryview(raw) for name, raw in fields.items()}
+        return LargeBody(self._body, self.outline, values, self._media, edited=True)
+
+    def _field(self, name: str) -> BodyField | None:
+        """The outline of a field that no edit has replaced; of repeated fields the last."""
+        for found in reversed(self.outline.fields):
+            if found.name == name:
+                return found
+        return None
+
+    def count_prompts(self) -> int:
+        """How many prompts a completion's `prompt` holds, as `split_prompts` counts them."""
+        found = self._field("prompt")
+        if found is None or found.has_scalars or self._body[found.start : found.start + 1] != b"[":
+            return 1
+        return found.item_count or 1
+
+    def ends_with_assistant(self) -> bool:
+        """Whether the last message is the assistant's."""
+        found = self._field("messages")
+        return found is not None and found.last_role == "assistant"
+
+    def truncated_field(self, name: str) -> bytes:
+        """The beginning of a field, closed to be valid JSON; all of a short field."""
+        found = self._field(name)
+        if found is None:
+            return b""
+        return self._body[found.start : found.truncated_at or found.end] + found.truncated_suffix
+
+    def truncated_bytes(self, name: str) -> int:
+        """Bytes of a field that its `truncated_field` leaves out."""
+        found = self._field(name)
+        return found.end - found.truncated_at if found is not None and found.truncated_at else 0
+
+    def field_size(self, name: str) -> int:
+        """Bytes of a field; 0 without it."""
+        return len(self._values.get(name, b""))
+
+    def count_token_ids(self, name: str) -> int:
+        """How many token ids a field holds; 0 if it holds anything else."""
+        found = self._field(name)
+        if found is None or not TOKEN_IDS_START.match(self._body, found.start):
+            return 0
+        return self._body.count(b",", found.start, found.end) + 1
+
+    def measure_prompt(self, prompt_field: str | None) -> PromptSize:
+        """As the function `measure_prompt` for a small body."""
+        ids, names = 0, _OTHER_PROMPT_PARTS
+        if prompt_field is not None and prompt_field in PROMPT_FIELDS:
+            ids = self.count_token_ids(prompt_field)
+            names = names if ids else (prompt_field, *names)
+        text = sum(self.field_size(name) for name in names)
+        text -= (
+            self._media.base64_bytes
+            + self.outline.escape_count
+            + 2 * self.outline.unicode_escape_count
+        )
+        return PromptSize(max(0, text), ids, self._media.tokens)
+
+    def estimate_min_tokens(self, prompt_field: str | None) -> int:
+        """As the function `estimate_min_tokens` for a small body."""
+        if prompt_field is None or prompt_field not in PROMPT_FIELDS:
+            return 0
+        if ids := self.count_token_ids(prompt_field):
+            return ids
+        size = (
+            self.field_size(prompt_field)
+            - 5 * self.outline.unicode_escape_count
+            - self._media.base64_bytes
+        )
+        return int(max(0, size) / BYTES_PER_TOKEN) + self._media.min_tokens
+
+    def find_links(self) -> list[Link]:
+        """The URLs that a node might fetch; of long ones the beginning."""
+        found = []
+        for start, end, kind, key in self.outline.links:
+            if self._body.startswith(b"data:", start):
+                continue
+            if kind == "data" and not self._may_hold_colon(start, end):
+                continue
+            most = min(end, start + LONGEST_LINK)
+            if most < end:
+                most = safe_cut(self._body, start, most)
+            text = TEXT_DECODER.decode(b'"%b"' % self._body[start:most])
+            if kind == "server" or ":" in text or (kind == "url" and may_be_url(text)):
+                found.append(Link(text, key))
+        return found
+
+    def _may_hold_colon(self, start: int, end: int) -> bool:
+        """Whether a text, usually base64, has a colon; an escape could spell one."""
+        body = self._body
+        return body.find(b":", start, end) >= 0 or (
+            body.find(b"\\u", start, min(end, start + LONGEST_LINK)) >= 0
+        )
+
+
+def _join_fields(fields: Iterable[tuple[str, FieldBytes]]) -> bytes:
+    """A JSON object of these fields."""
+    parts = [msgspec.json.encode(name) + b":" + bytes(value) for name, value in fields]
+    return b"{" + b",".join(parts) + b"}"
+
+
+Body = bytes | LargeBody  # A request's body: bytes, or a large body
+
+
+def bytes_to_parse(body: Body) -> bytes:
+    """A body as bytes to be parsed whole; without its large fields if it is too large for that."""
+    return body if isinstance(body, bytes) else body.bytes_to_parse()
+
+
+def without_large_fields(body: Body) -> bytes:
+    """A body as bytes; a large one without its large fields."""
+    return body if isinstance(body, bytes) else body.without_large_fields()
+
+
+def identifying_pieces(body: Body) -> list[FieldBytes]:
+    """What tells a body from others of its length: all of it, or if it is large both its ends."""
+    pieces: list[FieldBytes] = [body] if isinstance(body, bytes) else body.pieces()
+    if len(body) <= 2 * IDENTIFYING_BYTES:
+        return pieces
+    ends: tuple[list[FieldBytes], list[FieldBytes]] = [], []
+    left = IDENTIFYING_BYTES
+    for piece in pieces:
+        ends[0].append(piece[:left])
+        left -= len(ends[0][-1])
+    left = IDENTIFYING_BYTES
+    for piece in reversed(pieces):
+        ends[1].append(piece[max(0, len(piece) - left) :])
+        left -= len(ends[1][-1])
+    return ends[0] + ends[1][::-1]
+
+
+@dataclass(slots=True)
+class TimeSlicer:
+    """Runs work in steps: in each turn of the event loop one step of all such work together."""
+
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run(self, work: Generator[None, None, T]) -> T:
+        """Run all steps of `work`; return its value."""
+        try:
+            while True:
+                async with self._lock:
+                    try:
+                        next(work)
+                    finally:
+                        # The next waiter gets the lock in the next turn of the loop.
+                        await asyncio.sleep(0)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        finally:
+            work.close()
+
+    async def run_once(self, work: Callable[[], T]) -> T:
+        """Run work that is a single step."""
+        async with self._lock:
+            try:
+                return work()
+            finally:
+                await asyncio.sleep(0)

@@ -1,0 +1,696 @@
+"""Turns what a client sent into a `Request`: parsed once, checked once, edited once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import msgspec
+from msgspec.structs import replace as replace_fields
+
+from gateway import errors
+from gateway.api.json_values import ITEMS_DECODER
+from gateway.api.tokens import settle_bound
+from gateway.catalog import ServedModels
+from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, NodeLabels
+from gateway.config.listeners import LimitSettings
+from gateway.config.routing import CATCH_ALL, ModelRule
+from gateway.errors import GatewayError
+from gateway.events import RequestFinished
+from gateway.lease import (
+    KeyedHash,
+    LeaseCaller,
+    LeaseRequest,
+    RequestSize,
+    WantedNode,
+)
+from gateway.request import (
+    edits,
+    media,
+    multipart,
+    request_limits,
+)
+from gateway.request.body import (
+    BYTE_ORDER_MARK,
+    BYTES_PER_TOKEN,
+    FULL_PARSE_BYTES,
+    LARGE_BODY_BYTES,
+    MISSING,
+    PROMPT_FIELDS,
+    SMALL_BODY_BYTES,
+    Body,
+    ParsedBody,
+    TimeSlicer,
+    estimate_min_tokens,
+    has_edited_options,
+    has_limited_options,
+    is_slow_to_parse,
+    measure_prompt,
+    nesting_depth,
+    parse_body,
+    read_large_body,
+    without_large_fields,
+)
+from gateway.request.edits import raw_fields
+from gateway.request.prompt_key import (
+    SHORTEST_BODY,
+    VolatileLines,
+    build_large_prompt_key,
+    build_prompt_key,
+)
+from gateway.request.routes import Route, can_assemble
+from gateway.terms import Caller, Headers, Priority
+
+MOST_TARGETS = 32  # Models that one alias may resolve to
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model that nodes may serve, and the rules for requests that reach it by this name."""
+
+    name: str
+    rules: tuple[ModelRule, ...] = ()
+
+
+@dataclass(slots=True)
+class ModelAliases:
+    """The `models` of one version of the settings; replaced at each reload."""
+
+    rules: Mapping[str, ModelRule]
+    _resolved: dict[str, tuple[ResolvedModel, ...]] = field(default_factory=dict)
+    _of: Mapping[str, str] = field(default_factory=dict)
+    """The servers' aliases for which `_resolved` holds."""
+    has_catch_all: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_catch_all = CATCH_ALL in self.rules
+
+    def is_catch_all(self, name: str, catalog: ServedModels) -> bool:
+        """Whether the catch-all applies: no rule has this name, and no node may serve it.
+
+        A node whose models are not known yet may serve any.
+        """
+        return self.has_catch_all and (
+            name == CATCH_ALL or not (name in self.rules or catalog.may_serve(name))
+        )
+
+    def knows(self, name: str, catalog: ServedModels) -> bool:
+        """Whether a rule has this name, or some node serves it."""
+        return name in self.rules or catalog.serves(name)
+
+    def resolve(self, name: str, catalog: ServedModels) -> tuple[ResolvedModel, ...]:
+        """The models that `name` stands for, in order of preference; itself without a rule.
+
+        For a further name that servers give to a model, the model's rule holds, unless the name
+        has one of its own.
+        """
+        if not self.rules:
+            return (ResolvedModel(name),)
+        aliases = catalog.aliases
+        if aliases is not self._of:
+            self._of, self._resolved = aliases, {}
+        if name not in self.rules and aliases.get(name) not in self.rules:
+            return (ResolvedModel(name),)
+        found = self._resolved.get(name)
+        if found is None:
+            every = _follow_aliases(name, self.rules, (), aliases)
+            found = self._resolved[name] = tuple(every)[:MOST_TARGETS]
+        return found
+
+
+def _follow_aliases(
+    name: str,
+    rules: Mapping[str, ModelRule],
+    applied: tuple[ModelRule, ...],
+    aliases: Mapping[str, str],
+) -> list[ResolvedModel]:
+    model = name if name in rules else aliases.get(name, name)
+    rule = rules.get(model)
+    if rule is None or (model != name and any(rule is one for one in applied)):
+        return [ResolvedModel(name, applied)]
+    applied = (*applied, rule)
+    models: dict[str, ResolvedModel] = {}
+    for target in rule.use or (model,):
+        found = (
+            [ResolvedModel(name, applied)]
+            if target == model
+            else _follow_aliases(target, rules, applied, aliases)
+        )
+        for one in found:
+            models.setdefault(one.name, one)
+    return list(models.values())
+
+
+# A struct of msgspec: a frozen dataclass of so many fields takes sixteen times as long to make.
+class Request(msgspec.Struct, frozen=True, eq=False):
+    """A request that can be sent to a node, more than once if attempts fail.
+
+    Times are monotonic seconds of the gateway's clock.
+    """
+
+    id: str  # Unique in this process; not chosen by the client
+    x_request_id: str  # `X-Request-ID`: the client's own if it sent a valid one, else `id`
+    path: str  # The path as nodes know it, for example `/v1/chat/completions`
+    header_lines: bytes  # The client's header lines that nodes get, each with its line end
+    bodies: Mapping[str, Body]  # The body for each of the model names
+    model_in_body: str | None  # The model's name in these bodies; None: they name none
+    caller: Caller
+    received_at: float
+    lease_request: LeaseRequest  # All that the scheduler may know of it
+    stream: bool = False  # Whether the client asked for a stream
+    logprobs: bool = False  # Whether the response contains log probabilities
+    deadline: float | None = None  # When the client stops waiting for the complete response
+    client_has_timer: bool = False
+    """Whether the client times out by itself at `deadline`, so that it needs no error."""
+    prompt_list: PromptList | None = None
+    """The prompts, if there are several to answer one by one (`forward/multi_prompt.py`)."""
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts it has."""
+        return 1 if self.prompt_list is None else len(self.prompt_list.prompts)
+
+
+SubRequestMaker = Callable[[int, bytes], Generator[None, None, Request]]
+"""Makes a prompt's request of its index and body, in short steps. Raises: GatewayError."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptList:
+    """The prompts of one request."""
+
+    prompts: list[msgspec.Raw]
+    other_fields: dict[str, msgspec.Raw]  # The body's other fields, which are sent with each prompt
+    make_request: SubRequestMaker
+
+    async def sub_request(self, index: int, time_slicer: TimeSlicer) -> Request:
+        """The request of one prompt. Raises: GatewayError."""
+        body = msgspec.json.encode(self.other_fields | {"prompt": self.prompts[index]})
+        return await time_slicer.run(self.make_request(index, body))
+
+
+# Several prompts.
+
+MOST_PROMPTS_BYTES = FULL_PARSE_BYTES  # Bytes of several prompts together: they are split in one go
+MOST_REPEATED_BYTES = 8 << 20
+"""Bytes of the other fields, times the prompts that they are sent with."""
+
+
+def split_prompts(raw: msgspec.Raw) -> list[msgspec.Raw]:
+    """The prompts of a completion's `prompt`, as llama.cpp counts them; empty: it is one.
+
+    A list of numbers, or of numbers and strings mixed, is one prompt; in any other list each item
+    is one.
+    """
+    start = bytes(memoryview(raw)[:64])
+    # Text and token ids need no parsing.
+    if start[:1] != b"[" or start[1:].lstrip()[:1] not in _PROMPT_STARTS:
+        return []
+    try:
+        items = ITEMS_DECODER.decode(raw)
+    except msgspec.DecodeError:
+        return []
+    if len(items) < 2 or any(bytes(item)[:1] not in _PROMPT_STARTS for item in items):
+        return []
+    return items
+
+
+_PROMPT_STARTS = frozenset({b'"', b"[", b"{", b""})
+"""The first byte of an item that is a prompt by itself; none: white space comes before it."""
+
+
+def parse_prompt_list(
+    body: Body, raw: msgspec.Raw, limits: LimitSettings, make_request: SubRequestMaker
+) -> PromptList | None:
+    """The prompts of this body; None: it has one. Raises: GatewayError 400."""
+    prompts: list[msgspec.Raw] = []
+    if isinstance(body, bytes):
+        prompts = split_prompts(raw)
+        count = len(prompts)
+    else:
+        count = body.count_prompts()
+    if count < 2:
+        return None
+    if count > limits.prompts:
+        raise errors.invalid_request(
+            f"'prompt' holds {count} prompts, the most is {limits.prompts}.", "prompt"
+        )
+    size = memoryview(raw).nbytes
+    if size > MOST_PROMPTS_BYTES:
+        raise errors.invalid_request(
+            f"'prompt' holds {size} bytes in {count} prompts, the most is {MOST_PROMPTS_BYTES}. "
+            "Send fewer at a time.",
+            "prompt",
+        )
+    other_bytes = len(body) - size
+    if other_bytes * count > MOST_REPEATED_BYTES:
+        raise errors.invalid_request(
+            f"The body has {other_bytes} bytes besides 'prompt', which are sent with each of "
+            f"{count} prompts: more than {MOST_REPEATED_BYTES} bytes in all. Send fewer at a time.",
+            "prompt",
+        )
+    fields = raw_fields(body)
+    fields.pop("prompt")
+    return PromptList(prompts or split_prompts(raw), fields, make_request)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """The settings that preparing a request depends on; replaced as a whole at a reload."""
+
+    limits: LimitSettings
+    model_aliases: ModelAliases
+    default_model: str | None
+    volatile_lines: VolatileLines = field(default_factory=VolatileLines)
+    keyed_hash: KeyedHash = field(default_factory=KeyedHash)  # Identifies prompts
+
+
+@dataclass(slots=True)
+class Sender:
+    """Who sends a request, and for how long they wait: all that is known before its body."""
+
+    caller: Caller
+    header_lines: bytes = b""  # The header lines that nodes get
+    fairness_key: str = ""
+    """The caller or end user that the wait queue is fair to; empty: the caller."""
+    session: str | None = None
+    client_timeout: float | None = None  # Seconds that the client will wait for a complete stream
+    plain_client_timeout: float | None = None
+    """Seconds that it will wait for a complete plain response."""
+    client_has_timer: bool = False
+    """Whether `plain_client_timeout` is that of an official client's own timer."""
+    cache: CachePolicy = SHARED_CACHE
+    """Which nodes may serve it, and what it may learn of their prompt caches."""
+
+
+@dataclass(slots=True)
+class IncomingRequest:
+    """A request as it was read: from a client's connection, or from where it was stored."""
+
+    id: str
+    x_request_id: str
+    route: Route
+    body: Body  # Without a byte order mark, and brought to its usual shape, once it was parsed
+    sender: Sender
+    received_at: float
+    max_tokens: int | None = None
+    """Most tokens of one answer that the caller's limits allow; None: any number."""
+    most_tokens: float = math.inf
+    """Most tokens of a prompt and its answers that the caller's limits allow."""
+    headers: Headers = field(default_factory=list)
+    """The head of a form, which says how it is divided."""
+    patient: bool = False
+    """Whether it was stored: see `LeaseCaller.patient`. One of class `batch` yields, too."""
+
+
+ClassOf = Callable[[ParsedBody], Priority]
+"""The class of a request by the fields of its body. Raises: GatewayError."""
+
+
+def read_request(
+    incoming: IncomingRequest,
+    record: RequestFinished,
+    rules: RequestRules,
+    catalog: ServedModels,
+    class_of: ClassOf,
+) -> Request:
+    """The request of a body, noted in its record: class, stream, and the model if it is served.
+
+    Raises: GatewayError.
+    """
+    body, form = incoming.body, incoming.route.multipart
+    if not isinstance(body, bytes):
+        parsed = body.parse()
+    elif form:
+        incoming.body, parsed = multipart.parse_multipart(body, incoming.headers)
+    else:
+        try:
+            parsed = parse_body(body)
+        except GatewayError:
+            if not body.startswith(BYTE_ORDER_MARK):
+                raise
+            incoming.body = body[len(BYTE_ORDER_MARK) :]
+            parsed = parse_body(incoming.body)
+    priority = class_of(parsed)
+    if priority is not record.priority:
+        record.classify(priority)
+    make = prepare_multipart if form else prepare
+    request = make(incoming, parsed, priority, rules, catalog)
+    wanted, model = request.lease_request.wanted, None
+    for name in wanted.model_names:
+        if catalog.serves(name):
+            model = wanted.model
+            break
+    record.describe(stream=request.stream, model=model)
+    return request
+
+
+async def read_in_turn(
+    incoming: IncomingRequest,
+    record: RequestFinished,
+    rules: RequestRules,
+    catalog: ServedModels,
+    class_of: ClassOf,
+    slicer: TimeSlicer,
+) -> Request:
+    """`read_request` for a body of JSON, with other requests in between if it takes long.
+
+    Needs a task. Raises: GatewayError.
+    """
+    body = incoming.body
+    assert isinstance(body, bytes)
+    if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
+        return read_request(incoming, record, rules, catalog, class_of)
+    incoming.body = body.removeprefix(BYTE_ORDER_MARK)
+    read = partial(read_request, incoming, record, rules, catalog, class_of)
+    if len(incoming.body) < LARGE_BODY_BYTES:
+        return await slicer.run_once(read)
+    return await slicer.run(read_large(incoming, incoming.body, rules, read))
+
+
+def read_large(
+    incoming: IncomingRequest, body: bytes, rules: RequestRules, read: Callable[[], Request]
+) -> Generator[None, None, Request]:
+    """The request that `read` makes of a large body, in short steps. Raises: GatewayError.
+
+    The body is outlined before and its prompt key built after.
+    """
+    large = incoming.body = yield from read_large_body(body, rules.limits)
+    request = read()
+    lease_request = request.lease_request
+    key = yield from build_large_prompt_key(
+        large,
+        incoming.route,
+        lease_request.wanted.model,
+        rules.volatile_lines,
+        rules.keyed_hash,
+        incoming.sender.cache.scope_of(incoming.id),
+    )
+    size = replace_fields(lease_request.size, prompt_key=key)
+    return replace_fields(request, lease_request=replace_fields(lease_request, size=size))
+
+
+def prepare(
+    incoming: IncomingRequest,
+    parsed: ParsedBody,
+    priority: Priority,
+    rules: RequestRules,
+    catalog: ServedModels,
+) -> Request:
+    """The request of a JSON body, ready to be sent to nodes. Raises: GatewayError.
+
+    A large body's prompt key is left out: `read_large` builds it in steps.
+    """
+    route, limits, body = incoming.route, rules.limits, incoming.body
+    prompt_field = route.prompt_field
+    raw = getattr(parsed, prompt_field) if prompt_field in PROMPT_FIELDS else MISSING
+    if isinstance(body, bytes):
+        depth = nesting_depth(body, limits.json_depth)
+        if depth > limits.json_depth:
+            raise errors.nested_too_deeply(limits.json_depth)
+        needs_vision = False
+        if media.may_have_links(body):
+            links, needs_vision = media.find_links(body)
+            media.check_links(links, limits.media_hosts, prompt_field)
+        tokens = estimate_min_tokens(raw)
+    else:
+        depth, needs_vision = body.outline.depth, body.outline.has_images
+        media.check_links(body.find_links(), limits.media_hosts, prompt_field)
+        tokens = body.estimate_min_tokens(prompt_field)
+    request_limits.check_supported(parsed, route.api.refused_fields)
+    if has_limited_options(parsed):
+        if request_limits.has_grammar(parsed):
+            request_limits.check_grammars(parsed, depth, limits)
+        if route.generates:
+            request_limits.check_sampling(parsed, limits)
+    model, targets = _find_targets(parsed.model, incoming, rules, catalog)
+    bodies, slots, max_tokens = _edit_bodies(incoming, parsed, targets, rules, tokens, catalog)
+    body_bytes = max(map(len, bodies.values()))
+    if not route.generates:
+        text_bytes = tokens * BYTES_PER_TOKEN
+        size = RequestSize(slots, False, tokens, text_bytes, 0, 0, None, body_bytes)
+        return _new_request(
+            incoming, parsed, priority, model, bodies, size, needs_vision=needs_vision
+        )
+    prompt_list = key = None
+    if route.api.merger is not None:
+        prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
+    if isinstance(body, bytes):
+        measured = measure_prompt(raw, parsed.tools, parsed.system, parsed.instructions)
+        if len(body) >= SHORTEST_BODY:
+            scope = incoming.sender.cache.scope_of(incoming.id)
+            key = build_prompt_key(
+                body, route, model, rules.volatile_lines, rules.keyed_hash, scope
+            )
+    else:
+        measured = body.measure_prompt(prompt_field)
+    stream = bool(parsed.stream)
+    logprobs = not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING)
+    return _new_request(
+        incoming,
+        parsed,
+        priority,
+        model,
+        bodies,
+        RequestSize(slots, True, tokens, *measured, max_tokens, body_bytes, key),
+        needs_vision=needs_vision,
+        stream=stream,
+        may_assemble=not stream and can_assemble(route, body, parsed.messages, slots),
+        logprobs=logprobs and request_limits.wants_logprobs(parsed),
+        prompt_list=prompt_list,
+    )
+
+
+def prepare_multipart(
+    incoming: IncomingRequest,
+    parsed: ParsedBody,
+    priority: Priority,
+    rules: RequestRules,
+    catalog: ServedModels,
+) -> Request:
+    """The request of a multipart form; rules of `models` do not edit forms.
+
+    Raises: GatewayError.
+    """
+    model, targets = _find_targets(parsed.model, incoming, rules, catalog)
+    bodies = {target.name: incoming.body for target in targets}
+    size = RequestSize(generates=False, body_bytes=len(incoming.body))
+    return _new_request(incoming, parsed, priority, model, bodies, size)
+
+
+def resolve_model(
+    requested: str | None,
+    rules: RequestRules,
+    caller: Caller,
+    labels: NodeLabels,
+    catalog: ServedModels,
+) -> tuple[str, tuple[ResolvedModel, ...]]:
+    """The public model name of a request, and the models it stands for. Raises: GatewayError.
+
+    `labels`: those of the nodes that may serve it.
+    """
+    model, aliases = requested or rules.default_model, rules.model_aliases
+    if model is None:
+        known = catalog.model_names(labels)
+        if caller.models is not None:
+            known = tuple(name for name in known if caller.may_use(name))
+        if len(known) > 1:
+            known = catalog.one_name_each(known)
+        if len(known) == 1:
+            model = known[0]
+        elif aliases.has_catch_all and caller.may_use(CATCH_ALL):
+            model = CATCH_ALL
+        elif known:
+            raise errors.model_missing(known)
+        else:
+            raise catalog.not_found_error(None, labels)
+    if aliases.has_catch_all and aliases.is_catch_all(model, catalog):
+        if not (caller.may_use(model) or caller.may_use(CATCH_ALL)):
+            raise errors.model_not_allowed(model)
+        targets = aliases.resolve(CATCH_ALL, catalog)
+        # The target's name from here on: the client's may be any text.
+        return targets[0].name, targets
+    if caller.models is not None and not caller.may_use(model):
+        raise errors.model_not_allowed(model)
+    return model, aliases.resolve(model, catalog)
+
+
+def _find_targets(
+    requested: str | None, incoming: IncomingRequest, rules: RequestRules, catalog: ServedModels
+) -> tuple[str, tuple[ResolvedModel, ...]]:
+    """As `resolve_model`, without the models that are paused. Raises: GatewayError."""
+    labels = incoming.sender.cache.node_labels
+    model, targets = resolve_model(requested, rules, incoming.sender.caller, labels, catalog)
+    if paused := catalog.paused:
+        targets = tuple(target for target in targets if target.name not in paused)
+        if model in paused or not targets:
+            raise errors.model_paused(model)
+    return model, targets
+
+
+def _edit_bodies(
+    incoming: IncomingRequest,
+    parsed: ParsedBody,
+    targets: tuple[ResolvedModel, ...],
+    rules: RequestRules,
+    prompt_tokens: int,
+    catalog: ServedModels,
+) -> tuple[dict[str, Body], int, int | None]:
+    """The body for each target model, the slots that it takes, and the most tokens of one answer.
+
+    Raises: GatewayError.
+    """
+    body, route, cache = incoming.body, incoming.route, incoming.sender.cache
+    limits, volatile_lines = rules.limits, rules.volatile_lines
+    most_tokens, tokens_left = limits.max_tokens, incoming.most_tokens - prompt_tokens
+    if incoming.max_tokens is not None:
+        most_tokens = min(incoming.max_tokens, most_tokens or incoming.max_tokens)
+    bodies: dict[str, Body] = {}
+    slots = 1 if route.takes_slot else 0
+    max_tokens: int | None = 0
+    for target in targets:
+        ruled = edits.apply_rules(body, target.rules) if target.rules else body
+        ruled_parsed = parsed
+        if ruled is not body:
+            ruled_parsed = parse_body(ruled) if isinstance(ruled, bytes) else ruled.parse()
+        edit = None
+        if has_edited_options(ruled_parsed):
+            context = partial(_largest_context, catalog, target.name, cache.node_labels)
+            edit = edits.required_edit(ruled_parsed, limits.n_probs, context)
+        if route.generates:
+            most = edits.lowest_bound(target.rules, most_tokens) if target.rules else most_tokens
+            tokens, bound_edit = settle_bound(
+                ruled_parsed, route.api.max_tokens_fields, most, tokens_left
+            )
+            if bound_edit:
+                edit = (edit or {}) | bound_edit
+            max_tokens = None if tokens is None or max_tokens is None else max(tokens, max_tokens)
+        if volatile_lines.strips_requests:
+            edit = (edit or {}) | volatile_lines.strip_edit(ruled)
+        if cache.hide and route.generates:
+            edit = (edit or {}) | edits.without_cache_figures(ruled)
+        bodies[target.name] = edits.apply_edit(ruled, edit) if edit else ruled
+        if route.generates and not (
+            ruled_parsed.n is ruled_parsed.n_cmpl is ruled_parsed.best_of is None
+        ):
+            slots = max(slots, _completion_count(ruled_parsed, limits.n))
+    return bodies, slots, max_tokens
+
+
+UNKNOWN_CONTEXT = 1 << 17  # Tokens of a slot of a model whose nodes have not reported any
+
+
+def _largest_context(catalog: ServedModels, model: str, labels: NodeLabels) -> int:
+    """Tokens of the largest slot of this model."""
+    contexts = [server.context or 0 for server in catalog.servers_of([model], labels)]
+    return max(contexts, default=0) or UNKNOWN_CONTEXT
+
+
+def _completion_count(parsed: ParsedBody, limit: int) -> int:
+    """Completions per prompt; each takes a slot. Raises: GatewayError 400."""
+    most = 1
+    for name in ("n", "n_cmpl", "best_of"):
+        count = edits.clamped_int(getattr(parsed, name)) or 1
+        if count > limit:
+            raise errors.invalid_request(f"'{name}' is {count}, the most is {limit}.", name)
+        most = max(most, count)
+    return most
+
+
+def _new_request(
+    incoming: IncomingRequest,
+    parsed: ParsedBody,
+    priority: Priority,
+    model: str,
+    bodies: dict[str, Body],
+    size: RequestSize,
+    *,
+    needs_vision: bool = False,
+    stream: bool = False,
+    may_assemble: bool = False,
+    logprobs: bool = False,
+    prompt_list: PromptList | None = None,
+) -> Request:
+    route, sender, patient = incoming.route, incoming.sender, incoming.patient
+    caller, limit, has_timer = sender.caller, sender.plain_client_timeout, sender.client_has_timer
+    if parsed.stream:
+        limit, has_timer = sender.client_timeout, False
+    lease_request = LeaseRequest(
+        incoming.id,
+        LeaseCaller(
+            caller.id,
+            sender.fairness_key or caller.id,
+            priority,
+            sender.session,
+            limit,
+            patient=patient,
+            yields=patient and priority is Priority.BATCH,
+        ),
+        WantedNode(
+            model,
+            tuple(bodies),
+            route.endpoint,
+            needs_vision,
+            route.llama_cpp_only,
+            sender.cache.node_labels,
+            stream=stream,
+            may_assemble=may_assemble,
+            prompt_cache=sender.cache.prompt_cache,
+            feature=route.path,
+            prompt_field=route.prompt_field,
+            slots_field="n" if size.slots < 2 else _slots_field(bodies),
+        ),
+        size,
+    )
+    return Request(
+        incoming.id,
+        incoming.x_request_id,
+        route.path,
+        b"%bx-request-id: %b\r\n" % (sender.header_lines, incoming.x_request_id.encode()),
+        bodies,
+        parsed.model,
+        caller,
+        incoming.received_at,
+        lease_request,
+        stream,
+        logprobs,
+        None if limit is None else incoming.received_at + limit,
+        limit is not None and has_timer,
+        prompt_list,
+    )
+
+
+def _slots_field(bodies: dict[str, Body]) -> str:
+    """The field by which a body asks for several slots."""
+    small = without_large_fields(next(iter(bodies.values())))
+    return next((name for name in ("n_cmpl", "best_of") if f'"{name}"'.encode() in small), "n")
+
+
+def _parse_prompt_list(
+    incoming: IncomingRequest,
+    raw_prompt: msgspec.Raw,
+    priority: Priority,
+    rules: RequestRules,
+    catalog: ServedModels,
+) -> PromptList | None:
+    """The prompts, if the body holds several, which are served as requests of their own."""
+
+    def sub_request(index: int, body: bytes) -> Generator[None, None, Request]:
+        def read() -> Request:
+            parsed = parse_body(one.body) if isinstance(one.body, bytes) else one.body.parse()
+            return prepare(one, parsed, priority, rules, catalog)
+
+        one = replace(
+            incoming,
+            id=f"{incoming.id}.{index}",
+            x_request_id=f"{incoming.x_request_id}.{index}",
+            body=body,
+            patient=False,
+        )
+        if len(body) < LARGE_BODY_BYTES:
+            return read()
+        return (yield from read_large(one, body, rules, read))
+
+    return parse_prompt_list(incoming.body, raw_prompt, rules.limits, sub_request)

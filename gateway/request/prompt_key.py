@@ -1,0 +1,528 @@
+"""Prompt keys: digests of a prompt's blocks, chained so that equal keys mean equal beginnings.
+
+A key covers what a chat template puts into the prompt, in the template's order: model, tools,
+system prompt, messages. It is built from decoded values: escapes, white space, the order of keys
+and marks such as `cache_control` make no difference, and a message's text counts the same as a
+string and as a part. Tools and the arguments of tool calls count as the client's own bytes.
+
+Each message begins a new block. So the key of a conversation's next turn begins with all blocks of
+the turn before, whatever the template puts between messages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence
+
+import msgspec
+
+from gateway.api.json_values import FIELDS_DECODER, ITEMS_DECODER, TEXT_DECODER
+from gateway.config.prompts import LONGEST_LINE, literal_prefix, pattern_problem
+from gateway.lease import KeyedHash, PromptKey, block_numbers
+from gateway.request.body import (
+    BYTES_PER_TOKEN,
+    MISSING,
+    Body,
+    LargeBody,
+)
+from gateway.request.edits import Edit, raw_fields
+from gateway.request.media import UNREADABLE_IMAGE_TOKENS
+from gateway.request.routes import Route
+
+BLOCK_BYTES = 512  # About 128 tokens, whose prefill takes a slow CPU node a few seconds
+SHORTEST_BODY = 256  # Bytes of a body below which a cached prompt saves too little
+MOST_BLOCKS = 4096  # Blocks of one prompt; the rest only counts towards its size
+MESSAGES_PER_STEP = 512  # Messages that are cut into blocks in one step
+BLOCKS_PER_STEP = 512  # Blocks that are hashed in one step: 0.4 ms
+IMAGE_BYTES = UNREADABLE_IMAGE_TOKENS * BYTES_PER_TOKEN
+"""Bytes that an image or audio file counts as: LLaVA's 576 tokens lie within the range of models
+(256 to some thousands)."""
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+    text: str | None = None
+    # Of parts that are not text, what templates use: tool calls, their results, thinking, media.
+    name: msgspec.Raw = MISSING
+    input: msgspec.Raw = MISSING
+    content: msgspec.Raw = MISSING
+    thinking: msgspec.Raw = MISSING
+    image_url: msgspec.Raw = MISSING
+    source: msgspec.Raw = MISSING
+    input_audio: msgspec.Raw = MISSING
+    file: msgspec.Raw = MISSING
+
+
+class _Message(msgspec.Struct):
+    role: str = ""
+    type: str = ""
+    content: str | list[_Part] | None = None
+    tool_calls: msgspec.Raw = MISSING
+    name: msgspec.Raw = MISSING
+    arguments: msgspec.Raw = MISSING
+    output: msgspec.Raw = MISSING
+
+
+class _ChatBody(msgspec.Struct):
+    tools: msgspec.Raw = MISSING
+    system: str | list[_Part] | None = None
+    instructions: str | None = None
+    messages: list[_Message] = []
+    input: str | list[_Message] | None = None
+
+
+class _CompletionBody(msgspec.Struct):
+    prompt: msgspec.Raw = MISSING
+
+
+class _InfillBody(msgspec.Struct):
+    input_extra: msgspec.Raw = MISSING
+    input_prefix: str = ""
+    input_suffix: str = ""
+    prompt: str = ""
+
+
+_CHAT_BODY = msgspec.json.Decoder(_ChatBody)
+_COMPLETION_BODY = msgspec.json.Decoder(_CompletionBody)
+_INFILL_BODY = msgspec.json.Decoder(_InfillBody)
+_SYSTEM_PROMPT = msgspec.json.Decoder(str | list[_Part] | None)
+_MESSAGES = msgspec.json.Decoder(str | list[_Message] | None)
+_TEXTS = msgspec.json.Decoder(list[str])
+_SEPARATOR = "\0"
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+_CHAT_FIELDS = frozenset({"messages", "input"})
+
+
+def build_prompt_key(
+    body: bytes,
+    route: Route,
+    model: str,
+    volatile_lines: VolatileLines,
+    keyed_hash: KeyedHash,
+    scope: str = "",
+) -> PromptKey | None:
+    """The key of a body's prompt.
+
+    `scope`: equal prompts have equal keys within it alone.
+
+    None: the prompt is too short, the path has no prompt cache, or the body holds several prompts
+    or a prompt in an unknown form.
+    """
+    if len(body) < SHORTEST_BODY or not route.generates:
+        return None
+    key = _KeyBuilder(volatile_lines)
+    try:
+        if route.prompt_field in _CHAT_FIELDS:
+            _add_chat(key, _CHAT_BODY.decode(body))
+        elif route.prompt_field == "prompt":
+            if not _add_completion_prompt(key, _COMPLETION_BODY.decode(body).prompt):
+                return None
+        elif route.prompt_field == "input_prefix":
+            _add_infill(key, _INFILL_BODY.decode(body))
+        else:
+            return None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return key.build(keyed_hash, _first_mark(keyed_hash, model, scope))
+
+
+def build_large_prompt_key(
+    body: LargeBody,
+    route: Route,
+    model: str,
+    volatile_lines: VolatileLines,
+    keyed_hash: KeyedHash,
+    scope: str = "",
+) -> Generator[None, None, PromptKey | None]:
+    """The key of a large body's prompt, in short steps.
+
+    It covers the prompt's beginning; the rest only counts towards its size.
+    """
+    if not route.generates:
+        return None
+    key = _KeyBuilder(volatile_lines)
+    try:
+        if route.prompt_field in _CHAT_FIELDS:
+            yield from _add_large_chat(key, body)
+        elif route.prompt_field == "prompt":
+            if body.count_token_ids("prompt"):
+                key.add_open(body.truncated_field("prompt")[1:-1].strip())
+                key.scale(BYTES_PER_TOKEN * body.count_token_ids("prompt"))
+            elif body.count_prompts() > 1 or not _add_completion_prompt(
+                key, msgspec.Raw(body.truncated_field("prompt"))
+            ):
+                return None
+            else:
+                key.count(body.truncated_bytes("prompt"))
+        elif route.prompt_field == "input_prefix":
+            if extra := body.truncated_field("input_extra"):
+                key.add(extra)
+            key.add_open(
+                TEXT_DECODER.decode(body.truncated_field("input_prefix") or b'""').encode()
+            )
+            key.count(sum(map(body.truncated_bytes, ("input_extra", "input_prefix"))))
+            key.count(body.field_size("input_suffix") + body.field_size("prompt"))
+        else:
+            return None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return (yield from key.build_in_steps(keyed_hash, _first_mark(keyed_hash, model, scope)))
+
+
+def _add_large_chat(key: _KeyBuilder, body: LargeBody) -> Generator[None, None, None]:
+    if tools := body.truncated_field("tools"):
+        key.add(tools)
+    for name in ("system", "instructions"):
+        if not key.full and (text := body.truncated_field(name)):
+            system = _SYSTEM_PROMPT.decode(text)
+            if system:
+                _add_message(key, _Message("system", content=system), is_system=True)
+            yield
+    name = "input" if body.has_any(("input",)) else "messages"
+    raw = body.truncated_field(name)
+    decoded = _MESSAGES.decode(raw) if raw and not key.full else None
+    yield
+    messages = [_Message("user", content=decoded)] if isinstance(decoded, str) else decoded or []
+    in_system_prompt = True
+    for number, message in enumerate(messages):
+        if key.full:
+            # The remaining messages count their share of the size.
+            key.count(len(raw) * (len(messages) - number) // len(messages))
+            break
+        in_system_prompt = in_system_prompt and message.role in _SYSTEM_ROLES
+        _add_message(key, message, is_system=in_system_prompt)
+        if number % MESSAGES_PER_STEP == MESSAGES_PER_STEP - 1:
+            yield
+    key.count(sum(map(body.truncated_bytes, ("tools", "system", "instructions", name))))
+
+
+class _KeyBuilder:
+    """Cuts a prompt into blocks, and makes its key of them."""
+
+    __slots__ = ("_volatile_lines", "blocks", "ends", "omits_volatile", "size")
+
+    def __init__(self, volatile_lines: VolatileLines) -> None:
+        self._volatile_lines = volatile_lines
+        self.blocks: list[bytes] = []
+        self.ends: list[int] = []
+        self.size = 0
+        self.omits_volatile = False
+
+    def add(self, data: bytes, weight: int | None = None) -> None:
+        """Add data that ends with its own block; `weight`: the bytes that it counts as."""
+        room = MOST_BLOCKS - len(self.blocks)
+        if weight is None and len(data) > BLOCK_BYTES:
+            full = min(len(data), room * BLOCK_BYTES)
+            for at in range(0, full, BLOCK_BYTES):
+                part = data[at : at + BLOCK_BYTES]
+                self._add_block(part, len(part))
+            self.size += len(data) - full
+        elif room:
+            self._add_block(data, len(data) if weight is None else weight)
+        else:
+            self.size += len(data) if weight is None else weight
+
+    def add_open(self, data: bytes) -> None:
+        """Add data that may go on in the next prompt: only full blocks are hashed."""
+        full = min(len(data) // BLOCK_BYTES, MOST_BLOCKS - len(self.blocks)) * BLOCK_BYTES
+        for at in range(0, full, BLOCK_BYTES):
+            self._add_block(data[at : at + BLOCK_BYTES], BLOCK_BYTES)
+        self.size += len(data) - full
+
+    def count(self, size: int) -> None:
+        """Count bytes of the prompt that are not hashed."""
+        self.size += size
+
+    def stable_lines(self, text: str) -> str:
+        """`text` of the system prompt without its volatile lines."""
+        sent = self._volatile_lines.stripped.remove_from(text)
+        stable = self._volatile_lines.ignored.remove_from(sent)
+        self.omits_volatile = self.omits_volatile or stable is not sent
+        return stable
+
+    @property
+    def full(self) -> bool:
+        """Whether no further block is hashed."""
+        return len(self.blocks) >= MOST_BLOCKS
+
+    def build(self, keyed_hash: KeyedHash, mark: bytes) -> PromptKey | None:
+        """The key; None without blocks, or if they hold no text at all.
+
+        `mark`: what stands before the first block.
+        """
+        if not (self.blocks and self.size):
+            return None
+        return self._key(keyed_hash.chain(mark, self.blocks))
+
+    def build_in_steps(
+        self, keyed_hash: KeyedHash, mark: bytes
+    ) -> Generator[None, None, PromptKey | None]:
+        """The same in short steps."""
+        if not (self.blocks and self.size):
+            return None
+        digests = [mark]
+        for start in range(0, len(self.blocks), BLOCKS_PER_STEP):
+            yield
+            digests += keyed_hash.chain(digests[-1], self.blocks[start : start + BLOCKS_PER_STEP])
+        return self._key(digests[1:])
+
+    def _key(self, digests: list[bytes]) -> PromptKey:
+        return PromptKey(
+            block_numbers(digests),
+            self.size / BYTES_PER_TOKEN,
+            tuple(self.ends),
+            self.size,
+            self.omits_volatile,
+        )
+
+    def scale(self, size: int) -> None:
+        """Count everything added so far as `size` bytes in all."""
+        self.ends = [end * size // self.size for end in self.ends]
+        self.size = size
+
+    def _add_block(self, data: bytes, weight: int) -> None:
+        self.size += weight
+        self.blocks.append(data)
+        self.ends.append(self.size)
+
+
+def _first_mark(keyed_hash: KeyedHash, model: str, scope: str) -> bytes:
+    """What stands before the first block.
+
+    That of a scope is a digest that nobody can guess, of bytes that no block begins with: else a
+    prompt of another scope could be written so that its key is equal.
+    """
+    name = model.encode()
+    mark = b"%d %b" % (len(name), name)
+    return keyed_hash.digest((b"\0scope ", mark, scope.encode())) if scope else mark
+
+
+def _add_chat(key: _KeyBuilder, chat: _ChatBody) -> None:
+    if chat.tools is not MISSING:
+        key.add(bytes(chat.tools))
+    for system in (chat.system, chat.instructions):
+        if system:
+            _add_message(key, _Message("system", content=system), is_system=True)
+    messages = chat.input if chat.input is not None else chat.messages
+    if isinstance(messages, str):
+        messages = [_Message("user", content=messages)]
+    in_system_prompt = True
+    unhashed: list[_Message] = []
+    if len(messages) > MOST_BLOCKS:
+        # Each message makes a block at least.
+        messages, unhashed = messages[:MOST_BLOCKS], messages[MOST_BLOCKS:]
+    for message in messages:
+        in_system_prompt = in_system_prompt and message.role in _SYSTEM_ROLES
+        _add_message(key, message, is_system=in_system_prompt)
+    for message in unhashed:
+        key.count(_text_length(message))
+
+
+def _add_message(key: _KeyBuilder, message: _Message, *, is_system: bool) -> None:
+    """Add a message as blocks of its own. Images count as what they cost, not as their base64."""
+    content = message.content
+    texts = [message.role]
+    if isinstance(content, str):
+        if is_system and not (content := key.stable_lines(content)):
+            return
+        texts.append(content)
+    elif content:
+        for part in content:
+            if part.text is None:
+                key.add(_SEPARATOR.join(texts).encode())
+                _add_media_or_tool(key, part)
+                texts = []
+            elif text := key.stable_lines(part.text) if is_system else part.text:
+                texts.append(text)
+        if is_system and len(texts) == 1:
+            return
+    key.add(_SEPARATOR.join(texts).encode())
+    for raw in (message.name, message.tool_calls, message.arguments, message.output):
+        if raw is not MISSING:
+            key.add(bytes(raw))
+
+
+def _text_length(message: _Message) -> int:
+    """Characters of a message's text."""
+    content = message.content
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.text or "") for part in content or ())
+
+
+def _add_media_or_tool(key: _KeyBuilder, part: _Part) -> None:
+    """Add a message part that is not text."""
+    key.add(part.type.encode())
+    for raw in (part.name, part.thinking, part.input):
+        if raw is not MISSING:
+            key.add(bytes(raw))
+    for raw in (part.image_url, part.source, part.input_audio, part.file):
+        if raw is not MISSING:
+            key.add(bytes(raw), IMAGE_BYTES)
+    if part.content is not MISSING:
+        data = bytes(part.content)
+        key.add(data, IMAGE_BYTES if b'"base64"' in data else None)
+
+
+def _add_completion_prompt(key: _KeyBuilder, raw: msgspec.Raw) -> bool:
+    """Add a completion's prompt, text or token ids; False if it is several, or none."""
+    data = bytes(raw).strip()
+    if data[:1] == b"[":
+        if b'"' in data or b"[" in data[1:]:
+            texts = _TEXTS.decode(data)
+            if len(texts) != 1:
+                return False
+            text = texts[0]
+        else:
+            key.add_open(data[1:-1].strip())
+            key.scale(BYTES_PER_TOKEN * (data.count(b",") + 1))
+            return True
+    elif data[:1] == b'"':
+        text = TEXT_DECODER.decode(data)
+    else:
+        return False
+    key.add_open(key.stable_lines(text).encode())
+    return True
+
+
+def _add_infill(key: _KeyBuilder, infill: _InfillBody) -> None:
+    """Add the other files and the text before the cursor; the rest only counts towards the size."""
+    if infill.input_extra is not MISSING:
+        key.add(bytes(infill.input_extra))
+    key.add_open(infill.input_prefix.encode())
+    key.count(len(infill.input_suffix) + len(infill.prompt))
+
+
+BUILT_IN_PATTERNS = ("x-anthropic-billing-header:",)
+"""Lines never in a prompt key; removed from requests only if the settings say so."""
+
+SEARCHED_CHARACTERS = 16 * 1024  # Characters of a system prompt that are searched for lines
+MOST_LINES_PER_PATTERN = 16  # Lines of one text that are matched with one pattern
+MOST_FIELD_BYTES = 4 << 20  # Bytes of a field up to which it is searched for lines
+_RAW_SYSTEM_ROLES = frozenset(f'"{role}"'.encode() for role in _SYSTEM_ROLES)
+
+
+class LinePatterns:
+    """Compiled patterns for lines. Raises ValueError, in words for people, for an unfit one."""
+
+    __slots__ = ("_patterns",)
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        found: dict[str, tuple[str, re.Pattern[str]]] = {}
+        for pattern in patterns:
+            if (why := pattern_problem(pattern)) is not None:
+                raise ValueError(f"{pattern!r} {why}")
+            found[pattern] = (literal_prefix(pattern), re.compile(pattern))
+        self._patterns = tuple(found.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._patterns)
+
+    def remove_from(self, text: str) -> str:
+        """`text` without the lines that match; itself if none does."""
+        for plain, pattern in self._patterns:
+            at = text.find(plain, 0, SEARCHED_CHARACTERS)
+            for _ in range(MOST_LINES_PER_PATTERN):
+                if at < 0:
+                    break
+                end = text.find("\n", at) + 1 or len(text)
+                starts = at == 0 or text[at - 1] == "\n"
+                if starts and pattern.match(text[at : min(end, at + LONGEST_LINE)].rstrip("\r\n")):
+                    text = text[:at] + text[end:]
+                    at = text.find(plain, at, SEARCHED_CHARACTERS)
+                else:
+                    at = text.find(plain, end, SEARCHED_CHARACTERS)
+        return text
+
+
+class VolatileLines:
+    """Lines of system prompts that change from request to request, such as the time.
+
+    `ignored` ones are left out of prompt keys, `stripped` ones are removed from requests too.
+    Raises ValueError, in words for people, for an unfit pattern.
+    """
+
+    __slots__ = ("ignored", "stripped", "strips_requests")
+
+    def __init__(self, volatile: Sequence[str] = (), strip: Sequence[str] = ()) -> None:
+        self.ignored = LinePatterns([*BUILT_IN_PATTERNS, *volatile, *strip])
+        self.stripped = LinePatterns(strip)
+        self.strips_requests = bool(strip)  # Whether `strip_edit` may change anything
+
+    def strip_edit(self, body: Body) -> Edit:
+        """The edit that removes `stripped` lines from a body's system prompt; usually empty.
+
+        They are searched in `system` and `instructions`, in the system messages at the beginning,
+        and at the beginning of a plain `prompt`. Everything else keeps its bytes.
+        """
+        lines = self.stripped
+        if not lines:
+            return {}
+        try:
+            fields = raw_fields(body)
+            edit: Edit = {}
+            for name, strip in _STRIPPERS.items():
+                if name in fields and len(fields[name]) <= MOST_FIELD_BYTES:
+                    value = strip(fields[name], lines)
+                    if value is not None:
+                        edit[name] = value
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            return {}
+        return edit
+
+
+def _strip_text(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None:
+    """A string without the matching lines; None if it has none."""
+    if bytes(memoryview(raw)[:1]) != b'"':
+        return None
+    text = msgspec.json.decode(raw)
+    stripped = lines.remove_from(text)
+    return None if stripped is text else _encode(stripped)
+
+
+def _strip_content(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None:
+    """The same for a string or a list of parts; a part that becomes empty is dropped."""
+    if bytes(memoryview(raw)[:1]) != b"[":
+        return _strip_text(raw, lines)
+    parts = ITEMS_DECODER.decode(raw)
+    kept = []
+    for part in parts:
+        fields = FIELDS_DECODER.decode(part) if bytes(memoryview(part)[:1]) == b"{" else {}
+        text = _strip_text(fields["text"], lines) if "text" in fields else None
+        if text is None:
+            kept.append(part)
+        elif bytes(text) != b'""':
+            kept.append(_encode(fields | {"text": text}))
+    if len(kept) == len(parts) and all(a is b for a, b in zip(kept, parts, strict=True)):
+        return None
+    return _encode(kept)
+
+
+def _strip_messages(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None:
+    """The same for the system messages at the beginning; other messages stay."""
+    if bytes(memoryview(raw)[:1]) != b"[":
+        return None
+    messages = ITEMS_DECODER.decode(raw)
+    changed = False
+    for i, message in enumerate(messages):
+        fields = FIELDS_DECODER.decode(message)
+        if bytes(fields.get("role", b"")) not in _RAW_SYSTEM_ROLES:
+            break
+        content = _strip_content(fields["content"], lines) if "content" in fields else None
+        if content is not None:
+            messages[i] = _encode(fields | {"content": content})
+            changed = True
+    return _encode(messages) if changed else None
+
+
+def _encode(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+_STRIPPERS = {
+    "system": _strip_content,
+    "instructions": _strip_text,
+    "messages": _strip_messages,
+    "input": _strip_messages,
+    "prompt": _strip_text,
+}

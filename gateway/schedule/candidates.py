@@ -1,0 +1,795 @@
+"""Where a request may go: the fleet as rows, and the candidates of each request among them.
+
+`FleetSync` keeps a row for each node, and candidate sets for what nodes serve. `CandidateFinder`
+finds the nodes that could serve a request, however busy they are, or the error that says why none
+can. `TierRouter` narrows candidates to the tiers that are open, where a fleet has GPU nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from gateway import errors
+from gateway.config.cache_privacy import NodeLabels, has_labels
+from gateway.config.settings import Settings
+from gateway.lease import LeaseRequest, Tried, WantedNode
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.health import ALIVE_STATES
+from gateway.nodes.model_index import DEDICATED_ENDPOINTS, CapableNodes, ModelIndex
+from gateway.nodes.node import Node
+from gateway.nodes.prompt_cache import CacheContents, FleetPromptCache
+from gateway.nodes.speed import Speed
+from gateway.schedule.core.dispatcher import Dispatcher
+from gateway.schedule.core.placement_state import (
+    EXPLORING_REQUESTS,
+    NEGLIGIBLE_COMPLETION,
+    NO_ROWS,
+    CandidateSet,
+    NodeSlots,
+    PlacementState,
+    QueuedRequest,
+    TierSets,
+)
+from gateway.schedule.core.selection import available_rows
+from gateway.schedule.core.tiers import (
+    SpillReservation,
+    Tier,
+    TierPolicy,
+    TierRoute,
+    TierStatus,
+    most_cost,
+)
+from gateway.terms import Endpoint
+
+FAILURE_PENALTY = 5.0
+"""Seconds by which a node looks slower for each failure in a row: one that fails fast is always
+free, and would get every next attempt until its circuit opens."""
+
+TRIAL_BONUS = 5.0
+"""Seconds by which a node looks faster once its ejection's time is over and it needs one request on
+trial: else it would get none while others are idle, and be missing when they are not. A request
+that would end there later by more than this goes elsewhere."""
+
+MOST_SERVICES = 10_000
+
+MOST_COUNTED_AT_ONCE, RECOUNT_SECONDS = 64, 0.5
+"""Rows whose states are counted whenever any has changed; of more, only so often."""
+
+HOPE_UNKNOWN, HOPE_GUESSED, HOPE_MEASURED, HOPE_AWAITED = 0.5, 1.25, 2 / 3, math.inf
+"""Factors of the expected cost of a row that may be explored. Nothing is known of it: it may be
+twice as fast as the best. It has a calibration or a hint: it must look better by a quarter. It was
+measured once, perhaps while its server read the model from disk: it may be better by a half. It is
+about to be calibrated: no request need find out."""
+
+ModelGroups = tuple[TierSets, ...]
+"""For each model name of a request: its candidate sets, by tier."""
+
+NodesByModel = Sequence[tuple[str, Sequence[Node]]]
+"""For each model name of a request that some node serves: the nodes."""
+
+ServiceKey = tuple[str, Endpoint, bool, bool, NodeLabels]
+"""Public model name, endpoint, whether it must read images, whether it must be llama.cpp's, and
+the labels of the pool."""
+
+
+def show_speed(
+    state: PlacementState, row: NodeSlots, speed: Speed, *, awaited: bool = False
+) -> None:
+    """Bring a row up to date with what is known of its node's speed.
+
+    `awaited`: it is about to be calibrated.
+    """
+    state.set_speed(row, speed.expected_prefill_tps, speed.token_base, speed.token_step)
+    samples = speed.samples
+    if samples > EXPLORING_REQUESTS or (samples and speed.calibrated):
+        samples = EXPLORING_REQUESTS  # A calibration has read the model from disk.
+    measured = speed.prefill_tps is not None and speed.decode_tps is not None
+    if samples:
+        hope = HOPE_MEASURED
+    elif speed.hinted or speed.calibrated:
+        hope = HOPE_GUESSED
+    else:
+        hope = HOPE_AWAITED if awaited else HOPE_UNKNOWN
+    if samples != row.samples or hope != row.hope or measured is not row.measured:
+        state.set_learnt(row, samples, hope, measured=measured)
+
+
+def is_alive(node: Node) -> bool:
+    """Whether it is worth the ordinary wait; one on trial is, since its ejection may end so."""
+    return node.state in ALIVE_STATES or node.circuit.trial is not None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCandidates:
+    """Where a request may go; rows by their indexes."""
+
+    by_model: NodesByModel
+    groups: ModelGroups
+    excluded: Collection[int] = ()
+    """Rows that can't serve it."""
+    failed: Collection[int] = ()
+    """Rows that have failed it."""
+    penalties: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
+    """Seconds by which a row looks slower to it; negative: faster."""
+    tier_route: TierRoute | None = None
+    """The choice between tiers, where it could go to either (`TierRouter.narrow`)."""
+    fallback_at: float = math.inf
+    """When the other tiers of the route open too; infinity: they are open, or never will be."""
+
+    def same_targets(self, other: NodeCandidates) -> bool:
+        """Whether a request that waits for the `other` may stay in the queue as it is."""
+        return (
+            self.groups == other.groups
+            and self.excluded == other.excluded
+            and self.failed == other.failed
+        )
+
+    def any_alive(self) -> bool:
+        """Whether one of its nodes, in the tiers open to it, is worth the ordinary wait."""
+        return any(
+            row.alive and row.index not in self.excluded
+            for tiers in self.groups
+            for candidates in tiers
+            for row in candidates.rows
+        )
+
+
+@dataclass(slots=True)
+class Service:
+    """The nodes that serve one thing, as candidate sets."""
+
+    cpu: CandidateSet
+    gpu: CandidateSet
+    capable_nodes: CapableNodes | None = None
+    """The model index's nodes, when the candidate sets were filled; None: fill them anew."""
+    groups: ModelGroups = ()
+    """Where a request for it may go while no rule says otherwise."""
+    candidates: NodeCandidates | None = None
+    """The candidates of a request that every node of the service can take."""
+    version: int = -1
+    """The model index's version when they were last checked."""
+
+    def invalidate(self) -> None:
+        """The rows are others now."""
+        self.capable_nodes, self.version = None, -1
+
+    def update(
+        self,
+        capable_nodes: CapableNodes,
+        rows_of: Callable[[Iterable[Node]], tuple[NodeSlots, ...]],
+        version: int,
+    ) -> None:
+        """These are its nodes, as of that version of the model index."""
+        if self.capable_nodes is not capable_nodes:
+            self.capable_nodes = capable_nodes
+            self._fill(rows_of(capable_nodes.nodes))
+            self.candidates = NodeCandidates(capable_nodes.by_model, self.groups)
+        self.version = version
+
+    def _fill(self, rows: tuple[NodeSlots, ...]) -> None:
+        gpu = tuple(row for row in rows if row.gpu)
+        cpu = tuple(row for row in rows if not row.gpu) if gpu else rows
+        for candidates, members in ((self.gpu, gpu), (self.cpu, cpu)):
+            if candidates.rows != members:
+                candidates.replace_rows(members)
+        tiers = tuple(candidates for candidates in (self.gpu, self.cpu) if candidates.rows)
+        if not self.groups or self.groups[0] != tiers:
+            self.groups = (tiers,)
+
+
+class _OutOfService(NamedTuple):
+    """`FleetSync.out_of_service` of one candidate set."""
+
+    by_state: Mapping[str, int]
+    version: int
+    """The `PlacementState.slots_version` for which it was counted."""
+    counted_at: float
+
+
+@dataclass(slots=True, eq=False)
+class FleetSync:
+    """Keeps a placement state in step with a fleet, which calls `node_changed`.
+
+    Leases without a placement count as others' work (`foreign`).
+    """
+
+    fleet: Fleet
+    placement_state: PlacementState
+    prompt_cache: FleetPromptCache
+    clock: Callable[[], float]
+    has_gpu_tier: bool = False
+    """Whether the inventory has nodes of tier `gpu`."""
+    rows_version: int = 0
+    """Changes with the set of rows: then an index may stand for another node. Also when the slots
+    of one begin or cease to share a pool."""
+    _rows: dict[Node, NodeSlots] = field(default_factory=dict)
+    nodes: dict[int, Node] = field(default_factory=dict)
+    """By row index."""
+    services: dict[ServiceKey, Service] = field(default_factory=dict)
+    """Those asked for; one whose `version` is not the model index's is out of date (`service`)."""
+    _pools: set[NodeLabels] = field(default_factory=set)
+    _speed_versions: dict[NodeSlots, int] = field(default_factory=dict)
+    _out_of_service: WeakKeyDictionary[CandidateSet, _OutOfService] = field(
+        default_factory=WeakKeyDictionary
+    )
+    _cached_models: dict[NodeSlots, tuple[int, frozenset[str] | None, int]] = field(
+        default_factory=dict
+    )
+    """The slots, the models (None: not probed yet) and the server for which a row's prompt cache is
+    indexed."""
+
+    def cache_contents(self, node: Node) -> CacheContents:
+        """What a node is believed to cache."""
+        row = self._rows.get(node)
+        return CacheContents(0, 0) if row is None else self.prompt_cache.contents(row.index)
+
+    # Called by the fleet.
+
+    def node_changed(self, node: Node | None) -> None:
+        """Something about this node has changed; None: about any, or which nodes there are."""
+        if node is None:
+            self.sync()
+        elif (row := self._rows.get(node)) is not None:
+            self._refresh(node, row, self.clock())
+
+    def speed_learnt(self, node: Node) -> None:
+        """The node's speed has been learnt from a response, and nothing else has changed."""
+        row = self._rows.get(node)
+        if row is not None:
+            self._refresh_speed(node, row)
+
+    def sync(self) -> None:
+        """Bring the set of rows and every row up to date."""
+        nodes, rows = self.fleet.nodes.values(), self._rows
+        rows_changed = len(nodes) != len(rows) or any(
+            node not in rows or rows[node].gpu is not (node.spec.tier == "gpu") for node in nodes
+        )
+        if rows_changed:
+            self._replace_rows(set(nodes))
+        now = self.clock()
+        for node, row in rows.items():
+            self._refresh(node, row, now)
+        if rows_changed:
+            for key in self.services:
+                self.service(key)
+
+    def _replace_rows(self, nodes: set[Node]) -> None:
+        """Add and remove rows. What runs on a removed one still ends there."""
+        self.rows_version += 1
+        for node in [node for node in self._rows if node not in nodes]:
+            row = self._rows.pop(node)
+            del self.nodes[row.index]
+            self._speed_versions.pop(row, None)
+            self._cached_models.pop(row, None)
+            self.prompt_cache.forget_node(row.index)
+            self.placement_state.remove(row)
+        for node in self.fleet.nodes.values():
+            gpu = node.spec.tier == "gpu"
+            if node not in self._rows:
+                row = self._rows[node] = self.placement_state.add(node.name, gpu=gpu)
+                self.nodes[row.index] = node
+            self.placement_state.set_tier(self._rows[node], gpu=gpu)
+        self.has_gpu_tier = any(node.spec.tier == "gpu" for node in nodes)
+        for service in self.services.values():
+            service.invalidate()
+
+    def _refresh(self, node: Node, row: NodeSlots, now: float) -> None:
+        """Bring one row up to date."""
+        total, occupancy = node.slots_total, node.occupancy
+        foreign = occupancy.foreign + occupancy.leased - row.ours
+        capacity = node.capacity(now)
+        wake = node.wake_price(now)
+        penalty = FAILURE_PENALTY * node.circuit.failures + node.calibration.penalty
+        if capacity and node.circuit.open_until is not None:
+            # One request on trial, beside whatever still runs.
+            capacity = row.ours + foreign + 1 if row.ours + foreign < total else 0
+            penalty = -TRIAL_BONUS
+        alive, paused = is_alive(node), not capacity and node.paused(now)
+        if (
+            capacity != row.capacity
+            or foreign != row.foreign
+            or total != row.total
+            or alive is not row.alive
+            or paused is not row.paused
+        ):
+            self.placement_state.set_slots(
+                row, total, capacity, foreign, alive=alive, paused=paused
+            )
+        if (pool := node.pool) or row.pool:
+            self._refresh_pool(node, row, pool)
+        if self._speed_versions.get(row) != node.speed.version or row.exploring:
+            self._refresh_speed(node, row)
+        if penalty + wake != row.penalty or wake != row.wake:
+            self.placement_state.set_penalty(row, penalty + wake, wake=wake)
+        if self.placement_state.batch_reserve:
+            self._refresh_reserve_group(node, row)
+        self._sync_prompt_cache(node, row, total)
+
+    def _refresh_pool(self, node: Node, row: NodeSlots, pool: int) -> None:
+        """Take in whether the node's slots share a pool, and what others use of it.
+
+        Of the busy slots those with most tokens are taken for others'. So are tokens for which no
+        request of ours has a reservation: one that writes more than was expected.
+        """
+        reading, foreign = node.occupancy.take_tokens_reading(), row.pool_foreign
+        if reading is not None:
+            others = sum(heapq.nlargest(node.foreign, reading))
+            foreign = int(max(others, sum(reading) - row.pool_reserved, 0.0))
+        if bool(pool) is not bool(row.pool):
+            self.rows_version += 1  # What waits is to be estimated anew.
+        if pool != row.pool or foreign != row.pool_foreign:
+            self.placement_state.set_pool(row, pool, foreign if pool else 0)
+
+    def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
+        speed = node.speed
+        self._speed_versions[row] = speed.version
+        awaited = not speed.samples and (
+            node.calibration.penalty > 0 or node.calibration_due(self.clock())
+        )
+        show_speed(self.placement_state, row, speed, awaited=awaited)
+
+    def _refresh_reserve_group(self, node: Node, row: NodeSlots) -> None:
+        """Nodes share a reserve if they serve the same models and belong to the same pools."""
+        labels = node.spec.labels
+        pools = frozenset(pool for pool in self._pools if has_labels(labels, pool))
+        self.placement_state.set_reserve_group(row, (node.public_models, pools))
+
+    def _sync_prompt_cache(self, node: Node, row: NodeSlots, total: int) -> None:
+        """Forget a node's cached prompts when its server goes or serves other models."""
+        if node.spec.kind != "llama.cpp":
+            return
+        history = node.probe_history
+        gone = history.down or history.loading or node.sleep.asleep or not node.in_service
+        models = node.indexed_models if history.probed else None
+        current = None if gone else (total, models, node.replacements)
+        indexed = self._cached_models.get(row)
+        if indexed == current:
+            return
+        if indexed is not None and (
+            current is None
+            or indexed[2] != current[2]
+            # What was restored before the first probe is of the server as it was then known.
+            or (indexed[1] != models and indexed[1] is not None)
+        ):
+            self.prompt_cache.forget_node(row.index)
+        if current is None:
+            del self._cached_models[row]
+        else:
+            self._cached_models[row] = current
+            self.prompt_cache.resize(row.index, total)
+
+    # Asked by the scheduler.
+
+    def rows(self, nodes: Iterable[Node]) -> tuple[NodeSlots, ...]:
+        """The rows of these nodes, as far as they are in the inventory."""
+        rows = (self._rows.get(node) for node in nodes)
+        return tuple(row for row in rows if row is not None)
+
+    def service(self, key: ServiceKey) -> Service:
+        """The candidate sets of the nodes that serve this, up to date."""
+        model_index = self.fleet.model_index
+        service = self.services.get(key)
+        if service is not None and service.version == model_index.version:
+            return service
+        model, endpoint, vision, native, labels = key
+        capable = model_index.capable_nodes(
+            model, endpoint, vision=vision, native=native, labels=labels
+        )
+        if service is None:
+            if len(self.services) >= MOST_SERVICES:
+                self.services.clear()
+                self._pools.clear()
+            if labels and labels not in self._pools:
+                self._pools.add(labels)
+                if self.placement_state.batch_reserve:
+                    for node, row in self._rows.items():
+                        self._refresh_reserve_group(node, row)
+            state = self.placement_state
+            service = self.services[key] = Service(state.candidate_set(), state.candidate_set())
+        service.update(capable, self.rows, model_index.version)
+        return service
+
+    def is_measured(self, queued: QueuedRequest) -> bool:
+        """Whether a node of the request's first group has shown how fast it is.
+
+        In prefill and, if the request decodes, in decoding, with a sample for each of its slots:
+        the first answers of a burst are its shortest.
+        """
+        decodes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
+        for candidates in queued.groups[0]:
+            for row in candidates.rows:
+                node = self.nodes.get(row.index)
+                if node is not None and node.speed.samples >= max(1, row.total):
+                    speed = node.speed
+                    if speed.prefill_tps is not None and (not decodes or speed.decode_tps):
+                        return True
+        return False
+
+    def out_of_service(self, candidates: CandidateSet, now: float) -> Mapping[str, int]:
+        """How many of these rows take no work, by their nodes' state; `paused`: as asked for (429).
+
+        For more than `MOST_COUNTED_AT_ONCE` rows it may be `RECOUNT_SECONDS` old.
+        """
+        version, known = self.placement_state.slots_version, self._out_of_service.get(candidates)
+        if known is not None and (
+            known.version == version
+            or (
+                now - known.counted_at < RECOUNT_SECONDS
+                and len(candidates.rows) > MOST_COUNTED_AT_ONCE
+            )
+        ):
+            return known.by_state
+        states = Counter(self._state_word(row, now) for row in candidates.rows if not row.capacity)
+        self._out_of_service[candidates] = _OutOfService(states, version, now)
+        return states
+
+    def _state_word(self, row: NodeSlots, now: float) -> str:
+        node = self.nodes.get(row.index)
+        if node is None:
+            return "removed"
+        return "paused" if node.paused(now) else node.state.value
+
+    def slots(self, queued: QueuedRequest) -> int:
+        """Slots of the nodes of the request's first group."""
+        version = self.placement_state.slots_version
+        return sum(candidates.slots(version) for candidates in queued.groups[0])
+
+
+SAME_HOST_PENALTY = 1e5
+"""Seconds by which the other nodes of a host look slower to a request that failed on one: so many
+that it goes to another host that has room, however slow. So does a node that needs a request on
+trial: this request has been tried enough."""
+
+
+@dataclass(slots=True, eq=False)
+class CandidateFinder:
+    """Finds a request's candidates in the model index."""
+
+    model_index: ModelIndex
+    fleet_sync: FleetSync
+
+    def find(self, request: LeaseRequest, tried: Tried) -> NodeCandidates:
+        """Where the request may go.
+
+        Raises: GatewayError when no node serves it, or none could ever hold it.
+        """
+        wanted = request.wanted
+        names = wanted.model_names
+        if (
+            len(names) == 1
+            and not tried.excluded_nodes
+            and not tried.failed_nodes
+            and wanted.resume_key is None
+        ):
+            # Nearly always: one name, and every node that serves it can take the request.
+            # As `_key`, without a call.
+            key = (
+                names[0],
+                wanted.endpoint,
+                wanted.needs_vision,
+                wanted.llama_cpp_only,
+                wanted.node_labels,
+            )
+            service = self.fleet_sync.services.get(key)
+            if service is None or service.version != self.model_index.version:
+                service = self.fleet_sync.service(key)
+            capable, candidates = service.capable_nodes, service.candidates
+            assert capable is not None
+            assert candidates is not None
+            if (
+                capable.nodes
+                and request.size.slots <= capable.least_slots
+                and request.size.prompt_tokens <= capable.least_context >= tried.min_context
+            ):
+                return candidates
+        by_model = self.nodes_by_model(request, tried)
+        groups = tuple(
+            tiers
+            for name, _ in by_model
+            for tiers in self.fleet_sync.service(_key(name, request.wanted)).groups
+        )
+        excluded = self._excluded(by_model, groups)
+        return NodeCandidates(by_model, groups, excluded, *self._failed(by_model, tried))
+
+    def nodes_by_model(self, request: LeaseRequest, tried: Tried) -> NodesByModel:
+        """The nodes that can serve the request, by model name. Raises: GatewayError."""
+        wanted, is_served = request.wanted, False
+        by_model: list[tuple[str, Sequence[Node]]] = []
+        most_slots = 0
+        resume_key, context = (
+            wanted.resume_key,
+            max(request.size.prompt_tokens, tried.min_context),
+        )
+        for name in wanted.model_names:
+            capable = self.model_index.capable_nodes(
+                name,
+                wanted.endpoint,
+                vision=wanted.needs_vision,
+                native=wanted.llama_cpp_only,
+                labels=wanted.node_labels,
+            )
+            nodes: Sequence[Node] = capable.nodes
+            is_served = (
+                is_served or bool(nodes) or self.model_index.serves(name, wanted.node_labels)
+            )
+            if tried.excluded_nodes:
+                nodes = [node for node in nodes if node.name not in tried.excluded_nodes]
+            if resume_key is not None:
+                nodes = [node for node in nodes if node.properties.resume_key() == resume_key]
+            if not nodes:
+                continue
+            if capable.least_slots < request.size.slots:
+                most_slots = max(most_slots, *(node.most_slots for node in nodes))
+                nodes = [node for node in nodes if node.most_slots >= request.size.slots]
+            if nodes and capable.least_context < context:
+                nodes = with_context(nodes, context)
+            if nodes:
+                by_model.append((name, nodes))
+        if by_model:
+            return by_model
+        raise self._no_node_error(request, tried, is_served=is_served, most_slots=most_slots)
+
+    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> errors.GatewayError | None:
+        """The 501 of a request whose endpoint no node of its models supports; else None."""
+        wanted = request.wanted
+        names, labels = wanted.model_names, wanted.node_labels
+        nodes = [node for name in names for node in self.model_index.nodes_for(name, labels)]
+        hints = [tried.unsupported_hint]
+        for node in nodes:
+            if node.name not in tried.unsupported_nodes and (
+                node.supports(wanted.endpoint)
+                and not (wanted.llama_cpp_only and node.spec.kind == "openai")
+            ):
+                return None
+            hints.append(node.refusal_hints.get(wanted.endpoint))
+        if not nodes:
+            return None
+        hint = next((hint for hint in hints if hint is not None), None)
+        return errors.not_supported(wanted.endpoint, wanted.feature, wanted.model, hint)
+
+    def _excluded(self, by_model: NodesByModel, groups: ModelGroups) -> Collection[int]:
+        """Rows of the candidate sets whose nodes can't hold this request."""
+        able = {row.index for _, nodes in by_model for row in self.fleet_sync.rows(nodes)}
+        every = {row.index for tiers in groups for candidates in tiers for row in candidates.rows}
+        return frozenset(every - able)
+
+    def _failed(
+        self, by_model: NodesByModel, tried: Tried
+    ) -> tuple[Collection[int], Mapping[int, float]]:
+        """Rows that have failed it; penalties for their hosts' other nodes and for trials."""
+        failed = tried.failed_nodes
+        if not failed:
+            return (), NO_ROWS
+        nodes = {node for _, nodes in by_model for node in nodes}
+        hosts = {node.spec.host for node in nodes if node.name in failed}
+        rows, penalties = set(), {}
+        for node in nodes:
+            for row in self.fleet_sync.rows((node,)):
+                if node.name in failed:
+                    rows.add(row.index)
+                elif node.spec.host in hosts or row.penalty < row.wake:
+                    penalties[row.index] = SAME_HOST_PENALTY
+        return frozenset(rows), penalties
+
+    def _no_node_error(
+        self, request: LeaseRequest, tried: Tried, *, is_served: bool, most_slots: int
+    ) -> errors.GatewayError:
+        """`most_slots`: of one node, where all have fewer than the request takes; else 0."""
+        wanted = request.wanted
+        if most_slots:
+            return errors.invalid_request(
+                f"This request takes {request.size.slots} slots at once, more than any node has "
+                f"({most_slots}). Ask for fewer answers.",
+                wanted.slots_field,
+            )
+        if is_served:
+            if (unsupported := self.unsupported_error(request, tried)) is not None:
+                return unsupported
+            if wanted.endpoint not in DEDICATED_ENDPOINTS and self.model_index.awaits_chat_node(
+                wanted.model_names
+            ):
+                return self._not_found(request)
+            if wanted.needs_vision and not tried.excluded_nodes:
+                return errors.invalid_request(
+                    f"No node that serves '{wanted.model}' reads images.",
+                    wanted.prompt_field or "messages",
+                )
+            if tried.excluded_nodes:
+                return errors.node_failed("Every node that could serve this request refused it.")
+            return errors.node_failed(
+                f"No node serves '{wanted.endpoint}' requests for '{wanted.model}'."
+            )
+        return self._not_found(request)
+
+    def _not_found(self, request: LeaseRequest) -> errors.GatewayError:
+        wanted = request.wanted
+        return self.model_index.not_found_error(
+            wanted.model, wanted.node_labels, wanted.model_names
+        )
+
+
+def _key(name: str, wanted: WantedNode) -> ServiceKey:
+    return (
+        name,
+        wanted.endpoint,
+        wanted.needs_vision,
+        wanted.llama_cpp_only,
+        wanted.node_labels,
+    )
+
+
+def with_context(nodes: Sequence[Node], tokens: int) -> Sequence[Node]:
+    """Nodes with a context of so many tokens; if none, the largest: their error names the size."""
+    fitting = [node for node in nodes if node.context is None or node.context >= tokens]
+    if fitting:
+        return fitting
+    largest = max((node.context or 0 for node in nodes), default=0)
+    return [node for node in nodes if (node.context or 0) == largest]
+
+
+MOST_CACHED_GROUPS = 1000
+
+_ORDER: tuple[Tier, ...] = ("gpu", "cpu")
+
+
+@dataclass(slots=True, eq=False)
+class TierRouter:
+    """Narrows candidates to the tiers that are open; for fleets with nodes of tier `gpu`."""
+
+    tier_policy: TierPolicy
+    fleet_sync: FleetSync
+    dispatcher: Dispatcher
+    settings: Settings
+    _open_groups: dict[tuple[ModelGroups, tuple[Tier, ...]], ModelGroups] = field(
+        default_factory=dict
+    )
+    """Groups of the open tiers, made once: the dispatcher compares them by identity."""
+
+    def configure(self, settings: Settings) -> None:
+        """Put changed settings in force; the budget stays."""
+        self.settings = settings
+        self.tier_policy.configure(settings.hybrid)
+
+    def narrow(
+        self,
+        request: LeaseRequest,
+        tried: Tried,
+        candidates: NodeCandidates,
+        queued: QueuedRequest,
+        now: float,
+        *,
+        waiting: QueuedRequest | None = None,
+    ) -> NodeCandidates:
+        """The candidates in the tiers that are open now; a request that spills over has reserved.
+
+        `waiting`: the request's entry in the queue, if it waits. Candidates that are not used must
+        be given to `cancel_reservation`.
+        """
+        tiers = next((tiers for tiers in candidates.groups if len(tiers) > 1), None)
+        if tiers is None or not queued.slots:
+            return candidates
+        gpu, cpu = (self._status(tier, queued, now, waiting) for tier in tiers)
+        if gpu is None and (
+            request.wanted.resume_key is not None
+            or any(row.name in tried.excluded_nodes for row in tiers[0].rows)
+        ):
+            gpu = TierStatus(alive=False, has_room=False, failed=True)
+        cost = (
+            self._most_cost(request, tiers[0], queued, now)
+            if gpu is not None and gpu.has_room
+            else 0.0
+        )
+        route = self.tier_policy.route(request.caller.priority, gpu, cpu, now, cost)
+        # The delay counts from its arrival: a retry does not wait again.
+        open_tiers, fallback_at = route.tiers, queued.received_at + route.fallback_delay
+        if now < fallback_at:
+            open_tiers = open_tiers[:1]
+        else:
+            fallback_at = math.inf
+        return replace(
+            candidates,
+            groups=self._groups(candidates.groups, open_tiers),
+            tier_route=route,
+            fallback_at=fallback_at,
+        )
+
+    def cancel_reservation(self, candidates: NodeCandidates) -> None:
+        """These candidates are not used."""
+        if candidates.tier_route is not None and candidates.tier_route.reservation is not None:
+            candidates.tier_route.reservation.cancel()
+
+    def placed(
+        self, candidates: NodeCandidates, row: NodeSlots
+    ) -> tuple[str | None, SpillReservation | None]:
+        """The request goes to this row: its fallback, and the reservation to be settled."""
+        route = candidates.tier_route
+        if route is None:
+            return None, None
+        fallback = route.fallback("gpu" if row.gpu else "cpu")
+        if row.gpu:
+            return fallback, route.reservation
+        self.cancel_reservation(candidates)
+        return fallback, None
+
+    def _groups(self, groups: ModelGroups, tiers: tuple[Tier, ...]) -> ModelGroups:
+        """The open tiers of each group; a group with one tier alone keeps that."""
+        key = groups, tiers
+        found = self._open_groups.get(key)
+        if found is None:
+            if len(self._open_groups) >= MOST_CACHED_GROUPS:
+                self._open_groups.clear()
+            found = self._open_groups[key] = tuple(
+                tuple(group[_ORDER.index(tier)] for tier in tiers) if len(group) > 1 else group
+                for group in groups
+            )
+        return found
+
+    def _status(
+        self,
+        tier: CandidateSet,
+        queued: QueuedRequest,
+        now: float,
+        waiting: QueuedRequest | None,
+    ) -> TierStatus | None:
+        """One tier as this request sees it; None: no node of it could ever serve the request."""
+        rows = [row for row in tier.rows if row.index not in queued.excluded]
+        if not rows:
+            return None
+        alive = [row for row in rows if row.alive and row.index not in queued.failed]
+        failed = any(row.index in queued.failed for row in rows)
+        if not alive:
+            return TierStatus(alive=False, has_room=False, failed=failed)
+        alone = replace(queued, groups=((tier,),))
+        available = available_rows(self.dispatcher.placement_state, alone)
+        has_room = available is not None and any(
+            row.index not in queued.failed for row in available.rows
+        )
+        wait = 0.0
+        if not has_room:
+            waits_here = waiting is not None and waiting.groups[0][0] is tier
+            wait = self.dispatcher.predicted_wait(waiting if waits_here and waiting else alone, now)
+        return TierStatus(
+            alive=True,
+            has_room=has_room,
+            wait_seconds=wait,
+            service_seconds=min(_service_seconds(row, queued) for row in alive),
+            paused=all(self.fleet_sync.nodes[row.index].paused(now) for row in alive),
+            failed=failed,
+        )
+
+    def _most_cost(
+        self, request: LeaseRequest, tier: CandidateSet, queued: QueuedRequest, now: float
+    ) -> float:
+        """The most that the request can cost on any node of the tier that has room."""
+        costs = [0.0]
+        for row in tier.rows:
+            if row.free < 1 or row.index in queued.excluded or row.index in queued.failed:
+                continue
+            node = self.fleet_sync.nodes[row.index]
+            seconds = node.spec.timeouts.total or self.settings.timeouts.total
+            if queued.deadline is not None:
+                seconds = min(seconds, max(0.0, queued.deadline - now))
+            costs.append(
+                most_cost(
+                    node.spec,
+                    node.slots_total,
+                    prompt_bytes=request.size.body_bytes,
+                    max_tokens=request.size.max_tokens if request.size.generates else 0,
+                    context=node.context,
+                    slots=max(request.size.slots, queued.slots),
+                    seconds=seconds,
+                )
+            )
+        return max(costs)
+
+
+def _service_seconds(row: NodeSlots, queued: QueuedRequest) -> float:
+    """Prefill and decoding on a row, beside what runs there."""
+    token = row.token_base + row.token_step * min(row.busy, max(0, row.total - 1))
+    return queued.prompt_tokens / row.prefill_tps + queued.completion_tokens * token

@@ -1,0 +1,563 @@
+"""The demand model: what a request will take, learnt from what earlier ones took.
+
+It predicts tokens (`TokenEstimates`), which nodes have the prompt's beginning cached
+(`fleet.prompt_cache`), and which node served the session last (`SessionAffinity`).
+
+**Prompts.** Each model has a ratio of tokens to bytes of text. A caller's texts (another language,
+code) differ from others', so the caller's own ratio replaces the model's as evidence for it grows.
+Sums of tokens and of bytes decay, so that long prompts count for more. The tokens of images and
+audio are guessed by their size (`request/media.py`) and corrected by a factor for each model.
+
+**Answers.** Lengths are distributed about exponentially, and `max_tokens` cuts some answers off:
+of those only a lower bound of the length is known. The maximum likelihood estimate of the mean
+under such censoring is all tokens divided by the number of answers that ended by themselves
+(Lawless, Statistical Models and Methods for Lifetime Data, 4.1). So a caller whose answers all run
+into their limit gets an estimate at the limit, and one that disconnects early teaches no short
+lengths. The caller's own mean has the model's as its prior, and that a constant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final, TypeVar
+
+from gateway.lease import LeaseRequest, PromptKey, Usage
+from gateway.nodes.prompt_cache import FleetPromptCache
+from gateway.schedule.candidates import NodeCandidates
+from gateway.schedule.core.dispatcher import Dispatcher
+from gateway.schedule.core.placement_state import (
+    NEGLIGIBLE_COMPLETION,
+    NO_ROWS,
+    NodeSlots,
+    PlacementState,
+    QueuedRequest,
+)
+
+LONG_PROMPT_BYTES = 1024
+"""Size of a prompt from which on it pays to know at once what earlier ones left in the caches."""
+
+MOST_SESSIONS = 65_536
+"""Sessions that are remembered; the one that was quiet longest is forgotten first."""
+
+AFFINITY_BONUS = 1 / 3
+"""Head start of the node that served the session last, as a share of the request's time alone:
+another node must be one and a half times as fast, a difference that measured speeds can show."""
+
+TOKENS_PER_BYTE = 0.25
+"""English text has about 4 bytes per token in the tokenizers of today's open models."""
+
+LEAST_TOKENS_PER_BYTE, MOST_TOKENS_PER_BYTE = 1 / 64, 2.0
+"""Tokens per byte outside of which a reported `usage` is taken for wrong, and clamped."""
+
+PRIOR_BYTES = 1000.0
+"""Weight of the prior (a constant for a model, the model's ratio for a caller), in bytes of text.
+"""
+
+TEXT_HALF_LIFE = 100_000.0
+"""Bytes of text after which earlier ones count half."""
+
+OUTLIER_RATIO = 3.0
+"""A prompt counts as at most this many times more or fewer tokens than expected."""
+
+MOST_MEDIA_STEP = 4.0
+"""One prompt moves the media factor's target by at most this ratio."""
+
+MOST_MEDIA_FACTOR, LEAST_MEDIA_FACTOR = 16.0, 1 / 16
+"""Bounds of the media factor."""
+
+DEFAULT_ANSWER_TOKENS = 256.0
+
+PRIOR_ANSWERS = 1.0
+"""Weight of the prior mean at first, in answers; less with each answer that ends."""
+
+ANSWERS_HALF_LIFE = 24.0
+"""Answers after which earlier ones count half."""
+
+OUTLIER_ANSWER_MEANS = 8.0
+"""One answer counts as at most this many means."""
+
+POOL_ANSWER_MARGIN = 2.0
+"""Room that a shared pool must have for an answer, in its expected lengths, as far as `max_tokens`
+allows: of lengths that are distributed exponentially one in seven is greater."""
+
+POOL_PROMPT_DOUBT = 1.25
+"""Room that it must have for a prompt beyond the estimate, as a share of that, while nothing is
+known of such texts; it becomes less with the evidence. An overflow ends all that runs there."""
+
+MOST_TOKENS = float(1 << 20)
+"""Tokens of a prompt or an answer; more is a mistake and is clamped."""
+
+MOST_TEXT_BYTES = 1e9
+"""Bytes of a prompt; further ones teach nothing."""
+
+
+def has_long_prompt(request: LeaseRequest) -> bool:
+    """Whether it pays to know at once which nodes have its prompt cached."""
+    return request.size.prompt_key is not None and request.size.prompt_key.size >= LONG_PROMPT_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class SessionAffinity:
+    """The node of each session's last request, for each model that it uses."""
+
+    most_sessions: int = MOST_SESSIONS
+    _rows: OrderedDict[tuple[str, str], NodeSlots] = field(default_factory=OrderedDict)
+
+    def placed(self, session: str, model: str, row: NodeSlots) -> None:
+        """A request of the session goes to this row."""
+        key = session, model
+        self._rows[key] = row
+        self._rows.move_to_end(key)
+        if len(self._rows) > self.most_sessions:
+            self._rows.popitem(last=False)
+
+    def penalties(
+        self, session: str, model: str, queued: QueuedRequest, placement_state: PlacementState
+    ) -> Mapping[int, float]:
+        """The request's penalties, with a bonus for its session's node."""
+        row = self._rows.get((session, model))
+        if row is None or placement_state.by_name.get(row.name) is not row:
+            return queued.penalties
+        alone = queued.prompt_tokens / row.prefill_tps + queued.completion_tokens * row.token_base
+        penalty = queued.penalties.get(row.index, 0.0)
+        return {**queued.penalties, row.index: penalty - AFFINITY_BONUS * alone}
+
+
+@dataclass(slots=True)
+class TokenStats:
+    """Decaying sums over the answers of one model, or of one caller to it."""
+
+    prompt_tokens: float = 0.0
+    prompt_bytes: float = 0.0
+    """Bytes of the text of those prompt tokens."""
+    answer_tokens: float = 0.0
+    finished_answers: float = 0.0
+    """How many answers ended by themselves."""
+    media_factor: float = 1.0
+    """Real tokens of images and audio, divided by those guessed."""
+
+    def aged(self, kept: float) -> TokenStats:
+        """These sums with a share of their evidence. Raises: ValueError for impossible figures."""
+        sums = self.prompt_tokens, self.prompt_bytes, self.answer_tokens, self.finished_answers
+        if min(sums) < 0 or not LEAST_MEDIA_FACTOR <= self.media_factor <= MOST_MEDIA_FACTOR:
+            raise ValueError("impossible figures")
+        prompt_tokens, prompt_bytes, answer_tokens, finished = (kept * one for one in sums)
+        return TokenStats(
+            prompt_tokens, prompt_bytes, answer_tokens, finished, self.media_factor**kept
+        )
+
+    def mean_answer(self, prior_mean: float) -> float:
+        """Mean tokens of an answer that nothing cuts off; `prior_mean` without evidence."""
+        prior = PRIOR_ANSWERS / (1 + self.finished_answers)
+        mean = (self.answer_tokens + prior * prior_mean) / (self.finished_answers + prior)
+        return min(mean, MOST_TOKENS)
+
+    def add_prompt(self, size: float, tokens: float, decayed: float) -> None:
+        """A prompt of `size` bytes was `tokens` tokens; `decayed`: what remains of earlier ones."""
+        self.prompt_tokens = self.prompt_tokens * decayed + tokens
+        self.prompt_bytes = self.prompt_bytes * decayed + size
+
+    def add_answer(self, tokens: float, finished: bool, mean: float) -> None:  # noqa: FBT001
+        """An answer had `tokens` tokens; `finished`: it ended by itself, else it was cut off.
+
+        `mean`: the `mean_answer` so far.
+        """
+        self.answer_tokens = self.answer_tokens * _ANSWER_DECAY + min(
+            tokens, OUTLIER_ANSWER_MEANS * mean
+        )
+        self.finished_answers = self.finished_answers * _ANSWER_DECAY + finished
+
+    def correct_media(self, tokens: float, guessed: float) -> None:
+        """Images and audio were `tokens` tokens where `guessed` were expected at a factor of 1."""
+        factor = min(
+            max(tokens / guessed, self.media_factor / MOST_MEDIA_STEP),
+            self.media_factor * MOST_MEDIA_STEP,
+        )
+        factor = min(max(factor, LEAST_MEDIA_FACTOR), MOST_MEDIA_FACTOR)
+        self.media_factor += (factor - self.media_factor) / 4
+
+
+Key = TypeVar("Key")
+
+_ANSWER_DECAY: Final = 0.5 ** (1 / ANSWERS_HALF_LIFE)
+
+_NO_STATS: Final = TokenStats()
+
+
+@dataclass(slots=True, eq=False)
+class TokenEstimates:
+    """Both estimates, corrected by every answer. The least recently used are forgotten."""
+
+    most_models: int = 1024
+    most_callers: int = 16_384
+    lessons: int = 0
+    """Answers from which something was learnt."""
+    _models: OrderedDict[str, TokenStats] = field(default_factory=OrderedDict)
+    _callers: OrderedDict[tuple[str, str], TokenStats] = field(default_factory=OrderedDict)
+
+    def expected_tokens(
+        self,
+        model: str,
+        caller: str,
+        text_bytes: float,
+        max_tokens: float | None,
+        exact_tokens: float = 0,
+        media_tokens: float = 0,
+    ) -> tuple[float, float]:
+        """Expected tokens of the prompt, and of each answer.
+
+        `exact_tokens`: known ones, given as ids; `media_tokens`: guessed of images and audio.
+        Absurd figures are clamped; a `max_tokens` of NaN counts as none.
+        """
+        common = self._models.get(model, _NO_STATS)
+        own = self._callers.get((caller, model), _NO_STATS)
+        # Tokens per byte: the caller's, with the model's as its prior, and that a constant.
+        ratio = (common.prompt_tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (
+            common.prompt_bytes + PRIOR_BYTES
+        )
+        ratio = (own.prompt_tokens + PRIOR_BYTES * ratio) / (own.prompt_bytes + PRIOR_BYTES)
+        prompt = text_bytes * ratio + exact_tokens
+        if media_tokens:
+            prompt += media_tokens * common.media_factor
+        if not 0.0 <= prompt <= MOST_TOKENS:
+            prompt = _clamp_tokens(prompt)
+        if max_tokens is not None and max_tokens <= 0:
+            return prompt, 0.0
+        mean = own.mean_answer(common.mean_answer(DEFAULT_ANSWER_TOKENS))
+        if max_tokens is None or not max_tokens < MOST_TOKENS:
+            return prompt, mean
+        # A smooth minimum: at most the limit, at most the mean, less where both are close.
+        return prompt, mean * max_tokens / math.hypot(mean, max_tokens)
+
+    def prompt_doubt(self, model: str, caller: str) -> float:
+        """By what share of the estimate a prompt may well be longer."""
+        common = self._models.get(model, _NO_STATS)
+        own = self._callers.get((caller, model), _NO_STATS)
+        seen = (own.prompt_bytes + common.prompt_bytes) / 2
+        return POOL_PROMPT_DOUBT * PRIOR_BYTES / (seen + PRIOR_BYTES)
+
+    def learn(
+        self,
+        model: str,
+        caller: str,
+        text_bytes: float,
+        prompt_tokens: float,
+        completion_tokens: float,
+        max_tokens: float | None,
+        exact_tokens: float = 0,
+        media_tokens: float = 0,
+        *,
+        complete: bool = True,
+    ) -> None:
+        """Learn from an answer; tokens of 0 are unknown.
+
+        `completion_tokens` is of each answer. Not `complete`: its client or a failure cut it short,
+        so its length says only that it would have been at least as long.
+        """
+        self.lessons += 1
+        common = _most_recent(self._models, model, self.most_models)
+        own = _most_recent(self._callers, (caller, model), self.most_callers)
+        if (
+            0 < prompt_tokens < math.inf
+            and 0 <= text_bytes + exact_tokens + media_tokens < math.inf
+        ):
+            text_bytes = min(text_bytes, MOST_TEXT_BYTES)
+            left = min(prompt_tokens, MOST_TOKENS) - exact_tokens
+            usual = (common.prompt_tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (
+                common.prompt_bytes + PRIOR_BYTES
+            )
+            expected = text_bytes * (
+                (own.prompt_tokens + PRIOR_BYTES * usual) / (own.prompt_bytes + PRIOR_BYTES)
+            )
+            if media_tokens > 0:
+                common.correct_media(left - expected, media_tokens)
+            elif text_bytes > 0 and left > 0:
+                tokens = min(max(left, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
+                tokens = min(
+                    max(tokens, text_bytes * LEAST_TOKENS_PER_BYTE),
+                    text_bytes * MOST_TOKENS_PER_BYTE,
+                )
+                decayed = 0.5 ** (min(text_bytes, TEXT_HALF_LIFE) / TEXT_HALF_LIFE)
+                own.add_prompt(text_bytes, tokens, decayed)
+                common.add_prompt(text_bytes, tokens, decayed)
+        if 0 < completion_tokens < math.inf:
+            limited = max_tokens is not None and completion_tokens >= max_tokens - 1
+            ended = complete and not limited
+            mean = common.mean_answer(DEFAULT_ANSWER_TOKENS)
+            own.add_answer(completion_tokens, ended, own.mean_answer(mean))
+            common.add_answer(completion_tokens, ended, mean)
+
+    def latest(self, lessons: int) -> Iterator[tuple[str | None, str, TokenStats]]:
+        """What the last so many lessons have changed: caller (None: all of them), model, figures.
+
+        The least recently used first.
+        """
+        # Copied: the caller may pause between two of them.
+        for model, stats in [*islice(reversed(self._models.items()), lessons)][::-1]:
+            yield None, model, stats
+        for (caller, model), stats in [*islice(reversed(self._callers.items()), lessons)][::-1]:
+            yield caller, model, stats
+
+    def restore(self, caller: str | None, model: str, stats: TokenStats, kept: float) -> None:
+        """Go on from these figures, with this share of their evidence. Raises: ValueError."""
+        aged = stats.aged(kept)
+        if caller is None:
+            _most_recent(self._models, model, self.most_models)
+            self._models[model] = aged
+        else:
+            _most_recent(self._callers, (caller, model), self.most_callers)
+            self._callers[caller, model] = aged
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """Forget what was learnt of the callers (fairness keys) that are gone."""
+        for key in [key for key in self._callers if is_gone(key[0])]:
+            del self._callers[key]
+
+
+def _clamp_tokens(value: float) -> float:
+    return min(value, MOST_TOKENS) if value > 0 else 0.0
+
+
+def _most_recent(entries: OrderedDict[Key, TokenStats], key: Key, most: int) -> TokenStats:
+    """The entry of `key`, now the most recent; a new one drops the least recent beyond `most`."""
+    stats = entries.get(key)
+    if stats is None:
+        if len(entries) >= most:
+            entries.popitem(last=False)
+        stats = entries[key] = TokenStats()
+    else:
+        entries.move_to_end(key)
+    return stats
+
+
+@dataclass(slots=True, eq=False)
+class DemandModel:
+    """Turns requests into numbers, and learns from their results."""
+
+    dispatcher: Dispatcher
+    prompt_cache: FleetPromptCache
+    token_estimates: TokenEstimates = field(default_factory=TokenEstimates)
+    session_affinity: SessionAffinity = field(default_factory=SessionAffinity)
+    learning_pending: bool = False
+    """Whether long prompts have ended of which nothing was learnt yet: the next request may
+    continue one, and a node's cache depends on the order in which requests start and end there."""
+
+    def __post_init__(self) -> None:
+        self.dispatcher.set_cache_refresh(self.refresh_cached)
+
+    def build(
+        self,
+        request: LeaseRequest,
+        candidates: NodeCandidates,
+        received_at: float,
+        earlier: QueuedRequest | None = None,
+        overflows: int = 0,
+    ) -> QueuedRequest:
+        """The request in numbers, as predicted now.
+
+        `earlier`: the same request in numbers; its estimate of the tokens still holds. `overflows`:
+        `Tried.pool_overflows`.
+        """
+        key = request.size.prompt_key
+        if earlier is None:
+            prompt_tokens, completion_tokens = self._expected_tokens(request)
+            if not request.size.generates:
+                completion_tokens = NEGLIGIBLE_COMPLETION
+            if key is not None:
+                key = PromptKey(key.blocks, prompt_tokens, key.ends, key.size, key.omits_volatile)
+        else:
+            prompt_tokens, completion_tokens = earlier.prompt_tokens, earlier.completion_tokens
+            if isinstance(earlier.prompt_key, PromptKey):
+                key = earlier.prompt_key
+                prompt_tokens = key.tokens
+        queued = QueuedRequest(
+            request.id,
+            candidates.groups,
+            request.caller.priority,
+            request.caller.fairness_key,
+            received_at,
+            request.size.slots if request.size.slots < 2 else _slots(request, candidates),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            cached=NO_ROWS,
+            pending=NO_ROWS,
+            excluded=candidates.excluded,
+            failed=candidates.failed,
+            penalties=candidates.penalties,
+        )
+        if request.caller.time_limit is not None:
+            queued.deadline = received_at + request.caller.time_limit
+        if self.dispatcher.placement_state.pools:
+            self.estimate_pool(queued, request, overflows)
+        if not request.size.slots:
+            queued.slotless_caller = request.caller.id
+        if request.caller.session is not None and request.size.generates:
+            queued.penalties = self.session_affinity.penalties(
+                request.caller.session,
+                request.wanted.model,
+                queued,
+                self.dispatcher.placement_state,
+            )
+        if key is not None:
+            queued.prompt_key = key
+            self.refresh_cached(queued)
+            if key.blocks:
+                queued.affinity_hash = key.blocks[0]
+        return queued
+
+    def expected_prompt_tokens(self, request: LeaseRequest) -> int:
+        """Tokens of its prompt, tools and system prompt included, as they are expected now."""
+        return round(max(request.size.prompt_tokens, self._expected_tokens(request)[0]))
+
+    def _expected_tokens(self, request: LeaseRequest) -> tuple[float, float]:
+        """Tokens of its prompt and of its answer."""
+        return self.token_estimates.expected_tokens(
+            request.wanted.model,
+            request.caller.fairness_key,
+            request.size.text_bytes,
+            request.size.max_tokens if request.size.generates else 0,
+            request.size.exact_tokens,
+            request.size.media_tokens,
+        )
+
+    def estimate_pool(self, queued: QueuedRequest, request: LeaseRequest, overflows: int) -> None:
+        """Set the tokens for which a shared pool must have room, by what is known now.
+
+        They are rather too many, since an overflow ends all that runs there. A request that was
+        ended twice (`overflows`) runs alone; a response that was cut has room for all that it may
+        still write. One that needs a whole pool makes do with what others' work leaves, where that
+        goes on everywhere and what is expected fits beside it.
+        """
+        estimates = self.token_estimates
+        prompt, answer = self._expected_tokens(request)
+        doubt = estimates.prompt_doubt(request.wanted.model, request.caller.fairness_key)
+        prompt += doubt * max(0.0, prompt - request.size.exact_tokens)
+        most = math.inf if request.size.max_tokens is None else request.size.max_tokens
+        if overflows < 1 or request.wanted.resume_key is None:
+            most = min(most, POOL_ANSWER_MARGIN * answer)
+        slots, version = max(1, request.size.slots), self.dispatcher.placement_state.pools_version
+        tokens = math.inf if overflows > 1 else prompt + most * slots
+        if 0.0 < max(one.pools(version)[1] for one in queued.groups[0]) <= tokens:
+            left = _most_beside_others(queued)
+            if prompt + min(most, answer) * slots <= left < tokens:
+                queued.set_pool_tokens(left, beside_others=True)
+                return
+        queued.set_pool_tokens(tokens)
+
+    def refresh_cached(self, queued: QueuedRequest) -> None:
+        """Look up what the nodes have cached of its prompt by now."""
+        prompt_key = queued.prompt_key
+        if isinstance(prompt_key, PromptKey):
+            found = self.prompt_cache.lookup(prompt_key)
+            queued.set_cached(found.tokens, found.cached, found.pending)
+
+    def placed(self, placement: QueuedRequest, request: LeaseRequest) -> None:
+        """The request starts there."""
+        row, prompt_key = placement.row, placement.prompt_key
+        if isinstance(prompt_key, PromptKey):
+            self.prompt_cache.request_placed(row.index, prompt_key)
+        if request.caller.session is not None and request.size.generates:
+            self.session_affinity.placed(request.caller.session, request.wanted.model, row)
+
+    def abandoned(self, placement: QueuedRequest | None, *, refund: bool) -> None:
+        """The request ended there without an answer; `refund`: its caller does not pay for it.
+
+        `placement`: None, if its row is no longer its node's.
+        """
+        if placement is None:
+            return
+        if refund:
+            self.dispatcher.settled(placement, 0.0, 0.0, 0.0)
+        prompt_key = placement.prompt_key
+        if isinstance(prompt_key, PromptKey) and self._row_is_current(placement):
+            self.prompt_cache.request_dropped(placement.row.index, prompt_key)
+
+    def answer_ended(self, request: LeaseRequest) -> None:
+        """Its answer has ended; `learn` follows a little later."""
+        if has_long_prompt(request):
+            self.learning_pending = True
+
+    def learn(
+        self,
+        placement: QueuedRequest | None,
+        request: LeaseRequest,
+        reported: Usage | None,
+        sent_tokens: float,
+        *,
+        complete: bool,
+        learn_sizes: bool = True,
+    ) -> None:
+        """Learn from an answer that has ended.
+
+        `reported` is None if its node reported nothing; `sent_tokens` went to the client.
+        `complete`: it ended by itself. `learn_sizes`: correct the token estimates by it.
+        """
+        self.learning_pending = False  # The caller learns of all answers that have ended.
+        if placement is None:
+            return
+        completion: float = sent_tokens
+        if reported is not None:
+            completion = reported.completion_tokens
+            self.dispatcher.settled(
+                placement, reported.prompt_tokens, reported.cached_tokens, completion
+            )
+        elif sent_tokens:
+            cached = placement.cached.get(placement.row.index, 0.0)
+            self.dispatcher.settled(placement, placement.prompt_tokens, cached, sent_tokens)
+        if learn_sizes and (request.size.generates or reported is not None):
+            self.token_estimates.learn(
+                request.wanted.model,
+                request.caller.fairness_key,
+                request.size.text_bytes,
+                0.0 if reported is None else reported.prompt_tokens,
+                completion / max(1, placement.slots),
+                request.size.max_tokens,
+                request.size.exact_tokens,
+                request.size.media_tokens,
+                complete=complete,
+            )
+        prompt_key = placement.prompt_key
+        if not isinstance(prompt_key, PromptKey) or not self._row_is_current(placement):
+            return
+        if reported is None:
+            self.prompt_cache.request_dropped(placement.row.index, prompt_key)
+        else:
+            self.prompt_cache.request_finished(
+                placement.row.index,
+                prompt_key,
+                reported.prompt_tokens,
+                reported.cached_tokens,
+                reported.completion_tokens,
+                request.caller.id,
+            )
+
+    def _row_is_current(self, placement: QueuedRequest) -> bool:
+        """Whether its row is still that of a node: another row may have its index by now."""
+        row = placement.row
+        return self.dispatcher.placement_state.by_name.get(row.name) is row
+
+
+def _slots(request: LeaseRequest, candidates: NodeCandidates) -> int:
+    """Slots that it takes: at most those that any of its nodes has.
+
+    A node that has to learn its endpoint's limit may have fewer just now than the request asks for.
+    """
+    most = max(node.slots_total for _, nodes in candidates.by_model for node in nodes)
+    return min(request.size.slots, most)
+
+
+def _most_beside_others(queued: QueuedRequest) -> float:
+    """The most tokens that others' work leaves of a pool; infinity: it leaves some row alone."""
+    rows = [
+        row
+        for candidates in queued.groups[0]
+        for row in candidates.rows
+        if row.alive and row.index not in queued.excluded
+    ]
+    if not all(row.pool and row.foreign for row in rows):
+        return math.inf
+    return max([row.pool - row.pool_foreign for row in rows], default=math.inf)

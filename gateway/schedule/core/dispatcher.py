@@ -1,0 +1,768 @@
+"""The dispatcher: places requests on nodes, or queues them. The gateway and the simulator run it.
+
+It is a pure core: nothing here waits, sleeps or reads a clock; time comes in with each call.
+
+A slot stays idle while a request that may use it waits for three reasons only: the request is
+deferred to a busy node that has its prompt cached and is predicted to finish it sooner; a wide
+request reserves a node's slots until there are enough of them; `batch` leaves its reserve free.
+Where the slots of a node share one pool of tokens, a request also waits for room in it.
+
+Requests without a slot have a wait queue of their own, in the same order: neither queue waits for
+the other.
+
+Which waiting request goes next, and to which row (`Matcher`):
+Classes go in strict order, except for the share of placements that overdue requests get
+(`StarvationGuard`). Within a class the least served caller goes (`wait_queue.py`). Of its requests,
+and of those of callers within a small slack of it, the one with the highest response ratio goes:
+the time from its arrival to its expected end, divided by the time it takes on the node that has
+room. So requests that fit the node, and short ones, go before the rest, and those that have waited
+long before both (Brinch Hansen 1971). A request may decline a slot because a busy node that has its
+prompt cached would finish it sooner (`SlotHolds`).
+
+However many requests wait, a bounded number is compared for one placement.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from gateway.config.scheduling import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
+from gateway.config.settings import Settings
+from gateway.schedule.core.placement_state import (
+    MOST_TOKENS_PER_REQUEST,
+    AvailableRows,
+    CandidateSet,
+    Deferral,
+    FairnessAccount,
+    NodeSlots,
+    PlacementState,
+    QueuedRequest,
+    clamp,
+)
+from gateway.schedule.core.selection import (
+    POLICIES,
+    AvailabilityCache,
+    SelectionPolicy,
+    available_rows,
+    compare,
+    explore,
+    row_cost,
+    row_cost_after,
+)
+from gateway.schedule.core.wait_queue import (
+    COUNTER_SLACK,
+    PriorityLevel,
+    VirtualTokenCounters,
+    WaitForecast,
+    WaitQueue,
+    by_age,
+)
+from gateway.terms import Priority
+
+OLDEST_PER_FIFO = 24
+"""Requests of one FIFO that are compared, from its oldest on."""
+
+MOST_PASSED_OVER = 256
+"""Requests of one FIFO that are passed over, since no shared pool has room for their tokens."""
+
+MOST_POOLS_HELD = 2
+"""Nodes whose pools are reserved at a time for requests that need most of one: where many do, pools
+come free as fast as they are needed, and each reservation looks at all nodes."""
+
+MOST_COMPARED = 48
+
+WARM_ROWS_SEARCHED = 4
+"""Rows with room whose warm requests are looked for further back in the queue."""
+
+MOST_EVALUATIONS = 96
+"""Costs that are computed to compare the requests of one FIFO, about."""
+
+MOST_POOLS_SEARCHED = 8192
+"""Shared pools that are searched for room to compare requests for one placement, about: of those
+with a free slot each request looks at all."""
+
+MOST_DECLINES = 8
+"""Requests that may decline a slot to wait for a warm one; then the first of them takes it."""
+
+MOST_CACHE_REFRESHES = 4
+"""Requests whose `cached`, which changes while they wait, is looked up anew for one placement."""
+
+
+def _default_patience() -> Mapping[Priority, float]:
+    return {priority: DEFAULT_PATIENCE[priority.label] for priority in Priority}
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchRules:
+    """The settings that the dispatcher goes by."""
+
+    policy: str = "least_finish"
+    """A name in `selection.POLICIES`."""
+    overdue_after: Mapping[Priority, float] = field(default_factory=_default_patience)
+    """Seconds after which a waiting request of a class is overdue."""
+    overdue_share: float = 0.1
+    """Share of the placements that overdue requests get while there are any."""
+    batch_reserve: float = 0.0
+    """Share of the slots of alike nodes that `batch` leaves free."""
+    slotless_limit: int = DEFAULT_SLOTLESS
+    """Requests without a slot that a node runs at once."""
+
+
+@dataclass(slots=True)
+class Match:
+    """A waiting request with the best row that it could have now."""
+
+    queued: QueuedRequest
+    available: AvailableRows
+    row: NodeSlots
+    cost: float = 0.0
+    """Its expected cost there, in seconds."""
+    response_ratio: float = 0.0
+    """The time from its arrival to its expected end, divided by its cost."""
+
+
+class Matcher:
+    """Finds the next placement among the requests of one wait queue."""
+
+    def __init__(
+        self,
+        placement_state: PlacementState,
+        wait_queue: WaitQueue,
+        holds: SlotHolds,
+        rng: random.Random,
+    ) -> None:
+        self.evaluations = 0
+        self._refresh_cached: Callable[[QueuedRequest], None] | None = None
+        self._refreshes_left = 0
+        self._state = placement_state
+        self._wait_queue = wait_queue
+        self._holds = holds
+        self._rng = rng
+
+    def set_rules(self, rules: DispatchRules, policy: SelectionPolicy) -> None:
+        """Go by these from now on; `policy` is the one that `rules` names."""
+        self._policy = policy
+        self._overdue_after = [rules.overdue_after[priority] for priority in Priority]
+        self._starvation_guard = StarvationGuard(rules.overdue_share)
+
+    def set_cache_refresh(self, refresh: Callable[[QueuedRequest], None]) -> None:
+        """Look up the `cached` of waiting requests with this."""
+        self._refresh_cached = refresh
+
+    def next_match(self, now: float) -> Match | None:
+        """The request that goes next, of those that can be placed now; None: there is none."""
+        self._holds.clear()
+        self._refreshes_left = MOST_CACHE_REFRESHES
+        available = AvailabilityCache(self._state)
+        overdue = self._oldest_overdue(now, available)
+        levels: Sequence[PriorityLevel] = self._wait_queue.levels
+        if overdue is not None and self._starvation_guard.overdue_next:
+            # Its class goes first; between that class's callers it stays as fair as ever.
+            levels = (levels[overdue.priority], *levels)
+            rows = available.rows_for(overdue)
+            if rows is None:
+                if self._holds.reserve_for(overdue, from_all_classes=True):
+                    available.clear()
+            elif overdue.was_reserved_for:
+                self._starvation_guard.placed(to_overdue=True)
+                return self._match(overdue, rows, now)
+        for level in levels:
+            if level.count:
+                match = self._next_of_level(level, now, available)
+                if match is not None:
+                    if overdue is not None:
+                        self._starvation_guard.placed(
+                            to_overdue=match.queued.priority is overdue.priority
+                        )
+                    return match
+        return None
+
+    def _oldest_overdue(self, now: float, available: AvailabilityCache) -> QueuedRequest | None:
+        """The oldest overdue request that is wide, or for which some node has the slots."""
+        oldest: QueuedRequest | None = None
+        for level, overdue_after in zip(self._wait_queue.levels, self._overdue_after, strict=True):
+            for fifo in level.fifos.values():
+                for queued in fifo[:OLDEST_PER_FIFO]:
+                    if queued.received_at + overdue_after > now or (
+                        oldest is not None and oldest.arrival_key < queued.arrival_key
+                    ):
+                        break
+                    if (
+                        queued.is_wide
+                        or available.rows_for(queued) is not None
+                        or available.lacks_tokens(queued)
+                    ):
+                        oldest = queued
+                        break
+        return oldest
+
+    def _next_of_level(
+        self, level: PriorityLevel, now: float, available: AvailabilityCache
+    ) -> Match | None:
+        """The request of one class that goes next."""
+        counters = level.counters
+        by_cost = self._policy.by_cost
+        limit = None
+        """The highest counter of a caller whose requests are compared."""
+        matches: list[Match] = []
+        most = self._most_compared()
+        for counter, _, account in counters.by_counter:
+            if (limit is not None and counter > limit) or len(matches) >= most:
+                break
+            self._add_matches(account, matches, available, now, most)
+            if matches:
+                if not by_cost:
+                    break
+                if limit is None:
+                    limit = counter + COUNTER_SLACK * counters.mean_charge
+        if not matches:
+            return None
+        if by_cost and level.count > len(matches) and limit is not None:
+            self._add_warm_matches(matches, limit, available, now)
+        matches.sort(key=lambda one: -one.response_ratio)
+        for declined, one in enumerate(matches):
+            if declined >= MOST_DECLINES:
+                break
+            if not self._holds.defer(one.queued, one.available.candidate_set, one.cost, now):
+                return one
+        else:
+            other = self._first_that_accepts(level, MOST_DECLINES - len(matches), available, now)
+            if other is not None or level.count <= MOST_DECLINES:
+                return other
+        # So many have declined the slot: it must not stay idle.
+        return matches[0]
+
+    def _most_compared(self) -> int:
+        """Requests that are compared for one placement; fewer where each looks at many pools."""
+        if not self._state.pools:
+            return MOST_COMPARED
+        return min(MOST_COMPARED, MOST_POOLS_SEARCHED // max(1, len(self._state.free_rows)) or 1)
+
+    def _add_matches(
+        self,
+        account: FairnessAccount,
+        matches: list[Match],
+        available: AvailabilityCache,
+        now: float,
+        most: int,
+    ) -> None:
+        """Add one caller's requests that can be placed now, the oldest of each FIFO.
+
+        `most`: of each.
+        """
+        if self._wait_queue.wide_count and not matches:
+            oldest = min((fifo[0] for fifo in account.fifos.values()), key=by_age)
+            if oldest.is_wide:
+                rows = available.rows_for(oldest)
+                if rows is None:
+                    held = len(self._state.reserved_rows)
+                    if (oldest.slots > 1 or held < MOST_POOLS_HELD) and self._holds.reserve_for(
+                        oldest
+                    ):
+                        available.clear()
+                elif oldest.fills_pool or oldest.was_reserved_for:
+                    matches.append(self._match(oldest, rows, now, goes_first=True))
+                    return
+        for fifo in account.fifos.values():
+            left = min(most, OLDEST_PER_FIFO) if self._policy.by_cost else 1
+            too_large = 0
+            for queued in fifo:
+                rows = available.rows_for(queued)
+                if rows is None:
+                    if not queued.excluded and not queued.failed:
+                        too_large += 1
+                        if too_large >= MOST_PASSED_OVER or not available.lacks_tokens(queued):
+                            break  # No row has room for these requirements.
+                    continue
+                matches.append(self._match(queued, rows, now))
+                left = min(left - 1, MOST_EVALUATIONS // len(rows.rows))
+                if left <= 0:
+                    break
+
+    def _add_warm_matches(
+        self, matches: list[Match], limit: float, available: AvailabilityCache, now: float
+    ) -> None:
+        """Add requests further back that have their prompt cached on a row with room."""
+        seen = {one.queued for one in matches}
+        priority = matches[0].queued.priority
+        for row in matches[0].available.rows[:WARM_ROWS_SEARCHED]:
+            for queued in list(islice(self._wait_queue.warm_for_row(row.index), OLDEST_PER_FIFO)):
+                account = queued.account
+                if queued.priority is priority and account is not None and account.counter <= limit:
+                    rows = None if queued in seen else available.rows_for(queued)
+                    if rows is not None:
+                        seen.add(queued)
+                        matches.append(self._match(queued, rows, now))
+
+    def _match(
+        self,
+        queued: QueuedRequest,
+        available: AvailableRows,
+        now: float,
+        *,
+        goes_first: bool = False,
+    ) -> Match:
+        """A request with the best of these rows; `goes_first`: before all that it competes with."""
+        self.evaluations += 1
+        if (
+            self._refresh_cached is not None
+            and self._refreshes_left
+            and queued.cache_checked_at < self._state.last_release
+        ):
+            self._refreshes_left -= 1
+            queued.looked_up(now)
+            self._refresh_cached(queued)
+            self._wait_queue.cached_changed(queued)
+        row = self._choose_row(available, queued, now)
+        cost = row_cost(row, queued, now)
+        ratio = math.inf if goes_first else (now - queued.received_at + cost) / cost
+        return Match(queued, available, row, cost, ratio)
+
+    def _first_that_accepts(
+        self, level: PriorityLevel, most: int, available: AvailabilityCache, now: float
+    ) -> Match | None:
+        """Of up to `most` further requests, the first that would not rather wait."""
+        for _, _, account in level.counters.by_counter:
+            for fifo in account.fifos.values():
+                for queued in fifo:
+                    if most <= 0:
+                        return None
+                    rows = None if queued.deferred_to else available.rows_for(queued)
+                    if rows is not None:
+                        row = self._choose_row(rows, queued, now)
+                        cost = row_cost(row, queued, now)
+                        if not self._holds.defer(queued, rows.candidate_set, cost, now):
+                            return Match(queued, rows, row, cost)
+                        most -= 1
+        return None
+
+    def _choose_row(self, available: AvailableRows, queued: QueuedRequest, now: float) -> NodeSlots:
+        rows = available.rows
+        if len(rows) == 1:
+            return rows[0]
+        return self._policy.choose(available, queued, now, self._rng)
+
+
+DEFERRALS_PER_SLOT = 1
+"""Requests that may be deferred to a node, for each of its slots: no node is overrun for the sake
+of its cache."""
+
+LEAST_CACHED_TOKENS = 32.0
+
+LONGEST_DEFERRAL = 60.0
+"""Seconds that a request is deferred at most."""
+
+DEFERRAL_MARGIN, LEAST_DEFERRAL_MARGIN = 2.0, 5.0
+"""A deferral ends this share of the predicted wait, and so many seconds, after it: by then the
+prediction has failed."""
+
+
+@dataclass(slots=True, eq=False)
+class SlotHolds:
+    """Deferrals to busy nodes, and reservations for wide requests, until the next look."""
+
+    placement_state: PlacementState
+    deferred: list[QueuedRequest] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """End all deferrals and reservations, before a new look."""
+        for queued in self.deferred:
+            queued.undefer()
+        self.deferred.clear()
+        for row in list(self.placement_state.reserved_rows):
+            self.placement_state.unreserve(row)
+
+    def drop(self, queued: QueuedRequest) -> None:
+        """End those of a request that does not wait any more."""
+        if queued.deferred_to is not None:
+            queued.undefer()
+            self.deferred.remove(queued)
+        for row in self.placement_state.reserved_rows:
+            if row.reserved_for is queued:
+                self.placement_state.unreserve(row)
+                break
+
+    def defer(
+        self, queued: QueuedRequest, candidate_set: CandidateSet, cost_now: float, now: float
+    ) -> bool:
+        """Defer a request if a busy node that has its prompt cached would finish it sooner.
+
+        `cost_now`: the seconds it takes if it is placed at once. False: it is not deferred.
+        """
+        if queued.deferred_until and now >= queued.deferred_until:
+            return False
+        best: NodeSlots | None = None
+        least = cost_now
+        longest = 0.0
+        for index in queued.warmest_rows:
+            if index not in candidate_set.row_indexes:
+                continue
+            row = self.placement_state.rows[index]
+            if not _is_worth_waiting(row, queued):
+                continue
+            ahead = sum([other.slots for other in row.deferred])
+            if ahead + queued.slots > DEFERRALS_PER_SLOT * (row.capacity - row.foreign):
+                continue
+            wait = row.seconds_until_free(max(1, ahead + queued.slots - row.free), now)
+            if wait is None or wait > LONGEST_DEFERRAL:
+                continue
+            cost = row_cost_after(row, queued, wait)
+            if cost < least:
+                best, least, longest = row, cost, wait
+        if best is None:
+            return False
+        cached = max(queued.cached.get(best.index, 0.0), queued.pending.get(best.index, 0.0))
+        queued.defer_to(
+            best,
+            now + longest * (1.0 + DEFERRAL_MARGIN) + LEAST_DEFERRAL_MARGIN,
+            Deferral(best.name, longest, least, cost_now, cached),
+        )
+        self.deferred.append(queued)
+        return True
+
+    def reserve_for(self, queued: QueuedRequest, *, from_all_classes: bool = False) -> bool:
+        """Reserve a node's free slots for a wide request; False: no node is large enough.
+
+        `from_all_classes`: from higher classes too.
+        """
+        needed = queued.tokens_needed
+        rows = [
+            row
+            for candidates in queued.groups[0]
+            for row in candidates.rows
+            if row.capacity >= queued.slots
+            and row.reserved_for is None
+            and row.index not in queued.excluded
+            and not (row.pool and row.is_held_up_by_others(needed))
+        ]
+        if queued.keeps_batch_reserve:
+            rows = [row for row in rows if not row.kept_from_batch] or rows
+        if not rows:
+            return False
+        row = max(
+            rows,
+            key=lambda row: (
+                row.index not in queued.failed,
+                -row.tokens_short(needed),
+                row.free - row.foreign,
+            ),
+        )
+        self.placement_state.reserve(row, queued, from_all_classes=from_all_classes)
+        queued.note_reserved_for()
+        return True
+
+
+def _is_worth_waiting(row: NodeSlots, queued: QueuedRequest) -> bool:
+    index = row.index
+    return (
+        queued.slots <= row.capacity
+        and (row.free < queued.slots or row.tokens_short(queued.tokens_needed) > 0.0)
+        and index not in queued.excluded
+        and index not in queued.failed
+        and not (row.kept_from_batch and queued.keeps_batch_reserve)
+        and max(queued.cached.get(index, 0.0), queued.pending.get(index, 0.0))
+        >= LEAST_CACHED_TOKENS
+    )
+
+
+@dataclass(slots=True)
+class StarvationGuard:
+    """Whether the next placement goes by the strict order or to an overdue class."""
+
+    share: float
+    """Share of the placements that overdue classes get."""
+    _credit: float = 0.0
+
+    @property
+    def overdue_next(self) -> bool:
+        """Whether the next placement belongs to an overdue class, if there is one."""
+        return self._credit + self.share >= 1.0 - 1e-9
+
+    def placed(self, *, to_overdue: bool) -> None:
+        """A placement went to the class of the oldest overdue request, or to another."""
+        credit = self._credit + self.share
+        self._credit = max(0.0, credit - 1.0) if to_overdue else min(1.0, credit)
+
+
+class Dispatcher:
+    """Places requests on the rows of a placement state; those that find no room wait."""
+
+    def __init__(
+        self,
+        placement_state: PlacementState,
+        rules: DispatchRules,
+        rng: random.Random,
+        *,
+        keeps_comparisons: bool = False,
+    ) -> None:
+        """`keeps_comparisons`: each placement has what it was compared with, to explain it."""
+        self.placement_state = placement_state
+        self._rng = rng
+        self._keeps_comparisons = keeps_comparisons
+        self._wait_queue, self._slotless_queue = WaitQueue(), WaitQueue()
+        self._holds = SlotHolds(placement_state)
+        self._matcher = Matcher(placement_state, self._wait_queue, self._holds, rng)
+        self._slotless_matcher = Matcher(placement_state, self._slotless_queue, self._holds, rng)
+        self._forecast = WaitForecast(placement_state, self._wait_queue)
+        self._slotless_forecast = WaitForecast(placement_state, self._slotless_queue)
+        self._wake_at = math.inf
+        self.waiting = 0
+        self.set_rules(rules)
+
+    def set_rules(self, rules: DispatchRules) -> None:
+        """Go by these from now on. Raises KeyError for a policy that does not exist."""
+        self._policy = POLICIES[rules.policy](self.placement_state)
+        self._choose = self._policy.choose
+        self.rules = rules
+        self._matcher.set_rules(rules, self._policy)
+        self._slotless_matcher.set_rules(rules, self._policy)
+        self.placement_state.set_limits(rules.batch_reserve, rules.slotless_limit)
+
+    def set_cache_refresh(self, refresh: Callable[[QueuedRequest], None]) -> None:
+        """Call `refresh` to look up anew what is `cached` and `pending` of a waiting request."""
+        self._matcher.set_cache_refresh(refresh)
+
+    # Placing.
+
+    def place_or_queue(self, queued: QueuedRequest, now: float) -> QueuedRequest | None:
+        """Place a request at once, or queue it: None."""
+        placement = self.place(queued, now, keep_deferral=True)
+        if placement is None:
+            self._enqueue(queued, now)
+        return placement
+
+    def place(
+        self, queued: QueuedRequest, now: float, *, keep_deferral: bool = False
+    ) -> QueuedRequest | None:
+        """Place a request at once; None: it would have to wait, and is not queued.
+
+        Where slots have come free that `match` has not given out yet, waiting requests go first.
+        `keep_deferral`: let a request that would rather wait for a busy node remain deferred to it.
+        """
+        queue = self._wait_queue if queued.slots else self._slotless_queue
+        if queue.count and self.placement_state.slots_freed:
+            return None
+        available = available_rows(self.placement_state, queued)
+        if available is None:
+            return None
+        rows = available.rows
+        row = rows[0] if len(rows) == 1 else self._choose(available, queued, now, self._rng)
+        penalties = queued.penalties
+        if self.placement_state.exploring and self._policy.by_cost:
+            row = explore(self.placement_state, available, queued, row, now, self._rng)
+        if (queued.cached or queued.pending) and self._policy.by_cost:
+            queued.find_warmest_rows()
+            cost = row_cost(row, queued, now)
+            if self._holds.defer(queued, available.candidate_set, cost, now):
+                if not keep_deferral:
+                    self._holds.drop(queued)
+                queued.set_penalties(penalties)
+                return None
+        counters = queue.levels[queued.priority].counters
+        account = counters.account(queued.fairness_key)
+        return self._start(queued, counters, account, row, available, now)
+
+    def match(self, now: float, most: float = math.inf) -> list[QueuedRequest]:
+        """Give free slots to waiting requests; to be called when capacity has changed.
+
+        After `most` of those with a slot it stops: `slots_freed` says that others may follow.
+        """
+        placements: list[QueuedRequest] = []
+        self.placement_state.clear_slots_freed()
+        self._holds.clear()
+        while (
+            self._slotless_queue.count
+            and (match := self._slotless_matcher.next_match(now)) is not None
+        ):
+            placements.append(self._start_match(match, now))
+        while self._wait_queue.count and self.placement_state.free_rows:
+            match = self._matcher.next_match(now)
+            if match is None:
+                break
+            placements.append(self._start_match(match, now))
+            if (most := most - 1) <= 0:
+                self.placement_state.note_slots_freed()
+                break
+        deferred = self._holds.deferred
+        self._wake_at = min([queued.deferred_until for queued in deferred], default=math.inf)
+        return placements
+
+    def wake_at(self) -> float | None:
+        """When `match` is to be called though nothing has changed; None: no need to."""
+        return self._wake_at if self._wake_at < math.inf else None
+
+    def withdraw(self, queued: QueuedRequest) -> bool:
+        """Take a request out of the queue; whether it was in it. Then call `match`."""
+        self._holds.drop(queued)
+        if queued.account is None:
+            return False
+        self._queue_of(queued).remove(queued)
+        self.waiting -= 1
+        return True
+
+    def pool_tokens_changed(self, queued: QueuedRequest) -> None:
+        """The `pool_tokens` of a request that waits were estimated anew."""
+        if queued.slots:
+            self._wait_queue.set_fills_pool(queued, fills=self._fills_pool(queued))
+
+    def prefill_done(self, placement: QueuedRequest, now: float) -> None:
+        """The first token came: the prompt has been read. Sharpens the predictions."""
+        if not placement.released:
+            self.placement_state.prefill_done(placement, now)
+
+    def finished(
+        self,
+        placement: QueuedRequest,
+        now: float,
+        prompt_tokens: float,
+        cached_tokens: float,
+        completion_tokens: float,
+    ) -> None:
+        """The placement has ended: free its slots, and charge its caller."""
+        self.released(placement, now)
+        self.settled(placement, prompt_tokens, cached_tokens, completion_tokens)
+
+    def released(self, placement: QueuedRequest, now: float) -> None:
+        """The slots of `placement` are free again. Then call `match`."""
+        if not placement.released:
+            self.placement_state.end(placement, now)
+
+    def settled(
+        self,
+        placement: QueuedRequest,
+        prompt_tokens: float,
+        cached_tokens: float,
+        completion_tokens: float,
+    ) -> None:
+        """Charge its caller for the tokens that it took instead of those expected."""
+        used = prompt_tokens - cached_tokens
+        if not 0.0 <= used <= MOST_TOKENS_PER_REQUEST:
+            used = clamp(used, 0.0, MOST_TOKENS_PER_REQUEST, 0.0)
+        if completion_tokens:
+            if not 0.0 <= completion_tokens <= MOST_TOKENS_PER_REQUEST:
+                completion_tokens = clamp(completion_tokens, 0.0, MOST_TOKENS_PER_REQUEST, 0.0)
+            used += completion_tokens * placement.token_weight
+        self._settle(placement, used)
+
+    def cancelled(self, placement: QueuedRequest, now: float) -> None:
+        """The placement was never used: it costs its caller nothing."""
+        self.released(placement, now)
+        self._settle(placement, 0.0)
+
+    # Predictions and counts.
+
+    def depths(self) -> dict[Priority, int]:
+        """How many requests of each class wait."""
+        levels = zip(Priority, self._wait_queue.levels, self._slotless_queue.levels, strict=True)
+        return {priority: level.count + slotless.count for priority, level, slotless in levels}
+
+    def count_ahead(self, queued: QueuedRequest) -> int:
+        """About how many go before a request, which waits or arrives now."""
+        forecast = self._forecast if queued.slots else self._slotless_forecast
+        return forecast.count_ahead(queued)
+
+    def predicted_wait(self, queued: QueuedRequest, now: float) -> float:
+        """Seconds that a request would wait if it arrived now."""
+        if available_rows(self.placement_state, queued):
+            return 0.0
+        return self._forecast.predicted_wait(queued, now)
+
+    def predicted_waits(self, now: float) -> Iterator[tuple[QueuedRequest, float]]:
+        """Waiting requests in about the order in which they will go, and how long each will wait.
+
+        Seconds; infinity for requests without a slot, of which it is not known. One pass, during
+        which the queue must not change.
+        """
+        yield from self._forecast.predicted_waits(now)
+        for queued in self._slotless_forecast.likely_order():
+            yield queued, math.inf
+
+    @property
+    def evaluations(self) -> int:
+        """Waiting requests that were compared so far: a bounded number for each placement."""
+        return self._matcher.evaluations + self._slotless_matcher.evaluations
+
+    # Inside.
+
+    def _enqueue(self, queued: QueuedRequest, now: float) -> None:
+        if not self.waiting:
+            self.placement_state.clear_slots_freed()  # `place` has just looked at every free slot.
+        queued.looked_up(now)
+        if queued.slots:
+            queued.expect_work(*self._forecast.work_tokens(queued))
+            if self.placement_state.pools:
+                queued.set_fills_pool(fills=self._fills_pool(queued))
+        self.waiting += 1
+        queue = self._queue_of(queued)
+        queue.add(queued, queue.levels[queued.priority].counters.account(queued.fairness_key))
+        if queued.deferred_to is not None:
+            self._wake_at = min(self._wake_at, queued.deferred_until)
+
+    def _start_match(self, match: Match, now: float) -> QueuedRequest:
+        """Place a request that waits."""
+        queued, account = match.queued, match.queued.account
+        assert account is not None
+        queue = self._queue_of(queued)
+        queue.remove(queued)
+        self.waiting -= 1
+        self._holds.drop(queued)
+        counters = queue.levels[queued.priority].counters
+        return self._start(queued, counters, account, match.row, match.available, now)
+
+    def _start(
+        self,
+        queued: QueuedRequest,
+        counters: VirtualTokenCounters,
+        account: FairnessAccount,
+        row: NodeSlots,
+        available: AvailableRows,
+        now: float,
+    ) -> QueuedRequest:
+        state, forecast = self.placement_state, self._forecast
+        number = state.placement_count + 1
+        if number >= forecast.refresh_at or state.speed_changes:
+            forecast.refresh_if_due(number)
+        queued.begin(
+            row,
+            available.group,
+            compare(available, queued, row, self._policy, now) if self._keeps_comparisons else None,
+        )
+        state.start(queued, now)
+        queued.charge_to(account, forecast.token_weight)
+        counters.started(account, queued.charge)
+        return queued
+
+    def _settle(self, placement: QueuedRequest, used: float) -> None:
+        account = placement.take_payer()
+        if account is not None:
+            queue = self._queue_of(placement)
+            queue.levels[placement.priority].counters.settled(account, used - placement.charge)
+
+    def _queue_of(self, queued: QueuedRequest) -> WaitQueue:
+        return self._wait_queue if queued.slots else self._slotless_queue
+
+    def _fills_pool(self, queued: QueuedRequest) -> bool:
+        """Whether it needs more than half of a shared pool that it may be given room in."""
+        needed, version = queued.tokens_needed, self.placement_state.pools_version
+        return any(needed > one.pools(version)[0] / 2 for one in queued.groups[0])
+
+
+def dispatch_rules(settings: Settings) -> DispatchRules:
+    """The dispatcher's part of the settings. Every word of `policy` means `least_finish`."""
+    classes = settings.classes
+    overdue_after = {}
+    for priority in Priority:
+        rule = classes.get(priority.label)  # type: ignore[call-overload]
+        own = None if rule is None else rule.patience
+        overdue_after[priority] = DEFAULT_PATIENCE[priority.label] if own is None else own
+    batch = classes.get("batch")
+    reserve = None if batch is None else batch.reserve_slots
+    return DispatchRules(
+        overdue_after=overdue_after,
+        batch_reserve=reserve or 0.0,
+        slotless_limit=settings.queue.slotless,
+    )

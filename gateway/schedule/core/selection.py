@@ -1,0 +1,795 @@
+"""Which rows have room for a request, what each would cost, and the policies that choose one.
+
+`LeastFinish` is the gateway's own policy: it goes by the expected finish, the cost of placing a
+request on one node, in seconds.
+
+    T = W + R + u/p + c·(b + s·k)  +  (u/p)·k + d·Σr  +  D
+
+- W  seconds until a slot is free there; 0 where one is
+- R  seconds until the prompts queued there have been read: a server reads one after the other
+- u  prompt tokens that its cache does not hold; p: prompt tokens that it reads per second
+- c  output tokens; b: seconds of one alone; s: seconds more for each neighbour (decoding waits for
+     memory, so a batch shares the reading of the weights)
+- k  neighbours that run there; (u/p)·k is how long the new prefill holds them up: a server that
+     reads a prompt decodes nothing
+- Σr seconds that the neighbours still have to run; d = s / (b + s·(k-1)): the share by which one
+     more sequence slows them down; 0 where none decodes
+- D  penalty in seconds: of a node that failed lately, and of one that sleeps, which wakes up
+     first; negative for one that needs a request on trial, and for the one that served the
+     request's session last
+
+The first four terms are the request's own time, the next two what it costs its neighbours: with the
+least T all of them together lose least.
+
+Sources: llama.cpp's server as measured (a decoding slot stood still for 14 s while its neighbour
+read 3,000 tokens; 1,400 tokens took 10.3 s cold and 0.06 s from the cache). The marginal cost of a
+placement, instead of its own time alone: Harchol-Balter, "Performance Modeling and Design of
+Computer Systems", 2013, on least work left and size-based assignment. Uncached prefill against
+load: Srivatsa et al., "Preble: Efficient Distributed Prompt Scheduling for LLM Serving", 2024.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+from gateway.schedule.core.placement_state import (
+    LEAST_UNCACHED_TOKENS,
+    MOST_COMPARED_ROWS,
+    MOST_SLOTS,
+    AvailableRows,
+    CandidateSet,
+    Comparison,
+    NodeSlots,
+    PlacementState,
+    QueuedRequest,
+    Requirements,
+    RowFigures,
+)
+from gateway.terms import Priority
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+Numbers = TypeVar("Numbers", float, "Floats")
+"""A float, or an array with one for each row."""
+
+
+def expected_cost(
+    uncached: float,
+    completion: float,
+    per_prompt_token: Numbers,
+    per_output_token: Numbers,
+    delay: Numbers,
+    decode_slowdown: Numbers,
+    remaining: Numbers,
+) -> Numbers:
+    """T from a row's coefficients, for floats as for numpy arrays.
+
+    `per_prompt_token` = (1 + k)/p, `per_output_token` = b + s·k, `delay` = W + R + D,
+    `decode_slowdown` = d, `remaining` = Σr.
+    """
+    return (
+        delay
+        + uncached * per_prompt_token
+        + completion * per_output_token
+        + decode_slowdown * remaining
+    )
+
+
+def row_cost(row: NodeSlots, queued: QueuedRequest, now: float) -> float:
+    """T of a request on a row that has room for it now."""
+    delay = row.penalty
+    if row.prefill_until > now:
+        delay += row.prefill_until - now
+    index = row.index
+    if queued.penalties:
+        delay += queued.penalties.get(index, 0.0)
+    uncached = queued.prompt_tokens
+    if queued.cached:
+        uncached = max(LEAST_UNCACHED_TOKENS, uncached - queued.cached.get(index, 0.0))
+    remaining = 0.0
+    if row.decode_slowdown:
+        remaining = row.ends_sum - now * len(row.running)
+        if remaining < 0.0:  # noqa: PLR1730 - a call costs four times as much
+            remaining = 0.0
+    return expected_cost(
+        uncached,
+        queued.completion_tokens,
+        row.per_prompt_token,
+        row.per_output_token,
+        delay,
+        row.decode_slowdown,
+        remaining,
+    )
+
+
+def row_costs(rows: Sequence[NodeSlots], queued: QueuedRequest, now: float) -> list[float]:
+    """`row_cost` of each row; in one loop if the request has no cache and no penalty anywhere."""
+    if queued.cached or queued.penalties:
+        return [row_cost(row, queued, now) for row in rows]
+    prompt, completion = queued.prompt_tokens, queued.completion_tokens
+    costs = []
+    for row in rows:
+        delay = row.penalty
+        if row.prefill_until > now:
+            delay += row.prefill_until - now
+        remaining, slowdown = 0.0, row.decode_slowdown
+        if slowdown:
+            remaining = row.ends_sum - now * len(row.running)
+            if remaining < 0.0:  # noqa: PLR1730 - as above
+                remaining = 0.0
+        # `expected_cost`, inlined: the calls would be most of the time.
+        costs.append(
+            delay
+            + prompt * row.per_prompt_token
+            + completion * row.per_output_token
+            + slowdown * remaining
+        )
+    return costs
+
+
+def row_cost_after(row: NodeSlots, queued: QueuedRequest, wait: float) -> float:
+    """T of a request on a row whose slots come free after `wait` seconds.
+
+    The placement that makes room has ended by then; its neighbours are taken to go on.
+    """
+    index = row.index
+    cached = max(queued.cached.get(index, 0.0), queued.pending.get(index, 0.0))
+    uncached = max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens - cached)
+    neighbours = max(0, row.busy - queued.slots)
+    penalty = queued.penalties.get(index, 0.0)
+    return expected_cost(
+        uncached,
+        queued.completion_tokens,
+        (1 + neighbours) / row.prefill_tps,
+        row.token_base + row.token_step * neighbours,
+        # A bonus, as of the node that served its session last, is no reason to wait.
+        wait + row.penalty + max(0.0, penalty),
+        0.0,
+        0.0,
+    )
+
+
+def row_figures(row: NodeSlots, queued: QueuedRequest, now: float) -> RowFigures:
+    """The terms of `row_cost`, to be kept. It runs for each request."""
+    index, slowdown, remaining = row.index, row.decode_slowdown, 0.0
+    if slowdown:
+        remaining = max(0.0, row.ends_sum - now * len(row.running))
+    wait = row.prefill_until - now
+    cached, penalties = queued.cached, queued.penalties
+    return RowFigures(
+        row.name,
+        row.measured,
+        row.total,
+        row.busy,
+        row.prefill_tps,
+        row.token_base,
+        row.token_step,
+        slowdown,
+        remaining,
+        max(0.0, wait),
+        row.penalty,
+        penalties.get(index, 0.0) if penalties else 0.0,
+        cached.get(index, 0.0) if cached else 0.0,
+        row.wake,
+        row.pool,
+        round(row.pool_reserved) + row.pool_foreign if row.pool else 0,
+    )
+
+
+def cost_of_figures(figures: RowFigures, prompt_tokens: float, completion_tokens: float) -> float:
+    """T of a request of so many tokens, as `row_cost` had it when the figures were taken."""
+    return expected_cost(
+        uncached_tokens(figures, prompt_tokens),
+        completion_tokens,
+        (1 + figures.busy) / figures.prefill_tps,
+        figures.token_base + figures.token_step * figures.busy,
+        figures.prefill_wait + figures.penalty + figures.own_penalty,
+        figures.decode_slowdown,
+        figures.remaining,
+    )
+
+
+def uncached_tokens(figures: RowFigures, prompt_tokens: float) -> float:
+    """u: tokens of a prompt that the row would have to read."""
+    if not figures.cached:
+        return prompt_tokens
+    return max(LEAST_UNCACHED_TOKENS, prompt_tokens - figures.cached)
+
+
+LOOP_ROWS = 64
+"""Rows up to which the loop of `row_costs` is as fast as numpy."""
+
+KEPT = 2.0 * MOST_SLOTS
+"""The reserve of rows that are kept from `batch`, in the columns: more than a row can have."""
+
+_FIELDS = 9
+
+
+class CostColumns:
+    """The cost coefficients of all rows as numpy arrays, brought up to date before each use.
+
+    numpy is imported here, when the first large fleet needs it: the import takes 0.1 s.
+    """
+
+    def __init__(self, placement_state: PlacementState) -> None:
+        self._state = placement_state
+        self._table: Floats | None = None
+        """A line for each coefficient, a column for each row, and columns to spare."""
+        self._excluded: WeakKeyDictionary[
+            CandidateSet, tuple[frozenset[int], NDArray[np.bool_]]
+        ] = WeakKeyDictionary()
+        """For candidate sets: their indexes, and a mask of the rows that are not among them."""
+        self._last: tuple[QueuedRequest, float, Floats] | None = None
+        """The costs that were computed last: whose and when."""
+
+    def least_finish(
+        self, candidate_set: CandidateSet, queued: QueuedRequest, now: float, rng: random.Random
+    ) -> NodeSlots | None:
+        """The row of the least T among those with room; ties at random; None: none has room.
+
+        For requests that are excluded from no row.
+        """
+        import numpy as np
+
+        costs = self._costs(candidate_set, queued, now)
+        best = int(costs.argmin())
+        least = costs[best]
+        if least == np.inf:
+            return None
+        ties = np.flatnonzero(costs == least)
+        rows = self._state.rows
+        return rows[int(ties[int(rng.random() * len(ties))]) if len(ties) > 1 else best]
+
+    def least_costs(
+        self, candidate_set: CandidateSet, queued: QueuedRequest, now: float, most: int
+    ) -> list[NodeSlots]:
+        """Up to `most` rows of the least T among those with room, in no order."""
+        import numpy as np
+
+        last = self._last
+        if last is not None and last[0] is queued and last[1] == now:
+            costs = last[2]
+        else:
+            costs = self._costs(candidate_set, queued, now)
+        rows = self._state.rows
+        if len(costs) > most:
+            found = np.argpartition(costs, most)[:most].tolist()
+        else:
+            found = range(len(costs))
+        return [rows[index] for index in found if costs[index] < np.inf]
+
+    def _costs(self, candidate_set: CandidateSet, queued: QueuedRequest, now: float) -> Floats:
+        """T of each row, by index; infinity for those without room."""
+        import numpy as np
+
+        columns = self._columns()
+        free, per_prompt, per_output, slowdown, ends, running, prefill, penalty, reserve = columns
+        rows = self._state.rows
+        costs: Floats = expected_cost(
+            max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens)
+            if queued.cached
+            else queued.prompt_tokens,
+            queued.completion_tokens,
+            per_prompt,
+            per_output,
+            penalty + np.maximum(prefill - now, 0.0),
+            slowdown,
+            np.maximum(ends - now * running, 0.0),
+        )
+        if queued.cached:
+            self._subtract_cached(costs, per_prompt, queued)
+        for index, seconds in queued.penalties.items():
+            costs[index] += seconds
+        room = free >= queued.slots
+        if queued.keeps_batch_reserve:
+            room &= (free - queued.slots >= reserve) | ((running == 0) & (reserve < KEPT))
+        costs[~room] = np.inf
+        if len(candidate_set.rows) < self._state.node_count:
+            costs[self._excluded_mask(candidate_set, len(rows))] = np.inf
+        self._last = queued, now, costs
+        return costs
+
+    def _subtract_cached(self, costs: Floats, per_prompt: Floats, queued: QueuedRequest) -> None:
+        """Take off what prefilling the cached tokens would cost."""
+        import numpy as np
+
+        most = max(0.0, queued.prompt_tokens - LEAST_UNCACHED_TOKENS)
+        count = len(queued.cached)
+        if count <= LOOP_ROWS // 4:
+            for index, tokens in queued.cached.items():
+                costs[index] -= (min(most, tokens)) * per_prompt[index]
+            return
+        indexes = np.fromiter(queued.cached.keys(), np.intp, count)
+        cached = np.minimum(np.fromiter(queued.cached.values(), np.float64, count), most)
+        known = indexes < len(costs)
+        indexes, cached = indexes[known], cached[known]
+        costs[indexes] -= cached * per_prompt[indexes]
+
+    def _excluded_mask(self, candidate_set: CandidateSet, size: int) -> NDArray[np.bool_]:
+        import numpy as np
+
+        indexes, mask = self._excluded.get(candidate_set, (None, None))
+        if mask is None or indexes is not candidate_set.row_indexes or len(mask) != size:
+            mask = np.ones(size, np.bool_)
+            mask[list(candidate_set.row_indexes)] = False
+            self._excluded[candidate_set] = candidate_set.row_indexes, mask
+        return mask
+
+    def _columns(self) -> Floats:
+        """The table's columns that belong to rows, as of now."""
+        import numpy as np
+
+        rows = self._state.rows
+        changed = self._state.take_changed_rows()
+        table = self._table
+        if table is None or table.shape[1] < len(rows):
+            table = self._table = np.zeros((_FIELDS, 2 * len(rows)))
+            changed = rows
+        if changed:
+            values = [
+                (
+                    row.free,
+                    row.per_prompt_token,
+                    row.per_output_token,
+                    row.decode_slowdown,
+                    row.ends_sum,
+                    len(row.running),
+                    row.prefill_until,
+                    row.penalty,
+                    KEPT if row.kept_from_batch else row.batch_reserve,
+                )
+                for row in changed
+            ]
+            table[:, [row.index for row in changed]] = np.array(values).T
+        return table[:, : len(rows)]
+
+
+class SelectionPolicy(Protocol):
+    """Chooses one of the rows that have room for a request."""
+
+    @property
+    def by_cost(self) -> bool:
+        """Whether it goes by the expected cost.
+
+        Then waiting requests are compared with each other for a free slot, and one that arrives
+        may be deferred to a busy node that has its prompt cached.
+        """
+
+    def choose(
+        self, available: AvailableRows, queued: QueuedRequest, now: float, rng: random.Random
+    ) -> NodeSlots:
+        """One of the rows."""
+
+    def best_rows(
+        self, available: AvailableRows, queued: QueuedRequest, now: float, most: int
+    ) -> Sequence[NodeSlots]:
+        """Up to `most` of the rows, the best by what the policy compares, in no order."""
+
+
+class LeastFinish:
+    """Where the request and the requests that it holds up end first; ties at random."""
+
+    by_cost = True
+
+    def __init__(self, placement_state: PlacementState) -> None:
+        self._columns = CostColumns(placement_state)
+        self._last: tuple[QueuedRequest, float, list[float]] | None = None
+        """The costs of the rows that were compared last, for `best_rows`: whose and when."""
+
+    def choose(
+        self, available: AvailableRows, queued: QueuedRequest, now: float, rng: random.Random
+    ) -> NodeSlots:
+        """The row of the least expected cost."""
+        rows = available.rows
+        if len(rows) >= LOOP_ROWS and available.unfiltered:
+            row = self._columns.least_finish(available.candidate_set, queued, now, rng)
+            assert row is not None
+            return row
+        costs = row_costs(rows, queued, now)
+        self._last = queued, now, costs
+        least = min(costs)
+        if costs.count(least) == 1:
+            return rows[costs.index(least)]
+        ties = [row for row, cost in zip(rows, costs, strict=True) if cost == least]
+        return ties[int(rng.random() * len(ties))]
+
+    def best_rows(
+        self, available: AvailableRows, queued: QueuedRequest, now: float, most: int
+    ) -> Sequence[NodeSlots]:
+        """Those of the least cost."""
+        rows, last = available.rows, self._last
+        if len(rows) >= LOOP_ROWS and available.unfiltered:
+            return self._columns.least_costs(available.candidate_set, queued, now, most)
+        if last is not None and last[0] is queued and last[1] == now and len(last[2]) == len(rows):
+            costs = last[2]
+        else:
+            costs = row_costs(rows, queued, now)
+        # Of so few rows sorting all is faster than looking for the least.
+        best = sorted(range(len(rows)), key=costs.__getitem__)
+        return [rows[index] for index in best[:most]]
+
+
+class LeastLoaded:
+    """The least share of slots in use, the new request's included; ties at random."""
+
+    by_cost = False
+
+    def choose(
+        self, available: AvailableRows, queued: QueuedRequest, _now: float, rng: random.Random
+    ) -> NodeSlots:
+        """The row that is least loaded."""
+        best = available.rows[0]
+        least = _load(best, queued)
+        ties = 1
+        for row in available.rows[1:]:
+            load = _load(row, queued)
+            if load < least:
+                best, least, ties = row, load, 1
+            elif load == least:
+                ties += 1
+                if rng.random() * ties < 1.0:
+                    best = row
+        return best
+
+    def best_rows(
+        self, available: AvailableRows, queued: QueuedRequest, _now: float, most: int
+    ) -> Sequence[NodeSlots]:
+        """Those that are least loaded."""
+        return heapq.nsmallest(most, available.rows, lambda row: _load(row, queued))
+
+
+def _load(row: NodeSlots, queued: QueuedRequest) -> float:
+    return (row.busy + queued.slots) / max(1, row.total)
+
+
+class RoundRobin:
+    """The row that was used the longest ago."""
+
+    by_cost = False
+
+    def choose(
+        self, available: AvailableRows, _queued: QueuedRequest, _now: float, _rng: random.Random
+    ) -> NodeSlots:
+        """The next row in turn."""
+        return min(available.rows, key=lambda row: (row.last_placement, row.index))
+
+    def best_rows(
+        self, available: AvailableRows, _queued: QueuedRequest, _now: float, most: int
+    ) -> Sequence[NodeSlots]:
+        """The next rows in turn."""
+        rows = available.rows
+        return heapq.nsmallest(most, rows, lambda row: (row.last_placement, row.index))
+
+
+class PrefixHash:
+    """The highest row by rendezvous hashing of the prompt's shared beginning.
+
+    A full node leaves the request to the next in the same order, as consistent hashing with
+    bounded loads does (Mirrokni et al. 2018).
+    """
+
+    by_cost = False
+
+    def choose(
+        self, available: AvailableRows, queued: QueuedRequest, _now: float, _rng: random.Random
+    ) -> NodeSlots:
+        """The row that the prompt's beginning belongs to, of those with room."""
+        return max(available.rows, key=lambda row: _rendezvous(row, queued))
+
+    def best_rows(
+        self, available: AvailableRows, queued: QueuedRequest, _now: float, most: int
+    ) -> Sequence[NodeSlots]:
+        """The first rows in the order of the prompt's beginning."""
+        return heapq.nlargest(most, available.rows, lambda row: _rendezvous(row, queued))
+
+
+def _rendezvous(row: NodeSlots, queued: QueuedRequest) -> int:
+    return _mix64(queued.affinity_hash ^ row.name_hash * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
+
+
+def _mix64(value: int) -> int:
+    # splitmix64's finaliser: every bit of the input moves every bit of the output.
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return value ^ (value >> 31)
+
+
+POLICIES: Final[dict[str, Callable[[PlacementState], SelectionPolicy]]] = {
+    "least_finish": LeastFinish,
+    "least_loaded": lambda _: LeastLoaded(),
+    "round_robin": lambda _: RoundRobin(),
+    "prefix_hash": lambda _: PrefixHash(),
+}
+
+
+def compare(
+    available: AvailableRows,
+    queued: QueuedRequest,
+    chosen: NodeSlots,
+    policy: SelectionPolicy,
+    now: float,
+) -> Comparison:
+    """What a request is compared with that is about to be placed on `chosen`."""
+    rows = available.rows
+    count = len(rows)
+    others: tuple[RowFigures, ...] = ()
+    if count > 1:
+        best: Sequence[NodeSlots] = rows
+        if count > MOST_COMPARED_ROWS:
+            best = policy.best_rows(available, queued, now, MOST_COMPARED_ROWS)
+        found = [row_figures(row, queued, now) for row in best if row is not chosen]
+        others = tuple(found[: MOST_COMPARED_ROWS - 1])
+    return Comparison(
+        row_figures(chosen, queued, now),
+        others,
+        count,
+        len(available.candidate_set.rows),
+        policy.by_cost,
+    )
+
+
+MOST_FREELY_EXPLORED = 8
+"""Rows whose speed is known up to which each request may explore another; of more rows, one in so
+many: the more are known, the less likely is it that the next one is the fastest."""
+
+LONG_PROMPT_TOKENS = 2048
+"""Each such number of tokens to be read counts as one more request when an unknown row is explored:
+on a slow node they take minutes."""
+
+
+def explore(
+    state: PlacementState,
+    available: AvailableRows,
+    queued: QueuedRequest,
+    chosen: NodeSlots,
+    now: float,
+    rng: random.Random,
+) -> NodeSlots:
+    """The row that gets the request in order to learn how fast it is; else `chosen`.
+
+    The row that has the prompt cached would win against any other for ever. So a row that has shown
+    nothing yet is compared as if it had as much of the prompt cached, and by the speeds alone,
+    without what runs on `chosen`. The difference in cost becomes a bonus of the request. Rows are
+    explored while most are idle, since more load teaches their speeds by itself: those that are
+    idle, awake and well, and less for `premium`, `urgent` and clients that hurry. A session that a
+    header names stays on its row.
+    """
+    known = state.node_count - len(state.exploring)
+    if (
+        queued.failed
+        or not queued.slots
+        or queued.penalties.get(chosen.index, 0.0) < 0.0
+        or rng.random() * (known + 1) >= MOST_FREELY_EXPLORED
+    ):
+        return chosen
+    rows = available.rows
+    if len(rows) > LOOP_ROWS:
+        rows = rng.sample(rows, LOOP_ROWS)
+    idle = len([row for row in rows if not row.busy]) / len(rows) * len(available.rows)
+    if 2 * idle <= len(available.candidate_set.rows):
+        return chosen
+    careful = (queued.priority < Priority.NORMAL) + (queued.deadline is not None)
+    warm = queued.cached.get(chosen.index, 0.0)
+    best, least = chosen, _seconds_alone(chosen, queued, warm)
+    for row in rows:
+        if row.exploring <= careful or row.busy or row.penalty > 0.0:
+            continue
+        cached = queued.cached.get(row.index, 0.0)
+        if row.hope < 1.0 and not row.samples:
+            long = (queued.prompt_tokens - cached) // LONG_PROMPT_TOKENS
+            if row.exploring <= careful + long:
+                continue
+        hoped = row.hope * _seconds_alone(row, queued, cached if row.samples else max(cached, warm))
+        if hoped < least:
+            best, least = row, hoped
+    if best is not chosen:
+        bonus = row_cost(chosen, queued, now) - row_cost(best, queued, now)
+        own = queued.penalties.get(best.index, 0.0)
+        queued.set_penalties({**queued.penalties, best.index: own + bonus})
+    return best
+
+
+def _seconds_alone(row: NodeSlots, queued: QueuedRequest, cached: float) -> float:
+    """Seconds of a request on an idle row that has so many of its tokens cached."""
+    uncached = max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens - cached)
+    return uncached / row.prefill_tps + queued.completion_tokens * row.token_base
+
+
+def available_rows(
+    placement_state: PlacementState,
+    queued: QueuedRequest,
+    *,
+    any_pool: bool = False,
+) -> AvailableRows | None:
+    """The rows that have room for a request now; None: no row has.
+
+    A tier is passed over when it is full, a group only when none of its rows is alive and not
+    paused.
+    `any_pool`: the slots suffice, whether a shared pool has room for the request's tokens or not.
+    """
+    by_tokens = placement_state.pools > 0 and queued.slots > 0 and not any_pool
+    if queued.slots == 1 and not (
+        queued.excluded
+        or queued.failed
+        or placement_state.reserved_rows
+        or placement_state.batch_reserve
+    ):
+        # Nearly always: the rows found for one request hold until a row fills or frees a slot.
+        candidates = queued.groups[0][0]
+        version = placement_state.free_rows_version
+        if candidates.available_version != version:
+            candidates.set_available(_rows_with_room(placement_state, candidates, queued), version)
+        found = candidates.available
+        if found is not None and by_tokens:
+            found = _with_tokens(found, queued)
+        if found is not None:
+            return found
+    keeps_reserve = placement_state.batch_reserve > 0.0 and queued.keeps_batch_reserve
+    if keeps_reserve:
+        placement_state.spread_batch_reserve()
+    avoided: Collection[int] = queued.failed if queued.failed and _another_is_alive(queued) else ()
+    for group, tiers in enumerate(queued.groups):
+        for candidates in tiers:
+            rows = _rows_with_room(placement_state, candidates, queued)
+            count = len(rows)
+            if rows and (queued.excluded or avoided):
+                rows = [
+                    r for r in rows if r.index not in queued.excluded and r.index not in avoided
+                ]
+            if rows and placement_state.reserved_rows and queued.slots:
+                rows = [r for r in rows if _is_open_to(r, queued)]
+            if rows:
+                unfiltered = len(rows) == count and queued.slots > 0
+                found = AvailableRows(rows, candidates, group, unfiltered)
+                if not by_tokens or (found := _with_tokens(found, queued)) is not None:
+                    return found
+        if any(
+            row.alive
+            and not row.paused
+            and row.index not in queued.excluded
+            and row.index not in avoided
+            for candidates in tiers
+            for row in candidates.rows
+        ):
+            break
+    return _idle_kept_rows(queued, avoided) if keeps_reserve and queued.slots else None
+
+
+def _idle_kept_rows(queued: QueuedRequest, avoided: Collection[int]) -> AvailableRows | None:
+    """Idle rows that are kept from `batch`, for a request that can go nowhere else.
+
+    For example a prompt for which only their context is long enough: it must not wait for ever.
+    """
+    for group, tiers in enumerate(queued.groups):
+        by_tier = [[row for row in one.rows if _may_take(row, queued, avoided)] for one in tiers]
+        for candidates, rows in zip(tiers, by_tier, strict=True):
+            if any(not row.kept_from_batch for row in rows):
+                return None
+            idle = [
+                row
+                for row in rows
+                if not row.busy and row.free >= queued.slots and _is_open_to(row, queued)
+            ]
+            if idle:
+                return AvailableRows(idle, candidates, group, unfiltered=False)
+        if any(by_tier):
+            break
+    return None
+
+
+def _may_take(row: NodeSlots, queued: QueuedRequest, avoided: Collection[int]) -> bool:
+    """Whether a row could take the request at some time."""
+    return (
+        row.alive
+        and row.total >= queued.slots
+        and row.index not in queued.excluded
+        and row.index not in avoided
+    )
+
+
+def _rows_with_room(
+    state: PlacementState, candidates: CandidateSet, queued: QueuedRequest
+) -> list[NodeSlots]:
+    slots = queued.slots
+    if not slots:
+        caller = queued.slotless_caller
+        return [r for r in candidates.rows if r.capacity and state.has_slotless_room(r, caller)]
+    if len(state.free_rows) < len(candidates.rows):
+        members = candidates.row_indexes
+        if slots == 1 and len(members) == state.node_count:
+            rows = list(state.free_rows.values())  # A copy costs a fiftieth of testing each row.
+        else:
+            rows = [
+                row
+                for index, row in state.free_rows.items()
+                if index in members and row.free >= slots
+            ]
+    else:
+        rows = [row for row in candidates.rows if row.free >= slots]
+    if state.batch_reserve and queued.keeps_batch_reserve:
+        # An idle node with a part of the reserve takes a batch request of any width: it could have
+        # no place otherwise.
+        rows = [
+            row
+            for row in rows
+            if row.free - slots >= row.batch_reserve or not (row.busy or row.kept_from_batch)
+        ]
+    return rows
+
+
+def _with_tokens(found: AvailableRows, queued: QueuedRequest) -> AvailableRows | None:
+    """Those of the rows whose slots share no pool, or one that has room; None: there are none."""
+    needed = queued.tokens_needed
+    rows = [row for row in found.rows if row.pool_room >= needed]
+    if len(rows) == len(found.rows):
+        return found
+    return AvailableRows(rows, found.candidate_set, found.group, False) if rows else None
+
+
+def _another_is_alive(queued: QueuedRequest) -> bool:
+    return any(
+        row.alive and row.index not in queued.failed and row.index not in queued.excluded
+        for tiers in queued.groups
+        for candidates in tiers
+        for row in candidates.rows
+    )
+
+
+def _is_open_to(row: NodeSlots, queued: QueuedRequest) -> bool:
+    wide = row.reserved_for
+    return (
+        wide is None
+        or wide is queued
+        or (wide.priority > queued.priority and not row.reserved_from_all)
+    )
+
+
+@dataclass(slots=True)
+class AvailabilityCache:
+    """`available_rows` for waiting requests, found once for each kind of requirements."""
+
+    placement_state: PlacementState
+    _found: dict[Requirements, AvailableRows | None] = field(default_factory=dict)
+    """By slots alone."""
+    _least_refused: dict[Requirements, float] = field(default_factory=dict)
+    """The fewest tokens for which no shared pool had room: none has room for more."""
+
+    def rows_for(self, queued: QueuedRequest) -> AvailableRows | None:
+        """The rows with room for a waiting request; None: no row has."""
+        state, requirements = self.placement_state, queued.requirements
+        if queued.excluded or queued.failed or not queued.slots:
+            return available_rows(state, queued)
+        if requirements not in self._found:
+            self._found[requirements] = available_rows(state, queued, any_pool=True)
+        rows = self._found[requirements]
+        if rows is None or not state.pools:
+            return rows
+        needed, refused = queued.tokens_needed, self._least_refused.get(requirements, math.inf)
+        if needed >= refused and not (
+            queued.was_reserved_for
+            and any(row.reserved_for is queued for row in state.reserved_rows)
+        ):
+            return None
+        rows = available_rows(state, queued)
+        if rows is None:
+            self._least_refused[requirements] = min(needed, refused)
+        return rows
+
+    def lacks_tokens(self, queued: QueuedRequest) -> bool:
+        """Whether a request without room would have it if it needed fewer tokens of a pool."""
+        return self._found.get(queued.requirements) is not None
+
+    def clear(self) -> None:
+        """Forget all: rows have been reserved since."""
+        self._found.clear()
+        self._least_refused.clear()

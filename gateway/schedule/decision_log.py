@@ -1,0 +1,373 @@
+"""The decision log: recent decisions about requests, kept in numbers so that they can be explained.
+
+A request's decisions are those of one id: that it was queued, that it was granted a lease (once for
+each attempt), that it was refused. They hold no text, and the log holds a bounded number of each
+kind, the newest. Refusals have a place of their own, so that a flood of them pushes nothing else
+out. What runs for each request costs next to nothing: words are found when somebody asks
+(`admin/why.py`).
+
+`PredictionAccuracy` counts for metrics how well expectations agree with what came of requests. A
+ratio of 2 means that it took twice as long as was expected when the slot was granted. Only attempts
+that were not cut short count, and whose tokens their node has told.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.errors import GatewayError
+from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried, Usage
+from gateway.schedule.core.placement_state import Comparison, Deferral, QueuedRequest
+from gateway.terms import Priority
+
+MOST_GRANTS = 4096
+"""Leases that are remembered: at 5 requests a second, those of a quarter of an hour."""
+
+MOST_QUEUEINGS = 2048
+
+MOST_REFUSALS = 1024
+
+MOST_FOLLOWED = 4096
+"""Requests whose decisions are collected while they run."""
+
+MOST_COLLECTED = 256
+"""Decisions that are collected of each, the first."""
+
+LONGEST_REASON = 500
+
+
+class Queueing(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A request found no room, and waits."""
+
+    request_id: str
+    at: float
+    """Monotonic seconds; so are all times here."""
+    received_at: float
+    priority: Priority
+    ahead: int | None
+    """About how many go before it; None: not counted, as none of its nodes is alive."""
+    predicted_wait: float | None
+    """Seconds; None: nothing measured to predict it from."""
+    waiting: int
+    expires_at: float
+    """Until when it may wait."""
+
+
+class Refusal(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A request was refused by the scheduler, at once or after a wait."""
+
+    request_id: str
+    at: float
+    received_at: float
+    status: int
+    code: str
+    message: str
+    """For the client, of at most `LONGEST_REASON`; it may quote the client. Empty: not kept over a
+    restart."""
+
+
+class Grant(msgspec.Struct, eq=False, gc=False):
+    """A request was granted a lease: one attempt, and what came of it."""
+
+    request_id: str
+    at: float
+    received_at: float
+    model: str
+    slots: int
+    prompt_tokens: float
+    """Expected tokens of the prompt."""
+    completion_tokens: float
+    """Expected tokens of the answer."""
+    expected_ttft: float
+    """Seconds from the grant until the prompt was expected to have been read."""
+    expected_seconds: float
+    """Seconds from the grant until the answer was expected to end."""
+    comparison: Comparison | None
+    """What its node was compared with; None: nothing was kept."""
+    tier: str
+    fallback: str | None
+    """Why it is not of the tier of its class."""
+    tried: Tried | None
+    """What earlier attempts have shown; None: it was the first."""
+    resumes: bool
+    """Whether it continues a response on another node."""
+    times_yielded: int
+    deferral: Deferral | None
+    """The last time that it was deferred to a busy node."""
+    fleet_size: int
+    """Nodes of the inventory."""
+    out: Mapping[str, int]
+    """Nodes that serve its model and had no room for it, by the reason."""
+    lease_id: int
+    first_content_at: float | None = None
+    ended_at: float | None = None
+    outcome: str | None = None
+    """How the attempt ended, in the word of metrics and logs; None: it runs."""
+    status: int = 0
+    """Of its response; 0: none."""
+    used: tuple[int, int, int] | None = None
+    """Tokens of the prompt, those of them that were cached, and of the answer; None: no response,
+    or not counted yet."""
+    reported: bool = False
+    """Whether the node has reported these tokens; else they are estimates."""
+
+    def content_began(self, now: float) -> None:
+        """The first content has come."""
+        if self.first_content_at is None:
+            self.first_content_at = now
+
+    def ended(self, outcome: str, status: int, now: float) -> None:
+        """The attempt is over."""
+        self.outcome, self.status, self.ended_at = outcome, status, now
+
+    def settled(self, usage: Usage, *, reported: bool) -> None:
+        """It is known what its response took."""
+        self.used = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+        self.reported = reported
+
+
+Decision = Queueing | Refusal | Grant
+
+
+@dataclass(slots=True)
+class RememberedRequest:
+    """What the log has of one request."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    """The oldest first."""
+    parts: set[str] = field(default_factory=set)
+    """Of a request of several prompts: the ids of those that it was run in."""
+
+
+@dataclass(slots=True, eq=False)
+class DecisionLog:
+    """The newest decisions of each kind, the oldest first."""
+
+    clock: Callable[[], float]
+    grants: deque[Grant] = field(default_factory=lambda: deque(maxlen=MOST_GRANTS))
+    queueings: deque[Queueing] = field(default_factory=lambda: deque(maxlen=MOST_QUEUEINGS))
+    refusals: deque[Refusal] = field(default_factory=lambda: deque(maxlen=MOST_REFUSALS))
+    followed: dict[str, list[Decision]] = field(default_factory=dict)
+    """What was decided about the requests that are followed, by their ids."""
+    started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started_at = self.clock()
+
+    # Written by the scheduler.
+
+    def granted(
+        self,
+        placement: QueuedRequest,
+        request: LeaseRequest,
+        tried: Tried,
+        model: str,
+        tier: str,
+        fallback: str | None,
+        fleet_size: int,
+        out: Mapping[str, int],
+        lease_id: int,
+    ) -> Grant:
+        """A placement has become a lease."""
+        now = placement.placed_at
+        # By position: this runs for each request.
+        grant = Grant(
+            request.id,
+            now,
+            placement.received_at,
+            model,
+            placement.slots,
+            placement.prompt_tokens,
+            placement.completion_tokens,
+            placement.prefill_ends - now,
+            placement.ends - now,
+            placement.comparison,
+            tier,
+            fallback,
+            None if tried is NOTHING_TRIED else tried,
+            request.wanted.resume_key is not None,
+            request.caller.times_yielded,
+            placement.deferral,
+            fleet_size,
+            out,
+            lease_id,
+        )
+        self.grants.append(grant)
+        if self.followed:
+            self._collect(grant)
+        return grant
+
+    def queued(
+        self,
+        queued: QueuedRequest,
+        now: float,
+        ahead: int | None,
+        predicted_wait: float | None,
+        waiting: int,
+        expires_at: float,
+    ) -> None:
+        """A request waits from now on."""
+        queueing = Queueing(
+            queued.id,
+            now,
+            queued.received_at,
+            queued.priority,
+            ahead,
+            predicted_wait,
+            waiting,
+            expires_at,
+        )
+        self.queueings.append(queueing)
+        if self.followed:
+            self._collect(queueing)
+
+    def refused(
+        self, request: LeaseRequest, error: GatewayError, received_at: float, now: float
+    ) -> None:
+        """A request is refused, at once or after a wait."""
+        message = error.message[:LONGEST_REASON]
+        refusal = Refusal(request.id, now, received_at, error.status, error.code, message)
+        self.refusals.append(refusal)
+        if self.followed:
+            self._collect(refusal)
+
+    def by_kind(self) -> tuple[tuple[type[Decision], deque[Any]], ...]:
+        """The decisions of each kind."""
+        return (Grant, self.grants), (Queueing, self.queueings), (Refusal, self.refusals)
+
+    def restore(self, earlier: Sequence[Decision]) -> None:
+        """Remember decisions of an earlier process, too. A lease that is there is replaced."""
+        for kind, log in self.by_kind():
+            found = {_identity(one): one for one in (*log, *earlier) if type(one) is kind}
+            log.clear()
+            log.extend(sorted(found.values(), key=lambda one: one.at))
+            if log:
+                self.started_at = min(self.started_at, log[0].at)
+
+    # Collected for those who need all of one request, however long it runs.
+
+    def follow(self, request_id: str) -> None:
+        """Collect the decisions about this request from now on, until `take`."""
+        if len(self.followed) >= MOST_FOLLOWED:
+            del self.followed[next(iter(self.followed))]
+        self.followed[request_id] = []
+
+    def take(self, request_id: str) -> list[Decision] | None:
+        """What was decided about a request since `follow`, and no more; None: it is unknown."""
+        return self.followed.pop(request_id, None)
+
+    def follow_none(self) -> None:
+        """Collect no more of any request."""
+        self.followed.clear()
+
+    def _collect(self, one: Decision) -> None:
+        found = self.followed.get(one.request_id)
+        if found is None and "." in one.request_id:
+            found = self.followed.get(one.request_id.rpartition(".")[0])
+        if found is not None and len(found) < MOST_COLLECTED:
+            found.append(one)
+
+    # Read by those who explain.
+
+    def find(self, request_ids: Iterable[str]) -> dict[str, RememberedRequest]:
+        """What is remembered about each of these requests. One look at the whole log."""
+        found = {request_id: RememberedRequest() for request_id in request_ids}
+        for one in self._all():
+            known = found.get(one.request_id)
+            if known is not None:
+                known.decisions.append(one)
+            elif "." in one.request_id:
+                whole = found.get(one.request_id.rpartition(".")[0])
+                if whole is not None:
+                    whole.parts.add(one.request_id)
+        for request in found.values():
+            request.decisions.sort(key=lambda one: one.at)
+        return found
+
+    def reaches_back_to(self) -> float:
+        """Since when every grant is remembered."""
+        grants = self.grants
+        return grants[0].at if len(grants) == grants.maxlen else self.started_at
+
+    def _all(self) -> Iterator[Decision]:
+        yield from self.queueings
+        yield from self.refusals
+        yield from self.grants
+
+
+def _identity(one: Decision) -> object:
+    return (one.request_id, one.lease_id) if isinstance(one, Grant) else one
+
+
+RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+
+LEAST_SECONDS = 0.01
+"""Shorter expectations say nothing: a ratio of milliseconds is that of the network's whims."""
+
+
+@dataclass(slots=True, eq=False)
+class RatioCounts:
+    """How often each ratio was met; the last count is of those above all bounds."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(RATIO_BOUNDS) + 1))
+    sum: float = 0.0
+
+    def count(self, ratio: float) -> None:
+        """Count a ratio."""
+        self.counts[bisect_left(RATIO_BOUNDS, ratio)] += 1
+        self.sum += ratio
+
+
+@dataclass(slots=True, eq=False)
+class PredictionAccuracy:
+    """Counts of this gateway, over its restarts."""
+
+    first_token: RatioCounts = field(default_factory=RatioCounts)
+    completion: RatioCounts = field(default_factory=RatioCounts)
+    cached_expected: float = 0.0
+    """Tokens that nodes were believed to have cached of the prompts that they got."""
+    cached_found: int = 0
+    """Tokens of the same prompts that they had cached."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not (
+            any(self.first_token.counts) or any(self.completion.counts) or self.cached_found
+        )
+
+    def restore(self, earlier: PredictionAccuracy) -> None:
+        """Go on from an earlier process's counts. Raises: ValueError."""
+        if any(
+            len(ratios.counts) != len(RATIO_BOUNDS) + 1 or min(ratios.counts) < 0
+            for ratios in (earlier.first_token, earlier.completion)
+        ):
+            raise ValueError("counts of other classes")
+        sums = (
+            earlier.first_token.sum, earlier.completion.sum,
+            earlier.cached_expected, earlier.cached_found,
+        )  # fmt: skip
+        if not all(0 <= one < math.inf for one in sums):
+            raise ValueError("no sums")
+        self.first_token, self.completion = earlier.first_token, earlier.completion
+        self.cached_expected, self.cached_found = earlier.cached_expected, earlier.cached_found
+
+    def settled(self, grant: Grant) -> None:
+        """A complete response's tokens are known."""
+        if grant.used is None:
+            return
+        if grant.first_content_at is not None and grant.expected_ttft >= LEAST_SECONDS:
+            self.first_token.count((grant.first_content_at - grant.at) / grant.expected_ttft)
+        if grant.ended_at is not None and grant.expected_seconds >= LEAST_SECONDS:
+            self.completion.count((grant.ended_at - grant.at) / grant.expected_seconds)
+        if grant.comparison is not None:
+            prompt, cached, _ = grant.used
+            self.cached_expected += min(grant.comparison.chosen.cached, prompt)
+            self.cached_found += cached

@@ -1,0 +1,445 @@
+"""The lease interface in one process: what the proxy asks and reports, as direct calls.
+
+Most of it is what the end of a lease teaches the fleet and the scheduler: whether the node may be
+given more, how fast it is, what the request took, and who pays for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gateway.config.cache_privacy import has_labels
+from gateway.errors import GatewayError
+from gateway.lease import (
+    NOTHING_CHARGED,
+    AttemptCharge,
+    AttemptReport,
+    Fault,
+    GrantedLease,
+    LeaseRequest,
+    NodeError,
+    Tried,
+    Usage,
+    UsageReport,
+)
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.health import ALIVE_STATES, another_prefills
+from gateway.nodes.node import Lease, Node
+from gateway.nodes.server_properties import ServerProperties
+from gateway.schedule.core.tiers import cost_of
+from gateway.schedule.scheduler import LeaseRecord, Scheduler
+
+NEUTRAL_OUTCOMES = frozenset({"client_closed", "cancelled"})
+"""Outcomes that tell nothing about the node: the client left, or the gateway ended the request."""
+
+SPEED_SAMPLE_INTERVAL = 0.01
+"""Seconds. Of responses that follow each other faster on one node, only the first is a sample of
+its speed and, where nothing was generated, of the bytes of text in a token."""
+
+MOST_FAILED_REQUESTS = 4096
+"""Requests whose failures are remembered until it is known who was to blame; the oldest is
+forgotten first."""
+
+
+class UnattributedFailure(NamedTuple):
+    """A failure for which either the node or the request itself is to blame."""
+
+    node: Node
+    leased_at: float
+    response_began: bool
+    counted: bool = True
+    """Whether the circuit of the node has counted it already."""
+
+
+@dataclass(slots=True, eq=False)
+class LocalLeaseService:
+    """The `LeaseService` of a scheduler in the same process."""
+
+    scheduler: Scheduler
+    fleet: Fleet
+    most_failed_requests: int = MOST_FAILED_REQUESTS
+    lease_now: Callable[[LeaseRequest, Tried, float], GrantedLease | None] = field(init=False)
+    """The scheduler's own, since each request calls it."""
+    keep_in_queue: Callable[[str], None] = field(init=False)
+    """The scheduler's own."""
+    _sampled_at: dict[str, float] = field(default_factory=dict)
+    """When a response was last a sample of each node's speed."""
+    _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
+        default_factory=OrderedDict
+    )
+    """By request id."""
+    _records: dict[int, LeaseRecord] = field(init=False)
+    """The scheduler's, by lease id."""
+
+    def __post_init__(self) -> None:
+        self.lease_now = self.scheduler.lease_now
+        self.keep_in_queue = self.scheduler.keep_in_queue
+        self._records = self.scheduler.records
+
+    # Asked for a lease.
+
+    async def wait_for_lease(
+        self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False
+    ) -> GrantedLease:
+        """Queue until a slot is granted; call after `lease_now` returned None.
+
+        `response_started`: the client has the head of a response. Raises: GatewayError.
+        """
+        scheduler = self.scheduler
+        received_at = scheduler.clock() - age
+        try:
+            return await scheduler.wait_for_lease(
+                request, tried, age, response_started=response_started
+            )
+        except GatewayError as error:
+            scheduler.decision_log.refused(request, error, received_at, scheduler.clock())
+            raise
+
+    # Asked where else a request could go.
+
+    def has_other_node(
+        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
+    ) -> bool:
+        """Whether a node is alive that could take it and has not failed it.
+
+        `but_paused`: nodes that want no request at this time don't count. Raises: GatewayError.
+        """
+        now = self.scheduler.clock()
+        return any(
+            node.name not in tried.failed_nodes
+            and node.state in ALIVE_STATES
+            and not (but_paused and node.paused(now))
+            for _, nodes in self.scheduler.candidate_finder.nodes_by_model(request, tried)
+            for node in nodes
+        )
+
+    def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a node has the context that it is known to need. Raises: GatewayError."""
+        return any(
+            node.context is not None and node.context >= tried.min_context
+            for _, nodes in self.scheduler.candidate_finder.nodes_by_model(request, tried)
+            for node in nodes
+        )
+
+    def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a CPU node of its pool is alive that has not failed the request."""
+        return any(
+            node.spec.tier == "cpu"
+            and node.name not in tried.failed_nodes
+            and node.state in ALIVE_STATES
+            and has_labels(node.spec.labels, request.wanted.node_labels)
+            for node in self.fleet.nodes.values()
+        )
+
+    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
+        """The error of a request that no node supports (501); None: some node may."""
+        return self.scheduler.candidate_finder.unsupported_error(request, tried)
+
+    def resume_key_of(self, props: object) -> tuple[object, ...]:
+        """The `resume_key` of a server that answers `/props` like this."""
+        properties = ServerProperties()
+        properties.read_props(props)
+        return properties.resume_key()
+
+    def most_slots_of_a_host(self) -> int:
+        """The slots of the largest host: all its requests may have to move at once."""
+        slots: dict[str, int] = {}
+        for node in self.fleet.nodes.values():
+            host = node.spec.host
+            slots[host] = slots.get(host, 0) + node.slots_total
+        return max(slots.values(), default=0)
+
+    # Told how the attempt goes.
+
+    def reading_began(self, lease_id: int) -> None:
+        """The head of a streamed response has come: a slot reads the prompt."""
+        self._records[lease_id].head_received(self.scheduler.clock())
+
+    def content_began(self, lease_id: int) -> None:
+        """The first content has come: the prompt has been read."""
+        lease, now = self._records[lease_id], self.scheduler.clock()
+        lease.content_received(now)
+        if lease.wake:
+            self._woke(lease, now)
+
+    def content_went_on(self, lease_id: int, tokens: int) -> None:
+        """More content has come since the last report, a second ago or so: the node is alive.
+
+        `tokens`: how many have come of the stream, as counted by events; 0: it is not known how
+        fast the node writes them, for example since the client lags.
+        """
+        lease = self._records[lease_id]
+        context = 0.0 if lease.placement is None else lease.placement.prompt_tokens
+        self.fleet.stream_went_on(lease, tokens, context)
+
+    def response_received(self, lease_id: int) -> None:
+        """The whole response has come: the slots are free, though the client still reads it."""
+        self._records[lease_id].release()
+
+    def answered(self, lease_id: int) -> None:
+        """The node answers a request that other nodes have failed: those were to blame.
+
+        Nodes that failed after their response had begun are blamed for a complete one only.
+        """
+        self._blame_others(self._records[lease_id], complete=False)
+
+    def is_silence_excused(self, lease_id: int) -> bool:
+        """Whether the node reads another prompt, so that it may be silent meanwhile."""
+        return another_prefills(self._records[lease_id], self.scheduler.clock())
+
+    def pool_overflowed(self, lease_id: int) -> bool:
+        """The node says that its context is full: whether its slots share that, as is known now."""
+        return self.fleet.pool_full(self._records[lease_id].node)
+
+    # Told how it ended.
+
+    def ended(self, report: AttemptReport) -> AttemptCharge:
+        """The attempt is over. Each lease ends exactly once.
+
+        Returns what it took if no response began; else `settle` does.
+        """
+        lease, charge = self._records[report.lease_id], NOTHING_CHARGED
+        if lease.request.caller.yields:
+            self.scheduler.yielding.pop(report.lease_id, None)
+        if report.node_done:
+            lease.release()
+        else:
+            lease.abandon()
+        now = self.scheduler.clock()
+        lease.grant.ended(report.outcome, report.status, now)
+        if report.response_began:
+            if lease.request.size.prompt_key is not None:
+                self.scheduler.demand_model.answer_ended(lease.request)
+            # Requests without a slot, such as token counts, don't show how fast slots come free.
+            if lease.slots:
+                self.scheduler.completion_rate.completed(now)
+            if report.outcome == "ok":
+                self.fleet.request_succeeded(lease.node, now, lease.taken_at)
+                if report.came_plain:
+                    lease.node.answered_plain(now)
+                if self._failures:
+                    self._blame_others(lease, complete=True)
+        else:
+            del self._records[report.lease_id]
+            charge = self._attempt_failed(lease, report, now)
+        if report.fault is not Fault.NOBODY:
+            self._blame(lease, report, now)
+        if report.unreachable is not None:
+            self.fleet.connect_failed(lease.node, report.unreachable)
+        return charge
+
+    def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
+        """Count what an ended response took.
+
+        `request`: the client's own, of which the attempt may be a resumption.
+        """
+        lease, complete = self._records.pop(report.lease_id), report.complete
+        now = lease.abandoned_at or lease.released_at or self.scheduler.clock()
+        usage, reported = report.attempt, report.reported
+        lease.grant.settled(usage, reported=reported is not None)
+        if complete and lease.wakes:
+            self._woke(lease, now)  # A response in one piece.
+        if complete and reported is not None and not lease.wake:
+            self.scheduler.accuracy.settled(lease.grant)
+        is_sample = False
+        if reported is not None and complete:
+            name = lease.node.name
+            is_sample = now - self._sampled_at.get(name, -1.0) >= SPEED_SAMPLE_INTERVAL
+            if is_sample:
+                self._sampled_at[name] = now
+                self._learn_speed(lease, usage)
+                lease.node.degradation.learn_events(usage.completion_tokens, report.sent_tokens)
+        self.scheduler.demand_model.learn(
+            lease.placement,
+            request,
+            reported,
+            report.sent_tokens,
+            complete=complete,
+            learn_sizes=request.size.generates or is_sample,
+        )
+        if complete and lease.slots and lease.node.concurrency_limit is not None:
+            self.fleet.adjust_limit(
+                lease, usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
+            )
+        cost = _cost(lease, usage, now)
+        if lease.reservation is not None:
+            lease.reservation.settle(cost, happened=True, now=now)
+        return AttemptCharge(cost, lease.slots * (now - lease.taken_at))
+
+    # What the end teaches.
+
+    def _attempt_failed(
+        self, lease: LeaseRecord, report: AttemptReport, now: float
+    ) -> AttemptCharge:
+        """The attempt brought no response for the client, or an error response."""
+        outcome = report.outcome
+        # A prompt that was sent counts as read, unless an error response refused it.
+        worked = report.sent and report.status < 300
+        charge = _charge_of_failed(lease, report, now) if worked else NOTHING_CHARGED
+        self.scheduler.demand_model.abandoned(
+            lease.placement, refund=outcome not in NEUTRAL_OUTCOMES
+        )
+        if lease.reservation is not None:
+            lease.reservation.settle(
+                charge.cost, happened=worked and outcome in NEUTRAL_OUTCOMES, now=now
+            )
+        if report.status >= 300 and outcome in {"ok", "context_overflow"}:
+            # An error that the request has caused.
+            self.fleet.request_succeeded(lease.node, now, lease.taken_at)
+        elif outcome == "busy":
+            self._node_busy(lease, report, now)
+        elif outcome == "server_error":
+            self._remember_failure(lease, response_began=False, counted=False)
+        elif report.error is not None:
+            self._node_refused(lease, report.status, report.error)
+        return charge
+
+    def _node_busy(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
+        """The node could not serve the request at this time."""
+        status, error = report.status, report.error
+        if error is not None and error.is_loading:
+            self.fleet.model_loading(lease.node)
+        elif status in {402, 429} or (status == 503 and lease.node.concurrency_limit is not None):
+            # No failure: the endpoint shows its limit like this.
+            wait = None if error is None else error.retry_after
+            self.fleet.node_overloaded(lease, now, wait, crowded=status != 402)
+        elif status in {502, 503, 504}:
+            self._count_unattributed(lease, now, response_began=False)
+
+    def _node_refused(self, lease: LeaseRecord, status: int, error: NodeError) -> None:
+        """The node can never serve the request, and perhaps none like it."""
+        node = lease.node
+        if error.lacks_endpoint:
+            self.fleet.endpoint_refused(node, lease.request.wanted.endpoint, error.hint)
+        elif error.key_rejected_at is not None:
+            self.fleet.key_rejected(node, error.key_rejected_at, status)
+
+    def _woke(self, lease: LeaseRecord, now: float) -> None:
+        """Content came from a server that had slept."""
+        placement, speed = lease.placement, lease.node.speed
+        tokens = 0.0 if placement is None else placement.prompt_tokens
+        self.fleet.woke(lease, now, tokens / speed.expected_prefill_tps)
+
+    def _learn_speed(self, lease: Lease, usage: Usage) -> None:
+        if lease.wake or _woke_unnoticed(lease, usage):
+            return  # Its time, and the first use of freshly loaded weights, say nothing.
+        if usage.timings is not None:
+            self.fleet.learn_timings(lease.node, usage.timings, lease)
+        elif lease.slots:
+            self.fleet.learn_clocked(
+                lease, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+            )
+        self.scheduler.fleet_sync.speed_learnt(lease.node)
+
+    # Who is to blame.
+
+    def _blame(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
+        """The node, or the node or the request, is to blame for the attempt's end."""
+        if report.outcome == "reset":
+            self.fleet.connection_reset(lease.node)
+        if report.fault is Fault.NODE:
+            self.fleet.request_failed(lease.node, now, lease.taken_at)
+        else:
+            self._count_unattributed(lease, now, response_began=report.response_began)
+
+    def _count_unattributed(self, lease: LeaseRecord, now: float, *, response_began: bool) -> None:
+        """The request failed under this lease; the node or the request itself is to blame.
+
+        The node is blamed when another node has answered the same request, or when requests of
+        other callers fail there too (`Circuit.record_failure`).
+        """
+        self.fleet.request_failed(
+            lease.node, now, lease.taken_at, caller=lease.request.caller.id, node_at_fault=False
+        )
+        self._remember_failure(lease, response_began=response_began)
+
+    def _remember_failure(
+        self, lease: LeaseRecord, *, response_began: bool, counted: bool = True
+    ) -> None:
+        failures, request_id = self._failures, lease.request.id
+        failure = UnattributedFailure(lease.node, lease.taken_at, response_began, counted)
+        failures[request_id] = (*failures.get(request_id, ()), failure)
+        if len(failures) > self.most_failed_requests:
+            failures.popitem(last=False)
+
+    def _blame_others(self, lease: LeaseRecord, *, complete: bool) -> None:
+        """The lease's node answers a request that others failed; `complete`: to its end."""
+        request, node = lease.request, lease.node
+        failures = self._failures.pop(request.id, None)
+        if failures is None:
+            return
+        now, left = self.scheduler.clock(), []
+        for failure in failures:
+            if failure.response_began and not complete:
+                left.append(failure)
+            elif failure.node is not node:
+                self.fleet.request_failed(
+                    failure.node,
+                    now,
+                    failure.leased_at,
+                    caller=request.caller.id,
+                    already_counted=failure.counted,
+                )
+        if left:
+            self._failures[request.id] = tuple(left)
+
+
+def _woke_unnoticed(lease: Lease, usage: Usage) -> bool:
+    """Whether the server had fallen asleep since the last probe, so that it was loading first."""
+    sleep, content_at = lease.node.sleep, lease.first_content_at
+    if not sleep.seen or content_at is None or usage.timings is None:
+        return False
+    read = usage.timings.get("prompt_ms")
+    waited = content_at - lease.taken_at - (read / 1000 if isinstance(read, int | float) else 0.0)
+    return waited > max(1.0, sleep.wake_seconds(lease.node.properties.size) / 2)
+
+
+def _charge_of_failed(lease: LeaseRecord, report: AttemptReport, now: float) -> AttemptCharge:
+    """What a node did for an attempt that brought no response.
+
+    The tokens are those that the node said it had read. Where it said nothing, they are estimated
+    by the time and the node's speed, and rather too low; an endpoint that is paid by the token is
+    paid for the whole prompt.
+    """
+    request, placement = lease.request, lease.placement
+    seconds = now - lease.taken_at
+    estimate = request.size.prompt_tokens if placement is None else placement.prompt_tokens
+    prompt, cached, completion = estimate, 0.0, 0.0
+    if report.prompt_read is not None:
+        prompt, cached = report.prompt_read
+    elif (prefill := lease.expected_prefill) is not None and prefill > 0:
+        prompt = estimate * min(1.0, seconds / prefill)
+        decode_tps = lease.node.speed.decode_tps
+        if not lease.stream and request.size.generates and decode_tps is not None:
+            # A plain response that shows nothing before its end.
+            completion = max(0.0, seconds - prefill) * decode_tps * lease.slots
+            if request.size.max_tokens is not None:
+                completion = min(completion, float(request.size.max_tokens * max(1, lease.slots)))
+    if lease.node.spec.cost_per_million_tokens is not None:
+        prompt = max(prompt, request.size.prompt_tokens)
+    usage = Usage(round(prompt), round(cached), round(completion))
+    return AttemptCharge(
+        _cost(lease, usage, now),
+        lease.slots * seconds,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+    )
+
+
+def _cost(lease: Lease, usage: Usage, now: float) -> float:
+    spec = lease.node.spec
+    # Without a slot no token is read or written: tokens are counted, say.
+    if not lease.slots or (not spec.cost_per_hour and spec.cost_per_million_tokens is None):
+        return 0.0
+    return cost_of(
+        spec,
+        lease.node.slots_total,
+        prompt=usage.prompt_tokens,
+        completion=usage.completion_tokens,
+        slots=lease.slots,
+        seconds=now - lease.taken_at,
+    )

@@ -1,0 +1,929 @@
+"""The scheduler: gives requests leases on nodes' slots, at once or after a wait.
+
+No node gets more requests than it has slots; the rest wait here. The dispatcher decides which goes
+where and in which order; the scheduler adds the clock and the timers, the limits on waiting, and
+the leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import structlog
+
+from gateway import errors
+from gateway.config.cache_privacy import NodeLabels
+from gateway.config.settings import Settings
+from gateway.lease import (
+    NOTHING_TRIED,
+    BatchRoom,
+    GrantedLease,
+    LeaseRequest,
+    QueuePosition,
+    Tried,
+)
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.health import PREFILL_GRACE_FACTOR
+from gateway.nodes.node import Lease, LeasePhase, NodeState
+from gateway.nodes.prompt_cache import FleetPromptCache
+from gateway.schedule.admission import (
+    Admission,
+    CompletionRate,
+    Waiter,
+    Waiters,
+    combine_waits,
+    queue_room,
+)
+from gateway.schedule.candidates import (
+    CandidateFinder,
+    FleetSync,
+    NodeCandidates,
+    TierRouter,
+)
+from gateway.schedule.core.batch_slots import (
+    ASK_AGAIN_SECONDS,
+    IN_VAIN_SECONDS,
+    MOST_CHOICES,
+    MOST_COMPARED,
+    MOST_KINDS,
+    YieldCandidate,
+    choose_yields,
+    missing_slots,
+    room_for_batch,
+    rows_for_batch,
+    slots_waited_for,
+)
+from gateway.schedule.core.demand_model import DemandModel, has_long_prompt
+from gateway.schedule.core.dispatcher import Dispatcher, dispatch_rules
+from gateway.schedule.core.placement_state import PlacementState, QueuedRequest, TierSets
+from gateway.schedule.core.tiers import SpillReservation, TierPolicy, dearest_token
+from gateway.schedule.decision_log import DecisionLog, Grant, PredictionAccuracy
+from gateway.terms import Endpoint, Priority
+
+TICK = 0.5
+"""Seconds between two looks at every waiting request, and at the whole fleet."""
+
+MOST_PLACED_BY_TOKENS = 8
+"""Placements of one turn of the event loop where slots share pools: each is some milliseconds' work
+with thousands of nodes and waiting requests."""
+
+LEAST_TIMER_SECONDS = 0.001
+
+MOST_STALE_PLACEMENTS = 4
+"""Placements that a request may lose because its node does not take it after all. Each time the
+placement state is brought up to date, so one is a lot."""
+
+PESSIMISTIC_PREFILL_TPS = 25.0
+"""Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds
+a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
+
+_NOTHING_OUT: Mapping[str, int] = {}
+"""No node had no room; never written to."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LeaseRecord(Lease):
+    """A lease and what the scheduler keeps of it, until its attempt has been accounted for.
+
+    The placement state follows the lease.
+    """
+
+    request: LeaseRequest
+    placement: QueuedRequest | None
+    """None: its row is no longer its node's, which counts the slots by itself."""
+    reservation: SpillReservation | None
+    """The share of the budget that it holds."""
+    dispatcher: Dispatcher
+    grant: Grant
+    """What is kept of it to explain it."""
+
+    def prefill_ended(self, now: float) -> None:
+        """Replace the predicted prefill by the real one."""
+        assert self.placement is not None
+        self.grant.content_began(now)
+        self.dispatcher.prefill_done(self.placement, now)
+
+    def slots_freed(self, now: float) -> bool:
+        """The slots are free. Returns whether the row is still the node's."""
+        placement = self.placement
+        assert placement is not None
+        self.dispatcher.released(placement, now)
+        row = placement.row
+        if self.dispatcher.placement_state.by_name.get(row.name) is row:
+            return True
+        self.placement = None
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class YieldRequests:
+    """Asks running requests to yield, each lease at most once."""
+
+    records: dict[int, LeaseRecord]
+    yield_slot: Callable[[str], bool]
+    """Asks the request with this id to give up its slot and wait again; whether it does."""
+    _in_vain: dict[tuple[tuple[TierSets, ...], Priority, int], float] = field(default_factory=dict)
+    """When nobody was found for a request of such candidates, class and slots."""
+
+    def make_room(self, queued: QueuedRequest, now: float) -> bool:
+        """Have running requests yield to one that waits; whether it is to get its slots so.
+
+        For requests of one kind it is tried in vain once in `IN_VAIN_SECONDS`, however many wait.
+        """
+        kind = queued.groups, queued.priority, queued.slots
+        if not self.records or now - self._in_vain.get(kind, -math.inf) < IN_VAIN_SECONDS:
+            return False
+        if queued.slots and self._make_room(queued, now):
+            return True
+        if len(self._in_vain) >= MOST_KINDS:
+            self._in_vain.clear()
+        self._in_vain[kind] = now
+        return False
+
+    def _make_room(self, queued: QueuedRequest, now: float) -> bool:
+        for missing in missing_slots(queued):
+            for _ in range(MOST_CHOICES):
+                running = [
+                    yield_candidate(lease_id, record, now)
+                    for lease_id, record in islice(self.records.items(), MOST_COMPARED)
+                    if record.placement is not None
+                ]
+                chosen = choose_yields(queued.priority, missing, running)
+                if not chosen:
+                    break
+                for lease_id in chosen:
+                    record = self.records.pop(lease_id)
+                    assert record.placement is not None
+                    # Those that can't be resumed refuse; then others are chosen.
+                    if self.yield_slot(record.request.id):
+                        missing[record.placement.row.index] -= record.slots
+                if min(missing.values()) <= 0:
+                    return True
+        return False
+
+
+def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> YieldCandidate:
+    """A running request in numbers; its record has a placement."""
+    placement, request, decode_began = record.placement, record.request, None
+    assert placement is not None
+    row, decoded = placement.row, 0.0
+    if record.phase is LeasePhase.DECODE:
+        decode_began = placement.prefill_ends
+        decoded = (now - decode_began) / row.per_output_token if row.per_output_token else 0.0
+    return YieldCandidate(
+        lease_id,
+        row.index,
+        record.slots,
+        request.caller.priority,
+        None if decode_began is None else now - decode_began,
+        placement.seconds_left(now),
+        (placement.prompt_tokens + decoded) / row.prefill_tps,
+        request.caller.times_yielded,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Scheduler:
+    """Gives out leases on the slots of a fleet."""
+
+    fleet: Fleet
+    settings: Settings
+    clock: Callable[[], float]
+    rng: random.Random
+    completion_rate: CompletionRate = field(default_factory=CompletionRate)
+    prompt_cache: FleetPromptCache = field(default_factory=FleetPromptCache)
+    waiters: Waiters = field(default_factory=Waiters)
+    closing: bool = False
+    learn_pending: Callable[[], None] = field(default=lambda: None)
+    """Learns at once from all answers that have ended."""
+    yield_slot: Callable[[str], bool] = field(default=lambda _: False)
+    """Asks the request with this id to give up its slot and wait again; whether it does."""
+    dispatcher: Dispatcher = field(init=False)
+    fleet_sync: FleetSync = field(init=False)
+    admission: Admission = field(init=False)
+    demand_model: DemandModel = field(init=False)
+    tier_policy: TierPolicy = field(init=False)
+    tier_router: TierRouter = field(init=False)
+    candidate_finder: CandidateFinder = field(init=False)
+    yield_requests: YieldRequests = field(init=False)
+    decision_log: DecisionLog = field(init=False)
+    accuracy: PredictionAccuracy = field(default_factory=PredictionAccuracy)
+    records: dict[int, LeaseRecord] = field(default_factory=dict)
+    """Leases whose attempts have not been accounted for, by lease id."""
+    yielding: dict[int, LeaseRecord] = field(default_factory=dict)
+    """Those of them that run and may be asked to yield, the oldest first."""
+    _lease_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _check_all_at: float = 0.0
+    """When every waiting request is checked; until then only those that fall due."""
+    _positions: dict[str, QueuePosition] | None = None
+    """Queue positions by request id, if somebody has asked for one since that check."""
+    _rows_version: int = 0
+    """That of `fleet_sync` for which the waiting requests' candidates were found."""
+    _unplaced: tuple[LeaseRequest, Tried, NodeCandidates, QueuedRequest, int] | None = None
+    """What `lease_now` found for the last request that must wait, and that `rows_version`."""
+    _match_handle: asyncio.Handle | None = None
+    _timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        _warn_of_policy(self.settings)
+        state = PlacementState()
+        self.dispatcher = Dispatcher(
+            state, dispatch_rules(self.settings), self.rng, keeps_comparisons=True
+        )
+        self.decision_log = DecisionLog(self.clock)
+        self.fleet_sync = FleetSync(self.fleet, state, self.prompt_cache, self.clock)
+        self.admission = Admission(self.settings)
+        self.demand_model = DemandModel(self.dispatcher, self.prompt_cache)
+        self.tier_policy = TierPolicy(self.settings.hybrid)
+        self.tier_router = TierRouter(
+            self.tier_policy, self.fleet_sync, self.dispatcher, self.settings
+        )
+        self.candidate_finder = CandidateFinder(self.fleet.model_index, self.fleet_sync)
+        self.yield_requests = YieldRequests(self.yielding, self.yield_slot)
+        self.fleet_sync.sync()
+        self.fleet.subscribe(on_capacity=self._match_soon, on_change=self.fleet_sync.node_changed)
+
+    def configure(self, settings: Settings) -> None:
+        """Put changed settings in force."""
+        self.settings = settings
+        _warn_of_policy(settings)
+        self.admission.configure(settings)
+        self.dispatcher.set_rules(dispatch_rules(settings))
+        self.tier_router.configure(settings)
+        self.capacity_changed()
+
+    # Leases.
+
+    def lease_now(
+        self, request: LeaseRequest, tried: Tried = NOTHING_TRIED, age: float = 0.0
+    ) -> GrantedLease | None:
+        """A lease for a request that was received `age` seconds ago; None: it must wait.
+
+        Raises: GatewayError, if no node can serve it, or not in time.
+        """
+        if self.closing:
+            raise errors.shutting_down()
+        if self.demand_model.learning_pending and has_long_prompt(request):
+            self.learn_pending()
+        now = self.clock()
+        if self.fleet_sync.has_gpu_tier and request.size.slots and not tried.failed_nodes:
+            self.tier_policy.arrived(request.caller.priority, now)
+        try:
+            candidates, queued = self.begin(request, tried, now - age, now)
+            if queued.deadline is not None:
+                self._check_deadline(queued, candidates, now)
+        except errors.GatewayError as error:
+            self.decision_log.refused(request, error, now - age, now)
+            raise
+        granted = self._place(queued, request, tried, candidates, now)
+        if granted is None:
+            self.tier_router.cancel_reservation(candidates)
+        return granted
+
+    async def wait_for_lease(
+        self,
+        request: LeaseRequest,
+        tried: Tried = NOTHING_TRIED,
+        age: float = 0.0,
+        *,
+        response_started: bool = False,
+    ) -> GrantedLease:
+        """Queue until a slot is granted; call after `lease_now` returned None.
+
+        Waits while all nodes that could serve it are busy or down. `response_started`: whether its
+        client has the head of a response, so that no other request should displace it in the queue.
+
+        Raises: GatewayError, when it can't be served, the queue has no room, or it has waited too
+        long.
+        """
+        if self.closing:
+            raise errors.shutting_down()
+        now = self.clock()
+        candidates, queued = self._take_unplaced(request, tried) or self.begin(
+            request, tried, now - age, now
+        )
+        room = queue_room(request, self.waiters, self.admission)
+        try:
+            expires_at = self._admit(
+                request,
+                queued,
+                candidates,
+                room.counted_waiting,
+                now,
+                retried=tried.was_sent,
+            )
+        except errors.GatewayError:
+            self.tier_router.cancel_reservation(candidates)
+            raise
+        if room.displaced is not None and not tried.was_sent:
+            self._refuse(room.displaced, self._displaced_error(now))
+        granted: asyncio.Future[GrantedLease] = asyncio.get_running_loop().create_future()
+        down_since = None if candidates.any_alive() else now
+        waiter = Waiter(
+            request,
+            tried,
+            candidates,
+            queued,
+            queued_at=now,
+            expires_at=expires_at,
+            granted=granted,
+            nodes_down_since=down_since,
+            response_started=response_started,
+        )
+        self._enqueue(waiter)
+        self._match_soon()
+        if self.yielding and request.caller.priority < Priority.BATCH and not granted.done():
+            self._ask_to_yield(waiter, now)
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self.release_unused(granted.result().id)
+            raise
+        finally:
+            if waiter.queued in self.waiters:
+                self._remove(waiter)
+                self._match_soon()
+
+    def dearest_token(self, request: LeaseRequest) -> float:
+        """The most that a token of the request is likely to cost on any node that serves it."""
+        index = self.fleet.model_index
+        return max(
+            (
+                dearest_token(node.spec, node.slots_total, node.speed.decode_tps)
+                for name in request.wanted.model_names
+                for node in index.nodes_for(name)
+            ),
+            default=0.0,
+        )
+
+    def keep_in_queue(self, request_id: str) -> None:
+        """The request's client has the head of a response: displace others before it."""
+        waiter = self.waiters.by_request_id(request_id)
+        if waiter is not None:
+            waiter.note_response_started()
+
+    # The queue, as others see it.
+
+    def queue_positions(self, most: int | None = None) -> list[QueuePosition]:
+        """The first `most` waiting requests, in the order in which they are likely to go."""
+        now = self.clock()
+        return [
+            QueuePosition(
+                waiter.request.id,
+                position,
+                now - waiter.queued_at,
+                wait if math.isfinite(wait) else None,
+            )
+            for position, (waiter, wait) in enumerate(self.predicted_waits(most), 1)
+        ]
+
+    def predicted_waits(self, most: int | None = None) -> Iterator[tuple[Waiter, float]]:
+        """The first `most` waiting requests, each with the seconds until it is expected to start.
+
+        Infinity: unknown.
+        """
+        for queued, wait in islice(self.dispatcher.predicted_waits(self.clock()), most):
+            waiter = self.waiters.get(queued)
+            if waiter is not None:
+                yield waiter, wait
+
+    def queue_position(self, request_id: str) -> QueuePosition | None:
+        """Where a request stands in the queue, up to `TICK` ago; None: it does not wait."""
+        if self._positions is None:
+            self._positions = {one.request_id: one for one in self.queue_positions()}
+        return self._positions.get(request_id)
+
+    def depths(self) -> dict[Priority, int]:
+        """How many requests of each class wait."""
+        return self.dispatcher.depths()
+
+    def batch_room(
+        self,
+        model_names: Sequence[str],
+        seconds: float,
+        *,
+        endpoint: Endpoint = "chat",
+        node_labels: NodeLabels = (),
+    ) -> BatchRoom:
+        """The room for class `batch`, as in `BatchRoomService`."""
+        self.dispatcher.placement_state.spread_batch_reserve()
+        rows = rows_for_batch(self.fleet_sync, model_names, endpoint, node_labels)
+        waiting, ahead = slots_waited_for(self.waiters, model_names, node_labels)
+        return room_for_batch(rows, seconds, self.clock(), waiting=waiting, ahead=ahead)
+
+    def raise_class(self, request_ids: Collection[str], priority: Priority) -> set[str]:
+        """Let requests wait in a higher class, as in `BatchRoomService`."""
+        found = [self.waiters.by_request_id(id_) for id_ in request_ids]
+        waiting = [one for one in found if one is not None and not one.granted.done()]
+        for waiter in waiting:
+            if waiter.request.caller.priority > priority:
+                self._remove(waiter)
+                waiter.raise_to(priority)
+                self._update_candidates(waiter, self.clock(), requeue=True)
+                self._match_soon()
+        for lease_id, record in list(self.yielding.items()):
+            if record.request.id in request_ids:
+                del self.yielding[lease_id]  # It is not asked to yield any more.
+        return {waiter.request.id for waiter in waiting if not waiter.granted.done()}
+
+    def has_room(self) -> bool:
+        """Whether one more request could be taken: at once, or into the queue."""
+        waiters = self.waiters
+        if self.closing:
+            return False
+        # In a full queue a new caller gets a place of one that has several.
+        return len(waiters) < self.settings.queue.max or waiters.fair_share.fits(
+            "", 1, len(waiters)
+        )
+
+    def retry_after(self) -> float:
+        """Seconds until the next request is expected to end."""
+        return self.completion_rate.retry_after(1, self.clock())
+
+    # Events.
+
+    def capacity_changed(self) -> None:
+        """Bring all nodes up to date, and give out free slots soon."""
+        self.fleet_sync.sync()
+        self._match_soon()
+
+    def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
+        """End the wait of one request with this error. Returns whether it was waiting."""
+        waiter = self.waiters.by_request_id(request_id)
+        if waiter is None:
+            return False
+        self._refuse(waiter, error)
+        self._match_soon()  # For those that it may have held up.
+        return True
+
+    def shed(self, request_id: str, error: errors.GatewayError) -> bool:
+        """Refuse the request if it may be shed (`Waiter.can_shed`). Returns whether it was."""
+        waiter = self.waiters.by_request_id(request_id)
+        return waiter is not None and waiter.can_shed and self.refuse(request_id, error)
+
+    def refuse_all(self, error: Callable[[], errors.GatewayError]) -> None:
+        """End every wait, each with an error of its own."""
+        for waiter in list(self.waiters):
+            self._refuse(waiter, error())
+
+    def close(self) -> None:
+        """End every wait and stop the timers."""
+        self.refuse_all(errors.shutting_down)
+        for handle in (self._match_handle, self._timer):
+            if handle is not None:
+                handle.cancel()
+        self._match_handle = self._timer = None
+
+    # Where a request may go.
+
+    def begin(
+        self, request: LeaseRequest, tried: Tried, received_at: float, now: float
+    ) -> tuple[NodeCandidates, QueuedRequest]:
+        """Where a request may go now, and the request in numbers. Raises: GatewayError.
+
+        Candidates that are not used must be given to `TierRouter.cancel_reservation`.
+        """
+        candidates = self.candidate_finder.find(request, tried)
+        queued = self.demand_model.build(
+            request, candidates, received_at, overflows=tried.pool_overflows
+        )
+        if self.fleet_sync.has_gpu_tier:
+            candidates = self.tier_router.narrow(request, tried, candidates, queued, now)
+            queued.set_groups(candidates.groups)
+        return candidates, queued
+
+    def _take_unplaced(
+        self, request: LeaseRequest, tried: Tried
+    ) -> tuple[NodeCandidates, QueuedRequest] | None:
+        """What `begin` found for the request that `lease_now` could not place; None: begin anew."""
+        unplaced, self._unplaced = self._unplaced, None
+        if unplaced is None or unplaced[0] is not request or unplaced[1] is not tried:
+            return None
+        _, _, candidates, queued, rows_version = unplaced
+        return (candidates, queued) if rows_version == self.fleet_sync.rows_version else None
+
+    def _check_deadline(
+        self, queued: QueuedRequest, candidates: NodeCandidates, now: float
+    ) -> None:
+        """Raises: GatewayError, if the prompt can't be read before the client stops waiting.
+
+        The prompt's size is an estimate: half of the predicted prefill counts. Candidates that are
+        refused hold no reservation any more.
+        """
+        assert queued.deadline is not None
+        if not self.fleet_sync.is_measured(queued):
+            return
+        prefill = min(
+            (
+                (queued.prompt_tokens - queued.cached.get(row.index, 0.0)) / row.prefill_tps
+                for tiers in candidates.groups
+                for candidate_set in tiers
+                for row in candidate_set.rows
+                if row.alive and row.index not in candidates.excluded
+            ),
+            default=0.0,
+        )
+        left = queued.deadline - now
+        if prefill / 2 > left:
+            self.tier_router.cancel_reservation(candidates)
+            raise errors.queue_timeout(
+                f"Reading this prompt takes about {prefill:.0f} s, and this client waits for "
+                f"{max(0.0, left):.1f} s more.",
+                max(1.0, prefill / 2 - left),
+            )
+
+    # Admission to the queue.
+
+    def _admit(
+        self,
+        request: LeaseRequest,
+        queued: QueuedRequest,
+        candidates: NodeCandidates,
+        waiting: int,
+        now: float,
+        *,
+        retried: bool,
+    ) -> float:
+        """Until when the request may wait beside `waiting` others. Raises: GatewayError."""
+        ahead = predicted = None
+        if request.size.slots and candidates.any_alive():
+            measured = self.fleet_sync.is_measured(queued)
+            by_work = self.dispatcher.predicted_wait(queued, now) if measured else None
+            ahead, slots = self.dispatcher.count_ahead(queued), self.fleet_sync.slots(queued)
+            predicted = combine_waits(self.completion_rate, slots, ahead, by_work, now)
+        expires_at = self.admission.admit(
+            request,
+            waiting,
+            predicted,
+            self.completion_rate.retry_after(1, now),
+            now,
+            queued.deadline,
+            retried=retried,
+        )
+        self.decision_log.queued(queued, now, ahead, predicted, len(self.waiters), expires_at)
+        return expires_at
+
+    def _displaced_error(self, now: float) -> errors.GatewayError:
+        """For a request that makes room for another's: its caller has most places."""
+        return errors.queue_full(
+            "Others need a place in the queue, and this client has most of them. Try again later.",
+            self.completion_rate.retry_after(len(self.waiters), now),
+        )
+
+    def _refuse(self, waiter: Waiter, error: errors.GatewayError) -> None:
+        self._remove(waiter)
+        if not waiter.granted.done():
+            waiter.granted.set_exception(error)
+
+    def _remove(self, waiter: Waiter) -> None:
+        """Take it out of the queue and cancel what it has reserved."""
+        self.waiters.pop(waiter.queued)
+        self.dispatcher.withdraw(waiter.queued)
+        self.tier_router.cancel_reservation(waiter.candidates)
+
+    # Granting.
+
+    def _place(
+        self,
+        queued: QueuedRequest,
+        request: LeaseRequest,
+        tried: Tried,
+        candidates: NodeCandidates,
+        now: float,
+    ) -> GrantedLease | None:
+        """A lease now; None: the request would have to wait."""
+        dispatcher = self.dispatcher
+        for earlier in range(MOST_STALE_PLACEMENTS):
+            if dispatcher.waiting and dispatcher.placement_state.slots_freed:
+                self.match()  # Waiting requests go first.
+            placement = dispatcher.place(queued, now)
+            if placement is None:
+                if not earlier and candidates.tier_route is None:
+                    version = self.fleet_sync.rows_version
+                    self._unplaced = request, tried, candidates, queued, version
+                return None
+            granted = self.grant(placement, request, tried, candidates, now)
+            if granted is not None:
+                return granted
+        return None
+
+    def _enqueue(self, waiter: Waiter) -> None:
+        """Queue it, or grant its lease at once."""
+        now = self.clock()
+        for _ in range(MOST_STALE_PLACEMENTS):
+            placement = self.dispatcher.place_or_queue(waiter.queued, now)
+            if placement is None:
+                if not self.waiters:
+                    self._check_all_at = now + TICK
+                self.waiters.add(waiter)
+                return
+            granted = self.grant(placement, waiter.request, waiter.tried, waiter.candidates, now)
+            if granted is not None:
+                waiter.granted.set_result(granted)
+                return
+            self._rebuild(waiter, waiter.candidates)
+        self.tier_router.cancel_reservation(waiter.candidates)
+        waiter.granted.set_exception(errors.no_node("No node takes this request.", 1.0))
+
+    def _rebuild(self, waiter: Waiter, candidates: NodeCandidates) -> None:
+        """Give a waiter that is not in the queue these candidates."""
+        earlier = waiter.queued
+        queued = self.demand_model.build(
+            waiter.request, candidates, earlier.received_at, earlier, waiter.tried.pool_overflows
+        )
+        waiter.requeue_as(candidates, queued)
+
+    def _match_soon(self) -> None:
+        """Called for each slot that comes free."""
+        if self.dispatcher.waiting and self._match_handle is None:
+            self._match_handle = asyncio.get_running_loop().call_soon(self.match)
+
+    def match(self) -> None:
+        """Give free slots to waiting requests."""
+        if self._match_handle is not None:
+            self._match_handle.cancel()
+            self._match_handle = None
+        if self.demand_model.learning_pending and self.waiters:
+            self.learn_pending()  # What has just ended is what the free slot has cached.
+        now = self.clock()
+        if self._rows_version != self.fleet_sync.rows_version:
+            self._rows_version = self.fleet_sync.rows_version
+            for waiter in list(self.waiters):
+                if waiter.granted.done():
+                    self._remove(waiter)  # Its client has just left.
+                else:
+                    self._update_candidates(waiter, now, requeue=True)
+        most = MOST_PLACED_BY_TOKENS if self.dispatcher.placement_state.pools else math.inf
+        for _ in range(MOST_STALE_PLACEMENTS):
+            misses = 0
+            placements = self.dispatcher.match(now, most)
+            for placement in placements:
+                misses += not self._grant(placement, now)
+            if len(placements) >= most:
+                self._match_soon()  # The rest, when the event loop has had its turn.
+                break
+            if not misses:
+                break
+        self._set_timer()
+
+    def grant(
+        self,
+        placement: QueuedRequest,
+        request: LeaseRequest,
+        tried: Tried,
+        candidates: NodeCandidates,
+        now: float,
+    ) -> GrantedLease | None:
+        """The lease for a placement; None: the node does not take it after all.
+
+        Then the placement is cancelled and the placement state up to date.
+        """
+        node, slots = self.fleet_sync.nodes[placement.row.index], placement.slots
+        if node.free_slots(now) < slots if slots else not node.capacity(now):
+            self.dispatcher.cancelled(placement, now)
+            self.fleet_sync.sync()
+            return None
+        fallback: str | None = None
+        reservation: SpillReservation | None = None
+        if candidates.tier_route is not None:
+            fallback, reservation = self.tier_router.placed(candidates, placement.row)
+        stream = now >= node.plain_until and (
+            request.wanted.stream
+            or (
+                request.wanted.may_assemble and tried.may_assemble and node.spec.kind == "llama.cpp"
+            )
+        )
+        # The predicted prefill and total bound how long the node may be silent.
+        speed, prefill_tps = node.speed, node.speed.prefill_tps
+        tokens = max(request.size.prompt_tokens, placement.prompt_tokens)
+        grace = prefill = tokens / (prefill_tps or PESSIMISTIC_PREFILL_TPS)
+        wake = wake_limit = 0.0
+        if node.sleep.seen:
+            # It may have fallen asleep since the last probe, too.
+            wake_limit = node.sleep.wake_limit(node.properties.size)
+            if node.state is NodeState.SLEEPING:
+                wake = node.sleep.seconds_left(node.properties.size, now)
+                prefill += wake
+        total: float | None = None
+        if request.size.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
+            total = prefill + request.size.max_tokens / decode_tps
+        model = candidates.by_model[placement.group][0]
+        lease_id = next(self._lease_ids)
+        grant = self.decision_log.granted(
+            placement,
+            request,
+            tried,
+            model=model,
+            tier=node.spec.tier,
+            fallback=fallback,
+            fleet_size=self.dispatcher.placement_state.node_count,
+            out=self._nodes_without_room(placement, now),
+            lease_id=lease_id,
+        )
+        lease = LeaseRecord(
+            node,
+            slots,
+            now,
+            stream,
+            prefill,
+            total,
+            request=request,
+            placement=placement,
+            reservation=reservation,
+            dispatcher=self.dispatcher,
+            grant=grant,
+        )
+        node.take(lease, now, wake)
+        self.records[lease_id] = lease
+        if request.caller.yields:
+            self.yielding[lease_id] = lease
+        if lease.wakes:
+            # As if the prompt took longer to read: later requests wait for that too.
+            self.dispatcher.prefill_done(placement, placement.prefill_ends + wake)
+        if lease.trial or lease.wakes:
+            self.fleet_sync.node_changed(node)
+        if node.probe_history.load_unread:
+            self.fleet_sync.fleet.read_load(node)
+        if request.size.prompt_key is not None or request.caller.session is not None:
+            self.demand_model.placed(placement, request)
+        return GrantedLease(
+            lease_id,
+            node.info,
+            model,
+            node.served_name(model) or model,
+            slots,
+            stream=stream,
+            prefill_grace=PREFILL_GRACE_FACTOR * grace,
+            expected_prefill=None
+            if prefill_tps is None
+            else placement.prefill_ends - placement.placed_at,
+            fallback=fallback,
+            wake=wake_limit,
+            prompt_tokens=round(tokens),
+        )
+
+    def _nodes_without_room(self, placement: QueuedRequest, now: float) -> Mapping[str, int]:
+        """Other nodes that serve the model of a placement and had no room for it, by the reason."""
+        comparison = placement.comparison
+        tiers = placement.groups[placement.group]
+        if comparison is None or (
+            comparison.with_room == comparison.candidates and len(tiers) == 1
+        ):
+            return _NOTHING_OUT  # Nearly always.
+        found: Counter[str] = Counter()
+        for candidates in tiers:
+            if placement.excluded or placement.failed:
+                rows = [row for row in candidates.rows if row.index not in placement.excluded]
+                found["excluded"] += len(candidates.rows) - len(rows)
+                count = len([row for row in rows if row.index not in placement.failed])
+                found["failed"] += len(rows) - count
+            else:
+                count = len(candidates.rows)
+            out = self.fleet_sync.out_of_service(candidates, now)
+            found.update(out)
+            if placement.row.index in candidates.row_indexes:
+                found["full"] += max(0, count - comparison.with_room - sum(out.values()))
+                break
+            found["full"] += max(0, count - sum(out.values()))
+        return {reason: number for reason, number in found.items() if number}
+
+    def _grant(self, placement: QueuedRequest, now: float) -> bool:
+        """Give a placement to its waiter; False: it was not used, and others may go."""
+        waiter = self.waiters.pop(placement)
+        if waiter is None or waiter.granted.done():
+            self.dispatcher.cancelled(placement, now)
+            if waiter is not None:
+                self.tier_router.cancel_reservation(waiter.candidates)
+            return False
+        granted = self.grant(placement, waiter.request, waiter.tried, waiter.candidates, now)
+        if granted is None:
+            self._rebuild(waiter, waiter.candidates)
+            self._enqueue(waiter)
+            return False
+        waiter.granted.set_result(granted)
+        return True
+
+    def release_unused(self, lease_id: int) -> None:
+        """Release a lease whose request was cancelled before it could be sent."""
+        record = self.records.pop(lease_id)
+        record.grant.ended("cancelled", 0, self.clock())
+        self.yielding.pop(lease_id, None)
+        self.demand_model.abandoned(record.placement, refund=True)
+        if record.reservation is not None:
+            record.reservation.settle(0.0, happened=False, now=self.clock())
+        record.release()
+
+    # Checking what waits.
+
+    def _set_timer(self) -> None:
+        """Check waiting requests within a tick, or sooner if something falls due."""
+        if not self.waiters:
+            return
+        now = self.clock()
+        wake = self.dispatcher.wake_at() or math.inf
+        due = min(self._check_all_at, self.waiters.next_due(), wake)
+        loop = asyncio.get_running_loop()
+        when = loop.time() + max(LEAST_TIMER_SECONDS, due - now)
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(when, self.check_due)
+
+    def check_due(self) -> None:
+        """Check those whose time has come, or all when `TICK` has passed; then match."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = self.clock()
+        due = self.waiters.pop_due(now)
+        if now >= self._check_all_at:
+            self.check_all()
+        else:
+            self._check_each(due, now)
+
+    def check_all(self) -> None:
+        """Look at the whole fleet, check every waiting request, then match."""
+        now = self.clock()
+        self._check_all_at = now + TICK
+        self._positions = None
+        self.fleet_sync.sync()
+        self._check_each(list(self.waiters), now)
+        if self.yielding:
+            self._ask_all_to_yield(now)
+
+    def _ask_all_to_yield(self, now: float) -> None:
+        """For waiting requests to which none could yield before, or did in vain."""
+        for waiter in list(self.waiters):
+            due = now - waiter.yield_asked_at >= ASK_AGAIN_SECONDS
+            if (
+                due
+                and not waiter.granted.done()
+                and waiter.request.caller.priority < Priority.BATCH
+            ):
+                self._ask_to_yield(waiter, now)
+
+    def _ask_to_yield(self, waiter: Waiter, now: float) -> None:
+        """Have running requests of a lower class yield to this one."""
+        if self.yield_requests.make_room(waiter.queued, now):
+            waiter.note_yield_asked(now)
+
+    def _check_each(self, waiters: list[Waiter], now: float) -> None:
+        for waiter in waiters:
+            if not waiter.granted.done():
+                self._check(waiter, now)
+        self.match()
+
+    def _check(self, waiter: Waiter, now: float) -> None:
+        """Update its candidates, and end a wait that is too long or has become hopeless."""
+        self._update_candidates(waiter, now)
+        if waiter.granted.done():
+            return
+        if self.dispatcher.placement_state.pools:
+            self.demand_model.estimate_pool(
+                waiter.queued, waiter.request, waiter.tried.pool_overflows
+            )
+            self.dispatcher.pool_tokens_changed(waiter.queued)
+        retry_after = self.completion_rate.retry_after(len(self.waiters), now)
+        error = waiter.expiry_error(self.settings, retry_after, now)
+        if error is not None:
+            self._refuse(waiter, error)
+
+    def _update_candidates(self, waiter: Waiter, now: float, *, requeue: bool = False) -> None:
+        """Find its candidates anew; `requeue`: in any case, since row indexes have changed."""
+        try:
+            candidates = self.candidate_finder.find(waiter.request, waiter.tried)
+            if self.fleet_sync.has_gpu_tier:
+                candidates = self.tier_router.narrow(
+                    waiter.request,
+                    waiter.tried,
+                    candidates,
+                    waiter.queued,
+                    now,
+                    waiting=waiter.queued,
+                )
+        except errors.GatewayError as error:
+            self._refuse(waiter, error)
+            return
+        if candidates.same_targets(waiter.candidates) and not requeue:
+            self.tier_router.cancel_reservation(waiter.candidates)
+            self.waiters.set_candidates(waiter, candidates)
+        else:
+            self._remove(waiter)
+            self._rebuild(waiter, candidates)
+            self._enqueue(waiter)
+
+
+def _warn_of_policy(settings: Settings) -> None:
+    if settings.policy != "least_finish":
+        structlog.get_logger().warning(
+            "setting", setting="policy", value=settings.policy, means="least_finish"
+        )

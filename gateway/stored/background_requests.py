@@ -1,0 +1,1144 @@
+"""Requests in the background: kept and found for their callers, and run one by one.
+
+A request is complete in the folder before it has a row, and its row goes before its files do: so a
+crash leaves at most files without a row, which `run` removes. The log of a response's events tells
+its state and output; the row tells who runs it. The result of a deferred request is a file: a line
+with the response's head, then its body.
+
+A process that is killed loses its claims, and another one, or its successor, runs the requests
+again; a response goes on from what its log has. A row's result, its end and its usage are recorded
+in one transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import structlog
+from sqlalchemy import Connection, delete, func, select, update
+
+from gateway.api.json_values import JsonObject
+from gateway.callers.ledger import Ledger, UsageRow
+from gateway.config.batches import BatchSettings
+from gateway.errors import GatewayError, truncate_echo
+from gateway.lease import BatchRoomService
+from gateway.store.failures import StoreError
+from gateway.store.schema import stored_requests
+from gateway.store.store import Store
+from gateway.stored.claims import (
+    COLUMNS,
+    IS_RUNNING,
+    IS_WAITING,
+    Pick,
+    RecordedResult,
+    RequestKind,
+    RequestState,
+    RowLeases,
+    StoredRow,
+    UnfinishedWork,
+    add_rows,
+    chunks,
+    job,
+    record,
+    row_of,
+    still_unfinished,
+    those_with,
+)
+from gateway.stored.files import (
+    Kept,
+    correct_log_sizes,
+    full_owners,
+    kept_by,
+    kept_too_much,
+    note_log_sizes,
+    raise_revision,
+)
+from gateway.stored.folder import (
+    RETRY_AFTER,
+    DiskThreads,
+    Folder,
+    FolderError,
+    FoundFile,
+    StorageTrouble,
+    add_surely,
+    ask_store,
+    folder_errors_told,
+)
+from gateway.stored.response_events import ResponseEvents, current_response, queued_response
+from gateway.stored.response_log import LOG_KIND, LogBroken, ResponseLogs
+from gateway.stored.runner import (
+    MOST_RUNS,
+    HeldRow,
+    Outcome,
+    RequestRunner,
+    RowDeferred,
+    RowExpired,
+    RowRuns,
+    RunFailed,
+)
+from gateway.stored.webhooks import ResponseEnd, WebhookEvents
+from gateway.terms import Priority
+
+DEFERRED_PATH = "/v1/background/{id}"
+
+
+class DeferredHead(msgspec.Struct, frozen=True):
+    """The status and the header lines of a response."""
+
+    status: int
+    header_lines: str
+    x_request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredResult:
+    """A response that was made for later."""
+
+    head: DeferredHead
+    content: bytes
+
+    def encode(self) -> bytes:
+        """The bytes of its file."""
+        return msgspec.json.encode(self.head) + b"\n" + self.content
+
+
+def decode_result(data: bytes) -> DeferredResult:
+    """The result that a file holds. Raises: FolderError."""
+    line, found, content = data.partition(b"\n")
+    try:
+        if not found:
+            raise FolderError("the result of a request is damaged", "put back a copy of the folder")
+        return DeferredResult(msgspec.json.decode(line, type=DeferredHead), content)
+    except msgspec.MsgspecError:
+        raise FolderError(
+            "the result of a request is damaged", "put back a copy of the folder"
+        ) from None
+
+
+_ROW: Final = stored_requests.c
+
+BACKGROUND_KINDS: Final = (RequestKind.RESPONSE, RequestKind.DEFERRED)
+
+_IS_BACKGROUND = _ROW.kind.in_([kind.value for kind in BACKGROUND_KINDS])
+
+EndListener = Callable[[Connection, StoredRow], None]
+"""Called in the transaction in which a row ends, with the row as it is then."""
+
+
+class WaitingUse(NamedTuple):
+    """What one owner has that waits or runs."""
+
+    number: int
+    bytes: int
+
+
+def add_background(
+    connection: Connection, row: StoredRow, most: int, most_bytes: int, most_kept: int
+) -> WaitingUse | Kept | None:
+    """Add a request, unless its owner would have more than it may.
+
+    `most` requests of `most_bytes` may wait or run, and `most_kept` bytes be kept. Returns None if
+    it is added, else what the owner has.
+    """
+    raise_revision(connection)
+    if connection.scalar(select(_ROW.id).where(_ROW.id == row.id)) is not None:
+        return None  # Done again.
+    sums = select(func.count(), func.coalesce(func.sum(_ROW.length), 0)).where(
+        _ROW.owner == row.owner,
+        _ROW.folder == row.folder,
+        _ROW.batch.is_(None),
+        IS_WAITING | IS_RUNNING,
+    )
+    number, size = connection.execute(sums).one()
+    if number + 1 > most or int(size) + row.length > most_bytes:
+        return WaitingUse(number, int(size))
+    kept = kept_by(connection, row.owner, row.created_at)
+    if kept.bytes + row.length + (row.result_length or 0) > most_kept:
+        return kept
+    add_rows(connection, [row])
+    return None
+
+
+def find_background(
+    connection: Connection, owner: str, id_: str, kind: RequestKind, now: float
+) -> StoredRow | None:
+    """The owner's request, unless its time is over."""
+    asked = select(*COLUMNS).where(
+        _ROW.id == id_, _ROW.owner == owner, _ROW.kind == kind.value, _ROW.keep_until > now
+    )
+    row = connection.execute(asked).one_or_none()
+    return None if row is None else row_of(row)
+
+
+def end_background(
+    connection: Connection,
+    row: StoredRow,
+    now: float,
+    also: EndListener,
+    state: RequestState = RequestState.CANCELLED,
+    status: int | None = None,
+    error_code: str | None = None,
+) -> StoredRow | None:
+    """End the request if it waits or runs; returns it as it is then.
+
+    Whoever runs it notices when it renews its claim.
+    """
+    ended = update(stored_requests).where(
+        _ROW.id == row.id,
+        _ROW.owner == row.owner,
+        _ROW.kind == row.kind.value,
+        IS_WAITING | IS_RUNNING,
+    )
+    values = {
+        "state": state.value,
+        "status": status,
+        "error_code": error_code,
+        "ended_at": now,
+        "claimed_until": None,
+        "keep_until": now + keep_seconds(row),
+    }
+    changed = connection.execute(ended.values(values).returning(*COLUMNS)).one_or_none()
+    if changed is None:
+        return find_background(connection, row.owner, row.id, row.kind, now)
+    found = row_of(changed)
+    also(connection, found)
+    return found
+
+
+def delete_background(
+    connection: Connection, owner: str, id_: str, kind: RequestKind, now: float
+) -> StoredRow | None:
+    """Remove the owner's request, whatever its state; as it was. Its files are removed then."""
+    found = find_background(connection, owner, id_, kind, now)
+    if found is not None:
+        connection.execute(delete(stored_requests).where(_ROW.id == id_, _ROW.owner == owner))
+    return found
+
+
+def due_background(connection: Connection, folder: str, now: float, limit: int) -> list[StoredRow]:
+    """Requests of the folder that nobody may read any more, though their files are still there."""
+    asked = select(*COLUMNS).where(
+        _ROW.folder == folder, _ROW.keep_until <= now, _ROW.batch.is_(None), _IS_BACKGROUND
+    )
+    return [row_of(row) for row in connection.execute(asked.limit(limit))]
+
+
+def remove_background(connection: Connection, ids: Sequence[str]) -> None:
+    """Remove the rows of requests whose files are gone."""
+    for some in chunks(ids):
+        connection.execute(delete(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND))
+
+
+def known_places(connection: Connection, folder: str, places: Sequence[str]) -> set[str]:
+    """Those of the folder's files that a request needs."""
+    alone = _ROW.folder == folder, _ROW.batch.is_(None)
+    return those_with(connection, _ROW.place, places, *alone) | those_with(
+        connection, _ROW.result_place, places, *alone
+    )
+
+
+def keep_background(
+    connection: Connection, ids: Sequence[str], keep_until: float
+) -> list[StoredRow]:
+    """Keep requests that have ended until then; returns them."""
+    found: list[StoredRow] = []
+    for some in chunks(ids):
+        kept = update(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND)
+        changed = kept.values(keep_until=keep_until).returning(*COLUMNS)
+        found += [row_of(row) for row in connection.execute(changed)]
+    return found
+
+
+def expire_background(
+    connection: Connection, folder: str, now: float, also: EndListener, limit: int = 200
+) -> list[StoredRow]:
+    """End requests that wait and whose deadline is over; returns them."""
+    late = select(_ROW.id).where(
+        _ROW.folder == folder,
+        _ROW.batch.is_(None),
+        _ROW.deadline <= now,
+        IS_WAITING,
+        _IS_BACKGROUND,
+    )
+    ids = list(connection.scalars(late.limit(limit)))
+    found: list[StoredRow] = []
+    for some in chunks(ids):
+        ended = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
+        values = {"state": RequestState.EXPIRED.value, "ended_at": now}
+        found += map(row_of, connection.execute(ended.values(values).returning(*COLUMNS)))
+    for row in found:
+        keep_background(connection, [row.id], now + keep_seconds(row))
+        also(connection, row)
+    return found
+
+
+def waiting_before(connection: Connection, folder: str, created_at: float) -> int:
+    """How many requests of the folder wait that came before."""
+    asked = select(func.count()).where(
+        _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.created_at < created_at
+    )
+    return connection.scalar(asked) or 0
+
+
+def waiting_owners(
+    connection: Connection, folder: str, now: float
+) -> list[tuple[str, RequestKind]]:
+    """Whose requests may run now, and of which kind."""
+    asked = select(_ROW.owner, _ROW.kind).where(
+        _ROW.folder == folder,
+        _ROW.batch.is_(None),
+        IS_WAITING,
+        _ROW.not_before <= now,
+        _IS_BACKGROUND,
+    )
+    return [(owner, RequestKind(kind)) for owner, kind in connection.execute(asked.distinct())]
+
+
+REQUEST, ANSWER = "request", "answer"
+"""Kinds of the folder's files: bodies, and results of deferred requests."""
+
+_PREFIXES = {RequestKind.RESPONSE: "resp_", RequestKind.DEFERRED: "bg_"}
+
+POLL_SECONDS = 1.0  # between two looks at a request that another process may have ended
+CLEAN_SECONDS = 10.0  # between two rounds of ending what is late and removing what is due
+IDLE_CLEAN_SECONDS = 60.0  # the same while nothing waits or runs: only what was kept becomes due
+
+
+ORPHAN_SECONDS = 3600.0
+"""Age of a file without a row from which on it counts as left over from a crash."""
+
+STEP_ROWS = 200  # requests, or files, that one round takes
+MOST_STEPS = 50  # rounds of removing that follow each other at once
+
+UNWRITTEN_SECONDS = 60.0
+"""After a response's end was recorded by a process that then wrote nothing, another one writes."""
+
+GIVE_UP_SECONDS = 5.0  # most seconds to end what clients wait for, at the end
+MOST_ENDING = 1024  # cancellations under way whose clients have gone
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What is to be run later. `owner` is the id of a key."""
+
+    kind: RequestKind
+    owner: str
+    path: str
+    body: bytes
+    class_: str
+    seconds: float  # within which it must have ended
+    keep_seconds: float  # for how long its result is kept
+    group_name: str | None = None
+    user: str | None = None
+    model: str | None = None
+    stream: bool = False
+    webhook_url: str | None = None
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    echoed: JsonObject | None = None  # the fields that a response repeats
+
+
+class BackgroundRequests:
+    """The requests of all callers, in one folder and one store. `now` gives Unix time.
+
+    `wake` tells whoever runs them that there is a new one, `unwanted` that one is not wanted.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Folder,
+        threads: DiskThreads,
+        logs: ResponseLogs,
+        webhooks: WebhookEvents,
+        settings: Callable[[], BatchSettings],
+        now: Callable[[], float],
+        work: UnfinishedWork,
+    ) -> None:
+        self.store = store
+        self.folder = folder
+        self.threads = threads
+        self.logs = logs
+        self.webhooks = webhooks
+        self.wakes = asyncio.Event()  # set when there is something new to run
+        self.unwanted: list[Callable[[str], None]] = []
+        """Called with the id of a request whose run is to end."""
+        self._settings = settings
+        self._now = now
+        self._work = work
+        self.waited_for: dict[str, StoredRow] = {}
+        """Requests whose clients wait in this process, by their ids."""
+        self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._ending: set[asyncio.Task[None]] = set()
+
+    # Add.
+
+    async def add(self, new: NewRequest) -> StoredRow:
+        """Take a request. Raises: GatewayError 429, 503, 507."""
+        settings, created_at = self._settings(), self._now()
+        with folder_errors_told("request"):
+            folder = await self.threads.opened(self.folder)
+            name = await self.threads.run(self._write, REQUEST, new.body)
+        id_ = f"{_PREFIXES[new.kind]}{name.rpartition('-')[2]}"
+        log_name, log_bytes = None, 0
+        if new.kind is RequestKind.RESPONSE:
+            response = queued_response(id_, created_at, new.echoed or {})
+            try:
+                with folder_errors_told("request"):
+                    events = await ResponseEvents.create(self.logs, response, self._now)
+                    log_name, log_bytes = events.name, events.size
+                    await events.close()
+            except GatewayError:
+                with contextlib.suppress(FolderError):
+                    await self.threads.run(self.folder.delete, name)
+                    if log_name is not None:
+                        await self.logs.delete(log_name)
+                raise
+        deadline = created_at + new.seconds
+        row = StoredRow(
+            id_, new.kind, new.owner, new.path, name, 0, len(new.body), created_at,
+            deadline + new.keep_seconds, folder, new.class_,
+            group_name=new.group_name, user=new.user, model=new.model, stream=new.stream,
+            webhook_url=new.webhook_url, prompt_tokens=new.prompt_tokens,
+            max_tokens=new.max_tokens, deadline=deadline, result_place=log_name,
+        )  # fmt: skip
+        if log_name is not None:
+            row = replace(row, result_offset=0, result_length=log_bytes)
+        try:
+            adding = job(
+                add_background,
+                row,
+                settings.waiting_per_key,
+                settings.waiting_bytes_per_key,
+                settings.bytes_per_key,
+            )
+            used = await add_surely(self.store, adding, partial(self._remove_files, row))
+        finally:
+            self._work.added()  # It may have its row, though the store has not said so.
+        if used is not None:
+            await self._remove_files(row)
+            if isinstance(used, Kept):
+                raise kept_too_much(used, settings)
+            raise GatewayError(
+                429,
+                "rate_limit_exceeded",
+                f"This key has {used.number} requests of {used.bytes} bytes in the background and "
+                f"may have {settings.waiting_per_key} of {settings.waiting_bytes_per_key} bytes.",
+                retry_after=RETRY_AFTER,
+            )
+        self.wakes.set()
+        return row
+
+    def _write(self, kind: str, data: bytes) -> str:
+        new = self.folder.open_new(kind, len(data))
+        try:
+            new.write(data)
+            return new.finish()
+        finally:
+            new.discard()
+
+    async def write_answer(self, data: bytes) -> str:
+        """Keep the result of a deferred request; its file's name. Raises: FolderError."""
+        return await self.threads.run(self._write, ANSWER, data)
+
+    # Find.
+
+    async def find(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
+        """The owner's request. Raises: GatewayError 404, 503."""
+        finding = job(find_background, owner, id_, kind, self._now())
+        found = await ask_store(self.store, finding, write=False)
+        if found is None:
+            raise not_found(id_, kind)
+        return found
+
+    async def body(self, row: StoredRow) -> bytes:
+        """The request's body. Raises: GatewayError 404, 503."""
+        return await self._read(row, row.place, row.offset, row.length)
+
+    async def answer(self, row: StoredRow) -> bytes:
+        """The result of a deferred request. Raises: GatewayError 404, 503."""
+        assert row.result_place is not None
+        assert row.result_length is not None
+        return await self._read(row, row.result_place, row.result_offset or 0, row.result_length)
+
+    async def _read(self, row: StoredRow, place: str, offset: int, length: int) -> bytes:
+        with folder_errors_told("request"):
+            try:
+                return await self.threads.run(self.folder.read, place, offset, length)
+            except FileNotFoundError:
+                raise not_found(row.id, row.kind) from None
+
+    async def response(self, row: StoredRow) -> JsonObject:
+        """A response as it is now. Raises: GatewayError 404, 503."""
+        assert row.result_place is not None
+        with folder_errors_told("request"):
+            try:
+                opened = await self.logs.open(row.result_place)
+                try:
+                    response = await current_response(opened)
+                    ended = opened.ended
+                finally:
+                    await opened.release()
+            except FileNotFoundError:
+                raise not_found(row.id, row.kind) from None
+        if not ended and (end := _end_without_run(row)) is not None:
+            await self._settle_if_left(row)
+            return response | end
+        return response
+
+    async def follow(
+        self, row: StoredRow, after: int = -1, *, can_return: bool = True
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a response behind the one of this number, then those to come.
+
+        Raises: as `ResponseLogs.follow`.
+        """
+        assert row.result_place is not None
+        if _end_without_run(row) is not None:
+            await self._settle_if_left(row)
+        followed = self.logs.follow(row.result_place, after, can_return=can_return)
+        async with contextlib.aclosing(followed) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def ahead_of(self, row: StoredRow) -> int:
+        """How many requests in the background wait that came before. Raises: GatewayError 503."""
+        before = job(waiting_before, row.folder, row.created_at)
+        return await ask_store(self.store, before, write=False)
+
+    async def wait_ended(self, row: StoredRow, seconds: float) -> StoredRow:
+        """The request once it has ended; as it is after so many seconds if it has not by then.
+
+        Raises: GatewayError 404, 503.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while True:
+            found = await self.find(row.owner, row.id, row.kind)
+            left = until - loop.time()
+            if found.state.ended or left <= 0:
+                return found
+            ended = loop.create_future()
+            self._waiters[row.id].add(ended)
+            try:
+                await asyncio.wait((ended,), timeout=min(left, POLL_SECONDS))
+            finally:
+                self._waiters[row.id].discard(ended)
+                if not self._waiters[row.id]:
+                    del self._waiters[row.id]
+
+    @contextlib.contextmanager
+    def client_waits(self, row: StoredRow) -> Iterator[None]:
+        """A client waits in this process for the request's end, and would send it again."""
+        self.waited_for[row.id] = row
+        try:
+            yield
+        finally:
+            del self.waited_for[row.id]
+
+    def has_ended(self, id_: str) -> None:
+        """A request has ended in this process."""
+        for waiter in self._waiters.get(id_, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # End.
+
+    async def cancel(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
+        """End the owner's request, if it has not ended; as it is then. Raises: GatewayError."""
+        found = await self.find(owner, id_, kind)
+        if found.state.ended:
+            return found
+        ending = job(end_background, found, self._now(), self.ended)
+        row = await ask_store(self.store, ending)
+        if row is None:
+            raise not_found(id_, kind)
+        self._end_run(id_)
+        if row.state is RequestState.CANCELLED and found.state is RequestState.WAITING:
+            await self.settle(row)
+        return row
+
+    async def give_up(self) -> None:
+        """This process ends: so do the requests whose clients wait in it, which get an error."""
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(GIVE_UP_SECONDS):
+                ends = [
+                    job(
+                        end_background, row, self._now(), self.ended, RequestState.FAILED, 503,
+                        SHUTTING_DOWN,
+                    )
+                    for row in self.waited_for.values()
+                ]  # fmt: skip
+                rows = await self.store.run(lambda connection: [end(connection) for end in ends])
+                ended = [row for row in rows if row is not None and row.state.ended]
+                for row in ended:
+                    self._end_run(row.id)  # Whoever runs it writes its end.
+                await asyncio.gather(*(self.settle(row) for row in ended if row.claimed_by is None))
+
+    async def settle_unwanted(self, row: StoredRow) -> None:
+        """Write the end of a response whose run was ended, as its row tells it."""
+        found = None
+        with contextlib.suppress(GatewayError):
+            found = await self.find(row.owner, row.id, row.kind)
+        if found is None or not found.state.ended:
+            found = replace(row, state=RequestState.CANCELLED)
+        await self.settle(found)
+
+    def cancel_soon(self, row: StoredRow) -> None:
+        """End a request that its client, which is gone, has waited for."""
+        if len(self._ending) < MOST_ENDING:
+            task = asyncio.create_task(self._cancel_quietly(row))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _cancel_quietly(self, row: StoredRow) -> None:
+        with contextlib.suppress(GatewayError):
+            await self.cancel(row.owner, row.id, row.kind)
+
+    async def delete(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
+        """Remove the owner's request with all that is kept of it; as it was. Raises: GatewayError.
+
+        If it waits or runs, it ends.
+        """
+        deleting = job(delete_background, owner, id_, kind, self._now())
+        row = await ask_store(self.store, deleting)
+        if row is None:
+            raise not_found(id_, kind)
+        self._end_run(id_)
+        await self._remove_files(row)
+        return row
+
+    def _end_run(self, id_: str) -> None:
+        self.has_ended(id_)
+        for tell in self.unwanted:
+            tell(id_)
+
+    def ended(self, connection: Connection, row: StoredRow) -> None:
+        """Within the transaction in which a row ends without a result: tell webhooks."""
+        if row.kind is RequestKind.RESPONSE:
+            end: ResponseEnd = "cancelled" if row.state is RequestState.CANCELLED else "failed"
+            self.webhooks.response_ended(connection, row, end, self._now())
+
+    async def _settle_if_left(self, row: StoredRow) -> None:
+        """Write the end of a response that nobody else will write."""
+        own_turn = row.claimed_by is None or (
+            row.ended_at is not None and self._now() >= row.ended_at + UNWRITTEN_SECONDS
+        )
+        if own_turn:
+            await self.settle(row)
+
+    async def settle(self, row: StoredRow) -> None:
+        """Write the end of a response that has ended without a run."""
+        if row.kind is not RequestKind.RESPONSE or row.result_place is None:
+            return
+        with contextlib.suppress(FileNotFoundError, FolderError, LogBroken):
+            events = await ResponseEvents.reopen(self.logs, row.result_place, self._now)
+            try:
+                if (end := _end_without_run(row)) is not None:
+                    error = end.get("error")
+                    await (events.fail(**error) if error else events.cancel())
+            finally:
+                with contextlib.suppress(LogBroken, FolderError):
+                    await events.close()
+            # If that fails, `clean` does it later.
+            with contextlib.suppress(StoreError):
+                await self.store.run(job(note_log_sizes, {row.id: events.size}))
+
+    # The gateway's own work.
+
+    async def run(self) -> None:
+        """End what is late, and remove what is due or left over, until cancelled."""
+        orphans_at, clean_at = self._now(), 0.0
+        trouble = StorageTrouble(lambda why: log.warning("old background requests stay", why=why))
+        try:
+            while True:
+                with trouble.told():
+                    orphans = self._now() >= orphans_at
+                    if orphans or self._now() >= clean_at or await self._work.exists():
+                        await self.clean(orphans=orphans)
+                        clean_at = self._now() + IDLE_CLEAN_SECONDS
+                    if orphans:
+                        orphans_at = self._now() + ORPHAN_SECONDS
+                await asyncio.sleep(CLEAN_SECONDS)
+        finally:
+            for task in self._ending:
+                task.cancel()
+            await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def clean(self, *, orphans: bool = False) -> None:
+        """One round of `run`. Raises: FolderError, StoreError."""
+        folder = await self.threads.opened(self.folder)
+        expiring = job(expire_background, folder, self._now(), self.ended, STEP_ROWS)
+        for row in await self.store.run(expiring):
+            self.has_ended(row.id)
+            await self.settle(row)
+        for _ in range(MOST_STEPS):
+            due = await self.store.run(
+                job(due_background, folder, self._now(), STEP_ROWS), write=False
+            )
+            for row in due:
+                self._end_run(row.id)
+                await self._remove_files(row)
+            if due:
+                ids = [row.id for row in due]
+                await self.store.run(job(remove_background, ids))
+                log.info("background requests removed", requests=len(ids))
+            if len(due) < STEP_ROWS:
+                break
+        if orphans:
+            await self._remove_orphans(folder)
+
+    async def _remove_orphans(self, folder: str) -> None:
+        before = self._now() - ORPHAN_SECONDS
+        for kind in (REQUEST, ANSWER, LOG_KIND):
+            found: list[FoundFile] = await self.threads.run(list, self.folder.files(kind))
+            old = [one for one in found if one.changed_at < before]
+            for start in range(0, len(old), STEP_ROWS):
+                sizes = {one.name: one.size for one in old[start : start + STEP_ROWS]}
+                known = await self.store.run(job(known_places, folder, list(sizes)), write=False)
+                for name in sizes.keys() - known:
+                    await self.threads.run(self.folder.delete, name)
+                if kind == LOG_KIND:
+                    right = {name: size for name, size in sizes.items() if name in known}
+                    await self.store.run(job(correct_log_sizes, folder, right))
+
+    async def _remove_files(self, row: StoredRow) -> None:
+        """Remove what is kept of a request; what stays is left over, and removed later."""
+        with contextlib.suppress(FolderError):
+            await self.threads.run(self.folder.delete, row.place)
+            if row.result_place is not None:
+                if row.kind is RequestKind.RESPONSE:
+                    await self.logs.delete(row.result_place)
+                else:
+                    await self.threads.run(self.folder.delete, row.result_place)
+
+
+EXPIRED_MESSAGE = "The time was over before there was a response."
+
+SHUTTING_DOWN = "shutting_down"
+"""The error of a request whose client has waited in a process that ended."""
+
+SHUT_DOWN_MESSAGE = "The gateway was shut down before the response had ended: send it again."
+
+
+def _end_without_run(row: StoredRow) -> dict[str, Any] | None:
+    """What a response is whose row has ended so, though its log may not say it yet."""
+    if row.state is RequestState.CANCELLED:
+        return {"status": "cancelled"}
+    if row.state is RequestState.EXPIRED:
+        message = EXPIRED_MESSAGE
+    elif row.error_code == SHUTTING_DOWN:
+        message = SHUT_DOWN_MESSAGE
+    else:
+        return None
+    return {"status": "failed", "error": {"code": "server_error", "message": message}}
+
+
+def keep_seconds(row: StoredRow) -> float:
+    """For how long the request's result is kept once it has ended."""
+    return row.keep_until - (row.created_at if row.deadline is None else row.deadline)
+
+
+def response_not_found(id_: str) -> GatewayError:
+    """404: the caller has no such response."""
+    shown = truncate_echo(id_)
+    return GatewayError(404, "response_not_found", f"Response with id '{shown}' not found.")
+
+
+def not_found(id_: str, kind: RequestKind) -> GatewayError:
+    """404: the caller has no such request."""
+    if kind is RequestKind.RESPONSE:
+        return response_not_found(id_)
+    return GatewayError(
+        404, "background_not_found", "There is no such background request, or it has expired."
+    )
+
+
+LEASE_SECONDS = 30.0  # after which a request whose process has said nothing is run by another one
+RENEW_SECONDS = 5.0  # between two times that the process says what it runs
+LOOK_SECONDS = 1.0
+"""Between two looks for requests while there is work, where nobody tells that some have come."""
+
+RETRY_SECONDS = 2.0  # before the second run of these; before the third, twice as many
+STORE_SECONDS = 1.0  # before the store is tried again
+NEAR_SHARE, NEAR_SECONDS = 0.25, 60.0
+"""A deadline is near in the last quarter of the time until it, and in the last minute."""
+
+CLOSE_SECONDS = 2.0
+"""At the end: most seconds until what has ended is recorded, again until what runs has ended, and
+again until the store knows what waits."""
+
+
+_ENDS: dict[str, ResponseEnd] = {
+    "completed": "completed", "incomplete": "incomplete", "cancelled": "cancelled",
+}  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class HeldRequest(HeldRow):
+    """A request that runs."""
+
+    events: ResponseEvents | None = None  # of a response whose log is open
+    known_size: int = 0  # of that log, as the store knows it
+    is_unwanted: bool = False  # whether it was cancelled or deleted
+    is_given_back: bool = False  # whether it is to wait again, as its run has not begun
+
+    def has_result(self) -> bool:
+        """Whether those who follow a response have seen its end."""
+        return self.events is not None and self.events.ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a run has brought."""
+
+    recorded: RecordedResult
+    end: ResponseEnd | None = None  # how a response has ended
+    file: str | None = None  # the file of a deferred result, which goes if it is not recorded
+
+
+class BackgroundRunner(RowRuns[HeldRequest]):
+    """Runs what `requests` has.
+
+    `is_closing` tells when it should claim no more; `nodes` gives the names and tiers of nodes.
+    Requests of class `batch` whose deadline is near are raised to the class that their owner's
+    requests have, so that others of that class do not keep them waiting.
+    """
+
+    def __init__(
+        self,
+        requests: BackgroundRequests,
+        leases: RowLeases,
+        work: UnfinishedWork,
+        runner: RequestRunner,
+        rooms: BatchRoomService,
+        ledger: Ledger,
+        settings: Callable[[], BatchSettings],
+        now: Callable[[], float],
+        is_closing: Callable[[], bool] = lambda: False,
+        nodes: Callable[[], Iterable[tuple[str, str]]] = tuple,
+    ) -> None:
+        super().__init__(leases, runner, rooms, now, LEASE_SECONDS)
+        self._requests = requests
+        self._work = work
+        self._ledger = ledger
+        self._settings = settings
+        self._is_closing = is_closing
+        self._nodes = nodes
+        self._renew_at = 0.0
+        self._full: set[str] = set()  # owners that keep as much as they may: their requests wait
+        self._looked_at: set[str] = set()
+        """The owners of which that is known, until `_look_again_at`."""
+        self._look_again_at = 0.0
+        self._trouble = StorageTrouble(lambda why: log.warning("background requests wait", why=why))
+        requests.unwanted.append(self._end_run)
+
+    def __len__(self) -> int:
+        """How many run."""
+        return len(self._held)
+
+    async def run(self) -> None:
+        """Run requests until cancelled; what runs then waits again."""
+        wakes = self._requests.wakes
+        try:
+            while True:
+                with self._trouble.told():
+                    await self._look()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await wakes.wait()
+                wakes.clear()
+        finally:
+            if running := await self._close(CLOSE_SECONDS, until_recorded=True):
+                log.warning("background requests do not end", requests=running)
+
+    # Claims.
+
+    async def _look(self) -> None:
+        """Put back what must be, renew leases and claim. Raises: StoreError, FolderError."""
+        await self.leases.write()
+        self._raise_class()
+        if self._is_closing():
+            self._give_back_waiting()
+        if self._held or await self._work.exists():
+            now = asyncio.get_running_loop().time()
+            if now >= self._renew_at:
+                self._renew_at = now + RENEW_SECONDS
+                await self._renew()
+                await self._note_sizes()
+            await self._claim()
+
+    async def _claim(self) -> None:
+        """Claim what there is room for; all owners get equal shares."""
+        room = self._settings().background_at_once - len(self._held)
+        if room <= 0:
+            return
+        requests, now = self._requests, self.now()
+        if self._is_closing():
+            # Their clients wait here, as those of other requests do.
+            if not requests.waited_for.keys() <= self._held.keys():
+                await self._begin_all(
+                    [Pick(room, RequestKind.RESPONSE, ids=list(requests.waited_for))]
+                )
+            return
+        folder = await requests.threads.opened(requests.folder)
+        owners = await requests.store.run(job(waiting_owners, folder, now), write=False)
+        full = await self._full_owners({owner for owner, _ in owners})
+        owners = [one for one in owners if one[0] not in full]
+        if not owners:
+            return
+        share = max(1, room // len(owners))
+        picks = [Pick(share, kind, owner=owner, by_deadline=True) for owner, kind in owners[:room]]
+        begun = await self._begin_all(picks)
+        if begun and begun < room:
+            requests.wakes.set()  # Others may have left some of their share.
+
+    async def _begin_all(self, picks: Sequence[Pick]) -> int:
+        """Begin what can be claimed; how many those are."""
+        rows = await self.leases.claim_rows(picks)
+        for row in rows:
+            if row.id not in self._held:  # Else its last run has not ended yet: it goes first.
+                held = self._held[row.id] = HeldRequest(row)
+                self._begin(held)
+        return len(rows)
+
+    async def _full_owners(self, owners: set[str]) -> set[str]:
+        """Those that keep as much as they may; what others add is seen a second later at most."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._look_again_at or not owners <= self._looked_at:
+            full = job(full_owners, owners, self._settings().bytes_per_key, self.now())
+            self._full = await self._requests.store.run(full, write=False)
+            self._looked_at = owners
+            self._look_again_at = loop.time() + LOOK_SECONDS
+        return self._full
+
+    def _raise_class(self) -> None:
+        """Raise the class of those whose deadline is near."""
+        now, ids = self.now(), dict[Priority, set[str]]()
+        for held in self._held.values():
+            if held.row.class_ == Priority.BATCH.label and is_near(held.row, now):
+                priority = self.runner.late_priority(held.row.owner)
+                ids.setdefault(priority, set()).add(held.row.id)
+        for priority, some in ids.items():
+            self.runner.raise_class(self.rooms, some, priority)
+
+    async def _note_sizes(self) -> None:
+        """Tell the store how much the logs have grown."""
+        grown = {
+            held: held.events.size
+            for held in self._held.values()
+            if held.events is not None and held.events.size != held.known_size
+        }
+        if grown:
+            sizes = {held.row.id: size for held, size in grown.items()}
+            await self._requests.store.run(job(note_log_sizes, sizes, running=True))
+        for held, size in grown.items():
+            held.known_size = size
+
+    async def _drop_unwanted(self, ids: set[str]) -> None:
+        """End runs of requests that were cancelled, deleted, or taken by another process."""
+        if not ids:
+            return
+        taken = await self._requests.store.run(job(still_unfinished, ids), write=False)
+        for id_ in ids:
+            held = self._held.get(id_)
+            if id_ not in taken:
+                self._end_run(id_)
+            elif held is not None and held.task is not None:
+                held.task.cancel()  # Its end is told by whoever runs it now.
+
+    def _end_run(self, id_: str) -> None:
+        """A request is not wanted any more."""
+        held = self._held.get(id_)
+        if held is not None and held.task is not None and not held.is_unwanted:
+            held.is_unwanted = True
+            held.task.cancel()
+
+    def _give_back_waiting(self) -> None:
+        """Let others run what has been at no node yet: this process is to end.
+
+        Requests whose clients wait here stay.
+        """
+        for id_, held in self._held.items():
+            can_wait = id_ in self.runner.registry and not self.runner.has_begun(id_)
+            kept = held.is_unwanted or held.is_given_back or id_ in self._requests.waited_for
+            if can_wait and not kept and held.task is not None:
+                held.is_given_back = True
+                held.task.cancel()
+
+    # One request.
+
+    async def _run(self, held: HeldRequest) -> None:
+        """Run a request and record its result, or let it wait again. Raises: RunFailed."""
+        row = held.row
+        try:
+            body = await self._requests.body(row)
+            if row.kind is RequestKind.RESPONSE:
+                result = await self._respond(held, body)
+            else:
+                result = await self._defer(row, body)
+        except RowDeferred as deferred:
+            self.leases.put_back([row.id], self.now() + deferred.seconds)
+            return
+        except GatewayError as error:
+            # Its files can't be read now: not those of one that is deleted meanwhile.
+            if error.status != 404:
+                self.leases.put_back([row.id], self.now() + (error.retry_after or LEASE_SECONDS))
+                return
+            result = _failed(row, error.code)
+        if not held.is_unwanted:
+            await self._until_stored(lambda: self._record(row, result))
+
+    def _tell_failed(self, id_: str) -> None:
+        log.exception("a background request failed", request=id_)  # noqa: LOG004 - in a handler
+
+    async def _cancelled(self, held: HeldRequest) -> None:
+        """The run was cancelled: the request has ended, or another run follows."""
+        if held.is_unwanted:
+            # Wherever its run was: nobody else writes its end.
+            await self._requests.settle_unwanted(held.row)
+        else:
+            self.leases.put_back([held.row.id], 0.0)
+
+    def _let_go(self, held: HeldRequest) -> None:
+        """The run has ended."""
+        self._forget(held)
+        self._look_again_at = 0.0  # Its result takes room.
+        self._requests.has_ended(held.row.id)
+        self._requests.wakes.set()
+
+    async def _respond(self, held: HeldRequest, body: bytes) -> _Result:
+        """Run a response; its events go to its log. Raises: RowDeferred, RunFailed."""
+        row = held.row
+        assert row.result_place is not None
+        try:
+            events = await ResponseEvents.reopen(
+                self._requests.logs, row.result_place, self.now,
+                self.runner.settings.limits.resume_bytes,
+            )  # fmt: skip
+        except FileNotFoundError:
+            return _failed(row, "storage_lost")
+        except FolderError as error:
+            raise RowDeferred(str(error), LEASE_SECONDS) from None
+        outcome: Outcome | None = None
+        held.events, held.known_size = events, row.result_length or 0
+        try:
+            if not events.ended:
+                outcome = await self.runner.run(row, body, events)
+                if not events.ended:
+                    _check_failed(row, outcome)
+                await events.finish(outcome.error_code, outcome.content)
+            return await self._ended_response(row, events, outcome)
+        except RowExpired:
+            await events.fail("server_error", EXPIRED_MESSAGE)
+            return await self._ended_response(row, events, None, RequestState.EXPIRED)
+        except (FolderError, FileNotFoundError, LogBroken) as error:
+            if held.is_unwanted:
+                raise asyncio.CancelledError from None
+            raise RowDeferred(str(error), LEASE_SECONDS) from None
+        finally:
+            with contextlib.suppress(FolderError, FileNotFoundError, LogBroken):
+                await events.close()
+
+    async def _ended_response(
+        self,
+        row: StoredRow,
+        events: ResponseEvents,
+        outcome: Outcome | None,
+        state: RequestState | None = None,
+    ) -> _Result:
+        """The result of a response whose log has ended. Raises: FolderError."""
+        response = await events.response()
+        end = _ENDS.get(str(response.get("status")), "failed")
+        error = response.get("error") or {}
+        if state is None:
+            state = RequestState.FAILED if end == "failed" else RequestState.DONE
+        status = 200 if end != "failed" else 500 if outcome is None else max(outcome.status, 400)
+        code = str(error.get("code") or "server_error") if end == "failed" else None
+        usage = None if outcome is None else outcome.usage
+        if outcome is None and state is RequestState.DONE and events.run_end is not None:
+            tokens = events.usage(response)
+            usage = self.runner.recovered_usage(row, events.run_end, tokens, self._nodes())
+        recorded = RecordedResult(row.id, state, status, code, events.name, 0, events.size, usage)
+        return _Result(recorded, end)
+
+    async def _defer(self, row: StoredRow, body: bytes) -> _Result:
+        """Run a deferred request, and keep its response. Raises: RowDeferred, RunFailed."""
+        try:
+            outcome = await self.runner.run(row, body)
+        except RowExpired:
+            return _Result(RecordedResult(row.id, RequestState.EXPIRED, 504, "queue_timeout"))
+        _check_failed(row, outcome)
+        head = DeferredHead(outcome.status, outcome.header_lines.decode("latin-1"), row.id)
+        data = DeferredResult(head, outcome.content).encode()
+        try:
+            name = await self._requests.write_answer(data)
+        except FolderError as error:
+            raise RowDeferred(str(error), LEASE_SECONDS) from None
+        state = RequestState.DONE if outcome.status < 400 else RequestState.FAILED
+        recorded = RecordedResult(
+            row.id, state, outcome.status, outcome.error_code, name, 0, len(data), outcome.usage
+        )
+        return _Result(recorded, file=name)
+
+    async def _record(self, row: StoredRow, result: _Result) -> None:
+        """Record a result. Raises: StoreError."""
+        counts: list[str] = []
+
+        def recording(connection: Connection) -> Sequence[UsageRow]:
+            now = self.now()
+            counts[:] = record(connection, self.leases.process.id, [result.recorded], now)
+            for kept in keep_background(connection, counts, now + keep_seconds(row)):
+                if result.end is not None:
+                    self._requests.webhooks.response_ended(connection, kept, result.end, now)
+            usage = result.recorded.usage
+            return [usage] if counts and usage is not None else []
+
+        await self._ledger.write_with(recording)
+        if not counts and result.file is not None:
+            with contextlib.suppress(FolderError):
+                await self._requests.threads.run(self._requests.folder.delete, result.file)
+
+    async def _until_stored(self, work: Callable[[], Coroutine[None, None, object]]) -> None:
+        """Do this work of the store, however long the store can't be used."""
+        while True:
+            try:
+                await work()
+            except (StoreError, FolderError) as error:
+                log.warning("a background result waits for the store", why=str(error))
+                await asyncio.sleep(STORE_SECONDS)
+            else:
+                return
+
+
+def is_near(row: StoredRow, now: float) -> bool:
+    """Whether the deadline of a request is near."""
+    if row.deadline is None:
+        return False
+    near = max(NEAR_SECONDS, NEAR_SHARE * (row.deadline - row.created_at))
+    return row.deadline - now <= near
+
+
+def _check_failed(row: StoredRow, outcome: Outcome) -> None:
+    """Raises: RunFailed, if nodes have failed the run and another one is to follow."""
+    if outcome.failed_on_nodes and row.attempts + 1 < MOST_RUNS:
+        raise RunFailed(RETRY_SECONDS * 2**row.attempts)
+
+
+def _failed(row: StoredRow, code: str) -> _Result:
+    end: ResponseEnd | None = "failed" if row.kind is RequestKind.RESPONSE else None
+    place = None if end is None else row.result_place
+    length = row.result_length or 0
+    recorded = RecordedResult(row.id, RequestState.FAILED, 500, code, place, length=length)
+    return _Result(recorded, end)

@@ -1,0 +1,633 @@
+"""The rows of batches in the store, the jobs that read and write them, and how far batches are.
+
+Each job may be done twice. One that changes a batch takes its turn first (`lock_batch`), so that of
+two processes one waits for the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+from sqlalchemy import Column, ColumnElement, Connection, Row, delete, func, select, update
+
+from gateway.store.database import insert_for
+from gateway.store.schema import batches, stored_requests
+from gateway.stored.claims import (
+    BEFORE,
+    IS_WAITING,
+    STEP_ROWS,
+    BatchState,
+    RequestState,
+    WorkLeft,
+    chunks,
+    end_waiting_lines,
+    has_unfinished_lines,
+    lock_batch,
+)
+from gateway.stored.files import (
+    HAS_REQUESTS,
+    Kept,
+    StoredFile,
+    add_file,
+    find_file,
+    kept_by,
+    raise_revision,
+)
+
+INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
+
+_BATCH: Final = batches.c
+
+_ROW: Final = stored_requests.c
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch of a caller. Times are Unix seconds."""
+
+    id: str  # `batch_...` or `msgbatch_...`; ids grow with time
+    owner: str  # the id of a key
+    api: str  # `openai` or `anthropic`
+    endpoint: str  # the path of all its lines
+    input_file: str | None
+    created_at: float
+    expires_at: float  # its deadline
+    keep_until: float  # when it and its results are removed
+    folder: str  # the id of the folder that holds its files
+    class_: str = "batch"  # the highest class that its lines may be raised to
+    state: BatchState = BatchState.VALIDATING
+    group_name: str | None = None
+    user: str | None = None  # the end user whom its caller has named
+    output_file: str | None = None
+    error_file: str | None = None
+    in_progress_at: float | None = None
+    finalizing_at: float | None = None
+    ended_at: float | None = None
+    cancelling_at: float | None = None
+    paused_at: float | None = None
+    pause_reason: str | None = None
+    model: str | None = None  # the model of its lines, if they name one only
+    total: int = 0  # its lines, broken ones included
+    completed: int = 0  # lines with a response (status below 400)
+    failed: int = 0  # lines whose result is an error, broken lines included; not the next two
+    cancelled: int = 0
+    expired: int = 0
+    prompt_tokens: int = 0  # of all recorded results, as the next three
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    output_seconds: float | None = None
+    """For how long its output files are kept (`output_expires_after`)."""
+    webhook_url: str | None = None
+    metadata: dict[str, str] | None = None
+    idempotency_key: str | None = None
+    request_digest: str | None = None
+    """Of the request that created it: the same idempotency key with another request is refused."""
+    errors: list[dict[str, Any]] | None = None
+    """Why it failed as a whole: objects with code, message, param and line."""
+    requests_bytes: int = 0
+    """Of the file with its lines, where there is no input file; 0 once that is removed."""
+    result_bytes: int = 0  # of all recorded results, errors of broken lines included
+
+    @property
+    def ended_lines(self) -> int:
+        """Lines that have a result, or will never have one."""
+        return self.completed + self.failed + self.cancelled + self.expired
+
+
+EndListener = Callable[[Connection, Batch], None]
+"""Is told of a batch that ends, in the transaction in which it does."""
+
+AddOutcome = Literal[
+    "added", "again", "conflict", "no_file", "wrong_purpose", "elsewhere", "too_many", "full"
+]
+"""`again`: the same idempotency key with the same request; `conflict`: with another one;
+`elsewhere`: the input file is in the folder of another gateway; `full`: its owner keeps as much as
+it may."""
+
+
+class BatchAdded(NamedTuple):
+    """What became of a new batch."""
+
+    outcome: AddOutcome
+    batch: Batch | None  # the new one, or the earlier one with the same idempotency key
+    kept: Kept | None = None  # what the owner keeps, if it is `full`
+
+
+class BatchPage(NamedTuple):
+    """Some batches, the newest first."""
+
+    batches: list[Batch]
+    has_more: bool
+
+
+class DueBatch(NamedTuple):
+    """A batch that is to be removed."""
+
+    id: str
+    places: list[str]
+    """The folder's files that are to be deleted first: bodies and results of its lines."""
+
+
+_FIELDS: Final = tuple(Batch.__dataclass_fields__)
+
+_COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_BATCH[name] for name in _FIELDS)
+
+_JSON: Final = ("metadata", "errors")
+
+_SHOWN: Final = _BATCH.deleted_at.is_(None)
+
+
+# Add.
+
+
+def add_batch(
+    connection: Connection, batch: Batch, most_unfinished: int, most_bytes: int
+) -> BatchAdded:
+    """Add a batch, unless its owner has too many unfinished ones, or no room.
+
+    `most_bytes`: of all that the owner keeps.
+    """
+    # Until the end of the transaction the input file can't be deleted.
+    raise_revision(connection)
+    earlier = _find(connection, _BATCH.id == batch.id)
+    if earlier is not None:
+        return BatchAdded("added", earlier)  # Done again.
+    if batch.idempotency_key is not None:
+        key = _BATCH.idempotency_key == batch.idempotency_key
+        earlier = _find(connection, _BATCH.owner == batch.owner, key)
+        if earlier is not None:
+            is_same = earlier.request_digest == batch.request_digest
+            return BatchAdded("again" if is_same else "conflict", earlier)
+    if batch.input_file is not None:
+        file = find_file(connection, batch.owner, batch.input_file, batch.created_at)
+        if file is None:
+            return BatchAdded("no_file", None)
+        if file.purpose != INPUT_PURPOSE:
+            return BatchAdded("wrong_purpose", None)
+        if file.folder != batch.folder:
+            return BatchAdded("elsewhere", None)
+    unfinished_ones = select(func.count()).where(
+        _BATCH.owner == batch.owner, _BATCH.ended_at.is_(None)
+    )
+    if (connection.scalar(unfinished_ones) or 0) >= most_unfinished:
+        return BatchAdded("too_many", None)
+    kept = kept_by(connection, batch.owner, batch.created_at)
+    # Its results need room too.
+    if kept.bytes + max(1, batch.requests_bytes) > most_bytes:
+        return BatchAdded("full", None, kept)
+    connection.execute(insert_for(connection)(batches).values(**_values_of(batch)))
+    return BatchAdded("added", batch)
+
+
+# Read.
+
+
+def find_batch(connection: Connection, owner: str, id_: str, api: str) -> Batch | None:
+    """The owner's batch of this API."""
+    return _find(connection, _BATCH.id == id_, _BATCH.owner == owner, _BATCH.api == api, _SHOWN)
+
+
+def read_batches(
+    connection: Connection,
+    owner: str,
+    api: str,
+    limit: int,
+    after: str | None = None,
+    before: str | None = None,
+) -> BatchPage:
+    """A page of an owner's batches, the newest first.
+
+    `after`: older ones than that; `before`: the next newer ones than that. Batches of these ids
+    need not be there any more.
+    """
+    asked = select(*_COLUMNS).where(_BATCH.owner == owner, _BATCH.api == api, _SHOWN)
+    # Ids grow with time.
+    if after is not None:
+        asked = asked.where(_BATCH.id < after)
+    if before is not None:
+        asked = asked.where(_BATCH.id > before)
+    order = _BATCH.id.asc() if before is not None else _BATCH.id.desc()
+    found = connection.execute(asked.order_by(order).limit(limit + 1)).all()
+    page = [_batch_of(row) for row in found[:limit]]
+    return BatchPage(page[::-1] if before is not None else page, len(found) > limit)
+
+
+def unfinished(connection: Connection, folder: str) -> list[Batch]:
+    """All unfinished batches of the folder, the oldest first."""
+    asked = select(*_COLUMNS).where(_BATCH.folder == folder, _BATCH.ended_at.is_(None))
+    return [_batch_of(row) for row in connection.execute(asked.order_by(_BATCH.id))]
+
+
+# From the beginning to the end. Each job returns the batch as it is then; None: it is gone.
+
+
+def begin_batch(
+    connection: Connection, id_: str, total: int, failed: int, model: str | None, now: float
+) -> Batch | None:
+    """All its lines are there: they may run. Nothing, if it isn't `validating` any more."""
+    changes: dict[str, Any] = {
+        "total": total, "failed": failed, "model": model, "in_progress_at": now,
+        "result_bytes": _result_bytes(connection, id_) if failed else 0,
+    }  # fmt: skip
+    if lock_batch(connection, id_) is not BatchState.VALIDATING:
+        return _find(connection, _BATCH.id == id_)
+    if failed == total:
+        return _move(connection, id_, BatchState.FINALIZING, {**changes, "finalizing_at": now})
+    return _move(connection, id_, BatchState.IN_PROGRESS, changes)
+
+
+def fail_batch(
+    connection: Connection,
+    id_: str,
+    errors: Sequence[dict[str, Any]],
+    now: float,
+    also: EndListener | None = None,
+) -> Batch | None:
+    """Its input can't be used at all. Nothing, if it isn't `validating` any more."""
+    state = lock_batch(connection, id_)
+    changes = {"errors": _json(list(errors)), "ended_at": now}
+    failed = _move(connection, id_, BatchState.FAILED, changes)
+    if failed is not None and state is BatchState.VALIDATING and also is not None:
+        also(connection, failed)
+    return failed
+
+
+def cancel_batch(
+    connection: Connection, owner: str, id_: str, api: str, now: float, limit: int = STEP_ROWS
+) -> Batch | None:
+    """Cancel the owner's batch: lines that wait end, those that run are told by `renew`.
+
+    Of more than `limit` lines some end later, by `begin_finalizing`. A batch that has ended stays
+    as it is.
+    """
+    if find_batch(connection, owner, id_, api) is None:
+        return None
+    state = lock_batch(connection, id_)
+    changes: dict[str, Any] = {"cancelling_at": now}
+    if state is BatchState.VALIDATING:
+        # It gets no more lines: these are all.
+        of_batch = select(func.count()).where(_ROW.batch == id_)
+        failed = of_batch.where(_ROW.state == RequestState.FAILED.value)
+        changes |= {
+            "total": connection.scalar(of_batch) or 0,
+            "failed": connection.scalar(failed) or 0,
+            "result_bytes": _result_bytes(connection, id_),
+        }
+    cancelled = _move(connection, id_, BatchState.CANCELLING, changes)
+    if cancelled is not None and cancelled.state is BatchState.CANCELLING:
+        end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
+    return _find(connection, _BATCH.id == id_)
+
+
+def pause_batch(
+    connection: Connection,
+    owner: str,
+    id_: str,
+    now: float,
+    reason: str,
+    api: str | None = None,
+) -> Batch | None:
+    """Claim no more lines of the owner's batch; those that run go on. Its deadline stays.
+
+    Nothing, if it is paused already, or is none of this API.
+    """
+    conditions = _of_owner(owner, id_, api)
+    changed = update(batches).where(
+        *conditions, _BATCH.ended_at.is_(None), _BATCH.paused_at.is_(None)
+    )
+    connection.execute(changed.values(paused_at=now, pause_reason=reason))
+    return _find(connection, *conditions)
+
+
+def resume_batch(
+    connection: Connection,
+    owner: str,
+    id_: str,
+    api: str | None = None,
+    reasons: Collection[str] | None = None,
+) -> Batch | None:
+    """Let the lines of the owner's batch run again; `reasons`: only if it was paused for one."""
+    conditions = _of_owner(owner, id_, api)
+    changed = update(batches).where(*conditions, _BATCH.ended_at.is_(None))
+    if reasons is not None:
+        changed = changed.where(_BATCH.pause_reason.in_(reasons))
+    connection.execute(changed.values(paused_at=None, pause_reason=None))
+    return _find(connection, *conditions)
+
+
+def _of_owner(owner: str, id_: str, api: str | None) -> list[ColumnElement[bool]]:
+    conditions = [_BATCH.id == id_, _BATCH.owner == owner, _SHOWN]
+    return conditions if api is None else [*conditions, _BATCH.api == api]
+
+
+def begin_finalizing(
+    connection: Connection, id_: str, now: float, limit: int = STEP_ROWS
+) -> Batch | None:
+    """All its lines have ended: its output can be put together.
+
+    None: lines still wait or run, or it isn't so far for another reason. Waiting lines of a batch
+    that is being cancelled end here, at most `limit` at a time.
+    """
+    state = lock_batch(connection, id_)
+    if state is BatchState.CANCELLING:
+        ended = end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
+        if ended == limit:
+            return None
+    elif state not in {BatchState.IN_PROGRESS, BatchState.FINALIZING}:
+        return None
+    if has_unfinished_lines(connection, id_):
+        return None
+    if state is BatchState.CANCELLING:
+        first = update(batches).where(_BATCH.id == id_, _BATCH.finalizing_at.is_(None))
+        connection.execute(first.values(finalizing_at=now))
+        return _find(connection, _BATCH.id == id_)
+    return _move(connection, id_, BatchState.FINALIZING, {"finalizing_at": now})
+
+
+def end_batch(
+    connection: Connection,
+    id_: str,
+    output: StoredFile | None,
+    error_file: StoredFile | None,
+    now: float,
+    also: EndListener | None = None,
+) -> Batch | None:
+    """Give the batch its files and its last state.
+
+    None: it is not `finalizing`, or has ended with other files, so that these can be discarded.
+    """
+    lock_batch(connection, id_)
+    batch = _find(connection, _BATCH.id == id_)
+    if batch is None or batch.finalizing_at is None:
+        return None
+    names = tuple(None if file is None else file.id for file in (output, error_file))
+    if batch.ended_at is not None:
+        # Done again: these are its files, unless another process was faster.
+        return batch if (batch.output_file, batch.error_file) == names else None
+    last = BatchState.COMPLETED
+    if batch.cancelling_at is not None:
+        last = BatchState.CANCELLED
+    elif batch.expired:
+        last = BatchState.EXPIRED
+    for file in (output, error_file):
+        if file is not None:
+            add_file(connection, file)
+    changes = {"output_file": names[0], "error_file": names[1], "ended_at": now}
+    ended = _move(connection, id_, last, changes)
+    if ended is not None and also is not None:
+        also(connection, ended)
+    return ended
+
+
+def expire_lines(connection: Connection, folder: str, now: float, limit: int = STEP_ROWS) -> int:
+    """End waiting requests of the folder whose deadline has passed; how many, at most `limit`."""
+    late = select(_BATCH.id).where(
+        _BATCH.folder == folder,
+        _BATCH.ended_at.is_(None),
+        _BATCH.expires_at <= now,
+        _BATCH.state == BatchState.IN_PROGRESS.value,
+    )
+    number = 0
+    for id_ in connection.scalars(late.order_by(_BATCH.id)).all():
+        if number < limit and lock_batch(connection, id_) is BatchState.IN_PROGRESS:
+            number += end_waiting_lines(connection, id_, RequestState.EXPIRED, now, limit - number)
+    if number < limit:
+        alone = select(_ROW.id).where(
+            _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.deadline <= now
+        )
+        expired = update(stored_requests).where(
+            _ROW.id.in_(alone.limit(limit - number)), IS_WAITING
+        )
+        expired = expired.values(state=RequestState.EXPIRED.value, ended_at=now)
+        number += connection.execute(expired).rowcount
+    return number
+
+
+# The end of batches and of all that they have.
+
+
+def delete_batch(connection: Connection, owner: str, id_: str, api: str) -> list[str] | None:
+    """Take an ended batch from its owner; None: there is none.
+
+    Returns the folder's files that are to be deleted, before `remove_batches` removes the rows.
+    """
+    found = find_batch(connection, owner, id_, api)
+    if found is None or found.ended_at is None:
+        return None
+    gone = update(batches).where(_BATCH.id == id_, _BATCH.ended_at.is_not(None))
+    connection.execute(gone.values(deleted_at=found.ended_at, keep_until=0.0, idempotency_key=None))
+    return _places(connection, found.id, found.input_file)
+
+
+def take_due_batches(connection: Connection, folder: str, now: float, limit: int) -> list[DueBatch]:
+    """Ended batches of the folder whose time is over, or that were deleted: from now on nobody's.
+
+    The caller deletes their files in the folder, then removes their rows (`remove_batches`).
+    """
+    due = select(_BATCH.id, _BATCH.input_file).where(
+        _BATCH.folder == folder, _BATCH.keep_until <= now, _BATCH.ended_at.is_not(None)
+    )
+    found = connection.execute(due.order_by(_BATCH.keep_until).limit(limit)).all()
+    ids = [row.id for row in found]
+    taken = update(batches).where(_BATCH.id.in_(ids), _SHOWN)
+    connection.execute(taken.values(deleted_at=now, idempotency_key=None))
+    return [DueBatch(id_, _places(connection, id_, input_file)) for id_, input_file in found]
+
+
+def remove_batches(connection: Connection, ids: Iterable[str], limit: int = STEP_ROWS) -> bool:
+    """Remove batches that were deleted or taken as due, with their lines.
+
+    At most `limit` lines: returns whether all is removed. If not, it is to be done again.
+    """
+    gone = select(_BATCH.id).where(_BATCH.deleted_at.is_not(None))
+    for some in chunks(ids):
+        for id_ in connection.scalars(gone.where(_BATCH.id.in_(some))).all():
+            lines = select(_ROW.id).where(_ROW.batch == id_).limit(limit)
+            removed = delete(stored_requests).where(_ROW.id.in_(lines))
+            limit -= connection.execute(removed).rowcount
+            if limit <= 0:
+                return False
+            connection.execute(delete(batches).where(_BATCH.id == id_))
+    return True
+
+
+def _places(connection: Connection, id_: str, input_file: str | None) -> list[str]:
+    """The folder's files that only the lines of this batch need."""
+    pairs = select(_ROW.place, _ROW.result_place).where(_ROW.batch == id_).distinct()
+    names = {name for pair in connection.execute(pairs) for name in pair if name is not None}
+    # The input file is its owner's, and goes when that one or its expiry says so.
+    return sorted(names - {input_file})
+
+
+def with_requests(connection: Connection, folder: str, limit: int) -> list[Batch]:
+    """Ended batches of the folder whose requests, which nobody reads any more, are still there."""
+    asked = select(*_COLUMNS).where(
+        HAS_REQUESTS, _BATCH.folder == folder, _BATCH.ended_at.is_not(None)
+    )
+    return [_batch_of(row) for row in connection.execute(asked.limit(limit))]
+
+
+def requests_removed(connection: Connection, ids: Iterable[str]) -> None:
+    """The files with the requests of these batches are gone."""
+    for some in chunks(ids):
+        connection.execute(update(batches).where(_BATCH.id.in_(some)).values(requests_bytes=0))
+
+
+# Rows.
+
+
+def _result_bytes(connection: Connection, id_: str) -> int:
+    """Bytes of the results that the batch's lines have."""
+    asked = select(func.sum(_ROW.result_length)).where(_ROW.batch == id_)
+    return int(connection.scalar(asked) or 0)
+
+
+def _move(
+    connection: Connection, id_: str, state: BatchState, changes: dict[str, Any]
+) -> Batch | None:
+    """Bring the batch into a state, if that may follow its own; the batch as it is then."""
+    before = [one.value for one in BEFORE[state]]
+    moved = update(batches).where(_BATCH.id == id_, _BATCH.state.in_(before))
+    connection.execute(moved.values(state=state.value, **changes))
+    return _find(connection, _BATCH.id == id_)
+
+
+def _find(connection: Connection, *conditions: Any) -> Batch | None:
+    row = connection.execute(select(*_COLUMNS).where(*conditions)).one_or_none()
+    return None if row is None else _batch_of(row)
+
+
+def _batch_of(row: Row[Any]) -> Batch:
+    values: dict[str, Any] = dict(zip(_FIELDS, row, strict=True))
+    values["state"] = BatchState(values["state"])
+    for name in _JSON:
+        if values[name] is not None:
+            values[name] = json.loads(values[name])
+    return Batch(**values)
+
+
+def _values_of(batch: Batch) -> dict[str, Any]:
+    values = {name: getattr(batch, name) for name in _FIELDS}
+    values["state"] = batch.state.value
+    for name in _JSON:
+        values[name] = _json(values[name])
+    return values
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False)
+
+
+SAMPLE_SECONDS = 5.0  # seconds between two looks at what a batch has done
+WINDOW_SECONDS = 180.0  # seconds over which its speed is measured
+
+DEFAULT_COMPLETION_TOKENS = 256
+"""Of a line whose request names no limit, while no line of its batch has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchProgress:
+    """How far a batch is."""
+
+    waiting: int = 0
+    running: int = 0
+    tokens_per_second: float | None = None
+    """Recorded completion tokens of the last minutes; None: not known yet, or it has ended."""
+    expected_end: float | None = None  # Unix time; None: not known
+    cost: float = 0.0  # of its recorded results, in the settings' currency
+    expected_cost: float | None = None
+    """Of all its lines, also before it starts; None: no price is known."""
+
+
+class _Sample(NamedTuple):
+    at: float  # monotonic seconds
+    tokens: int
+    lines: int
+
+
+class BatchSpeed(NamedTuple):
+    """What was recorded in a second, of late."""
+
+    tokens: float
+    lines: float
+
+
+class SpeedMeter:
+    """Measures the speeds of batches by what is recorded of them."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, deque[_Sample]] = {}
+
+    def look(self, batches: Iterable[Batch], now: float) -> None:
+        """Note what these have done, and forget all others; `now` in monotonic seconds."""
+        before, self._samples = self._samples, {}
+        for batch in batches:
+            samples = before.get(batch.id) or deque()
+            self._samples[batch.id] = samples
+            if batch.paused_at is not None:
+                samples.clear()
+            elif not samples or now - samples[-1].at >= SAMPLE_SECONDS:
+                ended = batch.completed + batch.failed
+                samples.append(_Sample(now, batch.completion_tokens, ended))
+            while samples and now - samples[0].at > WINDOW_SECONDS:
+                samples.popleft()
+
+    def speed(self, id_: str) -> BatchSpeed | None:
+        """The speed of this batch; None: it is not known yet."""
+        samples = self._samples.get(id_)
+        if not samples or len(samples) < 2:
+            return None
+        first, last = samples[0], samples[-1]
+        seconds = last.at - first.at
+        return BatchSpeed(
+            (last.tokens - first.tokens) / seconds, (last.lines - first.lines) / seconds
+        )
+
+
+def progress_of(
+    batch: Batch, left: WorkLeft, speed: BatchSpeed | None, price: float | None, now: float
+) -> BatchProgress:
+    """How far the batch is.
+
+    `price`: the mean cost of a token of its model, as far as known; `now`: Unix time.
+    """
+    lines = left.waiting + left.running
+    if batch.state.ended or not lines:
+        return BatchProgress(
+            cost=batch.cost, expected_cost=batch.cost if batch.state.ended else None
+        )
+    tokens = _completion_tokens_left(batch, left)
+    expected_end = None
+    if speed is not None and batch.paused_at is None:
+        if speed.tokens > 0 and tokens > 0:
+            expected_end = now + tokens / speed.tokens
+        elif speed.lines > 0:
+            expected_end = now + lines / speed.lines
+    done = batch.prompt_tokens + batch.completion_tokens
+    mean = batch.cost / done if done and batch.cost > 0 else price
+    expected_cost = None
+    if mean is not None and batch.in_progress_at is not None:
+        expected_cost = batch.cost + mean * (left.prompt_tokens + tokens)
+    return BatchProgress(
+        left.waiting,
+        left.running,
+        None if speed is None else speed.tokens,
+        expected_end,
+        batch.cost,
+        expected_cost,
+    )
+
+
+def _completion_tokens_left(batch: Batch, left: WorkLeft) -> float:
+    """What the lines that have not ended will probably generate."""
+    lines = left.waiting + left.running
+    named = left.max_tokens / lines
+    if not batch.completed:
+        return lines * (named or DEFAULT_COMPLETION_TOKENS)
+    mean = batch.completion_tokens / batch.completed
+    return lines * (min(mean, named) if named else mean)

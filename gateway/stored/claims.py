@@ -1,0 +1,960 @@
+"""Stored requests: their rows, who runs which under a lease, and the one result of each.
+
+A claimed request is `running` until its result is recorded or its process puts it back. The process
+renews its claims. When a lease is over, or its process gone, any other process of the folder puts
+the request back. Then it may run twice, and only the process that has the claim can record a result
+(`record`): an execution without a claim is the operator's loss.
+
+Each job may be done twice. Several processes may work on one store at the same time: a job that
+changes lines and their batch takes the batch's turn first (`lock_batch`), so that none waits for
+another in a circle. Claims take no turn, and pass over rows that others hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
+
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    bindparam,
+    func,
+    literal_column,
+    or_,
+    select,
+    update,
+)
+
+from gateway.callers.ledger import ROW_COLUMNS, UsageRow
+from gateway.callers.processes import ProcessIdentity, SeenProcess, is_gone
+from gateway.store.database import insert_for
+from gateway.store.failures import StoreError
+from gateway.store.schema import batches, processes, stored_requests
+from gateway.store.store import Store
+from gateway.stored.folder import DiskThreads, Folder, FolderError
+
+LINE_PREFIX = "batch_req_"  # begins the id of a batch's line
+
+
+P = ParamSpec("P")
+
+T = TypeVar("T")
+
+
+class BatchState(StrEnum):
+    """Where a batch is, in the words of OpenAI's API."""
+
+    VALIDATING = "validating"  # its input is being read
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"  # all its lines have ended; its output is being put together
+    COMPLETED = "completed"
+    FAILED = "failed"  # its input could not be used at all: nothing was run
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        """Whether it never changes again."""
+        return self in _ENDED
+
+
+_ENDED = frozenset(
+    {BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED}
+)
+
+BEFORE: Final[dict[BatchState, Collection[BatchState]]] = {
+    BatchState.VALIDATING: (),
+    BatchState.IN_PROGRESS: (BatchState.VALIDATING,),
+    BatchState.FINALIZING: (BatchState.VALIDATING, BatchState.IN_PROGRESS),
+    BatchState.FAILED: (BatchState.VALIDATING,),
+    BatchState.CANCELLING: (
+        BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING,
+    ),
+    BatchState.COMPLETED: (BatchState.FINALIZING,),
+    BatchState.EXPIRED: (BatchState.FINALIZING,),
+    BatchState.CANCELLED: (BatchState.CANCELLING,),
+}  # fmt: skip
+"""The states from which a batch may come into each state."""
+
+
+class RequestState(StrEnum):
+    """Where a stored request is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"  # A process has claimed it, and says again and again that it still runs it
+    DONE = "done"
+    FAILED = "failed"  # it has an error as its result: that of a node, or what is wrong with it
+    CANCELLED = "cancelled"
+    """It was not run, or not to its end, because its caller did not want it any more."""
+    EXPIRED = "expired"  # its time was over before it had a result
+
+    @property
+    def ended(self) -> bool:
+        """Whether it never changes again."""
+        return self not in {RequestState.WAITING, RequestState.RUNNING}
+
+
+class RequestKind(StrEnum):
+    """What a stored request is for."""
+
+    LINE = "line"  # A line of a batch
+    RESPONSE = "response"  # A response in the background, or one that is kept
+    DEFERRED = "deferred"  # any other generation that its caller wants to have later
+
+
+def new_id(prefix: str, now: float, token: Callable[[int], str]) -> str:
+    """A new id: ids of the same prefix grow with time.
+
+    `now` is Unix time; `token` gives random hex digits for so many bytes.
+    """
+    return f"{prefix}{int(now * 1000):012x}{token(10)}"
+
+
+def line_id(batch: str, number: int) -> str:
+    """The id of a batch's line: the same however often its input is read."""
+    return f"{LINE_PREFIX}{batch.rpartition('_')[2]}_{number}"
+
+
+STEP_ROWS = 4_000  # rows that one job ends or removes: some 20 ms of work
+IDS_AT_ONCE = 500  # ids that one statement names
+
+_ROW: Final = stored_requests.c
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """A stored request. Its body is `length` bytes of the folder's file `place`."""
+
+    id: str  # also that of the ledger's row
+    kind: RequestKind
+    owner: str
+    path: str  # A path of `ROUTES`
+    place: str
+    offset: int
+    length: int
+    created_at: float  # Unix time, as all times here
+    keep_until: float
+    folder: str
+    class_: str = "batch"  # the label of its class
+    batch: str | None = None
+    number: int | None = None  # of its line in the input, from 1
+    custom_id: str | None = None  # None: the line has none, or an earlier line has the same
+    group_name: str | None = None
+    user: str | None = None
+    model: str | None = None  # as its body names it
+    stream: bool = False
+    webhook_url: str | None = None
+    prompt_tokens: int = 0  # estimated
+    max_tokens: int = 0  # 0: its body names none
+    prefix: int = 0  # equal for prompts that begin alike; 0: too short to matter
+    state: RequestState = RequestState.WAITING
+    attempts: int = 0  # runs that nodes have failed
+    claimed_by: str | None = None  # the id of the process that runs it
+    claimed_until: float | None = None
+    not_before: float = 0.0
+    deadline: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    status: int | None = None  # the HTTP status of its result
+    result_place: str | None = None
+    result_offset: int | None = None
+    result_length: int | None = None
+    error_code: str | None = None
+
+
+class WaitingLines(NamedTuple):
+    """Lines of a batch that name one model and may run now."""
+
+    batch: str
+    owner: str
+    path: str
+    model: str | None
+    class_: str  # the highest class that they may have
+    rows: int
+    deadline: float  # Unix time
+
+
+class WorkLeft(NamedTuple):
+    """What has not ended yet of a batch; tokens are sums of estimates."""
+
+    waiting: int
+    running: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+_FIELDS: Final = tuple(StoredRow.__dataclass_fields__)
+
+COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_ROW[name] for name in _FIELDS)  # for `row_of`
+
+
+def in_state(state: RequestState) -> ColumnElement[bool]:
+    """The condition of rows in this state; written out, so that partial indexes are used."""
+    return _ROW.state == literal_column(f"'{state.value}'")
+
+
+IS_WAITING: Final = in_state(RequestState.WAITING)
+
+IS_RUNNING: Final = in_state(RequestState.RUNNING)
+
+
+def row_of(row: Row[Any]) -> StoredRow:
+    """The dataclass of a row of `COLUMNS`."""
+    values: dict[str, Any] = dict(zip(_FIELDS, row, strict=True))
+    values["kind"], values["state"] = RequestKind(values["kind"]), RequestState(values["state"])
+    return StoredRow(**values)
+
+
+def job(
+    function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
+) -> Callable[[Connection], T]:
+    """A job of the store: `store.run(job(find_batch, owner, id_, api))`."""
+    return lambda connection: function(connection, *args, **kwargs)
+
+
+def chunks(ids: Iterable[str]) -> Iterable[list[str]]:
+    """The ids, as many at a time as one statement names, in an order that all processes have."""
+    rest = iter(sorted(set(ids)))
+    while some := list(islice(rest, IDS_AT_ONCE)):
+        yield some
+
+
+def those_with(
+    connection: Connection, column: Column[Any], values: Iterable[str], *conditions: Any
+) -> set[str]:
+    """The values that the column has in rows of these conditions."""
+    asked = select(column).where(*conditions)
+    return {
+        found
+        for some in chunks(values)
+        for found in connection.scalars(asked.where(column.in_(some)))
+    }
+
+
+def lock_batch(connection: Connection, id_: str) -> BatchState | None:
+    """Take the batch's turn until the transaction ends; its state, None if it is gone."""
+    asked = select(batches.c.state).where(batches.c.id == id_).with_for_update()
+    state = connection.scalar(asked)
+    return None if state is None else BatchState(state)
+
+
+def lock_batches(connection: Connection, ids: Iterable[str | None]) -> None:
+    """Take the turns of batches, in an order that keeps processes from waiting in a circle."""
+    for some in chunks(id_ for id_ in ids if id_ is not None):
+        asked = select(batches.c.id).where(batches.c.id.in_(some)).order_by(batches.c.id)
+        connection.execute(asked.with_for_update()).all()
+
+
+# Add and find.
+
+
+def add_rows(connection: Connection, rows: Sequence[StoredRow]) -> bool:
+    """Add stored requests; those that are there already stay as they are.
+
+    False: their batch takes no lines any more, as it was cancelled or has ended, and none is added.
+    """
+    for id_ in sorted({row.batch for row in rows if row.batch is not None}):
+        if lock_batch(connection, id_) not in {BatchState.VALIDATING, BatchState.IN_PROGRESS}:
+            return False
+    added = insert_for(connection)(stored_requests).on_conflict_do_nothing(index_elements=["id"])
+    if rows:
+        connection.execute(added, [_values_of(row) for row in rows])
+    return True
+
+
+def result_rows(
+    connection: Connection, batch: str, after_number: int, limit: int
+) -> list[StoredRow]:
+    """Lines of a batch that have ended, behind line `after_number`, by their numbers."""
+    unfinished = [RequestState.WAITING.value, RequestState.RUNNING.value]
+    asked = select(*COLUMNS).where(
+        _ROW.batch == batch, _ROW.number > after_number, _ROW.state.not_in(unfinished)
+    )
+    return [row_of(row) for row in connection.execute(asked.order_by(_ROW.number).limit(limit))]
+
+
+# What waits.
+
+
+def waiting_by_kind(connection: Connection, folder: str, now: float) -> Counter[str]:
+    """How many requests without a batch may run now in the folder, by their kind."""
+    asked = select(_ROW.kind, func.count()).where(
+        _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.not_before <= now
+    )
+    found = Counter[str]()
+    for kind, rows in connection.execute(asked.group_by(_ROW.kind)):
+        found[kind] += rows
+    return found
+
+
+def runnable_batches(folder: str, *columns: Column[Any]) -> Select[Any]:
+    """The batches whose lines may run."""
+    return select(*columns).where(
+        batches.c.folder == folder,
+        batches.c.ended_at.is_(None),
+        batches.c.state == BatchState.IN_PROGRESS.value,
+        batches.c.paused_at.is_(None),
+    )
+
+
+def waiting_lines(connection: Connection, folder: str, now: float) -> Iterable[WaitingLines]:
+    """The lines of the folder that may run now: not those of a paused batch, or put off."""
+    columns = batches.c
+    runnable = {
+        row.id: row
+        for row in connection.execute(
+            runnable_batches(
+                folder, columns.id, columns.owner, columns.endpoint, columns.class_,
+                columns.expires_at,
+            )
+        )
+    }  # fmt: skip
+    names = func.min(_ROW.model), func.max(_ROW.model), func.count(_ROW.model)
+    waiting = IS_WAITING, _ROW.not_before <= now
+    for ids in chunks(runnable):
+        # By batch alone: the index has them in this order. Few batches have several models.
+        of_batches = select(_ROW.batch, *names, func.count()).where(_ROW.batch.in_(ids), *waiting)
+        for id_, least, most, named, rows in connection.execute(
+            of_batches.group_by(_ROW.batch)
+        ).all():
+            models: Iterable[Any] = [(most, rows)]
+            if least != most or named not in {0, rows}:
+                of_models = select(_ROW.model, func.count()).where(_ROW.batch == id_, *waiting)
+                models = connection.execute(of_models.group_by(_ROW.model))
+            _, owner, path, class_, deadline = runnable[id_]
+            for model, rows_of_model in models:
+                yield WaitingLines(id_, owner, path, model, class_, rows_of_model, deadline)
+
+
+def work_left(connection: Connection, batch: str) -> WorkLeft:
+    """What has not ended yet of a batch."""
+    sums = func.count(), func.sum(_ROW.prompt_tokens), func.sum(_ROW.max_tokens)
+    waiting, running = (
+        connection.execute(select(*sums).where(_ROW.batch == batch, condition)).one()
+        for condition in (IS_WAITING, IS_RUNNING)
+    )
+    prompt_tokens, max_tokens = (
+        int(waiting[place] or 0) + int(running[place] or 0) for place in (1, 2)
+    )
+    return WorkLeft(waiting[0], running[0], prompt_tokens, max_tokens)
+
+
+def has_unfinished_lines(connection: Connection, batch: str) -> bool:
+    """Whether a line of the batch waits or runs."""
+    # One statement: a line that comes from one state into the other is seen in either.
+    waits, runs = (
+        select(_ROW.id).where(_ROW.batch == batch, condition).limit(1).exists()
+        for condition in (IS_WAITING, IS_RUNNING)
+    )
+    return bool(connection.scalar(select(waits | runs)))
+
+
+# The end of rows that wait.
+
+COUNTED_AS: Final = {
+    RequestState.DONE: batches.c.completed,
+    RequestState.FAILED: batches.c.failed,
+    RequestState.CANCELLED: batches.c.cancelled,
+    RequestState.EXPIRED: batches.c.expired,
+}
+"""The column in which a batch counts its lines that have ended so."""
+
+
+def count_lines(connection: Connection, batch: str, state: RequestState, number: int) -> None:
+    """Count lines of the batch that have ended so."""
+    column = COUNTED_AS[state]
+    connection.execute(
+        update(batches).where(batches.c.id == batch).values({column: column + number})
+    )
+
+
+def end_waiting_lines(
+    connection: Connection, batch: str, state: RequestState, now: float, limit: int = STEP_ROWS
+) -> int:
+    """End lines that wait in this state, and count them; how many. The batch must be locked."""
+    some = select(_ROW.id).where(_ROW.batch == batch, IS_WAITING).limit(limit)
+    ended = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
+    number = connection.execute(ended.values(state=state.value, ended_at=now)).rowcount
+    if number:
+        count_lines(connection, batch, state, number)
+    return number
+
+
+def _values_of(row: StoredRow) -> dict[str, Any]:
+    values = {name: getattr(row, name) for name in _FIELDS}
+    values["kind"], values["state"] = row.kind.value, row.state.value
+    return values
+
+
+LONGEST_UNREAD = 30.0
+"""Seconds after which the store is read, though nothing tells that there is anything new."""
+
+UNTOLD_SECONDS = 5.0  # the same on PostgreSQL, which does not tell what other processes commit
+BUSY_SECONDS = 5.0  # seconds for which work that was found counts as still there
+
+
+@dataclass(slots=True, eq=False)
+class UnfinishedWork:
+    """What is unfinished in a folder, as this process knows it. `clock` is monotonic."""
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    clock: Callable[[], float]
+    _found: bool | None = None  # what the last look found; None: there was none
+    _read_at: float = 0.0
+    _seen: tuple[int, int] = -1, -1
+    """The additions of this process, and the changes of the store, before that look."""
+    _additions: int = 0
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def added(self) -> None:
+        """This process has added something, or may have: to be called behind the attempt."""
+        self._additions += 1
+
+    async def exists(self) -> bool:
+        """Whether something waits, runs, or has not ended. Raises: StoreError, FolderError."""
+        if (known := self._known()) is not None:
+            return known
+        async with self._reading:
+            if (known := self._known()) is not None:  # Somebody else has looked meanwhile.
+                return known
+            # Before the look: what comes after it is new.
+            seen = self._additions, self.store.changes
+            folder = await self.threads.opened(self.folder)
+            found = await self.store.run(job(has_unfinished, folder), write=False)
+            self._found, self._read_at, self._seen = found, self.clock(), seen
+            return found
+
+    def _known(self) -> bool | None:
+        """What is known without a look; None: it must be looked."""
+        additions, changes = self._seen
+        age = self.clock() - self._read_at
+        if self._found is None or additions != self._additions:
+            return None
+        if self._found:
+            return True if age < BUSY_SECONDS else None
+        if age >= LONGEST_UNREAD:
+            return None
+        tells = self.store.location.path is not None
+        quiet = changes == self.store.changes or (not tells and age < UNTOLD_SECONDS)
+        return False if quiet else None
+
+
+def has_unfinished(connection: Connection, folder: str) -> bool:
+    """Whether the folder has a batch that has not ended, or a request that waits or runs."""
+    unfinished = select(batches.c.id).where(
+        batches.c.folder == folder, batches.c.ended_at.is_(None)
+    )
+    running = select(_ROW.id).where(_ROW.folder == folder, IS_RUNNING)
+    # Lines wait only while their batch has not ended.
+    waiting = select(_ROW.id).where(_ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING)
+    asked = select(or_(unfinished.exists(), running.exists(), waiting.exists()))
+    return bool(connection.scalar(asked))
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Which waiting requests are wanted, and how many.
+
+    Lines come with their prefix: those that begin alike together, the longest first. Without a
+    batch the oldest batch comes first. Requests without a batch come in the order of their age.
+    """
+
+    limit: int
+    kind: RequestKind
+    batch: str | None = None
+    owner: str | None = None
+    model: str | None = None
+    prefix: int | None = None
+    ids: Sequence[str] | None = None  # of these requests alone, which have no batch
+    by_deadline: bool = False  # the nearest deadline first; all lines of a batch have the same
+
+
+def claim(
+    connection: Connection,
+    folder: str,
+    process: str,
+    picks: Sequence[Pick],
+    now: float,
+    lease_seconds: float,
+) -> list[StoredRow]:
+    """Claim waiting requests of a folder for a process, pick by pick.
+
+    Returns those that nobody else has; each once, though several picks may want it. What was
+    claimed by a transaction whose commit nobody knows of is to be taken back (`take_back`), or
+    waits again when its lease is over.
+    """
+    claimed: list[StoredRow] = []
+    for pick in picks:
+        picked = _picked_lines if pick.kind is RequestKind.LINE else _picked_alone
+        ids = picked(connection, folder, pick, now)
+        taken = {
+            row.id: row_of(row)
+            for some in chunks(ids)
+            for row in connection.execute(
+                update(stored_requests)
+                .where(_ROW.id.in_(some), IS_WAITING)
+                .values(
+                    state=RequestState.RUNNING.value,
+                    claimed_by=process,
+                    claimed_until=now + lease_seconds,
+                    started_at=now,
+                )
+                .returning(*COLUMNS)
+            )
+        }
+        claimed += [taken[id_] for id_ in ids if id_ in taken]
+    return claimed
+
+
+def _picked_lines(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
+    """The lines of one pick; on PostgreSQL they are locked."""
+    # What is late is about to be ended (`expire_lines`).
+    in_time = or_(_ROW.deadline.is_(None), _ROW.deadline > now)
+    wanted: list[ColumnElement[bool]] = [IS_WAITING, _ROW.not_before <= now, in_time]
+    if pick.model is not None:
+        wanted.append(_ROW.model == pick.model)
+    if pick.prefix is not None:
+        wanted.append(_ROW.prefix == pick.prefix)
+    of_batches = runnable_batches(folder, batches.c.id)
+    if pick.owner is not None:
+        of_batches = of_batches.where(batches.c.owner == pick.owner)
+    if pick.batch is not None:
+        of_batches = of_batches.where(batches.c.id == pick.batch)
+    else:
+        # A batch that all of its lines are taken from gives at least one: so few suffice.
+        waits = select(_ROW.id).where(_ROW.batch == batches.c.id, *wanted)
+        order = (batches.c.expires_at, batches.c.id) if pick.by_deadline else (batches.c.id,)
+        of_batches = of_batches.where(waits.exists()).order_by(*order).limit(pick.limit)
+    ids: list[str] = []
+    for batch in connection.scalars(of_batches).all():
+        lines = select(_ROW.id).where(_ROW.batch == batch, *wanted)
+        lines = lines.order_by(_ROW.prefix, _ROW.max_tokens.desc(), _ROW.number)
+        ids += connection.scalars(unlocked(lines, pick.limit - len(ids)))
+        if len(ids) == pick.limit:
+            break
+    return ids
+
+
+def _picked_alone(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
+    """The requests without a batch of one pick; on PostgreSQL they are locked."""
+    asked = select(_ROW.id).where(
+        _ROW.folder == folder,
+        _ROW.kind == pick.kind.value,
+        _ROW.batch.is_(None),
+        IS_WAITING,
+        _ROW.not_before <= now,
+    )
+    if pick.owner is not None:
+        asked = asked.where(_ROW.owner == pick.owner)
+    if pick.ids is not None:
+        asked = asked.where(_ROW.id.in_(pick.ids))
+    if pick.by_deadline:
+        asked = asked.order_by(_ROW.deadline.is_(None), _ROW.deadline)
+    return list(connection.scalars(unlocked(asked.order_by(_ROW.id), pick.limit)))
+
+
+def unlocked(asked: Select[Any], limit: int) -> Select[Any]:
+    """Rows to be claimed, of any table: those that no other transaction holds, which it locks.
+
+    On SQLite there is no other transaction.
+    """
+    return asked.limit(limit).with_for_update(skip_locked=True)
+
+
+def renew(
+    connection: Connection, process: str, ids: Iterable[str], now: float, lease_seconds: float
+) -> set[str]:
+    """Renew the claims of a process; those that are still wanted.
+
+    The others were cancelled, or have been taken from it: it ends their runs, then puts them back.
+    """
+    unwanted = select(batches.c.id).where(
+        batches.c.ended_at.is_(None), batches.c.state == BatchState.CANCELLING.value
+    )
+    wanted: set[str] = set()
+    for some in chunks(ids):
+        renewed = update(stored_requests).where(
+            _ROW.id.in_(some),
+            _ROW.claimed_by == process,
+            IS_RUNNING,
+            or_(_ROW.batch.is_(None), _ROW.batch.not_in(unwanted)),
+        )
+        renewed = renewed.values(claimed_until=now + lease_seconds)
+        wanted.update(connection.scalars(renewed.returning(_ROW.id)))
+    return wanted
+
+
+def paused(connection: Connection, ids: Iterable[str]) -> set[str]:
+    """Those of the batches that are paused."""
+    return those_with(connection, batches.c.id, ids, batches.c.paused_at.is_not(None))
+
+
+def still_unfinished(connection: Connection, ids: Iterable[str]) -> set[str]:
+    """Those of the requests that wait or run."""
+    unfinished = _ROW.state.in_([RequestState.WAITING.value, RequestState.RUNNING.value])
+    return those_with(connection, _ROW.id, ids, unfinished)
+
+
+def put_back(
+    connection: Connection,
+    process: str,
+    ids: Iterable[str],
+    not_before: float,
+    *,
+    failed: bool = False,
+) -> None:
+    """Let requests that a process runs wait until `not_before`; `failed`: nodes failed this run.
+
+    Lines whose batch is being cancelled end as cancelled.
+    """
+    for some in chunks(ids):
+        _let_wait(
+            connection,
+            [_ROW.id.in_(some), _ROW.claimed_by == process],
+            {"not_before": not_before, "attempts": _ROW.attempts + int(failed)},
+        )
+
+
+def take_back(
+    connection: Connection, folder: str, process: str, claimed_at: Iterable[float]
+) -> int:
+    """Let requests wait that a process has claimed at these times, unknown to it; how many."""
+    at = _ROW.started_at.in_(sorted(set(claimed_at)))
+    return _let_wait(connection, [_ROW.folder == folder, _ROW.claimed_by == process, at], {})
+
+
+def release_lost(
+    connection: Connection,
+    folder: str,
+    own: ProcessIdentity,
+    now: float,
+    own_kinds: Iterable[RequestKind] = tuple(RequestKind),
+) -> int:
+    """Let requests wait whose lease is over or whose process is gone; how many.
+
+    `own_kinds`: the kinds whose claims the caller has just renewed. After the store was away, the
+    process may still run its requests of other kinds, though their leases are over.
+    """
+    running = _ROW.folder == folder, IS_RUNNING
+    kinds = [kind.value for kind in own_kinds]
+    is_mine = or_(_ROW.claimed_by != own.id, _ROW.kind.in_(kinds))
+    lost: list[ColumnElement[bool]] = [(_ROW.claimed_until <= now) & is_mine]
+    claimers = set(connection.scalars(select(_ROW.claimed_by).where(*running).distinct()))
+    if gone := gone_processes(connection, claimers - {own.id}, own.host):
+        lost.append(_ROW.claimed_by.in_(gone))
+    # Whoever holds one of them at this moment renews it, or ends it.
+    return _let_wait(connection, [_ROW.folder == folder, or_(*lost)], {}, skip_locked=True)
+
+
+def gone_processes(connection: Connection, ids: set[str], host: str) -> list[str]:
+    """Those of the processes that do not run any more for sure, or are not registered."""
+    columns = processes.c.id, processes.c.host, processes.c.pid, processes.c.seen_at
+    asked = select(*columns).where(processes.c.id.in_(ids))
+    seen = {row.id: SeenProcess(*row) for row in connection.execute(asked)} if ids else {}
+    return sorted(id_ for id_ in ids if id_ not in seen or is_gone(seen[id_], host))
+
+
+def _let_wait(
+    connection: Connection,
+    conditions: Iterable[ColumnElement[bool]],
+    values: dict[str, Any],
+    *,
+    skip_locked: bool = False,
+) -> int:
+    """Let running requests of these conditions wait, or end if their batch is being cancelled."""
+    chosen = select(_ROW.id, _ROW.batch).where(*conditions, IS_RUNNING)
+    of_batches = {row.batch for row in connection.execute(chosen)}
+    lock_batches(connection, of_batches)
+    locked = connection.execute(chosen.with_for_update(skip_locked=skip_locked))
+    found = {row.id: row.batch for row in locked if row.batch in of_batches}
+    cancelling = those_with(
+        connection,
+        batches.c.id,
+        (batch for batch in of_batches if batch is not None),
+        batches.c.state == BatchState.CANCELLING.value,
+    )
+    cancelled = Counter(batch for batch in found.values() if batch in cancelling)
+    since = select(batches.c.cancelling_at).where(batches.c.id == _ROW.batch).scalar_subquery()
+    ends = {"state": RequestState.CANCELLED.value, "ended_at": since}
+    waits = {"state": RequestState.WAITING.value, **values}
+    for is_end, changes in ((True, ends), (False, waits)):
+        for some in chunks(id_ for id_, batch in found.items() if (batch in cancelling) is is_end):
+            changed = update(stored_requests).where(_ROW.id.in_(some), IS_RUNNING)
+            connection.execute(changed.values(claimed_by=None, claimed_until=None, **changes))
+    for batch in sorted(cancelled):
+        count_lines(connection, batch, RequestState.CANCELLED, cancelled[batch])
+    return len(found)
+
+
+_COUNTED: Final = tuple(
+    (ROW_COLUMNS.index(name), batches.c[name])
+    for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "cost")
+)
+"""The places in a row of the ledger that a batch sums up, and its columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedResult:
+    """The result of one stored request: `length` bytes of the folder's file `place`."""
+
+    id: str  # of the stored request
+    state: RequestState
+    status: int | None = None  # the HTTP status; None: it was not answered
+    error_code: str | None = None
+    place: str | None = None  # None: there is no result to be read
+    offset: int = 0
+    length: int = 0
+    usage: UsageRow | None = None  # the row for the ledger; None: it was not admitted
+
+
+def record(
+    connection: Connection, process: str, results: Sequence[RecordedResult], now: float
+) -> list[str]:
+    """Give requests that this process runs their results, and count them in their batches.
+
+    Returns the ids of those whose result is recorded; done again, the same ids. The other results
+    do not count: their requests were cancelled, or taken by another process.
+    """
+    wanted = {one.id: one for one in results}
+    asked = select(
+        _ROW.id, _ROW.state, _ROW.batch, _ROW.result_place, _ROW.result_offset,
+    )  # fmt: skip
+    recorded: list[str] = []
+    new: list[dict[str, Any]] = []
+    sums: defaultdict[str, Counter[Any]] = defaultdict(Counter)
+    of_batches: set[str | None] = set()
+    for ids in chunks(wanted):
+        own = _ROW.id.in_(ids), _ROW.claimed_by == process
+        of_batches.update(connection.scalars(select(_ROW.batch).where(*own).distinct()))
+    lock_batches(connection, of_batches)
+    for ids in chunks(wanted):
+        locked = asked.where(_ROW.id.in_(ids), _ROW.claimed_by == process).with_for_update()
+        for row in connection.execute(locked):
+            result = wanted[row.id]
+            if row.state == RequestState.RUNNING.value:
+                new.append(_recorded_values(result, now))
+                if row.batch is not None:
+                    _add(sums[row.batch], result)
+            elif not _is_same(row, result):
+                continue
+            recorded.append(row.id)
+    if new:
+        connection.execute(_RECORDED, new)
+    for batch in sorted(sums):
+        values = {column: column + number for column, number in sums[batch].items()}
+        connection.execute(update(batches).where(batches.c.id == batch).values(values))
+    return recorded
+
+
+_RECORDED: Final = (
+    update(stored_requests)
+    .where(_ROW.id == bindparam("of_id"))
+    .values(
+        {
+            name: bindparam(name)
+            for name in (
+                "state", "ended_at", "status", "error_code",
+                "result_place", "result_offset", "result_length",
+            )
+        }
+        | {"claimed_until": None}
+    )
+)  # fmt: skip
+"""`claimed_by` stays: it tells who has recorded the result."""
+
+
+def _recorded_values(result: RecordedResult, now: float) -> dict[str, Any]:
+    return {
+        "of_id": result.id,
+        "state": result.state.value,
+        "ended_at": now,
+        "status": result.status,
+        "error_code": result.error_code,
+        "result_place": result.place,
+        "result_offset": None if result.place is None else result.offset,
+        "result_length": None if result.place is None else result.length,
+    }
+
+
+def _is_same(row: Any, result: RecordedResult) -> bool:
+    """Whether the row, which has ended, has this result."""
+    offset = None if result.place is None else result.offset
+    found = row.state, row.result_place, row.result_offset
+    return bool(found == (result.state.value, result.place, offset))
+
+
+def _add(sums: Counter[Any], result: RecordedResult) -> None:
+    sums[COUNTED_AS[result.state]] += 1
+    sums[batches.c.result_bytes] += result.length
+    if result.usage is not None:
+        for index, column in _COUNTED:
+            sums[column] += result.usage[index]
+
+
+LEASE_SECONDS = 60.0  # for which a claim holds unless it is renewed
+AWAY_SECONDS = 2.0  # seconds after which rows whose bodies could not be read are tried again
+
+CALM_SECONDS = 20.0
+"""Seconds for which no lease counts as over after this machine's clock was set forward: until then
+all processes have renewed theirs."""
+
+JUMP_SECONDS = 5.0  # seconds by which the clock must have been set forward for that
+
+MOST_UNKNOWN = 100
+"""Claims that are to be taken back; the rows of earlier ones wait until their lease is over."""
+
+
+@dataclass(slots=True, eq=False)
+class ClockJumps:
+    """Tells whether Unix time was set forward of late. `clock` is monotonic."""
+
+    clock: Callable[[], float] = time.monotonic
+    _ahead: float | None = None
+    """Seconds by which Unix time was ahead of the clock when it was last looked at."""
+    _calm_until: float = 0.0
+
+    def jumped(self, now: float) -> bool:
+        """Whether leases that seem to be over may not be."""
+        clock = self.clock()
+        ahead = now - clock
+        if self._ahead is not None and ahead - self._ahead > JUMP_SECONDS:
+            self._calm_until = clock + CALM_SECONDS
+        self._ahead = ahead
+        return clock < self._calm_until
+
+
+@dataclass(slots=True, eq=False)
+class RowLeases:
+    """Claims rows of a folder for one process, all of these kinds. `now` gives Unix time."""
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    process: ProcessIdentity
+    now: Callable[[], float]
+    lease_seconds: float = LEASE_SECONDS
+    kinds: Sequence[RequestKind] = (RequestKind.LINE,)
+    _put_back: defaultdict[tuple[float, bool], set[str]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
+    """Rows that are to wait again, by when, and by whether nodes failed them."""
+    _unknown: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNKNOWN))
+    """Times of claims that may have succeeded, though the store did not say so."""
+    _jumps: ClockJumps = field(default_factory=ClockJumps)
+
+    async def claim_rows(self, picks: Sequence[Pick]) -> list[StoredRow]:
+        """Claim rows; their bodies are for others to read. Raises: StoreError, FolderError."""
+        folder, now = await self.threads.opened(self.folder), self.now()
+        try:
+            rows = await self.store.run(
+                job(claim, folder, self.process.id, picks, now, self.lease_seconds)
+            )
+        except (StoreError, asyncio.CancelledError):
+            self._unknown.append(now)
+            raise
+        # Rows that others have put back meanwhile: from now on they run again.
+        claimed = {row.id for row in rows}
+        for ids in self._put_back.values():
+            ids.difference_update(claimed)
+        return rows
+
+    async def claim(
+        self, picks: Sequence[Pick], most_bytes: int
+    ) -> list[tuple[StoredRow, bytes | None]]:
+        """Claim rows, and read their bodies: so many bytes and one row more. None: no file.
+
+        Raises: StoreError, FolderError.
+        """
+        rows, size = await self.claim_rows(picks), 0
+        for number, row in enumerate(rows):
+            size += row.length
+            if size > most_bytes and number:
+                self.put_back((one.id for one in rows[number:]), self.now())
+                del rows[number:]
+                break
+        try:
+            bodies = await self.threads.run(_read_bodies, self.folder, rows)
+        except (FolderError, asyncio.CancelledError):
+            self.put_back((row.id for row in rows), self.now() + AWAY_SECONDS)
+            raise
+        return list(zip(rows, bodies, strict=True))
+
+    async def renew(self, ids: Iterable[str]) -> set[str]:
+        """Those of the claimed rows that are still wanted. Raises: StoreError."""
+        given_back = {id_ for some in self._put_back.values() for id_ in some}
+        asked = [id_ for id_ in ids if id_ not in given_back]
+        waiting = given_back.intersection(ids)
+        if not asked:
+            return waiting
+        return waiting | await self.store.run(
+            job(renew, self.process.id, asked, self.now(), self.lease_seconds)
+        )
+
+    async def paused(self, batches: Iterable[str]) -> set[str]:
+        """Those of the batches that are paused. Raises: StoreError."""
+        ids = frozenset(batches)
+        return await self.store.run(job(paused, ids), write=False) if ids else set()
+
+    async def release_lost(self) -> int:
+        """Let rows of processes that are gone wait again; how many. Raises: StoreError.
+
+        To be called after `renew`.
+        """
+        folder, now = await self.threads.opened(self.folder), self.now()
+        if self._jumps.jumped(now):
+            return 0
+        return await self.store.run(job(release_lost, folder, self.process, now, self.kinds))
+
+    @property
+    def has_put_back(self) -> bool:
+        """Whether there is something to `write`."""
+        return bool(self._put_back)
+
+    def put_back(self, ids: Iterable[str], not_before: float, *, failed: bool = False) -> None:
+        """Let rows wait until `not_before`; `failed`: nodes failed them. `write` does it."""
+        if some := set(ids):
+            self._put_back[round(not_before, 1), failed] |= some
+
+    async def write(self) -> bool:
+        """Write what was put back, and what was claimed unknown to this process.
+
+        Returns whether there was something. Raises: StoreError.
+        """
+        taken = 0
+        if self._unknown:
+            folder = await self.threads.opened(self.folder)
+            taken = await self.store.run(
+                job(take_back, folder, self.process.id, list(self._unknown))
+            )
+            self._unknown.clear()
+        for (not_before, failed), ids in (found := list(self._put_back.items())):
+            chosen = frozenset(ids)
+            await self.store.run(job(put_back, self.process.id, chosen, not_before, failed=failed))
+            self._put_back[not_before, failed] -= chosen
+            if not self._put_back[not_before, failed]:
+                del self._put_back[not_before, failed]
+        return bool(found) or taken > 0
+
+
+def _read_bodies(folder: Folder, rows: Sequence[StoredRow]) -> list[bytes | None]:
+    """The bodies of rows; None: the file is gone. Raises: FolderError."""
+    bodies: list[bytes | None] = []
+    for row in rows:
+        try:
+            bodies.append(folder.read(row.place, row.offset, row.length))
+        except FileNotFoundError:
+            bodies.append(None)
+    return bodies

@@ -1,0 +1,625 @@
+"""Callers' files: uploaded, listed, read, deleted and expired; and what a key keeps altogether.
+
+The bytes are in the folder under the file's id, the rest is a row of the store. A file is complete
+in the folder before it has a row, and its row loses its owner before the bytes are removed: so a
+crash leaves at most a file without a row, or a row that nobody sees. `FileRegistry.run` removes
+both.
+
+What a key keeps is one sum of the rows of its files, batches and requests. Nothing is counted
+beside the rows, so a crash leaves no wrong count. Jobs that add to it take the turn of all
+processes first (`raise_revision`), so that a limit holds for all of them together. A job that lets
+a batch read a file takes the turn before it looks for the file, which then can't be deleted in
+between. Each job may be done twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeVar
+
+import structlog
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    and_,
+    bindparam,
+    delete,
+    func,
+    literal_column,
+    or_,
+    select,
+    update,
+)
+
+from gateway import errors
+from gateway.config.batches import BatchSettings
+from gateway.errors import GatewayError
+from gateway.store.database import insert_for
+from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.schema import batches, files, revisions, stored_requests
+from gateway.store.store import Store
+from gateway.stored.claims import (
+    IS_RUNNING,
+    RequestKind,
+    chunks,
+    job,
+)
+from gateway.stored.folder import (
+    DiskThreads,
+    Folder,
+    FolderError,
+    NewFile,
+    StorageTrouble,
+    ask_store,
+    folder_errors_told,
+    store_unavailable,
+)
+
+KEY_STORAGE_FULL = "key_storage_full"  # why batches are paused whose key keeps as much as it may
+
+_BATCH: Final = batches.c
+
+_ROW: Final = stored_requests.c
+
+HAS_REQUESTS: Final = _BATCH.requests_bytes > literal_column("0")
+"""The condition of batches that have a file of requests; as in the index."""
+
+
+class Kept(NamedTuple):
+    """What one owner has in the folder."""
+
+    files: int  # uploads, and output files of batches
+    bytes: int  # of all that it keeps
+
+
+def kept_by(connection: Connection, owner: str, now: float) -> Kept:
+    """What the owner keeps.
+
+    Files that are still there, and expired ones that an unfinished batch reads; bodies of message
+    batches; results of unfinished batches, which are in files after the end; bodies of background
+    requests, logs of responses and results of deferred requests.
+    """
+    of_owner = _BATCH.owner == owner
+    read = select(_BATCH.input_file).where(
+        of_owner, _BATCH.ended_at.is_(None), _BATCH.input_file.is_not(None)
+    )
+    there = or_(files.c.expires_at.is_(None), files.c.expires_at > now, files.c.id.in_(read))
+    number, size = connection.execute(
+        select(func.count(), _sum(files.c.bytes)).where(
+            files.c.owner == owner, files.c.deleted_at.is_(None), there
+        )
+    ).one()
+    others = (
+        select(_sum(_BATCH.result_bytes)).where(of_owner, _BATCH.ended_at.is_(None)),
+        select(_sum(_BATCH.requests_bytes)).where(of_owner, HAS_REQUESTS),
+        select(_sum(_ROW.length) + _sum(_ROW.result_length)).where(
+            _ROW.owner == owner, _ROW.batch.is_(None)
+        ),
+    )
+    return Kept(number, int(size) + sum(int(connection.scalar(asked) or 0) for asked in others))
+
+
+def full_owners(
+    connection: Connection, owners: Iterable[str], most_bytes: int, now: float
+) -> set[str]:
+    """Those of the owners that keep as much as they may, or more."""
+    return {owner for owner in set(owners) if kept_by(connection, owner, now).bytes >= most_bytes}
+
+
+def note_log_sizes(
+    connection: Connection, sizes: Mapping[str, int], *, running: bool = False
+) -> None:
+    """Responses, by their ids, have logs of these sizes now; `running`: only those that run."""
+    if sizes:
+        rows = [{"of_id": id_, "size": size} for id_, size in sorted(sizes.items())]
+        connection.execute(_SIZE_NOTED.where(IS_RUNNING) if running else _SIZE_NOTED, rows)
+
+
+def correct_log_sizes(connection: Connection, folder: str, sizes: Mapping[str, int]) -> None:
+    """Put right what a crash, or an older version, left: logs, by their files, have these sizes."""
+    wrong: dict[str, int] = {}
+    for some in chunks(sizes):
+        asked = select(_ROW.id, _ROW.result_place, _ROW.result_length).where(
+            _ROW.folder == folder,
+            _ROW.batch.is_(None),
+            _ROW.kind == RequestKind.RESPONSE.value,
+            _ROW.result_place.in_(some),
+        )
+        for id_, place, length in connection.execute(asked):
+            if length != sizes[place]:
+                wrong[id_] = sizes[place]
+    note_log_sizes(connection, wrong)
+
+
+def kept_too_much(kept: Kept, settings: BatchSettings, *, for_file: bool = False) -> GatewayError:
+    """429: the key keeps as much as it may, or has no room `for_file`, one file more.
+
+    Clients do not repeat the request.
+    """
+    if for_file and kept.files >= settings.files_per_key:
+        message = (
+            f"This key has {kept.files} files and may have {settings.files_per_key} "
+            "('batches.files_per_key'): delete some first."
+        )
+    else:
+        message = (
+            f"This key keeps {kept.bytes} bytes of files, batches and responses, and may keep "
+            f"{settings.bytes_per_key} bytes ('batches.bytes_per_key'): delete some first."
+        )
+    return GatewayError(429, "insufficient_quota", message, retryable=False)
+
+
+_SIZE_NOTED: Final = (
+    update(stored_requests)
+    .where(
+        _ROW.id == bindparam("of_id"),
+        _ROW.batch.is_(None),
+        _ROW.kind == RequestKind.RESPONSE.value,
+        _ROW.result_place.is_not(None),
+    )
+    .values(result_offset=0, result_length=bindparam("size"))
+)
+
+
+def _sum(column: Any) -> Any:
+    return func.coalesce(func.sum(column), 0)
+
+
+FILES = "files"  # name of the revision that every change of a file raises
+PROCESSED = "processed"  # the state of a file that is complete
+
+SortOrder = Literal["asc", "desc"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a caller, complete in the folder under its id."""
+
+    id: str
+    owner: str
+    name: str  # as the caller named it
+    purpose: str
+    bytes: int
+    sha256: str
+    created_at: float  # Unix time, as all times here
+    expires_at: float | None
+    folder: str  # the id of the folder that holds it
+    state: str = PROCESSED
+
+
+class FilePage(NamedTuple):
+    """Some files of a list, in its order."""
+
+    files: list[StoredFile]
+    has_more: bool
+
+
+_COLUMNS = tuple(files.c[name] for name in StoredFile.__dataclass_fields__)
+
+
+def visible(now: float) -> ColumnElement[bool]:
+    """The condition of a file that its owner still has."""
+    return and_(
+        files.c.deleted_at.is_(None), or_(files.c.expires_at.is_(None), files.c.expires_at > now)
+    )
+
+
+def find_file(connection: Connection, owner: str, id_: str, now: float) -> StoredFile | None:
+    """The owner's file."""
+    asked = select(*_COLUMNS).where(files.c.id == id_, files.c.owner == owner, visible(now))
+    row = connection.execute(asked).one_or_none()
+    return None if row is None else StoredFile(*row)
+
+
+def read_files(
+    connection: Connection,
+    owner: str,
+    now: float,
+    limit: int,
+    after: str | None = None,
+    order: SortOrder = "desc",
+    purpose: str | None = None,
+) -> FilePage:
+    """A page of an owner's files, behind the file of the id `after`."""
+    asked = select(*_COLUMNS).where(files.c.owner == owner, visible(now))
+    if purpose is not None:
+        asked = asked.where(files.c.purpose == purpose)
+    # Ids grow with time.
+    if after is not None:
+        asked = asked.where(files.c.id > after if order == "asc" else files.c.id < after)
+    by = files.c.id.asc() if order == "asc" else files.c.id.desc()
+    found = connection.execute(asked.order_by(by).limit(limit + 1)).all()
+    return FilePage([StoredFile(*row) for row in found[:limit]], len(found) > limit)
+
+
+def add_upload(
+    connection: Connection, file: StoredFile, most_files: int, most_bytes: int
+) -> Kept | None:
+    """Add a file, unless its owner would have more than it may; `most_bytes`: of all that it keeps.
+
+    Returns None if it is added, else what the owner has.
+    """
+    raise_revision(connection)
+    kept = kept_by(connection, file.owner, file.created_at)
+    if kept.files + 1 > most_files or kept.bytes + file.bytes > most_bytes:
+        known = connection.scalar(select(files.c.id).where(files.c.id == file.id))
+        return None if known is not None else kept
+    add_file(connection, file)
+    return None
+
+
+def add_file(connection: Connection, file: StoredFile) -> None:
+    """Add a file whatever its owner has, such as the result of a batch; done again, nothing."""
+    added = insert_for(connection)(files).values(**asdict(file))
+    connection.execute(added.on_conflict_do_nothing(index_elements=[files.c.id]))
+
+
+class Deleted(NamedTuple):
+    """What became of a deletion."""
+
+    file: StoredFile | None  # None: the owner has no such file
+    used_by_batch: str | None = None  # the unfinished batch that still reads it, so that it stays
+
+
+def delete_file(connection: Connection, owner: str, id_: str, now: float) -> Deleted:
+    """Take a file from its owner; its bytes are removed afterwards."""
+    raise_revision(connection)
+    found = find_file(connection, owner, id_, now)
+    if found is None:
+        return Deleted(None)
+    asked = select(batches.c.id).where(batches.c.input_file == id_, batches.c.ended_at.is_(None))
+    batch = connection.scalar(asked.limit(1))
+    if batch is not None:
+        return Deleted(found, batch)
+    connection.execute(update(files).where(files.c.id == id_).values(deleted_at=now))
+    return Deleted(found)
+
+
+def take_due_files(connection: Connection, folder: str, now: float, limit: int) -> list[str]:
+    """Ids of files of the folder whose bytes are to be removed: deleted or expired ones.
+
+    An expired file stays while an unfinished batch reads it. From now on none can begin to.
+    """
+    raise_revision(connection)
+    used = select(batches.c.input_file).where(
+        batches.c.ended_at.is_(None), batches.c.input_file.is_not(None)
+    )
+    expired = and_(files.c.expires_at <= now, files.c.id.not_in(used))
+    asked = select(files.c.id).where(
+        files.c.folder == folder, or_(files.c.deleted_at.is_not(None), expired)
+    )
+    ids = list(connection.scalars(asked.limit(limit)))
+    taken = update(files).where(files.c.id.in_(ids), files.c.deleted_at.is_(None))
+    connection.execute(taken.values(deleted_at=now))
+    return ids
+
+
+def remove_files(connection: Connection, ids: Sequence[str]) -> None:
+    """Remove the rows of files whose bytes are gone."""
+    connection.execute(delete(files).where(files.c.id.in_(ids)))
+
+
+def known_files(connection: Connection, ids: Sequence[str]) -> set[str]:
+    """Those of the ids that have a row."""
+    return set(connection.scalars(select(files.c.id).where(files.c.id.in_(ids))))
+
+
+def raise_revision(connection: Connection) -> None:
+    """Take the turn of the processes that add to what owners keep, until the transaction ends."""
+    raised = insert_for(connection)(revisions).values(name=FILES, number=1)
+    connection.execute(
+        raised.on_conflict_do_update(
+            index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
+        )
+    )
+
+
+FILE = "file"  # kind of the folder's files that have a row: their ids begin with it
+MOST_UPLOADS = 64  # uploads at one time in a process; each holds less than a megabyte of memory
+MOST_UPLOADS_OF_OWNER = 8  # of these, those of one owner
+UPLOAD_RETRY_AFTER = 2.0  # `Retry-After` in seconds when there are too many uploads
+CLEAN_SECONDS = 60.0  # seconds between two rounds of removing what has expired
+
+ORPHAN_SECONDS = 3600.0
+"""Age of a complete file without a row from which on it counts as left over from a crash."""
+
+STEP_FILES = 500  # files that one job of the store takes
+PIECE_BYTES = 256 << 10  # bytes that are read from the disk, and sent, at a time
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+class Upload:
+    """A file that a caller is sending. Blocks: call it on a thread."""
+
+    def __init__(self, owner: str, new: NewFile, kept: Kept, settings: BatchSettings) -> None:
+        self.owner = owner
+        self.new = new
+        self._kept = kept  # what the owner had at the beginning
+        self._settings = settings
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        """Of what has come, in hex digits."""
+        return self._digest.hexdigest()
+
+    def write(self, data: bytes) -> None:
+        """Add bytes. Raises: GatewayError 413, 429, FolderError."""
+        size, settings = self.new.size + len(data), self._settings
+        if size > settings.file_bytes:
+            raise file_too_large(settings.file_bytes)
+        if self._kept.bytes + size > settings.bytes_per_key:
+            raise kept_too_much(self._kept, settings)
+        self.new.write(data)
+        self._digest.update(data)
+
+
+class Content:
+    """Something that is read to its end, under a file's name. Its reader closes it."""
+
+    def __init__(
+        self,
+        name: str,
+        size: int | None,
+        pieces: AsyncIterator[bytes],
+        threads: DiskThreads,
+        close: Callable[[], None],
+    ) -> None:
+        self.name = name  # for `Content-Disposition`
+        self.size = size  # bytes; None: not known yet
+        self._pieces = pieces
+        self._threads = threads
+        self._close = close
+
+    @classmethod
+    def of_file(cls, file: StoredFile, opened: BinaryIO, threads: DiskThreads) -> Content:
+        """What an open file has."""
+        return cls(file.name, file.bytes, _file_pieces(opened, threads), threads, opened.close)
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Its bytes. Raises: GatewayError 503."""
+        return self._pieces
+
+    async def close(self) -> None:
+        """Close it; called again, nothing."""
+        await self._threads.run(self._close)
+
+
+async def _file_pieces(opened: BinaryIO, threads: DiskThreads) -> AsyncIterator[bytes]:
+    with folder_errors_told():
+        while piece := await threads.run(opened.read, PIECE_BYTES):
+            yield piece
+
+
+class FileRegistry:
+    """The files of all callers, in one folder and one store.
+
+    `settings` gives those in force, `now` Unix time. `owner` is always the id of a key.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Folder,
+        settings: Callable[[], BatchSettings],
+        now: Callable[[], float],
+        threads: DiskThreads | None = None,
+    ) -> None:
+        self.folder = folder
+        self._store = store
+        self._settings = settings
+        self._now = now
+        self._threads = threads or DiskThreads()
+        self._uploads: Counter[str] = Counter()  # how many each owner has under way
+
+    # For callers.
+
+    @contextlib.asynccontextmanager
+    async def uploading(self, owner: str, size: int | None) -> AsyncIterator[Upload]:
+        """A new file, which is removed at the end of this context unless `keep` was called.
+
+        `size`: its bytes, as far as known. Raises: GatewayError 413, 429, 503, 507.
+        """
+        settings = self._settings()
+        if size is not None and size > settings.file_bytes:
+            raise file_too_large(settings.file_bytes)
+        if self._uploads.total() >= MOST_UPLOADS or self._uploads[owner] >= MOST_UPLOADS_OF_OWNER:
+            raise errors.queue_full("Too many uploads at one time.", UPLOAD_RETRY_AFTER)
+        self._uploads[owner] += 1
+        try:
+            kept = await self._check_quota(owner, size or 0)
+            with folder_errors_told():
+                await self._threads.opened(self.folder)
+                new = await self._threads.open(
+                    self.folder.open_new, FILE, size or 0, close=NewFile.discard
+                )
+            try:
+                yield Upload(owner, new, kept, settings)
+            finally:
+                with contextlib.suppress(FolderError):
+                    await self._threads.run(new.discard)
+        finally:
+            self._uploads[owner] -= 1
+            if not self._uploads[owner]:
+                del self._uploads[owner]
+
+    async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do work on a file, on a thread. Raises: GatewayError 503, 507; the work's own error."""
+        with folder_errors_told():
+            return await self._threads.run(work, *arguments)
+
+    async def keep(
+        self, upload: Upload, *, name: str, purpose: str, seconds: float | None
+    ) -> StoredFile:
+        """Make the upload a file of its owner. Raises: GatewayError 429, 503, 507.
+
+        `seconds`: for how long, at most `batches.keep`, which is also meant by None.
+        """
+        settings, created_at = self._settings(), self._now()
+        kept = settings.keep if seconds is None else min(seconds, settings.keep)
+        folder = self.folder.id
+        assert folder is not None
+        id_ = await self.on_disk(upload.new.finish)
+        file = StoredFile(
+            id_, upload.owner, name, purpose, upload.new.size, upload.sha256,
+            created_at, created_at + kept, folder,
+        )  # fmt: skip
+        try:
+            kept_before = await self._store.run(
+                job(add_upload, file, settings.files_per_key, settings.bytes_per_key)
+            )
+        except StoreUnavailable as error:
+            # It may have its row; if it has none, `run` removes it.
+            raise store_unavailable(error) from None
+        except StoreError as error:
+            await self.on_disk(self.folder.delete, id_)
+            raise store_unavailable(error) from None
+        if kept_before is not None:
+            await self.on_disk(self.folder.delete, id_)
+            raise kept_too_much(kept_before, settings, for_file=True)
+        return file
+
+    async def find(self, owner: str, id_: str) -> StoredFile:
+        """The owner's file. Raises: GatewayError 404, 503."""
+        found = await ask_store(self._store, job(find_file, owner, id_, self._now()), write=False)
+        if found is None:
+            raise file_not_found(id_)
+        return found
+
+    async def page(
+        self,
+        owner: str,
+        limit: int,
+        *,
+        after: str | None = None,
+        order: SortOrder = "desc",
+        purpose: str | None = None,
+    ) -> FilePage:
+        """Some of the owner's files, by age. Raises: GatewayError 503."""
+        reading = job(read_files, owner, self._now(), limit, after, order, purpose)
+        return await ask_store(self._store, reading, write=False)
+
+    async def open_content(self, owner: str, id_: str) -> Content:
+        """The owner's file, to be read. Raises: GatewayError 404, 503."""
+        found = await self.find(owner, id_)
+        with folder_errors_told():
+            await self._threads.opened(self.folder)
+            if found.folder != self.folder.id:
+                raise GatewayError(
+                    503,
+                    "file_elsewhere",
+                    "This file is in the folder of another gateway of the same store: ask there.",
+                    retryable=False,
+                )
+            try:
+                opened = await self._threads.open(
+                    self.folder.open_to_read, id_, close=lambda file: file.close()
+                )
+            except FileNotFoundError:
+                log.warning("a file is missing in the folder", file=id_)
+                raise file_not_found(id_) from None
+        return Content.of_file(found, opened, self._threads)
+
+    async def delete(self, owner: str, id_: str) -> None:
+        """Delete the owner's file. Raises: GatewayError 404, 409, 503."""
+        done = await ask_store(self._store, job(delete_file, owner, id_, self._now()))
+        if done.file is None:
+            raise file_not_found(id_)
+        if done.used_by_batch is not None:
+            raise GatewayError(
+                409,
+                "file_in_use",
+                f"The batch '{done.used_by_batch}' still reads this file: cancel it first, or "
+                "wait for its end.",
+                retryable=False,
+            )
+        # The owner has lost it; whatever fails now, `run` does again.
+        with contextlib.suppress(FolderError, StoreError):
+            await self._threads.opened(self.folder)
+            if done.file.folder == self.folder.id:
+                await self._threads.run(self.folder.delete, id_)
+                await self._store.run(job(remove_files, [id_]))
+
+    # The gateway's own work.
+
+    async def run(self) -> None:
+        """Remove what has expired, was deleted or is left over, until cancelled."""
+        look_for_orphans_at = 0.0
+        trouble = StorageTrouble(lambda why: log.warning("old files stay", why=why))
+        while True:
+            orphans = self._now() >= look_for_orphans_at
+            with trouble.told():
+                await self.clean(orphans=orphans)
+                if orphans:
+                    look_for_orphans_at = self._now() + ORPHAN_SECONDS
+            await asyncio.sleep(CLEAN_SECONDS)
+
+    async def clean(self, *, orphans: bool = True) -> int:
+        """Remove what is due, and with `orphans` what is left over from crashes; returns how many.
+
+        Raises: FolderError, StoreError; what is done by then stays done.
+        """
+        folder = await self._threads.opened(self.folder)
+        gone = 0
+        while True:
+            ids = await self._store.run(job(take_due_files, folder, self._now(), STEP_FILES))
+            for id_ in ids:
+                await self._threads.run(self.folder.delete, id_)
+            if ids:
+                await self._store.run(job(remove_files, ids))
+            gone += len(ids)
+            if len(ids) < STEP_FILES:
+                break
+        if orphans:
+            gone += await self._remove_orphans()
+        if gone:
+            log.info("files removed", files=gone)
+        return gone
+
+    def close(self) -> None:
+        """Begin no more work."""
+        self._threads.close()
+
+    async def _remove_orphans(self) -> int:
+        before = self._now() - ORPHAN_SECONDS
+        listed = await self._threads.run(lambda: list(self.folder.files(FILE)))
+        old = iter([found.name for found in listed if found.changed_at < before])
+        gone = 0
+        while names := list(islice(old, STEP_FILES)):
+            known = await self._store.run(job(known_files, names), write=False)
+            for name in set(names) - known:
+                gone += await self._threads.run(self.folder.delete, name)
+        return gone
+
+    async def _check_quota(self, owner: str, size: int) -> Kept:
+        """Refuse what could not be kept, before it is sent. Raises: GatewayError 429, 503."""
+        settings = self._settings()
+        kept = await ask_store(self._store, job(kept_by, owner, self._now()), write=False)
+        if kept.files + 1 > settings.files_per_key or kept.bytes + size > settings.bytes_per_key:
+            raise kept_too_much(kept, settings, for_file=True)
+        return kept
+
+
+def file_not_found(id_: str) -> GatewayError:
+    """404: the caller has no such file."""
+    shown = errors.truncate_echo(id_)
+    return GatewayError(404, "file_not_found", f"There is no file '{shown}', or it has expired.")
+
+
+def file_too_large(most_bytes: int) -> GatewayError:
+    """413: above `batches.file_bytes`."""
+    return GatewayError(
+        413,
+        "request_too_large",
+        f"The file is larger than {most_bytes} bytes ('batches.file_bytes').",
+        param="file",
+    )

@@ -1,0 +1,532 @@
+"""Reads the lines of a batch's input: JSON objects with `custom_id`, `method`, `url` and `body`.
+
+A line is either a request or an error of its own; the lines around it are read all the same. Each
+line is numbered by its place in the file, from 1, empty ones included. Whatever the file holds,
+memory is bounded: by one line, by what one call returns, and by 16 bytes for each `custom_id`.
+
+Everything here blocks: call it on a thread (`disk_threads.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import BinaryIO, NamedTuple, Protocol
+
+import msgspec
+
+from gateway.api.json_values import JSON_ERRORS, TEXT_DECODER
+from gateway.api.tokens import BOUND_NAMES, largest_bound
+from gateway.errors import truncate_echo
+from gateway.request.body import (
+    BYTE_ORDER_MARK,
+    BYTES_PER_TOKEN,
+    MISSING,
+    measure_prompt,
+)
+
+PIECE_BYTES = 128 << 10  # bytes that are read from the file at a time
+MOST_EMPTY_LINES = 1000  # empty lines that a file may have beside as many as lines: each takes time
+COUNTED_BYTES = 1 << 20  # bytes in which newlines are counted at a time
+CHUNK_BYTES = 1 << 20  # bytes after which `LineReader.read_some` returns
+CHUNK_LINES = 500  # lines after which it does
+
+TURN_LINES, TURN_BYTES = 16, 32 << 10
+"""After so much of the input the thread lets the others run: it would hold the interpreter for
+milliseconds."""
+
+TURN_SECONDS = 0.0002
+
+LONGEST_CUSTOM_ID = 512  # characters: PostgreSQL can't index much longer ones
+LONGEST_MODEL = 256  # characters
+PREFIX_BYTES = 1024  # bytes of a prompt's beginning that tell a group of prompts from others
+MOST_TOKENS = 1_000_000_000  # A larger `max_tokens` counts as this
+HEAD_BYTES = 4096  # bytes of a line that is too long in which its `custom_id` is looked for
+_LONGEST_NUMBER = 20  # digits of a number that is looked at
+
+_WHITE_SPACE = b" \t\r"
+
+_CUSTOM_ID_FIRST = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")')
+
+
+class TooManyLines(Exception):  # noqa: N818 - named for what it says of the file
+    """The file has more lines than a batch may have."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.most = most
+
+
+@dataclass(frozen=True, slots=True)
+class LineSpec:
+    """A line with a request. Its body is `length` bytes of the file."""
+
+    number: int
+    offset: int
+    length: int
+    custom_id: str
+    model: str | None  # as the body names it
+    prompt_tokens: int  # estimated
+    max_tokens: int  # 0: the body names none
+    prefix: int  # equal for prompts that begin alike; 0: too short to matter
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """A line that can't be run; it is `length` bytes of the file."""
+
+    number: int
+    offset: int
+    length: int
+    custom_id: str | None  # None: it has none, or none that can be read
+    is_first: bool  # whether no earlier line has this `custom_id`
+    code: str
+    message: str
+    param: str | None = None
+
+
+Line = LineSpec | LineError
+
+
+class RawLine(NamedTuple):
+    """A line's bytes, without its end."""
+
+    number: int
+    offset: int
+    length: int
+    data: bytes | None  # None: it is too long
+    head: bytes  # the first bytes of one that is too long
+
+
+class LineSplitter:
+    """Divides bytes into lines, however they come in pieces."""
+
+    def __init__(self, line_bytes: int) -> None:
+        self._most = line_bytes
+        self._begun = bytearray()
+        """The beginning of the line that is not complete; of a too long one `HEAD_BYTES` only."""
+        self._length = 0  # of that line, so far
+        self._offset = 0  # where it begins
+        self._number = 1
+
+    def feed(self, piece: bytes) -> Iterator[RawLine]:
+        """The lines that this piece ends."""
+        start = 0
+        while (end := piece.find(b"\n", start)) >= 0:
+            self._add(memoryview(piece)[start:end])
+            yield self._end_line(1)
+            start = end + 1
+        self._add(memoryview(piece)[start:])
+
+    def end(self) -> RawLine | None:
+        """The last line, if no newline has ended it."""
+        return self._end_line(0) if self._length else None
+
+    def _add(self, part: memoryview) -> None:
+        self._length += len(part)
+        room = self._most
+        if self._length > self._most:
+            room = HEAD_BYTES
+            del self._begun[room:]
+        self._begun += part[: max(0, room - len(self._begun))]
+
+    def _end_line(self, newline_bytes: int) -> RawLine:
+        begun = bytes(self._begun)
+        too_long = self._length > self._most
+        line = RawLine(
+            self._number,
+            self._offset,
+            self._length,
+            None if too_long else begun,
+            begun if too_long else b"",
+        )
+        self._begun.clear()
+        self._offset += self._length + newline_bytes
+        self._length = 0
+        self._number += 1
+        return line
+
+
+class _Fields(msgspec.Struct):
+    custom_id: msgspec.Raw = MISSING
+    method: msgspec.Raw = MISSING
+    url: msgspec.Raw = MISSING
+    body: msgspec.Raw = MISSING
+
+
+class _Body(msgspec.Struct):
+    model: msgspec.Raw = MISSING
+    stream: msgspec.Raw = MISSING
+    max_completion_tokens: msgspec.Raw = MISSING
+    max_tokens: msgspec.Raw = MISSING
+    max_output_tokens: msgspec.Raw = MISSING
+    n_predict: msgspec.Raw = MISSING
+    tools: msgspec.Raw = MISSING
+    system: msgspec.Raw = MISSING
+    instructions: msgspec.Raw = MISSING
+    query: msgspec.Raw = MISSING
+    messages: msgspec.Raw = MISSING
+    prompt: msgspec.Raw = MISSING
+    input: msgspec.Raw = MISSING
+    documents: msgspec.Raw = MISSING
+
+    def prompt_parts(self) -> tuple[msgspec.Raw, ...]:
+        """What forms the prompt, about in the order that templates have."""
+        return (
+            self.tools, self.system, self.instructions, self.query, self.messages, self.prompt,
+            self.input, self.documents,
+        )  # fmt: skip
+
+
+_FIELDS = msgspec.json.Decoder(_Fields)
+
+_BODY = msgspec.json.Decoder(_Body)
+
+
+class _Broken(Exception):  # noqa: N818 - what a line is
+    """A line can't be run."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(code)
+        self.code, self.message, self.param = code, message, param
+
+
+class LineChecker:
+    """Makes requests and errors of a batch's lines, in their order."""
+
+    def __init__(self, endpoint: str, line_bytes: int) -> None:
+        self._endpoint = endpoint
+        self._line_bytes = line_bytes
+        self._seen: set[bytes] = set()  # digests of the `custom_id`s of all lines
+
+    def check(self, raw: RawLine) -> Line | None:
+        """The line; None: it is empty."""
+        data = raw.data
+        if data is None:
+            return self._too_long(raw)
+        if _is_empty(raw):
+            return None
+        start = _mark_bytes(raw)
+        data = data[start:]
+        custom_id: str | None = None
+        is_first = False
+        try:
+            fields = _fields_of(data)
+            custom_id = _text(fields.custom_id)
+            is_first = self._is_first(custom_id)
+            checked_id = _checked_custom_id(fields.custom_id, custom_id)
+            body = self._checked_body(fields)
+            _check_first(is_first=is_first)
+        except _Broken as error:
+            return _error_of(raw, error, custom_id, is_first=is_first)
+        content = bytes(fields.body)
+        size = measure_prompt(*body.prompt_parts())
+        return LineSpec(
+            raw.number,
+            raw.offset + start + data.find(content),
+            len(content),
+            checked_id,
+            _model_of(body),
+            size.text_bytes // BYTES_PER_TOKEN + size.exact_tokens + size.media_tokens,
+            _most_tokens(body),
+            prefix_of(body.prompt_parts()),
+        )
+
+    def _is_first(self, custom_id: str | None) -> bool:
+        """Whether no earlier line has this `custom_id`, which is noted; False: there is none."""
+        if custom_id is None or not _can_be_kept(custom_id):
+            return False
+        digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+        if digest in self._seen:
+            return False
+        self._seen.add(digest)
+        return True
+
+    def _too_long(self, raw: RawLine) -> LineError:
+        custom_id = _custom_id_of_head(raw.head)
+        error = _Broken(
+            "line_too_long",
+            f"The line has {raw.length} bytes, and may have {self._line_bytes} "
+            "('batches.line_bytes').",
+        )
+        return _error_of(raw, error, custom_id, is_first=self._is_first(custom_id))
+
+    def _checked_body(self, fields: _Fields) -> _Body:
+        """What its body asks for. Raises: _Broken."""
+        for name in ("method", "url", "body"):
+            if getattr(fields, name) is MISSING:
+                raise _missing(name)
+        if _text(fields.method) != "POST":
+            raise _Broken("invalid_method", "The method of each line must be 'POST'.", "method")
+        if _text(fields.url) != self._endpoint:
+            raise _Broken(
+                "invalid_url",
+                "The URL provided for this request does not match the batch endpoint "
+                f"'{self._endpoint}'.",
+                "url",
+            )
+        try:
+            body = _BODY.decode(fields.body)
+        except msgspec.ValidationError:
+            raise _wrong_type("body", "an object", fields.body) from None
+        except JSON_ERRORS:
+            raise _not_json() from None
+        if bytes(memoryview(body.stream)[:5]) == b"true":
+            raise _Broken(
+                "streaming_unsupported", "Streaming is not supported in a batch.", "body.stream"
+            )
+        return body
+
+
+class _Reads(Protocol):
+    def read(self, size: int, /) -> bytes | None:
+        """The next bytes; none: the end."""
+
+
+class LineReader:
+    """Reads a batch's input, some lines a call.
+
+    `rest` is called after each few lines, so that other threads may run.
+    """
+
+    def __init__(
+        self,
+        file: _Reads,
+        endpoint: str,
+        *,
+        most_lines: int,
+        line_bytes: int,
+        piece_bytes: int = PIECE_BYTES,
+        rest: Callable[[], None] = lambda: time.sleep(TURN_SECONDS),
+    ) -> None:
+        self._file = file
+        self._most_lines = most_lines
+        self._piece_bytes = piece_bytes
+        self._rest = rest
+        self._splitter = LineSplitter(line_bytes)
+        self._checker = LineChecker(endpoint, line_bytes)
+        self._lines = self._read()
+        self._bytes = 0  # that were read
+        self._models: set[str | None] = set()
+        self.total = 0  # lines so far, without empty ones
+        self.failed = 0  # of these, errors
+
+    @property
+    def model(self) -> str | None:
+        """The model that all requests so far name; None: none or several."""
+        return next(iter(self._models)) if len(self._models) == 1 else None
+
+    def read_some(self) -> list[Line]:
+        """The next lines; none: the end. Raises: TooManyLines; the file's own error."""
+        found: list[Line] = []
+        enough = self._bytes + CHUNK_BYTES
+        for line in self._lines:
+            found.append(line)
+            if len(found) >= CHUNK_LINES or self._bytes >= enough:
+                break
+        return found
+
+    def _read(self) -> Iterator[Line]:
+        lines = size = 0
+        for raw in self._raw_lines():
+            line = self._checker.check(raw)
+            lines += 1
+            size += raw.length
+            self._bytes += raw.length
+            if lines >= TURN_LINES or size >= TURN_BYTES:
+                lines = size = 0
+                self._rest()
+            if line is None:
+                continue
+            if self.total >= self._most_lines:
+                raise TooManyLines(self._most_lines)
+            self.total += 1
+            if isinstance(line, LineError):
+                self.failed += 1
+            elif len(self._models) < 2:
+                self._models.add(line.model)
+            yield line
+
+    def _raw_lines(self) -> Iterator[RawLine]:
+        while piece := self._file.read(self._piece_bytes):
+            yield from self._splitter.feed(piece)
+        last = self._splitter.end()
+        if last is not None:
+            yield last
+
+
+def check_line_count(file: BinaryIO, most: int, line_bytes: int) -> None:
+    """Check that the file has at most so many lines; empty ones don't count, if they are not more.
+
+    The file is at its begin afterwards. Raises: TooManyLines; the file's own error.
+    """
+    number = 1
+    while piece := file.read(COUNTED_BYTES):
+        number += piece.count(b"\n")
+    file.seek(0)
+    if number <= most:
+        return  # Even if none is empty.
+    if number > 2 * most + MOST_EMPTY_LINES:
+        raise TooManyLines(most)
+    splitter, number = LineSplitter(line_bytes), 0
+    while number <= most and (piece := file.read(PIECE_BYTES)):
+        number += sum(not _is_empty(raw) for raw in splitter.feed(piece))
+    last = splitter.end()
+    number += last is not None and not _is_empty(last)
+    file.seek(0)
+    if number > most:
+        raise TooManyLines(most)
+
+
+_PREFIX_KEY = secrets.token_bytes(32)
+"""Of this process alone: nobody who reads the store can test what a prompt begins with. Lines that
+two processes have read of one batch are told apart, which costs no more than some cached tokens."""
+
+
+def prefix_of(parts: tuple[msgspec.Raw, ...]) -> int:
+    """A number that prompts with the same beginning share; 0: too short to matter."""
+    begin = b""
+    for part in parts:
+        if part is not MISSING:
+            begin += bytes(memoryview(part)[: PREFIX_BYTES - len(begin)])
+        if len(begin) >= PREFIX_BYTES:
+            digest = hashlib.blake2b(begin, digest_size=8, key=_PREFIX_KEY).digest()
+            # A positive number of the database's 64 bits.
+            return int.from_bytes(digest, "big") >> 1 or 1
+    return 0
+
+
+def _mark_bytes(raw: RawLine) -> int:
+    """The length of the mark with which a file may begin."""
+    is_marked = raw.number == 1 and raw.data is not None and raw.data.startswith(BYTE_ORDER_MARK)
+    return len(BYTE_ORDER_MARK) if is_marked else 0
+
+
+def _is_empty(raw: RawLine) -> bool:
+    return raw.data is not None and not raw.data[_mark_bytes(raw) :].strip(_WHITE_SPACE)
+
+
+def _fields_of(data: bytes) -> _Fields:
+    """Raises: _Broken."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        raise _Broken("invalid_json_line", "This line is not UTF-8.") from None
+    try:
+        return _FIELDS.decode(data)
+    except msgspec.ValidationError:
+        raise _Broken(
+            "invalid_json_line",
+            "This line is no JSON object with custom_id, method, url and body.",
+        ) from None
+    except JSON_ERRORS:
+        raise _not_json() from None
+
+
+def _error_of(raw: RawLine, error: _Broken, custom_id: str | None, *, is_first: bool) -> LineError:
+    return LineError(
+        raw.number, raw.offset, raw.length, custom_id, is_first,
+        error.code, error.message, error.param,
+    )  # fmt: skip
+
+
+def _check_first(*, is_first: bool) -> None:
+    """Raises: _Broken."""
+    if not is_first:
+        raise _Broken(
+            "duplicate_custom_id",
+            "An earlier line has the same custom_id: give each line one of its own.",
+            "custom_id",
+        )
+
+
+def _checked_custom_id(raw: msgspec.Raw, custom_id: str | None) -> str:
+    """Raises: _Broken."""
+    if raw is MISSING or custom_id == "":
+        raise _missing("custom_id")
+    if custom_id is None and bytes(memoryview(raw)[:1]) == b'"':
+        raise _not_json()  # half of a character
+    if custom_id is None:
+        raise _wrong_type("custom_id", "a string", raw)
+    if not _can_be_kept(custom_id):
+        raise _Broken(
+            "invalid_custom_id",
+            f"The custom_id must have at most {LONGEST_CUSTOM_ID} characters, none of them NUL.",
+            "custom_id",
+        )
+    return custom_id
+
+
+def _can_be_kept(custom_id: str) -> bool:
+    return len(custom_id) <= LONGEST_CUSTOM_ID and "\0" not in custom_id
+
+
+def _custom_id_of_head(head: bytes) -> str | None:
+    """The `custom_id` of a line that is too long, if it comes first."""
+    found = _CUSTOM_ID_FIRST.match(head.removeprefix(BYTE_ORDER_MARK))
+    if found is None:
+        return None
+    try:
+        return TEXT_DECODER.decode(found[1])
+    except (*JSON_ERRORS, msgspec.ValidationError):
+        return None
+
+
+def _text(raw: msgspec.Raw) -> str | None:
+    """The string; None: it is none."""
+    if raw is MISSING or bytes(memoryview(raw)[:1]) != b'"':
+        return None
+    try:
+        return TEXT_DECODER.decode(raw)
+    except JSON_ERRORS:
+        return None
+
+
+def _model_of(body: _Body) -> str | None:
+    """The model's name, as the store can keep it; no model has a longer one."""
+    name = _text(body.model)
+    return None if name is None else name[:LONGEST_MODEL].replace("\0", "")
+
+
+def _most_tokens(body: _Body) -> int:
+    """The tokens that the body allows for the answer; 0: it names none."""
+    bounds = []
+    for raw in map(partial(getattr, body), BOUND_NAMES):
+        if raw is not MISSING and len(memoryview(raw)) <= _LONGEST_NUMBER:
+            with suppress(*JSON_ERRORS):
+                bounds.append(_NUMBER.decode(raw))
+    return min(largest_bound(bounds) or 0, MOST_TOKENS)
+
+
+_NUMBER = msgspec.json.Decoder(int | float)
+
+
+def _not_json() -> _Broken:
+    return _Broken("invalid_json_line", "This line is not parseable as valid JSON.")
+
+
+def _missing(name: str) -> _Broken:
+    return _Broken("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
+
+
+def _wrong_type(name: str, expected: str, raw: msgspec.Raw) -> _Broken:
+    begin = bytes(memoryview(raw)[:1])
+    got = _TYPES.get(begin, "a number")
+    text = f"Invalid type for '{name}': expected {expected}, but got {got} instead."
+    return _Broken("invalid_type", truncate_echo(text), name)
+
+
+_TYPES = {
+    b'"': "a string",
+    b"{": "an object",
+    b"[": "an array",
+    b"t": "a boolean",
+    b"f": "a boolean",
+    b"n": "null",
+}

@@ -1,0 +1,840 @@
+"""Event logs: the streams of stored responses on the disk, each event there before anyone sees it.
+
+The file of a log holds whole server-sent events, numbered from 0 without gaps. It has its name from
+the start and only grows. `scan_log` finds what a crash left of an event; the next write drops it.
+
+All logs of the process are written by one loop, together, some thirty times a second at most: what
+one token after another brings takes neither a switch of threads nor a call of the system each. An
+event that is written survives the end of the process, and within a second or so also a loss of
+power; a terminal event does so before it is seen.
+
+Followers read a log from any position at their own speed. A slow one holds nothing in memory: what
+it has not read yet is on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import BinaryIO
+
+import msgspec
+
+from gateway.api import sse
+from gateway.api.json_values import JsonObject
+from gateway.api.resuming import named_event
+from gateway.stored.folder import (
+    DISK_SECONDS,
+    DiskThreads,
+    Folder,
+    FolderError,
+    opened,
+    write_whole,
+)
+
+LOG_KIND = "events"  # what the names of these files begin with
+INDEX_BYTES = 64 * 1024  # bytes between two entries of an index
+PIECE_BYTES = 256 * 1024  # bytes that are read at once
+
+TERMINAL_TYPES = frozenset({"response.completed", "response.incomplete", "response.failed"})
+"""Types of the events that end a log; each has one of them at most, its last."""
+
+_HEAD = re.compile(
+    rb'(?::[^\n]*\n)*event: ([a-z_.]+)\ndata: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
+)
+"""The beginning of each event."""
+
+_NUMBERS = re.compile(
+    rb"(?:\A|(?<=\n\n))(?::[^\n]*\n)*event: [a-z_.]+\n"
+    rb'data: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
+)
+"""The numbers of all events that begin as they should."""
+
+
+class LogFull(Exception):  # noqa: N818 - said of the log
+    """The log may not hold so much."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"The response takes more than {most} bytes (limits.response_bytes).")
+        self.most = most
+
+
+class LogEnded(Exception):  # noqa: N818 - said of the log
+    """The log has its terminal event already."""
+
+
+class LogBroken(FolderError):  # noqa: N818 - said of the log
+    """The log has no terminal event, and nobody here will write one."""
+
+    def __init__(self) -> None:
+        super().__init__("the log is closed without an end", "follow it again from where it broke")
+
+
+class LogTaken(FolderError):  # noqa: N818 - said of the log
+    """Another process has written to the log."""
+
+
+@dataclass(slots=True)
+class Extent:
+    """The whole events that a file holds."""
+
+    events: int = 0
+    size: int = 0  # bytes of them
+    last_offset: int = 0  # where the last one begins
+    ended: bool = False  # whether the last one is terminal
+    index: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    """Numbers of some events, and where these begin."""
+
+    def copy(self) -> Extent:
+        """The same, to be grown apart from this one."""
+        return replace(self, index=list(self.index))
+
+    def add(self, data: bytes) -> None:
+        """Whole events follow."""
+        count = data.count(b"\n\n")
+        if not count:
+            return
+        if self.size - self.index[-1][1] >= INDEX_BYTES:
+            self.index.append((self.events, self.size))
+        last = data.rfind(b"\n\n", 0, -2) + 2
+        self.last_offset = self.size + (last if last > 1 else 0)
+        head = _HEAD.match(data, self.last_offset - self.size)
+        self.ended = head is not None and head[1].decode() in TERMINAL_TYPES
+        self.events += count
+        self.size += len(data)
+
+
+def create_log(folder: Folder) -> str:
+    """Make an empty file, and return its name. Raises: FolderError."""
+    folder.check_room(0)
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with folder.translated_errors():
+        for name in folder.new_names(LOG_KIND):
+            with contextlib.suppress(FileExistsError), opened(folder.path(name), new):
+                folder.sync()
+                return name
+    raise AssertionError("unreachable")
+
+
+def scan_log(folder: Folder, name: str) -> Extent:
+    """What the file holds, up to the first byte that is no whole event with the next number.
+
+    Raises: FileNotFoundError, FolderError.
+    """
+    extent = Extent()
+    grow_log(folder, name, extent)
+    return extent
+
+
+def grow_log(folder: Folder, name: str, extent: Extent) -> None:
+    """Add what the file has gained meanwhile. Raises: FileNotFoundError, FolderError."""
+    with folder.open_to_read(name) as file, folder.translated_errors():
+        rest = b""
+        while piece := _read(file, extent.size + len(rest), PIECE_BYTES):
+            data = rest + piece
+            end = data.rfind(b"\n\n") + 2
+            if end < 2:
+                rest = data
+                continue
+            whole = data[: _valid_bytes(data[:end], extent.events)]
+            extent.add(whole)
+            if len(whole) < end:
+                break
+            rest = data[end:]
+
+
+def grow_logs(folder: Folder, extents: Mapping[str, Extent]) -> set[str]:
+    """Do that for all of these that have grown; returns the names of those that can't be read."""
+    lost = set()
+    for name, extent in extents.items():
+        try:
+            if folder.path(name).stat().st_size > extent.size:
+                grow_log(folder, name, extent)
+        except (OSError, FolderError):
+            lost.add(name)
+    return lost
+
+
+def find_event(folder: Folder, name: str, extent_offset: int, skipped: int) -> int:
+    """Where the event begins that comes `skipped` events behind the one at `extent_offset`.
+
+    Raises: FileNotFoundError, FolderError.
+    """
+    offset, tail = extent_offset, b""
+    with folder.open_to_read(name) as file, folder.translated_errors():
+        while skipped:
+            piece = _read(file, offset + len(tail), PIECE_BYTES)
+            if not piece:
+                raise FolderError(f"{folder.path(name)} is too short", "put back a copy of it")
+            data = tail + piece
+            count = data.count(b"\n\n")
+            if count < skipped:
+                end = data.rfind(b"\n\n") + 2
+                if end < 2:
+                    # One event larger than a piece: its end may be cut in two.
+                    offset, tail = offset + len(data) - 1, data[-1:]
+                else:
+                    offset, tail, skipped = offset + end, data[end:], skipped - count
+                continue
+            at = 0
+            for _ in range(skipped):
+                at = data.index(b"\n\n", at) + 2
+            return offset + at
+    return offset
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Bytes that a file gets behind its first `offset` ones."""
+
+    name: str
+    offset: int
+    data: bytes
+    sync: bool = False
+    """Whether they are to be on the disk, so that a loss of power does not lose them."""
+
+
+def write_log(folder: Folder, wanted: Write) -> None:
+    """Write at the end of the file. Raises: FileNotFoundError, FolderError, LogTaken.
+
+    After an error the file holds what it held before, or a part of an event behind it.
+    """
+    with folder.descriptor(wanted.name, os.O_WRONLY) as descriptor:
+        if os.fstat(descriptor).st_size != wanted.offset:
+            raise LogTaken(
+                f"{folder.path(wanted.name)} has another size than this process has written",
+                "let one gateway at a time work on a folder's requests",
+            )
+        write_whole(descriptor, wanted.data, wanted.offset, sync=wanted.sync)
+
+
+def write_logs(folder: Folder, writes: list[Write]) -> list[Exception | None]:
+    """Do each of them; returns what went wrong with each."""
+    results: list[Exception | None] = []
+    for one in writes:
+        try:
+            write_log(folder, one)
+            results.append(None)
+        except (FolderError, FileNotFoundError) as error:
+            results.append(error)
+    return results
+
+
+def sync_logs(folder: Folder, names: list[str]) -> None:
+    """Bring these files to the disk, as far as they exist. Raises: FolderError."""
+    for name in names:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            folder.descriptor(name, os.O_RDONLY) as descriptor,
+        ):
+            os.fdatasync(descriptor)
+
+
+def truncate_log(folder: Folder, name: str, size: int) -> None:
+    """Cut the file off behind so many bytes. Raises: FileNotFoundError, FolderError."""
+    with folder.descriptor(name, os.O_WRONLY) as descriptor:
+        os.ftruncate(descriptor, size)
+        os.fdatasync(descriptor)
+
+
+def split_events(data: bytes) -> Iterator[bytes]:
+    """The events of whole ones, one by one."""
+    start = 0
+    while (end := data.find(b"\n\n", start) + 2) > 1:
+        yield data[start:end]
+        start = end
+
+
+def event_data(event: bytes) -> JsonObject:
+    """The data of an event of a log."""
+    value: JsonObject = msgspec.json.decode(event[event.index(b"\ndata: ") + 7 :])
+    return value
+
+
+def _read(file: BinaryIO, offset: int, length: int) -> bytes:
+    return os.pread(file.fileno(), length, offset)
+
+
+def _valid_bytes(data: bytes, first_number: int) -> int:
+    """Bytes of these whole events up to the first that has not the next number."""
+    count = data.count(b"\n\n")
+    numbers = [int(number) for number in _NUMBERS.findall(data)]
+    if numbers == list(range(first_number, first_number + count)):
+        return len(data)
+    end = 0
+    for number, event in enumerate(split_events(data), first_number):
+        head = _HEAD.match(event)
+        if head is None or int(head[2]) != number:
+            break
+        end += len(event)
+    return end
+
+
+SYNC_SECONDS = 1.0  # least seconds between two rounds
+
+
+COMMIT_SECONDS = 0.03  # least seconds between two rounds of writing
+
+COMMIT_SHARE = 2.0
+"""After a round the loop rests for so many times its duration: the disk is not kept busy."""
+
+BEAT_SECONDS = 0.25  # between two looks at those who wait
+SILENCE_SECONDS = 15.0  # after so long without an event a follower gets a comment
+
+MOST_PENDING_BYTES = 64 * 1024
+"""Bytes of one log that wait to be written; then whoever brings more waits."""
+
+TAIL_BYTES = 32 * 1024
+"""Bytes of a log's newest events that are kept in memory, for all that follow it live."""
+
+READ_BYTES = 64 * 1024  # bytes that a follower gets at once
+MOST_TOGETHER = 128  # logs of one round: their followers wake together
+
+MOST_ENDINGS = 32
+
+FLUSH_SECONDS = 2 * DISK_SECONDS
+"""Most seconds to wait for what was appended: a round under way, and the next one."""
+
+CLOSE_SECONDS = 3.0  # most seconds to write what is pending, at the end
+
+
+@dataclass(slots=True, eq=False)
+class ResponseLog:
+    """One log. `ResponseLogs` makes it and writes it; whoever got it from there calls `release`.
+
+    Events are numbered from 0 in the order of `append`.
+    """
+
+    name: str  # of its file
+    _logs: ResponseLogs
+    extent: Extent  # what is written: followers may see these events
+    users: int = 0  # those that have not released it
+    writers: int = 0  # those in this process that write it
+    next_number: int = 0  # of the next event
+    pending: list[bytes] = field(default_factory=list)
+    _pending_bytes: int = 0
+    ending: bool = False  # whether its terminal event has been appended
+    _failure: Exception | None = None  # why nothing more can be written
+    _writing: bool = False
+    _rounds: list[asyncio.Future[None]] = field(default_factory=list)
+    """Those who wait until what is pending has been written."""
+    _tail: deque[tuple[int, bytes]] = field(default_factory=deque)
+    """The newest bytes, by their offsets."""
+    _tail_bytes: int = 0
+    waiters: dict[asyncio.Future[bool], float] = field(default_factory=dict)
+    """Followers that wait for more, and since when."""
+    _closed: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of the written events."""
+        return self.extent.size
+
+    @property
+    def ended(self) -> bool:
+        """Whether the terminal event is written."""
+        return self.extent.ended
+
+    @property
+    def broken(self) -> bool:
+        """Whether it has no terminal event, and nothing more will come in this process."""
+        return (self._closed or self._failure is not None) and not self.ended
+
+    # Writing.
+
+    async def append(self, values: Sequence[JsonObject], *, comment: bytes = b"") -> None:
+        """Add events with these data, which get their numbers; waits only if too much is pending.
+
+        `comment`: a line of a comment that goes before them.
+
+        The last one may be terminal: then `flush` tells when it is on the disk. Raises: LogFull,
+        then none of them is added; LogEnded; FolderError, if an earlier write has failed.
+        """
+        encoded, number = [comment], self.next_number
+        self._check_open()
+        for value in values:
+            fields = {"type": value["type"], "sequence_number": number} | value
+            fields["sequence_number"] = number
+            encoded.append(named_event(fields))
+            number += 1
+        data = b"".join(encoded)
+        is_last = bool(values) and values[-1]["type"] in TERMINAL_TYPES
+        most = self._logs.most_bytes()
+        if not is_last and self.extent.size + self._pending_bytes + len(data) > most:
+            raise LogFull(most)
+        self.next_number, self.ending = number, is_last
+        self.pending.append(data)
+        self._pending_bytes += len(data)
+        self._logs.mark_dirty(self)
+        if self._pending_bytes > MOST_PENDING_BYTES and not is_last:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Return when all that was appended is written, and on the disk if it has ended.
+
+        Raises: FolderError.
+        """
+        while self.pending or self._writing:
+            if self._closed:
+                raise LogBroken
+            written = asyncio.get_running_loop().create_future()
+            self._rounds.append(written)
+            try:
+                async with asyncio.timeout(FLUSH_SECONDS):
+                    await written
+            except TimeoutError:
+                # What is late must not come behind what another process writes.
+                self.fail(LogBroken())
+                raise LogBroken from None
+        if self._failure is not None:
+            raise self._failure
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise LogBroken
+        if self.ending:
+            raise LogEnded
+        if not self.writers:
+            raise ValueError("the log was opened to be read")
+
+    # Reading.
+
+    async def read(self, offset: int) -> bytes:
+        """Written bytes from there on, at most about `READ_BYTES`; empty: there are none yet.
+
+        Raises: FolderError, FileNotFoundError.
+        """
+        if offset >= self.extent.size:
+            return b""
+        if self._tail and offset >= self._tail[0][0]:
+            return self._from_tail(offset)
+        length = min(READ_BYTES, self.extent.size - offset)
+        logs = self._logs
+        return await logs.threads.run(logs.folder.read, self.name, offset, length)
+
+    async def find(self, number: int) -> int | None:
+        """Where the event of this number begins; None: it is not written yet.
+
+        Raises: FolderError, FileNotFoundError.
+        """
+        if number > self.extent.events:
+            return None
+        return await self._offset_of(number)
+
+    async def wait(self, offset: int) -> bool:
+        """Wait for bytes behind `offset`; False: there was silence for `SILENCE_SECONDS`.
+
+        Returns also when it has ended or broken.
+        """
+        if offset < self.extent.size or self.ended or self.broken:
+            return True
+        changed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.waiters[changed] = self._logs.clock()
+        self._logs.waited_for.set()
+        try:
+            return await changed
+        finally:
+            self.waiters.pop(changed, None)
+
+    async def last_event(self) -> JsonObject | None:
+        """The data of the last written event; None: there is none.
+
+        Raises: FolderError, FileNotFoundError.
+        """
+        extent, logs = self.extent, self._logs
+        if not extent.events:
+            return None
+        length = extent.size - extent.last_offset
+        return event_data(
+            await logs.threads.run(logs.folder.read, self.name, extent.last_offset, length)
+        )
+
+    async def events(self, first: int = 0) -> AsyncGenerator[bytes, None]:
+        """All written events from this number on, in pieces of whole ones.
+
+        Raises: FolderError, FileNotFoundError.
+        """
+        offset, rest = await self.find(first), b""
+        while offset is not None and (piece := await self.read(offset)):
+            offset += len(piece)
+            data = rest + piece
+            end = data.rfind(b"\n\n") + 2
+            if end > 1:
+                yield data[:end]
+                rest = data[end:]
+            else:
+                rest = data
+
+    async def _offset_of(self, number: int) -> int:
+        extent, logs = self.extent, self._logs
+        if number >= extent.events:
+            return extent.size
+        at = bisect_right(extent.index, (number, 1 << 62)) - 1
+        known, offset = extent.index[at]
+        if known == number:
+            return offset
+        return await logs.threads.run(find_event, logs.folder, self.name, offset, number - known)
+
+    def _from_tail(self, offset: int) -> bytes:
+        parts, size = [], 0
+        for start, data in self._tail:
+            if start + len(data) <= offset:
+                continue
+            part = data[offset - start :] if start < offset else data
+            parts.append(part)
+            size += len(part)
+            if size >= READ_BYTES:
+                break
+        return b"".join(parts)
+
+    async def stop_writing(self) -> None:
+        """This process goes on with it no more; another may. Raises: FolderError."""
+        try:
+            await self.flush()
+        finally:
+            self.writers -= 1
+            if not self.writers:
+                self._forget_tail()
+
+    async def release(self) -> None:
+        """It is not needed any more by the one who got it."""
+        self.users -= 1
+        if not self.users:
+            with contextlib.suppress(FolderError):
+                await self.flush()
+            if not self.users:
+                self._logs.forget(self)
+
+    # For `ResponseLogs`.
+
+    def begin_writing(self, events: int) -> None:
+        """This process writes it from now on; it holds so many events."""
+        if not self.writers:
+            self.next_number, self.ending = events, self.extent.ended
+        self.writers += 1
+
+    def take(self) -> Write | None:
+        """What is to be written now, if anything is and nothing is being written."""
+        if self._writing or not self.pending or self._failure is not None:
+            return None
+        data, self.pending, self._writing = b"".join(self.pending), [], True
+        return Write(self.name, self.extent.size, data, sync=self.ending)
+
+    def written(self, write: Write, failure: Exception | None) -> None:
+        """That was written, or not."""
+        self._writing = False
+        self._pending_bytes -= len(write.data)
+        if failure is not None:
+            self.fail(failure)
+            return
+        self.extent.add(write.data)
+        self._tail.append((write.offset, write.data))
+        self._tail_bytes += len(write.data)
+        while self._tail_bytes > TAIL_BYTES:
+            self._tail_bytes -= len(self._tail.popleft()[1])
+        self.wake()
+        if not self.pending:
+            self._end_round()
+
+    def fail(self, failure: Exception) -> None:
+        """Nothing more can be written."""
+        self._failure = self._failure or failure
+        self.pending.clear()
+        self._pending_bytes = 0
+        self.wake()
+        self._end_round()
+
+    def grew(self, extent: Extent) -> None:
+        """Another process has written to it."""
+        if extent.size > self.extent.size:
+            self.extent = extent
+            self._forget_tail()
+            self.wake()
+
+    def beat(self, now: float) -> None:
+        """Wake those that have had nothing for long."""
+        for waiter, since in self.waiters.items():
+            if now - since >= SILENCE_SECONDS and not waiter.done():
+                waiter.set_result(False)
+
+    def close(self) -> None:
+        """Nothing more will be written or waited for in this process."""
+        self._closed = True
+        self.wake()
+        self._end_round()
+
+    def _forget_tail(self) -> None:
+        self._tail.clear()
+        self._tail_bytes = 0
+
+    def wake(self) -> None:
+        """Let those that wait look again."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(True)
+
+    def _end_round(self) -> None:
+        rounds, self._rounds = self._rounds, []
+        for waiter in rounds:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class ResponseLogs:
+    """All logs of one folder that are open in this process.
+
+    `most_bytes` gives the largest size of a log. `run` must run while logs are written or followed.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        threads: DiskThreads,
+        most_bytes: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self.threads = threads
+        self.most_bytes = most_bytes
+        self.clock = clock
+        self._open: dict[str, ResponseLog] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
+        self._dirty: dict[ResponseLog, None] = {}
+        self._wakes = asyncio.Event()
+        self.waited_for = asyncio.Event()  # set while somebody waits for more of a log
+        self._unsynced: set[str] = set()
+        """Logs that were written since they were last brought to the disk."""
+        self._written = asyncio.Event()
+        self.followers = 0  # those that follow a log now
+        self._is_cut = False
+        self._rounds: set[asyncio.Task[None]] = set()
+        """Rounds of writing under way: one of logs that end, one of others."""
+        self._ends = False  # whether a round of logs that end is under way
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def create(self) -> ResponseLog:
+        """A new log, which this process writes. Raises: FolderError."""
+        name = await self.threads.run(create_log, self.folder)
+        log = ResponseLog(name, self, Extent(), users=1)
+        log.begin_writing(0)
+        self._open[name] = log
+        if self._closed:
+            log.close()
+        return log
+
+    async def open(self, name: str, *, to_write: bool = False) -> ResponseLog:
+        """The log of this name; `to_write`: this process goes on with it, nobody else does.
+
+        Raises: FileNotFoundError, FolderError.
+        """
+        lock = self._opening.setdefault(name, asyncio.Lock())
+        try:
+            async with lock:
+                return await self._opened(name, to_write=to_write)
+        finally:
+            if not lock.locked():
+                self._opening.pop(name, None)
+
+    async def _opened(self, name: str, *, to_write: bool) -> ResponseLog:
+        log = self._open.get(name)
+        if log is not None and not log.writers:
+            await self._look([log])
+        if log is None or log.broken:
+            extent = await self.threads.run(scan_log, self.folder, name)
+            log = ResponseLog(name, self, extent)
+            self._open[name] = log
+        if to_write:
+            extent = log.extent.copy()
+            if not log.writers:
+                # What a crash left of an event would be in the way.
+                await self.threads.run(truncate_log, self.folder, name, extent.size)
+            log.begin_writing(extent.events)
+        log.users += 1
+        if self._closed:
+            log.close()
+        return log
+
+    async def delete(self, name: str) -> None:
+        """Remove the log; those who follow it break. Raises: FolderError."""
+        log = self._open.get(name)
+        if log is not None:
+            log.fail(LogBroken())
+            log.close()
+        await self.threads.run(self.folder.delete, name)
+
+    def mark_dirty(self, log: ResponseLog) -> None:
+        """The log has something to be written."""
+        self._dirty[log] = None
+        self._wakes.set()
+
+    def forget(self, log: ResponseLog) -> None:
+        """Nobody needs the log any more."""
+        if self._open.get(log.name) is log:
+            del self._open[log.name]
+
+    # Followers: any number of each log, of which none slows the log or the others.
+
+    def cut(self) -> None:
+        """Break those that follow a log which has not ended; they may come again elsewhere."""
+        self._is_cut = True
+        for log in self._open.values():
+            log.wake()
+
+    async def follow(
+        self, name: str, after: int = -1, *, can_return: bool = True
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of this log with higher numbers than `after`, then those to come.
+
+        Pieces may end within an event. It ends behind the terminal event; a comment comes when
+        nothing has for long. Raises: LogBroken, if nothing more will come without a terminal event:
+        then break the connection, since its polite end would read as a complete response;
+        FileNotFoundError, FolderError. `can_return`: `cut` breaks it, as it may follow again.
+        """
+        log = await self.open(name)
+        self.followers += 1
+        try:
+            while (offset := await log.find(after + 1)) is None:
+                if log.ended:
+                    return
+                if log.broken or (can_return and self._is_cut):
+                    raise LogBroken
+                if not await log.wait(log.size):
+                    yield sse.HEARTBEAT
+            while True:
+                if can_return and self._is_cut and not log.ended:
+                    raise LogBroken
+                if piece := await log.read(offset):
+                    offset += len(piece)
+                    yield piece
+                elif log.ended:
+                    return
+                elif log.broken:
+                    raise LogBroken
+                elif not await log.wait(offset):
+                    yield sse.HEARTBEAT
+        finally:
+            self.followers -= 1
+            await log.release()
+
+    # The loops.
+
+    async def run(self) -> None:
+        """Write, sync and wake, until it is cancelled; then what is pending is written."""
+        loops = [
+            asyncio.create_task(loop) for loop in (self._commits(), self._sync(), self._beats())
+        ]
+        try:
+            await asyncio.gather(*loops)
+        finally:
+            for one in loops:
+                one.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+            await self.close()
+
+    async def close(self) -> None:
+        """Write what is pending; whoever follows a log that has not ended breaks."""
+        self._closed = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                while self._dirty or self._rounds:
+                    self._begin_round(list(self._dirty))
+                    await asyncio.gather(*map(asyncio.shield, self._rounds))
+        for log in list(self._open.values()):
+            log.close()
+
+    async def _commits(self) -> None:
+        while True:
+            await self._wakes.wait()
+            self._wakes.clear()
+            began = self.clock()
+            await self._commit()
+            took = self.clock() - began
+            await asyncio.sleep(max(COMMIT_SECONDS, COMMIT_SHARE * took))
+
+    async def _commit(self) -> None:
+        """Write what is pending. Ends go to the disk, which holds nobody else up."""
+        endings = [log for log in self._dirty if log.ending]
+        if endings and not self._ends:
+            self._ends = True
+            self._begin_round(endings[:MOST_ENDINGS]).add_done_callback(self._ends_written)
+        others = [log for log in self._dirty if not log.ending]
+        for at in range(0, len(others), MOST_TOGETHER):
+            # A cancellation must not leave it half done.
+            await asyncio.shield(self._begin_round(others[at : at + MOST_TOGETHER]))
+
+    def _ends_written(self, _: object) -> None:
+        self._ends = False
+        self._wakes.set()
+
+    def _begin_round(self, logs: list[ResponseLog]) -> asyncio.Task[None]:
+        for log in logs:
+            self._dirty.pop(log, None)
+        task = asyncio.create_task(self._write_round(logs))
+        self._rounds.add(task)
+        task.add_done_callback(self._rounds.discard)
+        return task
+
+    async def _write_round(self, logs: list[ResponseLog]) -> None:
+        taken = [(log, write) for log in logs if (write := log.take()) is not None]
+        writes = [write for _, write in taken]
+        results: Sequence[Exception | None]
+        try:
+            results = await self.threads.run(write_logs, self.folder, writes)
+        except (FolderError, RuntimeError) as error:
+            results = [error] * len(writes)
+        for (log, write), failure in zip(taken, results, strict=True):
+            log.written(write, failure)
+            if failure is None and not write.sync:
+                self._unsynced.add(log.name)
+                self._written.set()
+            if log.pending:
+                self.mark_dirty(log)
+
+    async def _sync(self) -> None:
+        """Bring what was written to the disk, together."""
+        while True:
+            await self._written.wait()
+            await asyncio.sleep(SYNC_SECONDS)
+            self._written.clear()
+            names, self._unsynced = sorted(self._unsynced), set()
+            with contextlib.suppress(FolderError):
+                await self.threads.run(sync_logs, self.folder, names)
+
+    async def _beats(self) -> None:
+        while True:
+            await self.waited_for.wait()
+            await asyncio.sleep(BEAT_SECONDS)
+            now = self.clock()
+            waited = [log for log in self._open.values() if log.waiters]
+            if not waited:
+                self.waited_for.clear()
+            for log in waited:
+                log.beat(now)
+            await self._look([log for log in waited if not log.writers])
+
+    async def _look(self, logs: list[ResponseLog]) -> None:
+        """Look for what another process has added to these logs."""
+        extents = {log.name: log.extent.copy() for log in logs}
+        if not extents:
+            return
+        try:
+            lost = await self.threads.run(grow_logs, self.folder, extents)
+        except FolderError:
+            return
+        for log in logs:
+            if log.name in lost:
+                log.close()
+            elif not log.writers:
+                log.grew(extents[log.name])

@@ -1,0 +1,537 @@
+"""Results of batches' lines: written as lines to files of the folder, recorded, and read again.
+
+`LineResults.add` returns when its result is on the disk and recorded in the store, together with
+the row of the ledger. A group of results is one append and one fsync for each batch, and one
+transaction. A store that is away, or a disk that is full, delays results and loses none: they wait
+within a bound, their batches are paused, and beyond the bound their runners wait too.
+
+A line ends with a newline and holds no other, nor any character at which Python's `str.splitlines`
+would divide it: readers of such files use that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import msgspec
+import structlog
+from sqlalchemy import Connection
+
+from gateway.api.json_values import JSON_ERRORS, VALUE_DECODER, JsonObject
+from gateway.callers.ledger import Ledger, UsageRow
+from gateway.callers.processes import ProcessIdentity
+from gateway.store.failures import StoreError
+from gateway.store.store import Store
+from gateway.stored.batch_rows import pause_batch
+from gateway.stored.claims import (
+    RecordedResult,
+    RequestState,
+    StoredRow,
+    job,
+    record,
+)
+from gateway.stored.folder import (
+    AppendedFile,
+    DiskThreads,
+    Folder,
+    FolderError,
+    FolderFull,
+)
+from gateway.stored.line_reader import LineError
+from gateway.stored.runner import Outcome
+
+ANTHROPIC = "anthropic"  # the API of `/v1/messages/batches`; that of `/v1/batches` is `openai`
+
+EXPIRED_CODE, CANCELLED_CODE = "batch_expired", "batch_cancelled"
+
+EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
+
+CANCELLED_MESSAGE = "This request was not executed because the batch was cancelled."
+
+LOST_CODE = "result_lost"
+
+LOST_MESSAGE = "The result of this request can't be read any more."
+
+_LINE_ENDS = tuple((one.encode(), f"\\u{ord(one):04x}".encode()) for one in "\x85\u2028\u2029")
+"""What else `str.splitlines` takes for the end of a line and JSON allows, within strings alone."""
+
+_ANY_JSON = msgspec.json.Decoder(msgspec.Raw)
+
+_ANTHROPIC_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def is_output(api: str, status: int | None) -> bool:
+    """Whether a result belongs into the output file; else into the error file.
+
+    `status`: None: there is no response.
+    """
+    return api == ANTHROPIC or (status is not None and status < 400)
+
+
+def response_line(
+    id_: str, custom_id: str | None, api: str, *, status: int, request_id: str, content: bytes
+) -> bytes:
+    """The line of a response, which an error's response is too. `content` is its body."""
+    if api != ANTHROPIC:
+        response = {"status_code": status, "request_id": request_id, "body": _as_json(content)}
+        return _line({"id": id_, "custom_id": custom_id, "response": response, "error": None})
+    if status < 400:
+        result: JsonObject = {"type": "succeeded", "message": _as_json(content)}
+    else:
+        result = {"type": "errored", "error": _anthropic_error(status, request_id, content)}
+    return _line({"custom_id": custom_id, "result": result})
+
+
+def broken_line(id_: str, api: str, error: LineError) -> bytes:
+    """The line of a line of the input that can't be run."""
+    if api == ANTHROPIC:
+        inner = {"type": "invalid_request_error", "message": error.message}
+        outer = {"type": "error", "error": inner, "request_id": None}
+        result = {"type": "errored", "error": outer}
+        return _line({"custom_id": error.custom_id, "result": result})
+    told = {
+        "code": error.code,
+        "message": error.message,
+        "param": error.param,
+        "line": error.number,
+    }
+    return _line({"id": id_, "custom_id": error.custom_id, "response": None, "error": told})
+
+
+def unanswered_line(
+    id_: str, custom_id: str | None, api: str, number: int | None, state: RequestState
+) -> bytes:
+    """The line of a request that has no result, and never will."""
+    if state is RequestState.EXPIRED:
+        code, message, type_ = EXPIRED_CODE, EXPIRED_MESSAGE, "expired"
+    elif state is RequestState.CANCELLED:
+        code, message, type_ = CANCELLED_CODE, CANCELLED_MESSAGE, "canceled"
+    else:
+        code, message, type_ = LOST_CODE, LOST_MESSAGE, "errored"
+    if api != ANTHROPIC:
+        told: JsonObject = {"code": code, "message": message}
+        if custom_id is None:
+            told["line"] = number
+        return _line({"id": id_, "custom_id": custom_id, "response": None, "error": told})
+    result: JsonObject = {"type": type_}
+    if type_ == "errored":
+        inner = {"type": "api_error", "message": message}
+        result["error"] = {"type": "error", "error": inner, "request_id": None}
+    return _line({"custom_id": custom_id, "result": result})
+
+
+def _anthropic_error(status: int, request_id: str, content: bytes) -> JsonObject:
+    """The error of a response, in Anthropic's form whatever its own is."""
+    message = ""
+    try:
+        found = VALUE_DECODER.decode(content)
+    except JSON_ERRORS:
+        found = None
+    inner = found.get("error") if isinstance(found, dict) else None
+    if isinstance(inner, dict):
+        message = inner["message"] if isinstance(inner.get("message"), str) else ""
+        if found.get("type") == "error" and isinstance(inner.get("type"), str):
+            return {"request_id": request_id, **found}
+    elif isinstance(inner, str):
+        message = inner
+    type_ = _ANTHROPIC_ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    told = {"type": type_, "message": message or f"The request failed with status {status}."}
+    return {"type": "error", "error": told, "request_id": request_id}
+
+
+def _as_json(content: bytes) -> msgspec.Raw:
+    """A body as JSON on one line, its numbers as they are; what is no JSON becomes a string."""
+    try:
+        content.decode()
+        _ANY_JSON.decode(content)
+        return msgspec.Raw(msgspec.json.format(content, indent=-1))
+    except JSON_ERRORS:
+        return msgspec.Raw(msgspec.json.encode(content.decode("utf-8", "replace")))
+
+
+def _line(value: JsonObject) -> bytes:
+    line = msgspec.json.encode(value)
+    for end, escaped in _LINE_ENDS:
+        line = line.replace(end, escaped)
+    return line + b"\n"
+
+
+RESULTS = "results"  # kind of the folder's files that hold results
+GROUP_SECONDS = 0.05  # seconds that the first result of a group waits for others
+
+GROUP_RESULTS, GROUP_BYTES = 500, 4 << 20
+"""Results, and bytes of them, that are written without waiting, and at one time at most."""
+
+MOST_BYTES = 64 << 20  # bytes of results that wait; beyond them `add` waits to begin
+ROW_BYTES = 1000  # what a result takes in memory besides its response
+READ_BYTES = 256 << 10  # bytes of lines that are read at a time, if no line is longer
+MOST_READ_FILES = 16  # files of results that a reader has open
+MOST_FILES = 64  # files of results that are open
+IDLE_SECONDS = 30.0  # seconds after which a file of results is closed: its batch may have ended
+RETRY_SECONDS = 2.0  # seconds after which it is tried again to write or to record results
+
+STORAGE_FULL, STORAGE_UNAVAILABLE = "storage_full", "storage_unavailable"
+"""Why batches are paused while the folder takes no results."""
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class _Result:
+    """A result that is not recorded yet."""
+
+    row: StoredRow
+    api: str
+    outcome: Outcome
+    done: asyncio.Future[bool]
+    place: str | None = None  # the file that has its line; None: it is not on the disk
+    offset: int = 0
+    length: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.outcome.content) + ROW_BYTES
+
+    def recorded(self) -> RecordedResult:
+        outcome = self.outcome
+        state = RequestState.DONE if outcome.status < 400 else RequestState.FAILED
+        return RecordedResult(
+            self.row.id, state, outcome.status, outcome.error_code, self.place, self.offset,
+            self.length, outcome.usage,
+        )  # fmt: skip
+
+    def line(self) -> bytes:
+        outcome = self.outcome
+        return response_line(
+            self.row.id,
+            self.row.custom_id,
+            self.api,
+            status=outcome.status,
+            request_id=outcome.record.x_request_id,
+            content=outcome.content,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _OpenFile:
+    file: AppendedFile
+    used_at: float  # monotonic seconds
+
+
+@dataclass(slots=True, eq=False)
+class LineResults:
+    """Keeps the results of batches' lines. `run` must run in a task while there are any.
+
+    `now` gives Unix time, `clock` monotonic seconds.
+    """
+
+    store: Store
+    ledger: Ledger
+    folder: Folder
+    threads: DiskThreads
+    process: ProcessIdentity
+    now: Callable[[], float]
+    clock: Callable[[], float]
+    most_bytes: int = MOST_BYTES
+    problem: str | None = None  # why results are not written or recorded now
+    disk_error: FolderError | None = None
+    """Why they are not written now, if that is the disk's fault."""
+    _waiting: deque[_Result] = field(default_factory=deque)
+    _group: list[_Result] = field(default_factory=list)
+    """What is being written and recorded, until that is known to have happened."""
+    _bytes: int = 0  # of all results that wait
+    _waiting_bytes: int = 0  # of those in `_waiting`
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _enough: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is enough for a group."""
+    _room: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when results have been recorded."""
+    _files: OrderedDict[str, _OpenFile] = field(default_factory=OrderedDict)
+    """By batch; the one used last at the end."""
+
+    @property
+    def pending(self) -> int:
+        """Results that wait."""
+        return len(self._waiting) + len(self._group)
+
+    async def add(self, row: StoredRow, batch_api: str, outcome: Outcome) -> bool:
+        """Keep the result of a row that this process runs; returns when that is certain.
+
+        False: the row was cancelled or taken by another process meanwhile. A caller that is
+        cancelled leaves the result to be recorded.
+        """
+        while self._bytes >= self.most_bytes:
+            self._room.clear()
+            await self._room.wait()
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        # Nobody may be left to ask for its error.
+        done.add_done_callback(lambda future: future.cancelled() or future.exception())
+        result = _Result(row, batch_api, outcome, done)
+        self._waiting.append(result)
+        self._bytes += result.size
+        self._waiting_bytes += result.size
+        self._arrived.set()
+        if len(self._waiting) >= GROUP_RESULTS or self._waiting_bytes >= GROUP_BYTES:
+            self._enough.set()
+        return await asyncio.shield(result.done)
+
+    async def run(self) -> None:
+        """Write and record results until cancelled."""
+        while True:
+            if not self.pending:
+                await self._rest()
+                continue
+            if not self._group and not self._is_enough():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(GROUP_SECONDS):
+                        await self._enough.wait()
+            if not await self._step():
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def close(self, limit: float) -> None:
+        """Write and record what waits, within `limit` seconds; call it when `run` has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                while self.pending and await self._step():
+                    pass
+        if self.pending:
+            # Their rows are run again by whoever claims them next.
+            log.warning("results are dropped", results=self.pending, why=self.problem)
+        for result in (*self._group, *self._waiting):
+            result.done.cancel()
+        for one in self._files.values():
+            one.file.close()
+        self._files.clear()
+
+    # Steps.
+
+    async def _rest(self) -> None:
+        """Wait for results, and close files that nobody writes."""
+        self._arrived.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_SECONDS if self._files else None):
+                await self._arrived.wait()
+        self._close_files()
+
+    def _is_enough(self) -> bool:
+        enough = len(self._waiting) >= GROUP_RESULTS or self._waiting_bytes >= GROUP_BYTES
+        if not enough:
+            self._enough.clear()
+        return enough
+
+    async def _step(self) -> bool:
+        """Write and record a group; returns whether all of it is recorded."""
+        size = sum(one.size for one in self._group)
+        while self._waiting and len(self._group) < GROUP_RESULTS and size < GROUP_BYTES:
+            result = self._waiting.popleft()
+            size += result.size
+            self._waiting_bytes -= result.size
+            self._group.append(result)
+        await self._write()
+        written = [one for one in self._group if one.place is not None]
+        if written and not await self._record(written):
+            return False
+        if not self._group and self.problem is not None:
+            log.info("results are kept again")
+            self.problem = None
+        return not self._group
+
+    async def _write(self) -> None:
+        """Bring the group to the disk, as far as that is possible."""
+        by_batch: dict[str, list[_Result]] = {}
+        for result in self._group:
+            if result.place is None:
+                by_batch.setdefault(result.row.batch or "", []).append(result)
+        for batch, results in by_batch.items():
+            try:
+                file = await self._file(batch)
+                lengths, offset = await self.threads.run(_append, file, results)
+            except FolderError as error:
+                full = isinstance(error, FolderFull)
+                if not full and (broken := self._files.pop(batch, None)) is not None:
+                    broken.file.close()
+                self.disk_error = error
+                self._failed("results wait for the disk", str(error))
+                reason = STORAGE_FULL if full else STORAGE_UNAVAILABLE
+                await self._pause(results[0], reason)
+                continue
+            self.disk_error = None
+            for result, length in zip(results, lengths, strict=True):
+                result.place, result.offset, result.length = file.name, offset, length
+                offset += length
+
+    async def _file(self, batch: str) -> AppendedFile:
+        """The file of this batch's results. Raises: FolderError."""
+        found = self._files.get(batch)
+        if found is None:
+            self._close_files()
+            if len(self._files) >= MOST_FILES:
+                self._files.popitem(last=False)[1].file.close()
+            file = await self.threads.run(self.folder.open_appended, RESULTS)
+            found = self._files[batch] = _OpenFile(file, 0.0)
+        found.used_at = self.clock()
+        self._files.move_to_end(batch)
+        return found.file
+
+    def _close_files(self) -> None:
+        """Close the files that were not written of late."""
+        before = self.clock() - IDLE_SECONDS
+        while self._files:
+            batch, first = next(iter(self._files.items()))
+            if first.used_at > before:
+                break
+            del self._files[batch]
+            first.file.close()
+
+    async def _pause(self, result: _Result, reason: str) -> None:
+        """Let the batch's other lines wait; `BatchRegistry.run` resumes it when there is room."""
+        row, batch = result.row, result.row.batch
+        if batch is not None:
+            with contextlib.suppress(StoreError):
+                await self.store.run(
+                    job(pause_batch, row.owner, batch, self.now(), reason, result.api)
+                )
+
+    async def _record(self, results: Sequence[_Result]) -> bool:
+        """Record results that are on the disk; returns whether the store took them."""
+        recorded = [one.recorded() for one in results]
+        ids: set[str] = set()
+
+        def recording(connection: Connection) -> list[UsageRow]:
+            ids.clear()
+            ids.update(record(connection, self.process.id, recorded, self.now()))
+            return [one.usage for one in recorded if one.id in ids and one.usage is not None]
+
+        try:
+            await self.ledger.write_with(recording)
+        except StoreError as error:
+            self._failed("results wait for the store", str(error))
+            return False
+        except Exception as error:
+            # One of them can't be recorded: it must not keep the others from it.
+            if len(results) > 1:
+                return all([await self._record([one]) for one in results])
+            log.exception("a result can't be recorded", request=results[0].row.id)
+            self._end(results[0], error)
+            return True
+        for result in results:
+            self._end(result, result.row.id in ids)
+        return True
+
+    def _end(self, result: _Result, end: bool | Exception) -> None:  # noqa: FBT001 - a result
+        self._group.remove(result)
+        self._bytes -= result.size
+        self._room.set()
+        if result.done.done():
+            return
+        if isinstance(end, bool):
+            result.done.set_result(end)
+        else:
+            result.done.set_exception(end)
+
+    def _failed(self, event: str, why: str) -> None:
+        """Tell it once, until all results are kept again."""
+        if self.problem is None:
+            log.warning(event, results=self.pending, why=why)
+        self.problem = why
+
+
+def _append(file: AppendedFile, results: Sequence[_Result]) -> tuple[list[int], int]:
+    """Write the lines of results of one batch: their lengths, and where they begin.
+
+    Raises: FolderError.
+    """
+    lines = [one.line() for one in results]
+    return [len(line) for line in lines], file.append(b"".join(lines))
+
+
+class ResultReader:
+    """Reads the lines of rows that have ended. Blocks: call it on a thread. `close` ends it."""
+
+    def __init__(self, folder: Folder, api: str, *, keeps_all: bool = False) -> None:
+        self._folder = folder
+        self._api = api
+        self._keeps_all = keeps_all
+        """Whether a result that is missing is an error: the batch may end while it is read."""
+        self._files: OrderedDict[str, BinaryIO] = OrderedDict()
+
+    def line(self, row: StoredRow) -> tuple[bytes, bool]:
+        """The row's line, and whether it belongs into the output file. Raises: FolderError."""
+        line = self._recorded(row)
+        if line is not None:
+            return line, is_output(self._api, row.status)
+        line = unanswered_line(row.id, row.custom_id, self._api, row.number, row.state)
+        return line, is_output(self._api, None)
+
+    def pieces(self, rows: Sequence[StoredRow], *, output: bool) -> Iterator[bytes]:
+        """The lines of these rows that belong into that file, in pieces. Raises: FolderError."""
+        lines: list[bytes] = []
+        size = 0
+        for row in rows:
+            line, is_of_output = self.line(row)
+            if is_of_output != output:
+                continue
+            lines.append(line)
+            size += len(line)
+            if size >= READ_BYTES:
+                yield b"".join(lines)
+                lines.clear()
+                size = 0
+        if lines:
+            yield b"".join(lines)
+
+    def close(self) -> None:
+        """Close the files; called again, nothing."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _recorded(self, row: StoredRow) -> bytes | None:
+        """The recorded line; None: there is none. Raises: FolderError."""
+        place, length = row.result_place, row.result_length
+        if place is None or row.result_offset is None or length is None:
+            return None
+        line = b""
+        with contextlib.suppress(FileNotFoundError):
+            file = self._file(place)
+            try:
+                while more := os.pread(
+                    file.fileno(), length - len(line), row.result_offset + len(line)
+                ):
+                    line += more
+            except OSError as error:
+                raise FolderError(
+                    f"{place}: {error.strerror or error}",
+                    "look for errors of the disk in the system's log",
+                ) from None
+        if len(line) == length and line.endswith(b"\n"):
+            return line
+        if self._keeps_all:
+            raise FolderError(f"{place} lacks a result", "read the batch's output again")
+        log.warning("a result is lost", request=row.id, file=place)
+        return None
+
+    def _file(self, place: str) -> BinaryIO:
+        found = self._files.get(place)
+        if found is None:
+            if len(self._files) >= MOST_READ_FILES:
+                self._files.popitem(last=False)[1].close()
+            found = self._files[place] = self._folder.open_to_read(place)
+        self._files.move_to_end(place)
+        return found

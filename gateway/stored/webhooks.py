@@ -1,0 +1,903 @@
+"""Events of batches and responses, delivered to webhooks for a day, at least once.
+
+A caller can name a URL, and so let the gateway, which stands in a network of trust, send requests.
+So only URLs at or below one of the settings' targets are taken, and only if every address of the
+host is public, unless the target says otherwise. The connection goes to an address that was
+checked, not to the name, which could have another address by then (DNS rebinding); `Host` and the
+certificate's name are those of the URL. No redirect is followed and no proxy of the environment is
+used. Nothing of the answer but its status and `Retry-After` is of interest, and no more than a few
+kilobytes of it are read.
+
+A delivery is a row of the store, added within the transaction that ends its object: none is lost
+and none is told too early. Its ids come of what it tells and where, so it is added once. A process
+claims a delivery by moving its next attempt behind the time limit of this one. If it is killed in
+between, the event is sent again, with the same `webhook-id`. Receivers share nothing but a number
+of attempts at one time, of which each may have a few, and one alone while it fails: a slow one
+delays nobody else's events.
+
+    end_batch(connection, ..., also=webhook_events.batch_ended)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import json
+import math
+import random
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
+import httpx
+import structlog
+from sqlalchemy import Connection, delete, func, literal_column, select, update
+
+from gateway import __version__
+from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl, secret_bytes
+from gateway.errors import GatewayError
+from gateway.events import EventBus, WebhookAttempted
+from gateway.store.database import insert_for
+from gateway.store.failures import StoreError
+from gateway.store.schema import webhook_deliveries as deliveries
+from gateway.store.store import Store
+from gateway.stored.batch_rows import Batch
+from gateway.stored.claims import (
+    BatchState,
+    StoredRow,
+    job,
+    unlocked,
+)
+from gateway.transport.errors import ConnectFailed
+from gateway.transport.resolver import Resolver
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class WebhookTargets:
+    """The receivers of the settings in force, which `settings` gives. Any thread may ask."""
+
+    def __init__(self, settings: Callable[[], WebhookSettings]) -> None:
+        self._settings = settings
+
+    def check(self, owner: str, group: str | None, url: object) -> str:
+        """A `webhook_url` that a request of this key names, in the form that is to be stored.
+
+        Raises: GatewayError (400).
+        """
+        if not isinstance(url, str):
+            raise _refused("must be a string, the URL of a webhook.")
+        try:
+            parsed = WebhookUrl.parse(url)
+        except ValueError as error:
+            raise _refused(f"{error}.") from None
+        if self.target_of(owner, group, parsed) is None:
+            # Which URLs there are is the operator's secret.
+            raise _refused(
+                "is no URL that this gateway sends events of this key to: ask its operator to add "
+                "it to webhooks.targets in the settings.",
+                "webhook_url_not_allowed",
+            )
+        return str(parsed)
+
+    def receivers(
+        self, owner: str, group: str | None, event: str, named: str | None = None
+    ) -> list[WebhookUrl]:
+        """Where an event of this key goes; `named` is the `webhook_url` of its request.
+
+        Never raises: it must not keep an object from ending.
+        """
+        found = [
+            target.parsed_url
+            for target in self._settings().targets
+            if not target.named_only and target.is_for(owner, group) and target.wants(event)
+        ]
+        url = None if named is None else _parsed(named)
+        if url is not None:
+            # The settings may have changed since the request came.
+            target = self.target_of(owner, group, url)
+            if target is not None and target.wants(event):
+                found.append(url)
+        return list(dict.fromkeys(found))
+
+    def target_of(self, owner: str, group: str | None, url: WebhookUrl) -> WebhookTarget | None:
+        """The target whose secrets sign events of this key for the URL; None: there is none now."""
+        covering = [
+            target
+            for target in self._settings().targets
+            if target.is_for(owner, group) and target.parsed_url.covers(url)
+        ]
+        return max(covering, key=lambda target: len(target.parsed_url.path), default=None)
+
+
+def _parsed(url: str) -> WebhookUrl | None:
+    try:
+        return WebhookUrl.parse(url)
+    except ValueError:
+        return None
+
+
+def _refused(why: str, code: str = "invalid_request") -> GatewayError:
+    return GatewayError(400, code, f"'webhook_url' {why}", param="webhook_url", retryable=False)
+
+
+_NEVER = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "0.0.0.0/8",  # this network
+        "169.254.0.0/16",  # link-local: clouds hand out credentials there
+        "192.0.0.0/24",
+        "192.0.2.0/24",  # documentation
+        "198.51.100.0/24",
+        "203.0.113.0/24",
+        "192.88.99.0/24",  # relays of 6to4
+        "224.0.0.0/4",  # multicast
+        "240.0.0.0/4",  # reserved, broadcast
+        "::/128",
+        "100::/64",  # discarded
+        "2001::/23",  # Teredo and the like
+        "2001:db8::/32",  # documentation
+        "3fff::/20",
+        "5f00::/16",
+        "fe80::/10",  # link-local
+        "fec0::/10",
+        "ff00::/8",  # multicast
+    )
+)
+
+_PRIVATE = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "10.0.0.0/8",
+        "100.64.0.0/10",  # carriers' NAT
+        "127.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "198.18.0.0/15",  # measurements within a network
+        "::1/128",
+        "64:ff9b:1::/48",  # local NAT64
+        "fc00::/7",
+    )
+)
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+_COMPATIBLE = ipaddress.IPv6Network("::/96")
+
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+
+LAST_32_BITS = 0xFFFFFFFF
+
+
+def address_problem(text: str, target: WebhookTarget, scheme: str) -> str | None:
+    """Why events for the target must not be sent to this address; None: they may."""
+    try:
+        address = embedded_address(ipaddress.ip_address(text))
+    except ValueError:
+        return "is no address"
+    if _within(address, _NEVER):
+        return "is reserved for other uses"
+    if _within(address, _PRIVATE):
+        return None if target.allow_private else "is private or loopback"
+    if isinstance(address, ipaddress.IPv6Address) and address not in _GLOBAL_UNICAST:
+        return "is reserved for other uses"
+    if scheme == "http" and not target.allow_http:
+        return "is public, and http is allowed to private ones only"
+    return None
+
+
+def embedded_address(address: Address) -> Address:
+    """The IPv4 address that packets to this IPv6 address end up at, or else itself."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    if address.sixtofour is not None:
+        return address.sixtofour
+    number = int(address)
+    # `::1` and `::` are IPv6's own.
+    if address in _NAT64 or (address in _COMPATIBLE and number > 0xFFFF):
+        return ipaddress.IPv4Address(number & LAST_32_BITS)
+    return address
+
+
+def _within(
+    address: Address, networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]
+) -> bool:
+    return any(address in network for network in networks if network.version == address.version)
+
+
+MOST_READ = 4096
+"""Bytes of an answer's body that are read, so that its sender is not cut off at once."""
+
+READ_SECONDS = 1.0  # for that body: the status is known, so it changes nothing
+
+_USER_AGENT = f"llama-gateway/{__version__}"
+
+
+@dataclass(frozen=True, slots=True)
+class PostResult:
+    """What became of an attempt."""
+
+    status: int | None  # of the answer; None: there was none
+    error: str | None = None
+    """Why it has failed, without URL and answer; None: the event is delivered."""
+    retry_after: float | None = None  # seconds that the receiver asks to be left alone for
+
+
+def signatures(secrets: Sequence[str], id_: str, timestamp: int, body: str) -> str:
+    """The field `webhook-signature` of Standard Webhooks: a signature by each secret `whsec_...`.
+
+    By hand, since it is these few lines; tests verify it by the published library and by OpenAI's.
+    """
+    signed = f"{id_}.{timestamp}.{body}".encode()
+    digests = (hmac.digest(secret_bytes(secret), signed, hashlib.sha256) for secret in secrets)
+    return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
+
+
+class WebhookPoster:
+    """Posts events. `now` gives Unix seconds."""
+
+    def __init__(self, resolver: Resolver, now: Callable[[], float]) -> None:
+        self._resolver = resolver
+        self._now = now
+        self._trusted: dict[Path | None, tuple[tuple[int, int], ssl.SSLContext]] = {}
+        """By the file of certificate authorities, with its time and size when it was read."""
+
+    async def post(
+        self, target: WebhookTarget, url: WebhookUrl, id_: str, body: str, timeout: float
+    ) -> PostResult:
+        """Try once, for `timeout` seconds at most."""
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                return await self._try(target, url, id_, body, limit, timeout)
+        except TimeoutError:
+            return PostResult(None, f"no answer within {timeout:g} s")
+
+    async def _try(
+        self,
+        target: WebhookTarget,
+        url: WebhookUrl,
+        id_: str,
+        body: str,
+        limit: asyncio.Timeout,
+        timeout: float,
+    ) -> PostResult:
+        try:
+            addresses = await self._resolver.addresses(url.host, timeout)
+        except ConnectFailed as error:
+            return PostResult(None, str(error))
+        # One address that is not allowed is enough: such a name is not what it was listed for.
+        for address in addresses:
+            problem = address_problem(address, target, url.scheme)
+            if problem is not None:
+                return PostResult(None, f"its address {address} {problem}")
+        try:
+            context = None if url.scheme == "http" else await self._context(target.ca)
+        except (OSError, ValueError) as error:
+            return PostResult(None, f"its certificate authorities can't be read: {_words(error)}")
+        result = PostResult(None, "it has no address")
+        for address in addresses:
+            try:
+                return await self._send(target, url, address, id_, body, context, limit)
+            except httpx.ConnectError as error:
+                result = PostResult(None, f"no connection to {address}: {_words(error)}")
+            except httpx.TransportError as error:
+                # Not its text, which may repeat what the receiver has sent.
+                return PostResult(None, f"no valid answer ({type(error).__name__})")
+        self._resolver.connect_failed(url.host)
+        return result
+
+    async def _send(
+        self,
+        target: WebhookTarget,
+        url: WebhookUrl,
+        address: str,
+        id_: str,
+        body: str,
+        context: ssl.SSLContext | None,
+        limit: asyncio.Timeout,
+    ) -> PostResult:
+        content = body.encode()
+        timestamp = int(self._now())
+        secrets = [secret.get_secret_value() for secret in target.secrets]
+        request = httpx.Request(
+            "POST",
+            httpx.URL(
+                scheme=url.scheme,
+                host=address,
+                port=url.port,
+                raw_path=f"{url.path}{url.query}".encode(),
+            ),
+            headers={
+                "host": url.host_field,
+                "user-agent": _USER_AGENT,
+                "accept": "*/*",
+                "connection": "close",
+                "content-type": "application/json",
+                "webhook-id": id_,
+                "webhook-timestamp": str(timestamp),
+                "webhook-signature": signatures(secrets, id_, timestamp, body),
+            },
+            content=content,
+            extensions={"sni_hostname": url.host},
+        )
+        # An http URL needs no context, but without one httpx reads the authorities of all.
+        transport = httpx.AsyncHTTPTransport(
+            verify=context or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), trust_env=False
+        )
+        async with transport:
+            response = await transport.handle_async_request(request)
+            result = self._result(response)
+            # What is known now must not be lost to a body that does not end.
+            limit.reschedule(None)
+            with contextlib.suppress(httpx.TransportError, TimeoutError):
+                async with asyncio.timeout(READ_SECONDS):
+                    await _read_some(response)
+            with contextlib.suppress(httpx.TransportError):
+                await response.aclose()
+        return result
+
+    def _result(self, response: httpx.Response) -> PostResult:
+        status = response.status_code
+        if 200 <= status < 300:
+            return PostResult(status)
+        error = f"status {status}"
+        if 300 <= status < 400:
+            error += ", a redirect, which is not followed"
+        return PostResult(
+            status, error, retry_after_seconds(response.headers.get("retry-after"), self._now())
+        )
+
+    async def _context(self, ca: Path | None) -> ssl.SSLContext:
+        """Raises: OSError, ValueError."""
+        known = self._trusted.get(ca)
+        stamp, context = await asyncio.to_thread(_load_context, ca, known)
+        self._trusted[ca] = stamp, context
+        return context
+
+
+def _load_context(
+    ca: Path | None, known: tuple[tuple[int, int], ssl.SSLContext] | None
+) -> tuple[tuple[int, int], ssl.SSLContext]:
+    stamp = (0, 0)
+    if ca is not None:
+        status = ca.stat()
+        stamp = status.st_mtime_ns, status.st_size
+    if known is not None and known[0] == stamp:
+        return known
+    return stamp, ssl.create_default_context(cafile=None if ca is None else str(ca))
+
+
+async def _read_some(response: httpx.Response) -> None:
+    stream = response.stream
+    assert isinstance(stream, httpx.AsyncByteStream)
+    read = 0
+    async for piece in stream:
+        read += len(piece)
+        if read >= MOST_READ:
+            return
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+_LONGEST_FIELD = 64
+
+
+def retry_after_seconds(value: str | None, now: float) -> float | None:
+    """The seconds that a field `Retry-After` means, from a number or a date; None: nothing."""
+    if value is None or len(value) > _LONGEST_FIELD:
+        return None
+    text = value.strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        seconds = parsedate_to_datetime(text).timestamp() - now
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+LONGEST_ERROR = 200  # characters of `last_error`
+
+
+class DeliveryState(StrEnum):
+    """Where a delivery is."""
+
+    WAITING = "waiting"
+    """For its next attempt, or under way: then `next_at` is behind the attempt's time limit."""
+    DELIVERED = "delivered"
+    GIVEN_UP = "given_up"  # tried for too long
+    REFUSED = "refused"  # the receiver wants no more (410)
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookEvent:
+    """What has happened to an object. The receiver asks for the object itself."""
+
+    type: str  # one of `gateway.config.webhooks.EVENTS`
+    object_id: str
+    owner: str  # the id of the key that has the object
+    group_name: str | None
+    created_at: float  # Unix time at which it happened
+
+    def body(self) -> str:
+        """What is sent, signed as it is."""
+        told = {
+            "object": "event",
+            "id": f"evt_{_digest(self.type, self.object_id)}",
+            "type": self.type,
+            "created_at": int(self.created_at),
+            "data": {"id": self.object_id},
+        }
+        return json.dumps(told, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One event for one receiver."""
+
+    id: str  # `wh_...`: the field `webhook-id`, the same in each attempt
+    owner: str
+    group_name: str | None
+    event: str
+    object_id: str
+    url: str
+    origin: str
+    body: str
+    created_at: float
+    attempts: int  # attempts that have begun, the one that it is claimed for included
+
+
+_WAITS = deliveries.c.state == literal_column("'waiting'")
+"""A literal, as in the index: SQLite does not use it for a bound value."""
+
+_COLUMNS = tuple(deliveries.c[name] for name in Delivery.__dataclass_fields__)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def add_deliveries(
+    connection: Connection, urls: Iterable[WebhookUrl], event: WebhookEvent, now: float
+) -> list[str]:
+    """Let the event be sent to each URL, from `now` on; returns the ids of the deliveries."""
+    body = event.body()
+    rows: list[dict[str, Any]] = [
+        {
+            "id": f"wh_{_digest(event.type, event.object_id, str(url))}",
+            "owner": event.owner,
+            "group_name": event.group_name,
+            "event": event.type,
+            "object_id": event.object_id,
+            "url": str(url),
+            "origin": url.origin,
+            "body": body,
+            "created_at": event.created_at,
+            "next_at": now,
+            "state": DeliveryState.WAITING,
+        }
+        for url in urls
+    ]
+    if rows:
+        added = insert_for(connection)(deliveries).values(rows)
+        connection.execute(added.on_conflict_do_nothing(index_elements=["id"]))
+    return [str(row["id"]) for row in rows]
+
+
+class WaitingOrigin(NamedTuple):
+    """What waits for the receivers of one origin."""
+
+    origin: str
+    number: int
+    next_at: float  # when the first of them is due
+
+
+def waiting_origins(connection: Connection) -> list[WaitingOrigin]:
+    """What waits for which origin; the one that has been due for longest comes first."""
+    first = func.min(deliveries.c.next_at)
+    asked = select(deliveries.c.origin, func.count(), first)
+    asked = asked.where(_WAITS)
+    found = connection.execute(asked.group_by(deliveries.c.origin).order_by(first)).all()
+    return [WaitingOrigin(*row) for row in found]
+
+
+def claim_deliveries(
+    connection: Connection, places: Mapping[str, int], now: float, until: float
+) -> list[Delivery]:
+    """Take due deliveries, so that no other process tries them until `until`.
+
+    `places`: how many of each origin. Each counts as tried from now on: a process that is killed in
+    an attempt has made it, as far as anybody knows.
+    """
+    claimed: list[Delivery] = []
+    for origin, number in places.items():
+        due = select(*_COLUMNS).where(
+            _WAITS, deliveries.c.origin == origin, deliveries.c.next_at <= now
+        )
+        found = connection.execute(unlocked(due.order_by(deliveries.c.next_at), number))
+        claimed += [Delivery(*row) for row in found]
+    taken = update(deliveries).where(deliveries.c.id.in_([one.id for one in claimed]))
+    connection.execute(taken.values(next_at=until, attempts=deliveries.c.attempts + 1))
+    return [replace(one, attempts=one.attempts + 1) for one in claimed]
+
+
+def end_delivery(
+    connection: Connection, delivery: Delivery, state: DeliveryState, now: float, error: str | None
+) -> None:
+    """Try it no more. That it was delivered holds whoever tries it meanwhile."""
+    ended = update(deliveries).where(deliveries.c.id == delivery.id, _WAITS)
+    if state is not DeliveryState.DELIVERED:
+        ended = ended.where(deliveries.c.attempts == delivery.attempts)
+    connection.execute(ended.values(state=state, next_at=now, last_error=_cut(error)))
+
+
+def retry_delivery(
+    connection: Connection, delivery: Delivery, next_at: float, error: str | None
+) -> None:
+    """Try it again at `next_at`, unless somebody else has begun to."""
+    again = update(deliveries).where(
+        deliveries.c.id == delivery.id,
+        _WAITS,
+        deliveries.c.attempts == delivery.attempts,
+    )
+    connection.execute(again.values(next_at=next_at, last_error=_cut(error)))
+
+
+def put_back_deliveries(
+    connection: Connection, claimed: Sequence[Delivery], next_at: float
+) -> None:
+    """Let others try at `next_at` what this process has claimed and can't end."""
+    for delivery in claimed:
+        retry_delivery(connection, delivery, next_at, "the gateway has ended")
+
+
+def remove_ended(connection: Connection, before: float, limit: int) -> int:
+    """Remove deliveries that ended before that time, so many at most; returns how many."""
+    old = select(deliveries.c.id).where(
+        deliveries.c.state != DeliveryState.WAITING, deliveries.c.next_at < before
+    )
+    ids = list(connection.scalars(old.limit(limit)))
+    connection.execute(delete(deliveries).where(deliveries.c.id.in_(ids)))
+    return len(ids)
+
+
+def _cut(error: str | None) -> str | None:
+    return None if error is None else error[:LONGEST_ERROR]
+
+
+ResponseEnd = Literal["completed", "failed", "incomplete", "cancelled"]
+"""How a response ends, in the words of OpenAI's API."""
+
+_BATCH_EVENTS = {
+    BatchState.COMPLETED: "batch.completed",
+    BatchState.FAILED: "batch.failed",
+    BatchState.EXPIRED: "batch.expired",
+    BatchState.CANCELLED: "batch.cancelled",
+}
+
+
+class WebhookEvents:
+    """Records what is to be delivered. Its methods are parts of jobs of the store.
+
+    `now` gives Unix seconds.
+    """
+
+    def __init__(self, targets: WebhookTargets, now: Callable[[], float]) -> None:
+        self._targets = targets
+        self._now = now
+        self.recorded = 0
+        """Deliveries that jobs have added; those of a job that fails are counted, too."""
+
+    def batch_ended(self, connection: Connection, batch: Batch) -> None:
+        """A batch of either API has ended."""
+        type_ = _BATCH_EVENTS.get(batch.state)
+        if type_ is not None:
+            ended_at = self._now() if batch.ended_at is None else batch.ended_at
+            event = WebhookEvent(type_, batch.id, batch.owner, batch.group_name, ended_at)
+            self._add(connection, event, batch.webhook_url)
+
+    def response_ended(
+        self, connection: Connection, row: StoredRow, end: ResponseEnd, ended_at: float
+    ) -> None:
+        """A response in the background has ended."""
+        event = WebhookEvent(f"response.{end}", row.id, row.owner, row.group_name, ended_at)
+        self._add(connection, event, row.webhook_url)
+
+    def _add(self, connection: Connection, event: WebhookEvent, named: str | None) -> None:
+        urls = self._targets.receivers(event.owner, event.group_name, event.type, named)
+        self.recorded += len(add_deliveries(connection, urls, event, self._now()))
+
+
+RETRY_DELAYS = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0)
+"""Seconds between the attempts, about as Standard Webhooks proposes; the last is repeated."""
+
+JITTER = 0.2  # share by which a delay is made longer or shorter, at random
+
+LEAST_ATTEMPTS = 3
+"""An event is not given up before, though the gateway was down for longer than `give_up`."""
+
+LONGEST_RETRY_AFTER = 3600.0
+"""Seconds for which a receiver is left alone at most because of its `Retry-After`."""
+
+MOST_ATTEMPTS = 64  # at one time in a process
+MOST_OF_ORIGIN = 4  # of these, those of receivers with one origin; one alone after it has failed
+POLL_SECONDS = 1.0  # between two looks for what other processes have added, or what is due
+
+IDLE_SECONDS = 30.0
+"""The same where the settings have no receiver: only what was added before can wait."""
+
+LEASE_MARGIN = 15.0  # seconds beyond an attempt's time limit in which its outcome is recorded
+STORE_PAUSE = 1.0  # seconds until an outcome is recorded again, when the store has failed
+
+KEPT_SECONDS = 86400.0
+"""For which ended deliveries stay in the store, where an operator may look at them."""
+
+REMOVE_SECONDS = 3600.0  # between two removals of those
+MOST_REMOVED = 1000  # rows that one transaction removes
+
+CLOSE_SECONDS = 2.0
+"""For attempts that are under way when the gateway ends; and then for giving them back."""
+
+log = structlog.get_logger()
+
+
+def next_attempt(
+    delivery: Delivery,
+    now: float,
+    give_up: float,
+    retry_after: float | None = None,
+    *,
+    delays: Sequence[float] = RETRY_DELAYS,
+    uniform: Callable[[], float] = random.random,
+) -> float | None:
+    """When an event is tried again after the attempt that has just failed; None: it is given up.
+
+    The last attempt is just when the time is over. `uniform` gives a number between 0 and 1.
+    """
+    last = delivery.created_at + give_up
+    if now >= last and delivery.attempts >= LEAST_ATTEMPTS:
+        return None
+    delay = delays[min(delivery.attempts, len(delays)) - 1]
+    delay *= 1 + JITTER * (2 * uniform() - 1)
+    if retry_after is not None:
+        delay = max(delay, min(retry_after, LONGEST_RETRY_AFTER))
+    return now + delay if now >= last else min(now + delay, last)
+
+
+class WebhookSender:
+    """Sends what waits. `settings` gives those in force, `now` Unix seconds."""
+
+    def __init__(
+        self,
+        store: Store,
+        targets: WebhookTargets,
+        settings: Callable[[], WebhookSettings],
+        poster: WebhookPoster,
+        bus: EventBus,
+        *,
+        delays: Sequence[float] = RETRY_DELAYS,
+        now: Callable[[], float] = time.time,
+        poll_seconds: float = POLL_SECONDS,
+        close_seconds: float = CLOSE_SECONDS,
+        recorded: Callable[[], int] | None = None,
+    ) -> None:
+        """`recorded`: how many deliveries this process has added; None: that is not known."""
+        self.waiting = 0
+        """Deliveries that wait in the store, of all processes, when it was last looked at."""
+        self._store = store
+        self._targets = targets
+        self._settings = settings
+        self._poster = poster
+        self._bus = bus
+        self._delays = delays
+        self._now = now
+        self._poll_seconds = poll_seconds
+        self._close_seconds = close_seconds
+        self._recorded = recorded
+        self._none_since: tuple[int, int] | None = None
+        """The changes of the store and `recorded` before the look that found nothing."""
+        self._next_look = 0.0  # when to look though nothing is new
+        self._woken = asyncio.Event()
+        self._running: dict[asyncio.Task[None], Delivery] = {}
+        self._of_origin: Counter[str] = Counter()  # attempts that are under way
+        self._failing: set[str] = set()
+        """Origins whose last attempt has failed. Few: those of the settings' targets."""
+        self._paused: dict[str, float] = {}
+        """Origins that have asked to be left alone until this time."""
+        self._next_removal = 0.0
+
+    def wake(self) -> None:
+        """There is something new to be delivered."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Deliver until cancelled."""
+        try:
+            while True:
+                self._woken.clear()
+                try:
+                    next_at = (
+                        await self._look() if self._may_have() else self._now() + self._pause(0)
+                    )
+                except StoreError:
+                    # It tells of its failures itself. What waits in it stays there.
+                    next_at = self._now() + self._poll_seconds
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(max(0.01, next_at - self._now()), IDLE_SECONDS)):
+                        await self._woken.wait()
+        finally:
+            await self._close()
+
+    def _news(self) -> tuple[int, int] | None:
+        return None if self._recorded is None else (self._store.changes, self._recorded())
+
+    def _may_have(self) -> bool:
+        """Whether something may be there to be delivered."""
+        nothing = self._none_since is not None and self._none_since == self._news()
+        return not nothing or self._now() >= self._next_look
+
+    def _pause(self, waiting: int) -> float:
+        """Seconds until the next look, of which `wake` may take some."""
+        idle = not self._settings().targets and not waiting
+        return IDLE_SECONDS if idle else self._poll_seconds
+
+    async def _look(self) -> float:
+        """Begin what is due and has a place; returns when to look again at the latest."""
+        now = self._now()
+        if now >= self._next_removal:
+            await self._remove_ended(now)
+        news = self._news()  # before the look: what comes after it is new
+        origins = await self._store.run(waiting_origins, write=False)
+        self._none_since = None if origins else news
+        self._next_look = now + IDLE_SECONDS
+        self.waiting = sum(origin.number for origin in origins)
+        places = self._places(origins, now)
+        if places:
+            until = now + self._settings().timeout + LEASE_MARGIN
+            for delivery in await self._store.run(job(claim_deliveries, places, now, until)):
+                self._begin(delivery, until)
+        return now + self._pause(len(origins))
+
+    def _places(self, origins: Sequence[WaitingOrigin], now: float) -> dict[str, int]:
+        """How many deliveries of which origin may begin now."""
+        self._paused = {origin: end for origin, end in self._paused.items() if end > now}
+        free = MOST_ATTEMPTS - len(self._running)
+        places: dict[str, int] = {}
+        # The one that has waited for longest comes first.
+        for origin, _, next_at in origins:
+            if next_at > now or origin in self._paused:
+                continue
+            most = 1 if origin in self._failing else MOST_OF_ORIGIN
+            number = min(most - self._of_origin[origin], free)
+            if number > 0:
+                places[origin] = number
+                free -= number
+        return places
+
+    def _begin(self, delivery: Delivery, until: float) -> None:
+        task = asyncio.create_task(self._attempt(delivery, until), name=f"deliver {delivery.id}")
+        self._running[task] = delivery
+        self._of_origin[delivery.origin] += 1
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        delivery = self._running.pop(task)
+        self._of_origin[delivery.origin] -= 1
+        if not self._of_origin[delivery.origin]:
+            del self._of_origin[delivery.origin]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # It is due again when its lease ends.
+            log.error("webhook", delivery=delivery.id, error=repr(error))
+        self._woken.set()
+
+    async def _attempt(self, delivery: Delivery, until: float) -> None:
+        settings = self._settings()
+        url = WebhookUrl.parse(delivery.url)
+        target = self._targets.target_of(delivery.owner, delivery.group_name, url)
+        if target is None:
+            result = PostResult(None, "no target of the settings covers its URL any more")
+        else:
+            result = await self._poster.post(
+                target, url, delivery.id, delivery.body, settings.timeout
+            )
+        now = self._now()
+        if result.error is None:
+            self._failing.discard(delivery.origin)
+            await self._end(delivery, DeliveryState.DELIVERED, result, until)
+            return
+        if target is not None:
+            self._failing.add(delivery.origin)
+        if result.retry_after:
+            pause = min(result.retry_after, LONGEST_RETRY_AFTER)
+            self._paused[delivery.origin] = now + pause
+        if result.status == 410:
+            await self._end(delivery, DeliveryState.REFUSED, result, until)
+            return
+        next_at = next_attempt(
+            delivery, now, settings.give_up, result.retry_after, delays=self._delays
+        )
+        if next_at is None:
+            await self._end(delivery, DeliveryState.GIVEN_UP, result, until)
+        else:
+            await self._retry(delivery, next_at, result, until)
+
+    async def _end(
+        self, delivery: Delivery, state: DeliveryState, result: PostResult, until: float
+    ) -> None:
+        ending = job(end_delivery, delivery, state, self._now(), result.error)
+        await self._record(ending, until)
+        told = self._told(delivery, state.value, result)
+        tell = log.info if state is DeliveryState.DELIVERED else log.warning
+        tell("webhook", **told)
+
+    async def _retry(
+        self, delivery: Delivery, next_at: float, result: PostResult, until: float
+    ) -> None:
+        await self._record(job(retry_delivery, delivery, next_at, result.error), until)
+        told = self._told(delivery, "failed", result)
+        log.warning("webhook", **told, retry_in=round(next_at - self._now(), 1))
+
+    def _told(self, delivery: Delivery, outcome: str, result: PostResult) -> dict[str, str | int]:
+        """Tell metrics; what the log says, but never the URL's path, which may be a secret."""
+        self._bus.publish(WebhookAttempted(outcome))
+        told: dict[str, str | int] = {
+            "outcome": outcome,
+            "delivery": delivery.id,
+            "type": delivery.event,
+            "object": delivery.object_id,
+            "receiver": delivery.origin,
+            "attempt": delivery.attempts,
+        }
+        if result.error is not None:
+            told["why"] = result.error
+        return told
+
+    async def _record(self, recording: Callable[[Connection], None], until: float) -> None:
+        """Do a job of the store, again until the lease ends: then others try the delivery anyway.
+
+        Raises: StoreError.
+        """
+        while True:
+            try:
+                await self._store.run(recording)
+            except StoreError:
+                if self._now() + STORE_PAUSE >= until:
+                    raise
+                await asyncio.sleep(STORE_PAUSE)
+            else:
+                return
+
+    async def _remove_ended(self, now: float) -> None:
+        before = now - KEPT_SECONDS
+        while await self._store.run(job(remove_ended, before, MOST_REMOVED)) > 0:
+            pass
+        self._next_removal = now + REMOVE_SECONDS
+
+    async def _close(self) -> None:
+        """Let attempts end, or give them to other processes."""
+        if not self._running:
+            return
+        await asyncio.wait(self._running, timeout=self._close_seconds)
+        left, tasks = list(self._running.values()), list(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if left:
+            giving_back = job(put_back_deliveries, left, self._now())
+            with contextlib.suppress(StoreError):
+                await self._store.run(giving_back, seconds=CLOSE_SECONDS)

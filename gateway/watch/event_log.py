@@ -1,0 +1,300 @@
+"""Writes the events of the bus as log lines; one per request is the access log."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import structlog
+
+from gateway.events import (
+    AttemptEnded,
+    EventBus,
+    HookEnded,
+    InventoryChanged,
+    ModelsDiffer,
+    NodeCalibrated,
+    NodeChanged,
+    NodeDrift,
+    RequestFinished,
+    SettingsChanged,
+    SlotYielded,
+    StreamResumed,
+)
+from gateway.terms import Priority
+from gateway.watch.logs import (
+    LEVELS,
+    Logs,
+    escape_unprintable,
+    utc_timestamp,
+)
+
+BLAMELESS_OUTCOMES = frozenset(
+    {
+        *("ok", "client_closed", "cancelled", "stale", "context_overflow", "moved", "yielded"),
+        "other_kind",
+    }
+)
+"""Outcomes of attempts that are no node's fault: logged at `debug` only."""
+
+_DEBUG = LEVELS["debug"]
+
+_BAD_STATES = frozenset({"down", "ejected", "mute", "degraded"})
+
+
+def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.random) -> EventLog:
+    """Log each event of `bus`. `draw`: a number from 0 to 1, for `EventLog.configure`."""
+    event_log = EventLog(logs, draw)
+    bus.subscribe(RequestFinished, event_log.request)
+    bus.subscribe(AttemptEnded, event_log.attempt)
+    bus.subscribe(StreamResumed, event_log.resumed)
+    bus.subscribe(SlotYielded, event_log.yielded)
+    bus.subscribe(NodeChanged, event_log.node)
+    bus.subscribe(NodeCalibrated, event_log.calibrated)
+    bus.subscribe(NodeDrift, event_log.drift)
+    bus.subscribe(ModelsDiffer, event_log.models_differ)
+    bus.subscribe(HookEnded, event_log.hook)
+    bus.subscribe(InventoryChanged, event_log.inventory)
+    bus.subscribe(SettingsChanged, event_log.settings)
+    return event_log
+
+
+class EventLog:
+    """Turns events into log lines."""
+
+    def __init__(self, logs: Logs, draw: Callable[[], float]) -> None:
+        self._logs = logs
+        self._draw = draw
+        self._share = 1.0
+
+    def configure(self, share: float) -> None:
+        """Write the access log's line of so many requests, by chance; 0: of none.
+
+        Unless it is 0, requests that the gateway or a node failed always have their line.
+        """
+        self._share = share
+
+    def request(self, event: RequestFinished) -> None:
+        """The access log; a request that the gateway or a node failed is a warning."""
+        share = self._share
+        if share < 1 and (not share or (event.status < 500 and self._draw() >= share)):
+            return
+        level = "warning" if event.status >= 500 else "info"
+        if not self._logs.is_enabled_for(LEVELS[level]):
+            return
+        if self._logs.json:
+            # The only line of every request. Built here, it costs a tenth of structlog's chain.
+            self._logs.writer.write(access_log_line(event, level))
+            return
+        fields: dict[str, Any] = {
+            "id": escape_unprintable(event.x_request_id),
+            "path": escape_unprintable(event.path),
+            "status": event.status,
+            "class": event.priority.label,
+            "model": event.model,
+            "node": event.node,
+            "attempts": event.attempts,
+            "queue": round(event.queue_seconds, 4),
+            "ttft": None if event.ttft is None else round(event.ttft, 4),
+            "duration": round(event.duration_seconds, 4),
+            "prompt_tokens": event.prompt_tokens,
+            "cached_tokens": event.cached_tokens,
+            "completion_tokens": event.completion_tokens,
+            "stream": event.stream,
+            "caller": event.caller,
+        }
+        if event.reason is not None:
+            fields["reason"] = event.reason
+        if event.trace is not None:
+            fields["trace_id"] = event.trace.trace_id
+        self._write(level, "request", fields)
+
+    def attempt(self, event: AttemptEnded) -> None:
+        """An attempt that failed; the request may still succeed on another node."""
+        if event.outcome == "ok" and not self._logs.is_enabled_for(_DEBUG):
+            return
+        fields: dict[str, Any] = {
+            "id": event.x_request_id,
+            "node": event.node,
+            "outcome": event.outcome,
+            "seconds": round(event.seconds, 4),
+        }
+        if event.status is not None:
+            fields["status"] = event.status
+        self._log("debug" if event.outcome in BLAMELESS_OUTCOMES else "warning", "attempt", fields)
+
+    def resumed(self, event: StreamResumed) -> None:
+        """A stream that was resumed on another node, or ends with an error as it could not be."""
+        fields: dict[str, Any] = {
+            "id": event.x_request_id, "failed": event.failed_node, "tokens": event.tokens
+        }  # fmt: skip
+        if event.resumed_on is not None:
+            self._log("info", "stream goes on elsewhere", fields | {"node": event.resumed_on})
+        else:
+            self._log("warning", "stream can't go on elsewhere", fields | {"why": event.failure})
+
+    def yielded(self, event: SlotYielded) -> None:
+        """A batch request that gave up its slot, and where it went on."""
+        fields: dict[str, Any] = {
+            "id": event.x_request_id, "gave_up": event.node, "tokens": event.tokens,
+            "seconds": round(event.waited_seconds, 4),
+        }  # fmt: skip
+        if event.resumed_on is not None:
+            self._log("debug", "batch request goes on", fields | {"node": event.resumed_on})
+        else:
+            self._log("info", "batch request does not go on", fields)
+
+    def node(self, event: NodeChanged) -> None:
+        """A node's new state, with the reason."""
+        level = "warning" if event.new_state in _BAD_STATES else "info"
+        fields = {
+            "node": event.node,
+            "old": event.old_state,
+            "new": event.new_state,
+            "reason": event.reason,
+        }
+        self._log(level, "node", fields)
+
+    def drift(self, event: NodeDrift) -> None:
+        """A node that differs from the inventory, or does so no longer."""
+        fields = {"node": event.node, "differences": "; ".join(event.differences)}
+        if event.differences:
+            self._log("warning", "node differs from the inventory", fields)
+        else:
+            self._log("info", "node is as the inventory says again", {"node": event.node})
+
+    def calibrated(self, event: NodeCalibrated) -> None:
+        """A calibration has ended: of interest if it should have shown something."""
+        level = "info" if event.outcome in {"failed", "timed_out"} else "debug"
+        fields = {
+            "node": event.node,
+            "outcome": event.outcome,
+            "seconds": round(event.seconds, 3),
+            "prefill_tps": event.prefill_tps,
+            "decode_tps": event.decode_tps,
+        }
+        if event.detail:
+            fields["detail"] = event.detail
+        self._log(level, "calibration", fields)
+
+    def models_differ(self, event: ModelsDiffer) -> None:
+        """Nodes that serve one model differ, or do so no longer."""
+        for difference in event.differences:
+            self._log("warning", "nodes of one model differ", {"difference": difference})
+        if not event.differences:
+            self._log("info", "nodes of each model are alike again", {})
+
+    def hook(self, event: HookEnded) -> None:
+        """A standby node was started or stopped, or that failed."""
+        fields = {
+            "node": event.node,
+            "hook": event.hook,
+            "outcome": event.outcome,
+            "seconds": round(event.seconds, 3),
+            "detail": event.detail,
+        }
+        if event.output:
+            fields["output"] = escape_unprintable(event.output)
+        self._log("info" if event.outcome == "ok" else "warning", "hook", fields)
+
+    def inventory(self, event: InventoryChanged) -> None:
+        """The inventory was reloaded."""
+        if event.error is not None:
+            self._log("error", "inventory is invalid, nothing changed", _problems(event.error))
+            return
+        fields = {"added": event.added, "changed": event.changed, "removed": event.removed}
+        self._log("info", "inventory", fields)
+        for warning in event.warnings:
+            self._log("warning", "inventory", {"warning": warning})
+
+    def settings(self, event: SettingsChanged) -> None:
+        """The settings were reloaded."""
+        if event.error is not None:
+            self._log("error", "settings are invalid, nothing changed", _problems(event.error))
+        elif event.needs_restart:
+            fields = {"needs_restart": event.needs_restart}
+            self._log("warning", "settings changed, some need a restart", fields)
+        else:
+            self._log("info", "settings changed", {})
+
+    def _log(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        if self._logs.is_enabled_for(LEVELS[level]):
+            self._write(level, event, fields)
+
+    def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        if self._logs.json:
+            self._logs.write_json(level, event, fields)
+        else:
+            structlog.get_logger().log(LEVELS[level], event, **fields)
+
+
+_ACCESS_LINE = (
+    b'{"timestamp":"%b","level":"%b","event":"request","id":%b,%b,"queue":%b,"ttft":%b,'
+    b'"duration":%.4f,"prompt_tokens":%d,"cached_tokens":%d,"completion_tokens":%d%b%b}\n'
+)
+
+
+def access_log_line(event: RequestFinished, level: str) -> bytes:
+    """A request's line as JSON; the part that many requests share is cached."""
+    return _ACCESS_LINE % (
+        utc_timestamp().encode(),
+        level.encode(),
+        _quoted(event.x_request_id),
+        _shared_fields(
+            event.path,
+            event.priority,
+            event.model,
+            event.node,
+            event.stream,
+            event.caller,
+            event.status,
+            event.attempts,
+        ),
+        b"%.4f" % event.queue_seconds if event.queue_seconds else b"0.0000",
+        b"null" if event.ttft is None else b"%.4f" % event.ttft,
+        event.duration_seconds,
+        event.prompt_tokens,
+        event.cached_tokens,
+        event.completion_tokens,
+        b"" if event.reason is None else b',"reason":' + _quoted(event.reason),
+        b"" if event.trace is None else b',"trace_id":"%b"' % event.trace.trace_id.encode(),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _shared_fields(
+    path: str,
+    priority: Priority,
+    model: str,
+    node: str | None,
+    stream: bool,  # noqa: FBT001 - part of the cache's key, like the others
+    caller: str,
+    status: int,
+    attempts: int,
+) -> bytes:
+    """Fields that are equal for many requests."""
+    return (
+        b'"path":%b,"class":"%b","model":%b,"node":%b,"stream":%b,"caller":%b,'
+        b'"status":%d,"attempts":%d'
+    ) % (
+        _quoted(path),
+        priority.label.encode(),
+        _quoted(model),
+        b"null" if node is None else _quoted(node),
+        b"true" if stream else b"false",
+        _quoted(caller),
+        status,
+        attempts,
+    )
+
+
+def _quoted(text: str) -> bytes:
+    """A text as a JSON string."""
+    return msgspec.json.encode(escape_unprintable(text))
+
+
+def _problems(error: str) -> dict[str, Any]:
+    return {"error": "; ".join(error.splitlines())}

@@ -1,0 +1,842 @@
+"""`GET /metrics`: counters fed by events, and the current state, which is read at each scrape.
+
+An event costs a few microseconds on the hot path, in plain dictionaries; text is made at the
+scrape. The number of series is bounded: nodes by the inventory, models by a cap; a histogram has at
+most `MOST_LABEL_SETS` combinations of labels that name a model, and counts the rest as `other`.
+
+The text is Prometheus' format 0.0.4. A scrape runs on the event loop, and prometheus_client renders
+some 130,000 samples a second: a page of 1,000 nodes, some 17,000 lines, would block every stream
+for 80 ms. So only the process's own metrics come from there, and all others are written in steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import platform
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+from gateway import __version__
+from gateway.errors import CLIENT_CLOSED_STATUS
+from gateway.events import (
+    CALIBRATION_OUTCOMES,
+    WEBHOOK_OUTCOMES,
+    AttemptEnded,
+    EventBus,
+    HookEnded,
+    LimitReached,
+    NodeCalibrated,
+    NodeChanged,
+    RequestFinished,
+    SlotYielded,
+    StreamResumed,
+    WebhookAttempted,
+)
+from gateway.terms import Priority
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CHARACTERS_OF_A_STEP = 32 << 10  # Text that is written at once: about a millisecond
+OTHER_LABEL = "other"
+"""The label of what is counted together, since too many different values have come."""
+
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+
+def labels(**values: str) -> str:
+    """The labels of a sample, with escaped values: `{node="a",state="ready"}`."""
+    return "{" + ",".join(f'{name}="{escape_label(value)}"' for name, value in values.items()) + "}"
+
+
+def escape_label(value: str) -> str:
+    """A label's escaped value, without quotes."""
+    return value.translate(_ESCAPES)
+
+
+def format_value(value: float) -> str:
+    """A sample's value as text."""
+    if math.isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else ("+Inf" if value > 0 else "-Inf")
+
+
+class MetricsPage:
+    """The text of one scrape, family by family.
+
+    Samples are taken when they are written, perhaps after other work: an iterable that is given
+    here must stay valid while the values in it change.
+    """
+
+    __slots__ = ("_parts", "_prefix")
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._parts: list[Iterable[str]] = []
+
+    def add_family(
+        self, name: str, metric_type: str, help_text: str, samples: Iterable[tuple[str, float]]
+    ) -> None:
+        """Add a family; a sample is its labels with braces (or an empty text) and its value."""
+        full = self._prefix + name
+        self._parts.append([f"# HELP {full} {help_text}\n# TYPE {full} {metric_type}\n"])
+        self._parts.append(f"{full}{braces} {format_value(value)}\n" for braces, value in samples)
+
+    def add_histogram(
+        self,
+        name: str,
+        help_text: str,
+        histograms: Iterable[tuple[Mapping[str, str], Histogram]],
+        *,
+        prefix: str | None = None,
+    ) -> None:
+        """Add a family of histograms, each with its labels; `prefix` replaces the page's."""
+        full = (self._prefix if prefix is None else prefix) + name
+        self._parts.append([f"# HELP {full} {help_text}\n# TYPE {full} histogram\n"])
+        self._parts.append(
+            _histogram_text(full, labelled, histogram) for labelled, histogram in histograms
+        )
+
+    def steps(self) -> Iterator[str]:
+        """The text in pieces, each written in about a millisecond."""
+        step: list[str] = []
+        length = 0
+        for text in itertools.chain.from_iterable(self._parts):
+            step.append(text)
+            length += len(text)
+            if length >= CHARACTERS_OF_A_STEP:
+                yield "".join(step)
+                step.clear()
+                length = 0
+        yield "".join(step)
+
+    def render(self) -> str:
+        """The whole text."""
+        return "".join(self.steps())
+
+
+class Histogram:
+    """Counts values up to each bound; bounds are in ascending order."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = [float(bound) for bound in bounds]
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    @classmethod
+    def of(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
+        """One with these counts, as many as bounds and one more, and the sum of the values."""
+        made = cls(bounds)
+        made.counts, made.sum = list(counts), total
+        return made
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+def _histogram_text(name: str, labelled: Mapping[str, str], histogram: Histogram) -> str:
+    """All lines of a histogram, as they are now: its buckets and its count agree."""
+    braces = labels(**labelled) if labelled else ""
+    inner = f"{braces[1:-1]}," if labelled else ""
+    lines = []
+    below = 0
+    for bound, count in zip(histogram.bounds, histogram.counts, strict=False):
+        below += count
+        lines.append(f'{name}_bucket{{{inner}le="{bound!r}"}} {below}\n')
+    total = below + histogram.counts[-1]
+    lines.append(
+        f'{name}_bucket{{{inner}le="+Inf"}} {total}\n'
+        f"{name}_sum{braces} {histogram.sum!r}\n{name}_count{braces} {total}\n"
+    )
+    return "".join(lines)
+
+
+METRIC_PREFIX = "llama_gateway_"
+
+HELP = {
+    "attempts_total": "Attempts on a node that are over.",
+    "batch_lines_claimed": "Lines that are claimed and go next.",
+    "batch_lines_deferred_total": "Runs that a limit, or a lack of room, has put off.",
+    "batch_lines_retried_total": "Runs that nodes have failed.",
+    "batch_lines_running": "Lines that run or wait for a slot.",
+    "batch_lines_total": "Lines that have ended.",
+    "batch_oldest_seconds": "Age of the oldest batch with lines that wait.",
+    "batch_results_blocked": "1 while results wait, since the disk or the store takes none.",
+    "batches": "Batches that are kept, by state.",
+    "build_info": "The version that runs.",
+    "calibrations_total": (
+        "Tiny requests by which idle nodes of unknown speed were measured, by how they ended."
+    ),
+    "certificate_days_left": "Days until the certificate of a listener expires.",
+    "cost_total": "Cost of requests that ended, in the settings' currency.",
+    "first_token_seconds": "From arrival to the first content.",
+    "folder_full": "1 while the folder of files and results has no room for what came of late.",
+    "folder_refusals_total": "Files for which the folder of files and results had no room.",
+    "hooks_total": "Hooks that have started or stopped a standby node, or failed to.",
+    "in_flight": "Requests that wait or run.",
+    "inventory_error": "1 while the inventory on disk is invalid and an older one is in force.",
+    "ledger_rows_dropped_total": "Rows that were lost.",
+    "ledger_rows_recovered_total": "Rows written for requests of killed processes.",
+    "ledger_rows_waiting": "Rows of the ledger that wait.",
+    "ledger_rows_written_total": "Rows that were written.",
+    "limits_reached_total": "Requests that a limit on use refused.",
+    "model_paused": "1 for each model that an operator has paused.",
+    "node_decode_tokens_per_second": "Measured speed of writing, for one request.",
+    "node_differs": "1 while a node differs from what the inventory declares.",
+    "node_prefill_tokens_per_second": "Measured speed of reading a prompt.",
+    "node_slots_busy": "Slots in use.",
+    "node_slots_total": "Slots a node has.",
+    "node_state": "1 for the state a node is in, 0 for the others.",
+    "overhead_seconds": "From arrival to dispatch, less the wait.",
+    "predicted_cached_tokens_total": (
+        "Tokens of prompts that their nodes were expected, and found, to have cached."
+    ),
+    "prediction_ratio": (
+        "Actual time of complete responses, divided by that expected at the grant of a slot."
+    ),
+    "queue_depth": "Requests that wait for a slot.",
+    "queue_oldest_seconds": (
+        "How long the request has waited that waits longest for a slot; 0: none waits."
+    ),
+    "queue_places": "Requests that may wait at once.",
+    "queue_seconds": "Time spent waiting for a slot.",
+    "refused_requests_total": "Requests that were refused with 429, by their caller.",
+    "request_duration_seconds": "From arrival to the last byte.",
+    "requests_total": "Requests that have ended, by their true status; 499: the client left.",
+    "response_seconds": "From arrival to the last byte.",
+    "resumed_streams_total": "Streams that went on elsewhere when their node failed.",
+    "retry_budget": "Retries that could be made now.",
+    "slot_wait_seconds": "Time spent waiting for a slot.",
+    "spill_money_left": "What spill-over to GPUs may still cost in its window.",
+    "store_jobs_waiting": "Jobs that wait for the store.",
+    "store_up": "1 while the store can be read and written.",
+    "stored_requests_waiting": "Stored requests that wait and may run.",
+    "time_to_first_token_seconds": "From arrival to the first content.",
+    "tokens_total": "Tokens of requests that ended.",
+    "traces_dropped_total": (
+        "Traces that were lost: too many waited, or the collector did not take them."
+    ),
+    "traces_exported_total": "Traces that the collector has taken.",
+    "webhook_attempts_total": "Attempts to deliver an event to a webhook, by their outcome.",
+    "webhook_deliveries_waiting": (
+        "Events in the store that are still to be delivered, of all processes."
+    ),
+    "yielded_slots_total": "Slots that batch requests gave up to requests of higher classes.",
+    "gen_ai_server_request_duration_seconds": "Duration of requests.",
+    "gen_ai_server_time_to_first_token_seconds": "From arrival to the first content.",
+    "gen_ai_server_time_per_output_token_seconds": "Time for each token after the first.",
+    "gen_ai_client_token_usage": "Tokens of a request.",
+}
+"""What each metric tells, by its name without `METRIC_PREFIX`."""
+
+NODE_STATES = (
+    "standby",
+    "draining",
+    "down",
+    "sleeping",
+    "loading",
+    "starting",
+    "ejected",
+    "mute",
+    "degraded",
+    "ready",
+)
+"""Every state a node can be in, as the admin API names them."""
+
+MOST_MODELS = 1000  # Most distinct model labels; further models are counted as `other`
+NODES_OF_A_STEP = 200  # Nodes whose state is read at once: about a millisecond
+MOST_REFUSED = 200
+"""Most pairs of a caller and a reason of refusals; further ones are counted as `other`."""
+
+MOST_NODES = 10_000  # Most distinct node labels; further nodes are counted as `other`
+
+_OVERHEAD = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
+    *(1, 60, 3600),
+)
+
+REFUSED_STATUS = 429
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Counts of requests, and of their tokens."""
+
+    requests: int = 0
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+    def add(self, other: RequestCounts) -> None:
+        """Add the counts of `other`."""
+        self.requests += other.requests
+        self.prompt += other.prompt
+        self.cached += other.cached
+        self.completion += other.completion
+
+
+@dataclass(slots=True)
+class NodeSample:
+    """A node at the time of a scrape. Speeds in tokens per second, None until measured."""
+
+    name: str
+    state: str
+    slots_total: int
+    slots_busy: int
+    decode_tps: float | None = None
+    prefill_tps: float | None = None
+    differs: bool = False  # Whether it differs from what the inventory declares
+
+
+@dataclass(slots=True)
+class StoreSample:
+    """The store at the time of a scrape."""
+
+    up: bool  # Whether it can be read and written
+    waiting: int  # Jobs that wait for it
+
+
+@dataclass(slots=True)
+class LedgerSample:
+    """The ledger of requests at the time of a scrape; counts are of this process."""
+
+    pending: int  # Rows that wait to be written
+    written: int
+    recovered: int  # Of them, rows of requests whose process was killed
+    dropped: int  # Rows that were lost, since too many waited or none could store them
+
+
+@dataclass(slots=True)
+class TraceSample:
+    """Traces of requests that have ended; counts are of this process."""
+
+    exported: int
+    dropped: Mapping[str, int]  # By the reason
+
+
+@dataclass(slots=True)
+class BatchSample:
+    """Work that can wait, at the time of a scrape; counts are of this process."""
+
+    batches: Mapping[str, int]  # By state
+    lines: Mapping[str, int]  # Lines whose result was recorded, by outcome
+    waiting: Mapping[str, int]  # Stored requests that may run, by kind
+    running: int  # Lines that were offered to the scheduler
+    claimed: int  # Lines that are to be offered next
+    deferred: int
+    retried: int
+    oldest_seconds: float
+    results_blocked: bool = False
+    """Whether results wait, since the disk or the store does not take them."""
+    folder_refusals: int = 0  # Files for which the folder had no room
+    folder_full: bool = False  # Whether the folder has no room for what came of late
+
+
+@dataclass(slots=True)
+class MetricsSnapshot:
+    """The gateway's state at the time of a scrape."""
+
+    nodes: Iterable[NodeSample] = ()  # Read once, in steps
+    queue: Mapping[Priority, int] = field(default_factory=dict)
+    """Queued requests by class; a missing class has none."""
+    oldest: Mapping[Priority, float] = field(default_factory=dict)
+    """Seconds that the longest waiting request of each class has waited."""
+    predictions: Mapping[str, Histogram] = field(default_factory=dict)
+    """Actual times by those that were expected, `first_token` and `completion`."""
+    cached_expected: float = 0.0
+    """Tokens that nodes were believed to have cached of the prompts that they got."""
+    cached_found: int = 0  # Those of them that they had cached
+    queue_places: int = 0  # Requests that may wait at once
+    spill_money_left: float | None = None
+    """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
+    in_flight: int = 0  # Requests that are queued or run
+    paused_models: Sequence[str] = ()  # Public names that an operator has paused
+    inventory_error: bool = False  # The inventory on disk is invalid; an older one is in force
+    retry_budget: float | None = None  # Retries that the budget allows now
+    certificate_days_left: Mapping[str, float] = field(default_factory=dict)
+    """Days until the certificate of each listener with TLS expires."""
+    store: StoreSample | None = None  # None: there is no store
+    ledger: LedgerSample | None = None
+    batches: BatchSample | None = None
+    traces: TraceSample | None = None  # None: no requests are traced
+    webhooks_waiting: int = 0  # Deliveries that wait in the store
+
+
+class Metrics:
+    """Counts the events of `bus`; `snapshot` is called at each scrape and must be fast."""
+
+    def __init__(self, bus: EventBus, snapshot: Callable[[], MetricsSnapshot]) -> None:
+        self._snapshot = snapshot
+        self._flush = bus.flush
+        self._requests: dict[tuple[Priority, str, int], RequestCounts] = {}
+        self._models: set[str] = set()
+        self._attempts: dict[str, dict[str, int]] = {}
+        self._hooks: dict[tuple[str, str, str], int] = {}
+        self._cost: dict[str, float] = {}
+        self._resumed = 0
+        self._yielded = 0
+        # From 0: Prometheus sees no increase in a series that begins with its first event.
+        self._webhooks: dict[str, int] = dict.fromkeys(WEBHOOK_OUTCOMES, 0)
+        self._calibrations: dict[str, int] = dict.fromkeys(CALIBRATION_OUTCOMES, 0)
+        self._limits_reached: dict[tuple[str, str], int] = {}
+        self._refused: dict[tuple[str, str], int] = {}
+        self._overhead = Histogram(_OVERHEAD)
+        self._response = LabelledHistogram("model", "class", "tier", "outcome")
+        self._first_token = LabelledHistogram("model", "class", "tier")
+        self._wait = LabelledHistogram("model", "class", "tier")
+        self._alike: dict[tuple[Priority, str, int, str | None], _Alike] = {}
+        """The series of requests of models within the cap."""
+        self._gen_ai = GenAiHistograms()
+        self._with_gen_ai = False
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        bus.subscribe(RequestFinished, self.finished)
+        bus.subscribe(AttemptEnded, self.attempted)
+        bus.subscribe(HookEnded, self.hook_ended)
+        bus.subscribe(StreamResumed, self.resumed)
+        bus.subscribe(SlotYielded, self.yielded)
+        bus.subscribe(LimitReached, self.limit_reached)
+        bus.subscribe(WebhookAttempted, self.webhook_attempted)
+        bus.subscribe(NodeCalibrated, self.calibrated)
+        bus.subscribe(NodeChanged, self.node_changed)
+
+    def configure(self, *, gen_ai: bool) -> None:
+        """Count requests under OpenTelemetry's names too, or stop it."""
+        self._with_gen_ai = gen_ai
+
+    def finished(self, event: RequestFinished) -> None:
+        """Count a request that has ended."""
+        alike = self._alike.get((event.priority, event.model, event.status, event.tier))
+        if alike is None:
+            alike = self._alike_to(event)
+        counts = alike.counts
+        counts.requests += 1
+        counts.prompt += event.prompt_tokens
+        counts.cached += event.cached_tokens
+        counts.completion += event.completion_tokens
+        alike.response.observe(event.duration_seconds)
+        if event.ttft is not None:
+            if alike.first_token is None:
+                alike.first_token = self._first_token.of(*alike.labels)
+            alike.first_token.observe(event.ttft)
+        if event.attempts or event.queue_seconds:
+            if alike.wait is None:
+                alike.wait = self._wait.of(*alike.labels)
+            alike.wait.observe(event.queue_seconds)
+        if event.overhead_seconds is not None:
+            self._overhead.observe(event.overhead_seconds)
+        if event.tier is not None:
+            self._cost[event.tier] = self._cost.get(event.tier, 0.0) + event.cost
+        if event.status == REFUSED_STATUS:
+            self._count_refusal(event.caller, event.reason or "unknown")
+        if self._with_gen_ai:
+            self._gen_ai.count(event)
+
+    def _alike_to(self, event: RequestFinished) -> _Alike:
+        """The series for the first event of its kind; models above the cap count as `other`."""
+        model, priority, status = event.model, event.priority, event.status
+        is_capped = model not in self._models and len(self._models) >= MOST_MODELS
+        if not is_capped:
+            self._models.add(model)
+        key = (priority, OTHER_LABEL if is_capped else model, status)
+        labelled = (model, priority.label, event.tier or NO_TIER)
+        alike = _Alike(
+            self._requests.setdefault(key, RequestCounts()),
+            labelled,
+            self._response.of(*labelled, outcome_of(status)),
+        )
+        if not is_capped:
+            self._alike[(priority, model, status, event.tier)] = alike
+        return alike
+
+    def _count_refusal(self, caller: str, reason: str) -> None:
+        key = (caller, reason)
+        if key not in self._refused and len(self._refused) >= MOST_REFUSED:
+            key = (OTHER_LABEL, reason)
+        self._refused[key] = self._refused.get(key, 0) + 1
+
+    def counts_by_status(self) -> Iterator[tuple[int, RequestCounts]]:
+        """Counts of requests that have ended, by status; a status may come several times."""
+        self._flush()
+        for (_, _, status), counts in self._requests.items():
+            yield status, counts
+
+    def attempted(self, event: AttemptEnded) -> None:
+        """Count an attempt on a node."""
+        outcomes = self._attempts.get(event.node)
+        if outcomes is None:
+            node = event.node if len(self._attempts) < MOST_NODES else OTHER_LABEL
+            outcomes = self._attempts.setdefault(node, {})
+        outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
+
+    def hook_ended(self, event: HookEnded) -> None:
+        """Count a hook of a standby node."""
+        key = (event.node, event.hook, event.outcome)
+        self._hooks[key] = self._hooks.get(key, 0) + 1
+
+    def resumed(self, event: StreamResumed) -> None:
+        """Count a stream that was resumed on another node."""
+        self._resumed += event.resumed_on is not None
+
+    def yielded(self, _: SlotYielded) -> None:
+        """Count a slot that a batch request gave up."""
+        self._yielded += 1
+
+    def limit_reached(self, event: LimitReached) -> None:
+        """Count a request that a limit refused."""
+        key = (event.limit, event.scope)
+        self._limits_reached[key] = self._limits_reached.get(key, 0) + 1
+
+    def webhook_attempted(self, event: WebhookAttempted) -> None:
+        """Count an attempt to deliver an event."""
+        self._webhooks[event.outcome] = self._webhooks.get(event.outcome, 0) + 1
+
+    def calibrated(self, event: NodeCalibrated) -> None:
+        """Count a calibration."""
+        self._calibrations[event.outcome] += 1
+
+    def node_changed(self, event: NodeChanged) -> None:
+        """Forget a node that has left the fleet."""
+        if event.new_state is None:
+            self._attempts.pop(event.node, None)
+
+    def render(self) -> bytes:
+        """The text for Prometheus, of type `CONTENT_TYPE`."""
+        return b"".join(self.steps())
+
+    def steps(self) -> Iterator[bytes]:
+        """The text in pieces; other work may go on between two of them.
+
+        The state is that of the first steps, and counts are those at the time of their piece.
+        """
+        self._flush()
+        snapshot = self._snapshot()
+        nodes = []
+        for node in snapshot.nodes:
+            nodes.append(node)
+            if len(nodes) % NODES_OF_A_STEP == 0:
+                yield b""
+        page = _Page(METRIC_PREFIX)
+        self._add_requests(page)
+        page.histograms(
+            "prediction_ratio",
+            (({"of": what}, histogram) for what, histogram in snapshot.predictions.items()),
+        )
+        cached = {"expected": snapshot.cached_expected, "found": snapshot.cached_found}
+        page.counts("predicted_cached_tokens_total", cached, "of")
+        self._add_fleet(page, nodes)
+        _add_state(page, snapshot)
+        if snapshot.ledger is not None:
+            page.number("ledger_rows_waiting", snapshot.ledger.pending)
+            page.number("ledger_rows_written_total", snapshot.ledger.written)
+            page.number("ledger_rows_recovered_total", snapshot.ledger.recovered)
+            page.number("ledger_rows_dropped_total", snapshot.ledger.dropped)
+        if snapshot.batches is not None:
+            _add_batches(page, snapshot.batches)
+        page.counts("webhook_attempts_total", self._webhooks, "outcome")
+        page.number("webhook_deliveries_waiting", snapshot.webhooks_waiting)
+        if snapshot.traces is not None:
+            page.number("traces_exported_total", snapshot.traces.exported)
+            page.counts("traces_dropped_total", snapshot.traces.dropped, "reason")
+        build = {(__version__, platform.python_version()): 1}
+        page.counts("build_info", build, "version", "python")
+        if self._with_gen_ai:
+            self._gen_ai.add_to(page)
+        for text in page.steps():
+            yield text.encode()
+        yield generate_latest(self._process)
+
+    def _add_requests(self, page: _Page) -> None:
+        by_labels = (
+            ((priority.label, model, str(status)), counts.requests)
+            for (priority, model, status), counts in list(self._requests.items())
+        )
+        page.samples("requests_total", by_labels, "class", "model", "code")
+        page.samples("tokens_total", list(self._token_samples()), "model", "kind")
+        page.number("resumed_streams_total", self._resumed)
+        page.number("yielded_slots_total", self._yielded)
+        page.counts("calibrations_total", self._calibrations, "outcome")
+        page.counts("limits_reached_total", self._limits_reached, "limit", "scope")
+        page.counts("refused_requests_total", self._refused, "caller", "reason")
+        page.counts("cost_total", self._cost, "tier")
+        page.histograms("request_duration_seconds", self._response.sum())
+        page.histograms("time_to_first_token_seconds", self._first_token.sum())
+        page.histograms("queue_seconds", self._wait.sum())
+        page.histograms("overhead_seconds", [({}, self._overhead)])
+        page.histograms("response_seconds", self._response.samples())
+        page.histograms("first_token_seconds", self._first_token.samples())
+        page.histograms("slot_wait_seconds", self._wait.samples())
+
+    def _token_samples(self) -> Iterator[tuple[tuple[str, str], float]]:
+        models: dict[str, RequestCounts] = {}
+        for (_, model, _), counts in self._requests.items():
+            models.setdefault(model, RequestCounts()).add(counts)
+        for model, counts in models.items():
+            for kind in ("prompt", "cached", "completion"):
+                yield (model, kind), getattr(counts, kind)
+
+    def _add_fleet(self, page: _Page, nodes: Sequence[NodeSample]) -> None:
+        self._forget_others(node.name for node in nodes)
+        attempts = (
+            ((node, outcome), count)
+            for node, outcomes in list(self._attempts.items())
+            for outcome, count in list(outcomes.items())
+        )
+        page.samples("attempts_total", attempts, "node", "outcome")
+        page.counts("hooks_total", self._hooks, "node", "hook", "outcome")
+        page.family(
+            "node_state",
+            (
+                (f'{{node="{name}",state="{state}"}}', int(state == current))
+                for name, current in ((escape_label(node.name), node.state) for node in nodes)
+                for state in NODE_STATES
+            ),
+        )
+        page.nodes("node_slots_total", nodes, operator.attrgetter("slots_total"))
+        page.nodes("node_slots_busy", nodes, operator.attrgetter("slots_busy"))
+        page.nodes("node_differs", nodes, lambda node: int(node.differs))
+        page.nodes("node_decode_tokens_per_second", nodes, operator.attrgetter("decode_tps"))
+        page.nodes("node_prefill_tokens_per_second", nodes, operator.attrgetter("prefill_tps"))
+
+    def _forget_others(self, names: Iterable[str]) -> None:
+        """Drop nodes that have left; attempts that ended after that have added them again."""
+        kept = {*names, OTHER_LABEL}
+        for node in [node for node in self._attempts if node not in kept]:
+            del self._attempts[node]
+        for key in [key for key in self._hooks if key[0] not in kept]:
+            del self._hooks[key]
+
+
+def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
+    depth = {priority.label: snapshot.queue.get(priority, 0) for priority in Priority}
+    oldest = {priority.label: snapshot.oldest.get(priority, 0.0) for priority in Priority}
+    page.counts("queue_depth", depth, "class")
+    page.counts("queue_oldest_seconds", oldest, "class")
+    page.number("queue_places", snapshot.queue_places)
+    if snapshot.spill_money_left is not None:
+        page.number("spill_money_left", snapshot.spill_money_left)
+    page.number("in_flight", snapshot.in_flight)
+    page.counts("model_paused", dict.fromkeys(snapshot.paused_models, 1), "model")
+    page.number("inventory_error", int(snapshot.inventory_error))
+    if snapshot.retry_budget is not None:
+        page.number("retry_budget", snapshot.retry_budget)
+    if snapshot.certificate_days_left:
+        days_left = {key: round(days, 3) for key, days in snapshot.certificate_days_left.items()}
+        page.counts("certificate_days_left", days_left, "certificate")
+    if snapshot.store is not None:
+        page.number("store_up", int(snapshot.store.up))
+        page.number("store_jobs_waiting", snapshot.store.waiting)
+
+
+def _add_batches(page: _Page, batches: BatchSample) -> None:
+    page.counts("batches", batches.batches, "state")
+    page.counts("batch_lines_total", batches.lines, "outcome")
+    page.counts("stored_requests_waiting", batches.waiting, "kind")
+    page.number("batch_lines_running", batches.running)
+    page.number("batch_lines_claimed", batches.claimed)
+    page.number("batch_lines_deferred_total", batches.deferred)
+    page.number("batch_lines_retried_total", batches.retried)
+    page.number("batch_oldest_seconds", batches.oldest_seconds)
+    page.number("batch_results_blocked", int(batches.results_blocked))
+    page.number("folder_refusals_total", batches.folder_refusals)
+    page.number("folder_full", int(batches.folder_full))
+
+
+class _Page(MetricsPage):
+    """A page of the metrics in `HELP`."""
+
+    __slots__ = ()
+
+    def family(self, name: str, samples: Iterable[tuple[str, float]]) -> None:
+        """Add a family of samples, each with its labels as text."""
+        kind = "counter" if name.endswith("_total") else "gauge"
+        self.add_family(name, kind, HELP[name], samples)
+
+    def number(self, name: str, value: float) -> None:
+        """Add a family of one sample without labels."""
+        self.family(name, [("", value)])
+
+    def samples(
+        self, name: str, samples: Iterable[tuple[tuple[str, ...], float]], *names: str
+    ) -> None:
+        """Add a family of samples with these labels."""
+        self.family(
+            name,
+            ((labels(**dict(zip(names, values, strict=True))), value) for values, value in samples),
+        )
+
+    def counts(self, name: str, counts: Mapping[Any, float], *names: str) -> None:
+        """Add a family of the values in a table, whose keys are one label or several."""
+        of_one = ((key if isinstance(key, tuple) else (key,), n) for key, n in [*counts.items()])
+        self.samples(name, of_one, *names)
+
+    def nodes(
+        self,
+        name: str,
+        nodes: Sequence[NodeSample],
+        read: Callable[[NodeSample], float | None],
+    ) -> None:
+        """Add a family with a sample of each node for which the value is known."""
+        known = ((node.name, value) for node in nodes if (value := read(node)) is not None)
+        self.add_family(
+            name, "gauge", HELP[name], ((labels(node=node), value) for node, value in known)
+        )
+
+    def histograms(
+        self,
+        name: str,
+        histograms: Iterable[tuple[Mapping[str, str], Histogram]],
+        *,
+        prefix: str | None = None,
+    ) -> None:
+        """Add a family of histograms."""
+        self.add_histogram(name, HELP[name], histograms, prefix=prefix)
+
+
+# A CPU node may take an hour for a response; a refusal takes a millisecond.
+SECONDS_UP_TO_AN_HOUR = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60),
+    *(120, 300, 600, 1200, 1800, 3600),
+)
+
+MOST_LABEL_SETS = 300  # Most combinations of labels of one histogram that name a model
+NO_TIER = "none"  # The tier of a request that no node has seen
+
+
+def outcome_of(status: int) -> str:
+    """`ok`, `rejected` (the request's fault, or a limit), `client_closed`, or `failed`."""
+    if status < 400:
+        return "ok"
+    if status == CLIENT_CLOSED_STATUS:
+        return "client_closed"
+    return "rejected" if status < 500 else "failed"
+
+
+class LabelledHistogram:
+    """Histograms with the same bounds, by labels; the first label is the model."""
+
+    __slots__ = ("_bounds", "_by_labels", "_names")
+
+    def __init__(self, *names: str, bounds: Sequence[float] = SECONDS_UP_TO_AN_HOUR) -> None:
+        self._bounds = bounds
+        self._names = names
+        self._by_labels: dict[tuple[str, ...], Histogram] = {}
+
+    def of(self, *values: str) -> Histogram:
+        """The histogram of these labels; beyond the bound that of all further models."""
+        histogram = self._by_labels.get(values)
+        if histogram is None:
+            if len(self._by_labels) >= MOST_LABEL_SETS:
+                values = (OTHER_LABEL, *values[1:])
+            histogram = self._by_labels.setdefault(values, Histogram(self._bounds))
+        return histogram
+
+    def samples(self) -> list[tuple[Mapping[str, str], Histogram]]:
+        """All histograms with their labels."""
+        return [
+            (dict(zip(self._names, values, strict=True)), histogram)
+            for values, histogram in self._by_labels.items()
+        ]
+
+    def sum(self) -> Iterator[tuple[Mapping[str, str], Histogram]]:
+        """All of them as one without labels, added up when it is written."""
+        total = Histogram(self._bounds)
+        for one in self._by_labels.values():
+            total.sum += one.sum
+            total.counts = list(map(operator.add, total.counts, one.counts))
+        yield {}, total
+
+
+@dataclass(slots=True)
+class _Alike:
+    """What is counted of the requests of one model, class, status and tier, looked up once."""
+
+    counts: RequestCounts
+    labels: tuple[str, str, str]  # Model, class and tier
+    response: Histogram
+    first_token: Histogram | None = None
+    wait: Histogram | None = None
+
+
+# https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ advises these bounds; those
+# above it are for CPUs.
+_DURATION = (
+    *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+    *(163.84, 327.68, 655.36, 1310.72, 3600),
+)
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0),
+)
+_OUTPUT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
+
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/api/chat": "chat",
+    "/v1/completions": "text_completion",
+    "/completions": "text_completion",
+    "/completion": "text_completion",
+    "/infill": "text_completion",
+    "/api/generate": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/embeddings": "embeddings",
+    "/embedding": "embeddings",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
+}
+"""The operations that OpenTelemetry names; other requests are not generative."""
+
+PROVIDER = "llama.cpp"
+"""`gen_ai.provider.name`: OpenTelemetry has no word for it, and allows others."""
+
+
+class GenAiHistograms:
+    """Requests under the names that OpenTelemetry's semantic conventions give."""
+
+    def __init__(self) -> None:
+        names = ("gen_ai_request_model", "gen_ai_operation_name", "gen_ai_provider_name")
+        self._duration = LabelledHistogram(*names, "error_type", bounds=_DURATION)
+        self._first_token = LabelledHistogram(*names, bounds=_FIRST_TOKEN)
+        self._output_token = LabelledHistogram(*names, bounds=_OUTPUT_TOKEN)
+        self._tokens = LabelledHistogram(*names, "gen_ai_token_type", bounds=_TOKENS)
+
+    def count(self, event: RequestFinished) -> None:
+        """Count a request that has ended."""
+        operation = OPERATIONS.get(event.path)
+        if operation is None:
+            return
+        labelled = (event.model, operation, PROVIDER)
+        failed = "" if event.status < 400 else str(event.status)
+        self._duration.of(*labelled, failed).observe(event.duration_seconds)
+        if event.ttft is not None:
+            self._first_token.of(*labelled).observe(event.ttft)
+            if event.completion_tokens > 1:
+                decode = max(0.0, event.duration_seconds - event.ttft)
+                output = self._output_token.of(*labelled)
+                output.observe(decode / (event.completion_tokens - 1))
+        if event.prompt_tokens:
+            self._tokens.of(*labelled, "input").observe(event.prompt_tokens)
+        if event.completion_tokens:
+            self._tokens.of(*labelled, "output").observe(event.completion_tokens)
+
+    def add_to(self, page: _Page) -> None:
+        """Add the families to a page."""
+        for name, histogram in (
+            ("gen_ai_server_request_duration_seconds", self._duration),
+            ("gen_ai_server_time_to_first_token_seconds", self._first_token),
+            ("gen_ai_server_time_per_output_token_seconds", self._output_token),
+            ("gen_ai_client_token_usage", self._tokens),
+        ):
+            page.histograms(name, histogram.samples(), prefix="")

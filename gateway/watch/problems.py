@@ -1,0 +1,814 @@
+"""What is wrong, why, and what to do: a pure function of the state that `admin/live.py` reads.
+
+The most severe problems come first. Nodes that share a host and a state are one problem. Each
+remedy names commands that exist; tests/watch/test_problems.py runs their `--help`.
+"""
+
+from __future__ import annotations
+
+import enum
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+MOST_PROBLEMS = 50
+"""Most problems that are told."""
+
+MOST_NAMED_NODES = 8
+"""Most nodes that one problem names."""
+
+MOST_NAMED_MODELS = 8
+"""Most paused models, and most models whose nodes differ, that are told one by one."""
+
+FULL_QUEUE_SHARE = 0.8
+"""Of `queue.max`: from this share on the queue is about to refuse requests."""
+
+LONG_WAIT_SHARE = 0.5
+"""Of `queue.max_wait`: from this share on the oldest request waits long."""
+
+FLOOD_SHARE = 0.5
+"""Share of the waiting requests, or of the last minute's, from which on one caller floods."""
+
+LEAST_FLOOD = 8
+"""Fewer requests are no flood."""
+
+FAILING_SHARE = 0.05
+"""Share of the last minute's requests that failed from which on that is a problem."""
+
+LEAST_FAILED = 3
+"""Fewer failed requests are no problem of the fleet."""
+
+CERTIFICATE_DAYS, CERTIFICATE_HURRY_DAYS = 14.0, 3.0
+"""Days before the end of a certificate at which that is a warning, and critical."""
+
+OUT_STATES = frozenset({"down", "ejected", "loading"})
+"""States of nodes that should work and do not."""
+
+USABLE_STATES = frozenset({"ready", "degraded", "mute", "sleeping"})
+"""States of nodes that work; a mute one is busy, a sleeping one wakes up for its next request."""
+
+NODES = "llama-gateway nodes"
+MODELS = "llama-gateway models"
+CHECK = "llama-gateway check"
+PROBE_ALL = "llama-gateway check --probe"
+
+
+def find_problems(condition: FleetCondition) -> list[Problem]:
+    """The problems of this state, the most severe first; at most `MOST_PROBLEMS`."""
+    found = [problem for rule in RULES for problem in rule(condition)]
+    order = list(Severity)
+    found.sort(key=lambda problem: order.index(problem.severity))
+    return found[:MOST_PROBLEMS]
+
+
+def _locked(state: FleetCondition) -> Iterator[Problem]:
+    if state.keys_lost is not None:
+        yield Problem(
+            "keys_lost",
+            Severity.CRITICAL,
+            "Every request is refused: there is no API key left",
+            _sentence(state.keys_lost),
+            "Put a key into the settings, or restart to serve without any.",
+            ("llama-gateway keys hash", CHECK),
+        )
+
+
+def _fleet_out(state: FleetCondition) -> Iterator[Problem]:
+    if state.in_service and not state.usable:
+        states = Counter(node.state for node in state.nodes)
+        counts = ", ".join(f"{count} {word}" for word, count in sorted(states.items()))
+        yield Problem(
+            "fleet_out",
+            Severity.CRITICAL,
+            "No node can take work",
+            f"Of {state.in_service} nodes none is ready: {counts}.",
+            "If all are down it is the network or the machines: ask every node from this machine.",
+            (PROBE_ALL, NODES),
+        )
+
+
+def _models_out(state: FleetCondition) -> Iterator[Problem]:
+    if not state.usable:
+        return
+    for model, nodes in state.models.items():
+        if nodes.total and not nodes.usable:
+            yield Problem(
+                f"model_out:{model}",
+                Severity.CRITICAL,
+                f"No node serves {model}",
+                f"All {nodes.total} of its nodes are out, so its requests wait, then get 503."
+                if nodes.total > 1
+                else "Its only node is out, so its requests wait, then get 503.",
+                "Bring one of its nodes back, or let an alias lead to another model.",
+                (NODES, PROBE_ALL),
+            )
+
+
+def _paused_models(state: FleetCondition) -> Iterator[Problem]:
+    paused = sorted(state.paused_models)
+    for name in paused[:MOST_NAMED_MODELS]:
+        yield Problem(
+            f"model_paused:{name}",
+            Severity.WARNING,
+            f"The model {name} is paused",
+            "An operator paused it: each of its requests gets 503 model_paused, also after a "
+            "restart.",
+            "Resume it when you are done; the audit log says who paused it.",
+            (
+                f"llama-gateway models resume {shlex.quote(name)}",
+                f"llama-gateway audit --action models.pause --target {shlex.quote(name)}",
+            ),
+        )
+    more = len(paused) - MOST_NAMED_MODELS
+    if more > 0:
+        yield Problem(
+            "model_paused",
+            Severity.WARNING,
+            f"Further models are paused: {more}",
+            "An operator paused them: each request gets 503 model_paused, also after a restart.",
+            "List the models, and resume each when you are done.",
+            (MODELS, "llama-gateway audit --action models.pause"),
+        )
+
+
+def _differing_models(state: FleetCondition) -> Iterator[Problem]:
+    models = list(state.differing_models.items())
+    for name, differences in models[:MOST_NAMED_MODELS]:
+        yield Problem(
+            f"model_differs:{name}",
+            Severity.NOTICE,
+            f"The nodes of {name} differ",
+            f"{'. '.join(differences)}.",
+            _DIFFERS_REMEDY,
+            (MODELS, CHECK),
+        )
+    more = len(models) - MOST_NAMED_MODELS
+    if more > 0:
+        yield Problem(
+            "model_differs",
+            Severity.NOTICE,
+            f"The nodes of further models differ: {more}",
+            "They differ in quantisation, build, context or chat template.",
+            _DIFFERS_REMEDY,
+            (MODELS, CHECK),
+        )
+
+
+_DIFFERS_REMEDY = (
+    "If it is on purpose, do nothing, or give each kind a public name of its own (model in "
+    "nodes.yaml). Else start these nodes' servers with the same file, build and options: until "
+    "then a request's answer depends on its node, and a stream can't move to a node that differs."
+)
+
+
+def _out_nodes(state: FleetCondition) -> Iterator[Problem]:
+    groups: dict[tuple[str, str], list[NodeCondition]] = defaultdict(list)
+    for node in state.nodes:
+        if node.state in OUT_STATES:
+            groups[node.host, node.state].append(node)
+    for (host, word), nodes in groups.items():
+        names = tuple(node.name for node in nodes)
+        whole_host = len(nodes) > 1 and len(nodes) == state.hosts.get(host)
+        if len(nodes) == 1:
+            title = f"{names[0]} is {word}"
+        elif whole_host:
+            title = f"All {len(nodes)} nodes of {host} are {word}"
+        else:
+            title = f"{len(nodes)} nodes of {host} are {word}"
+        lost = len(nodes) / max(1, state.in_service)
+        severity = Severity.CRITICAL if lost >= 0.5 else Severity.WARNING
+        if word == "loading":
+            severity = Severity.NOTICE
+        remedy, commands = _OUT_REMEDIES[word]
+        yield Problem(
+            f"{word}:{host}:{names[0]}",
+            severity,
+            title,
+            _reasons(nodes),
+            remedy,
+            tuple(command.format(nodes=_selection(nodes)) for command in commands),
+            names[:MOST_NAMED_NODES],
+        )
+
+
+_OUT_REMEDIES = {
+    "down": (
+        (
+            "Look at the machine and the server's log. A node returns by itself as soon as it "
+            "answers; the others serve its load meanwhile."
+        ),
+        ("llama-gateway nodes probe {nodes}", PROBE_ALL),
+    ),
+    "ejected": (
+        (
+            "Its requests failed through its own fault: read its server's log. One request is "
+            "tried on it from time to time; once it is mended, a probe brings it back at once."
+        ),
+        ("llama-gateway nodes probe {nodes}",),
+    ),
+    "loading": (
+        "Wait: minutes are normal for a large model on a slow disk.",
+        ("llama-gateway nodes",),
+    ),
+}
+
+
+def _slow_nodes(state: FleetCondition) -> Iterator[Problem]:
+    for node in state.nodes:
+        if node.state == "degraded":
+            yield Problem(
+                f"degraded:{node.name}",
+                Severity.WARNING,
+                f"{node.name} is far slower than it was",
+                _sentence(node.reason),
+                "Look on its host for swapping, another process, a low CPU frequency or heat. It "
+                "gets as much work as its speed deserves; drain it to get none.",
+                (f"llama-gateway nodes drain {shlex.quote(node.name)} --wait",),
+                (node.name,),
+            )
+
+
+def _drifted_nodes(state: FleetCondition) -> Iterator[Problem]:
+    for node in state.nodes:
+        if node.drift:
+            swapped = any(line.startswith("model:") for line in node.drift)
+            yield Problem(
+                f"drift:{node.name}",
+                Severity.WARNING,
+                f"{node.name} serves another model than the inventory says"
+                if swapped
+                else f"{node.name} differs from the inventory",
+                _sentence("; ".join(node.drift)),
+                "Start its server with the right model, or correct its entry in nodes.yaml, which "
+                "is read again when it changes.",
+                (CHECK, PROBE_ALL),
+                (node.name,),
+            )
+
+
+def _failed_starts(state: FleetCondition) -> Iterator[Problem]:
+    for node in state.nodes:
+        if node.start_failures:
+            yield Problem(
+                f"start:{node.name}",
+                Severity.WARNING,
+                f"{node.name} could not be started",
+                _sentence(node.reason),
+                "Run its start hook by hand and read what it prints; the gateway tries it again.",
+                (NODES,),
+                (node.name,),
+            )
+
+
+def _drained_nodes(state: FleetCondition) -> Iterator[Problem]:
+    drained = [node for node in state.nodes if node.state == "draining"]
+    if not drained:
+        return
+    names = tuple(node.name for node in drained)
+    title, cause = f"{names[0]} is drained", "An operator took it out; it gets"
+    remedy, commands = "Resume it when you are done", [f"nodes resume {_selection(drained)}"]
+    if len(names) > 1:
+        title, cause = f"{len(names)} nodes are drained", "Operators took them out; they get"
+        remedy = "Resume them when you are done"
+    if len({node.host for node in drained}) > MOST_NAMED_NODES < len(names):
+        remedy += f": the command takes the first {MOST_NAMED_NODES} hosts"
+        commands.append("nodes")
+    yield Problem(
+        "draining",
+        Severity.NOTICE,
+        title,
+        f"{cause} no new requests, also after a restart.",
+        f"{remedy}.",
+        tuple(f"llama-gateway {command}" for command in commands),
+        names[:MOST_NAMED_NODES],
+    )
+
+
+def _full_queue(state: FleetCondition) -> Iterator[Problem]:
+    queue, refused = state.queue, state.traffic.refused
+    turned_away = refused.get("queue_full", 0) + refused.get("queue_timeout", 0)
+    is_full = queue.most > 0 and queue.waiting >= FULL_QUEUE_SHARE * queue.most
+    waits_long = queue.oldest_seconds >= LONG_WAIT_SHARE * queue.most_wait
+    if not (is_full or waits_long or turned_away) or not (queue.waiting or turned_away):
+        return
+    cause = f"{queue.waiting} of at most {queue.most} requests wait, the oldest for "
+    cause += f"{_duration(queue.oldest_seconds)}"
+    if turned_away:
+        cause += f"; {turned_away} were refused within a minute (429 or 503)"
+    yield Problem(
+        "queue",
+        Severity.CRITICAL if is_full or turned_away else Severity.WARNING,
+        "More work than slots: requests wait long"
+        if not turned_away
+        else "More work than slots: requests are refused",
+        f"{cause}.",
+        "Bring back nodes that are out, add one, bound max_tokens by model, or lower "
+        "queue.max_wait so that clients learn early. The dashboard and llama-gateway top can "
+        "cancel what waits.",
+        (NODES, "llama-gateway usage --by key --since 1h"),
+    )
+
+
+def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
+    queue, traffic = state.queue, state.traffic
+    caller, title, cause, is_limited = None, "", "", False
+    if max(queue.callers, traffic.callers) < 2:
+        return  # A caller alone takes nothing from others.
+    if queue.top_waiting >= LEAST_FLOOD and queue.top_waiting >= FLOOD_SHARE * queue.waiting:
+        caller, title = queue.top_caller, "One caller floods the queue"
+        cause = f"{_part(queue.top_waiting, queue.waiting)} waiting requests are its own"
+    elif traffic.limited >= LEAST_FLOOD:
+        caller, title = traffic.limited_caller, "One caller sends more than its limits allow"
+        is_limited = True
+        cause = (
+            f"Of the {traffic.requests} requests of the last minute its limits refused "
+            f"{traffic.limited}"
+        )
+    if caller is None:
+        return
+    remedy = _flood_remedy(caller, state.settings_keys.get(caller), is_limited=is_limited)
+    yield Problem(
+        "flood",
+        Severity.WARNING,
+        title,
+        f"{_sentence(cause)} Others still get their turn: callers share the queue fairly.",
+        remedy.words.format(entry=remedy.entry),
+        tuple(line.format(name=shlex.quote(caller)) for line in remedy.commands),
+        caller=caller,
+        anonymous_commands=tuple(line.format(name="NAME") for line in remedy.commands),
+        anonymous_remedy=remedy.words.format(entry="its entry of keys"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _FloodRemedy:
+    """What to do about a caller."""
+
+    words: str
+    """With `{entry}`, where the settings have its key."""
+    commands: tuple[str, ...]
+    """With `{name}`."""
+    entry: str = ""
+
+
+def _flood_remedy(caller: str, place: int | None, *, is_limited: bool) -> _FloodRemedy:
+    """`place`: of its key in the settings; None: the store has it. `is_limited`: limits refuse."""
+    if caller.startswith(("anonymous:", "playground:")):
+        return _FloodRemedy(
+            "Give callers keys, so that each has a limit.",
+            ("llama-gateway keys create --name NAME --rpm 60",),
+        )
+    entry = f"keys[{place}] (id: {caller})"
+    show = "llama-gateway keys show {name}"
+    if is_limited:
+        raised = "in gateway.yaml, at {entry}" if place is not None else "by keys set"
+        return _FloodRemedy(
+            "It has reached a limit of its key or group, which holds: tell its user to send less, "
+            f"or to wait as Retry-After says. If it should have more, raise the limit {raised}.",
+            (show,),
+            entry,
+        )
+    if place is not None:
+        return _FloodRemedy(
+            "Give its key a limit (limits.rpm), or remove the key, in gateway.yaml, at {entry}; "
+            "the file is read again when it changes.",
+            (show, CHECK),
+            entry,
+        )
+    return _FloodRemedy(
+        "Give its key a limit, or revoke it.",
+        (show, "llama-gateway keys set {name} --rpm 60"),
+    )
+
+
+def _spent_budget(state: FleetCondition) -> Iterator[Problem]:
+    spill = state.spill
+    if spill is None or spill.money is None:
+        return
+    reserved = spill.money if spill.reserved is None else spill.reserved
+    if spill.paid + reserved < spill.money:
+        return
+    yield Problem(
+        "gpu_budget",
+        Severity.WARNING,
+        "The GPU budget is spent",
+        f"{spill.paid:.2f} paid and {reserved:.2f} reserved of {spill.money:.2f} within "
+        f"{_duration(spill.window)}: requests that would spill over wait for CPU nodes.",
+        "Nothing, if that is the budget's purpose: it frees itself as the window moves on. Else "
+        "raise hybrid.spill.money_per_hour in the settings.",
+        ("llama-gateway usage --by tier --since 1d", CHECK),
+    )
+
+
+def _failing_requests(state: FleetCondition) -> Iterator[Problem]:
+    traffic = state.traffic
+    if traffic.failed < LEAST_FAILED or traffic.failed < FAILING_SHARE * traffic.requests:
+        return
+    cause = (
+        f"{traffic.failed} of the {traffic.requests} requests of the last minute got a 5xx "
+        "from nodes or the gateway"
+    )
+    reasons, nodes = Counter[str](), Counter[str]()
+    for (reason, node), count in traffic.failures.items():
+        reasons[reason] += count
+        nodes[node] += count
+    del nodes[""]
+    for reason, count in reasons.most_common(1):
+        cause += f"; the most frequent reason is {reason} ({count} times)"
+    worst = nodes.most_common(1)
+    for node, count in worst:
+        cause += f"; {node} was the last node of {count}"
+    yield Problem(
+        "failing",
+        Severity.CRITICAL,
+        "Requests fail",
+        f"{cause}.",
+        "The log names each attempt of a failed request, its node and the reason.",
+        (
+            "journalctl -u llama-gateway -n 200",
+            *(f"llama-gateway nodes probe {shlex.quote(node)}" for node, _ in worst),
+            NODES,
+        ),
+        tuple(node for node, _ in worst),
+    )
+
+
+def _store_problems(state: FleetCondition) -> Iterator[Problem]:
+    store, ledger = state.store, state.ledger
+    if store.get("state") not in {None, "off", "up", "opening", "closed"}:
+        yield Problem(
+            "store",
+            Severity.WARNING,
+            "The store can't be used",
+            _sentence(str(store.get("error") or store.get("state")))
+            + " Requests go on; what they use is recorded later, as far as memory reaches.",
+            _sentence(str(store.get("remedy") or "The log names the cause")),
+            ("journalctl -u llama-gateway -n 200", "df -h"),
+        )
+    if ledger is not None and ledger.get("dropped"):
+        yield Problem(
+            "ledger",
+            Severity.WARNING,
+            "The ledger has lost rows",
+            f"{ledger['dropped']} requests since the start are in no report."
+            + (f" {_sentence(str(ledger['error']))}" if ledger.get("error") else ""),
+            "Mend the store; the log says how many rows each time.",
+            ("journalctl -u llama-gateway -n 200",),
+        )
+    if state.audit_lost:
+        yield Problem(
+            "audit",
+            Severity.WARNING,
+            "The audit log has gaps",
+            f"{state.audit_lost} changes could not be written to the store.",
+            "Mend the store; the process's log has every change as well.",
+            ("journalctl -u llama-gateway -n 200",),
+        )
+
+
+def _full_storage(state: FleetCondition) -> Iterator[Problem]:
+    storage = state.storage
+    if storage.error is not None:
+        waiting = f" {storage.results} results wait to be written." if storage.results else ""
+        yield Problem(
+            "storage",
+            Severity.WARNING,
+            "There is no room for files and results: batches wait, uploads are refused"
+            if storage.is_full
+            else "The folder of files and results can't be used: batches wait, uploads are refused",
+            f"{_sentence(storage.error)}{waiting} Chats go on, and nothing that was kept is lost.",
+            "Free space on the disk of batches.folder, or raise batches.folder_bytes in the "
+            "settings; batches go on by themselves."
+            if storage.is_full
+            else "Mend the folder that batches.folder names; batches go on by themselves.",
+            ("df -h", "journalctl -u llama-gateway -n 200", CHECK),
+        )
+    callers = storage.full_callers
+    if callers:
+        yield Problem(
+            "key_storage",
+            Severity.NOTICE,
+            "Batches of one caller wait: it keeps as much as it may"
+            if len(callers) == 1
+            else f"Batches of {len(callers)} callers wait: they keep as much as each may",
+            "What its files and results take has come to batches.bytes_per_key.",
+            "Let it delete files that it has read, or raise batches.bytes_per_key in the settings.",
+            (CHECK, "journalctl -u llama-gateway -n 200"),
+            caller=callers[0],
+        )
+
+
+def _file_errors(state: FleetCondition) -> Iterator[Problem]:
+    for id_, name, error in (
+        ("inventory_error", "nodes.yaml", state.inventory_error),
+        ("settings_error", "gateway.yaml", state.settings_error),
+    ):
+        if error is not None:
+            yield Problem(
+                id_,
+                Severity.WARNING,
+                f"{name} has an error: the gateway runs as before the edit",
+                _sentence(error),
+                "Correct the file; it is read again when it changes.",
+                (CHECK,),
+            )
+    if state.certificate_error is not None:
+        yield Problem(
+            "certificate_error",
+            Severity.WARNING,
+            "A renewed certificate can't be used; the old one is still served",
+            _sentence(state.certificate_error),
+            "Put the right pair of certificate and key in place; both are read again.",
+            (CHECK,),
+        )
+    for key, days in state.certificates.items():
+        if days < CERTIFICATE_DAYS:
+            hurry = days < CERTIFICATE_HURRY_DAYS
+            when = f"expires in {days:.1f} days" if days > 0 else "has expired"
+            yield Problem(
+                f"certificate:{key}",
+                Severity.CRITICAL if hurry else Severity.WARNING,
+                f"The certificate of {key} {when}",
+                "Nobody has renewed its files.",
+                "Renew the files that this setting names; no restart is needed.",
+                ("openssl x509 -noout -enddate -in FILE",),
+            )
+
+
+RULES = (
+    _locked, _fleet_out, _models_out, _failing_requests, _paused_models, _full_queue, _out_nodes,
+    _slow_nodes, _drifted_nodes, _flooding_caller, _spent_budget, _store_problems, _full_storage,
+    _file_errors, _failed_starts, _drained_nodes, _differing_models,
+)  # fmt: skip
+"""In the order in which problems of one severity are shown."""
+
+
+def _selection(nodes: Sequence[NodeCondition]) -> str:
+    """These nodes as `llama-gateway nodes` takes them: by name, or if they are many, by host."""
+    words = [node.name for node in nodes]
+    if len(nodes) > MOST_NAMED_NODES:
+        hosts = list(dict.fromkeys(node.host for node in nodes))[:MOST_NAMED_NODES]
+        words = [word for host in hosts for word in ("--host", host)]
+    return shlex.join(words)
+
+
+def _reasons(nodes: Sequence[NodeCondition]) -> str:
+    """The reason of these nodes, and how many have another one."""
+    first = nodes[0].reason
+    others = sum(node.reason != first for node in nodes)
+    more = f" ({others} of them: other reasons)" if others else ""
+    return f"{_sentence(first)}{more}" if first else "No reason is known."
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    if not text:
+        return ""
+    return text[0].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+
+
+def _part(number: int, total: int) -> str:
+    return f"all {total}" if number == total else f"{number} of the {total}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+class Severity(enum.Enum):
+    """How soon somebody should act."""
+
+    CRITICAL = "critical"
+    """Requests fail, or will within minutes."""
+    WARNING = "warning"
+    """The fleet works, with less than it should have."""
+    NOTICE = "notice"
+    """Nothing is broken; somebody may have forgotten it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that an operator should know, and what to do about it."""
+
+    id: str
+    """The same for as long as it lasts."""
+    severity: Severity
+    title: str
+    cause: str
+    remedy: str
+    commands: tuple[str, ...] = ()
+    """Command lines of the remedy."""
+    nodes: tuple[str, ...] = ()
+    """The first of the nodes that it is about."""
+    caller: str | None = None
+    """The caller that it is about; for operators only."""
+    anonymous_commands: tuple[str, ...] | None = None
+    """`commands` for those who may not know the caller; None: they do not name it."""
+    anonymous_remedy: str | None = None
+    """Likewise."""
+
+    def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
+        """As the admin API shows it."""
+        caller, remedy, commands = self.caller, self.remedy, self.commands
+        if not may_name_callers:
+            caller, remedy = None, self.anonymous_remedy or remedy
+            commands = self.anonymous_commands or commands
+        return {
+            "id": self.id,
+            "severity": self.severity.value,
+            "title": self.title,
+            "cause": self.cause,
+            "remedy": remedy,
+            "commands": commands,
+            "nodes": self.nodes,
+            "caller": caller,
+        }
+
+
+OVER_SECONDS = 5.0
+"""Seconds for which a problem must be away to be over: some come and go around a limit."""
+
+_RANKS = {severity: rank for rank, severity in enumerate(Severity)}
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Told:
+    """A problem that the log was told of."""
+
+    problem: Problem
+    since: float
+    """Monotonic seconds, like the next one."""
+    seen_at: float
+
+
+@dataclass(slots=True)
+class ProblemLog:
+    """Compares the problems of each look with those that were told. `clock` is monotonic."""
+
+    clock: Callable[[], float]
+    _told: dict[str, _Told] = field(default_factory=dict)
+    """By the problem's id: as many as `find_problems` gives, and those that have just gone."""
+
+    def take(self, problems: Sequence[Problem]) -> None:
+        """Tell what has changed; `problems` are all that there are now."""
+        now = self.clock()
+        for problem in problems:
+            told = self._told.get(problem.id)
+            if told is None:
+                self._told[problem.id] = _Told(problem, now, now)
+                _tell(problem)
+                continue
+            if _RANKS[problem.severity] < _RANKS[told.problem.severity]:
+                told.problem = problem
+                _tell(problem)
+            told.seen_at = now
+        gone = [told for told in self._told.values() if now - told.seen_at >= OVER_SECONDS]
+        for told in gone:
+            problem = told.problem
+            del self._told[problem.id]
+            seconds = round(told.seen_at - told.since, 1)
+            log.info("problem is over", id=problem.id, title=problem.title, seconds=seconds)
+
+
+def _tell(problem: Problem) -> None:
+    # As texts, whose control characters the log escapes: nodes and callers name themselves.
+    fields = {
+        "id": problem.id,
+        "severity": problem.severity.value,
+        "title": problem.title,
+        "cause": problem.cause,
+        "remedy": problem.remedy,
+        "commands": "; ".join(problem.commands),
+        "nodes": ", ".join(problem.nodes),
+        "caller": problem.caller,
+    }
+    level = log.info if problem.severity is Severity.NOTICE else log.warning
+    level("problem", **{name: value for name, value in fields.items() if value})
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCondition:
+    """A node that is not simply at work."""
+
+    name: str
+    host: str
+    state: str
+    reason: str
+    tier: str = "cpu"
+    drift: Sequence[str] = ()
+    """How its server differs from the inventory."""
+    start_failures: int = 0
+    """Of a standby node: starts in a row that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNodes:
+    """The nodes in service that serve a model."""
+
+    total: int
+    usable: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueCondition:
+    """The requests that wait."""
+
+    waiting: int = 0
+    most: int = 256
+    """`queue.max`."""
+    oldest_seconds: float = 0.0
+    most_wait: float = 300.0
+    """`queue.max_wait` in seconds."""
+    top_caller: str | None = None
+    """Whose requests most places hold."""
+    top_waiting: int = 0
+    callers: int = 0
+    """How many callers wait, as far as was counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficCondition:
+    """The requests that ended within the last minute."""
+
+    requests: int = 0
+    failed: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """By the error's code."""
+    limited_caller: str | None = None
+    """Whose requests limits refused most."""
+    limited: int = 0
+    """How many of its requests they refused."""
+    callers: int = 0
+    """How many callers sent some, as far as was counted."""
+    failures: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Of `failed`, by the error's code and the last node that was tried ("": none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpillCondition:
+    """The budget of spill-over to the GPU tier."""
+
+    paid: float = 0.0
+    reserved: float | None = 0.0
+    """None: the requests that run have no bound."""
+    money: float | None = None
+    """What may be paid within the window; None: no limit."""
+    window: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StorageCondition:
+    """The folder of files and results, while it can't take what callers and batches have for it."""
+
+    error: str | None = None
+    """Why not, and what to do; None: it takes everything."""
+    is_full: bool = False
+    """Whether that is for want of room."""
+    results: int = 0
+    """Results of batches that wait to be written."""
+    full_callers: Sequence[str] = ()
+    """Callers whose batches wait, since they keep as much as each may."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCondition:
+    """The state from which problems are found."""
+
+    nodes: Sequence[NodeCondition] = ()
+    """Those that are not simply at work."""
+    hosts: Mapping[str, int] = field(default_factory=dict)
+    """Nodes in service by host."""
+    in_service: int = 0
+    """Nodes that should work."""
+    usable: int = 0
+    """Of them, nodes that do."""
+    models: Mapping[str, ModelNodes] = field(default_factory=dict)
+    paused_models: Collection[str] = ()
+    """Public names that an operator has paused."""
+    differing_models: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By public name: how the nodes that serve it differ, in words."""
+    queue: QueueCondition = QueueCondition()
+    traffic: TrafficCondition = TrafficCondition()
+    settings_keys: Mapping[str, int] = field(default_factory=dict)
+    """Of the callers named above, those whose keys are in the settings: their places in `keys`."""
+    spill: SpillCondition | None = None
+    inventory_error: str | None = None
+    settings_error: str | None = None
+    keys_lost: str | None = None
+    certificate_error: str | None = None
+    certificates: Mapping[str, float] = field(default_factory=dict)
+    """Days left, by the listener's setting."""
+    store: Mapping[str, Any] = field(default_factory=dict)
+    """`state`, `error` and `remedy` of the store."""
+    ledger: Mapping[str, Any] | None = None
+    """`dropped` and `error` of the ledger."""
+    audit_lost: int = 0
+    storage: StorageCondition = StorageCondition()

@@ -1,0 +1,401 @@
+"""Traces requests: decides which, and hands those that have ended to the exporter.
+
+While a request runs, its trace is an id and a list of the scheduler's decisions. All else is done
+when it has ended, off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from gateway.config.telemetry import TracesSettings
+from gateway.events import RequestFinished
+from gateway.schedule.decision_log import Decision, DecisionLog
+from gateway.terms import (
+    Headers,
+    RequestTrace,
+    Traceparent,
+    parse_traceparent,
+)
+from gateway.watch.spans import EndedRequest
+
+log = structlog.get_logger()
+
+MOST_WAITING = 1024
+"""Traces that wait to be sent; one more is dropped."""
+
+BATCH_TRACES = 256
+"""Traces that are sent at once."""
+
+BATCH_SECONDS = 5.0
+"""Seconds for which traces are collected into one message, unless there are so many sooner."""
+
+FLUSH_SECONDS = 2.0
+"""Most seconds that the gateway's end waits for the last traces to be sent."""
+
+
+class Sender(Protocol):
+    """Sends traces to a collector. Called by one thread, but for `interrupt`."""
+
+    def send(self, requests: Sequence[EndedRequest]) -> bool:
+        """Send them; False if they were not taken. Takes a bounded time."""
+
+    def interrupt(self) -> None:
+        """Give up what is being tried again, and try nothing any more."""
+
+    def close(self) -> None:
+        """Close its connection."""
+
+
+class TraceCounts:
+    """How many traces were exported and dropped since the start; for all exporters together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.exported = 0
+        self.not_queued = 0
+        """Dropped, as too many waited already."""
+        self.not_sent = 0
+        """Dropped, as the collector did not take them."""
+
+    def count(self, *, exported: int = 0, not_queued: int = 0, not_sent: int = 0) -> None:
+        """Add these. Any thread may call it."""
+        with self._lock:
+            self.exported += exported
+            self.not_queued += not_queued
+            self.not_sent += not_sent
+
+
+class TraceExporter:
+    """Owns the thread that sends traces. `open_sender` is called there, as it may import much."""
+
+    def __init__(
+        self,
+        open_sender: Callable[[], Sender],
+        counts: TraceCounts,
+        *,
+        batch_seconds: float = BATCH_SECONDS,
+        batch_traces: int = BATCH_TRACES,
+    ) -> None:
+        self._open_sender = open_sender
+        self._counts = counts
+        self._batch_seconds = batch_seconds
+        self._batch_traces = batch_traces
+        self._waiting: deque[EndedRequest] = deque()
+        self._sender: Sender | None = None
+        self._work = threading.Event()
+        self._due = threading.Event()
+        """A message is full, or this ends."""
+        self._closing = threading.Event()
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread.start()
+
+    def export(self, request: EndedRequest) -> None:
+        """Send this trace soon, or drop it where too many wait. Never waits and never raises."""
+        if self._closing.is_set() or len(self._waiting) >= MOST_WAITING:
+            self._counts.count(not_queued=1)
+            return
+        self._waiting.append(request)
+        if not self._work.is_set():
+            self._work.set()
+        if len(self._waiting) == self._batch_traces:
+            self._due.set()
+
+    def stop(self) -> None:
+        """Take no more traces; the thread ends when it has sent those that wait."""
+        self._closing.set()
+        self._due.set()
+        self._work.set()
+
+    def close(self, seconds: float = FLUSH_SECONDS) -> None:
+        """`stop`, and wait so long at most for the thread to end; what is left then is dropped."""
+        self.stop()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._given_up.set()
+            if self._sender is not None:
+                self._sender.interrupt()
+
+    @property
+    def running(self) -> bool:
+        """Whether its thread still runs."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            sender = self._sender = self._open_sender()
+        except Exception as error:  # noqa: BLE001 - whatever it is, requests must be served
+            log.error("traces can't be exported", why=type(error).__name__)  # noqa: TRY400
+            sender = None
+        while True:
+            self._work.wait()
+            self._due.wait(self._batch_seconds)
+            if not self._closing.is_set():
+                self._due.clear()
+            self._work.clear()
+            while batch := self._take():
+                self._send(sender, batch)
+            if self._closing.is_set() and not self._waiting:
+                break
+        if sender is not None:
+            sender.close()
+
+    def _send(self, sender: Sender | None, batch: list[EndedRequest]) -> None:
+        sent = False
+        if sender is not None and not self._given_up.is_set():
+            try:
+                sent = sender.send(batch)
+            except Exception as error:  # noqa: BLE001 - one message must not end the thread
+                log.error("traces are lost", why=type(error).__name__)  # noqa: TRY400
+        if sent:
+            self._counts.count(exported=len(batch))
+        else:
+            self._counts.count(not_sent=len(batch))
+
+    def _take(self) -> list[EndedRequest]:
+        batch: list[EndedRequest] = []
+        with contextlib.suppress(IndexError):
+            while len(batch) < self._batch_traces:
+                batch.append(self._waiting.popleft())
+        return batch
+
+
+_MODULE = "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
+
+
+def has_otel() -> bool:
+    """Whether traces can be exported."""
+    try:
+        return importlib.util.find_spec(_MODULE) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@dataclass(slots=True)
+class Allowance:
+    """So many a second, saved up for one second at most."""
+
+    rate: float
+    clock: Callable[[], float]
+    _left: float = field(init=False)
+    _at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._left, self._at = max(1.0, self.rate), self.clock()
+
+    def take(self) -> bool:
+        """Take one, if one is left."""
+        now = self.clock()
+        most = max(1.0, self.rate)
+        self._left = min(most, self._left + (now - self._at) * self.rate)
+        self._at = now
+        if self._left < 1 or not self.rate:
+            return False
+        self._left -= 1
+        return True
+
+
+class Sampler:
+    """Decides by its own draws: no client can have more traced than the allowance.
+
+    A client that has recorded its part of a trace (`traceparent` with the flag) is followed as far
+    as the allowance goes, and else has the chance of any other. One that says that it has not is
+    believed: the gateway's part alone would tell nobody anything.
+    """
+
+    __slots__ = ("_clients", "_draw", "_failures", "_share")
+
+    def __init__(
+        self,
+        share: float,
+        beyond_share: float,
+        *,
+        draw: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        """`draw`: a number from 0 up to 1, below it. `beyond_share`: a second, of each kind."""
+        self._share = share
+        self._draw = draw
+        self._clients = Allowance(beyond_share, clock)
+        self._failures = Allowance(beyond_share, clock)
+
+    def takes(self, parent: Traceparent | None) -> bool:
+        """Whether a request that has come is traced."""
+        if parent is None:
+            return self._draw() < self._share
+        return parent.sampled and (self._draw() < self._share or self._clients.take())
+
+    def takes_failed(self) -> bool:
+        """Whether a request is traced that was not meant to be, and has failed."""
+        return self._failures.take()
+
+
+SETTLE_SECONDS = 0.5
+"""Seconds after its end in which a request's attempts are accounted for."""
+
+MOST_SETTLING = 1024
+"""Requests that wait for that; one more is dropped."""
+
+
+def open_otlp_sender(settings: TracesSettings) -> Sender:
+    """A sender to the collector of these settings; imports OpenTelemetry's packages."""
+    from gateway.watch.otlp import OtlpSender
+
+    return OtlpSender(settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settling:
+    """A traced request that has ended just now."""
+
+    trace: RequestTrace
+    record: RequestFinished
+    ended_at: float
+    followed: bool
+    """Whether its decisions were collected while it ran."""
+
+
+class RequestTracing:
+    """The traces of one gateway. Call `begin` and `finished` only while it is `active`."""
+
+    def __init__(
+        self,
+        settings: TracesSettings,
+        decision_log: DecisionLog,
+        *,
+        clock: Callable[[], float],
+        wall_clock_ns: Callable[[], int] = time.time_ns,
+        rng: random.Random,
+        open_sender: Callable[[TracesSettings], Sender] = open_otlp_sender,
+        settle_seconds: float = SETTLE_SECONDS,
+    ) -> None:
+        self._decision_log = decision_log
+        self._clock = clock
+        self._wall_clock_ns = wall_clock_ns
+        self._rng = rng
+        self._open_sender = open_sender
+        self._settle_seconds = settle_seconds
+        self._settling: list[_Settling] = []
+        self._exporter: TraceExporter | None = None
+        self._stopped: list[TraceExporter] = []
+        """Earlier ones, which may still send what waited."""
+        self._settings: TracesSettings | None = None
+        self._sampler: Sampler
+        self.active = False
+        """Whether any requests are traced."""
+        self.counts = TraceCounts()
+        self.configure(settings)
+
+    def configure(self, settings: TracesSettings) -> None:
+        """Put these settings in force. The packages of the extra must be there."""
+        if settings == self._settings:
+            return
+        self._settings = settings
+        self._sampler = Sampler(
+            settings.share, settings.beyond_share, draw=self._rng.random, clock=self._clock
+        )
+        self._stop_exporter()
+        self.active = settings.endpoint is not None
+        if self.active:
+            self._exporter = TraceExporter(lambda: self._open_sender(settings), self.counts)
+        else:
+            self._settling.clear()
+            self._decision_log.follow_none()
+
+    def begin(
+        self, request_id: str, record: RequestFinished, headers: Headers, received_at: float
+    ) -> None:
+        """A request has come with these headers: trace it, or not."""
+        parent = parse_traceparent(headers)
+        if self._sampler.takes(parent):
+            record.traced(self._new_trace(request_id, parent, received_at))
+            self._decision_log.follow(request_id)
+
+    def finished(
+        self, request_id: str, record: RequestFinished, headers: Headers, received_at: float
+    ) -> None:
+        """A request has ended, and its record is complete but for what is still accounted for."""
+        trace, followed = record.trace, True
+        if trace is None:
+            if record.status < 500 or not self._sampler.takes_failed():
+                return
+            followed = False
+            trace = self._new_trace(request_id, parse_traceparent(headers), received_at)
+            record.traced(trace)
+        if len(self._settling) >= MOST_SETTLING:
+            self._decision_log.take(request_id)
+            self.counts.count(not_queued=1)
+            return
+        self._settling.append(_Settling(trace, record, self._clock(), followed))
+        if len(self._settling) == 1:
+            asyncio.get_running_loop().call_later(self._settle_seconds, self._hand_over)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended of which nothing is told."""
+        self._decision_log.take(request_id)
+
+    async def aclose(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Send what there is, for at most so many seconds."""
+        self._hand_over()
+        self.active = False
+        self._stop_exporter()
+        exporters, self._stopped = self._stopped, []
+        if exporters:
+            # Together: each has its own thread.
+            await asyncio.gather(
+                *(asyncio.to_thread(exporter.close, seconds) for exporter in exporters)
+            )
+
+    def _new_trace(
+        self, request_id: str, parent: Traceparent | None, received_at: float
+    ) -> RequestTrace:
+        if parent is not None:
+            return RequestTrace(parent.trace_id, parent.span_id, request_id, received_at)
+        # Never zero, which would not be valid.
+        number = self._rng.getrandbits(128) or 1
+        return RequestTrace(f"{number:032x}", None, request_id, received_at)
+
+    def _stop_exporter(self) -> None:
+        self._stopped = [exporter for exporter in self._stopped if exporter.running]
+        if self._exporter is not None:
+            self._exporter.stop()
+            self._stopped.append(self._exporter)
+            self._exporter = None
+
+    def _hand_over(self) -> None:
+        settling, self._settling = self._settling, []
+        exporter = self._exporter
+        if not settling or exporter is None:
+            return
+        missing = [one.trace.request_id for one in settling if not one.followed]
+        found = self._find(missing) if missing else {}
+        offset = self._wall_clock_ns() - round(self._clock() * 1e9)
+        for one in settling:
+            request_id = one.trace.request_id
+            decisions = self._decision_log.take(request_id) if one.followed else None
+            if decisions is None:
+                decisions = found.get(request_id, [])
+            exporter.export(EndedRequest(one.trace, one.record, one.ended_at, decisions, offset))
+
+    def _find(self, request_ids: list[str]) -> dict[str, list[Decision]]:
+        """What the log still has of these requests, by one look at it, or two for their parts."""
+        log = self._decision_log
+        remembered = log.find(request_ids)
+        parts = log.find(part for one in remembered.values() for part in one.parts)
+        found = {}
+        for request_id, one in remembered.items():
+            of_parts = (decision for part in one.parts for decision in parts[part].decisions)
+            found[request_id] = [*one.decisions, *of_parts]
+        return found

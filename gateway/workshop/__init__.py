@@ -1,0 +1,1 @@
+"""Tools beside the gateway: commands, simulator, local servers, tuning."""

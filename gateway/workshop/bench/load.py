@@ -1,0 +1,412 @@
+"""Loads, and what puts them on a server, one after the other.
+
+In the closed loop a fixed number of requests is under way: a slow answer delays the next request of
+its worker, so the load falls as the server slows, and latencies are those of so many patient
+clients. In the open loop requests start at times that do not depend on the server, and latencies
+count from those times, even where this program itself sends late (no coordinated omission).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import math
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from gateway.workshop.bench.exchange import RequestResult, RequestSender
+from gateway.workshop.bench.target import PromptWriter
+from gateway.workshop.simulate.report import Percentiles
+from gateway.workshop.simulate.trace import Job, TracePrompt
+
+if TYPE_CHECKING:
+    from gateway.local.energy import EnergyMeter
+    from gateway.workshop.simulate.trace import Trace
+
+MOST_LOADS = 32  # loads of one run
+MOST_CONCURRENCY = 4096
+MOST_RATE = 10_000.0  # requests per second
+MOST_REQUESTS = 200_000
+"""Requests of one load: each one's times stay in memory until the report is written."""
+
+LEAST_REQUESTS = 10
+"""Requests of a closed loop where neither number nor duration is given; at least."""
+
+REQUESTS_PER_WORKER = 4  # likewise, for each of the requests that are under way at a time
+OPEN_SECONDS = 60.0  # duration of an open loop where neither number nor duration is given
+
+
+class Loop(StrEnum):
+    """When the next request starts."""
+
+    CLOSED = "closed"  # when an earlier one has ended: a fixed number is under way
+    POISSON = "poisson"  # at random times of a mean rate, whether earlier ones have ended or not
+    TRACE = "trace"  # at the times of a trace
+
+
+class LoadError(Exception):
+    """A load that can't be put on a server. The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load of a run."""
+
+    loop: Loop
+    level: float
+    """Closed: requests under way. Poisson: requests per second. Trace: how much faster it plays."""
+    requests: int  # most requests
+    seconds: float | None = None  # no request starts later than this; None: no limit
+
+    @property
+    def label(self) -> str:
+        """Short name, such as `4 at a time`."""
+        match self.loop:
+            case Loop.CLOSED:
+                return f"{self.level:g} at a time"
+            case Loop.POISSON:
+                return f"{self.level:g}/s"
+            case Loop.TRACE:
+                return "trace" if self.level == 1 else f"trace x{self.level:g}"
+
+
+def closed_loads(text: str, requests: int | None, seconds: float | None) -> list[Load]:
+    """Loads of text such as `1,4,8`. Raises LoadError."""
+    levels = [int(part) if part.isdecimal() and len(part) < 9 else 0 for part in _parts(text)]
+    if not all(1 <= level <= MOST_CONCURRENCY for level in levels):
+        raise LoadError(
+            f"{text!r}: write whole numbers from 1 to {MOST_CONCURRENCY}, such as 1,4,8"
+        )
+    return [
+        Load(Loop.CLOSED, level, requests or _closed_requests(level, seconds), seconds)
+        for level in levels
+    ]
+
+
+def poisson_loads(text: str, requests: int | None, seconds: float | None) -> list[Load]:
+    """Loads of text such as `0.5,2` (requests per second). Raises LoadError."""
+    if requests is None and seconds is None:
+        seconds = OPEN_SECONDS
+    loads = []
+    for part in _parts(text):
+        try:
+            rate = float(part)
+        except ValueError:
+            rate = math.nan
+        if not 0 < rate <= MOST_RATE:
+            raise LoadError(
+                f"{text!r}: write requests per second, above 0 and at most {MOST_RATE:g}, "
+                "such as 0.5,2"
+            )
+        loads.append(Load(Loop.POISSON, rate, requests or MOST_REQUESTS, seconds))
+    return loads
+
+
+def poisson_times(load: Load, rng: random.Random) -> Iterator[float]:
+    """Seconds from the load's start at which its requests start."""
+    at = 0.0
+    for _ in range(load.requests):
+        at += rng.expovariate(load.level)
+        if load.seconds is not None and at > load.seconds:
+            return
+        yield at
+
+
+def _closed_requests(level: int, seconds: float | None) -> int:
+    if seconds is not None:
+        return MOST_REQUESTS
+    return max(LEAST_REQUESTS, REQUESTS_PER_WORKER * level)
+
+
+def _parts(text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) > MOST_LOADS:
+        raise LoadError(f"{len(parts)} loads: at most {MOST_LOADS}")
+    return parts
+
+
+TICK_SECONDS = 0.01  # between two looks at the clock
+MOST_SAMPLES = 20_000  # kept of the looks at the clock; of more, a random choice
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFigures:
+    """What the load generator itself did. Seconds."""
+
+    lag: Percentiles
+    """How late a timer of its event loop fired: an event's time is late by no more than that. Up to
+    a millisecond is the timers' own step."""
+    start_lag: Percentiles  # how late requests of an open loop started
+    cpu_share: float  # CPU time per second; 1 is a whole CPU, and more this program can't use
+    held_back: int = 0  # requests of an open loop that waited, since too many were under way
+
+
+@dataclass(slots=True)
+class LagMonitor:
+    """Watches the event loop within its context."""
+
+    clock: Callable[[], float] = time.monotonic
+    cpu_clock: Callable[[], float] = time.process_time
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    _samples: list[float] = field(default_factory=list)
+    _seen: int = 0
+    _began: tuple[float, float] = (0.0, 0.0)
+    _ended: tuple[float, float] | None = None
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncGenerator[None, None]:
+        """Watch until the context ends."""
+        self._began = self.clock(), self.cpu_clock()
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._ended = self.clock(), self.cpu_clock()
+
+    async def _watch(self) -> None:
+        while True:
+            due = self.clock() + TICK_SECONDS
+            await asyncio.sleep(TICK_SECONDS)
+            self._keep(max(0.0, self.clock() - due))
+
+    def _keep(self, lag: float) -> None:
+        self._seen += 1
+        if len(self._samples) < MOST_SAMPLES:
+            self._samples.append(lag)
+        elif (place := self.rng.randrange(self._seen)) < MOST_SAMPLES:
+            self._samples[place] = lag
+
+    def figures(self, start_lags: list[float], held_back: int) -> ClientFigures:
+        """The figures of the context."""
+        ended, cpu_ended = self._ended or (self.clock(), self.cpu_clock())
+        began, cpu_began = self._began
+        seconds = ended - began
+        share = (cpu_ended - cpu_began) / seconds if seconds > 0 else 0.0
+        return ClientFigures(
+            Percentiles.of(self._samples), Percentiles.of(start_lags), share, held_back
+        )
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+"""Seconds for which a worker of the closed loop pauses after a failure; they double."""
+
+LONGEST_RETRY_AFTER = 60.0  # seconds for which it pauses at most where the server names a time
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request whose body is ready: writing it counts as nobody's latency."""
+
+    number: int
+    body: bytes
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPattern:
+    """The requests of closed and Poisson loops, which are all alike."""
+
+    prompt_tokens: int
+    max_tokens: int
+    prefix_tokens: int = 0
+    prefixes: int = 1
+
+    def text(self, number: int) -> TracePrompt:
+        """The prompt of the request of this number; no other has its text."""
+        prefix = 1 + number % self.prefixes if self.prefix_tokens else 0
+        return TracePrompt(number, self.prompt_tokens, prefix, self.prefix_tokens)
+
+
+@dataclass(slots=True)
+class LoadRun:
+    """A load that was put on the server, and what came of it."""
+
+    load: Load
+    results: list[RequestResult] = field(default_factory=list)
+    client: ClientFigures | None = None
+    joules: float | None = None  # energy of the machine while the load ran. None: not measured.
+    is_whole: bool = False  # False: it was interrupted
+
+
+class _Room:
+    """Room for so many requests of an open loop at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._free = asyncio.Semaphore(most)
+        self.held_back = 0
+
+    async def enter(self) -> None:
+        self.held_back += self._free.locked()
+        await self._free.acquire()
+
+    def leave(self) -> None:
+        self._free.release()
+
+
+@dataclass(slots=True)
+class LoadRunner:
+    """Puts loads on one server."""
+
+    sender: RequestSender
+    writer: PromptWriter
+    model: str | None
+    extra: dict[str, Any]
+    pattern: RequestPattern
+    seed: int
+    trace: Trace | None = None
+    most_in_flight: int = 512  # requests of an open loop that are under way at a time
+    meter: EnergyMeter | None = None
+    clock: Callable[[], float] = time.monotonic
+    on_end: Callable[[RequestResult], None] = lambda _: None
+    _number: int = 0  # requests planned so far: each has a text of its own
+
+    async def warm_up(self, requests: int) -> list[RequestResult]:
+        """Send so many requests, one after the other."""
+        return [await self._send(self._next_request(), None) for _ in range(requests)]
+
+    async def run(self, run: LoadRun) -> None:
+        """Put the load on the server, and fill in what comes of it, however it ends."""
+        monitor = LagMonitor(self.clock)
+        room = _Room(self.most_in_flight)
+        # A collection of the objects that are there already would only stall the event loop.
+        gc.collect()
+        gc.freeze()
+        joules = None if self.meter is None else self.meter.joules()
+        try:
+            async with AsyncExitStack() as stack:
+                if self.meter is not None:
+                    await stack.enter_async_context(self.meter.sampling())
+                await stack.enter_async_context(monitor.watching())
+                match run.load.loop:
+                    case Loop.CLOSED:
+                        await self._closed(run)
+                    case Loop.POISSON:
+                        rng = random.Random(f"{self.seed} arrivals {run.load.level}")
+                        await self._open(run, poisson_times(run.load, rng), room)
+                    case Loop.TRACE:
+                        await self._play(run, room)
+            run.is_whole = True
+        finally:
+            gc.unfreeze()
+            is_open = run.load.loop is not Loop.CLOSED
+            lags = [max(0.0, one.started - one.intended) for one in run.results if is_open]
+            run.client = monitor.figures(lags, room.held_back)
+            after = None if self.meter is None else self.meter.joules()
+            if joules is not None and after is not None:
+                run.joules = after - joules
+
+    def _next_request(self) -> PreparedRequest:
+        self._number += 1
+        text = self.pattern.text(self._number)
+        return self._prepare(self._number, text, self.pattern.max_tokens)
+
+    def _turn(self, job: Job) -> PreparedRequest:
+        return self._prepare(job.id, job.prompt, job.output)
+
+    def _prepare(self, number: int, text: TracePrompt, max_tokens: int) -> PreparedRequest:
+        prompt, endpoint = self.writer.write(text), self.sender.endpoint
+        fields = endpoint.body(self.model, prompt, max_tokens, self.extra)
+        return PreparedRequest(number, json.dumps(fields).encode(), max_tokens)
+
+    # Closed loop.
+
+    async def _closed(self, run: LoadRun) -> None:
+        load = run.load
+        until = None if load.seconds is None else self.clock() + load.seconds
+        left = [load.requests]
+
+        async def work() -> None:
+            pause = FIRST_PAUSE
+            while left[0] > 0 and (until is None or self.clock() < until):
+                left[0] -= 1
+                result = await self._send(self._next_request(), None)
+                run.results.append(result)
+                if result.error is None:
+                    pause = FIRST_PAUSE
+                    continue
+                wait = max(pause, min(result.retry_after or 0.0, LONGEST_RETRY_AFTER))
+                if left[0] <= 0 or (until is not None and self.clock() + wait >= until):
+                    return
+                await asyncio.sleep(wait)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(int(load.level), load.requests)):
+                group.create_task(work())
+
+    # Open loop.
+
+    async def _open(self, run: LoadRun, times: Iterable[float], room: _Room) -> None:
+        began = self.clock()
+        async with asyncio.TaskGroup() as group:
+            for at in times:
+                request = self._next_request()
+                await self._until(began + at)
+                await room.enter()
+                group.create_task(self._arrive(run, request, began + at, room))
+
+    async def _arrive(
+        self, run: LoadRun, request: PreparedRequest, intended: float, room: _Room
+    ) -> RequestResult:
+        try:
+            result = await self._send(request, intended)
+        finally:
+            room.leave()
+        run.results.append(result)
+        return result
+
+    async def _play(self, run: LoadRun, room: _Room) -> None:
+        """Play the trace. A later turn of a conversation starts once the turn before has ended."""
+        assert self.trace is not None
+        jobs, next_turns = self.trace.jobs, self.trace.next_turns
+        speed, seconds = run.load.level, run.load.seconds
+        began = self.clock()
+
+        async def converse(place: int, request: PreparedRequest) -> None:
+            """Send a turn, for which there is room, and those that follow it."""
+            intended = began + jobs[place].time / speed
+            while True:
+                result = await self._arrive(run, request, intended, room)
+                later = next_turns.get(place)
+                if later is None:
+                    return
+                place = later
+                due = began + jobs[place].time / speed
+                intended = max(due, result.ended + jobs[place].pause / speed)
+                if seconds is not None and intended > began + seconds:
+                    return
+                request = self._turn(jobs[place])
+                await self._until(intended)
+                await room.enter()
+
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                at = job.time / speed
+                if seconds is not None and at > seconds:
+                    break
+                if job.is_later_turn:
+                    continue
+                request = self._turn(job)
+                await self._until(began + at)
+                await room.enter()
+                group.create_task(converse(job.id, request))
+
+    async def _until(self, due: float) -> None:
+        left = due - self.clock()
+        if left > 0:
+            await asyncio.sleep(left)
+
+    async def _send(self, request: PreparedRequest, intended: float | None) -> RequestResult:
+        """Send a request that should have started then; None: now."""
+        result = RequestResult(request.number, self.clock() if intended is None else intended)
+        await self.sender.send(result, request.body, request.max_tokens)
+        self.on_end(result)
+        return result

@@ -1,0 +1,902 @@
+"""What came of a run: figures, what limits, the report in its forms, and two reports compared.
+
+Two runs are compared by bootstrap: for each figure of each load that both have, requests are drawn
+again and again from those that were measured; the middle 95 % of the differences between such draws
+are the interval. A difference counts where the interval leaves out 0, and it is at least 1 %. It
+speaks of these two runs: what made one run as a whole faster (a warmer cache, other work on the
+machine) is not in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from gateway.workshop.bench.exchange import RequestResult
+from gateway.workshop.bench.load import (
+    ClientFigures,
+    Load,
+    LoadRun,
+    Loop,
+)
+from gateway.workshop.bench.target import Baseline, ServerDescription
+from gateway.workshop.simulate.report import Percentiles
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MOST_SAMPLES = 5_000
+"""Requests whose figures a report holds for each load; of more, evenly spread ones."""
+
+MOST_REASONS_EXPLAINED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGoal:
+    """What a request must keep; seconds. None: does not matter."""
+
+    ttft: float | None = None
+    inter_token: float | None = None
+    completion: float | None = None
+
+    def __bool__(self) -> bool:
+        return any(one is not None for one in (self.ttft, self.inter_token, self.completion))
+
+    def is_met(self, result: RequestResult) -> bool:
+        """Whether a request succeeded and kept all of it. A figure that it lacks is kept."""
+        pairs = (
+            (self.ttft, result.ttft),
+            (self.inter_token, result.inter_token),
+            (self.completion, result.completion),
+        )
+        return result.error is None and all(
+            wanted is None or found is None or found <= wanted for wanted, found in pairs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Requests that kept the goal."""
+
+    share: float  # of all, failed ones included
+    requests_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Where the mean request's time went; seconds. None: not known."""
+
+    network: float | None = None  # connecting, and one round trip
+    waiting: float | None = None  # for a slot
+    prefill: float | None = None
+    decode: float | None = None
+    waiting_source: str = ""  # how waiting and prefill were told apart
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Figures of single requests that succeeded, in the order of their ends; seconds, tokens."""
+
+    ttft: list[float]
+    inter_token: list[float]
+    completion: list[float]
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """One load's figures. Times are seconds; those of requests are of requests that succeeded."""
+
+    load: Load
+    is_whole: bool
+    requests: int
+    succeeded: int
+    errors: dict[str, int]  # failed requests by reason
+    details: dict[str, str]  # for each reason an example of the server's words
+    seconds: float  # from the first start to the last end
+    ttft: Percentiles | None  # None: no request has one
+    inter_token: Percentiles | None
+    stall: Percentiles | None  # a request's longest time between two events
+    completion: Percentiles | None
+    tokens_per_second: Percentiles | None  # of a request, from its first token on
+    total_tokens_per_second: float  # written, all requests together
+    total_prompt_tokens_per_second: float | None
+    requests_per_second: float  # that succeeded
+    prompt_tokens: float | None  # mean; None: the server does not tell
+    cached_tokens: float | None
+    completion_tokens: float  # mean
+    tokens_per_event: float | None
+    goodput: Goodput | None  # None: no goal
+    client: ClientFigures | None
+    parts: Parts
+    joules: float | None = None  # of the whole machine
+    joules_per_token: float | None = None
+    """For a token written; reading prompts and idling included."""
+    samples: Samples = field(
+        default_factory=lambda: Samples([], [], [], []), repr=False, compare=False
+    )
+
+    @property
+    def failed(self) -> int:
+        """Requests that failed."""
+        return self.requests - self.succeeded
+
+    def as_dict(self) -> dict[str, Any]:
+        """For scripts."""
+        return {"label": self.load.label, "failed": self.failed} | asdict(self)
+
+
+def figures_of(
+    run: LoadRun, goal: RequestGoal, round_trip: float | None, alone_ttft: float | None
+) -> LoadFigures:
+    """The figures of a load.
+
+    `round_trip`: seconds of a trivial request. `alone_ttft`: TTFT of a request that was alone.
+    """
+    results, sound = run.results, [one for one in run.results if one.error is None]
+    began = min((one.intended for one in results), default=0.0)
+    seconds = max((one.ended for one in results), default=0.0) - began
+    tokens = sum(one.tokens for one in sound)
+    prompts = _known(sound, lambda one: one.server.prompt_tokens)
+    events = sum(one.events for one in sound)
+    good = sum(goal.is_met(one) for one in results)
+    speeds = [1 / gap for gap in _known(sound, lambda one: one.inter_token) if gap > 0]
+    failed = [one for one in results if one.error is not None]
+    details: dict[str, str] = {}
+    for one in failed:
+        if one.detail and len(details) < MOST_REASONS_EXPLAINED:
+            details.setdefault(str(one.error), one.detail)
+    kept = sound[:: -(-len(sound) // MOST_SAMPLES) or 1]
+    return LoadFigures(
+        load=run.load,
+        is_whole=run.is_whole,
+        requests=len(results),
+        succeeded=len(sound),
+        errors=dict(Counter(str(one.error) for one in failed).most_common()),
+        details=details,
+        seconds=seconds,
+        ttft=_percentiles(sound, lambda one: one.ttft),
+        inter_token=_percentiles(sound, lambda one: one.inter_token),
+        stall=_percentiles(sound, lambda one: one.longest_gap if one.events > 1 else None),
+        completion=_percentiles(sound, lambda one: one.completion),
+        tokens_per_second=Percentiles.of(speeds) if speeds else None,
+        total_tokens_per_second=_rate(tokens, seconds),
+        total_prompt_tokens_per_second=_rate(sum(prompts), seconds) if prompts else None,
+        requests_per_second=_rate(len(sound), seconds),
+        prompt_tokens=_mean(prompts),
+        cached_tokens=_mean(_known(sound, lambda one: one.server.cached_tokens)),
+        completion_tokens=_rate(tokens, len(sound)),
+        tokens_per_event=tokens / events if events else None,
+        goodput=Goodput(_rate(good, len(results)), _rate(good, seconds)) if goal else None,
+        client=run.client,
+        parts=_parts(sound, round_trip, alone_ttft),
+        joules=run.joules,
+        joules_per_token=run.joules / tokens if run.joules is not None and tokens else None,
+        samples=Samples(
+            _known(kept, lambda one: one.ttft),
+            _known(kept, lambda one: one.inter_token),
+            [one.completion for one in kept],
+            [one.tokens for one in kept],
+        ),
+    )
+
+
+def _parts(
+    sound: Sequence[RequestResult], round_trip: float | None, alone_ttft: float | None
+) -> Parts:
+    """Where the time went, as far as the server, the gateway or a request alone tell."""
+    if not sound:
+        return Parts()
+    network = _rate(sum(one.connect_seconds for one in sound), len(sound)) + (round_trip or 0.0)
+    decode = _mean(
+        [one.last - one.first for one in sound if one.first is not None and one.last is not None]
+    )
+    ttft = _mean(_known(sound, lambda one: one.ttft))
+    if ttft is None:
+        return Parts(network=network)
+    prefill = _mean(_known(sound, lambda one: one.server.prefill_seconds))
+    queued = _mean(_known(sound, lambda one: one.queue_seconds))
+    if prefill is not None:
+        waiting, source = max(0.0, ttft - network - prefill), "the server's own timings"
+    elif queued is not None:
+        waiting, source = queued, "the gateway's X-Gateway-Queue-Ms"
+        prefill = max(0.0, ttft - network - queued)
+    elif alone_ttft is not None:
+        waiting, source = max(0.0, ttft - alone_ttft), "a request that was alone"
+        prefill = max(0.0, min(alone_ttft, ttft) - network)
+    else:
+        return Parts(network=network, decode=decode)
+    return Parts(network, waiting, prefill, decode, source)
+
+
+def _percentiles(
+    results: Sequence[RequestResult], read: Callable[[RequestResult], float | None]
+) -> Percentiles | None:
+    values = _known(results, read)
+    return Percentiles.of(values) if values else None
+
+
+def _known(
+    results: Sequence[RequestResult], read: Callable[[RequestResult], float | None]
+) -> list[float]:
+    return [value for one in results if (value := read(one)) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _rate(count: float, per: float) -> float:
+    return count / per if per > 0 else 0.0
+
+
+MOST_CPU_SHARE = 0.85  # of one CPU; above, this program is what is measured
+MOST_LAG_SHARE = 0.1
+"""Lag of the client (95th percentile) as a share of the time between tokens, or of TTFT."""
+
+LEAST_LAG = 0.005  # seconds below which the client's lag is never what limits
+
+
+class Limit(StrEnum):
+    """What limits."""
+
+    CLIENT = "client"
+    SLOTS = "slots"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    NETWORK = "network"
+    ERRORS = "errors"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What limits, and why, in one sentence."""
+
+    limit: Limit
+    reason: str
+
+
+def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -> Verdict:
+    """What limits a load: the client if it is too slow, else the longest part of a request."""
+    if exhausted := figures.errors.get("exhausted"):
+        return Verdict(
+            Limit.CLIENT,
+            f"{exhausted} connections could not be opened for lack of descriptors or ports on this "
+            "machine: raise `ulimit -n`, or measure with a smaller load",
+        )
+    if not figures.succeeded:
+        if not figures.requests:
+            return Verdict(Limit.ERRORS, "no request ended")
+        reason = next(iter(figures.errors))
+        words = figures.details.get(reason)
+        return Verdict(
+            Limit.ERRORS,
+            f"every request failed, most of them with {reason}" + (f" ({words})" if words else ""),
+        )
+    if (found := _client(figures)) is not None:
+        return Verdict(Limit.CLIENT, found)
+    parts = figures.parts
+    times = {
+        Limit.NETWORK: parts.network,
+        Limit.SLOTS: parts.waiting,
+        Limit.PREFILL: parts.prefill,
+        Limit.DECODE: parts.decode,
+    }
+    known = {limit: seconds for limit, seconds in times.items() if seconds is not None}
+    whole = sum(known.values())
+    if figures.ttft is None or whole <= 0:
+        return Verdict(Limit.UNKNOWN, "the response has no tokens, so its time has no known parts")
+    limit = max(known, key=lambda one: known[one])
+    at_a_time, slots = _under_way(figures), server.slots
+    if limit is Limit.SLOTS and slots is not None and at_a_time <= slots:
+        # All had a slot, so what they waited for was other requests' prefill.
+        return Verdict(
+            Limit.PREFILL,
+            f"first tokens come {known[Limit.SLOTS]:.3g} s later than alone, though "
+            f"{slots} slots are enough for {at_a_time:.3g} requests at a time: the prompts of "
+            "other requests are read meanwhile",
+        )
+    share = f"{known[limit] / whole:.0%} of a request's {whole:.3g} s"
+    return Verdict(limit, _reason(limit, share, figures, server, baseline))
+
+
+def _reason(
+    limit: Limit, share: str, figures: LoadFigures, server: ServerDescription, baseline: Baseline
+) -> str:
+    match limit:
+        case Limit.NETWORK:
+            return f"connecting and a round trip are {share}"
+        case Limit.SLOTS:
+            slot = "a slot" if server.slots is None else f"one of the {server.slots} slots"
+            return (
+                f"waiting for {slot} is {share}, with {_under_way(figures):.3g} requests at a time "
+                f"(by {figures.parts.waiting_source})"
+            )
+        case Limit.PREFILL:
+            length = figures.prompt_tokens
+            prompt = "the prompt" if length is None else f"prompts of {length:.0f} tokens"
+            return f"reading {prompt} is {share} (by {figures.parts.waiting_source})"
+        case _:
+            speed = figures.tokens_per_second
+            each = "" if speed is None else f": a stream gets {speed.p50:.3g} tokens/s"
+            alone = baseline.inter_token
+            if each and alone:
+                each += f", one that is alone {1 / alone:.3g}"
+            return f"writing is {share}{each}"
+
+
+def _client(figures: LoadFigures) -> str | None:
+    """Why the client is what limits; None: it is not."""
+    client = figures.client
+    if client is None:
+        return None
+    if client.cpu_share > MOST_CPU_SHARE:
+        return (
+            f"the load generator used {client.cpu_share:.0%} of a CPU, and can't use more: "
+            "run several, or a smaller load"
+        )
+    if client.held_back:
+        return (
+            f"{client.held_back} requests started late, since as many as --in-flight were under "
+            "way (their latencies count from when they should have started)"
+        )
+    for name, measured in (("time between tokens", figures.inter_token), ("TTFT", figures.ttft)):
+        lag = client.lag.p95
+        if measured is not None and lag > max(LEAST_LAG, MOST_LAG_SHARE * measured.p50):
+            return (
+                f"the load generator's own lag ({lag * 1000:.3g} ms at the 95th percentile) is "
+                f"more than {MOST_LAG_SHARE:.0%} of the median {name} "
+                f"({measured.p50 * 1000:.3g} ms): other work holds up this machine, or the "
+                "load is too large for one process"
+            )
+    return None
+
+
+def _under_way(figures: LoadFigures) -> float:
+    """Requests that were under way at a time, on average: by Little's law in the open loop."""
+    if figures.load.loop is Loop.CLOSED:
+        return min(figures.load.level, figures.requests)
+    completion = 0.0 if figures.completion is None else figures.completion.mean
+    return figures.requests_per_second * completion
+
+
+FORMAT = 1  # of the JSON report; a later one that older programs can't read has a higher number
+
+DEFINITIONS = (
+    ("TTFT", "time to the first event with content, from the request's (intended) start"),
+    ("INTER-TOKEN", "mean time between a request's tokens, from its first event to its last"),
+    ("COMPLETION", "time to the end of the response"),
+    ("TOK/S EACH", "tokens per second of a request, from its first token on; median"),
+    ("TOK/S ALL", "tokens written by all requests, per second of the load"),
+    ("REQ/S", "requests that succeeded, per second of the load"),
+    ("GOOD", "share of all requests that kept the goal; failed ones did not"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """A load's figures, and what limits it."""
+
+    figures: LoadFigures
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """A run."""
+
+    url: str
+    endpoint: str
+    started_at: str  # ISO 8601
+    server: ServerDescription
+    request: dict[str, Any]  # what was asked for: tokens, prefix, seed
+    client: dict[str, Any]  # the machine and the program that put the load
+    goal: RequestGoal
+    baseline: Baseline
+    loads: list[LoadResult] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """One line for pictures and pages."""
+        return f"{self.server.model or 'unnamed model'} at {self.url}"
+
+    @property
+    def has_success(self) -> bool:
+        """Whether any request succeeded."""
+        return any(one.figures.succeeded for one in self.loads)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For scripts, and for `--compare`."""
+        return {
+            "format": FORMAT,
+            "url": self.url,
+            "endpoint": self.endpoint,
+            "started_at": self.started_at,
+            "server": asdict(self.server),
+            "request": self.request,
+            "client": self.client,
+            "goal": asdict(self.goal),
+            "baseline": asdict(self.baseline),
+            "loads": [one.figures.as_dict() | {"limit": asdict(one.verdict)} for one in self.loads],
+            "notes": self.notes,
+        }
+
+
+def table_columns(report: BenchReport) -> list[str]:
+    """Heads of the table's columns."""
+    energy = any(one.figures.joules_per_token is not None for one in report.loads)
+    return [
+        "LOAD",
+        "REQUESTS",
+        "FAILED",
+        "TTFT P50",
+        "P95",
+        "P99",
+        "INTER-TOKEN P50",
+        "P95",
+        "COMPLETION P50",
+        "P95",
+        "TOK/S EACH",
+        "TOK/S ALL",
+        "REQ/S",
+        *(["GOOD"] if report.goal else []),
+        *(["J/TOK"] if energy else []),
+        "LIMIT",
+    ]
+
+
+def table_rows(report: BenchReport) -> Iterator[list[str | None]]:
+    """Rows of the table."""
+    energy = any(one.figures.joules_per_token is not None for one in report.loads)
+    for one in report.loads:
+        found = one.figures
+        good, joules = found.goodput, found.joules_per_token
+        yield [
+            found.load.label,
+            str(found.requests),
+            str(found.failed),
+            *_shown(found.ttft, "p50", "p95", "p99"),
+            *_shown(found.inter_token, "p50", "p95"),
+            *_shown(found.completion, "p50", "p95"),
+            None if found.tokens_per_second is None else f"{found.tokens_per_second.p50:.1f}",
+            f"{found.total_tokens_per_second:.1f}",
+            f"{found.requests_per_second:.3g}",
+            *([None if good is None else f"{good.share:.0%}"] if report.goal else []),
+            *([None if joules is None else f"{joules:.3g}"] if energy else []),
+            one.verdict.limit.value,
+        ]
+
+
+def remarks(report: BenchReport) -> list[str]:
+    """What to know beside the table."""
+    lines = [
+        f"{one.figures.load.label}: {one.verdict.limit.value}: {one.verdict.reason}"
+        for one in report.loads
+    ]
+    for one in report.loads:
+        found = one.figures
+        for reason, count in found.errors.items():
+            words = found.details.get(reason)
+            lines.append(
+                f"{found.load.label}: {count} failed with {reason}"
+                + (f" ({words})" if words else "")
+            )
+        if not found.is_whole:
+            lines.append(f"{found.load.label}: interrupted, its figures are of what ended")
+        if (each := found.tokens_per_event) is not None and each > 1.1:
+            lines.append(
+                f"{found.load.label}: {each:.2g} tokens an event; the time between tokens is the "
+                "mean over an event's tokens"
+            )
+    if report.loads:
+        clients = [one.figures.client for one in report.loads if one.figures.client is not None]
+        lag = max((one.lag.p95 for one in clients), default=0.0)
+        share = max((one.cpu_share for one in clients), default=0.0)
+        starts = [
+            one.figures.client.start_lag.p95
+            for one in report.loads
+            if one.figures.client is not None and one.figures.load.loop is not Loop.CLOSED
+        ]
+        late = f"requests started at most {milliseconds(max(starts))} late, " if starts else ""
+        lines.append(
+            f"The load generator itself: lag at most {milliseconds(lag)} (95th percentile; a "
+            f"timer's step is 1 ms), {late}{share:.0%} of a CPU."
+        )
+    return lines + report.notes
+
+
+def milliseconds(seconds: float) -> str:
+    """A time span in a unit that suits it."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+CSV_COLUMNS: dict[str, Callable[[RequestResult], object]] = {
+    "start_lag": lambda one: one.started - one.intended,
+    "ttft": lambda one: one.ttft,
+    "inter_token": lambda one: one.inter_token,
+    "longest_gap": lambda one: one.longest_gap,
+    "completion": lambda one: one.completion,
+    "prompt_tokens": lambda one: one.server.prompt_tokens,
+    "cached_tokens": lambda one: one.server.cached_tokens,
+    "completion_tokens": lambda one: one.tokens,
+    "events": lambda one: one.events,
+    "queue_seconds": lambda one: one.queue_seconds,
+    "error": lambda one: one.error,
+}
+
+
+def write_requests(file: TextIO, runs: Sequence[LoadRun]) -> None:
+    """Write a table of all requests, in the order of their ends."""
+    writer = csv.writer(file)
+    writer.writerow(["load", "request", "intended_start", *CSV_COLUMNS])
+    for run in runs:
+        began = min((one.intended for one in run.results), default=0.0)
+        for one in run.results:
+            cells: list[object] = [run.load.label, one.number, one.intended - began]
+            cells += [read(one) for read in CSV_COLUMNS.values()]
+            writer.writerow([f"{x:.6f}" if isinstance(x, float) else x for x in cells])
+
+
+def _shown(found: Percentiles | None, *names: str) -> list[str | None]:
+    return [None if found is None else milliseconds(getattr(found, name)) for name in names]
+
+
+WIDTH, HEIGHT, MARGIN = 520, 260, 46  # of a drawing, in pixels
+POINTS = 200  # of a curve, at most
+COLOURS = ("#0b6e75", "#c2571a", "#4b4ba8", "#8a6d00", "#a3195b", "#3f7d20", "#555555", "#1d63b8")
+
+STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 90rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; }
+th, td { padding: .25rem .7rem .25rem 0; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
+thead th { border-bottom: 1px solid; }
+figure { display: inline-block; margin: 0 1rem 1rem 0; }
+svg text { fill: currentColor; font-size: 11px; }
+dt { font-weight: 600; } dd { margin: 0 0 .4rem 1rem; }
+"""
+
+
+def render_page(report: BenchReport) -> str:
+    """The page."""
+    loads = [one.figures for one in report.loads]
+    labels = [one.load.label for one in loads]
+    request = ", ".join(f"{name} {value}" for name, value in report.request.items())
+    client = ", ".join(f"{name} {value}" for name, value in report.client.items())
+    facts = [
+        ("Server", report.url),
+        ("Model", report.server.model or "not named"),
+        ("Slots", "not told" if report.server.slots is None else str(report.server.slots)),
+        ("Endpoint", report.endpoint),
+        ("Started", report.started_at),
+        ("Requests", request),
+        ("Load from", client),
+    ]
+    if report.baseline.ttft is not None:
+        facts.append(("TTFT of a request alone", milliseconds(report.baseline.ttft)))
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{_text(report.title)}</title><style>{STYLE}</style></head><body>",
+            f"<h1>{_text(report.title)}</h1>",
+            _definitions(facts),
+            "<h2>Results</h2>",
+            _table(table_columns(report), table_rows(report)),
+            "<ul>",
+            *(f"<li>{_text(line)}</li>" for line in remarks(report)),
+            "</ul>",
+            "<h2>Distributions</h2>",
+            _curves("TTFT, seconds", labels, [one.samples.ttft for one in loads]),
+            _curves("Completion, seconds", labels, [one.samples.completion for one in loads]),
+            _bars("Tokens/s, all requests", labels, [one.total_tokens_per_second for one in loads]),
+            "<h2>What the figures mean</h2>",
+            _definitions(DEFINITIONS),
+            "</body></html>\n",
+        ]
+    )
+
+
+def _text(value: str) -> str:
+    return escape("".join(char if char.isprintable() else "\ufffd" for char in value))
+
+
+def _definitions(pairs: Iterable[tuple[str, str]]) -> str:
+    lines = (f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in pairs)
+    return f"<dl>{''.join(lines)}</dl>"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str | None]]) -> str:
+    head = "".join(f'<th scope="col">{_text(one)}</th>' for one in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{_text(cell or '-')}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _curves(title: str, labels: Sequence[str], series: Sequence[Sequence[float]]) -> str:
+    """Share of the requests by seconds."""
+
+    def x(share: float) -> float:
+        return MARGIN + share * (WIDTH - 2 * MARGIN)
+
+    def y(share: float) -> float:
+        return HEIGHT - MARGIN - share * (HEIGHT - 2 * MARGIN)
+
+    most = max((max(values) for values in series if values), default=0.0) or 1.0
+    parts = [f'<text x="{MARGIN}" y="14">{_text(title)}</text>']
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        ends = f'x1="{x(0):.1f}" x2="{x(1):.1f}" y1="{y(share):.1f}" y2="{y(share):.1f}"'
+        parts += [
+            f'<line {ends} stroke="currentColor" stroke-opacity=".2"/>',
+            f'<text x="4" y="{y(share) + 4:.1f}">{share:.0%}</text>',
+            f'<text x="{x(share) - 8:.1f}" y="{HEIGHT - MARGIN + 16}">{share * most:.3g}</text>',
+        ]
+    for place, (label, values) in enumerate(zip(labels, series, strict=True)):
+        if not values:
+            continue
+        ranked, colour = sorted(values), COLOURS[place % len(COLOURS)]
+        steps = min(POINTS, len(ranked))
+        points = [f"{x(ranked[0] / most):.1f},{y(0):.1f}"]
+        for step in range(1, steps + 1):
+            value = ranked[-(-step * len(ranked) // steps) - 1]
+            points.append(f"{x(value / most):.1f},{y(step / steps):.1f}")
+        curve = " ".join(points)
+        top = HEIGHT - MARGIN - 14 * (place + 1)  # of its line in the legend
+        parts += [
+            f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{curve}">',
+            f"<title>{_text(label)}</title></polyline>",
+            f'<rect x="{WIDTH - 130}" y="{top}" width="10" height="10" fill="{colour}"/>',
+            f'<text x="{WIDTH - 115}" y="{top + 9}">{_text(label)}</text>',
+        ]
+    return _figure(title, parts)
+
+
+def _bars(title: str, labels: Sequence[str], values: Sequence[float]) -> str:
+    most = max(values, default=0.0) or 1.0
+    parts = [f'<text x="{MARGIN}" y="14">{_text(title)}</text>']
+    room = (WIDTH - MARGIN) / max(1, len(values))
+    for place, (label, value) in enumerate(zip(labels, values, strict=True)):
+        height = (HEIGHT - 2 * MARGIN) * value / most
+        left, top = MARGIN + place * room, HEIGHT - MARGIN - height
+        colour = COLOURS[place % len(COLOURS)]
+        size = f'width="{room * 0.7:.1f}" height="{height:.1f}"'
+        parts += [
+            f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="{colour}"/>',
+            f'<text x="{left:.1f}" y="{top - 4:.1f}">{value:.4g}</text>',
+            f'<text x="{left:.1f}" y="{HEIGHT - MARGIN + 16}">{_text(label)}</text>',
+        ]
+    return _figure(title, parts)
+
+
+def _figure(title: str, parts: Sequence[str]) -> str:
+    return (
+        f'<figure><svg role="img" aria-label="{_text(title)}" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>'
+    )
+
+
+def draw_report(path: Path, report: BenchReport) -> None:
+    """Draw TTFT and completion of each load, and tokens/s; the suffix gives the format.
+
+    Needs the extra `plots`. Raises OSError.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 3)
+    for axes, name in zip(panels, ("ttft", "completion"), strict=False):
+        farthest = 0.0
+        for one in report.loads:
+            values = sorted(getattr(one.figures.samples, name))
+            if not values:
+                continue
+            shares = [(place + 1) / len(values) for place in range(len(values))]
+            axes.step(values, shares, where="post", label=one.figures.load.label, linewidth=1.3)
+            # The last per cent would squeeze the rest.
+            farthest = max(farthest, values[round(0.99 * (len(values) - 1))])
+        axes.set_xlim(0, farthest * 1.05 or 1.0)
+        axes.set_ylim(0, 1)
+        axes.set_xlabel("TTFT, seconds" if name == "ttft" else "completion, seconds")
+        axes.grid(alpha=0.3)
+        if farthest:
+            axes.legend(fontsize=7, loc="lower right")
+    panels[0].set_ylabel("share of requests")
+    labels = [one.figures.load.label for one in report.loads]
+    panels[2].bar(labels, [one.figures.total_tokens_per_second for one in report.loads])
+    panels[2].set_ylabel("tokens/s, all requests")
+    panels[2].tick_params(axis="x", labelsize=7)
+    figure.suptitle(report.title.replace("$", r"\$"), fontsize=9)
+    figure.savefig(path)
+
+
+DRAWS = 2000
+CONFIDENCE = 0.95
+LEAST_CHANGE = 0.01  # a smaller change is of no interest, however certain it is
+LEAST_COMPARED = 5  # requests of a load, below which nothing is said of chance
+LARGEST_FILE = 256 << 20
+DRAWN_AT_ONCE = 4_000_000  # figures that are in memory at a time
+THROUGHPUT = "tokens/s of all"  # the one figure of which more is better
+
+
+class ComparisonError(Exception):
+    """A report can't be compared. The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one figure of one load differs."""
+
+    load: str
+    figure: str
+    before: float
+    after: float
+    change: float  # relative: 0.1 is 10 % more
+    low: float
+    high: float  # interval of the change
+    less_is_better: bool
+
+    @property
+    def verdict(self) -> str:
+        """`better`, `worse`, `same` (less than 1 % apart), or `no difference shown`."""
+        if not (math.isfinite(self.low) and math.isfinite(self.high)):
+            return "no difference shown"
+        if max(abs(self.low), abs(self.high)) < LEAST_CHANGE:
+            return "same"
+        if self.low <= 0 <= self.high:
+            return "no difference shown"
+        if abs(self.change) < LEAST_CHANGE:
+            return "same"
+        return "better" if (self.change < 0) == self.less_is_better else "worse"
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Read a report of `--json`. Raises ComparisonError, OSError."""
+    with path.open("rb") as file:
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise ComparisonError(f"{path}: larger than {LARGEST_FILE >> 20} MiB")
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ComparisonError(f"{path}: no JSON. Write it by: bench URL --json > FILE") from None
+    if not isinstance(value, dict) or not isinstance(value.get("loads"), list):
+        raise ComparisonError(f"{path}: no report of `llama-gateway bench --json`")
+    if value.get("format") != FORMAT:
+        raise ComparisonError(
+            f"{path}: has format {value.get('format')!r}, this program reads {FORMAT}"
+        )
+    return value
+
+
+def compare(
+    before: dict[str, Any], after: dict[str, Any], seed: int = 1
+) -> tuple[list[Difference], list[str]]:
+    """The differences of two reports, and notes about what makes them hard to compare.
+
+    Raises ComparisonError where they have no load in common, or are broken.
+    """
+    notes = [
+        f"The runs differ in `{name}`: {_differing(before.get(name), after.get(name))}."
+        for name in ("endpoint", "request")  # should be the same in both
+        if before.get(name) != after.get(name)
+    ]
+    try:
+        earlier, later = (
+            {str(one["label"]): one for one in report["loads"]} for report in (before, after)
+        )
+        common = [label for label in earlier if label in later]
+        if not common:
+            raise ComparisonError(
+                f"the runs have no load in common: {', '.join(earlier) or 'none'}; "
+                f"{', '.join(later) or 'none'}"
+            )
+        differences = []
+        for label in common:
+            one, two = _comparable(earlier[label]), _comparable(later[label])
+            fewest = min(len(run[label]["samples"]["completion"]) for run in (earlier, later))
+            if fewest < LEAST_COMPARED:
+                notes.append(
+                    f"{label}: only {fewest} requests succeeded in one run, too few to compare."
+                )
+                continue
+            differences += [
+                _difference(label, figure, one[figure], two[figure], seed)
+                for figure in one
+                if figure in two
+            ]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ComparisonError(f"a report is broken ({type(error).__name__}: {error})") from None
+    return differences, notes
+
+
+def _differing(one: object, two: object) -> str:
+    if isinstance(one, dict) and isinstance(two, dict):
+        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+        return ", ".join(f"{name} {one.get(name)!r} and {two.get(name)!r}" for name in names[:5])
+    return f"{one!r} and {two!r}"
+
+
+_Statistic = Callable[["NDArray[Any]"], "NDArray[Any]"]
+
+
+def _comparable(load: dict[str, Any]) -> dict[str, tuple[NDArray[Any], _Statistic]]:
+    """The figures of a load that can be compared: its requests, each a row, and the statistic."""
+    import numpy as np
+
+    ttft, inter_token, completion, tokens = columns = [
+        np.array(load["samples"][name], dtype=float)
+        for name in ("ttft", "inter_token", "completion", "tokens")
+    ]
+    for column in columns:
+        if column.ndim != 1 or not np.isfinite(column).all() or (column < 0).any():
+            raise ValueError("samples must be finite numbers of at least 0")
+    if len(completion) != len(tokens):
+        raise ValueError("completion and tokens differ in length")
+    found: dict[str, tuple[NDArray[Any], _Statistic]] = {}
+    pairs = (("TTFT", ttft), ("inter-token", inter_token), ("completion", completion))
+    for name, column in pairs:
+        if len(column) >= LEAST_COMPARED:
+            found[f"{name} p50"] = column, partial(np.quantile, q=0.5, axis=-1)
+            found[f"{name} p95"] = column, partial(np.quantile, q=0.95, axis=-1)
+    if load["load"]["loop"] == "closed":
+        level = float(load["load"]["level"])
+
+        def rate(drawn: NDArray[Any]) -> NDArray[Any]:
+            # By Little's law: those under way times the tokens by the seconds of each.
+            sums = drawn.sum(axis=-2)
+            speed: NDArray[Any] = level * sums[..., 0] / np.maximum(sums[..., 1], 1e-9)
+            return speed
+
+        found[THROUGHPUT] = np.stack([tokens, completion], axis=-1), rate
+    return found
+
+
+def _difference(
+    label: str,
+    figure: str,
+    one: tuple[NDArray[Any], _Statistic],
+    two: tuple[NDArray[Any], _Statistic],
+    seed: int,
+) -> Difference:
+    """Compare a statistic of the requests of two runs."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    # Draws in portions that fit into memory.
+    at_once = max(1, min(DRAWS, DRAWN_AT_ONCE // max(len(one[0]), len(two[0]))))
+    portions = []
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for done in range(0, DRAWS, at_once):
+            draws = min(at_once, DRAWS - done)
+            before, after = (
+                statistic(rows[rng.integers(len(rows), size=(draws, len(rows)))])
+                for rows, statistic in (one, two)
+            )
+            portions.append(after / before - 1.0)
+        was, now = (np.float64(statistic(rows)) for rows, statistic in (one, two))
+        change = float(now / was - 1.0)
+    changes = np.concatenate(portions)
+    finite = changes[np.isfinite(changes)]
+    low, high = math.nan, math.nan
+    if len(finite):
+        tail = (1 - CONFIDENCE) / 2
+        low, high = map(float, np.quantile(finite, [tail, 1 - tail]))
+    return Difference(
+        label, figure, float(was), float(now), change, low, high, figure != THROUGHPUT
+    )

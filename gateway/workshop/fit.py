@@ -1,0 +1,727 @@
+"""How a model fits a machine: memory, context, quantisations, and the speed to expect.
+
+**Quantisations.** The types of the tensors follow llama.cpp's `llama_tensor_get_type_impl`
+(src/llama-quant.cpp, November 2026) for a file made without an importance matrix. Publishers mix
+types of their own, so that a file may differ by some percent.
+
+**Speed.** Decode reads every weight that a token uses once, and the slot's whole KV cache. Each
+type of weight comes as fast as memory delivers it, or as fast as the cores can take it up,
+whichever is slower (the roofline of Williams, Waterman and Patterson, 2009). Prefill shares each
+read among the tokens of a micro-batch, so that arithmetic decides: two operations for each weight
+and token.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from gateway.local.gguf import (
+    TENSOR_BLOCKS,
+    ModelFile,
+    ModelShape,
+    Tensor,
+)
+from gateway.local.memory import (
+    CELL_PADDING,
+    MEMORY_RESERVE,
+    TENSOR_TYPE_NAMES,
+    ServerMemory,
+    ServerSettings,
+    format_gib,
+    server_memory,
+    slot_bytes,
+    weights_by_type,
+)
+from gateway.local.topology import Topology
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+STREAM_ROUNDS = 8  # the fastest counts: other work can only make a round slower
+LEAST_STREAM_BYTES = 64 << 20  # of a thread
+MOST_STREAM_BYTES = 4 << 30  # of all threads
+CACHE_MULTIPLE = 4  # of the caches that the test must not fit into
+CHANNEL_BYTES = 8  # of a transfer: a DDR channel has 64 data lines
+REACHED_SHARE = 0.75
+"""Of the modules' peak that a program reads at. McCalpin's STREAM reaches 70 to 85 % of it on
+server processors."""
+
+
+class StreamError(Exception):
+    """The stream test can't run. The text says why."""
+
+
+def bandwidth_of_modules(channels: int, transfers: float) -> float:
+    """Return bytes/s of so many channels at so many MT/s."""
+    return channels * transfers * 1e6 * CHANNEL_BYTES * REACHED_SHARE
+
+
+def measure_bandwidth(topology: Topology, threads: int | None = None) -> float:
+    """Read memory with a thread for each core; return bytes/s of the fastest round.
+
+    It takes about a second, and memory of four times the last-level caches. Raises StreamError
+    where there is too little.
+    """
+    import numpy as np
+
+    count = threads or sum(topology.threads_per_server(node) for node in topology.nodes)
+    top = max((cache.level for cache in topology.caches), default=0)
+    cached = sum(cache.size for cache in topology.caches if cache.level == top)
+    size = max(LEAST_STREAM_BYTES, CACHE_MULTIPLE * cached // count)
+    size = min(size, MOST_STREAM_BYTES // count)
+    if size * count > topology.memory_available // 2:
+        raise StreamError(
+            f"--measure reads {size * count >> 20} MiB, more than half of the available memory. "
+            "Remedy: give --channels and --mt-per-s instead"
+        )
+    # Each thread fills its own part, so that its pages lie on its own NUMA node.
+    parts: list[NDArray[np.int8]] = []
+    _run([lambda: parts.append(np.ones(size, dtype=np.int8))] * count)
+    seconds = min(_run([part.max for part in parts]) for _ in range(STREAM_ROUNDS))
+    return size * count / seconds
+
+
+def _run(jobs: Sequence[Callable[[], object]]) -> float:
+    """Run the jobs in threads of their own; return the seconds until the last has ended."""
+    barrier = threading.Barrier(len(jobs) + 1)
+
+    def work(job: Callable[[], object]) -> None:
+        barrier.wait()
+        job()
+
+    threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    began = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - began
+
+
+EXPERT = re.compile(r"_exps\.")
+
+# Of one core with AVX2 (docs/fit.md; `python -m tests.workshop.fit.measure rates`, EPYC of Zen 3):
+# bytes/s of weights that one token's products take up, and operations/s with a micro-batch. A type
+# that is not listed counts as OTHER_TYPE.
+DECODE_RATES = {
+    "f32": 13.2e9,
+    "f16": 13.8e9,
+    "bf16": 11.3e9,
+    "q8_0": 13.1e9,
+    "q6_k": 8.2e9,
+    "q5_k": 5.5e9,
+    "q4_k": 10.8e9,
+    "q4_0": 9.3e9,
+    "q3_k": 6.4e9,
+    "q2_k": 5.5e9,
+}
+
+PREFILL_RATES = {
+    "f32": 27e9,
+    "f16": 28e9,
+    "bf16": 27e9,
+    "q8_0": 46e9,
+    "q6_k": 65e9,
+    "q5_k": 64e9,
+    "q4_k": 58e9,
+    "q4_0": 59e9,
+    "q3_k": 66e9,
+    "q2_k": 66e9,
+}
+
+OTHER_TYPE = "q3_k"
+
+INSTRUCTION_FACTORS = {
+    "AMX": 4.0,
+    "AVX-512 VNNI": 2.0,
+    "AVX-512": 1.5,
+    "AVX2": 1.0,
+    "i8mm": 1.5,
+    "dot product": 0.8,
+    "none": 0.2,
+}
+"""Arithmetic of a core beside one with AVX2. Only AVX2 is measured; the others are estimates from
+the width of the instructions, and say so."""
+
+MEASURED_INSTRUCTIONS = "AVX2"
+
+FLAGS = (
+    ("amx_int8", "AMX"),
+    ("avx512_vnni", "AVX-512 VNNI"),
+    ("avx512f", "AVX-512"),
+    ("avx2", "AVX2"),
+    ("i8mm", "i8mm"),
+    ("asimddp", "dot product"),
+)
+
+TOKEN_SECONDS = 100e-6
+"""Of a token, whatever its model: sampling and HTTP. Measured with a tiny model."""
+
+LAYER_WAIT_SECONDS = 0.2e-3
+"""For which the threads of several cores wait for each other in a layer of decode: each of its some
+30 operations ends when the last thread has. 2.3 to 2.5 ms in models of 10 to 16 layers on two cores
+of a virtual machine (`python -m tests.workshop.fit.measure clock`)."""
+
+
+HALF_SPEED_TOKENS = 4
+"""Tokens of a micro-batch with which an expert reaches half of the speed of a long one. From the
+prefill of one mixture (docs/fit.md)."""
+
+LAYOUT_FLAGS = {
+    "AMX": "avx512f",
+    "AVX-512 VNNI": "avx512f",
+    "AVX-512": "avx512f",
+    "AVX2": "avx2",
+    "i8mm": "asimddp",
+    "dot product": "asimddp",
+    "none": "",
+}
+"""The kernel flag by which llama.cpp chooses the layout of weights, by instruction set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """What computes for one server."""
+
+    count: int
+    instructions: str  # a key of INSTRUCTION_FACTORS
+    bandwidth: float  # bytes/s of the memory that it reads
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSpeed:
+    """What one request alone may expect."""
+
+    decode: float  # tokens/s
+    prefill: float
+    weight_bytes: int  # that a token reads
+    kv_bytes: int  # with the states of recurrent layers
+    limit: str  # of decode: `memory` or `cores`
+
+
+def instruction_set(flags: frozenset[str]) -> str:
+    """Return the best instruction set that these kernel flags name."""
+    return next((name for flag, name in FLAGS if flag in flags), "none")
+
+
+def expected_speed(
+    shape: ModelShape, settings: ServerSettings, cores: Cores, *, used: int | None = None
+) -> ExpectedSpeed:
+    """Return the speed of one request, with `used` tokens in its slot; default: half of it."""
+    factor = INSTRUCTION_FACTORS[cores.instructions]
+    filled = settings.context // 2 if used is None else used
+    bytes_read, elements = _active(shape, min(settings.micro_batch, max(1, filled)))
+    by_memory, by_cores, seconds = 0.0, 0.0, 0.0
+    for kind, size in bytes_read.items():
+        wait = size / cores.bandwidth
+        work = size / (cores.count * factor * _rate(DECODE_RATES, kind))
+        by_memory, by_cores, seconds = by_memory + wait, by_cores + work, seconds + max(wait, work)
+    kv = slot_bytes(shape, settings) * filled // settings.context
+    kv += sum(layer.state_bytes for layer in shape.layers)
+    kv_rate = cores.count * factor * _rate(DECODE_RATES, settings.key_type)
+    seconds += kv / min(cores.bandwidth, kv_rate)
+    seconds += TOKEN_SECONDS + (len(shape.layers) * LAYER_WAIT_SECONDS if cores.count > 1 else 0.0)
+    operations = sum(
+        2 * count / (cores.count * factor * _rate(PREFILL_RATES, kind))
+        for kind, count in elements.items()
+    )
+    # Attention: a token meets, on average, half of the tokens before it, in keys and in values.
+    attended = 2 * 2 * (filled // 2) * shape.width * sum(1 for one in shape.layers if one.key_width)
+    operations += attended / (cores.count * factor * PREFILL_RATES["f16"])
+    return ExpectedSpeed(
+        decode=1 / seconds,
+        prefill=1 / operations,
+        weight_bytes=sum(bytes_read.values()),
+        kv_bytes=kv,
+        limit="memory" if by_memory >= by_cores else "cores",
+    )
+
+
+def _active(shape: ModelShape, batch: int) -> tuple[Counter[str], Counter[str]]:
+    """Return the bytes of each type that a token of decode reads, and a prompt token's elements.
+
+    An expert gets few of the `batch` tokens that are computed at once, and is the slower for it:
+    its elements count as more.
+    """
+    tied = not any(tensor.name == "output.weight" for tensor in shape.tensors)
+    chosen = shape.experts_used / shape.experts if shape.experts else 1.0
+    own = max(1.0, batch * chosen)  # tokens of an expert
+    bytes_read: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    for tensor in shape.tensors:
+        kind = TENSOR_TYPE_NAMES.get(tensor.kind, OTHER_TYPE)
+        is_expert = shape.experts > 0 and EXPERT.search(tensor.name) is not None
+        output = tensor.name == "output.weight" or (tied and tensor.name == "token_embd.weight")
+        if tensor.name.startswith("token_embd.") and not output:
+            continue  # one row is looked up
+        bytes_read[kind] += int(tensor.size * chosen) if is_expert else tensor.size
+        if len(tensor.shape) > 1 and not output:  # a prompt needs the last token's output alone
+            slower = chosen * (own + HALF_SPEED_TOKENS) / own if is_expert else 1.0
+            elements[kind] += int(tensor.elements * slower)
+    return bytes_read, elements
+
+
+def _rate(rates: dict[str, float], kind: str) -> float:
+    return rates.get(kind, rates[OTHER_TYPE])
+
+
+QUANTIZATIONS = {
+    "Q2_K": "q2_k",
+    "Q3_K_M": "q3_k",
+    "Q4_0": "q4_0",
+    "Q4_K_M": "q4_k",
+    "Q5_K_M": "q5_k",
+    "Q6_K": "q6_k",
+    "Q8_0": "q8_0",
+    "F16": "f16",
+}
+"""The type of most tensors of each quantisation, the smallest first."""
+
+FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+"""Of a tensor whose rows are no multiple of 256 (`tensor_type_fallback`)."""
+
+NUMBERS = {name: number for number, name in TENSOR_TYPE_NAMES.items()}
+
+NEVER_QUANTIZED = re.compile(
+    r"_norm\.weight$|ffn_gate_inp\.weight$|altup|laurel|per_layer_model_proj|ssm_conv1d"
+    r"|shortconv\.conv\.weight$|attn_rel_b|position_embd|token_types"
+)
+
+LAYER = re.compile(r"^blk\.(\d+)\.")
+SPREAD_EXPERTS = 8  # a model of so many has Q8_0 for keys and values in every layer
+GROUPED = 4  # heads that share a key head, from which on values are few and get more bits
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A model as one of the family's files would be."""
+
+    name: str
+    shape: ModelShape
+    size: int  # bytes of all tensors
+
+
+def quantizations(shape: ModelShape) -> list[Quantized]:
+    """Return the family's usual quantisations, the smallest first."""
+    found = []
+    for name in QUANTIZATIONS:
+        tensors = tuple(_quantized(shape, name))
+        size = sum(tensor.size for tensor in tensors)
+        found.append(Quantized(name, replace(shape, tensors=tensors), size))
+    return found
+
+
+def _quantized(shape: ModelShape, name: str) -> Iterator[Tensor]:
+    tied = not any(tensor.name == "output.weight" for tensor in shape.tensors)
+    depth = _Depth(shape)
+    for tensor in shape.tensors:
+        if len(tensor.shape) < 2 or NEVER_QUANTIZED.search(tensor.name):
+            yield tensor
+            continue
+        kind = _type(tensor, name, shape, depth, tied=tied)
+        row = tensor.shape[0]
+        if row % TENSOR_BLOCKS[NUMBERS[kind]][0]:
+            kind = FALLBACKS.get(kind, "f16")
+        if row % TENSOR_BLOCKS[NUMBERS[kind]][0]:
+            kind = "f16"
+        yield replace(tensor, kind=NUMBERS[kind])
+
+
+class _Depth:
+    """Where a tensor stands among those of its kind."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        layers = [int(found[1]) for t in shape.tensors if (found := LAYER.match(t.name))]
+        self.layers = max(layers, default=0) + 1
+        self.values = sorted({n for t in shape.tensors if (n := _layer(t)) >= 0 and _is_value(t)})
+
+    def has_more_bits(self, number: int, count: int) -> bool:
+        """An eighth of the layers at either end, and every third between (`use_more_bits`)."""
+        eighth = count // 8
+        return number < eighth or number >= 7 * count // 8 or (number - eighth) % 3 == 2
+
+
+def _type(tensor: Tensor, name: str, shape: ModelShape, depth: _Depth, *, tied: bool) -> str:
+    usual = QUANTIZATIONS[name]
+    if usual in {"f16", "q8_0"}:
+        return usual
+    if tensor.name == "output.weight" or (tied and tensor.name == "token_embd.weight"):
+        return "q8_0" if tensor.shape[0] % 256 else "q6_k"
+    spread = shape.experts == SPREAD_EXPERTS
+    if _is_value(tensor):
+        return "q8_0" if spread else _value_type(tensor, name, shape, depth)
+    if ".attn_k.weight" in tensor.name and spread:
+        return "q8_0"
+    if ".ffn_down" in tensor.name:
+        return _down_type(tensor, name, depth)
+    if ".attn_output.weight" in tensor.name:
+        if spread:
+            return "q5_k" if name in {"Q2_K", "Q3_K_M", "Q4_K_M"} else usual
+        return {"Q2_K": "q3_k", "Q3_K_M": "q4_k"}.get(name, usual)
+    if ".attn_qkv.weight" in tensor.name:
+        return {"Q3_K_M": "q4_k", "Q4_K_M": "q5_k", "Q5_K_M": "q6_k"}.get(name, usual)
+    return usual
+
+
+def _value_type(tensor: Tensor, name: str, shape: ModelShape, depth: _Depth) -> str:
+    usual = QUANTIZATIONS[name]
+    number, count = depth.values.index(_layer(tensor)), len(depth.values)
+    if name == "Q2_K":
+        values = max((layer.value_width for layer in shape.layers), default=0)
+        return "q4_k" if values and shape.width // values >= GROUPED else "q3_k"
+    if name == "Q3_K_M":
+        return "q5_k" if number < 2 else "q4_k"
+    if name in {"Q4_K_M", "Q5_K_M"} and depth.has_more_bits(number, count):
+        return "q6_k"
+    return usual
+
+
+def _down_type(tensor: Tensor, name: str, depth: _Depth) -> str:
+    number = _layer(tensor)
+    if name == "Q2_K":
+        return "q3_k"
+    if name == "Q3_K_M":
+        return "q5_k" if number < depth.layers // 16 else "q4_k"
+    if name in {"Q4_K_M", "Q5_K_M"} and depth.has_more_bits(number, depth.layers):
+        return "q6_k"
+    return QUANTIZATIONS[name]
+
+
+def _is_value(tensor: Tensor) -> bool:
+    return ".attn_v.weight" in tensor.name or ".attn_kv_b.weight" in tensor.name
+
+
+def _layer(tensor: Tensor) -> int:
+    found = LAYER.match(tensor.name)
+    return int(found[1]) if found else -1
+
+
+MOST_SLOTS = 256
+MOST_CONTEXT = 1 << 22  # tokens, where the metadata has no trained context
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Memory that servers share: the machine's, or a NUMA node's."""
+
+    name: str
+    servers: int
+    available: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine, as far as a fit depends on it."""
+
+    places: tuple[Place, ...]  # the whole machine first
+    cores_per_server: int
+    instructions: str
+    bandwidth: float | None  # bytes/s of the whole machine; None: not known
+    bandwidth_source: str
+
+    @property
+    def servers(self) -> int:
+        """How many servers run on it."""
+        return self.places[0].servers
+
+    @property
+    def room(self) -> int:
+        """The bytes that one server may take, where the reserve stays free everywhere."""
+        return min((one.available - MEMORY_RESERVE) // one.servers for one in self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One quantisation of the model."""
+
+    name: str
+    size: int  # bytes of its weights
+    needed: int  # by a server
+    fits: bool
+    largest_context: int  # tokens of each slot; 0: not even the shortest
+    speed: ExpectedSpeed | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a model fits a machine."""
+
+    model: ModelFile
+    shape: ModelShape
+    settings: ServerSettings
+    machine: Machine
+    memory: ServerMemory  # of one server
+    largest_context: int
+    largest_slots: int
+    speed: ExpectedSpeed | None
+    choices: tuple[Choice, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the servers leave the reserve free everywhere."""
+        return self.memory.needed <= self.machine.room
+
+
+def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: Machine) -> Fit:
+    """Compute how the model fits. Raises UnknownShapeError for settings that a server refuses."""
+    return Fit(
+        model=model,
+        shape=shape,
+        settings=settings,
+        machine=machine,
+        memory=server_memory(shape, settings),
+        largest_context=largest_context(shape, settings, machine.room),
+        largest_slots=largest_slots(shape, settings, machine.room),
+        speed=_speed(shape, settings, machine),
+        choices=tuple(
+            Choice(
+                name=one.name,
+                size=one.size,
+                needed=(needed := server_memory(one.shape, settings).needed),
+                fits=needed <= machine.room,
+                largest_context=largest_context(one.shape, settings, machine.room),
+                speed=_speed(one.shape, settings, machine),
+            )
+            for one in quantizations(shape)
+        ),
+    )
+
+
+def largest_context(shape: ModelShape, settings: ServerSettings, room: int) -> int:
+    """Return the most tokens of each slot, at most as trained, that fit into `room`; 0: none."""
+    most = min(shape.trained_context or MOST_CONTEXT, MOST_CONTEXT)
+    shape, room = _without_weights(shape, room)
+
+    def fits(steps: int) -> bool:
+        context = min(steps * CELL_PADDING, most)
+        return server_memory(shape, replace(settings, context=context)).needed <= room
+
+    return min(_largest(math.ceil(most / CELL_PADDING), fits) * CELL_PADDING, most)
+
+
+def largest_slots(shape: ModelShape, settings: ServerSettings, room: int) -> int:
+    """Return the most slots of this context that fit into `room`; 0: none."""
+    shape, room = _without_weights(shape, room)
+    return _largest(
+        MOST_SLOTS,
+        lambda slots: server_memory(shape, replace(settings, slots=slots)).needed <= room,
+    )
+
+
+def _without_weights(shape: ModelShape, room: int) -> tuple[ModelShape, int]:
+    """Return the shape without its tensors, which may be many, and the room beside them."""
+    weights = sum(tensor.size for tensor in shape.tensors)
+    return replace(shape, tensors=()), room - weights
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `most` that fits, given that all smaller ones do; 0: none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _speed(shape: ModelShape, settings: ServerSettings, machine: Machine) -> ExpectedSpeed | None:
+    if machine.bandwidth is None:
+        return None
+    share = machine.bandwidth / machine.servers
+    cores = Cores(machine.cores_per_server, machine.instructions, share)
+    return expected_speed(shape, settings, cores)
+
+
+MIB = 1 << 20
+LEAST_SHARE = 0.01  # of the weights, below which a type of them is not told
+
+
+def report_lines(found: Fit) -> list[tuple[str, str]]:
+    """Return what is told of a fit: a word, and a sentence beside it."""
+    shape, settings, memory = found.shape, found.settings, found.memory
+    parameters = sum(tensor.elements for tensor in shape.tensors) / 1e9
+    experts = f", {shape.experts_used} of {shape.experts} experts" if shape.experts else ""
+    trained = f", trained on {shape.trained_context:,} tokens" if shape.trained_context else ""
+    kinds = ", ".join(
+        f"{name} {format_gib(size)}"
+        for name, size in weights_by_type(shape).items()
+        if size >= memory.weights * LEAST_SHARE
+    )
+    types = " and ".join(dict.fromkeys((settings.key_type, settings.value_type)))
+    slots = _count(settings.slots, "slot")
+    rest = {
+        "compute buffers": memory.compute,
+        "recurrent states": memory.states,
+        "checkpoints of prompts": memory.checkpoints,
+        "prompt cache": memory.prompt_cache,
+        "vocabulary": memory.vocabulary,
+        "process": memory.process,
+    }
+    told = ", ".join(f"{name} {format_gib(size)}" for name, size in rest.items() if size >= MIB)
+    model = (
+        f"{found.model.name}: {shape.architecture}, {parameters:.2f} billion weights in "
+        f"{len(shape.layers)} layers{experts}{trained}"
+    )
+    lines = [
+        ("model", model),
+        ("weights", f"{format_gib(memory.weights)}: {kinds}"),
+        (
+            "KV cache",
+            f"{format_gib(memory.kv_cache)}: {slots} of {settings.context:,} tokens in {types}",
+        ),
+        ("the rest", told),
+        ("a server", f"needs {format_gib(memory.needed)} with all of that full"),
+    ]
+    if memory.mapped_twice:
+        twice = (
+            f"shows up to {format_gib(memory.resident)}: behind weights that it copied into "
+            f"another layout, {format_gib(memory.mapped_twice)} of the file stay in memory until "
+            "others need it"
+        )
+        lines.append(("", twice))
+    for place in found.machine.places:
+        needed = memory.needed * place.servers
+        left = place.available - needed
+        spare = f"{format_gib(left)} stay free" if left >= 0 else f"{format_gib(-left)} are missing"
+        need = "needs" if place.servers == 1 else "need"
+        sentence = (
+            f"{place.name}: {_count(place.servers, 'server')} {need} {format_gib(needed)} of "
+            f"{format_gib(place.available)}; {spare}, {format_gib(MEMORY_RESERVE)} must"
+        )
+        lines.append(("fits" if left >= MEMORY_RESERVE else "does not fit", sentence))
+    at_most = (
+        f"{found.largest_context:,} tokens in each of {slots}, or "
+        f"{_count(found.largest_slots, 'slot')} of {settings.context:,} tokens"
+    )
+    lines.append(("at most", at_most))
+    return lines if found.speed is None else lines + _speed_lines(found.speed, found.machine)
+
+
+def _speed_lines(speed: ExpectedSpeed, machine: Machine) -> list[tuple[str, str]]:
+    waits = "memory" if speed.limit == "memory" else "the cores"
+    estimated = "" if machine.instructions == MEASURED_INSTRUCTIONS else ", estimated from AVX2"
+    decode = (
+        f"{speed.decode:.1f} tokens/s for one request in a half full slot: a token reads "
+        f"{format_gib(speed.weight_bytes)} of weights and {format_gib(speed.kv_bytes)} of KV "
+        f"cache, and waits for {waits}"
+    )
+    prefill = (
+        f"{speed.prefill:.0f} tokens/s by {_count(machine.cores_per_server, 'core')} with "
+        f"{machine.instructions}{estimated}"
+    )
+    bandwidth = f"{(machine.bandwidth or 0) / 1e9:.1f} GB/s, {machine.bandwidth_source}"
+    return [("decode", decode), ("prefill", prefill), ("bandwidth", bandwidth)]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def choice_table(found: Fit) -> tuple[list[str], list[list[object]]]:
+    """Return the columns and rows of the quantisations."""
+    columns = ["quantisation", "weights", "a server needs", "fits", "longest context"]
+    if found.speed is not None:
+        columns += ["decode/s", "prefill/s"]
+    rows: list[list[object]] = []
+    for one in found.choices:
+        row: list[object] = [
+            one.name,
+            format_gib(one.size),
+            format_gib(one.needed),
+            "yes" if one.fits else "no",
+            f"{one.largest_context:,}" if one.largest_context else None,
+        ]
+        if one.speed is not None:
+            row += [f"{one.speed.decode:.1f}", f"{one.speed.prefill:.0f}"]
+        rows.append(row)
+    return columns, rows
+
+
+def fit_as_dict(found: Fit) -> dict[str, Any]:
+    """Return a fit as JSON values: sizes in bytes, speeds in tokens/s."""
+    shape, settings, machine, memory = found.shape, found.settings, found.machine, found.memory
+    speed = found.speed
+    return {
+        "model": {
+            "file": str(found.model.path),
+            "name": found.model.name,
+            "bytes": found.model.size,
+            "architecture": shape.architecture,
+            "parameters": sum(tensor.elements for tensor in shape.tensors),
+            "layers": len(shape.layers),
+            "experts": shape.experts,
+            "experts_used": shape.experts_used,
+            "trained_context": shape.trained_context,
+            "weights_by_type": weights_by_type(shape),
+        },
+        "settings": {
+            "servers": machine.servers,
+            "slots": settings.slots,
+            "context": settings.context,
+            "key_type": settings.key_type,
+            "value_type": settings.value_type,
+            "mapped": settings.mapped,
+        },
+        "server": {
+            "weights": memory.weights,
+            "kv_cache": memory.kv_cache,
+            "kv_cache_per_slot": slot_bytes(shape, settings),
+            "states": memory.states,
+            "compute": memory.compute,
+            "checkpoints": memory.checkpoints,
+            "prompt_cache": memory.prompt_cache,
+            "vocabulary": memory.vocabulary,
+            "process": memory.process,
+            "needed": memory.needed,
+            "mapped_twice": memory.mapped_twice,
+            "resident": memory.resident,
+        },
+        "needed": memory.needed * machine.servers,
+        "reserve": MEMORY_RESERVE,
+        "fits": found.fits,
+        "places": [
+            {
+                "name": one.name,
+                "servers": one.servers,
+                "available": one.available,
+                "needed": memory.needed * one.servers,
+                "left": one.available - memory.needed * one.servers,
+            }
+            for one in machine.places
+        ],
+        "largest_context": found.largest_context,
+        "largest_slots": found.largest_slots,
+        "speed": None
+        if speed is None
+        else {
+            "decode": round(speed.decode, 2),
+            "prefill": round(speed.prefill, 1),
+            "weight_bytes_per_token": speed.weight_bytes,
+            "kv_bytes_per_token": speed.kv_bytes,
+            "decode_waits_for": speed.limit,
+            "cores": machine.cores_per_server,
+            "instructions": machine.instructions,
+            "bandwidth": round(machine.bandwidth or 0),
+            "bandwidth_source": machine.bandwidth_source,
+        },
+        "quantizations": [
+            {
+                "name": one.name,
+                "bytes": one.size,
+                "needed": one.needed,
+                "fits": one.fits,
+                "largest_context": one.largest_context,
+                "decode": None if one.speed is None else round(one.speed.decode, 2),
+                "prefill": None if one.speed is None else round(one.speed.prefill, 1),
+            }
+            for one in found.choices
+        ],
+    }

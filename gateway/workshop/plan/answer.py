@@ -1,0 +1,438 @@
+"""The answer: which fleets meet the goal, at what price; ways to deploy; where GPUs are cheaper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from gateway.workshop.plan.catalogue import NodeType
+from gateway.workshop.plan.search import (
+    DIRECT,
+    GATEWAY,
+    MOST_SIMULATED_NODES,
+    FleetOption,
+    FleetPart,
+    FleetTrial,
+    OutOfTimeError,
+    PlanQuestion,
+    TimeLimit,
+    count_for,
+    find_fleet,
+    least_count,
+    least_that,
+    option_price,
+    use_of,
+    why_impossible,
+)
+from gateway.workshop.plan.workload import MOST_REQUESTS_PER_HOUR, SECONDS_PER_HOUR
+
+SIMULATED_TYPES = 3
+"""Types that are simulated: the cheapest by their least number. Others are if they may be the
+cheapest of their tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnswer:
+    """All options, the cheapest first; those that miss the goal last."""
+
+    question: PlanQuestion
+    options: tuple[FleetOption, ...]
+    trials: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> FleetOption | None:
+        """The cheapest option that meets the goal; None: there is none."""
+        return next((one for one in self.options if not one.rejected), None)
+
+    def of_tier(self, tier: str) -> FleetOption | None:
+        """The cheapest that meets the goal with parts of this tier alone."""
+        return next((one for one in self.options if not one.rejected and one.tiers == {tier}), None)
+
+
+def answer(question: PlanQuestion, limit: TimeLimit) -> PlanAnswer:
+    """Find what each type would take, simulate those that may be the cheapest, and the hybrid."""
+
+    def least_price(node_type: NodeType) -> float:
+        count = least_count(node_type, question.workload, question.goal)
+        return _hour(question, FleetPart(node_type, count))
+
+    options: list[FleetOption] = []
+    best = {"cpu": math.inf, "gpu": math.inf}
+    simulated = 0
+    for node_type in sorted(question.types, key=least_price):
+        if simulated >= SIMULATED_TYPES and least_price(node_type) >= best[node_type.tier]:
+            options.append(find_fleet(question, node_type, None))
+            continue
+        option = find_fleet(question, node_type, limit)
+        options.append(option)
+        if option.trial is not None:
+            simulated += 1
+        if not option.rejected and option.price.per_hour is not None:
+            best[node_type.tier] = min(best[node_type.tier], option.price.per_hour)
+    if (hybrid := _cheapest_hybrid(question, options, limit)) is not None:
+        options.append(hybrid)
+    notes = [
+        f"{one.name}: not simulated to the end: {one.why_estimated}"
+        for one in options
+        if one.why_estimated
+    ]
+    options.sort(key=lambda one: (bool(one.rejected), one.trial is None, one.order))
+    return PlanAnswer(question, tuple(options), limit.trials, tuple(dict.fromkeys(notes)))
+
+
+def _hour(question: PlanQuestion, part: FleetPart) -> float:
+    """The price of an hour, by the estimate; infinite: not known."""
+    hour = option_price(question, (part,), None).per_hour
+    return math.inf if hour is None else hour
+
+
+def _cheapest_hybrid(
+    question: PlanQuestion, options: Sequence[FleetOption], limit: TimeLimit
+) -> FleetOption | None:
+    """One of the cheapest GPU type beside as few as possible of the cheapest CPU type."""
+    cpus = [one for one in options if one.trial is not None and one.tiers == {"cpu"}]
+    gpu_types = [one.parts[0].node_type for one in options if one.tiers == {"gpu"}]
+    if not cpus or not gpu_types:
+        return None
+    cpu = min(cpus, key=lambda one: one.order)
+    gpu = min(gpu_types, key=lambda one: _hour(question, FleetPart(one, 1)) or math.inf)
+    return try_hybrid(question, cpu.parts[0].node_type, gpu, cpu.machines, limit)
+
+
+def try_hybrid(
+    question: PlanQuestion, cpu: NodeType, gpu: NodeType, most: int, limit: TimeLimit
+) -> FleetOption | None:
+    """As few CPU nodes, from 1 to `most`, as meet the goal beside one GPU node.
+
+    All requests may go to both: each goes where it is expected to end first. None: none was tried.
+    """
+    workload, goal = question.workload, question.goal
+    if most * cpu.servers + gpu.servers > MOST_SIMULATED_NODES:
+        return None
+    trace = question.trace(most * cpu.servers * cpu.slots + gpu.slots)
+    trials: dict[int, FleetTrial] = {}
+
+    def fleet(count: int) -> tuple[FleetPart, ...]:
+        return (FleetPart(cpu, count), FleetPart(gpu, 1))
+
+    def meets(count: int) -> bool:
+        if workload.backlog is None and use_of(fleet(count), workload) > goal.use:
+            return False
+        if count not in trials:
+            trials[count] = question.play(fleet(count), trace, limit)
+        return question.is_met_by(trials[count])
+
+    rejected = ""
+    try:
+        count = least_that(meets, 1, most)
+    except OutOfTimeError:
+        count = min((one for one in trials if meets(one)), default=None)
+    if count is None:
+        if most not in trials:
+            return None
+        count = most
+        rejected = ", ".join(goal.misses(trials[most])) or "not done in time"
+    parts, trial = fleet(count), trials[count]
+    price = option_price(question, parts, trial)
+    return FleetOption(parts, use_of(parts, workload), trial, price, rejected=rejected)
+
+
+# Ways to deploy.
+
+MOST_WAITING_ALONE = 0.05
+"""Share of requests that may wait in a server without a queue in front: nobody orders or bounds
+those waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One way to deploy, and whether it works."""
+
+    way: Literal["single", "queue", "balanced", "hybrid"]
+    fleet: str
+    verdict: Literal["best", "works", "no"]
+    reason: str
+    trial: FleetTrial | None = None
+    per_month: float | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """For scripts."""
+        return {
+            "deployment": self.way,
+            "fleet": self.fleet,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "per_month": self.per_month,
+            "ttft_p95": None if self.trial is None else self.trial.ttft.p95,
+            "completion_p95": None if self.trial is None else self.trial.completion.p95,
+        }
+
+
+def compare_deployments(found: PlanAnswer, limit: TimeLimit) -> list[Deployment]:
+    """Compare one node alone, one behind the queue, several, and a hybrid.
+
+    Among the ways that work the cheapest is best, and of equals the first. `single` and `queue` are
+    one node of the type that the cheapest fleet of equal nodes has.
+    """
+    base = next((one for one in found.options if len(one.parts) == 1), None)
+    if base is None:
+        return []
+    node_type = base.parts[0].node_type
+    rows = [
+        _one_node(found.question, node_type, "single", limit),
+        _one_node(found.question, node_type, "queue", limit),
+        _balanced(found.question, base),
+        _hybrid(found, limit),
+    ]
+    working = [row for row in rows if row.verdict == "works"]
+    if working:
+        # min keeps the first of equals: fewer parts.
+        best = min(working, key=lambda row: (row.per_month is None, row.per_month or 0.0))
+        rows[rows.index(best)] = replace(best, verdict="best")
+    return rows
+
+
+def _one_node(
+    question: PlanQuestion, node_type: NodeType, way: Literal["single", "queue"], limit: TimeLimit
+) -> Deployment:
+    workload, goal = question.workload, question.goal
+    parts = (FleetPart(node_type, 1),)
+    month = option_price(question, parts, None).month
+    row = Deployment(way, f"1 x {node_type.name}", "no", "", per_month=month)
+    use = use_of(parts, workload)
+    if impossible := why_impossible(node_type, question.trace(), goal):
+        return replace(row, reason=impossible)
+    if use >= 1.0:
+        reason = (
+            f"the busiest hour brings {use:.2f} times what it can do: the queue grows by "
+            f"{workload.arrivals * 3600 * (1 - 1 / use):,.0f} requests an hour"
+        )
+        if workload.backlog is not None:
+            reason = f"would take {use:.2f} times as long as there is time"
+        elif way == "queue" and use / workload.peak < 1.0:
+            reason += "; enough for the mean hour, so only for work that can wait (class batch)"
+        return replace(row, reason=reason)
+    try:
+        trace = question.trace(node_type.servers * node_type.slots)
+        trial = question.play(parts, trace, limit, DIRECT if way == "single" else GATEWAY)
+    except OutOfTimeError as error:
+        return replace(row, reason=f"not simulated: {error}")
+    row = replace(row, trial=trial)
+    missed = goal.misses(trial)
+    share = f"{trial.waiting_share:.0%} of the requests wait, {trial.wait.mean:.1f} s in the mean"
+    if missed or not question.is_met_by(trial):
+        return replace(row, reason=f"{share}: {', '.join(missed) or 'not done in time'}")
+    if not goal.is_timed and workload.backlog is None and use > goal.most_use:
+        too_much = f"used to {use:.0%}, more than the {goal.most_use:.0%} planned with"
+        return replace(row, reason=f"{share}: it is {too_much}")
+    if way == "single" and trial.waiting_share > MOST_WAITING_ALONE:
+        where = (
+            f"in the server, where nothing orders or bounds it (more than {MOST_WAITING_ALONE:.0%})"
+        )
+        return replace(row, reason=f"{share}, {where}")
+    if way == "single":
+        reason = f"{share}; simplest, and down when the machine is"
+    else:
+        reason = f"{share}, in order of class and fair; down when the machine is"
+    return replace(row, verdict="works", reason=reason)
+
+
+def _balanced(question: PlanQuestion, option: FleetOption) -> Deployment:
+    part = option.parts[0]
+    row = Deployment("balanced", option.name, "works", "", option.trial, option.price.month)
+    if option.rejected:
+        return replace(row, verdict="no", reason=option.rejected)
+    if part.count > 1:
+        left = use_of((FleetPart(part.node_type, part.count - 1),), question.workload)
+        after = "the rest could do it" if left < 1.0 else "the rest would be overloaded"
+        return replace(row, reason=f"used to {option.use:.0%}; if one fails, {after} ({left:.0%})")
+    month = option_price(question, (FleetPart(part.node_type, 2),), None).month
+    reason = "one is enough; a second only keeps it up when one fails"
+    return Deployment("balanced", f"2 x {part.node_type.name}", "works", reason, None, month)
+
+
+def _hybrid(found: PlanAnswer, limit: TimeLimit) -> Deployment:
+    option = next((one for one in found.options if len(one.parts) > 1), None)
+    if option is None:
+        cpu, gpu = found.of_tier("cpu"), found.of_tier("gpu")
+        if cpu is not None and gpu is not None:
+            option = try_hybrid(
+                found.question, cpu.parts[0].node_type, gpu.parts[0].node_type, cpu.machines, limit
+            )
+    if option is None or option.trial is None:
+        reason = "the catalogue needs a type of each tier that can be simulated"
+        return Deployment("hybrid", "-", "no", reason)
+    row = Deployment("hybrid", option.name, "works", "", option.trial, option.price.month)
+    if option.rejected:
+        return replace(row, verdict="no", reason=option.rejected)
+    reason = f"{option.trial.shares[-1].requests:.0%} of the requests on the GPU"
+    hours = [part.node_type.price.per_hour for part in option.parts]
+    if all(hours):
+        prices = [hour or 0.0 for hour in hours]
+        shares = [share.requests for share in option.trial.shares]
+        by_share = sum(share * price for share, price in zip(shares, prices, strict=True))
+        reason += (
+            f"; weighted by these shares one hour of each kind is {by_share:.2f}, but both run, "
+            f"used or not: {sum(prices):.2f}"
+        )
+    return replace(row, reason=reason)
+
+
+# Where another tier becomes cheaper: prices by traffic, by the estimate, and their crossings.
+
+STEPS = 160  # rates of a curve, evenly spaced by their logarithm
+SPAN = 100.0  # from so many times less to so many times more than the traffic that was asked about
+LEAST_USE = 0.3
+"""A plan that leaves more idle does so because its last node is one too many for so little work;
+curves do not keep that."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriceCurve:
+    """The price of a month by requests an hour, of fleets of one kind."""
+
+    label: str
+    rates: tuple[float, ...]
+    prices: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Where one kind of fleet becomes cheaper than another. Requests an hour; None: nowhere."""
+
+    cheaper: str
+    than: str
+    first: float | None  # the least rate at which it is
+    stays: float | None  # the rate from which on it always is, as far as the curves go
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Curves of the cheapest fleets of each tier and of the hybrid, and their crossings."""
+
+    curves: tuple[PriceCurve, ...]
+    crossings: tuple[Crossing, ...]
+    asked: float
+
+    def as_dict(self) -> dict[str, object]:
+        """For scripts: without the curves' points."""
+        return {
+            "source": "estimate",
+            "crossings": [
+                {
+                    "cheaper": one.cheaper,
+                    "than": one.than,
+                    "first_requests_per_hour": one.first,
+                    "stays_from_requests_per_hour": one.stays,
+                }
+                for one in self.crossings
+            ],
+        }
+
+
+def break_even(found: PlanAnswer) -> BreakEven | None:
+    """Compare the tiers over a range of traffic; None without two tiers that have prices.
+
+    Each type is used to the share of its capacity that the plan found for it. Of a tier the
+    cheapest type counts at each rate. A hybrid is one GPU node, and CPU nodes for what it can't do.
+    """
+    question = found.question
+    asked = question.workload.requests_per_hour
+    priced = [one for one in found.options if one.price.per_hour is not None and not one.rejected]
+    equal = [one for one in priced if len(one.parts) == 1]
+    uses = {one.parts[0].node_type.name: _planned_use(question, one) for one in equal}
+    cpus, gpus = ([one for one in equal if one.tiers == {tier}] for tier in ("cpu", "gpu"))
+    if question.workload.backlog is not None or not cpus or not gpus:
+        return None
+    least, most = max(asked / SPAN, 1e-3), min(asked * SPAN, MOST_REQUESTS_PER_HOUR)
+    rates = tuple(least * (most / least) ** (step / STEPS) for step in range(STEPS + 1))
+
+    def cheapest(options: Sequence[FleetOption], rate: float) -> float:
+        workload = question.workload.with_requests(rate)
+        types = [one.parts[0].node_type for one in options]
+        return min(
+            _month(question, [FleetPart(one, count_for(one, workload, uses[one.name]))], rate)
+            for one in types
+        )
+
+    def with_gpu(cpu: NodeType, gpu: NodeType, rate: float) -> float:
+        workload = question.workload.with_requests(rate)
+        done = FleetPart(gpu, 1).capacity(workload) * uses.get(gpu.name, question.goal.use)
+        left = (workload.arrivals - done) * SECONDS_PER_HOUR / workload.peak
+        count = 1
+        if left > 0:
+            cpu_use = uses.get(cpu.name, question.goal.use)
+            count = count_for(cpu, workload.with_requests(left), cpu_use)
+        return _month(question, [FleetPart(gpu, 1), FleetPart(cpu, count)], rate)
+
+    cpu = PriceCurve("CPU nodes", rates, tuple(cheapest(cpus, rate) for rate in rates))
+    others = [PriceCurve("GPU nodes", rates, tuple(cheapest(gpus, rate) for rate in rates))]
+    hybrid = next((one for one in priced if len(one.parts) > 1), None)
+    if hybrid is not None:
+        slow, fast = (part.node_type for part in hybrid.parts)
+        prices = tuple(with_gpu(slow, fast, rate) for rate in rates)
+        others.append(PriceCurve("hybrids", rates, prices))
+    crossings = tuple(_crossing(other, cpu) for other in others)
+    return BreakEven((cpu, *others), crossings, asked)
+
+
+def _planned_use(question: PlanQuestion, option: FleetOption) -> float:
+    """The use that a plan's number of nodes stands for."""
+    if option.trial is None or not question.goal.is_timed:
+        return question.goal.use
+    return min(max(option.use, LEAST_USE), question.goal.use)
+
+
+def _month(question: PlanQuestion, parts: Sequence[FleetPart], rate: float) -> float:
+    asked = replace(question, workload=question.workload.with_requests(rate))
+    return option_price(asked, parts, None).month or 0.0
+
+
+def _crossing(cheaper: PriceCurve, than: PriceCurve) -> Crossing:
+    below = [one < other for one, other in zip(cheaper.prices, than.prices, strict=True)]
+    first = next((rate for rate, is_below in zip(than.rates, below, strict=True) if is_below), None)
+    stays = None
+    for rate, is_below in zip(reversed(than.rates), reversed(below), strict=True):
+        if not is_below:
+            break
+        stays = rate
+    return Crossing(cheaper.label, than.label, first, stays)
+
+
+def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
+    """Draw the curves; the suffix gives the format.
+
+    Needs the extra `plots`. Raises ValueError for an unknown suffix, and OSError.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=90, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for curve in found.curves:
+        axes.plot(curve.rates, curve.prices, label=curve.label, drawstyle="steps-mid")
+    axes.axvline(found.asked, color="black", linestyle=":", linewidth=1)
+    axes.annotate("asked", (found.asked, 0.02), xycoords=("data", "axes fraction"), fontsize=8)
+    for one in found.crossings:
+        if one.stays is not None and one.stays > found.curves[0].rates[0]:
+            axes.axvline(one.stays, color="grey", linestyle="--", linewidth=0.8)
+            axes.annotate(
+                f"{one.cheaper} cheaper from {one.stays:,.0f}",
+                (one.stays, 0.97),
+                xycoords=("data", "axes fraction"),
+                rotation=90,
+                va="top",
+                fontsize=7,
+            )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("requests an hour")
+    axes.set_ylabel(f"{currency} a month".strip())
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    figure.savefig(path)

@@ -1,0 +1,302 @@
+"""The catalogue: node types with their speeds and prices, from a commented YAML file.
+
+A mistake in it is reported with its line and key, as in the gateway's other files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from gateway.config.errors import ConfigError, Problem
+from gateway.config.fields import ConfigModel, validation_error
+from gateway.config.validation import find_duplicates, first_of_each_place, validate
+from gateway.config.yaml_file import YamlList, YamlMapping, read_yaml
+from gateway.workshop.simulate.simulation import (
+    BATCH_COST,
+    CACHE_RAM_MIB,
+    KV_BYTES_PER_TOKEN,
+    SimulatedMachine,
+)
+
+HOURS_PER_MONTH = 730.0  # 365 days of 24 hours, by 12
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class NodePrice:
+    """What one node costs, in the catalogue's currency; None: not known."""
+
+    per_hour: float | None = None
+    per_million_prompt: float = 0.0  # of an endpoint that is paid by tokens
+    per_million_completion: float = 0.0
+    watts: float = 0.0  # while all its slots are busy
+    idle_watts: float = 0.0
+
+    def electricity(self, use: float, per_kwh: float) -> float:
+        """Price of an hour's electricity, when so large a share of its capacity is used."""
+        watts = self.idle_watts + (self.watts - self.idle_watts) * min(max(use, 0.0), 1.0)
+        return watts / 1000.0 * per_kwh
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPrice:
+    """What a fleet costs. None: the price of a node is not known."""
+
+    per_hour: float | None  # all together, in a mean hour
+    electricity_per_hour: float  # part of it
+    per_million: float | None  # of the prompt and completion tokens that are served
+
+    @property
+    def month(self) -> float | None:
+        """Of a month in which it runs all the time."""
+        return None if self.per_hour is None else self.per_hour * HOURS_PER_MONTH
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For scripts."""
+        return {
+            "per_hour": self.per_hour,
+            "per_month": self.month,
+            "per_million_tokens": self.per_million,
+            "electricity_per_hour": self.electricity_per_hour,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PricedPart:
+    """Equal nodes of a fleet, and what they serve in a mean hour."""
+
+    price: NodePrice
+    nodes: int
+    use: float  # share of their capacity
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+
+
+def fleet_price(parts: Sequence[PricedPart], per_kwh: float) -> FleetPrice:
+    """What a fleet costs. The hours of a node are paid whether it works or not."""
+    tokens = sum(part.prompt_tokens + part.completion_tokens for part in parts)
+    electricity = math.fsum(
+        part.nodes * part.price.electricity(part.use, per_kwh) for part in parts
+    )
+    if any(part.price.per_hour is None for part in parts):
+        return FleetPrice(None, electricity, None)
+    hour = electricity
+    for part in parts:
+        hour += part.nodes * (part.price.per_hour or 0.0)
+        hour += part.prompt_tokens * part.price.per_million_prompt / MILLION
+        hour += part.completion_tokens * part.price.per_million_completion / MILLION
+    return FleetPrice(hour, electricity, hour / tokens * MILLION if tokens > 0 else None)
+
+
+FASTEST_TPS = 1e7
+SLOWEST_TPS = 1e-3
+MOST_SLOTS_OF_A_SERVER = 256  # below the 512 tokens of a step, of which each busy slot takes one
+MIB_PER_GIB = 1024
+CONTEXT_TOKENS = 4096  # tokens of a slot for which memory is counted
+MEMORY_HEADROOM = 1.1
+"""Memory of a server by that of weights and keys and values: compute buffers and the system."""
+
+_Speed = Annotated[float, Field(ge=SLOWEST_TPS, le=FASTEST_TPS, allow_inf_nan=False)]
+_Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+_Watts = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+_Gib = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+_PRICES = ("price_per_hour", "price_per_month", "price_per_million_tokens")
+
+
+class TokenPrice(ConfigModel):
+    """The price of a million tokens."""
+
+    prompt: _Price = 0.0
+    completion: _Price = 0.0
+
+
+class NodeType(ConfigModel):
+    """A machine, or an endpoint, as one would order it."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    about: Annotated[str, Field(max_length=400)] = ""
+    tier: Literal["cpu", "gpu"] = "cpu"
+    servers: Annotated[int, Field(ge=1, le=64)] = 1
+    """llama.cpp servers on it; the figures are of each."""
+    slots: Annotated[int, Field(ge=1, le=MOST_SLOTS_OF_A_SERVER)] = 1
+    decode_tps: _Speed  # tokens per second of one request alone
+    prefill_tps: _Speed
+    batch_cost: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = BATCH_COST
+    memory_gib: _Gib | None = None  # of each server; None: enough
+    price_per_hour: _Price | None = None
+    price_per_month: _Price | None = None
+    price_per_million_tokens: TokenPrice | None = None
+    watts: _Watts = 0.0
+    idle_watts: _Watts = 0.0
+    sources: dict[str, str] = Field(default_factory=dict)  # where a figure is from, by its key
+
+    @field_validator("sources")
+    @classmethod
+    def _sources_of_figures(cls, sources: dict[str, str]) -> dict[str, str]:
+        for key in sources:
+            if key not in cls.model_fields:
+                raise validation_error(
+                    f"{key!r} is no figure of a type", "name the key whose source it is"
+                )
+        return sources
+
+    @field_validator("price_per_month", "price_per_million_tokens")
+    @classmethod
+    def _one_price(cls, value: object, info: ValidationInfo) -> object:
+        for other in _PRICES:
+            if value is not None and info.data.get(other) is not None:
+                raise validation_error(f"can't stand beside {other}", "keep one price")
+        return value
+
+    @field_validator("idle_watts")
+    @classmethod
+    def _idle_below_busy(cls, idle: float, info: ValidationInfo) -> float:
+        if idle > (watts := info.data.get("watts", idle)):
+            raise validation_error(
+                f"must not be above watts ({watts:g})",
+                "watts is what it takes while all slots are busy",
+            )
+        return idle
+
+    @property
+    def price(self) -> NodePrice:
+        """What one costs."""
+        hour = self.price_per_hour
+        if self.price_per_month is not None:
+            hour = self.price_per_month / HOURS_PER_MONTH
+        tokens = self.price_per_million_tokens
+        if tokens is None:
+            return NodePrice(hour, watts=self.watts, idle_watts=self.idle_watts)
+        return NodePrice(0.0, tokens.prompt, tokens.completion, self.watts, self.idle_watts)
+
+    def machines(self, count: int) -> list[SimulatedMachine]:
+        """The servers of so many of it, to be simulated."""
+        return [
+            self.machine(f"{self.name}-{number}") for number in range(1, count * self.servers + 1)
+        ]
+
+    def machine(self, name: str) -> SimulatedMachine:
+        """One of its servers."""
+        kept = CACHE_RAM_MIB
+        if self.memory_gib is not None:
+            kept = min(kept, int(self.memory_gib * MIB_PER_GIB / 4))
+        return SimulatedMachine(
+            name,
+            self.slots,
+            self.prefill_tps,
+            self.decode_tps,
+            self.batch_cost,
+            cache_tokens=kept * MIB_PER_GIB * MIB_PER_GIB // KV_BYTES_PER_TOKEN,
+        )
+
+    def for_model(self, gib: float, reference_gib: float) -> NodeType:
+        """The same with a model of another size: speeds in inverse proportion to it."""
+        factor = reference_gib / gib
+
+        def scaled(speed: float) -> float:
+            return min(max(speed * factor, SLOWEST_TPS), FASTEST_TPS)
+
+        return self.model_copy(
+            update={"decode_tps": scaled(self.decode_tps), "prefill_tps": scaled(self.prefill_tps)}
+        )
+
+    def memory_needed(self, model_gib: float) -> float:
+        """GiB that a server takes: weights, and keys and values of every slot, with headroom."""
+        cells = self.slots * CONTEXT_TOKENS * KV_BYTES_PER_TOKEN / MIB_PER_GIB**3
+        return (model_gib + cells) * MEMORY_HEADROOM
+
+
+class ReferenceModel(ConfigModel):
+    """The model that a catalogue's speeds are for."""
+
+    name: Annotated[str, Field(max_length=200)] = ""
+    gib: _Gib
+
+
+class NodeCatalogue(ConfigModel):
+    """Node types, and what their speeds and prices are in."""
+
+    currency: Annotated[str, Field(max_length=20)] = ""
+    model: ReferenceModel | None = None
+    types: Annotated[tuple[NodeType, ...], Field(max_length=1000)]
+
+
+def packaged_catalogue() -> NodeCatalogue:
+    """The catalogue that comes with the package."""
+    with as_file(files("gateway.workshop.plan").joinpath("catalogue.yaml")) as path:
+        return read_catalogue(path)
+
+
+def read_catalogue(path: Path, env: Mapping[str, str] | None = None) -> NodeCatalogue:
+    """Read a catalogue. Raises ConfigError with every problem of the file."""
+    source = read_yaml(path, env or {})
+    problems = list(source.problems)
+    root = source.root
+    if not isinstance(root.tree, YamlMapping):
+        raise ConfigError([Problem(path, root.line, "", "must be a mapping", "write types: [...]")])
+    found, wrong = validate(NodeCatalogue, source, root, env or {})
+    problems += wrong
+    listed = root.tree.entries.get("types")
+    if listed is not None and isinstance(listed.tree, YamlList):
+        if not listed.tree.entries:
+            problems.append(Problem(path, listed.line, "types", "is empty", "write one type"))
+        entries = listed.tree.entries
+        problems += find_duplicates(source, entries, "name", "the type")
+        for entry in entries:
+            keys = entry.tree.entries if isinstance(entry.tree, YamlMapping) else {}
+            if keys and not any(key in keys for key in _PRICES):
+                remedy = f"write {', '.join(_PRICES[:2])} or {_PRICES[2]}; 0 if it costs nothing"
+                problems.append(Problem(path, entry.line, entry.key, "has no price", remedy))
+    if problems or found is None:
+        raise ConfigError(first_of_each_place(problems))
+    return found
+
+
+class NoTypeFitsError(Exception):
+    """No type of a catalogue can be planned with; the message has the remedy."""
+
+
+def fitting_types(
+    catalogue: NodeCatalogue, model_gib: float | None, names: tuple[str, ...] = ()
+) -> tuple[tuple[NodeType, ...], tuple[str, ...]]:
+    """The types to plan with, for a model of so many GiB, and notes on those left out.
+
+    `names`: only these. Raises NoTypeFitsError.
+    """
+    chosen = catalogue.types
+    if names:
+        known = {one.name: one for one in catalogue.types}
+        if missing := [name for name in names if name not in known]:
+            raise NoTypeFitsError(
+                f"the catalogue has no type {missing[0]!r}; it has {', '.join(known)}"
+            )
+        chosen = tuple(known[name] for name in dict.fromkeys(names))
+    reference = catalogue.model.gib if catalogue.model is not None else None
+    size = model_gib or reference
+    if model_gib is not None:
+        if not (math.isfinite(model_gib) and 0 < model_gib <= 1e6):
+            raise NoTypeFitsError("a model has more than 0 and at most 1,000,000 GiB")
+        if reference is None:
+            raise NoTypeFitsError("the catalogue says for no model what its speeds are: model.gib")
+        chosen = tuple(one.for_model(model_gib, reference) for one in chosen)
+    notes, fitting = [], []
+    for one in chosen:
+        needed = one.memory_needed(size) if size is not None else 0.0
+        if one.memory_gib is not None and needed > one.memory_gib:
+            notes.append(
+                f"{one.name} is left out: the model needs {needed:.1f} GiB, "
+                f"it has {one.memory_gib:g}"
+            )
+        else:
+            fitting.append(one)
+    if not fitting:
+        raise NoTypeFitsError(f"no type has the memory for it: {'; '.join(notes)}")
+    return tuple(fitting), tuple(notes)

@@ -1,0 +1,682 @@
+"""Finds the least number of equal nodes for a question: by a first estimate, then by trials.
+
+**The estimate.** The slots of a llama.cpp node share its speed: prompts are read one after the
+other while the neighbours stand still, and each further slot that writes makes a step longer. So
+with k of its slots busy a request is there for
+
+    k X + D (1 + c (k - 1))  seconds,
+
+for X seconds of node time that a prompt takes, D seconds that an answer takes alone, and c, the
+cost of a busy slot more. Erlang C and Allen-Cunneen's formula take every slot to be as slow as in a
+full node, always: waits come out too long rather than too short. The time in a slot is that of the
+slots which are busy in the mean (`busy_slots`).
+
+**A trial** plays the traffic through the real scheduler on simulated nodes
+(`gateway/workshop/simulate`), and has the last word.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean, stdev
+
+from gateway.workshop.plan.catalogue import (
+    FleetPrice,
+    NodeType,
+    PricedPart,
+    fleet_price,
+)
+from gateway.workshop.plan.workload import SECONDS_PER_HOUR, Workload, make_trace
+from gateway.workshop.simulate.comparison import build_front
+from gateway.workshop.simulate.report import LONGEST_WAIT, Percentiles, utilisation
+from gateway.workshop.simulate.simulation import SimulatedMachine, simulate
+from gateway.workshop.simulate.trace import Job, Trace, unread_tokens
+
+MOST_SERVERS = 1_000_000
+"""More slots than this are a mistake; the recursions take a second for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTimes:
+    """Seconds that one request takes of a node. Slots share it."""
+
+    slots: int
+    reading: float  # X: node time in which its prompt is read and no other slot writes
+    writing: float  # D: its answer, if no other slot writes
+    batch_cost: float
+
+    def in_slot(self, busy: float) -> float:
+        """Seconds of a request in a slot while so many slots are busy, its own among them."""
+        return busy * self.reading + self.writing * (1.0 + self.batch_cost * (busy - 1))
+
+    @property
+    def alone(self) -> float:
+        """Seconds in a slot, if no other is busy."""
+        return self.in_slot(1)
+
+    @property
+    def full(self) -> float:
+        """Mean seconds in a slot while all slots are busy all the time."""
+        return self.in_slot(self.slots)
+
+    @property
+    def capacity(self) -> float:
+        """Most requests that the node ends per second."""
+        return self.slots / self.full
+
+    def service_scv(self, lengths_scv: float) -> float:
+        """Squared coefficient of variation of the time in a slot of a full node.
+
+        Prompts and answers vary independently, each by `lengths_scv`. Neighbours' prompts come in
+        while it writes, so that this part is in proportion to the answer.
+        """
+        rest = self.full - self.reading
+        return lengths_scv * (self.reading**2 + rest**2) / self.full**2
+
+
+def node_times(machine: SimulatedMachine, prompt: float, completion: float) -> NodeTimes:
+    """What a mean request takes of a machine: `prompt` uncached tokens, `completion` tokens.
+
+    A prompt is read in steps of `batch_tokens`. Such a step is one of decoding, too: it costs the
+    writers only by how much it is longer than theirs.
+    """
+    slots = machine.slots
+    base, step = machine.token_base, machine.token_step
+    steps = max(1.0, math.ceil(prompt / (machine.batch_tokens - slots + 1)))
+    one_step = max(base, prompt / steps / machine.prefill_tps)
+    alone = steps * one_step + max(0.0, completion - 1.0) * base
+    reading = steps * (one_step if slots == 1 else one_step - base + step)
+    return NodeTimes(slots, reading, max(alone - reading, 1e-9), machine.batch_cost)
+
+
+def times_of(node_type: NodeType, workload: Workload) -> NodeTimes:
+    """What a mean request takes of a server of this type."""
+    return node_times(node_type.machine("server"), workload.uncached, workload.completion)
+
+
+def erlang_c(servers: int, offered: float) -> float:
+    """Probability that a request has to wait in an M/M/c queue.
+
+    `offered`: arrival rate times mean service time, in erlangs. 1 from `servers` erlangs on. By the
+    recursion of Erlang B, which can't overflow: B(n) = a B(n-1) / (n + a B(n-1)), and
+    C = B / (1 - (1 - B) a / c). Source: A. K. Erlang, "Solution of some problems in the theory of
+    probabilities of significance in automatic telephone exchanges" (1917); the form here: Cooper,
+    "Introduction to Queueing Theory" (1981), chapter 3. Raises ValueError.
+    """
+    if not 1 <= servers <= MOST_SERVERS:
+        raise ValueError(f"servers must be from 1 to {MOST_SERVERS}")
+    if not 0 <= offered < math.inf:
+        raise ValueError("the offered load must be a finite number of erlangs, 0 or more")
+    if offered >= servers:
+        return 1.0
+    blocked = 1.0
+    for number in range(1, servers + 1):
+        blocked = offered * blocked / (number + offered * blocked)
+    return blocked / (1.0 - (1.0 - blocked) * offered / servers)
+
+
+def busy_slots(times: NodeTimes, nodes: int, arrivals: float) -> float:
+    """Mean number of busy slots of equal nodes that are not overloaded.
+
+    Of the birth-death process in which n busy slots, evenly on the nodes, end n / `in_slot(n /
+    nodes)` requests per second. Source: the state probabilities of such processes, p(n)
+    proportional to the product of arrivals / rate(k); Kleinrock, "Queueing Systems", volume 1
+    (1975), section 3.1.
+    """
+    slots = nodes * times.slots
+    # Weights of the states relative to that of an idle fleet; scaled, so that none can overflow.
+    total, weight, busy = 1.0, 1.0, 0.0
+    for number in range(1, slots + 1):
+        weight *= arrivals * times.in_slot(max(1.0, number / nodes)) / number
+        if weight > 1e200:
+            total, busy, weight = total / weight, busy / weight, 1.0
+        if number == slots:  # and any number of requests that wait
+            weight /= 1.0 - arrivals / (nodes * times.capacity)
+        total += weight
+        busy += number * weight
+    return busy / total
+
+
+def allen_cunneen(
+    probability: float,
+    arrivals: float,
+    most_rate: float,
+    *,
+    arrival_scv: float = 1.0,
+    service_scv: float = 1.0,
+) -> float:
+    """Mean wait for a server, in seconds, of a queue with any arrivals and any service times.
+
+    `probability`: that a request waits, by `erlang_c`; `most_rate`: requests that all servers end
+    per second. The squared coefficients of variation are variance / mean²: 1 for Poisson arrivals
+    and exponential times, 0 for regular ones. Infinite without spare capacity. Source: Allen,
+    "Probability, Statistics, and Queueing Theory" (1978), section 5.5:
+    Wq = C / (c µ - λ) x (Ca² + Cs²) / 2; exact for M/M/c, and for M/G/1 (Pollaczek-Khinchine).
+    """
+    if arrivals >= most_rate:
+        return math.inf
+    return probability / (most_rate - arrivals) * (arrival_scv + service_scv) / 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class WaitEstimate:
+    """What the formulas say of a fleet of equal nodes. Seconds; infinite when overloaded."""
+
+    utilisation: float  # arrivals as a share of the capacity
+    waiting_share: float  # share of the requests that find every slot busy
+    wait: float  # mean seconds until a slot is free
+    service: float  # mean seconds in a slot
+    service_scv: float
+    """Squared coefficient of variation of the time in a slot (Allen-Cunneen's Cs²)."""
+
+    @property
+    def completion(self) -> float:
+        """Mean seconds from arrival to the last token."""
+        return self.wait + self.service
+
+
+def estimate(
+    times: NodeTimes,
+    nodes: int,
+    arrivals: float,
+    *,
+    arrival_scv: float = 1.0,
+    lengths_scv: float = 1.0,
+) -> WaitEstimate:
+    """Estimate the waits of `nodes` equal nodes at `arrivals` requests per second.
+
+    Raises ValueError for figures that are no fleet.
+    """
+    if nodes < 1 or not 0 <= arrivals < math.inf:
+        raise ValueError("an estimate needs a node, and a finite rate of arrivals")
+    most = nodes * times.capacity
+    waiting = erlang_c(nodes * times.slots, arrivals * times.full)
+    service = times.alone if arrivals < most else times.full
+    if 0 < arrivals < most:
+        service = busy_slots(times, nodes, arrivals) / arrivals
+    scv = times.service_scv(lengths_scv)
+    wait = allen_cunneen(waiting, arrivals, most, arrival_scv=arrival_scv, service_scv=scv)
+    return WaitEstimate(arrivals / most, waiting, wait, service, scv)
+
+
+# Trials.
+
+GATEWAY = "least_finish"  # the gateway's own policy; `DIRECT`: none, requests wait inside the node
+DIRECT = "nginx"
+MOST_SIMULATED_NODES = 2000
+WARM_UP_SHARE = 0.1
+"""Share of the requests that come while the fleet fills and its speeds are learnt: not counted."""
+
+BATCHES = 20  # batches of requests whose means tell how sure a mean is
+STUDENT_95 = 2.093  # of 20 batches: 97.5th percentile of Student's t with 19 degrees of freedom
+
+
+class OutOfTimeError(Exception):
+    """The time for simulations is used up."""
+
+
+@dataclass(slots=True)
+class TimeLimit:
+    """How long all trials of a plan may take together, in seconds, and who hears of them."""
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    on_trial: Callable[[str, float], None] | None = None
+    """Called with the fleet of the trial that runs, and the share of the time that is used."""
+    trials: int = 0
+    _ends: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ends = self.clock() + self.seconds
+
+    def begin(self, fleet: str) -> None:
+        """A trial begins. Raises OutOfTimeError."""
+        self.check(fleet)
+        self.trials += 1
+
+    def check(self, fleet: str) -> None:
+        """A trial goes on. Raises OutOfTimeError."""
+        left = self._ends - self.clock()
+        if self.on_trial is not None:
+            self.on_trial(fleet, min(1.0, 1.0 - left / self.seconds))
+        if left <= 0:
+            raise OutOfTimeError(f"{self.seconds:g} s for simulations are used up")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPart:
+    """So many of one type."""
+
+    node_type: NodeType
+    count: int
+
+    @property
+    def servers(self) -> int:
+        """llama.cpp servers: nodes of the gateway."""
+        return self.count * self.node_type.servers
+
+    def capacity(self, workload: Workload) -> float:
+        """Most requests of this traffic that it ends per second."""
+        return self.servers * times_of(self.node_type, workload).capacity
+
+
+def fleet_name(parts: Sequence[FleetPart]) -> str:
+    """Such as `3 x cpu-16 + 1 x l4`."""
+    return " + ".join(f"{part.count} x {part.node_type.name}" for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PartShare:
+    """The shares of requests and of tokens that one part of a fleet served."""
+
+    requests: float
+    prompt_tokens: float
+    completion_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTrial:
+    """What came of a trial. Seconds from a request's arrival."""
+
+    requests: int  # counted ones
+    wait: Percentiles  # until it had a slot
+    ttft: Percentiles
+    completion: Percentiles
+    service: float  # mean seconds in a slot
+    waiting_share: float  # requests that did not get a slot at once
+    wait_error: float  # half the width of the 95 % confidence interval of the mean wait
+    completion_error: float
+    slots_busy: float  # share of the slots' time
+    too_late: int  # requests that waited longer than the gateway lets them (`queue.max_wait`)
+    seconds: float  # until the last request ended; of a backlog: until all of it would have
+    shares: tuple[PartShare, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """For scripts."""
+
+        def figures(one: Percentiles) -> dict[str, float]:
+            return {"mean": one.mean, "p50": one.p50, "p95": one.p95, "p99": one.p99}
+
+        return {
+            "requests": self.requests,
+            "wait": figures(self.wait) | {"error_95": self.wait_error},
+            "ttft": figures(self.ttft),
+            "completion": figures(self.completion) | {"error_95": self.completion_error},
+            "service": self.service,
+            "waiting_share": self.waiting_share,
+            "slots_busy": self.slots_busy,
+            "waited_too_long": self.too_late,
+            "seconds": self.seconds,
+        }
+
+
+def try_fleet(
+    parts: Sequence[FleetPart],
+    trace: Trace,
+    limit: TimeLimit,
+    *,
+    backlog: float | None = None,
+    policy: str = GATEWAY,
+    seed: int = 1,
+    warm: bool = False,
+) -> FleetTrial:
+    """Play a trace on a fleet.
+
+    `backlog`: the requests there really are, of which the trace is a sample that waits from the
+    start; times grow in proportion. `warm`: the nodes' speeds are known.
+    Raises OutOfTimeError.
+    """
+    name = fleet_name(parts)
+    limit.begin(name)
+    machines = [one for part in parts for one in part.node_type.machines(part.count)]
+    front = build_front(policy, machines, warm=warm, seed=seed)
+    result = simulate(trace, machines, front, lambda _: limit.check(name))
+    jobs = list(result.jobs)
+    bounds = [0]
+    for part in parts:
+        bounds.append(bounds[-1] + part.servers)
+    if backlog is None:
+        counted = jobs[int(len(jobs) * WARM_UP_SHARE) :]
+        growth = 1.0
+    else:
+        counted, growth = jobs, max(1.0, backlog / len(jobs))
+    waits = [(job.began - job.arrived) * growth for job in counted]
+    first = [wait + job.first - job.began for wait, job in zip(waits, counted, strict=True)]
+    completions = [wait + job.ended - job.began for wait, job in zip(waits, counted, strict=True)]
+    began = max(job.began for job in jobs)
+    return FleetTrial(
+        len(counted),
+        Percentiles.of(waits),
+        Percentiles.of(first),
+        Percentiles.of(completions),
+        fmean(job.ended - job.began for job in counted),
+        sum(wait > 0 for wait in waits) / len(waits),
+        error_of_mean(waits),
+        error_of_mean(completions),
+        utilisation(result),
+        sum(wait > LONGEST_WAIT for wait in waits),
+        began * growth + (result.ended - began),
+        tuple(_share(counted, low, high) for low, high in pairwise(bounds)),
+    )
+
+
+def _share(jobs: Sequence[Job], low: int, high: int) -> PartShare:
+    own = [job for job in jobs if low <= job.node < high]
+    return PartShare(
+        len(own) / len(jobs),
+        sum(job.prompt.tokens for job in own) / sum(job.prompt.tokens for job in jobs),
+        sum(job.output for job in own) / sum(job.output for job in jobs),
+    )
+
+
+def bounded(
+    trial: FleetTrial, other: FleetTrial, pick: Callable[[float, float], float]
+) -> FleetTrial:
+    """The trial with its times picked from it and another one, by `max` or `min`."""
+
+    def each(one: Percentiles, two: Percentiles) -> Percentiles:
+        return Percentiles(*map(pick, astuple(one), astuple(two)))
+
+    return replace(
+        trial,
+        wait=each(trial.wait, other.wait),
+        ttft=each(trial.ttft, other.ttft),
+        completion=each(trial.completion, other.completion),
+        waiting_share=pick(trial.waiting_share, other.waiting_share),
+        too_late=int(pick(trial.too_late, other.too_late)),
+    )
+
+
+def error_of_mean(values: Sequence[float]) -> float:
+    """Half the width of the 95 % confidence interval of a mean, by the method of batch means.
+
+    Values that follow each other depend on each other; means of long batches hardly do. Infinite
+    where there are too few values to tell.
+    """
+    size = len(values) // BATCHES
+    if size < 2:
+        return math.inf
+    means = [fmean(values[place * size : (place + 1) * size]) for place in range(BATCHES)]
+    return STUDENT_95 * stdev(means) / math.sqrt(BATCHES)
+
+
+def alone(jobs: Sequence[Job], node_type: NodeType) -> tuple[float, float]:
+    """95th percentiles of TTFT and completion, if each request had a node to itself.
+
+    No fleet of these nodes is faster. What a cache may hold does not need to be read.
+    """
+    machine = node_type.machine("alone")
+    first, whole = [], []
+    for job, unread in zip(jobs, unread_tokens(jobs), strict=True):
+        read = max(machine.token_base, unread / machine.prefill_tps)
+        first.append(read)
+        whole.append(read + (job.output - 1) * machine.token_base)
+    return Percentiles.of(first).p95, Percentiles.of(whole).p95
+
+
+# The question, and its search.
+
+MOST_USE = 0.8
+"""Share of the capacity that is planned with where no goal says how long requests may wait."""
+
+MOST_USE_WITH_GOAL = 0.95  # never more: above it waits grow for longer than any simulation lasts
+MOST_MORE = 64  # nodes up to which the search goes, as a multiple of the least
+DEFAULT_REQUESTS = 3000  # requests of a trial
+REQUESTS_PER_SLOT = 20
+"""Requests of a backlog's sample for each slot, so that its end does not weigh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is asked of a fleet. Seconds; None: nothing."""
+
+    ttft_p95: float | None = None
+    completion_p95: float | None = None
+    most_use: float = MOST_USE  # share of the capacity, where none of the two is given
+
+    def __post_init__(self) -> None:
+        for name, value in (("TTFT", self.ttft_p95), ("completion", self.completion_p95)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"the goal of {name} must be a positive number of seconds")
+        if not 0 < self.most_use <= 1:
+            raise ValueError("the use must be above 0 and at most 1")
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it says how long requests may take."""
+        return self.ttft_p95 is not None or self.completion_p95 is not None
+
+    @property
+    def use(self) -> float:
+        """Share of the capacity that may be used at most."""
+        return MOST_USE_WITH_GOAL if self.is_timed else self.most_use
+
+    def misses(self, trial: FleetTrial) -> list[str]:
+        """What a trial misses, and by how much."""
+        found = []
+        for name, value, goal in (
+            ("TTFT p95", trial.ttft.p95, self.ttft_p95),
+            ("completion p95", trial.completion.p95, self.completion_p95),
+        ):
+            if goal is not None and value > goal:
+                found.append(f"{name} {value:.2f} s, {value - goal:.2f} s above the goal")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuestion:
+    """What a plan is asked."""
+
+    workload: Workload
+    goal: Goal
+    types: tuple[NodeType, ...]
+    price_per_kwh: float = 0.0
+    requests: int = DEFAULT_REQUESTS  # of a trial
+    seed: int = 1
+    warm: bool = False  # whether the gateway knows the nodes' speeds from the start
+    recorded: Trace | None = None  # a recorded trace, to be played in place of made-up requests
+
+    def trace(self, slots: int = 0) -> Trace:
+        """The requests of a trial on a fleet of so many slots."""
+        if self.recorded is not None:
+            return self.recorded
+        requests = self.requests
+        if self.workload.backlog is not None:
+            requests = max(requests, REQUESTS_PER_SLOT * slots)
+            requests = max(1, min(requests, math.ceil(self.workload.backlog)))
+        return make_trace(self.workload, requests, self.seed)
+
+    def play(
+        self, parts: Sequence[FleetPart], trace: Trace, limit: TimeLimit, policy: str = GATEWAY
+    ) -> FleetTrial:
+        """Play its requests on a fleet. Raises OutOfTimeError."""
+        backlog = self.workload.backlog
+        return try_fleet(
+            parts, trace, limit, backlog=backlog, policy=policy, seed=self.seed, warm=self.warm
+        )
+
+    def is_met_by(self, trial: FleetTrial) -> bool:
+        """Whether a trial meets the goal; of a backlog: whether it ends in time."""
+        if self.workload.backlog_hours is not None:
+            return trial.seconds / SECONDS_PER_HOUR <= self.workload.backlog_hours
+        return not self.goal.misses(trial)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOption:
+    """A fleet that could be run, with its latency and its price."""
+
+    parts: tuple[FleetPart, ...]
+    use: float  # share of the capacity that is used in the busiest hour
+    trial: FleetTrial | None  # None: only estimated
+    price: FleetPrice
+    estimate: WaitEstimate | None = None  # None: its nodes are not equal
+    rejected: str = ""  # why it does not meet the goal; empty: it does
+    why_estimated: str = ""  # why it was not simulated to the end
+
+    @property
+    def name(self) -> str:
+        """Such as `3 x cpu-16`."""
+        return fleet_name(self.parts)
+
+    @property
+    def machines(self) -> int:
+        """All machines."""
+        return sum(part.count for part in self.parts)
+
+    @property
+    def tiers(self) -> frozenset[str]:
+        """The tiers of its parts."""
+        return frozenset(part.node_type.tier for part in self.parts)
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Sorts options: by price, without prices by number."""
+        hour = self.price.per_hour
+        return (math.inf if hour is None else hour, self.machines)
+
+
+def use_of(parts: Sequence[FleetPart], workload: Workload) -> float:
+    """Share of a fleet's capacity that the busiest hour uses."""
+    return workload.arrivals / math.fsum(part.capacity(workload) for part in parts)
+
+
+def option_price(
+    question: PlanQuestion, parts: Sequence[FleetPart], trial: FleetTrial | None
+) -> FleetPrice:
+    """What a fleet costs in a mean hour; of a backlog: in an hour in which it works."""
+    workload = question.workload
+    use = use_of(parts, workload) / workload.peak
+    served = workload.requests_per_hour
+    if workload.backlog_hours is not None:
+        use = 1.0
+        hours = workload.backlog_hours if trial is None else trial.seconds / SECONDS_PER_HOUR
+        served /= hours
+    capacities = [part.capacity(workload) for part in parts]
+    priced = []
+    for place, part in enumerate(parts):
+        prompt_share = completion_share = capacities[place] / sum(capacities)
+        if trial is not None:
+            prompt_share = trial.shares[place].prompt_tokens
+            completion_share = trial.shares[place].completion_tokens
+        busy = use * (prompt_share + completion_share) / 2 * sum(capacities) / capacities[place]
+        priced.append(
+            PricedPart(
+                part.node_type.price,
+                part.count,
+                busy,
+                served * workload.prompt * prompt_share,
+                served * workload.completion * completion_share,
+            )
+        )
+    return fleet_price(priced, question.price_per_kwh)
+
+
+def count_for(node_type: NodeType, workload: Workload, use: float) -> int:
+    """Machines of a type that are used to this share of their capacity at most."""
+    capacity = FleetPart(node_type, 1).capacity(workload)
+    return max(1, math.ceil(workload.arrivals / (capacity * use) - 1e-9))
+
+
+def least_count(node_type: NodeType, workload: Workload, goal: Goal) -> int:
+    """The number that can do the work at all, at the use that the goal allows."""
+    return count_for(node_type, workload, 1.0 if workload.backlog is not None else goal.use)
+
+
+def why_impossible(node_type: NodeType, trace: Trace, goal: Goal) -> str:
+    """The figure that keeps any number of this type from the goal, and by how much; or nothing."""
+    ttft, completion = alone(trace.jobs, node_type)
+    speeds = []
+    if goal.ttft_p95 is not None and ttft > goal.ttft_p95:
+        need = node_type.prefill_tps * ttft / goal.ttft_p95
+        speeds.append(
+            f"prefill_tps {node_type.prefill_tps:g} makes a TTFT p95 of {ttft:.2f} s on an idle "
+            f"node, {ttft - goal.ttft_p95:.2f} s above the goal of {goal.ttft_p95:g} s: it would "
+            f"take {need:.0f} tokens/s"
+        )
+    if goal.completion_p95 is not None and completion > goal.completion_p95:
+        factor = completion / goal.completion_p95
+        speeds.append(
+            f"decode_tps {node_type.decode_tps:g} and prefill_tps {node_type.prefill_tps:g} make a "
+            f"completion p95 of {completion:.2f} s on an idle node, "
+            f"{completion - goal.completion_p95:.2f} s above the goal of "
+            f"{goal.completion_p95:g} s: both would have to be {factor:.2f} times as fast"
+        )
+    return "; ".join(speeds)
+
+
+def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | None) -> FleetOption:
+    """The least number of a type that meets the goal. No limit: by the estimate alone."""
+    workload, goal = question.workload, question.goal
+    least = least_count(node_type, workload, goal)
+    # More than these are no fleet.
+    most_estimated = MOST_SERVERS // (node_type.servers * node_type.slots)
+
+    def option(
+        count: int, trial: FleetTrial | None, rejected: str = "", why: str = ""
+    ) -> FleetOption:
+        parts = (FleetPart(node_type, count),)
+        guess = estimate(
+            times_of(node_type, workload),
+            min(count, most_estimated) * node_type.servers,
+            workload.arrivals,
+            arrival_scv=workload.arrival_scv,
+            lengths_scv=workload.lengths_scv,
+        )
+        price = option_price(question, parts, trial)
+        return FleetOption(parts, guess.utilisation, trial, price, guess, rejected, why)
+
+    if limit is None:
+        return option(least, None)
+    trace = question.trace(min(least * node_type.servers, MOST_SIMULATED_NODES) * node_type.slots)
+    if least > most_estimated:
+        return option(least, None, f"it would take {least:,} of it")
+    if impossible := why_impossible(node_type, trace, goal):
+        return option(least, None, impossible)
+    most = min(least * MOST_MORE + 4, MOST_SIMULATED_NODES // node_type.servers)
+    if least > most:
+        return option(least, None, why=f"more than {MOST_SIMULATED_NODES} nodes are not simulated")
+    trials: dict[int, FleetTrial] = {}
+
+    def meets(count: int) -> bool:
+        if count not in trials:
+            trials[count] = question.play((FleetPart(node_type, count),), trace, limit)
+        return question.is_met_by(trials[count])
+
+    try:
+        count = least_that(meets, least, most)
+    except OutOfTimeError as error:
+        best = min(
+            (one for one, trial in trials.items() if question.is_met_by(trial)), default=None
+        )
+        if best is not None:
+            return option(best, trials[best], why=f"perhaps fewer: {error}")
+        return option(max(trials, default=least), None, why=str(error))
+    if count is None:
+        missed = ", ".join(goal.misses(trials[most]))
+        return option(most, trials[most], f"{most} of it still miss the goal: {missed}")
+    return option(count, trials[count])
+
+
+def least_that(holds: Callable[[int], bool], least: int, most: int) -> int | None:
+    """The least number from `least` to `most` for which it holds; None: it does for none.
+
+    If it holds for a number, it must for all above. Steps grow, then halve: few are tried.
+    """
+    below, step, count = least - 1, 1, least
+    while not holds(count):
+        if count >= most:
+            return None
+        below, count = count, min(count + step, most)
+        step *= 2
+    while count - below > 1:
+        middle = (below + count) // 2
+        if holds(middle):
+            count = middle
+        else:
+            below = middle
+    return count

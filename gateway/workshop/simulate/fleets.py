@@ -1,0 +1,210 @@
+"""Which machines are simulated: those of an inventory with speeds, or a fleet given as text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gateway.config.inventory import Inventory
+from gateway.workshop.simulate.simulation import (
+    BATCH_COST,
+    CACHE_RAM_MIB,
+    KV_BYTES_PER_TOKEN,
+    SimulatedMachine,
+)
+
+MOST_NODES = 100_000
+MIB = 1024 * 1024
+
+_GROUP = re.compile(
+    r"(?P<count>\d+)x(?P<slots>\d+)@(?P<decode>[\d.]+):(?P<prefill>[\d.]+)(?:\+(?P<cost>[\d.]+))?"
+)
+
+FLEET_SYNTAX = "COUNTxSLOTS@DECODE:PREFILL, such as 4x2@40:600"
+
+
+class FleetError(Exception):
+    """A fleet that can't be simulated; the message has the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpeeds:
+    """How fast one node is; None: not given."""
+
+    prefill_tps: float | None = None
+    decode_tps: float | None = None
+    batch_cost: float | None = None
+    slots: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSetup:
+    """The settings of all servers."""
+
+    batch_tokens: int = 512  # tokens of a step (`--batch-size`)
+    cache_ram_mib: int = CACHE_RAM_MIB  # MiB of host memory for prompts (`--cache-ram`)
+    kv_bytes_per_token: int = KV_BYTES_PER_TOKEN  # bytes that a token takes there
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the host-memory cache holds."""
+        return self.cache_ram_mib * MIB // self.kv_bytes_per_token
+
+
+def from_text(text: str, setup: ServerSetup) -> list[SimulatedMachine]:
+    """A fleet from text: groups of equal nodes, with commas between them.
+
+    `1000x2@40:600` are 1,000 nodes of 2 slots that decode 40 and prefill 600 tokens/s; `+0.3`
+    behind it: what one more busy slot adds to a step, as a share. Raises FleetError.
+    """
+    machines: list[SimulatedMachine] = []
+    for part in text.replace(" ", "").split(","):
+        found = _GROUP.fullmatch(part)
+        if found is None:
+            raise FleetError(f"{part!r} is no fleet: write {FLEET_SYNTAX}")
+        try:
+            count, slots = int(found["count"]), int(found["slots"])
+            decode, prefill = float(found["decode"]), float(found["prefill"])
+            cost = BATCH_COST if found["cost"] is None else float(found["cost"])
+        except ValueError:
+            raise FleetError(
+                f"{part!r} holds something that is no number: write {FLEET_SYNTAX}"
+            ) from None
+        if not 1 <= count <= MOST_NODES - len(machines):
+            raise FleetError(f"{part!r}: a fleet has 1 to {MOST_NODES} nodes")
+        for _ in range(count):
+            name = f"node-{len(machines) + 1}"
+            machines.append(_machine(name, slots, prefill, decode, cost, setup, part))
+    return machines
+
+
+def from_inventory(
+    inventory: Inventory,
+    speeds: Mapping[str, NodeSpeeds],
+    default_speeds: NodeSpeeds,
+    setup: ServerSetup,
+) -> tuple[list[SimulatedMachine], list[str]]:
+    """The machines of an inventory, and notes on what had to be assumed about them.
+
+    A node has the speeds in `speeds`, else `default_speeds` times its `speed_hint`. Nodes that get
+    no work (`enabled: false`, `standby: true`) are left out. Raises FleetError.
+    """
+    machines: list[SimulatedMachine] = []
+    unsized: list[str] = []
+    guessed: list[str] = []
+    for node in inventory.nodes:
+        if not node.enabled or node.standby:
+            continue
+        own = speeds.get(node.name, NodeSpeeds())
+        slots = node.slots or own.slots
+        if slots is None:
+            unsized.append(node.name)
+        if own.prefill_tps is None or own.decode_tps is None:
+            guessed.append(node.name)
+        prefill = own.prefill_tps or (default_speeds.prefill_tps or 0.0) * node.speed_hint
+        decode = own.decode_tps or (default_speeds.decode_tps or 0.0) * node.speed_hint
+        cost = own.batch_cost if own.batch_cost is not None else default_speeds.batch_cost
+        machine = _machine(
+            node.name,
+            slots or 1,
+            prefill,
+            decode,
+            BATCH_COST if cost is None else cost,
+            setup,
+            node.name,
+        )
+        calibrated = node.calibrate and node.kind == "llama.cpp"
+        machines.append(replace(machine, host=node.host, calibrated=calibrated))
+    if not machines:
+        raise FleetError("the inventory has no node that gets work")
+    notes = []
+    if unsized:
+        notes.append(f"assumed one slot for {_some(unsized)}: no `slots` in the inventory")
+    if guessed:
+        notes.append(
+            f"assumed {default_speeds.decode_tps:g} and {default_speeds.prefill_tps:g} "
+            f"tokens/s times `speed_hint` for "
+            f"{_some(guessed)}: --speeds FILE tells more"
+        )
+    return machines, notes
+
+
+def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
+    """Speeds by node, from what `llama-gateway nodes --json` writes or a file like it.
+
+    A list of nodes (or a mapping with the key `nodes`), each with `name`, `prefill_tps`,
+    `decode_tps` and, if known, `batch_cost` and `slots_total`; YAML or JSON. Raises FleetError.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise FleetError(
+            f"{path}: can't be read: {error.strerror} (check the path and its rights)"
+        ) from None
+    try:
+        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except json.JSONDecodeError as error:
+        place = f"{path}:{error.lineno}:{error.colno}"
+        raise FleetError(f"{place}: {error.msg} (write valid JSON)") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or "is no YAML"
+        raise FleetError(f"{place}: {problem} (write valid YAML)") from None
+    nodes = value.get("nodes") if isinstance(value, dict) else value
+    if not isinstance(nodes, list):
+        raise FleetError(
+            f"{path}: holds no list of nodes (take what `llama-gateway nodes --json` writes)"
+        )
+    speeds: dict[str, NodeSpeeds] = {}
+    for number, node in enumerate(nodes):
+        if not isinstance(node, dict) or not isinstance(node.get("name"), str):
+            raise FleetError(f"{path}: nodes[{number}]: has no name (each node needs one)")
+        where = f"{path}: nodes[{number}]"
+        slots = _number(where, node, "slots_total")
+        speeds[node["name"]] = NodeSpeeds(
+            _number(where, node, "prefill_tps"),
+            _number(where, node, "decode_tps"),
+            _number(where, node, "batch_cost"),
+            None if slots is None else max(1, int(slots)),
+        )
+    return speeds
+
+
+def _number(where: str, node: Mapping[str, Any], key: str) -> float | None:
+    value = node.get(key)
+    if value is None:
+        return None  # Not measured yet.
+    sound = isinstance(value, int | float) and not isinstance(value, bool)
+    if not sound or not math.isfinite(value) or value <= 0:
+        raise FleetError(f"{where}.{key}: must be a positive number (or left away)")
+    return float(value)
+
+
+def _machine(
+    name: str,
+    slots: int,
+    prefill: float,
+    decode: float,
+    cost: float,
+    setup: ServerSetup,
+    source: str,
+) -> SimulatedMachine:
+    try:
+        return SimulatedMachine(
+            name, slots, prefill, decode, cost, setup.batch_tokens, setup.cache_tokens
+        )
+    except ValueError as error:
+        raise FleetError(f"{source!r}: {error}") from None
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

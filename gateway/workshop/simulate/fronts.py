@@ -1,0 +1,754 @@
+"""Fronts: the gateway's own dispatcher, with or without autoscaling, and two other proxies.
+
+What the simulated gateway knows when it places a request is the truth, or what it has learnt.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from gateway.lease import PromptKey
+from gateway.nodes.calibration import (
+    LOOK_SECONDS,
+    READ_WORDS,
+    WARM_UP_TOKENS,
+    WARM_UP_WORDS,
+    WRITE_TOKENS,
+    due,
+)
+from gateway.nodes.fleet import COMPARE_SPEEDS_EVERY
+from gateway.nodes.lifecycle import LifecyclePhase
+from gateway.nodes.node import (
+    MOST_CALIBRATIONS,
+    CalibrationRecord,
+    Node,
+    SlotOccupancy,
+)
+from gateway.nodes.prompt_cache import FleetPromptCache
+from gateway.nodes.speed import ObservedTiming, Speed, compare_speeds
+from gateway.schedule.candidates import show_speed
+from gateway.schedule.core.autoscaling_policy import (
+    AutoscalingPolicy,
+    AutoscalingRules,
+    StandbyNode,
+    WaitingDemand,
+)
+from gateway.schedule.core.demand_model import TokenEstimates
+from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
+from gateway.schedule.core.placement_state import (
+    NodeSlots,
+    PlacementState,
+    QueuedRequest,
+    TierSets,
+)
+from gateway.terms import Priority
+from gateway.workshop.simulate.simulation import Front, SimulatedFleet, SimulatedMachine
+from gateway.workshop.simulate.trace import Job, common_tokens
+
+
+@dataclass(slots=True)
+class ExpectedRequest:
+    """What is known of one request, and its placement."""
+
+    prompt_tokens: float  # expected prompt tokens
+    completion_tokens: float  # expected tokens of the answer
+    cached: Mapping[int, float]  # prompt tokens believed cached, by row index
+    pending: Mapping[int, float] = field(default_factory=dict)
+    """Prompt tokens believed to be cached once what runs there has ended, by row index."""
+    affinity_hash: int = 0  # hash of the prompt's shared beginning
+    placement: QueuedRequest | None = None
+
+    def place(self, placement: QueuedRequest) -> None:
+        """It has this placement."""
+        self.placement = placement
+
+    def set_cached(
+        self, prompt_tokens: float, cached: Mapping[int, float], pending: Mapping[int, float]
+    ) -> None:
+        """Replace what is believed of its prompt."""
+        self.prompt_tokens, self.cached, self.pending = prompt_tokens, cached, pending
+
+
+class Knowledge(ABC):
+    """Where the figures of requests and of rows come from."""
+
+    @abstractmethod
+    def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
+        """Set the speeds of the rows; each machine has the row of its index."""
+
+    @abstractmethod
+    def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
+        """What to expect of a request that has arrived."""
+
+    @abstractmethod
+    def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
+        """Look up anew what is cached of a request that has waited."""
+
+    @abstractmethod
+    def placed(self, job: Job, expected: ExpectedRequest, now: float) -> None:
+        """Take note that it goes to the node of `expected.placement`."""
+
+    def prefill_done(self, job: Job, now: float) -> None:  # noqa: B027 - the truth learns nothing
+        """Learn from its first token's time."""
+
+    def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:  # noqa: B027
+        """Learn from its end; the job has the figures that llama.cpp reports."""
+
+    def restarted(self, node: int) -> None:  # noqa: B027 - the truth looks into the caches
+        """Forget the caches of a node that was stopped."""
+
+
+class ExactKnowledge(Knowledge):
+    """Knows the truth: speeds, lengths, and what every node has cached.
+
+    The difference of results to `LearntKnowledge` is the cost of learning. It looks into every node
+    where a prompt may be cached, so it is for fleets of some dozens of nodes.
+    """
+
+    def __init__(self) -> None:
+        # By stream, or minus prefix: the nodes where a prompt of it may be cached.
+        self._nodes_by_text: dict[int, set[int]] = {}
+
+    def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
+        """Set the real speeds."""
+        for machine, row in zip(machines, placement_state.rows, strict=True):
+            placement_state.set_speed(
+                row, machine.prefill_tps, machine.token_base, machine.token_step
+            )
+
+    def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
+        """The truth."""
+        prompt = job.prompt
+        affinity = prompt.prefix or prompt.stream
+        expected = ExpectedRequest(prompt.tokens, job.output, {}, affinity_hash=affinity)
+        self.refresh_cached(job, expected, fleet)
+        return expected
+
+    def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
+        """What is cached now."""
+        prompt = job.prompt
+        cached: dict[int, float] = {}
+        pending: dict[int, float] = {}
+        nodes = self._nodes_by_text
+        for node in nodes.get(prompt.stream, set()) | nodes.get(-prompt.prefix, set()):
+            server = fleet.servers[node]
+            # A busy slot's old prompt is being overwritten.
+            idle = [
+                held
+                for held, job in zip(server.cache.slot_prompts, server.slots, strict=True)
+                if job is None
+            ]
+            prompts = (*idle, *server.cache.host_prompts)
+            if held := max((common_tokens(one, prompt) for one in prompts), default=0):
+                cached[node] = held
+            running = [one.final_prompt for one in server.slots if one is not None]
+            if tokens := max((common_tokens(one, prompt) for one in running), default=0):
+                pending[node] = tokens
+        expected.set_cached(expected.prompt_tokens, cached, pending)
+
+    def placed(self, job: Job, expected: ExpectedRequest, now: float) -> None:
+        """Remember where to look."""
+        self._nodes_by_text.setdefault(job.prompt.stream, set()).add(job.node)
+        if job.prompt.prefix:
+            self._nodes_by_text.setdefault(-job.prompt.prefix, set()).add(job.node)
+
+
+BYTES_PER_TOKEN = 4
+BLOCK_TOKENS = 128  # tokens of a prompt key's block: 512 bytes (`request/prompt_key.py`)
+MOST_STREAMS = 30_000
+"""Conversations whose blocks are kept; a client would send the whole text again."""
+
+SIMULATED_MODEL = "model"
+
+_Numbers = tuple[int, ...]
+
+
+class _NodeStub:
+    """As much of a node as `compare_speeds` and the choice of those to calibrate read."""
+
+    public_models = frozenset({SIMULATED_MODEL})
+
+    class _Spec:
+        tier = "cpu"
+        kind = "llama.cpp"
+        written_hint = None
+
+    def __init__(self, machine: SimulatedMachine, row: NodeSlots) -> None:
+        self.spec = self._Spec()
+        self.speed = Speed()
+        self.machine = machine
+        self.row = row
+        self.host = machine.host or machine.name
+        self.calibration = CalibrationRecord()
+        self.calibrated_at = math.inf
+        """When the calibration that runs has shown the speed; infinity: none runs."""
+
+    def calibration_due(self, now: float) -> bool:
+        """Whether it is idle and its speed unknown."""
+        return not (
+            self.speed.samples
+            or self.speed.calibrated
+            or now < self.calibration.due_at
+            or self.calibration.tries >= MOST_CALIBRATIONS
+            or self.row.ours
+            or not (self.row.capacity and self.machine.calibrated)
+        )
+
+    def begin_calibration(self, now: float) -> None:
+        """It reads and writes as much as the gateway's two requests do."""
+        machine = self.machine
+        read = (WARM_UP_WORDS + READ_WORDS) / machine.prefill_tps
+        self.calibrated_at = now + read + (WARM_UP_TOKENS + WRITE_TOKENS) * machine.token_base
+
+    def end_calibration(self, now: float, *, given_up: bool) -> None:
+        """It has ended: its speed is known, unless a request took the slot."""
+        if not given_up:
+            read, wrote = READ_WORDS / self.machine.prefill_tps, self.machine.token_base
+            wrote *= WRITE_TOKENS - 1
+            self.speed.calibrate(_timings(READ_WORDS, read, WRITE_TOKENS, wrote))
+        self.calibration.end("", now, warm=True, again=given_up)
+        self.calibrated_at = math.inf
+
+    def know_speed(self) -> None:
+        """Learn the real speed, as from many answers, alone and beside others."""
+        machine = self.machine
+        read = WARM_TOKENS / machine.prefill_tps
+        for _ in range(WARM_ANSWERS):
+            for busy in {1, machine.slots}:
+                wrote = WARM_TOKENS * (machine.token_base + machine.token_step * (busy - 1))
+                self.speed.learn_timings(
+                    _timings(WARM_TOKENS, read, WARM_TOKENS, wrote),
+                    ObservedTiming(read + wrote, read, busy),
+                )
+
+
+WARM_ANSWERS, WARM_TOKENS = 8, 512
+"""Answers for each number of busy slots that a gateway which starts warm has learnt from, and the
+tokens read and written for each."""
+
+
+def _timings(read: int, read_s: float, wrote: int, wrote_s: float) -> dict[str, object]:
+    """What llama.cpp reports of so many tokens and seconds."""
+    return {
+        "prompt_n": read,
+        "prompt_ms": read_s * 1000,
+        "predicted_n": wrote,
+        "predicted_ms": wrote_s * 1000,
+    }
+
+
+@dataclass(slots=True)
+class _Measured:
+    """A running request: its prompt key, and its node's occupancy since the last event."""
+
+    prompt_key: PromptKey
+    slot_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    mean_prefills: float = 1.0
+
+    def note(self, occupancy: SlotOccupancy) -> None:
+        """Measure from now on."""
+        self.slot_seconds = occupancy.slot_seconds
+        self.prefill_seconds = occupancy.prefill_seconds
+
+    def prefill_done(self, occupancy: SlotOccupancy, seconds: float) -> None:
+        """Its prompt was read in `seconds`; measure its decoding from now on."""
+        prefills = occupancy.prefill_seconds - self.prefill_seconds
+        self.mean_prefills = prefills / seconds if seconds else 1.0
+        self.note(occupancy)
+
+
+class LearntKnowledge(Knowledge):
+    """Learns as the gateway does: of speeds from nothing (`warm`: it knows them), else too.
+
+    Idle nodes are calibrated. Their slots are free meanwhile, and a request ends it.
+    """
+
+    def __init__(self, *, warm: bool = False) -> None:
+        self._warm = warm
+        self.prompt_cache = FleetPromptCache()
+        self.token_estimates = TokenEstimates()
+        self._state = PlacementState()
+        self._stubs: list[_NodeStub] = []
+        self._occupancies: list[SlotOccupancy] = []
+        self._slots: list[int] = []
+        self._compared_at = 0.0
+        self._looked_at: float | None = None
+        """When calibrations were last begun."""
+        self._unknown: list[_NodeStub] = []
+        """Those that may have to be calibrated."""
+        self._measured: dict[int, _Measured] = {}
+        """By the id of each job that has arrived and not ended."""
+        # By conversation: its blocks, and where each of them ends.
+        self._blocks_by_stream: OrderedDict[int, tuple[_Numbers, _Numbers]] = OrderedDict()
+
+    def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
+        """Every node has the default speed, or its own."""
+        self._state = placement_state
+        self._stubs = [
+            _NodeStub(machine, row)
+            for machine, row in zip(machines, placement_state.rows, strict=True)
+        ]
+        self._occupancies = [SlotOccupancy() for _ in machines]
+        self._slots = [machine.slots for machine in machines]
+        if self._warm:
+            for stub in self._stubs:
+                stub.know_speed()
+        else:
+            self._unknown = list(self._stubs)
+        for machine, row in zip(machines, placement_state.rows, strict=True):
+            self.prompt_cache.resize(row.index, machine.slots)
+        self._set_all_speeds(0.0)
+
+    def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
+        """What to expect of it, by what was learnt so far."""
+        if self._unknown:
+            self._calibrate(fleet.now)
+        text = job.prompt.tokens * BYTES_PER_TOKEN
+        tokens, completion = self.token_estimates.expected_tokens(
+            SIMULATED_MODEL, job.caller, text, job.max_tokens
+        )
+        prompt_key = self._prompt_key(job, tokens)
+        affinity = prompt_key.blocks[0]
+        expected = ExpectedRequest(tokens, completion, {}, affinity_hash=affinity)
+        self._measured[job.id] = _Measured(prompt_key)
+        self.refresh_cached(job, expected, fleet)
+        return expected
+
+    def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
+        """What is believed to be cached now."""
+        measured = self._measured[job.id]
+        found = self.prompt_cache.lookup(measured.prompt_key)
+        expected.set_cached(found.tokens, found.cached, found.pending)
+
+    def placed(self, job: Job, expected: ExpectedRequest, now: float) -> None:
+        """Count it on its node, and expect its prompt to be cached there."""
+        measured = self._measured[job.id]
+        self.prompt_cache.request_placed(job.node, measured.prompt_key)
+        occupancy = self._occupancies[job.node]
+        occupancy.take(1, now, prefilling=True)
+        measured.note(occupancy)
+        stub = self._stubs[job.node]
+        if stub.calibrated_at < math.inf:
+            stub.end_calibration(now, given_up=True)
+
+    def prefill_done(self, job: Job, now: float) -> None:
+        """Measure its decoding from now on."""
+        occupancy = self._occupancies[job.node]
+        occupancy.prefill_done(now)
+        self._measured[job.id].prefill_done(occupancy, now - job.sent)
+
+    def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:
+        """Learn from its figures."""
+        measured = self._measured.pop(job.id)
+        node = job.node
+        occupancy = self._occupancies[node]
+        occupancy.release(1, now)
+        wrote = now - job.first
+        busy = (occupancy.slot_seconds - measured.slot_seconds) / wrote if wrote else 1.0
+        stalled = min(wrote, occupancy.prefill_seconds - measured.prefill_seconds)
+        unread = job.prompt.tokens - job.cached
+        timings = _timings(unread, job.first - job.began, job.output, wrote)
+        timings["cache_n"] = job.cached
+        seen = ObservedTiming(
+            now - job.sent, job.first - job.sent, busy, stalled, measured.mean_prefills
+        )
+        self._stubs[node].speed.learn_timings(timings, seen)
+        if self._state.exploring and now >= self._compared_at + COMPARE_SPEEDS_EVERY:
+            self._set_all_speeds(now)
+        else:
+            show_speed(self._state, self._state.rows[node], self._stubs[node].speed)
+        prompt = job.prompt.tokens
+        text = prompt * BYTES_PER_TOKEN
+        self.token_estimates.learn(
+            SIMULATED_MODEL, job.caller, text, prompt, job.output, job.max_tokens
+        )
+        self.prompt_cache.request_finished(
+            node, measured.prompt_key, prompt, job.cached, job.output
+        )
+
+    def restarted(self, node: int) -> None:
+        """Forget what it had cached, but not its speed."""
+        self.prompt_cache.forget_node(node)
+        self.prompt_cache.resize(node, self._slots[node])
+
+    def _calibrate(self, now: float) -> None:
+        """Take in the calibrations that have ended by now, in their order, and begin others."""
+        at = now if self._looked_at is None else self._looked_at
+        if 0 < now - at < LOOK_SECONDS:
+            return
+        self._looked_at = now
+        self._unknown = [stub for stub in self._unknown if not stub.speed.samples]
+        running = [stub for stub in self._unknown if stub.calibrated_at < math.inf]
+        ended = False
+        while True:
+            for stub in due(self._unknown, running, at):
+                stub.begin_calibration(at)
+                running.append(stub)
+            if not running:
+                break
+            first = min(running, key=lambda stub: stub.calibrated_at)
+            if first.calibrated_at > now:
+                break
+            at = first.calibrated_at
+            first.end_calibration(at, given_up=False)
+            running.remove(first)
+            self._unknown.remove(first)
+            ended = True
+        if ended:
+            self._set_all_speeds(now)
+
+    def _set_all_speeds(self, now: float) -> None:
+        """Compare the nodes' speeds: those not measured are taken to be as fast as the best."""
+        self._compared_at = now
+        compare_speeds(cast("list[Node]", self._stubs))
+        for stub, row in zip(self._stubs, self._state.rows, strict=True):
+            awaited = stub.calibrated_at < math.inf or stub.calibration_due(now)
+            show_speed(self._state, row, stub.speed, awaited=awaited)
+
+    def _prompt_key(self, job: Job, expected_tokens: float) -> PromptKey:
+        """The prompt in blocks; a new block begins where a turn or an answer does."""
+        stream, tokens, prefix, shared = job.prompt
+        blocks: list[int]
+        ends: list[int]
+        if stream in self._blocks_by_stream:
+            expected, known_ends = self._blocks_by_stream.pop(stream)
+            blocks, ends = list(expected), list(known_ends)
+            while ends and ends[-1] > tokens:
+                blocks.pop()
+                ends.pop()
+        else:
+            blocks, ends = [], []
+            if prefix:
+                _extend(blocks, ends, -prefix, min(shared, tokens))
+        _extend(blocks, ends, stream, tokens)
+        prompt, places = tuple(blocks), tuple(ends)
+        # Its answer is part of the next turn's prompt, and ends where a block does.
+        _extend(blocks, ends, stream, tokens + job.output)
+        self._blocks_by_stream[stream] = tuple(blocks), tuple(ends)
+        if len(self._blocks_by_stream) > MOST_STREAMS:
+            self._blocks_by_stream.popitem(last=False)
+        return PromptKey(
+            prompt,
+            expected_tokens,
+            tuple([end * BYTES_PER_TOKEN for end in places]),
+            tokens * BYTES_PER_TOKEN,
+        )
+
+
+def _extend(blocks: list[int], ends: list[int], text: int, tokens: int) -> None:
+    """Add blocks of one text until `tokens` tokens are covered."""
+    at = ends[-1] if ends else 0
+    last = blocks[-1] if blocks else 0
+    while at < tokens:
+        at = min(at + BLOCK_TOKENS, tokens)
+        last = hash((last, text, at))
+        blocks.append(last)
+        ends.append(at)
+
+
+LEAST_ALARM_DELAY = 1e-3
+"""Least seconds to an alarm: at a clock that stands still it would go off for ever."""
+
+PRIORITY_BY_LABEL = {priority.label: priority for priority in Priority}
+
+
+class GatewayFront(Front):
+    """The gateway's dispatcher over simulated nodes.
+
+    `knowledge` says what it knows of speeds, lengths and caches. Raises KeyError for a policy that
+    does not exist.
+    """
+
+    def __init__(
+        self,
+        machines: Sequence[SimulatedMachine],
+        rules: DispatchRules | None = None,
+        seed: int = 0,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        self.alarm = math.inf
+        self.state = PlacementState()
+        self.dispatcher = Dispatcher(self.state, rules or DispatchRules(), random.Random(seed))
+        self.knowledge: Knowledge = knowledge or ExactKnowledge()
+        for machine in machines:
+            self.state.add(machine.name, total=machine.slots)
+        self.knowledge.start(machines, self.state)
+        self._fleet: SimulatedFleet | None = None
+        self._expected: dict[int, ExpectedRequest] = {}
+        """By the id of each job that has arrived and not ended."""
+        self.dispatcher.set_cache_refresh(self._refresh_cached)
+        self._machines = machines
+        self._groups: dict[str, tuple[TierSets, ...]] = {}
+        """By model: the nodes that serve it."""
+
+    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+        """Place or queue the request, with what is known of it."""
+        now = fleet.now
+        self._fleet = fleet
+        expected = self.knowledge.expect(job, fleet)
+        self._expected[job.id] = expected
+        queued = QueuedRequest(
+            str(job.id),
+            self._groups.get(job.model) or self._add_groups(job.model),
+            PRIORITY_BY_LABEL[job.priority_label],
+            job.caller,
+            now,
+            prompt_tokens=expected.prompt_tokens,
+            completion_tokens=expected.completion_tokens,
+            cached=expected.cached,
+            pending=expected.pending,
+            affinity_hash=expected.affinity_hash,
+        )
+        placement = self.dispatcher.place_or_queue(queued, now)
+        if placement is not None:
+            self._send(placement, fleet)
+        self._set_alarm(now)
+
+    def _add_groups(self, model: str) -> tuple[TierSets, ...]:
+        serving = [
+            row
+            for row, machine in zip(self.state.rows, self._machines, strict=True)
+            if not (model and machine.models) or model in machine.models
+        ]
+        self._groups[model] = groups = ((self.state.candidate_set(serving),),)
+        return groups
+
+    def started(self, job: Job, fleet: SimulatedFleet) -> None:
+        """The prompt has been read."""
+        expected = self._expected[job.id]
+        assert expected.placement is not None
+        self.dispatcher.prefill_done(expected.placement, fleet.now)
+        self.knowledge.prefill_done(job, fleet.now)
+
+    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+        """Settle it, learn from it, and give its slot to the next."""
+        expected = self._expected.pop(job.id)
+        assert expected.placement is not None
+        now = fleet.now
+        self.dispatcher.finished(expected.placement, now, job.prompt.tokens, job.cached, job.output)
+        self.knowledge.ended(job, expected, now)
+        self._match(fleet)
+
+    def wake(self, fleet: SimulatedFleet) -> None:
+        """Give free slots to waiting requests."""
+        self._match(fleet)
+
+    def _refresh_cached(self, queued: QueuedRequest) -> None:
+        """Look up anew what is cached of a request that has waited."""
+        assert self._fleet is not None
+        job = self._fleet.jobs[int(queued.id)]
+        expected = self._expected[job.id]
+        self.knowledge.refresh_cached(job, expected, self._fleet)
+        queued.set_cached(queued.prompt_tokens, expected.cached, expected.pending)
+
+    def _match(self, fleet: SimulatedFleet) -> None:
+        for placement in self.dispatcher.match(fleet.now):
+            self._send(placement, fleet)
+        self._set_alarm(fleet.now)
+
+    def _send(self, placement: QueuedRequest, fleet: SimulatedFleet) -> None:
+        job = fleet.jobs[int(placement.id)]
+        expected = self._expected[job.id]
+        expected.place(placement)
+        fleet.send(job, placement.row.index)
+        self.knowledge.placed(job, expected, fleet.now)
+
+    def _set_alarm(self, now: float) -> None:
+        wake = self.dispatcher.wake_at()
+        self.alarm = math.inf if wake is None else max(wake, now + LEAST_ALARM_DELAY)
+
+
+AUTOSCALER_TICK = 1.0  # seconds between two looks at the load
+
+
+@dataclass(slots=True)
+class _StandbyMachine:
+    """One standby machine. Times are seconds of the simulation."""
+
+    index: int
+    slots: int
+    phase: LifecyclePhase = LifecyclePhase.OFF
+    started: float = -math.inf
+    stopped: float = -math.inf
+    ready_at: float = math.inf
+    seconds: float = 0.0  # seconds that it ran, up to its last stop
+
+    @property
+    def name(self) -> str:
+        """For the autoscaling policy."""
+        return str(self.index)
+
+    def enter(self, phase: LifecyclePhase) -> None:
+        """Begin another phase."""
+        self.phase = phase
+
+    def start(self, now: float, ready_at: float) -> None:
+        """Start it; it works from `ready_at` on."""
+        self.phase, self.started, self.ready_at = LifecyclePhase.STARTING, now, ready_at
+
+    def stop(self, now: float) -> None:
+        """Stop it."""
+        self.phase, self.stopped = LifecyclePhase.OFF, now
+        self.seconds += now - self.started
+
+
+class AutoscalingFront(GatewayFront):
+    """A gateway with standby machines: those with an index from `base` on.
+
+    A standby machine works `startup` seconds after its start, with empty caches.
+    """
+
+    def __init__(
+        self,
+        machines: Sequence[SimulatedMachine],
+        base: int,
+        rules: AutoscalingRules,
+        startup: float,
+        seed: int,
+        knowledge: Knowledge,
+    ) -> None:
+        super().__init__(machines, seed=seed, knowledge=knowledge)
+        self.starts = 0
+        self._rules = rules
+        self._startup = startup
+        self._policy = AutoscalingPolicy()
+        self._tick = 0.0
+        self._standby = [
+            _StandbyMachine(index, machine.slots)
+            for index, machine in enumerate(machines)
+            if index >= base
+        ]
+        self._by_name = {one.name: one for one in self._standby}
+        self._names = frozenset(self._by_name)
+        for one in self._standby:
+            self._set_working(one, works=False)
+
+    def standby_seconds(self, until: float) -> float:
+        """Seconds that standby machines ran, in all."""
+        return sum(
+            one.seconds
+            + (0.0 if one.phase is LifecyclePhase.OFF else max(0.0, until - one.started))
+            for one in self._standby
+        )
+
+    def wake(self, fleet: SimulatedFleet) -> None:
+        """Start and stop machines once a tick, and give free slots to waiting requests."""
+        if fleet.now >= self._tick:
+            self._tick = fleet.now + AUTOSCALER_TICK
+            self._scale(fleet)
+        super().wake(fleet)
+
+    def _scale(self, fleet: SimulatedFleet) -> None:
+        now = fleet.now
+        for one in self._standby:
+            if one.phase is LifecyclePhase.STARTING and now >= one.ready_at:
+                one.enter(LifecyclePhase.ON)
+                self._set_working(one, works=True)
+        for action in self._policy.decide(
+            self._standby_nodes(), self._demands(now), self._rules, now
+        ):
+            one = self._by_name[action.name]
+            if action.verb == "start":
+                one.start(now, now + self._startup)
+                self.starts += 1
+            elif action.verb == "retire":
+                one.enter(LifecyclePhase.RETIRING)
+                self._set_working(one, works=False)
+            elif action.verb == "keep":
+                one.enter(LifecyclePhase.ON)
+                self._set_working(one, works=True)
+            else:
+                one.stop(now)
+                fleet.servers[one.index].restart()
+                self.knowledge.restarted(one.index)
+
+    def _standby_nodes(self) -> list[StandbyNode]:
+        rows = self.state.rows
+        slots = sum(row.capacity for row in rows)
+        busy = sum(row.ours for row in rows if row.capacity)
+        nodes = []
+        for one in self._standby:
+            row = rows[one.index]
+            others = (slots - row.capacity, busy - (row.ours if row.capacity else 0))
+            nodes.append(
+                StandbyNode(
+                    one.name, one.phase, one.slots, row.ours, others, one.started, one.stopped
+                )
+            )
+        return nodes
+
+    def _demands(self, now: float) -> list[WaitingDemand]:
+        dispatcher = self.dispatcher
+        if not dispatcher.waiting:
+            return []
+        wait = max(
+            max(wait, now - queued.received_at) for queued, wait in dispatcher.predicted_waits(now)
+        )
+        slots = sum(row.total for row in self.state.rows if row.alive)
+        return [WaitingDemand(self._names, wait, slots)]
+
+    def _set_working(self, one: _StandbyMachine, *, works: bool) -> None:
+        state = self.state
+        state.set_slots(state.rows[one.index], one.slots, one.slots if works else 0, 0, alive=works)
+
+    def _set_alarm(self, now: float) -> None:
+        super()._set_alarm(now)
+        phases = [one.phase for one in self._standby]
+        serving = sum(one in {LifecyclePhase.STARTING, LifecyclePhase.ON} for one in phases)
+        changing = LifecyclePhase.STARTING in phases or LifecyclePhase.RETIRING in phases
+        if changing or serving != self._rules.min or self.dispatcher.waiting:
+            self._tick = max(self._tick, now + LEAST_ALARM_DELAY)
+            self.alarm = min(self.alarm, self._tick)
+
+
+_FULL = 1 << 30
+
+
+class LeastConn(Front):
+    """Sends to the server with the fewest connections, ties in turn: one proxy or the other.
+
+    Without `slots` it is nginx's `least_conn`, which sends at once: requests beyond a node's slots
+    wait inside the node, and can't be moved any more. With them it is HAProxy's `leastconn` with
+    that `maxconn`, which lets the rest wait, first in, first out.
+    """
+
+    def __init__(self, nodes: int, slots: Sequence[int] | None = None) -> None:
+        self.alarm = math.inf
+        self._slots: Sequence[float] = slots or [math.inf] * nodes
+        # A full server's count is raised by `_FULL`, so that it never is the least.
+        self._connections = [0] * nodes
+        self._queue: deque[Job] = deque()
+        self._turn = 0
+
+    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+        """Send it, or queue it while every server is full."""
+        counts = self._connections
+        least = min(counts)
+        if least >= _FULL:
+            self._queue.append(job)
+            return
+        try:
+            node = counts.index(least, self._turn)
+        except ValueError:
+            node = counts.index(least)
+        self._turn = node + 1
+        self._send(job, node, fleet)
+
+    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+        """Give the room to the oldest of the queue."""
+        count = self._connections[job.node]
+        self._connections[job.node] = (count - _FULL if count >= _FULL else count) - 1
+        if self._queue:
+            self._send(self._queue.popleft(), job.node, fleet)
+
+    def _send(self, job: Job, node: int, fleet: SimulatedFleet) -> None:
+        count = self._connections[node] + 1
+        self._connections[node] = count + _FULL if count >= self._slots[node] else count
+        fleet.send(job, node)

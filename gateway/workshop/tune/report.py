@@ -1,0 +1,359 @@
+"""The result of a search: a verdict for people, JSON, Ansible host vars, and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gateway.local.energy import kwh_per_million
+from gateway.local.topology import Topology, format_kernel_list
+from gateway.workshop.tune.benchmark import MOST_OTHER_WORK
+from gateway.workshop.tune.search import (
+    KNOBS,
+    REPEATS,
+    Figures,
+    Setting,
+    TuningSession,
+    pinned_cpus,
+)
+
+MOST_NAMED_SETTINGS = 3  # in one sentence of the verdict
+
+
+@dataclass(frozen=True, slots=True)
+class SettingResult:
+    """A setting that was measured."""
+
+    setting: Setting
+    figures: Figures  # medians
+    score: float  # seconds, median
+    repeats: int
+    gain: float  # over the rule of thumb, as a share of its score; negative: worse
+    significant: bool  # whether the gain is more than noise
+
+
+@dataclass(frozen=True, slots=True)
+class TuningReport:
+    """All results of a session."""
+
+    results: tuple[SettingResult, ...]  # best score first
+    best: SettingResult
+    baseline: SettingResult
+    session: TuningSession
+
+    @property
+    def noise(self) -> float:
+        """The standard deviation of one measurement, as a share of it."""
+        return self.session.search.history.noise()
+
+    @property
+    def disturbed_count(self) -> int:
+        """Measurements beside other work on the machine."""
+        return sum((one.other_work or 0.0) > MOST_OTHER_WORK for one in self.session.measurements)
+
+    def verdict(self) -> list[str]:
+        """Say in sentences what the figures show."""
+        search = self.session.search
+        sentences = []
+        if len(self.results) == 1:
+            sentences.append(f"Only the rule of thumb was measured: {self.baseline.setting}.")
+        elif self.best.setting == self.baseline.setting:
+            sentences.append(
+                "Nothing that was tried is better than the rule of thumb by more than noise: keep "
+                f"{self.best.setting}."
+            )
+        else:
+            sentences.append(
+                f"Best: {self.best.setting}. Its score is {self.best.gain:.0%} less than that of "
+                f"the rule of thumb ({self.baseline.setting})."
+            )
+        repeated = any(row.repeats > 1 for row in self.results)
+        sentences.append(
+            f"A single measurement {'varies' if repeated else 'is taken to vary'} by "
+            f"{self.noise:.1%}, so smaller differences than "
+            f"{search.history.detectable_difference(REPEATS):.1%} may be noise."
+        )
+        others = [row for row in self.results if row.setting != self.best.setting]
+        ahead = [row for row in others if row.repeats < REPEATS and row.score < self.best.score]
+        if ahead:
+            sentences.append(f"Seemed better, but not measured often enough: {_named(ahead)}.")
+        if ties := [row for row in others if row not in ahead and not self._worse(row)]:
+            sentences.append(f"Not clearly worse than the best: {_named(ties)}.")
+        if untried := search.unsearched_knobs():
+            sentences.append(
+                f"Not searched to the end ({_why(self.session.end_reason)}): "
+                f"{', '.join(untried)}. The "
+                "same command goes on from here."
+            )
+        sentences.extend(_energy_sentence(self.best))
+        if self.disturbed_count:
+            sentences.append(
+                f"Other work disturbed {self.disturbed_count} of "
+                f"{len(self.session.measurements)} measurements: do not rely on small differences."
+            )
+        return sentences
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        session = self.session
+        return {
+            "goal": session.goal,
+            "request": asdict(session.request),
+            "ended": session.end_reason,
+            "best": _row(self.best),
+            "rule_of_thumb": _row(self.baseline),
+            "better_than_rule_of_thumb": self.best.setting != self.baseline.setting,
+            "noise": self.noise,
+            "verdict": self.verdict(),
+            "tried": [_row(row) for row in self.results],
+            "failed": [
+                {"setting": asdict(setting), "error": error}
+                for setting, error in session.errors().items()
+            ],
+            "measurements": len(session.measurements),
+            "disturbed_measurements": self.disturbed_count,
+            "settings_of_full_grid": session.search.space.size,
+            "not_searched": session.search.unsearched_knobs(),
+        }
+
+    def _worse(self, row: SettingResult) -> bool:
+        return self.session.search.history.clearly_better(self.best.setting, row.setting)
+
+
+def build_report(session: TuningSession) -> TuningReport | None:
+    """Build the report on a session; None when not even the first setting was measured."""
+    history, start = session.search.history, session.search.baseline
+    if history.count(start) == 0:
+        return None
+    rows = {
+        setting: SettingResult(
+            setting,
+            figures,
+            history.median_score(setting),
+            history.count(setting),
+            history.gain(setting, start),
+            history.clearly_better(setting, start) or history.clearly_better(start, setting),
+        )
+        for setting, figures in session.median_by_setting().items()
+    }
+    ordered = tuple(sorted(rows.values(), key=lambda row: row.score))
+    return TuningReport(ordered, rows[session.search.best], rows[start], session)
+
+
+def _row(row: SettingResult) -> dict[str, Any]:
+    return {
+        "setting": asdict(row.setting),
+        "figures": asdict(row.figures),
+        "score": row.score,
+        "measured": row.repeats,
+        "gain": row.gain,
+        "more_than_noise": row.significant,
+    }
+
+
+def _energy_sentence(row: SettingResult) -> list[str]:
+    """Say what energy a setting takes, where it was measured."""
+    written, read = row.figures.decode_joules, row.figures.prefill_joules
+    if written is None or read is None:
+        return []
+    sentence = (
+        f"{row.setting} takes {written:.3g} J for a written token ({kwh_per_million(written):.3g} "
+        f"kWh a million) and {read:.3g} J for a prompt token: processors and memory by RAPL, idle "
+        "power included; not the rest of the machine."
+    )
+    return [sentence]
+
+
+def _named(rows: list[SettingResult]) -> str:
+    named = "; ".join(str(row.setting) for row in rows[:MOST_NAMED_SETTINGS])
+    return named + (
+        f"; and {len(rows) - MOST_NAMED_SETTINGS} more" if len(rows) > MOST_NAMED_SETTINGS else ""
+    )
+
+
+def _why(ended: str) -> str:
+    return {"time": "the time was over", "interrupted": "interrupted"}.get(ended, ended)
+
+
+HEADER = "# Written by llama-gateway tune"
+SUFFIXES = (".yml", ".yaml", ".json")
+
+
+class WriteError(Exception):
+    """The file must not be written. The text names the problem and the remedy."""
+
+
+def check_target(path: Path) -> None:
+    """Raise WriteError for a file that `write_result` could or should not write."""
+    if path.suffix not in SUFFIXES:
+        raise WriteError(f"{path}: must end in {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise WriteError(f"{path}: there is no folder {path.parent}; make it first")
+    if path.suffix == ".json":
+        return
+    if path.exists() and not path.read_text(errors="replace").startswith(HEADER):
+        raise WriteError(
+            f"{path}: holds variables that this command did not write. Remedy: name a file of its "
+            "own, such as host_vars/HOST/tuned.yml"
+        )
+    if path.parent.parent.name == "host_vars":
+        for suffix in (".yml", ".yaml"):
+            beside = path.parent.with_name(path.parent.name + suffix)
+            if beside.exists():
+                raise WriteError(
+                    f"{path}: Ansible would read the folder {path.parent} and no longer {beside}. "
+                    f"Remedy: mv {beside} {path.parent / 'main.yml'}"
+                )
+
+
+def role_variables(setting: Setting, topology: Topology) -> dict[str, Any]:
+    """Return the setting as variables of the Ansible role `llama_node`."""
+    variables: dict[str, Any] = {
+        "llama_node_threads": setting.threads,
+        "llama_node_batch": setting.batch,
+        "llama_node_ubatch": setting.micro_batch,
+        "llama_node_slots": setting.slots,
+    }
+    if setting.pinning == "cores":  # offered with a single NUMA node only
+        cpus = pinned_cpus("cores", topology.nodes[0]) or ()
+        variables["llama_node_service_options"] = {
+            "CPUAffinity": format_kernel_list(cpus).replace(",", " ")
+        }
+    return variables
+
+
+def write_result(
+    path: Path,
+    report: TuningReport,
+    topology: Topology,
+    subject: dict[str, Any],
+    written_at: datetime,
+) -> None:
+    """Write host vars or, where the suffix is `.json`, the whole report. Raises OSError."""
+    if path.suffix == ".json":
+        text = json.dumps({"subject": subject, **report.as_dict()}, indent=2) + "\n"
+    else:
+        text = render_host_vars(report, topology, subject, written_at)
+    draft = path.with_name(f".{path.name}.part")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def render_host_vars(
+    report: TuningReport, topology: Topology, subject: dict[str, Any], written_at: datetime
+) -> str:
+    """Return the text of a host vars file, with the measurements that it rests on."""
+    best, session = report.best, report.session
+    judged = f"{session.request.prompt} + {session.request.answer} tokens"
+    moment = f"{written_at.astimezone(UTC):%Y-%m-%d %H:%M}"
+    comments = [
+        f"{HEADER} on {moment} UTC, which replaces it as a whole.",
+        f"# Goal {session.goal}: requests of {judged}, slots of {subject['context']} tokens.",
+        f"# Model {subject['model']}, {subject['server']}, {subject['processor']}.",
+        *(f"# {line}" for line in report.verdict()),
+        f"# Each server: {format_figures(best.figures)}.",
+    ]
+    body = yaml.safe_dump(role_variables(best.setting, topology), sort_keys=False)
+    return "\n".join(comments) + f"\n---\n{body}"
+
+
+def format_figures(figures: Figures) -> str:
+    """Describe figures in words."""
+    stall = "" if figures.stall is None else f", stall {figures.stall:.2f} s"
+    memory = "" if figures.memory is None else f", {figures.memory / (1 << 30):.1f} GiB"
+    joules = (
+        "" if figures.decode_joules is None else f", {figures.decode_joules:.3g} J a written token"
+    )
+    return (
+        f"reads {figures.prefill:.0f} tokens/s, writes {figures.decode:.1f} alone and "
+        f"{figures.decode_busy:.1f} in all slots{stall}{memory}{joules}"
+    )
+
+
+PLOTTED_FIGURES: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
+    ("prefill,\ntokens/s", lambda one: one.prefill),
+    ("decode alone,\ntokens/s", lambda one: one.decode),
+    ("decode, all slots,\ntokens/s", lambda one: one.decode_busy),
+    ("stall, s", lambda one: one.stall),
+)
+
+KNOB_LABELS = {"micro_batch": "micro-batch"}
+
+
+def draw_report(path: Path, report: TuningReport, title: str) -> None:
+    """Plot the measurements along each knob, and their medians; the suffix selects the format.
+
+    Each column shows settings that differ from the best in this knob only (and, for batch and
+    micro-batch, in the other where it had to follow). Needs the extra `plots`. Raises OSError.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    space = report.session.search.space
+    knobs = [knob for knob in KNOBS if len(space.values(knob)) > 1]
+    rows = ["score", *(label for label, _ in PLOTTED_FIGURES)]
+    figure = Figure(
+        figsize=(2.4 * max(1, len(knobs)) + 0.8, 1.7 * len(rows)), dpi=110, layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(rows), max(1, len(knobs)), sharey="row", squeeze=False)
+    for column, knob in enumerate(knobs):
+        near = settings_along_knob(report, knob)
+        values = [value for value in space.values(knob) if value in near]
+        for line, panel in enumerate(panels[:, column]):
+            for at, value in enumerate(values):
+                points = _points(report, near[value], line)
+                panel.plot([at] * len(points), points, ".", color="grey", markersize=4)
+            medians = [(at, _median(report, near[value], line)) for at, value in enumerate(values)]
+            known = [(at, value) for at, value in medians if value is not None]
+            panel.plot(*zip(*known, strict=True), linewidth=1.2) if known else None
+            best = getattr(report.best.setting, knob)
+            if best in values:
+                panel.axvline(values.index(best), color="tab:green", alpha=0.4, linewidth=4)
+            panel.set_xlim(-0.5, max(1, len(values)) - 0.5)
+            panel.set_xticks(range(len(values)), [str(value) for value in values], fontsize=7)
+            panel.grid(alpha=0.3)
+            panel.tick_params(axis="y", labelsize=7)
+        panels[-1][column].set_xlabel(KNOB_LABELS.get(knob, knob), fontsize=8)
+    for line, label in enumerate(rows):
+        text = f"{report.session.goal}, s\n(less is better)" if line == 0 else label
+        panels[line][0].set_ylabel(text, fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path)
+
+
+def settings_along_knob(report: TuningReport, knob: str) -> dict[object, Setting]:
+    """Return measured settings that differ in this knob only, by its value.
+
+    It is the longest such series; of equals the one around the best setting.
+    """
+    tried = {row.setting for row in report.results}
+    bases = [report.best.setting, report.baseline.setting, *(row.setting for row in report.results)]
+    series = [
+        {
+            value: base.with_knob(knob, value)
+            for value in report.session.search.space.values(knob)
+            if base.with_knob(knob, value) in tried
+        }
+        for base in bases
+    ]
+    return max(series, key=len)
+
+
+def _points(found: TuningReport, setting: Setting, line: int) -> list[float]:
+    if line == 0:
+        return list(found.session.search.history.scores[setting])
+    figures = [one.figures for one in found.session.measurements if one.setting == setting]
+    values = [PLOTTED_FIGURES[line - 1][1](one) for one in figures if one is not None]
+    return [value for value in values if value is not None]
+
+
+def _median(found: TuningReport, setting: Setting, line: int) -> float | None:
+    row = next(row for row in found.results if row.setting == setting)
+    return row.score if line == 0 else PLOTTED_FIGURES[line - 1][1](row.figures)

@@ -1,5 +1,0 @@
-from __future__ import annotations
-
-from tests.hurry import hurried
-
-__all__ = ["hurried"]

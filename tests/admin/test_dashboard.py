@@ -1,0 +1,393 @@
+"""The dashboard in a real browser, over a whole gateway with emulated nodes.
+
+`DASHBOARD_PICTURES=docs/images pytest tests/admin/test_dashboard.py -k pictures` makes the
+pictures of README and docs anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.async_api import Browser, Page, expect
+
+from gateway.callers.keys import AdminRole, new_key
+from tests.admin.browser import (
+    PATIENCE,
+    WatchedPage,
+    a_browser,
+    a_page,
+    needs_browser,
+)
+from tests.emulator import EmulatedNode
+from tests.gateways import NO_TLS, Running, running_gateway, until
+
+pytestmark = [pytest.mark.slow, needs_browser]
+
+KEYS = {role: new_key(f"the-{role.label}") for role in AdminRole}
+ADMIN = {
+    "keys": [{"id": key.id, "sha256": key.sha256, "role": role.label} for role, key in KEYS.items()]
+}
+AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text()
+HOSTILE = "<img src=x onerror=alert(1)>\u202e\u0007</script><script>alert(2)</script>"
+expect.set_options(timeout=PATIENCE)
+
+
+@contextlib.asynccontextmanager
+async def a_fleet(
+    folder: Path, *, hosts: str = "ab", settings: dict[str, Any] | None = None, **node: Any
+) -> AsyncIterator[tuple[Running, dict[str, EmulatedNode]]]:
+    """A gateway over two emulated nodes on each host."""
+    emulated: dict[str, EmulatedNode] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        specs = []
+        for host in hosts:
+            for numa in "01":
+                name = f"epyc-{host}-numa{numa}"
+                options: dict[str, Any] = {
+                    "slots": 2,
+                    "decode_tps": 25.0,
+                    "answer_tokens": 2000,
+                    **node,
+                }
+                one = await stack.enter_async_context(EmulatedNode(**options))
+                emulated[name] = one
+                specs.append(
+                    {"name": name, "url": one.url, "host": f"epyc-{host}",
+                     "labels": {"numa": numa}, "cost_per_hour": 0.2}
+                )  # fmt: skip
+        running = await stack.enter_async_context(running_gateway(folder, specs, settings))
+        yield running, emulated
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    running: Running, role: AdminRole | None = None, **context: Any
+) -> AsyncIterator[tuple[Browser, WatchedPage]]:
+    """The dashboard, opened with the key of this role; nothing of it may go wrong."""
+    key = None if role is None else KEYS[role].text
+    async with (
+        a_browser() as browser,
+        a_page(browser, running.admin_url, key=key, **context) as watched,
+    ):
+        await expect(watched.page.locator("#nodes .node").first).to_be_visible()
+        yield browser, watched
+        assert watched.trouble == []
+
+
+def node_card(page: Page, name: str) -> Any:
+    return page.locator(f'[data-node="{name}"]')
+
+
+@contextlib.asynccontextmanager
+async def streams(running: Running, number: int, **body: Any) -> AsyncIterator[None]:
+    """So many chats, each begun anew when it ends."""
+
+    async def chat(caller: int) -> None:
+        async with httpx.AsyncClient(base_url=running.url, trust_env=False, verify=NO_TLS) as one:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    words = f"caller {caller}: " + "word " * (20 + 9 * caller)
+                    asked = {"messages": [{"role": "user", "content": words}], "stream": True}
+                    headers = {"x-priority": ("normal", "premium", "batch", "urgent")[caller % 4]}
+                    async with one.stream(
+                        "POST", "/v1/chat/completions", json={**asked, **body}, headers=headers,
+                        timeout=120.0,
+                    ) as response:  # fmt: skip
+                        async for _ in response.aiter_raw():
+                            pass
+                await asyncio.sleep(0.05)
+
+    tasks = [asyncio.create_task(chat(caller)) for caller in range(number)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_operator_drains_and_resumes_a_node_by_a_click(tmp_path: Path) -> None:
+    async with a_fleet(tmp_path) as (running, _), opened(running) as (_, watched):
+        page, name = watched.page, "epyc-a-numa1"
+        await expect(page.locator("#problems")).to_contain_text("Nothing needs attention")
+        card = node_card(page, name)
+        await card.get_by_role("button", name=f"Drain {name}").click()
+        await expect(card.locator(".state")).to_contain_text("draining")
+        await expect(page.locator("#problems")).to_contain_text(f"{name} is drained")
+        await expect(page.locator("#toasts")).to_contain_text("gets no new work")
+        assert running.gateway.fleet.nodes[name].draining
+        await card.get_by_role("button", name=f"Resume {name}").click()
+        await expect(card.locator(".state")).to_contain_text("ready")
+        assert not running.gateway.fleet.nodes[name].draining
+        # By the keyboard alone, in the dialog.
+        await card.get_by_role("button", name=name, exact=True).focus()
+        await page.keyboard.press("Enter")
+        dialog = page.get_by_role("dialog")
+        await expect(dialog).to_contain_text("NUMA node 1")
+        await dialog.get_by_role("button", name="Probe").click()
+        await expect(page.locator("#toasts")).to_contain_text(f"{name}:")
+        await page.keyboard.press("Escape")
+        await expect(dialog).to_be_hidden()
+
+
+async def test_a_killed_node_is_the_first_problem_and_its_return_ends_it(tmp_path: Path) -> None:
+    health = {"health": {"interval": 1.0, "fall": 1, "rise": 1}}
+    async with (
+        a_fleet(tmp_path, settings=health) as (running, nodes),
+        opened(running) as (_, watched),
+    ):
+        page, name = watched.page, "epyc-b-numa0"
+        await nodes[name].kill()
+        await expect(node_card(page, name).locator(".state")).to_contain_text("down")
+        problem = page.locator(".problem").first
+        await expect(problem).to_contain_text(f"{name} is down")
+        await expect(problem).to_contain_text(f"llama-gateway nodes probe {name}")
+        await nodes[name].revive()
+        await expect(node_card(page, name).locator(".state")).to_contain_text("ready")
+        await expect(page.locator("#problems")).to_contain_text("Nothing needs attention")
+
+
+async def test_the_playground_streams_a_chat_and_tells_how_it_came_about(tmp_path: Path) -> None:
+    async with (
+        a_fleet(tmp_path, answer_tokens=12) as (running, _),
+        opened(running) as (_, watched),
+    ):
+        page = watched.page
+        await page.get_by_label("Message").fill("Hello there")
+        await page.get_by_role("button", name="Send").click()
+        answer = page.locator(".turn.assistant")
+        await expect(answer.locator(".way")).to_contain_text("prompt tokens cached")
+        await expect(answer.locator(".way")).to_contain_text("epyc-")
+        await expect(answer.locator(".text")).not_to_be_empty()
+        ended = running.gateway.live._view.history.recent()
+        assert ended.callers == {"playground:local": 1}
+        ledger = running.gateway.ledger
+        assert ledger is not None
+        await until(lambda: ledger.written >= 1)
+
+
+async def test_an_operator_cancels_a_request_by_a_click(tmp_path: Path) -> None:
+    async with a_fleet(tmp_path) as (running, _), opened(running) as (_, watched):
+        page = watched.page
+        body = {"messages": [{"role": "user", "content": "words-nobody-knows"}], "stream": True}
+        async with running.client.stream(
+            "POST", "/v1/chat/completions", json=body, headers={"x-request-id": "mine-17"}
+        ) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            await expect(page.locator("#requests tbody tr")).to_have_count(1)
+            assert "words-nobody-knows" not in await page.content()
+            await page.get_by_role("button", name="Cancel request mine-17").click()
+            rest = "\n".join([line async for line in lines])
+            assert "operator" in rest
+        await expect(page.locator("#requests")).to_contain_text("Nothing waits and nothing runs")
+
+
+async def test_a_request_is_explained_by_a_click_and_by_the_keyboard(tmp_path: Path) -> None:
+    async with (
+        a_fleet(tmp_path, hosts="a") as (running, _),
+        opened(running) as (_, watched),
+        streams(running, 6),
+    ):
+        page, dialog = watched.page, watched.page.get_by_role("dialog")
+        running_row = page.locator("#requests tr.writing").first
+        await running_row.get_by_role("button", name="Why request").click()
+        await expect(dialog).to_contain_text("Attempt 1")
+        await expect(dialog.get_by_role("table", name="")).to_have_count(2)
+        await expect(dialog).to_contain_text("epyc-a-numa1")
+        await expect(dialog).to_contain_text("chosen")
+        await expect(dialog).to_contain_text("runs")
+        await page.keyboard.press("Escape")
+        await expect(dialog).to_be_hidden()
+        waiting = page.locator("#requests tr.waiting").first
+        await waiting.get_by_role("button", name="Why request").focus()
+        await page.keyboard.press("Enter")
+        await expect(dialog).to_contain_text("It waits for 2 nodes")
+        await dialog.get_by_role("button", name="Ask again").click()
+        await expect(dialog).to_contain_text("It waits for 2 nodes")
+        await dialog.get_by_role("button", name="Close").click()
+        await expect(dialog).to_be_hidden()
+
+
+async def test_an_explanation_that_can_not_be_had_says_so(tmp_path: Path) -> None:
+    async with (
+        a_fleet(tmp_path, hosts="a") as (running, _),
+        streams(running, 1),
+        a_browser() as browser,
+        a_page(browser, running.admin_url) as watched,
+    ):
+        page = watched.page
+        await page.get_by_role("button", name="Why request").first.click()
+        await expect(page.get_by_role("dialog")).to_contain_text("Attempt 1")
+        await page.context.set_offline(offline=True)
+        await page.get_by_role("button", name="Ask again").click()
+        await expect(page.get_by_role("alert")).to_have_text("The gateway does not answer.")
+
+
+async def test_a_wrong_key_is_refused_and_the_key_is_stored_nowhere(tmp_path: Path) -> None:
+    async with (
+        a_fleet(tmp_path, hosts="a", settings={"admin": ADMIN}) as (running, _),
+        a_browser() as browser,
+        a_page(browser, running.admin_url, key="lg_wrong_wrong") as watched,
+    ):
+        page = watched.page
+        await expect(page.get_by_role("alert")).to_contain_text("not valid")
+        await page.get_by_label("Admin key").fill(KEYS[AdminRole.OPERATOR].text)
+        await page.get_by_role("button", name="Open").click()
+        await expect(page.locator("#nodes .node")).to_have_count(2)
+        await expect(page.locator("#top")).to_contain_text("role operator")
+        stored = "[localStorage.length, sessionStorage.length, document.cookie]"
+        assert await page.evaluate(stored) == [0, 0, ""]
+        assert await page.context.cookies() == []
+        await page.reload()
+        await expect(page.get_by_label("Admin key")).to_be_visible()
+        assert watched.trouble == []
+
+
+@pytest.mark.smoke
+async def test_a_viewer_sees_the_fleet_and_may_change_nothing(tmp_path: Path) -> None:
+    async with (
+        a_fleet(tmp_path, settings={"admin": ADMIN}) as (running, _),
+        opened(running, AdminRole.VIEWER) as (_, watched),
+    ):
+        page = watched.page
+        await expect(page.locator("#nodes .node")).to_have_count(4)
+        await expect(page.locator("#page")).to_contain_text("The list of requests needs")
+        await expect(page.locator("#playground")).to_contain_text("needs an operator's key")
+        for name in ("Drain", "Probe", "Cancel", "Send"):
+            assert await page.get_by_role("button", name=name).count() == 0
+
+
+async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> None:
+    async with EmulatedNode(model=HOSTILE, decode_tps=20.0, answer_tokens=500) as node:
+        spec = {
+            "name": "node-0", "url": node.url,
+            "labels": {"rack": HOSTILE, "numa": HOSTILE}, "model": {HOSTILE: HOSTILE},
+        }  # fmt: skip
+        async with (
+            running_gateway(tmp_path, [spec]) as running,
+            opened(running) as (_, watched),
+        ):
+            page = watched.page
+            body = {"messages": [{"role": "user", "content": HOSTILE}], "model": HOSTILE,
+                    "stream": True}  # fmt: skip
+            async with running.client.stream("POST", "/v1/chat/completions", json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                await expect(page.locator("#requests tbody tr")).to_have_count(1)
+                await page.get_by_role("button", name="node-0", exact=True).click()
+                await expect(page.get_by_role("dialog")).to_contain_text("rack=<img src=x")
+                await page.keyboard.press("Escape")
+                await page.get_by_role("button", name="Why request").click()
+                why = page.get_by_role("dialog")
+                await expect(why).to_contain_text("model <img src=x onerror=alert(1)>")
+                assert "\u202e" not in await why.inner_text()
+                assert await why.locator("img, script").count() == 0
+                await page.keyboard.press("Escape")
+                text = await page.locator("#page").inner_text()
+                assert "<img src=x onerror=alert(1)>" in text
+                assert "\u202e" not in text
+                assert "\u0007" not in text
+                assert await page.locator("#page img, #page script").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
+    async with (
+        a_fleet(tmp_path) as (running, nodes),
+        streams(running, 12),
+        a_browser() as browser,
+        # The page's own policy forbids scripts that are not its own, such as this one.
+        a_page(browser, running.admin_url, color_scheme=scheme, bypass_csp=True) as watched,
+    ):
+        page = watched.page
+        await nodes["epyc-a-numa0"].kill()
+        running.gateway.fleet.drain("epyc-b-numa1")
+        await expect(page.locator(".problem").first).to_be_visible()
+        await expect(page.locator(".uplot")).to_have_count(7)
+        await page.evaluate(AXE)
+        dialog = page.get_by_role("dialog")
+        for action in ("page", "node", "why"):
+            if action == "node":
+                await page.get_by_role("button", name="epyc-b-numa0", exact=True).first.click()
+            elif action == "why":
+                await page.keyboard.press("Escape")
+                await expect(dialog).to_be_hidden()
+                await page.get_by_role("button", name="Why request").first.click()
+                await expect(dialog).to_contain_text("Predicted")
+            found = await page.evaluate("axe.run().then((r) => r.violations)")
+            shown = [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
+            assert shown == [], f"{action}, {scheme}"
+
+
+VIOLATIONS = "axe.run().then((r) => r.violations.map((one) => [one.id, one.nodes[0].html]))"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_no_violation_in_the_key_form_and_the_other_sizes_and_a_chat(
+    tmp_path: Path, scheme: str
+) -> None:
+    async with (
+        a_fleet(tmp_path, settings={"admin": ADMIN}, answer_tokens=12) as (running, _),
+        a_browser() as browser,
+        a_page(browser, running.admin_url, color_scheme=scheme, bypass_csp=True) as watched,
+    ):
+        page = watched.page
+        await expect(page.get_by_label("Admin key")).to_be_visible()
+        await page.evaluate(AXE)
+        assert await page.evaluate(VIOLATIONS) == []
+        await page.get_by_label("Admin key").fill(KEYS[AdminRole.OPERATOR].text)
+        await page.get_by_role("button", name="Open").click()
+        for size in ("tiles", "dots"):
+            await page.locator("#nodes select").select_option(size)
+            await page.wait_for_selector(f".{size} .node")
+            assert await page.evaluate(VIOLATIONS) == [], size
+        await page.get_by_label("Message").fill("Hello there")
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.locator("#playground .chat")).to_contain_text("waited")
+        assert await page.evaluate(VIOLATIONS) == []
+
+
+async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
+    """Where DASHBOARD_PICTURES names a folder, they are made there."""
+    folder = Path(os.environ.get("DASHBOARD_PICTURES", tmp_path))
+    options: dict[str, Any] = {
+        "slots": 4,
+        "model": "mistral-7b",
+        "prefill_tps": 150.0,
+        "decode_tps": 11.0,
+        "answer_tokens": 90,
+        "prefill_stalls": True,
+        "decode_step": 0.01,
+        "cache_ram": 60_000,
+    }
+    async with (
+        a_fleet(tmp_path, hosts="abcd", **options) as (running, nodes),
+        streams(running, 34),
+        a_browser() as browser,
+    ):
+        fleet = running.gateway.fleet.nodes.values()
+        await until(lambda: len(running.gateway.live._view.history.points) >= 8, 90.0)
+        await until(lambda: all(node.speed.decode_tps for node in fleet), 90.0)
+        await nodes["epyc-c-numa1"].kill()
+        for scheme in ("light", "dark"):
+            async with a_page(browser, running.admin_url, color_scheme=scheme) as watched:
+                page = watched.page
+                await expect(page.locator(".problem").first).to_contain_text("epyc-c-numa1 is down")
+                await expect(page.locator(".uplot")).to_have_count(7)
+                await page.set_viewport_size({"width": 1280, "height": 1000})
+                picture = await page.screenshot(path=folder / f"dashboard-{scheme}.png")
+                assert len(picture) > 20_000
+                assert watched.trouble == []
+        phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"}
+        async with a_page(browser, running.admin_url, **phone) as watched:
+            await expect(watched.page.locator(".problem").first).to_be_visible()
+            width = await watched.page.evaluate("document.documentElement.scrollWidth")
+            assert width <= 390

@@ -1,0 +1,274 @@
+"""The keys of a running gateway, through its admin API; the store is a real file."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from gateway.callers.keys import hash_key, new_key
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+
+pytestmark = pytest.mark.usefixtures("hurried")
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+
+OWN = new_key("own")
+
+SETTINGS: dict[str, Any] = {"keys": [{"id": OWN.id, "sha256": OWN.sha256, "name": "owner"}]}
+
+
+@asynccontextmanager
+async def keyed_gateway(
+    folder: Path, settings: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
+    async with (
+        EmulatedNode(model="mistral-7b") as node,
+        running_gateway(folder, [node.url], settings or SETTINGS) as running,
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
+    ):
+        yield running, admin
+
+
+async def status_with(client: httpx.AsyncClient, key: str) -> int:
+    headers = {"authorization": f"Bearer {key}"}
+    return (await client.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code
+
+
+def error(response: httpx.Response) -> tuple[int, str, str]:
+    body = response.json()["error"]
+    return response.status_code, body["code"], body["message"]
+
+
+def files_with(folder: Path, text: str) -> list[Path]:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return [file for file in files if text.encode() in file.read_bytes()]
+
+
+async def test_a_created_key_works_at_once_and_is_shown_once(tmp_path: Path) -> None:
+    async with keyed_gateway(tmp_path) as (running, admin):
+        made = (await admin.post("/admin/keys", json={"name": "alice", "class": "premium"})).json()
+        assert await status_with(running.client, made["key"]) == 200
+        shown = (await admin.get("/admin/keys/alice")).json()
+        assert (shown["state"], shown["source"], shown["class"]) == ("active", "store", "premium")
+        assert shown["max_class"] == "premium"
+        secret = made["key"].split("_")[2]
+        every = await admin.get("/admin/keys")
+        listed = every.text + (await admin.get("/admin/status")).text
+        assert secret not in listed
+        assert hash_key(made["key"]).sha256 not in listed
+        assert {key["name"] for key in every.json()["keys"]} == {"alice", "owner"}
+        assert not files_with(tmp_path, secret)
+
+
+async def test_keys_are_shown_as_the_openapi_document_says(tmp_path: Path) -> None:
+    async with keyed_gateway(tmp_path) as (_, admin):
+        document = (await admin.get("/openapi.json")).json()
+        schema = {"$ref": "#/components/schemas/ApiKey", "components": document["components"]}
+        known = set(document["components"]["schemas"]["ApiKey"]["properties"])
+        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
+        listed = (await admin.get("/admin/keys")).json()["keys"]
+        for key in (made, *listed, (await admin.get("/admin/keys/alice")).json()):
+            jsonschema.validate(key, schema)
+            assert set(key) <= known
+
+
+async def test_a_key_may_be_stored_by_its_hash(tmp_path: Path) -> None:
+    async with keyed_gateway(tmp_path) as (running, admin):
+        key = new_key("bob")
+        entry = {"id": key.id, "sha256": key.sha256, "name": "bob"}
+        first = await admin.post("/admin/keys", json=entry)
+        assert "key" not in first.json()
+        assert await status_with(running.client, key.text) == 200
+        # Whoever lost the answer asks again.
+        assert (await admin.post("/admin/keys", json=entry)).status_code == 200
+
+
+async def test_the_next_request_of_a_revoked_key_on_a_kept_connection_gets_401(
+    tmp_path: Path,
+) -> None:
+    async with keyed_gateway(tmp_path) as (running, admin):
+        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
+        for _ in range(3):
+            assert await status_with(running.client, made["key"]) == 200
+        revoked = (await admin.delete("/admin/keys/alice")).json()
+        assert revoked["state"] == "revoked"
+        assert await status_with(running.client, made["key"]) == 401
+        assert (await admin.get("/admin/keys")).json()["keys"][0]["name"] == "owner"
+        all_of_them = (await admin.get("/admin/keys?revoked=1")).json()["keys"]
+        assert [key["state"] for key in all_of_them] == ["revoked", "active"]
+
+
+async def test_a_rotation_gives_a_new_secret_and_the_old_one_a_grace(tmp_path: Path) -> None:
+    async with keyed_gateway(tmp_path) as (running, admin):
+        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
+        rotated = (await admin.post("/admin/keys/alice/rotate", json={"grace": "1h"})).json()
+        assert rotated["key"] != made["key"]
+        assert rotated["previous_until"] is not None
+        for key in (made["key"], rotated["key"]):
+            assert await status_with(running.client, key) == 200
+        last = (await admin.post("/admin/keys/alice/rotate", json={"grace": 0})).json()
+        for key, status in ((made["key"], 401), (rotated["key"], 401), (last["key"], 200)):
+            assert await status_with(running.client, key) == status
+        by_default = (await admin.post("/admin/keys/alice/rotate")).json()
+        assert await status_with(running.client, last["key"]) == 200
+        assert by_default["previous_until"] is not None
+
+
+async def test_the_grace_ends_and_a_key_expires_by_themselves(tmp_path: Path) -> None:
+    async with keyed_gateway(tmp_path) as (running, admin):
+        short = (await admin.post("/admin/keys", json={"name": "s", "expires": "0.5s"})).json()
+        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
+        began = time.monotonic()
+        await admin.post("/admin/keys/alice/rotate", json={"grace": "0.5s"})
+        for key in (short["key"], made["key"]):
+            while await status_with(running.client, key) == 200:
+                assert time.monotonic() - began < 60
+                await asyncio.sleep(0.05)
+        assert time.monotonic() - began >= 0.4
+        assert (await admin.get("/admin/keys/s")).json()["state"] == "expired"
+
+
+async def test_a_change_holds_for_the_next_request(tmp_path: Path) -> None:
+    async with keyed_gateway(tmp_path) as (running, admin):
+        made = (await admin.post("/admin/keys", json={"name": "alice", "group": "team"})).json()
+        assert await status_with(running.client, made["key"]) == 200
+        patch = {"limits": {"rpm": 9, "models": None}, "expires": "1h", "group": None}
+        changed = (await admin.patch("/admin/keys/alice", json=patch)).json()
+        assert changed["limits"]["rpm"] == 9
+        assert changed["group"] is None
+        caller = running.gateway.key_ring.find(made["key"])
+        assert caller is not None
+        assert caller.limits is not None
+        assert caller.limits.rpm == 9
+        patch = {"limits": {"tpm": 50}, "name": "alice b"}
+        changed = (await admin.patch("/admin/keys/alice", json=patch)).json()
+        assert (changed["limits"]["rpm"], changed["limits"]["tpm"]) == (9, 50)
+        assert (await admin.get("/admin/keys/alice b")).json()["id"] == made["id"]
+
+
+async def test_an_import_stores_all_or_names_every_bad_key(tmp_path: Path) -> None:
+    keys = [new_key(f"k{number}") for number in range(4)]
+    entries: list[dict[str, Any]] = [
+        {"id": key.id, "sha256": key.sha256, "name": f"name {key.id}"} for key in keys
+    ]
+    async with keyed_gateway(tmp_path) as (running, admin):
+        bad = [*entries[:2], {**entries[2], "limits": {"rpm": 0}}, {**entries[3], "colour": 1}]
+        refused = await admin.post("/admin/keys/import", json={"keys": bad})
+        assert refused.status_code == 400
+        problems = refused.json()["problems"]
+        assert [(one["index"], one["key"]) for one in problems] == [
+            (2, "limits.rpm"),
+            (3, "colour"),
+        ]
+        assert await status_with(running.client, keys[0].text) == 401
+        done = (await admin.post("/admin/keys/import", json={"keys": entries})).json()
+        assert done["imported"] == 4
+        assert await status_with(running.client, keys[3].text) == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "said"),
+    [
+        ({"name": "owner"}, 400, "invalid_request", "a key of the settings is called 'owner'"),
+        ({"name": "x", "id": "own"}, 400, "invalid_request", "a key of the settings is called"),
+        ({"name": "x", "models": ["nobody"]}, 400, "invalid_request", "they serve mistral-7b"),
+        ({"name": "x", "models": ["*"]}, 400, "invalid_request", "catch-all"),
+        (
+            {"name": "x", "limits": {"models": ["nobody"]}},
+            400,
+            "invalid_request",
+            "limits.models: no node serves the model 'nobody'",
+        ),
+        ({"name": "x", "limits": {"rpm": 0}}, 400, "invalid_request", "limits.rpm"),
+        ({"name": "x", "limits": {"budget": "-1/month"}}, 400, "invalid_request", "limits.budget"),
+        ({"name": "x", "class": "vip"}, 400, "invalid_request", "class"),
+        ({"name": "x", "expires": "yesterday"}, 400, "invalid_request", "expires"),
+        ({"name": "x", "id": "a_b"}, 400, "invalid_request", "id"),
+        ({"name": 7}, 400, "invalid_request", "name"),
+    ],
+)
+async def test_a_bad_key_is_refused_with_a_reason(
+    body: dict[str, Any], status: int, code: str, said: str, tmp_path: Path
+) -> None:
+    async with keyed_gateway(tmp_path) as (_, admin):
+        found = error(await admin.post("/admin/keys", json=body))
+        assert found[:2] == (status, code)
+        assert said in found[2]
+        assert len((await admin.get("/admin/keys")).json()["keys"]) == 1
+
+
+async def test_odd_requests_are_refused(tmp_path: Path) -> None:
+    async with keyed_gateway(tmp_path) as (_, admin):
+        await admin.post("/admin/keys", json={"name": "alice"})
+        for method, path, body, status, code in (
+            ("GET", "/admin/keys/bob", None, 404, "key_not_found"),
+            ("DELETE", "/admin/keys/bob", None, 404, "key_not_found"),
+            ("POST", "/admin/keys/bob/rotate", None, 404, "key_not_found"),
+            ("DELETE", "/admin/keys/owner", None, 409, "key_of_settings"),
+            ("POST", "/admin/keys/own/rotate", None, 409, "key_of_settings"),
+            ("PATCH", "/admin/keys/own", b"{}", 409, "key_of_settings"),
+            ("POST", "/admin/keys", b'{"name": "alice"}', 409, "key_exists"),
+            ("POST", "/admin/keys", b"", 400, "invalid_json"),
+            ("POST", "/admin/keys", b"[]", 400, "invalid_json"),
+            ("POST", "/admin/keys", b'{"name": "' + b"x" * 70_000, 413, "request_too_large"),
+            ("POST", "/admin/keys/import", b"{}", 400, "invalid_request"),
+            ("POST", "/admin/keys/import", b'{"keys": [1]}', 400, "invalid_request"),
+            ("PATCH", "/admin/keys/alice", b'{"id": "x"}', 400, "invalid_request"),
+            ("PATCH", "/admin/keys/alice", b'{"sha256": null}', 400, "invalid_request"),
+            ("PATCH", "/admin/keys/alice", b'{"limits": {"rpm": 0}}', 400, "invalid_request"),
+            ("POST", "/admin/keys/alice/rotate", b'{"grace": -1}', 400, "invalid_request"),
+            ("POST", "/admin/keys/alice/rotate", b'{"grace": "x"}', 400, "invalid_request"),
+            ("POST", "/admin/keys/alice/rotate", b'{"colour": 1}', 400, "invalid_request"),
+        ):
+            answer = await admin.request(method, path, content=body)
+            assert error(answer)[:2] == (status, code), (method, path, body)
+
+
+async def test_without_a_store_keys_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "store": {"url": "off"}}
+    async with keyed_gateway(tmp_path, settings) as (running, admin):
+        status, _, message = error(await admin.post("/admin/keys", json={"name": "alice"}))
+        assert (status, "'llama-gateway keys create' shows the lines" in message) == (501, True)
+        assert [key["id"] for key in (await admin.get("/admin/keys")).json()["keys"]] == ["own"]
+        assert await status_with(running.client, OWN.text) == 200
+
+
+async def test_a_settings_key_hides_a_stored_one_of_its_id_and_that_is_told(
+    tmp_path: Path,
+) -> None:
+    other = new_key("late")
+    async with keyed_gateway(tmp_path) as (running, admin):
+        entry = {"id": "late", "sha256": hashlib.sha256(b"first").hexdigest(), "name": "late"}
+        await admin.post("/admin/keys", json=entry)
+        assert await status_with(running.client, "lg_late_first") == 200
+        own = {"id": "late", "sha256": other.sha256, "name": "late"}
+        running.write_settings({"keys": [*SETTINGS["keys"], own]})
+        await until(lambda: running.gateway.key_ring.find(other.text) is not None)
+        assert await status_with(running.client, "lg_late_first") == 401
+        found = (await admin.get("/admin/keys")).json()
+        assert [key["state"] for key in found["keys"] if key["source"] == "store"] == ["hidden"]
+        assert "that of the settings counts" in found["warnings"][0]
+
+
+async def test_a_whole_key_in_place_of_a_name_is_told_and_logged_without_its_secret(
+    tmp_path: Path,
+) -> None:
+    async with keyed_gateway(tmp_path) as (_, admin):
+        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
+        id_, secret = made["key"].split("_")[1:]
+        refused = await admin.delete(f"/admin/keys/{made['key']}")
+        assert error(refused)[:2] == (404, "key_not_found")
+        trail = await admin.get("/admin/audit")
+        assert trail.json()["entries"][0]["target"] == f"lg_{id_}_…"
+        assert secret not in refused.text + trail.text
+    assert not files_with(tmp_path, secret)

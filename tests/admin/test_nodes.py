@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from gateway.admin.nodes import LONGEST_DRAIN_DEADLINE, DrainDeadlines
+from gateway.forward.in_flight import InFlightRegistry
+from tests.emulator import EmulatedNode
+from tests.nodes.build import a_spec, take
+from tests.virtual import in_virtual_time
+from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway, error_of
+
+DEAD = "http://127.0.0.1:9"
+CONTRACT = {
+    "name", "url", "kind", "tier", "state", "reason", "slots_total", "slots_busy", "in_flight",
+    "models", "context", "prefill_tps", "decode_tps", "requests", "failures", "cost_per_hour",
+}  # fmt: skip
+
+
+async def shown(gateway: BareGateway, name: str) -> dict[str, Any]:
+    response = await gateway.admin.get(f"/admin/nodes/{name}")
+    assert response.status_code == 200
+    node: dict[str, Any] = response.json()
+    return node
+
+
+async def order(gateway: BareGateway, name: str, action: str) -> dict[str, Any]:
+    response = await gateway.admin.post(f"/admin/nodes/{name}/{action}")
+    assert response.status_code == 200
+    node: dict[str, Any] = response.json()
+    return node
+
+
+@in_virtual_time
+async def test_all_nodes_are_shown_in_the_inventorys_order() -> None:
+    async with (
+        EmulatedNode(slots=3, context=2048, build="b42") as node,
+        bare_gateway(
+            a_spec("b", node.url, cost_per_hour=0.2, labels={"numa": "0"}, host="epyc"),
+            a_spec("a", DEAD, model=["x", "y"], slots=4, standby=True, tier="gpu"),
+        ) as gateway,
+    ):
+        nodes = (await gateway.admin.get("/admin/nodes")).json()["nodes"]
+        assert [one["name"] for one in nodes] == ["b", "a"]
+        assert all(set(one) >= CONTRACT for one in nodes)
+        assert nodes[0] == await shown(gateway, "b")
+        expected = {
+            "url": node.url,
+            "kind": "llama.cpp",
+            "host": "epyc",
+            "labels": {"numa": "0"},
+            "state": "ready",
+            "slots_total": 3,
+            "slots_busy": 0,
+            "models": ["demo"],
+            "context": 2048,
+            "prefill_tps": None,
+            "cost_per_hour": 0.2,
+            "build": "b42",
+            "drift": [],
+            "endpoints": None,
+            "endpoints_refused": ["embeddings", "rerank"],
+            "purpose": "chat",
+            "circuit": {"phase": "closed", "failures": 0, "open_for": None},
+            "deadline_in": None,
+        }
+        assert {key: nodes[0][key] for key in expected} == expected
+        assert (nodes[1]["state"], nodes[1]["tier"], nodes[1]["models"]) == (
+            "standby",
+            "gpu",
+            ["x", "y"],
+        )
+
+
+@in_virtual_time
+async def test_running_work_is_shown() -> None:
+    async with (
+        EmulatedNode(slots=2) as node,
+        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
+    ):
+        assert (await gateway.chat()).status_code == 200
+        lease = take(gateway["a"])
+        result = await shown(gateway, "a")
+        lease.release()
+    assert (result["requests"], result["leased"], result["slots_busy"], result["in_flight"]) == (
+        2,
+        1,
+        1,
+        1,
+    )
+
+
+@in_virtual_time
+async def test_a_nodes_key_is_never_shown(tmp_path: Path) -> None:
+    spec = a_spec("a", DEAD, api_key="sk-of-the-node")
+    async with bare_gateway(spec) as gateway:
+        text = (await gateway.admin.get("/admin/nodes")).text
+    assert "sk-of-the-node" not in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/admin/nodes/epyc-b"),
+        ("POST", "/admin/nodes/epyc-b/drain"),
+        ("POST", "/admin/nodes/epyc-b/resume"),
+        ("POST", "/admin/nodes/epyc-b/probe"),
+    ],
+)
+@in_virtual_time
+async def test_an_unknown_node_is_404_with_the_nearest_names(method: str, path: str) -> None:
+    async with bare_gateway(a_spec("epyc-a", DEAD), a_spec("gpu", DEAD)) as gateway:
+        response = await gateway.admin.request(method, path)
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (404, "node_not_found")
+    assert "'epyc-a'" in error["message"]
+    assert "gpu" not in error["message"]
+
+
+# Drain and resume.
+
+
+@in_virtual_time
+async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -> None:
+    drains = tmp_path / "drains.json"
+    async with (
+        EmulatedNode() as node,
+        EmulatedNode() as other,
+        bare_gateway(
+            a_spec("a", node.url), a_spec("b", other.url), drains=drains, serving=True
+        ) as gateway,
+    ):
+        result = await order(gateway, "a", "drain")
+        assert (result["state"], result["draining"], result["deadline_in"]) == (
+            "draining",
+            True,
+            None,
+        )
+        for _ in range(4):
+            assert (await gateway.chat()).status_code == 200
+        assert (node.requests, other.requests) == (0, 4)
+        assert '"a"' in drains.read_text()
+
+        result = await order(gateway, "a", "resume")
+        assert (result["state"], result["draining"]) == ("ready", False)
+        assert '"a"' not in drains.read_text()
+
+
+@in_virtual_time
+async def test_a_drain_lets_running_requests_end() -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=100, answer_tokens=20) as node,
+        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
+    ):
+        running = asyncio.create_task(gateway.chat())
+        await gateway.until(lambda: node.busy == 1)
+        await order(gateway, "a", "drain")
+        assert (await running).status_code == 200
+
+
+@in_virtual_time
+async def test_at_the_deadline_running_requests_are_evicted_and_may_be_retried() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=5, answer_tokens=500) as node,
+        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
+    ):
+        plain = asyncio.create_task(gateway.chat())
+        stream = asyncio.create_task(gateway.chat(stream=True))
+        await gateway.until(lambda: node.busy == 2)
+        result = await order(gateway, "a", "drain?deadline=0.2")
+        assert 0 < result["deadline_in"] <= 0.2
+        refused, events = await asyncio.wait_for(asyncio.gather(plain, stream), 5)
+        assert (await shown(gateway, "a"))["deadline_in"] is None
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "node_drained")
+    assert refused.headers["retry-after"] == "1"
+    assert "x-should-retry" not in refused.headers
+    assert '"code":"node_drained"' in events.text
+    assert "[DONE]" not in events.text
+
+
+@in_virtual_time
+async def test_the_deadline_touches_no_other_node() -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=100, answer_tokens=60) as node,
+        EmulatedNode(slots=1) as other,
+        bare_gateway(a_spec("a", node.url), a_spec("b", other.url), serving=True) as gateway,
+    ):
+        await order(gateway, "b", "drain")
+        running = asyncio.create_task(gateway.chat())
+        await gateway.until(lambda: node.busy == 1)
+        await order(gateway, "b", "drain?deadline=0")
+        await gateway.until(lambda: gateway.drain_deadlines.seconds_left("b") is None)
+        assert (await running).status_code == 200
+
+
+def test_a_deadline_of_no_seconds_is_told_on_the_gateways_own_event_loop() -> None:
+    async def drain_now() -> tuple[float | None, float | None]:
+        deadlines = DrainDeadlines(InFlightRegistry())
+        deadlines.set("a", 0.0)
+        before = deadlines.seconds_left("a")
+        await asyncio.sleep(0.01)
+        return before, deadlines.seconds_left("a")
+
+    assert uvloop.run(drain_now()) == (0.0, None)
+
+
+@pytest.mark.parametrize("action", ["resume", "drain"])
+@in_virtual_time
+async def test_a_resume_and_a_drain_without_deadline_cancel_the_deadline(action: str) -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=100, answer_tokens=60) as node,
+        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
+    ):
+        running = asyncio.create_task(gateway.chat())
+        await gateway.until(lambda: node.busy == 1)
+        await order(gateway, "a", "drain?deadline=0.3")
+        result = await order(gateway, "a", action)
+        assert result["deadline_in"] is None
+        assert (await running).status_code == 200
+
+
+@in_virtual_time
+async def test_a_later_deadline_replaces_an_earlier_one() -> None:
+    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+        await order(gateway, "a", "drain?deadline=10")
+        result = await order(gateway, "a", "drain?deadline=1000")
+        assert 900 < result["deadline_in"] <= 1000
+        gateway.drain_deadlines.close()
+        assert (await shown(gateway, "a"))["deadline_in"] is None
+
+
+@pytest.mark.parametrize("word", ["soon", "-1", "nan", "inf", "", f"{LONGEST_DRAIN_DEADLINE + 1}"])
+@in_virtual_time
+async def test_an_invalid_deadline_changes_nothing(word: str) -> None:
+    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+        response = await gateway.admin.post(f"/admin/nodes/a/drain?deadline={word}")
+        assert (response.status_code, error_of(response)["param"]) == (400, "deadline")
+        assert not gateway["a"].draining
+
+
+# Probe.
+
+
+async def test_a_probe_closes_the_circuit_of_a_node_that_answers() -> None:
+    async with (
+        EmulatedNode() as node,
+        bare_gateway(
+            a_spec("a", node.url), open=60.0, open_max=60.0, failures=1, serving=True
+        ) as gateway,
+    ):
+        gateway.fleet.request_failed(gateway["a"], gateway.clock())
+        result = await shown(gateway, "a")
+        assert (result["state"], result["circuit"]["phase"]) == ("ejected", "open")
+        assert 30 < result["circuit"]["open_for"] <= 66
+        result = await order(gateway, "a", "probe")
+        assert (result["state"], result["circuit"]["phase"]) == ("ready", "closed")
+        assert (result["probe"]["answer"], result["probe"]["detail"]) == ("up", "")
+        assert result["probe"]["seconds"] > 0
+        assert (await gateway.chat()).status_code == 200
+
+
+@in_virtual_time
+async def test_a_probe_of_a_node_that_is_gone_says_why() -> None:
+    async with (
+        EmulatedNode() as node,
+        bare_gateway(a_spec("a", node.url), interval=60.0, fall=1) as gateway,
+    ):
+        await node.kill()
+        result = await order(gateway, "a", "probe")
+    assert (result["probe"]["answer"], result["state"]) == ("refused", "down")
+    assert "no connection" in result["probe"]["detail"]
+
+
+@in_virtual_time
+async def test_endpoints_that_a_node_refuses_are_shown() -> None:
+    async with (
+        EmulatedNode(embeddings=False) as node,
+        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
+    ):
+        response = await gateway.public.post("/v1/embeddings", json={"input": "x"})
+        assert response.status_code == 501
+        assert (await shown(gateway, "a"))["endpoints_refused"] == ["embeddings", "rerank"]
+        assert (await gateway.public.post(CHAT, json={"messages": []})).status_code in {200, 400}

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.admin.why import MOST_MATCHES
+from tests.emulator import EmulatedNode
+from tests.nodes.build import a_spec
+from tests.virtual import in_virtual_time
+from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
+
+SECRET = "the launch code is 7391"
+
+
+@asynccontextmanager
+async def two_nodes(
+    **settings: Any,
+) -> AsyncIterator[tuple[BareGateway, EmulatedNode, EmulatedNode]]:
+    """A fast node `a` and a slow one `b`, each with one slot."""
+    async with (
+        EmulatedNode(slots=1, decode_tps=20, prefill_tps=200, cache_ram=1 << 20) as fast,
+        EmulatedNode(slots=1, decode_tps=5, prefill_tps=50) as slow,
+        bare_gateway(
+            a_spec("a", fast.url), a_spec("b", slow.url), settings=settings, serving=True
+        ) as gateway,
+    ):
+        yield gateway, fast, slow
+
+
+async def ask(gateway: BareGateway, tag: str, text: str = SECRET, **body: Any) -> httpx.Response:
+    response = await gateway.chat(text, headers={"x-request-id": tag}, stream=True, **body)
+    await gateway.until(lambda: len(gateway.registry) == 0)
+    return response
+
+
+async def why(gateway: BareGateway, name: str) -> list[dict[str, Any]]:
+    response = await gateway.admin.get(f"/admin/requests/{name}/why")
+    assert response.status_code == 200, response.text
+    assert "launch" not in response.text
+    found = response.json()
+    assert found["id"] == name
+    requests: list[dict[str, Any]] = found["requests"]
+    return requests
+
+
+async def measure(gateway: BareGateway) -> None:
+    """Let both nodes show their speeds."""
+    for number in range(6):
+        await ask(gateway, f"before-{number}")
+
+
+@in_virtual_time
+async def test_a_served_request_tells_what_its_node_was_compared_with() -> None:
+    async with two_nodes() as (gateway, _, _):
+        await measure(gateway)
+        await ask(gateway, "it")
+        (request,) = await why(gateway, "it")
+        (by_own_id,) = await why(gateway, request["id"])
+        ended = gateway.ended[-1]
+    assert by_own_id["id"] == request["id"]
+    assert (request["state"], request["request_id"]) == ("finished", "it")
+    (decision,) = request["decisions"]
+    assert (decision["kind"], decision["attempt"], decision["node"]) == ("granted", 1, "a")
+    nodes = decision["nodes"]
+    assert [(one["name"], one["chosen"]) for one in nodes] == [("a", True), ("b", False)]
+    for one in nodes:
+        assert sum(one["terms"].values()) == pytest.approx(one["expected_seconds"], abs=0.005)
+    assert nodes[0]["expected_seconds"] < nodes[1]["expected_seconds"]
+    assert nodes[0]["decode_tps"] == pytest.approx(20, rel=0.2)
+    assert "writes faster" in decision["summary"]
+    assert decision["summary"] == request["summary"]
+    predicted, actual = decision["predicted"], decision["actual"]
+    assert predicted["seconds"] == pytest.approx(actual["seconds"], rel=0.3)
+    assert actual["ttft"] <= actual["seconds"]
+    assert actual["completion_tokens"] == ended.completion_tokens > 0
+    assert (actual["outcome"], actual["status"], actual["reported"]) == ("ok", 200, True)
+    assert request["outcome"]["ttft"] == pytest.approx(ended.ttft, abs=0.001)
+    assert request["outcome"]["completion_tokens"] == ended.completion_tokens
+
+
+@in_virtual_time
+async def test_a_request_is_found_by_its_own_id_though_others_call_themselves_so() -> None:
+    async with two_nodes() as (gateway, _, _):
+        await ask(gateway, "it", max_tokens=1)
+        (request,) = await why(gateway, "it")
+        for _ in range(MOST_MATCHES + 1):
+            await ask(gateway, request["id"], max_tokens=1)
+        found = await why(gateway, request["id"])
+    assert len(found) == MOST_MATCHES
+    assert [one["request_id"] for one in found[:2]] == ["it", request["id"]]
+
+
+@in_virtual_time
+async def test_what_is_cached_is_shown_as_expected_and_as_it_was() -> None:
+    text = "A long introduction of many words about nothing in particular. " * 100
+    async with two_nodes() as (gateway, _, _):
+        await measure(gateway)
+        await ask(gateway, "first", text)
+        await ask(gateway, "second", text)
+        (request,) = await why(gateway, "second")
+    (decision,) = request["decisions"]
+    chosen = next(one for one in decision["nodes"] if one["chosen"])
+    assert chosen["cached_tokens"] > 500
+    assert chosen["cached_saves"] > 2
+    assert decision["predicted"]["cached_tokens"] == chosen["cached_tokens"]
+    assert decision["actual"]["cached_tokens"] > 500
+
+
+@in_virtual_time
+async def test_a_cache_that_was_lost_is_told() -> None:
+    text = "A long introduction of many words about nothing in particular. " * 100
+    async with two_nodes() as (gateway, fast, _):
+        await measure(gateway)
+        await ask(gateway, "first", text)
+        fast.slots.clear_prompts()
+        await ask(gateway, "second", text)
+        (request,) = await why(gateway, "second")
+    assert request["decisions"][0]["actual"]["cached_tokens"] == 0
+    assert "were expected to be cached, and 0 were" in request["summary"]
+
+
+@in_virtual_time
+async def test_a_waiting_request_tells_its_place_and_the_nodes_that_it_waits_for() -> None:
+    async with two_nodes() as (gateway, _, _):
+        await measure(gateway)
+        tasks = [asyncio.create_task(ask(gateway, f"r{number}")) for number in range(3)]
+        await gateway.until(lambda: len(gateway.scheduler.waiters) == 1)
+        (running,) = await why(gateway, "r0")
+        (request,) = await why(gateway, "r2")
+        await asyncio.gather(*tasks)
+        (ended,) = await why(gateway, "r2")
+    assert running["state"] == "running"
+    assert running["decisions"][0]["actual"]["outcome"] is None
+    assert (request["state"], request["outcome"]) == ("waiting", None)
+    waiting = request["waiting"]
+    assert waiting["position"] == 1
+    assert waiting["expected_start"] > 0
+    assert {one["name"] for one in waiting["nodes"]} == {"a", "b"}
+    assert all(one["free_in"] > 0 for one in waiting["nodes"])
+    assert waiting["nodes"][0]["expected_seconds"] <= waiting["nodes"][1]["expected_seconds"]
+    assert "no" in request["summary"].lower()
+    assert [one["kind"] for one in ended["decisions"]] == ["queued", "granted"]
+    queued, granted = ended["decisions"]
+    assert queued["waited"] == pytest.approx(granted["seconds"], abs=0.1)
+    assert granted["not_listed"] == {"full": 1}
+    assert ended["waiting"] is None
+
+
+@in_virtual_time
+async def test_a_refused_request_tells_why_it_was() -> None:
+    async with two_nodes(queue={"max": 1}) as (gateway, _, _):
+        tasks = [asyncio.create_task(ask(gateway, f"r{number}")) for number in range(3)]
+        await gateway.until(lambda: len(gateway.scheduler.waiters) == 1)
+        refused = await gateway.chat(SECRET, headers={"x-request-id": "late"})
+        assert refused.status_code == 429
+        (request,) = await why(gateway, "late")
+        await asyncio.gather(*tasks)
+    assert (request["state"], request["outcome"]["reason"]) == ("refused", "queue_full")
+    (decision,) = request["decisions"]
+    assert (decision["kind"], decision["status"], decision["code"]) == (
+        "refused",
+        429,
+        "queue_full",
+    )
+    assert decision["message"] in request["summary"]
+
+
+@in_virtual_time
+async def test_a_request_that_never_came_to_the_scheduler_tells_its_error() -> None:
+    async with two_nodes() as (gateway, _, _):
+        await gateway.chat(SECRET, n=10_000, headers={"x-request-id": "odd"})
+        (request,) = await why(gateway, "odd")
+    assert (request["state"], request["decisions"]) == ("refused", [])
+    assert "400 invalid_request" in request["summary"]
+
+
+@in_virtual_time
+async def test_each_attempt_is_told_with_its_end() -> None:
+    async with two_nodes() as (gateway, fast, _):
+        await measure(gateway)
+        fast.faults.next("reset", after_events=0)
+        await ask(gateway, "it")
+        (request,) = await why(gateway, "it")
+    first, second = request["decisions"]
+    assert (first["node"], second["node"]) == ("a", "b")
+    assert first["actual"]["outcome"] not in {None, "ok"}
+    assert second["actual"]["outcome"] == "ok"
+    assert second["failed_nodes"] == ["a"]
+    assert second["not_listed"] == {"failed": 1}
+    assert "After a had failed it" in request["summary"]
+
+
+@in_virtual_time
+async def test_a_resumed_stream_tells_the_node_that_went_on_with_it() -> None:
+    async with two_nodes() as (gateway, fast, _):
+        await measure(gateway)
+        fast.faults.next("reset", after_events=5)
+        response = await ask(gateway, "it", max_tokens=20)
+        assert "error" not in response.text
+        (request,) = await why(gateway, "it")
+    first, second = request["decisions"]
+    assert first["actual"]["ttft"] is not None
+    assert second["resumes"] is True
+    assert (second["node"], second["actual"]["outcome"]) == ("b", "ok")
+
+
+@in_virtual_time
+async def test_requests_of_one_x_request_id_are_told_the_newest_first() -> None:
+    async with two_nodes() as (gateway, _, _):
+        for _ in range(3):
+            await ask(gateway, "same")
+            await asyncio.sleep(5)
+        found = await why(gateway, "same")
+    assert len({one["id"] for one in found}) == 3
+    times = [one["received_at"] for one in found]
+    assert times == sorted(times, reverse=True)
+
+
+@in_virtual_time
+async def test_of_many_requests_in_flight_with_one_x_request_id_the_newest_are_told() -> None:
+    async with two_nodes() as (gateway, _, _), asyncio.TaskGroup() as group:
+        asking: list[asyncio.Task[httpx.Response]] = []
+        while len(asking) < MOST_MATCHES + 3:
+            asking.append(group.create_task(ask(gateway, "same", max_tokens=400)))
+            await gateway.until(lambda: len(gateway.registry) == len(asking))
+        newest = [one.request.id for one in gateway.registry][:2:-1]
+        found = await why(gateway, "same")
+        for task in asking:
+            task.cancel()
+    assert [one["id"] for one in found] == newest
+
+
+@in_virtual_time
+async def test_a_request_of_several_prompts_names_its_parts() -> None:
+    async with two_nodes() as (gateway, _, _):
+        response = await gateway.public.post(
+            "/v1/completions",
+            json={"prompt": [SECRET, f"{SECRET}!"], "max_tokens": 4},
+            headers={"x-request-id": "list"},
+        )
+        assert response.status_code == 200
+        await gateway.until(lambda: len(gateway.registry) == 0)
+        (request,) = await why(gateway, "list")
+        (part,) = await why(gateway, request["parts"][0])
+    assert len(request["parts"]) == 2
+    assert "several prompts" in request["summary"]
+    assert part["decisions"][0]["kind"] == "granted"
+
+
+@in_virtual_time
+async def test_an_id_with_a_slash_is_found() -> None:
+    async with two_nodes() as (gateway, _, _):
+        await ask(gateway, "a/b:c")
+        (request,) = await why(gateway, "a/b:c")
+    assert request["request_id"] == "a/b:c"
+
+
+@in_virtual_time
+async def test_an_unknown_id_is_told_since_when_requests_are_remembered() -> None:
+    async with two_nodes() as (gateway, _, _):
+        response = await gateway.admin.get("/admin/requests/nothing/why")
+    assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
+    assert "now those since 20" in error_of(response)["message"]
+
+
+@in_virtual_time
+async def test_the_index_names_the_path() -> None:
+    async with two_nodes() as (gateway, _, _):
+        response = await gateway.admin.get("/")
+    assert "/admin/requests/{id}/why" in response.text

@@ -1,0 +1,377 @@
+"""What all APIs say of a stream: contents, ends, errors, and the plain response made of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import msgspec
+import openai
+import pytest
+
+from gateway import errors
+from gateway.api.base import (
+    Api,
+    AssemblyError,
+    ResponseAssembler,
+    StreamEventKind,
+    read_events,
+)
+from gateway.api.chat import CHAT
+from gateway.api.completions import COMPLETIONS
+from gateway.api.messages import MESSAGES
+from gateway.api.native import NATIVE
+from gateway.api.relayed import RELAYED
+from gateway.api.responses import RESPONSES
+from gateway.transport.errors import InvalidResponse
+from tests.api.events import chat_choice, event
+from tests.each_case import each_case
+from tests.gateways import running_gateway
+from tests.transport.raw import Peer, Script, raw_server
+from tests.virtual import in_virtual_time
+
+ALL = [CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES]
+FAILED = errors.node_failed("The node broke off.")
+
+
+def chat(delta: Any, finish: str | None = None, **more: Any) -> bytes:
+    return event({"choices": [chat_choice(delta, finish)], **more})
+
+
+def text(text: str, finish: str | None = None, **more: Any) -> bytes:
+    return event({"choices": [{"index": 0, "text": text, "finish_reason": finish}], **more})
+
+
+def named(kind: str, **more: Any) -> bytes:
+    return event({"type": kind, **more}, kind)
+
+
+OPENINGS: list[tuple[Api, bytes]] = [
+    (CHAT, chat({"role": "assistant", "content": None})),
+    (CHAT, chat({"role": "assistant", "content": ""})),
+    (CHAT, chat({"role": "assistant", "content": None, "tool_calls": []})),
+    (CHAT, chat({})),
+    (CHAT, chat({"role": "assistant"}, prompt_progress={"total": 9, "processed": 3})),
+    (CHAT, event({"choices": [], "prompt_filter_results": []})),
+    (CHAT, event({"choices": [], "usage": None})),
+    (COMPLETIONS, text("")),
+    (COMPLETIONS, text("", prompt_progress={"total": 9, "processed": 3})),
+    (MESSAGES, named("message_start", message={})),
+    (MESSAGES, named("content_block_start", index=0)),
+    (MESSAGES, named("ping")),
+    (NATIVE, event({"content": "", "tokens": [], "stop": False})),
+    (NATIVE, event({"content": "", "tokens": [0], "stop": False, "prompt_progress": {}})),
+    (RESPONSES, named("response.created")),
+    (RESPONSES, named("response.in_progress", prompt_progress={})),
+    (RESPONSES, named("response.output_item.added")),
+    (RESPONSES, named("response.content_part.added")),
+]
+CONTENTS: list[tuple[Api, bytes]] = [
+    (CHAT, chat({"content": "a"})),
+    (CHAT, chat({"reasoning_content": "a"})),
+    (CHAT, chat({"tool_calls": [{"index": 0}]})),
+    (CHAT, chat({"refusal": "no"})),
+    (CHAT, chat({"audio": {"data": "QQ=="}})),
+    (CHAT, chat({}, "length")),
+    (CHAT, event({"choices": [], "usage": {"prompt_tokens": 1}})),
+    (COMPLETIONS, text("a")),
+    (COMPLETIONS, text("", "stop")),
+    (COMPLETIONS, event({"choices": [], "usage": {"prompt_tokens": 1}})),
+    (MESSAGES, named("content_block_delta", delta={"text": "a"})),
+    (MESSAGES, named("message_delta", delta={"stop_reason": "end_turn"})),
+    (MESSAGES, named("message_stop")),
+    (NATIVE, event({"content": "a", "stop": False})),
+    (NATIVE, event({"content": "", "tokens": [5], "stop": False})),
+    (NATIVE, event({"content": "", "stop": True})),
+    (RESPONSES, named("response.output_text.delta", delta="a")),
+    (RESPONSES, named("response.completed", response={})),
+]
+NODE_ERROR = {"code": 500, "message": "Compute error.", "type": "server_error"}
+
+
+@each_case(("api", "data"), OPENINGS)
+def test_an_opening_event_is_no_content(api: Api, data: bytes) -> None:
+    assert api.classify_event(data) is StreamEventKind.NO_CONTENT
+    assert api.classify_event(b":\n" + data) is StreamEventKind.NO_CONTENT
+
+
+@each_case(("api", "data"), CONTENTS)
+def test_an_event_that_a_reader_would_miss_is_content(api: Api, data: bytes) -> None:
+    assert api.classify_event(data) is StreamEventKind.CONTENT
+    assert api.classify_event(b":\n" + data) is StreamEventKind.CONTENT
+    assert api.classify_event(data.replace(b"\n", b"\r\n")) is StreamEventKind.CONTENT
+
+
+@pytest.mark.parametrize(
+    ("api", "data"),
+    [(RESPONSES, event({"type": {"a": 1}})), (MESSAGES, event({"type": ["content_block_delta"]}))],
+)
+def test_an_event_of_another_form_is_invalid(api: Api, data: bytes) -> None:
+    with pytest.raises(InvalidResponse):
+        api.classify_event(data)
+
+
+@each_case("data", [b":\n", b"event: nothing\n\n", b"id: 7\n\n", b"data: null\n\n"])
+def test_an_event_without_data_is_no_content(data: bytes) -> None:
+    for api in ALL:
+        assert api.classify_event(data) is StreamEventKind.NO_CONTENT
+
+
+@each_case("api", ALL)
+def test_data_that_is_no_object_is_invalid(api: Api) -> None:
+    for data in (b"data: {oops\n\n", b"data: [1]\n\n", b"data: 7\n\n"):
+        with pytest.raises(InvalidResponse):
+            api.classify_event(data)
+
+
+@each_case("api", ALL)
+def test_a_nodes_error_event_is_known_in_every_form(api: Api) -> None:
+    for data in (
+        event({"error": NODE_ERROR}),
+        event(NODE_ERROR, "error"),
+        event({"x": 1}, "error"),
+    ):
+        assert api.classify_event(data) is StreamEventKind.ERROR
+        assert api.classify_event(b":\n" + data) is StreamEventKind.ERROR
+
+
+ENDS: list[tuple[Api, bytes]] = [
+    (CHAT, b"data: [DONE]\n\n"),
+    (CHAT, b"data:[DONE]\n\n"),
+    (COMPLETIONS, b"data: [DONE]\r\n\r\n"),
+    (MESSAGES, named("message_stop")),
+    (NATIVE, event({"content": "", "stop": True, "timings": {}})),
+    (NATIVE, b'data: {"stop": true}\n\n'),
+    (RESPONSES, named("response.completed", response={"output": 200 * "x"})),
+    (RESPONSES, named("response.incomplete", response={})),
+]
+
+
+@each_case(("api", "end"), ENDS)
+def test_a_complete_stream_is_known(api: Api, end: bytes) -> None:
+    for before in (b"", named("delta", text="x"), b":\n"):
+        for behind in (b"", b":\n"):
+            assert api.is_stream_complete(before + end + behind)
+
+
+UNFINISHED: list[tuple[Api, bytes]] = [
+    (CHAT, chat({"content": "data: [DONE]"})),
+    (CHAT, event({"choices": [{"delta": {"content": "\ndata: [DONE]\n"}}]})),
+    (COMPLETIONS, text("data: [DONE]")),
+    (MESSAGES, event({"delta": {"text": "event: message_stop"}}, "content_block_delta")),
+    (MESSAGES, named("message_delta")),
+    (NATIVE, event({"content": '"stop":true', "stop": False})),
+    (NATIVE, event({"content": "x", "stop": False})),
+    (RESPONSES, event({"delta": "event: response.completed"}, "response.output_text.delta")),
+]
+
+
+@each_case(("api", "tail"), [*UNFINISHED, *((one, b"") for one in ALL)])
+def test_text_that_looks_like_an_end_is_no_end(api: Api, tail: bytes) -> None:
+    assert not api.is_stream_complete(tail)
+    assert not api.ends_with_error(tail)
+
+
+# Our error events, read by the official clients.
+
+
+def served(body: bytes) -> httpx2.MockTransport:
+    return httpx2.MockTransport(
+        lambda _: httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=body)
+    )
+
+
+def an_openai_client(body: bytes) -> openai.OpenAI:
+    http = httpx2.Client(transport=served(body))
+    return openai.OpenAI(api_key="x", base_url="http://gateway/v1", http_client=http)
+
+
+def chat_stream(body: bytes) -> Any:
+    with an_openai_client(body) as client:
+        yield from client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "a"}], stream=True
+        )
+
+
+def completions_stream(body: bytes) -> Any:
+    with an_openai_client(body) as client:
+        yield from client.completions.create(model="demo", prompt="a", stream=True)
+
+
+def responses_stream(body: bytes) -> Any:
+    with an_openai_client(body) as client:
+        yield from client.responses.create(model="demo", input="a", stream=True)
+
+
+def messages_stream(body: bytes) -> Any:
+    http = httpx2.Client(transport=served(body))
+    with anthropic.Anthropic(api_key="x", base_url="http://gateway", http_client=http) as client:
+        yield from client.messages.create(
+            model="demo", max_tokens=9, messages=[{"role": "user", "content": "a"}], stream=True
+        )
+
+
+@each_case(
+    ("api", "read", "raised"),
+    [
+        (CHAT, chat_stream, openai.APIError),
+        (COMPLETIONS, completions_stream, openai.APIError),
+        (RESPONSES, responses_stream, openai.APIError),
+        (MESSAGES, messages_stream, anthropic.APIStatusError),
+    ],
+)
+def test_the_official_client_raises_on_our_error_event(
+    api: Api, read: Callable[[bytes], Any], raised: type[Exception]
+) -> None:
+    body = api.heartbeat() + api.error_event(FAILED, "req_1")
+    with pytest.raises(raised, match=FAILED.message):
+        list(read(body))
+
+
+@each_case("api", ALL)
+def test_our_error_event_does_not_complete_a_stream(api: Api) -> None:
+    sent = api.error_event(FAILED, "req_1")
+    assert not api.is_stream_complete(sent)
+    assert api.ends_with_error(sent)
+    assert api.classify_event(sent) is StreamEventKind.ERROR
+
+
+@each_case("api", [CHAT, COMPLETIONS, NATIVE, RESPONSES, RELAYED])
+def test_an_error_body_is_openais_with_its_details(api: Api) -> None:
+    error = errors.context_length_exceeded(5000, 4096)
+    fields = msgspec.json.decode(api.error_body(error, "req_1"))["error"]
+    assert (fields["type"], fields["code"]) == ("invalid_request_error", "context_length_exceeded")
+    assert (fields["n_ctx"], fields["n_prompt_tokens"]) == (4096, 5000)
+
+
+def test_numbered_heartbeats_move_up_the_numbers_that_a_node_gave_itself() -> None:
+    beats = RESPONSES.numbered_heartbeats()
+    begun = named("response.created", sequence_number=0) + named("response.queued")
+    assert beats.rewrite_events(begun) == begun
+    assert b'"sequence_number":1}' in beats.heartbeat()
+    delta = b'data: {"delta": "\\"sequence_number\\": 9", "sequence_number": 1}\n\n'
+    moved = beats.rewrite_events(delta + b":\n" + named("x", sequence_number=2))
+    assert moved == delta.replace(b": 1}", b": 2}") + b":\n" + named("x", sequence_number=3)
+    assert b'"sequence_number":4}' in beats.heartbeat()
+    assert beats.rewrite_events(begun[-10:]) == begun[-10:]
+
+
+def test_objects_come_in_order_without_comments_and_the_end() -> None:
+    stream = b':\ndata: {"a":1}\n\nevent: x\ndata: {"b":2}\n\n: ping\n\ndata: [DONE]\n\n'
+    found = [{name: bytes(raw) for name, raw in one.items()} for one in read_events(stream)]
+    assert found == [{"a": b"1"}, {"b": b"2"}]
+
+
+@each_case("data", [b"nonsense", b"[1]", b'{"a":', b'"text"'])
+def test_data_that_is_no_object_can_not_be_assembled(data: bytes) -> None:
+    with pytest.raises(AssemblyError) as caught:
+        list(read_events(b"data: " + data + b"\n\n"))
+    assert data.decode() not in str(caught.value)
+
+
+def test_an_error_event_can_not_be_assembled_and_its_text_stays_private() -> None:
+    with pytest.raises(AssemblyError) as caught:
+        list(read_events(b'data: {"error":{"message":"about secrets"}}\n\n'))
+    assert "secrets" not in str(caught.value)
+
+
+def test_a_response_is_assembled_from_chunks_up_to_its_limit() -> None:
+    first, last = b'data: {"content":"a"}\n\n', b'data: {"content":"b","stop":true}\n\n'
+    assembler = ResponseAssembler(NATIVE, {}, first, len(first + last))
+    assert not assembler.add(last)
+    assert assembler.response() == b'{"content":"ab","stop":true,"tokens":[]}'
+    assembler = ResponseAssembler(NATIVE, {}, first, len(first + last))
+    assert assembler.add(last + b":")
+    assert assembler.too_large
+
+
+@pytest.mark.parametrize("choice", [{"text": {"a": 1}}, {"text": [7]}, {"text": "\ud800"}])
+def test_a_text_of_another_type_can_not_be_assembled(choice: dict[str, object]) -> None:
+    events = [{"choices": [{"index": 0, **one}]} for one in (choice, {"finish_reason": "stop"})]
+    stream = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    with pytest.raises(AssemblyError):
+        ResponseAssembler(COMPLETIONS, {}, stream, 1000).response()
+
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+CONTROL: dict[bytes, Any] = {
+    b"/health": {"status": "ok"},
+    b"/props": {"total_slots": 2, "default_generation_settings": {"n_ctx": 4096}},
+    b"/slots": [{"id": n, "n_ctx": 4096, "is_processing": False} for n in (0, 1)],
+    b"/v1/models": {"data": [{"id": "m"}]},
+}
+TIMINGS = {"cache_n": 4, "prompt_n": 10, "predicted_n": 2}
+
+
+def a_server(asked: list[dict[str, Any]], *chunks: dict[str, Any]) -> Script:
+    """Streams these chunks and a `[DONE]`, or says "plainly" where no stream is asked for."""
+    stream = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
+
+    async def script(peer: Peer) -> None:
+        while True:
+            head, _, body = (await peer.request()).partition(b"\r\n\r\n")
+            path, kind = head.split(b" ")[1], b"application/json"
+            if path in CONTROL:
+                reply = json.dumps(CONTROL[path]).encode()
+            elif body == b"{}":
+                reply = b"{}"  # the question what it was started for
+            else:
+                asked.append(json.loads(body))
+                if asked[-1].get("stream"):
+                    kind, reply = b"text/event-stream", stream + b"data: [DONE]\n\n"
+                else:
+                    reply = json.dumps({"choices": [choice("plainly", "stop")]}).encode()
+            fields = b"content-type: %b\r\ncontent-length: %d\r\n" % (kind, len(reply))
+            await peer.say(b"HTTP/1.1 200 OK\r\n%b\r\n%b" % (fields, reply))
+
+    return script
+
+
+def choice(text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": 0, "message": {"content": text}, "finish_reason": reason}
+
+
+def chunk(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
+    part = {"index": 0, "delta": {"content": text}, "finish_reason": reason}
+    return {"id": "c", "object": "chat.completion.chunk", "choices": [part], **more}
+
+
+@pytest.mark.parametrize("timings", [None, TIMINGS], ids=["no figures", "timings alone"])
+@in_virtual_time
+async def test_a_response_without_usage_is_assembled(
+    tmp_path: Path, timings: dict[str, Any] | None
+) -> None:
+    asked: list[dict[str, Any]] = []
+    more = {"timings": timings} if timings else {}
+    script = a_server(asked, chunk("Hi"), chunk(" there"), chunk("", "stop", **more))
+    async with (
+        raw_server(script) as server,
+        running_gateway(tmp_path, [f"http://127.0.0.1:{server.port}"]) as running,
+    ):
+        reply = await running.client.post("/v1/chat/completions", json=BODY)
+        assert (reply.status_code, len(asked)) == (200, 1)
+        assert reply.json()["choices"][0]["message"]["content"] == "Hi there"
+        counted = reply.json().get("usage")
+        assert counted == (
+            {"completion_tokens": 2, "prompt_tokens": 14, "total_tokens": 16} if timings else None
+        )
+
+
+@in_virtual_time
+async def test_a_plain_response_is_asked_for_if_a_stream_can_not_be_assembled(
+    tmp_path: Path,
+) -> None:
+    asked: list[dict[str, Any]] = []
+    async with (
+        raw_server(a_server(asked, chunk("half an answer"))) as server,
+        running_gateway(tmp_path, [f"http://127.0.0.1:{server.port}"]) as running,
+    ):
+        reply = await running.client.post("/v1/chat/completions", json=BODY)
+        assert reply.status_code == 200
+        assert reply.json()["choices"][0]["message"]["content"] == "plainly"
+        assert [bool(body.get("stream")) for body in asked] == [True, False]
+        assert reply.headers["x-gateway-attempts"] == "2"

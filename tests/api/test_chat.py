@@ -1,0 +1,382 @@
+"""OpenAI's chats: the plain response of chunks, and chunks after a resumption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.base import AssemblyError, ResponseAssembler
+from gateway.api.chat import (
+    CHAT,
+    ChatRewriter,
+    ChoicesApi,
+    NativeToChatRewriter,
+    as_index,
+    read_chat,
+    read_chunk,
+    take_logprobs,
+)
+from gateway.api.completions import COMPLETIONS
+from gateway.api.resuming import ReasoningEndMark, wants_usage
+from gateway.api.transcript import OverlapMismatch, Transcript, TranscriptRecorder
+from gateway.forward.stream import TokenIdExtractor
+from gateway.transport.errors import InvalidResponse
+from tests.api.events import (
+    IDENTITY,
+    OVERLAPPING,
+    SPLICE_POINT,
+    TIMINGS,
+    USAGE,
+    assembled,
+    chat_choice,
+    event,
+    values,
+)
+from tests.each_case import each_case
+
+
+@each_case(("value", "index"), [(0, 0), (3, 3), (None, 0), ("1", 0), (1.5, 0)])
+def test_what_is_no_index_counts_as_the_first(value: object, index: int) -> None:
+    assert as_index(value) == index
+
+
+def test_the_last_finish_reason_counts() -> None:
+    parts: list[dict[str, Any]] = [
+        {"finish_reason": None}, {"finish_reason": "tool_calls"}, {"finish_reason": "stop"}, {}
+    ]  # fmt: skip
+    whole = assembled(CHAT, [{"choices": [part]} for part in parts])
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    with pytest.raises(AssemblyError, match="no end"):
+        assembled(CHAT, [{"choices": [{"finish_reason": None}, {}]}])
+
+
+@pytest.mark.parametrize("api", [CHAT, COMPLETIONS])
+def test_logprobs_of_all_parts_are_joined_and_missing_ones_stay_missing(api: ChoicesApi) -> None:
+    parts: list[dict[str, Any]] = [
+        {"logprobs": {"content": [{"id": 1}]}}, {"logprobs": None}, {"logprobs": {"content": None}},
+        {"logprobs": {"content": [{"id": 2}, {"id": 3}]}}, {"finish_reason": "stop"},
+    ]  # fmt: skip
+    whole = assembled(api, [{"choices": [part]} for part in parts])
+    assert whole["choices"][0]["logprobs"] == {"content": [{"id": 1}, {"id": 2}, {"id": 3}]}
+    written = b'{"choices":[{"logprobs":{"content":[{"logprob":-0.10}]},"finish_reason":"stop"}]}'
+    made = ResponseAssembler(api, {}, b"data: " + written + b"\n\n", 1000).response()
+    assert b'{"content":[{"logprob":-0.10}]}' in made, "they are passed without being decoded"
+    whole = assembled(api, [{"choices": [part]} for part in (parts[1], parts[-1])])
+    assert whole["choices"][0].get("logprobs") is None
+
+
+def test_logprobs_are_taken_out_of_a_chunk_as_token_ids() -> None:
+    chunk = {
+        "choices": [
+            {"index": 0, "logprobs": {"content": [{"id": 7}, {"id": 8}]}},
+            {"index": 0, "logprobs": None},
+        ]
+    }
+    assert take_logprobs(chunk) == [7, 8]
+    assert chunk == {"choices": [{"index": 0}, {"index": 0}]}
+
+
+@each_case(
+    ("body", "wanted"),
+    [
+        ({"stream_options": {"include_usage": True}}, True),
+        ({"stream_options": {"include_usage": False}}, False),
+        ({"stream_options": {"include_usage": "true"}}, False),
+        ({"stream_options": [True]}, False),
+        ({"stream_options": None}, False),
+        ({}, False),
+    ],
+)
+def test_usage_is_wanted_only_if_it_is_asked_for(body: dict[str, Any], wanted: bool) -> None:
+    assert wants_usage(body) is wanted
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"index": 1}, "several answers"),
+        ({"index": 0, "logprobs": {"content": []}}, "probabilities"),
+    ],
+)
+def test_what_cannot_be_repeated_makes_a_stream_unresumable(
+    choice: dict[str, Any], reason: str
+) -> None:
+    transcript = Transcript()
+    assert read_chunk(transcript, {"id": "x", "choices": [choice]}) == [choice]
+    assert transcript.unresumable is not None
+    assert reason in transcript.unresumable
+
+
+def test_a_chunk_adds_its_head_its_end_and_its_usage_to_the_transcript() -> None:
+    transcript = Transcript()
+    read_chunk(transcript, {"id": "x", "choices": [{"index": 0, "finish_reason": None}]})
+    assert (transcript.first_event["id"], transcript.finish_reason) == ("x", None)
+    read_chunk(transcript, {"id": "y", "choices": [{"index": 0, "finish_reason": "length"}]})
+    read_chunk(transcript, {"id": "y", "choices": [], "usage": {"total_tokens": 3}})
+    assert transcript.first_event["id"] == "x"
+    assert transcript.finish_reason == "length"
+    assert transcript.usage_sent
+    assert transcript.unresumable is None
+
+
+# The plain response.
+
+HEAD = {"created": 7, "id": "chatcmpl-1", "model": "demo", "system_fingerprint": "b0-unknown"}
+
+
+def chunk(delta: dict[str, Any] | None, reason: str | None = None, **more: Any) -> dict[str, Any]:
+    extra = {"logprobs": more.pop("logprobs")} if "logprobs" in more else {}
+    choices = (
+        []
+        if delta is None
+        else [{"finish_reason": reason, "index": more.pop("index", 0), "delta": delta, **extra}]
+    )
+    return {"choices": choices, **HEAD, "object": "chat.completion.chunk", **more}
+
+
+OPENING = chunk({"role": "assistant", "content": None})
+COUNTS = chunk(None, usage=USAGE, timings=TIMINGS)
+
+
+def assemble(*events: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = assembled(CHAT, events)
+    return made
+
+
+def message(*events: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = assemble(*events)["choices"][0]["message"]
+    return made
+
+
+def test_a_chat_is_assembled_as_the_server_answers_it() -> None:
+    events = (
+        OPENING,
+        chunk({"content": " summe"}),
+        chunk({"content": " door"}),
+        chunk({}, "length"),
+        COUNTS,
+    )
+    assert assemble(*events) == {
+        "choices": [
+            {
+                "finish_reason": "length",
+                "index": 0,
+                "message": {"role": "assistant", "content": " summe door"},
+            }
+        ],
+        **HEAD,
+        "object": "chat.completion",
+        "usage": USAGE,
+        "timings": TIMINGS,
+    }
+
+
+PIECES = st.one_of(
+    st.text(max_size=6).map(lambda text: event(chunk({"content": text}))),
+    st.text(max_size=6).map(lambda text: event(chunk({"reasoning_content": text}))),
+    st.text(max_size=6).map(lambda text: event(chunk(None) | {"choices": [{"text": text}]})),
+    st.sampled_from(
+        [
+            event(OPENING),
+            event(chunk({"content": "b"}, index=1)),
+            event(chunk({}, "stop")),
+            event(chunk({"content": "c", "role": "x"})),
+            event(COUNTS),
+            event(chunk({"content": "a"})).replace(b'"a"', b'"a\\"'),
+            event(chunk({"content": "a"})).replace(b'"a"', b'"a","b"'),
+            event(chunk({"content": "a"})).replace(b'"a"', b""),
+            b"data: [DONE]\n\n",
+        ]
+    ),
+)
+
+
+@given(st.lists(PIECES, max_size=14))
+def test_a_run_of_chunks_makes_what_they_make_one_by_one(pieces: list[bytes]) -> None:
+    def made(parts: list[bytes]) -> object:
+        assembly = CHAT.assemble({})
+        next(assembly)
+        try:
+            for part in parts:
+                assembly.send(part)
+            assembly.send(None)
+        except StopIteration as end:
+            return msgspec.json.encode(end.value)
+        except (AssemblyError, TypeError, ValueError) as error:
+            return type(error)
+        raise AssertionError
+
+    assert made([b"".join(pieces)]) == made(pieces)
+
+
+def test_a_response_without_a_word_has_empty_content() -> None:
+    assert message(OPENING, chunk({}, "stop"), COUNTS) == {"role": "assistant", "content": ""}
+
+
+def test_reasoning_stays_apart_from_the_content() -> None:
+    events = (
+        chunk({"reasoning_content": "Let me"}),
+        chunk({"reasoning_content": " see"}),
+        chunk({"content": "Yes"}),
+        chunk({}, "stop"),
+    )
+    assert message(OPENING, *events, COUNTS) == {
+        "role": "assistant",
+        "content": "Yes",
+        "reasoning_content": "Let me see",
+    }
+
+
+def test_tool_calls_are_assembled_from_their_parts() -> None:
+    def call(index: int, arguments: str, **head: Any) -> dict[str, Any]:
+        function = {"arguments": arguments}
+        if head:
+            function["name"] = head.pop("name")
+        return chunk({"tool_calls": [{"index": index, **head, "function": function}]})
+
+    events = (
+        call(0, "{", id="a", type="function", name="f"),
+        call(0, '"x":1}'),
+        call(1, "{}", id="b", type="function", name="g"),
+        chunk({}, "tool_calls"),
+    )
+    assert message(OPENING, *events, COUNTS)["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": '{"x":1}'}, "id": "a"},
+        {"type": "function", "function": {"name": "g", "arguments": "{}"}, "id": "b"},
+    ]
+
+
+def test_logprobs_of_all_tokens_are_collected() -> None:
+    first, second = {"id": 1, "logprob": -1.0}, {"id": 2, "logprob": -2.0}
+    events = (
+        chunk({"content": "a"}, logprobs={"content": [first]}),
+        chunk({"content": "b"}, logprobs={"content": [second]}),
+        chunk({}, "stop"),
+    )
+    (choice,) = assemble(OPENING, *events, COUNTS)["choices"]
+    assert choice["logprobs"] == {"content": [first, second]}
+
+
+def test_several_answers_keep_their_index() -> None:
+    events = (
+        chunk({"content": "b"}, index=1),
+        chunk({"content": "a"}, index=0),
+        chunk({}, "stop", index=0),
+        chunk({}, "length", index=1),
+    )
+    choices = assemble(*events, COUNTS)["choices"]
+    assert [(c["index"], c["message"]["content"], c["finish_reason"]) for c in choices] == [
+        (0, "a", "stop"),
+        (1, "b", "length"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "events",
+    [(), (OPENING, COUNTS), (OPENING, chunk({"content": "a"}))],
+    ids=["nothing", "no reason", "cut short"],
+)
+def test_half_a_chat_is_not_assembled(events: tuple[dict[str, Any], ...]) -> None:
+    with pytest.raises(AssemblyError):
+        assemble(*events)
+
+
+def test_usage_that_a_stream_lacks_is_taken_from_its_timings() -> None:
+    timings = {"cache_n": 4, "prompt_n": 10, "predicted_n": 2}
+    whole = assemble(OPENING, chunk({"content": "a"}), chunk({}, "stop", timings=timings))
+    assert whole["usage"] == {"completion_tokens": 2, "prompt_tokens": 14, "total_tokens": 16}
+
+
+def test_a_chat_is_assembled_without_any_figures() -> None:
+    whole = assemble(OPENING, chunk({"content": "a"}), chunk({}, "stop"))
+    assert whole["choices"][0]["message"]["content"] == "a"
+    assert "usage" not in whole
+
+
+# After a resumption.
+
+
+def test_a_resumed_chat_keeps_its_id_and_has_one_role() -> None:
+    rewriter = ChatRewriter(Transcript(first_event=IDENTITY), SPLICE_POINT)
+    other = {"id": "second", "created": 2, "model": "x", "object": "chat.completion.chunk"}
+    opening = other | {"choices": [chat_choice({"role": "assistant", "content": None})]}
+    assert rewriter.rewrite(opening) == b""
+    (value,) = values(rewriter.rewrite(other | {"choices": [chat_choice({"content": " three"})]}))
+    assert (value["id"], value["created"], value["model"]) == ("first", 1, "m")
+    assert value["choices"][0]["delta"] == {"content": " three"}
+    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    (value,) = values(rewriter.rewrite(other | {"choices": [], "usage": usage}))
+    assert value["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+
+
+def test_the_overlap_is_not_sent_again() -> None:
+    rewriter = ChatRewriter(Transcript(first_event=IDENTITY), OVERLAPPING)
+    assert rewriter.rewrite({"choices": [chat_choice({"content": " t"})]}) == b""
+    assert not rewriter.caught_up
+    (value,) = values(rewriter.rewrite({"choices": [chat_choice({"content": "wo three"})]}))
+    assert value["choices"][0]["delta"]["content"] == " three"
+    assert rewriter.caught_up
+
+
+def test_a_chat_that_ends_within_the_overlap_is_a_mismatch() -> None:
+    rewriter = ChatRewriter(Transcript(first_event=IDENTITY), OVERLAPPING)
+    with pytest.raises(OverlapMismatch):
+        rewriter.rewrite({"choices": [chat_choice({}, "stop")]})
+    native = NativeToChatRewriter(Transcript(first_event=IDENTITY), OVERLAPPING)
+    with pytest.raises(OverlapMismatch):
+        native.rewrite({"content": " t", "stop": True})
+
+
+def resumed_in_reasoning(mark: ReasoningEndMark) -> NativeToChatRewriter:
+    return NativeToChatRewriter(Transcript(first_event=IDENTITY), SPLICE_POINT, mark)
+
+
+def test_reasoning_continues_up_to_its_end_mark() -> None:
+    rewriter = resumed_in_reasoning(ReasoningEndMark("</think>"))
+    texts = ["so", " it", " is", "\n</", "thi", "nk>", "\n\n", "Yes", " it <", "is"]
+    deltas: list[Any] = []
+    for text in texts:
+        deltas += [v["choices"][0]["delta"] for v in values(rewriter.rewrite({"content": text}))]
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    content = "".join(delta.get("content", "") for delta in deltas)
+    assert (reasoning, content) == ("so it is\n", "Yes it <is")
+    last = values(rewriter.rewrite({"content": "", "stop": True, "stop_type": "eos"}))
+    assert last[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_reasoning_that_never_ends_is_sent_to_its_last_character() -> None:
+    rewriter = resumed_in_reasoning(ReasoningEndMark("</think>"))
+    out = rewriter.rewrite({"content": "so </th"})
+    out += rewriter.rewrite({"content": "", "stop": True, "stop_type": "limit"})
+    choices = [value["choices"][0] for value in values(out)]
+    assert "".join(c["delta"].get("reasoning_content", "") for c in choices) == "so </th"
+    assert choices[-1]["finish_reason"] == "length"
+
+
+@each_case("behind", ["\n", "\n\n", "\n\n\n", " ", " \n", ""])
+def test_only_the_templates_own_white_space_is_stripped_from_content(behind: str) -> None:
+    rewriter = resumed_in_reasoning(ReasoningEndMark("</think>", "\n\n"))
+    texts = ["so</think>", *behind, "Yes"]
+    out = b"".join(rewriter.rewrite({"content": text}) for text in texts)
+    content = "".join(v["choices"][0]["delta"].get("content", "") for v in values(out))
+    assert content == (behind.removeprefix("\n\n") if behind != "\n" else "") + "Yes"
+
+
+# Token ids.
+
+
+def test_logprobs_that_only_the_gateway_asked_for_are_removed() -> None:
+    recorder = TranscriptRecorder(read_chat, 1000)
+    extract = TokenIdExtractor(CHAT.take_token_ids, recorder.add_token_ids)
+    bare = IDENTITY | {"choices": [chat_choice({"content": " a"})]}
+    token = {"id": 7, "token": " a", "bytes": [32, 97], "top_logprobs": [{"id": 7}]}
+    choice = chat_choice({"content": " a"}) | {"logprobs": {"content": [token]}}
+    out = extract(event(bare) + event(IDENTITY | {"choices": [choice]}) + b"data: [DONE]\n\n")
+    assert values(out.removesuffix(b"data: [DONE]\n\n")) == [bare, bare]
+    assert recorder.transcript().token_ids == [7]
+    with pytest.raises(InvalidResponse):
+        extract(b'data: {"choices":[{"logprobs":{"content":[{"token":"a"}]}}]}\n\n')

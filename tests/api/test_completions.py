@@ -1,0 +1,161 @@
+"""Completions: the plain response, chunks after a resumption, and several prompts' responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.api.base import Api, ResponseMerger
+from gateway.api.completions import (
+    COMPLETIONS,
+    CompletionsRewriter,
+    NativeToCompletionsRewriter,
+    read_completion,
+)
+from gateway.api.native import NATIVE
+from gateway.api.transcript import (
+    OverlapMismatch,
+    SplicePoint,
+    Transcript,
+    TranscriptRecorder,
+)
+from gateway.forward.stream import TokenIdExtractor
+from gateway.transport.errors import InvalidResponse
+from tests.api.events import (
+    IDENTITY,
+    SPLICE_POINT,
+    TIMINGS,
+    USAGE,
+    assembled,
+    event,
+    values,
+)
+from tests.each_case import each_case
+
+
+def test_a_completion_is_assembled() -> None:
+    head = {"created": 7, "id": "cmpl-1", "model": "demo", "object": "text_completion"}
+
+    def part(text: str, reason: str | None = None) -> dict[str, Any]:
+        choice = {"text": text, "index": 0, "logprobs": None, "finish_reason": reason}
+        return {"choices": [choice], **head}
+
+    counts = {"choices": [], **head, "usage": USAGE, "timings": TIMINGS}
+    whole = assembled(COMPLETIONS, [part(" a"), part(" b"), part("", "stop"), counts])
+    assert whole["choices"] == [
+        {"text": " a b", "index": 0, "logprobs": None, "finish_reason": "stop"}
+    ]
+    assert (whole["object"], whole["usage"]) == ("text_completion", USAGE)
+
+
+def test_another_text_than_the_overlap_is_a_mismatch() -> None:
+    rewriter = CompletionsRewriter(Transcript(), SplicePoint("", "x", 1, 1, 0))
+    with pytest.raises(OverlapMismatch):
+        rewriter.rewrite({"choices": [{"text": "y"}]})
+
+
+def test_chunks_made_of_native_events_report_usage_where_the_client_asks_for_it() -> None:
+    transcript = Transcript(first_event=IDENTITY | {"object": "text_completion"})
+    rewriter = NativeToCompletionsRewriter(transcript, SPLICE_POINT, usage=True)
+    last = {"content": "", "stop": True, "stop_type": "limit", "tokens_predicted": 3}
+    out = rewriter.rewrite({"content": " x"}) + rewriter.rewrite(last)
+    first, end, usage = values(out)
+    assert first["choices"][0]["text"] == " x"
+    assert (end["choices"][0]["finish_reason"], end["object"]) == ("length", "text_completion")
+    assert usage["usage"]["completion_tokens"] == 5
+    assert {value["id"] for value in (first, end, usage)} == {"first"}
+
+
+def test_a_chunk_without_the_logprobs_that_were_asked_for_keeps_an_empty_field() -> None:
+    recorder = TranscriptRecorder(read_completion, 1000)
+    extract = TokenIdExtractor(COMPLETIONS.take_token_ids, recorder.add_token_ids)
+    value = {"choices": [{"text": "a", "logprobs": {"content": [{"id": 7}]}}]}
+    assert values(extract(event(value))) == [{"choices": [{"text": "a", "logprobs": None}]}]
+    assert recorder.transcript().token_ids == [7]
+
+
+END = b"data: [DONE]\n\n"
+
+
+def merger(api: Api, answers_per_prompt: int = 1, **fields: Any) -> ResponseMerger:
+    assert api.merger is not None
+    raws = {name: msgspec.Raw(json.dumps(value).encode()) for name, value in fields.items()}
+    return api.merger(raws, answers_per_prompt)
+
+
+def completion(text: str, answer_id: str, **more: Any) -> dict[str, Any]:
+    return {"id": answer_id, "choices": [{"index": 0, "text": text}], **more}
+
+
+def usage(tokens: int, cached: int) -> dict[str, Any]:
+    return {"usage": {"total_tokens": tokens, "prompt_tokens_details": {"cached_tokens": cached}}}
+
+
+def test_plain_completions_are_merged_in_the_prompts_order() -> None:
+    merging = merger(COMPLETIONS)
+    merging.add(1, json.dumps(completion("b", "y", **usage(5, 1))).encode())
+    merging.add(0, json.dumps(completion("a", "x", **usage(3, 2))).encode())
+    merged = json.loads(merging.merged_response())
+    assert merged["id"] == "x"
+    assert merged["choices"] == [{"index": 0, "text": "a"}, {"index": 1, "text": "b"}]
+    assert merged["usage"] == usage(8, 3)["usage"]
+    assert merging.size > 0
+
+
+def test_several_answers_to_each_prompt_are_numbered_through() -> None:
+    merging = merger(COMPLETIONS, 2)
+    choices = [{"index": 1, "text": "b"}, {"index": 0, "text": "a"}]
+    merging.add(1, json.dumps({"choices": choices}).encode())
+    merged = json.loads(merging.merged_response())
+    assert [choice["index"] for choice in merged["choices"]] == [3, 2]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_chunks_of_completions_share_an_id_and_their_usage_comes_once(*, asked: bool) -> None:
+    merging = merger(COMPLETIONS, stream_options={"include_usage": asked})
+    first = merging.merge_events(1, event(completion("b", "y")) + END)
+    second = merging.merge_events(0, b"data: null\n\n" + event(completion("a", "x", usage=None)))
+    counts = merging.merge_events(0, event({"choices": [], **usage(3, 2)}) + END)
+    assert counts == b""
+    chunks = values(first + second)
+    assert [(v["id"], v["choices"][0]["index"]) for v in chunks] == [("y", 1), ("y", 0)]
+    end = merging.stream_end()
+    assert end.endswith(END)
+    assert [v["usage"] for v in values(end.removesuffix(END))] == (
+        [usage(3, 2)["usage"]] if asked else []
+    )
+
+
+def test_native_responses_become_a_list() -> None:
+    merging = merger(NATIVE)
+    merging.add(1, b'[{"index":0,"content":"b"}]')
+    merging.add(0, b' {"content":"a"}')
+    assert json.loads(merging.merged_response()) == [
+        {"index": 0, "content": "a"},
+        {"index": 1, "content": "b"},
+    ]
+
+
+def test_native_events_pass_with_their_prompts_index() -> None:
+    merging = merger(NATIVE)
+    out = merging.merge_events(1, event({"index": 0, "content": "b", "stop": True}))
+    assert values(out) == [{"index": 1, "content": "b", "stop": True}]
+    assert merging.stream_end() == b""
+
+
+@each_case(
+    ("api", "data"),
+    [
+        (COMPLETIONS, b"oops"),
+        (COMPLETIONS, b"[1]"),
+        (COMPLETIONS, b'{"choices":3}'),
+        (NATIVE, b"oops"),
+        (NATIVE, b"[1]"),
+    ],
+)
+def test_an_unreadable_response_is_invalid(api: Api, data: bytes) -> None:
+    with pytest.raises(InvalidResponse):
+        merger(api).add(0, data)

@@ -1,0 +1,724 @@
+"""Ollama's API: its requests as nodes get them, and their responses and errors as clients do."""
+
+from __future__ import annotations
+
+import base64
+import json
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway import errors
+from gateway.api.base import ModelSummary, ResponseRewriter, Translation
+from gateway.api.json_values import (
+    LONG_STRING_BYTES,
+    MOST_MESSAGE_PARTS,
+    MOST_PARSED_BYTES,
+    MOST_PARTS,
+    SHORT_BODY_BYTES,
+    STEP_PARTS,
+    run_at_once,
+)
+from gateway.api.ollama import (
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    OLLAMA_GENERATE,
+    PAGES,
+    OllamaChatApi,
+    OllamaEmbedApi,
+    OllamaEmbeddingsApi,
+    OllamaGenerateApi,
+    TranslatedRequest,
+    translate_chat,
+    translate_embed,
+    translate_generate,
+)
+from gateway.errors import GatewayError
+from gateway.transport.errors import InvalidResponse
+from tests.each_case import each_case
+
+CREATED = "2001-09-09T01:46:40Z"
+TIMINGS = {"prompt_ms": 250.0, "predicted_ms": 500.5, "predicted_n": 2, "cache_n": 1}
+USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+
+
+def translation(kind: Any = OllamaChatApi, **body: Any) -> Translation:
+    ticks = count()
+    api = kind(clock=lambda: float(next(ticks)), wall_clock=lambda: 1e9)
+    asked = {"model": "m", "messages": [{"role": "user", "content": "?"}], "prompt": "?", **body}
+    found: Translation = run_at_once(api.translate(json.dumps(asked).encode(), lambda _: True))
+    return found
+
+
+def chatting(**body: Any) -> ResponseRewriter:
+    return translation(**body).rewriter
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def chunk(reason: str | None = None, logprobs: Any = None, **delta: Any) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+    return event({"id": "c", "model": "other", "choices": [choice]})
+
+
+def end(**figures: Any) -> bytes:
+    return (
+        event({"choices": [], "usage": USAGE, "timings": TIMINGS} | figures) + b"data: [DONE]\n\n"
+    )
+
+
+def lines(data: bytes) -> list[dict[str, Any]]:
+    assert not data or data.endswith(b"\n")
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def test_a_chats_stream() -> None:
+    rewriter = chatting()
+    assert rewriter.rewrite_events(chunk(role="assistant", content=None)) == b""
+    [first] = lines(rewriter.rewrite_events(chunk(content="Hel")))
+    assert first == {
+        "model": "m",
+        "created_at": CREATED,
+        "message": {"role": "assistant", "content": "Hel"},
+        "done": False,
+    }
+    found = lines(rewriter.rewrite_events(chunk(content="lo") + chunk("stop") + end()))
+    assert found[0]["message"]["content"] == "lo"
+    assert found[1] == {
+        "model": "m",
+        "created_at": CREATED,
+        "message": {"role": "assistant", "content": ""},
+        "done": True,
+        "done_reason": "stop",
+        "total_duration": 2_000_000_000,
+        "load_duration": 1_249_500_000,
+        "prompt_eval_count": 5,
+        "prompt_eval_duration": 250_000_000,
+        "eval_count": 2,
+        "eval_duration": 500_500_000,
+    }
+
+
+def test_a_chats_plain_response() -> None:
+    message = {"role": "assistant", "content": "Hello", "reasoning_content": "Hm."}
+    content = {"choices": [{"message": message, "finish_reason": "length"}], "usage": USAGE}
+    found = json.loads(chatting().rewrite_body(json.dumps(content | {"timings": TIMINGS}).encode()))
+    assert found["message"] == {"role": "assistant", "content": "Hello", "thinking": "Hm."}
+    assert (found["done"], found["done_reason"], found["eval_count"]) == (True, "length", 2)
+
+
+def test_a_prompts_stream_by_each_of_the_apis_that_serve_it() -> None:
+    raw = translation(OllamaGenerateApi, raw=True)
+    assert raw.path == "/v1/completions"
+    completion = event({"choices": [{"text": "a", "finish_reason": None}]})
+    last = event({"choices": [{"text": "", "finish_reason": "length"}]})
+    infill = translation(OllamaGenerateApi, suffix="x")
+    assert infill.path == "/infill"
+    native = event({"content": "a", "stop": False})
+    stop = {"content": "", "stop": True, "stop_type": "limit", "timings": TIMINGS}
+    tokens = {"tokens_evaluated": 5, "tokens_predicted": 2}
+    chat = translation(OllamaGenerateApi)
+    for rewriter, events in (
+        (raw.rewriter, completion + last + end()),
+        (infill.rewriter, native + event(stop | tokens)),
+        (chat.rewriter, chunk(content="a") + chunk("length") + end()),
+    ):
+        first, final = lines(rewriter.rewrite_events(events))
+        assert (first["response"], first["done"]) == ("a", False)
+        assert (final["response"], final["done"], final["done_reason"]) == ("", True, "length")
+        assert (final["eval_count"], final["prompt_eval_count"]) == (2, 5)
+        assert final["eval_duration"] == 500_500_000
+
+
+def test_thinking_has_a_field_of_its_own() -> None:
+    [line] = lines(chatting().rewrite_events(chunk(reasoning_content="Hm.")))
+    assert line["message"] == {"role": "assistant", "content": "", "thinking": "Hm."}
+    rewriter = translation(OllamaGenerateApi).rewriter
+    [line] = lines(rewriter.rewrite_events(chunk(reasoning_content="Hm.")))
+    assert (line["response"], line["thinking"]) == ("", "Hm.")
+
+
+def call(
+    index: int, name: str | None = None, arguments: str = "", call_id: str | None = None
+) -> Any:
+    function = {"arguments": arguments} | ({} if name is None else {"name": name})
+    return [{"index": index, "function": function} | ({} if call_id is None else {"id": call_id})]
+
+
+def test_a_tool_call_is_sent_when_it_is_complete() -> None:
+    rewriter = chatting()
+    assert rewriter.rewrite_events(chunk(tool_calls=call(0, "weather", "{", "x"))) == b""
+    assert rewriter.rewrite_events(chunk(tool_calls=call(0, arguments='"city": "Rome"}'))) == b""
+    [first] = lines(rewriter.rewrite_events(chunk(tool_calls=call(1, "time", "", "y"))))
+    assert first["message"]["tool_calls"] == [
+        {"id": "x", "function": {"index": 0, "name": "weather", "arguments": {"city": "Rome"}}}
+    ]
+    second, final = lines(rewriter.rewrite_events(chunk("tool_calls") + end()))
+    assert second["message"]["tool_calls"] == [
+        {"id": "y", "function": {"index": 1, "name": "time", "arguments": {}}}
+    ]
+    assert final["done_reason"] == "stop"
+
+
+def test_a_plain_responses_tool_calls() -> None:
+    calls = [
+        {"id": "x", "type": "function", "function": {"name": "a", "arguments": '{"b": 1}'}},
+        {"id": "y", "type": "function", "function": {"name": "c", "arguments": "{}"}},
+    ]
+    message = {"content": None, "tool_calls": calls}
+    content = json.dumps({"choices": [{"message": message, "finish_reason": "tool_calls"}]})
+    found = json.loads(chatting().rewrite_body(content.encode()))
+    functions = [one["function"] for one in found["message"]["tool_calls"]]
+    assert [(one["name"], one["arguments"]) for one in functions] == [("a", {"b": 1}), ("c", {})]
+
+
+def test_a_tool_call_that_was_cut_off_is_dropped() -> None:
+    rewriter = chatting()
+    rewriter.rewrite_events(chunk(tool_calls=call(0, "weather", '{"ci')))
+    [final] = lines(rewriter.rewrite_events(chunk("length") + end()))
+    assert final["done_reason"] == "length"
+    rewriter = chatting()
+    rewriter.rewrite_events(chunk(tool_calls=call(0, "weather", '{"ci')))
+    with pytest.raises(InvalidResponse):
+        rewriter.rewrite_events(chunk("tool_calls"))
+
+
+def test_probabilities() -> None:
+    other = {"token": "b", "logprob": -2.0, "bytes": [98], "id": 4}
+    token = {"token": "a", "logprob": -1.0, "bytes": [97], "id": 3, "top_logprobs": [other, other]}
+    events = chunk(content="a", logprobs={"content": [token]})
+    short = {"token": "a", "logprob": -1.0, "bytes": [97]}
+    [line] = lines(chatting(logprobs=True).rewrite_events(events))
+    assert line["logprobs"] == [short]
+    [line] = lines(chatting(logprobs=True, top_logprobs=1).rewrite_events(events))
+    others = [{"token": "b", "logprob": -2.0, "bytes": [98]}]
+    assert line["logprobs"] == [short | {"top_logprobs": others}]
+
+
+@pytest.mark.parametrize("likeliest", [5, [5], {"token": "a"}])
+def test_odd_probabilities_are_refused(likeliest: Any) -> None:
+    token = {"token": "a", "logprob": -1.0, "top_logprobs": likeliest}
+    events = chunk(content="a", logprobs={"content": [token]})
+    with pytest.raises(InvalidResponse):
+        chatting(logprobs=True, top_logprobs=2).rewrite_events(events)
+
+
+def test_timings_of_a_part_are_not_taken_for_the_whole() -> None:
+    rewriter = chatting()  # the clock says 0
+    rewriter.rewrite_events(chunk(content="a"))  # 1
+    usage = USAGE | {"completion_tokens": 50}
+    [final] = lines(rewriter.rewrite_events(chunk("stop") + end(usage=usage)))  # 2
+    assert (final["eval_count"], final["eval_duration"]) == (50, 1_000_000_000)
+
+
+def test_comments_are_nothing_and_errors_are_lines() -> None:
+    rewriter = chatting()
+    assert rewriter.rewrite_events(b":\n") == b""
+    error = event({"error": {"code": 500, "message": "It broke."}})
+    assert lines(rewriter.rewrite_events(error)) == [{"error": "It broke."}]
+
+
+@pytest.mark.parametrize("data", [b"data: {oops\n\n", b'data: {"choices": 5}\n\n', b"data: 7\n\n"])
+def test_an_event_that_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidResponse):
+        chatting().rewrite_events(data)
+    with pytest.raises(InvalidResponse):
+        chatting().rewrite_body(data[6:])
+    with pytest.raises(InvalidResponse):
+        translation(OllamaEmbedApi, input="a").rewriter.rewrite_body(data[6:])
+
+
+def test_embeddings_come_in_the_order_of_their_texts() -> None:
+    data = [{"index": 1, "embedding": [3.0, 4.0, 9.0]}, {"index": 0, "embedding": [1.0, 0.0, 0.0]}]
+    content = json.dumps({"data": data, "usage": {"prompt_tokens": 5}}).encode()
+    found = json.loads(translation(OllamaEmbedApi, input=["a", "b"]).rewriter.rewrite_body(content))
+    assert found == {
+        "model": "m",
+        "embeddings": [[1.0, 0.0, 0.0], [3.0, 4.0, 9.0]],
+        "total_duration": 1_000_000_000,
+        "load_duration": 0,
+        "prompt_eval_count": 5,
+    }
+    rewriter = translation(OllamaEmbedApi, input=["a", "b"], dimensions=2).rewriter
+    assert json.loads(rewriter.rewrite_body(content))["embeddings"] == [[1.0, 0.0], [0.6, 0.8]]
+    rewriter = translation(OllamaEmbeddingsApi).rewriter
+    assert json.loads(rewriter.rewrite_body(content)) == {"embedding": [1.0, 0.0, 0.0]}
+
+
+def test_large_responses_are_rewritten_in_steps_as_small_ones_are_at_once() -> None:
+    vectors = [[float(at), 0.5] * 500 for at in range(300)]
+    data = [{"index": 299 - at, "embedding": one} for at, one in enumerate(vectors)]
+    content = json.dumps({"data": data}, separators=(",", ":")).encode()
+    steps = translation(OllamaEmbedApi, input=["a"]).rewriter.rewrite_in_steps(content)
+    assert len(list(steps)) > 5
+    rewriter = translation(OllamaEmbedApi, input=["a"]).rewriter
+    assert json.loads(rewriter.rewrite_body(content))["embeddings"] == vectors[::-1]
+    likely = [{"id": 1, "token": "t", "logprob": -0.5, "top_logprobs": [{"token": "t"}]}] * 2000
+    choice = {"message": {"content": "t"}, "logprobs": {"content": likely}, "finish_reason": "stop"}
+    content = json.dumps({"choices": [choice]}).encode()
+    assert len(list(chatting().rewrite_in_steps(content))) == 4
+    assert len(json.loads(chatting().rewrite_body(content))["logprobs"]) == 2000
+
+
+def test_an_error_is_a_text_with_the_clients_names_of_fields() -> None:
+    error = errors.invalid_request("'max_tokens' and 'messages' are wrong.", "messages")
+    body = b"{\"error\":\"'options.num_predict' and 'messages' are wrong.\"}"
+    assert OLLAMA_CHAT.error_body(error, "req_1") == body
+    assert OLLAMA_CHAT.error_event(error, "req_1") == body + b"\n"
+    assert b"'prompt' are wrong" in OLLAMA_GENERATE.error_body(error, "req_1")
+    empty = errors.invalid_request("'input' is empty.", "input")
+    assert OLLAMA_EMBED.error_body(empty, "req_1") == b'{"error":"\'input\' is empty."}'
+    assert OLLAMA_EMBEDDINGS.error_body(empty, "req_1") == b'{"error":"\'prompt\' is empty."}'
+    assert not OLLAMA_CHAT.is_own_error(b'{"error":{"message":"x"}}')
+
+
+def test_a_heartbeat_is_no_line() -> None:
+    assert OLLAMA_CHAT.heartbeat().isspace()
+    assert b"\n" not in OLLAMA_CHAT.heartbeat()
+
+
+class Catalog:
+    """A catalog of given models."""
+
+    def __init__(self, *models: ModelSummary) -> None:
+        self._models = list(models)
+
+    def models(self) -> list[ModelSummary]:
+        return self._models
+
+    def model(self, name: str | None) -> ModelSummary:
+        for one in self._models:
+            if one.name == name:
+                return one
+        raise errors.model_not_found(str(name), [])
+
+
+def page(path: str, catalog: Catalog, **body: Any) -> Any:
+    [found] = [one for one in PAGES if one.path == path]
+    return found.respond(catalog, body)
+
+
+KNOWN = ModelSummary(
+    "m", 10**9, {"chat", "infill"}, is_up=True, on_gpu=True, context=4096,
+    parameters=7_240_000_000, size=4_000, quantization="Q4_K - Medium", file="m.gguf",
+)  # fmt: skip
+UNKNOWN = ModelSummary("u", 10**9, {"embeddings"}, is_up=False, on_gpu=False)
+
+
+def test_pages_about_models() -> None:
+    catalog = Catalog(KNOWN, UNKNOWN)
+    known, unknown = page("/api/tags", catalog)["models"]
+    assert (known["name"], known["size"], known["modified_at"]) == ("m", 4_000, CREATED)
+    assert (known["details"]["parameter_size"], unknown["details"]["parameter_size"]) == (
+        "7.2B",
+        "",
+    )
+    assert known["details"]["quantization_level"] == "Q4_K - Medium"
+    assert known["capabilities"] == ["completion", "tools", "insert"]
+    assert len(known["digest"]) == len(unknown["digest"]) == 64
+    assert known["digest"] != unknown["digest"]
+    [loaded] = page("/api/ps", catalog)["models"]
+    assert (loaded["size_vram"], loaded["context_length"]) == (4_000, 4096)
+    shown = page("/api/show", catalog, name="u")
+    assert shown["capabilities"] == ["embedding"]
+    assert shown["model_info"] == {"general.architecture": "llama"}
+    info = page("/api/show", catalog, model="m")["model_info"]
+    assert info["llama.context_length"] == 4096
+    assert page("/api/show", catalog, model="m:latest") == page("/api/show", catalog, model="m")
+    for name in ("nobody", "nobody:latest"):
+        with pytest.raises(GatewayError, match="'nobody'"):
+            page("/api/show", catalog, model=name)
+    with pytest.raises(GatewayError, match="'name' must be a string"):
+        page("/api/show", catalog, name=5)
+    assert page("/", catalog) == "Ollama is running"
+
+
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"pixels" * 20).decode()
+JPEG = base64.b64encode(b"\xff\xd8\xff\xe0" + b"pixels" * 20).decode()
+HELLO = [{"role": "user", "content": "hello"}]
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def no_model(_: str) -> bool:
+    return False
+
+
+def chat(**body: Any) -> tuple[dict[str, Any], TranslatedRequest]:
+    body = {"model": "m", "messages": HELLO, **body}
+    found = run_at_once(translate_chat(json.dumps(body).encode(), no_model))
+    return json.loads(found.body), found
+
+
+def generate(**body: Any) -> tuple[dict[str, Any], TranslatedRequest]:
+    body = {"model": "m", "prompt": "hello", **body}
+    found = run_at_once(translate_generate(json.dumps(body).encode(), no_model))
+    return json.loads(found.body), found
+
+
+def embed(name: str = "input", **body: Any) -> tuple[dict[str, Any], TranslatedRequest]:
+    found = run_at_once(
+        translate_embed(json.dumps({"model": "m", **body}).encode(), no_model, name)
+    )
+    return json.loads(found.body), found
+
+
+def test_a_chat_streams_unless_it_says_otherwise() -> None:
+    body, found = chat()
+    assert body == {
+        "model": "m",
+        "messages": HELLO,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert (found.path, found.model) == ("/v1/chat/completions", "m")
+    assert chat(stream=None)[0]["stream"] is True
+    assert chat(stream=False)[0] == {"model": "m", "messages": HELLO, "stream": False}
+
+
+def test_options_become_sampling_parameters() -> None:
+    options = {
+        "num_predict": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 20.0, "min_p": 0.1, "seed": 3,
+        "stop": ["a", "b"], "repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 1,
+        "frequency_penalty": 2, "typical_p": 0.7, "mirostat": 1, "mirostat_tau": 5.0,
+        "mirostat_eta": 0.1, "num_keep": 4, "num_ctx": 8192, "num_gpu": 1, "use_mmap": True,
+        "nobody_knows": "this", "tfs_z": None,
+    }  # fmt: skip
+    expected = {
+        "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "seed": 3,
+        "stop": ["a", "b"], "repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 1,
+        "frequency_penalty": 2, "typical_p": 0.7, "mirostat": 1, "mirostat_tau": 5.0,
+        "mirostat_eta": 0.1, "n_keep": 4,
+    }  # fmt: skip
+    for body in (chat(options=options)[0], generate(options=options)[0]):
+        assert {name: body[name] for name in expected} == expected
+        assert not {"num_ctx", "num_gpu", "use_mmap", "nobody_knows", "options"} & set(body)
+    assert generate(options={"num_predict": 7}, suffix="x")[0]["n_predict"] == 7
+
+
+@pytest.mark.parametrize("count", [-1, -2, 0])
+def test_no_limit_of_tokens_is_none(count: int) -> None:
+    assert "max_tokens" not in chat(options={"num_predict": count})[0]
+
+
+def test_formats() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert chat(format="json")[0]["response_format"] == {"type": "json_object"}
+    wrapped = {"type": "json_schema", "json_schema": {"name": "format", "schema": schema}}
+    assert chat(format=schema)[0]["response_format"] == wrapped
+    assert generate(format=schema)[0]["response_format"] == wrapped
+    assert generate(format=schema, raw=True)[0]["json_schema"] == schema
+    assert generate(format="json", raw=True)[0]["json_schema"] == {"type": "object"}
+    for nothing in ("", None):
+        assert "response_format" not in chat(format=nothing)[0]
+
+
+def test_thinking_is_told_to_the_template() -> None:
+    assert "chat_template_kwargs" not in chat()[0]
+    assert chat(think=True)[0]["chat_template_kwargs"] == {"enable_thinking": True}
+    assert generate(think=False)[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    kwargs = {"enable_thinking": True, "reasoning_effort": "high"}
+    assert chat(think="max")[0]["chat_template_kwargs"] == kwargs
+    assert "chat_template_kwargs" not in generate(think=True, raw=True)[0]
+
+
+def test_images_stand_before_the_text() -> None:
+    messages = [{"role": "user", "content": "what?", "images": [PNG, JPEG]}]
+    expected = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
+        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{JPEG}"}},
+        {"type": "text", "text": "what?"},
+    ]
+    assert chat(messages=messages)[0]["messages"] == [{"role": "user", "content": expected}]
+    assert generate(prompt="what?", images=[PNG, JPEG])[0]["messages"][0]["content"] == expected
+
+
+def test_tool_calls_get_ids_and_arguments_as_text() -> None:
+    call = {"function": {"name": "weather", "arguments": {"city": 'Köln "\\'}}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call, call]},
+        {"role": "tool", "content": "rain", "tool_name": "weather"},
+        {"role": "tool", "content": "sun", "tool_name": "weather"},
+        {"role": "assistant", "tool_calls": [{**call, "id": "own"}]},
+        {"role": "tool", "content": "snow", "tool_call_id": "own"},
+    ]
+    body, _ = chat(messages=messages, tools=[WEATHER])
+    found = body["messages"]
+    assert body["tools"] == [WEATHER]
+    assert [one["id"] for one in found[1]["tool_calls"]] == ["call_1", "call_2"]
+    assert found[1]["reasoning_content"] == "hm"
+    arguments = found[1]["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(arguments) == call["function"]["arguments"]
+    assert [one.get("tool_call_id") for one in found] == [
+        None, None, "call_1", "call_2", None, "own",
+    ]  # fmt: skip
+    assert found[2] == {
+        "role": "tool", "content": "rain", "tool_call_id": "call_1", "name": "weather",
+    }  # fmt: skip
+    assert found[4]["content"] == ""
+
+
+def test_a_prompt_becomes_a_chat() -> None:
+    body, found = generate(system="be brief")
+    assert body["messages"] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+    ]
+    assert found.path == "/v1/chat/completions"
+    assert generate(system="")[0]["messages"] == HELLO
+
+
+def test_a_raw_prompt_becomes_a_completion() -> None:
+    body, found = generate(raw=True, stream=False)
+    assert body == {"model": "m", "prompt": "hello", "stream": False}
+    assert found.path == "/v1/completions"
+
+
+def test_a_suffix_becomes_an_infill() -> None:
+    body, found = generate(suffix="end")
+    assert body == {"model": "m", "input_prefix": "hello", "input_suffix": "end", "stream": True}
+    assert found.path == "/infill"
+
+
+def test_embeddings_of_one_or_more_texts() -> None:
+    body, found = embed(input=["a", "b"], dimensions=2, truncate=True, keep_alive="5m")
+    assert body == {"model": "m", "input": ["a", "b"]}
+    assert (found.path, found.dimensions, found.load) == ("/v1/embeddings", 2, None)
+    assert embed("prompt", prompt="a")[0] == {"model": "m", "input": "a"}
+
+
+@each_case(
+    ("keep_alive", "load"),
+    [
+        (None, "load"), ("5m", "load"), (-1, "load"), (0, "unload"), ("0", "unload"),
+        ("0s", "unload"),
+    ],
+)  # fmt: skip
+def test_an_empty_request_loads_or_unloads(keep_alive: Any, load: str) -> None:
+    assert chat(messages=[], keep_alive=keep_alive)[1].load == load
+    assert chat(messages=None, keep_alive=keep_alive)[1].load == load
+    assert generate(prompt="", keep_alive=keep_alive)[1].load == load
+    assert generate(prompt=None, keep_alive=keep_alive)[1].load == load
+    assert chat(keep_alive=keep_alive)[1].load is None
+    assert embed(input=[])[1].load == embed("prompt")[1].load == "load"
+
+
+def test_probabilities_are_asked_for_in_the_nodes_words() -> None:
+    body, found = chat(logprobs=True, top_logprobs=3)
+    assert (body["logprobs"], body["top_logprobs"], found.top_logprobs) == (True, 3, 3)
+    # llama.cpp reports none of the chosen token without any others.
+    body, found = chat(logprobs=True)
+    assert (body["top_logprobs"], found.top_logprobs) == (1, 0)
+    assert generate(logprobs=True, top_logprobs=2, raw=True)[0]["logprobs"] == 2
+
+
+def test_the_tag_of_a_name_without_one_is_left_out() -> None:
+    body = json.dumps({"model": "m:latest", "messages": HELLO}).encode()
+    found = run_at_once(translate_chat(body, no_model))
+    assert json.loads(found.body)["model"] == "m"
+    assert found.model == "m:latest"
+    found = run_at_once(translate_chat(body, lambda name: name == "m:latest"))
+    assert json.loads(found.body)["model"] == "m:latest"
+    assert "model" not in json.loads(run_at_once(translate_chat(b"{}", no_model)).body)
+
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (chat, {"messages": 5}, "'messages': Expected `array | null`, got `int`."),
+    (chat, {"messages": ["x"]}, "'messages[0]': Expected `object`, got `str`."),
+    (chat, {"messages": [*HELLO, {"role": 3}]}, "'messages[1].role': Expected `str`, got `int`."),
+    (chat, {"messages": [{"role": "user", "content": ["x"]}]}, "'messages[0].content' must be a"),
+    (
+        chat,
+        {"messages": [{"role": "user", "images": ["http://a/b.png"]}]},
+        "'messages[0].images[0]'",
+    ),
+    (
+        chat,
+        {"messages": [{"role": "user", "images": [5]}]},
+        "'messages[0].images[0]' must be base64",
+    ),
+    (
+        chat,
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]},
+        "'messages[0].tool_calls[0].function': Expected `object`, got `int`.",
+    ),
+    (chat, {"tools": {}}, "'tools' must be a list."),
+    (chat, {"options": []}, "'options': Expected `object`, got `array`."),
+    (chat, {"options": {"temperature": "hot"}}, "'options.temperature' must be a number."),
+    (chat, {"options": {"num_predict": True}}, "'options.num_predict' must be a number."),
+    (chat, {"options": {"stop": [1]}}, "'options.stop' must be a list of strings."),
+    (chat, {"format": "yaml"}, "'format' must be \"json\" or an object, a JSON schema."),
+    (chat, {"format": 5}, "'format' must be"),
+    (chat, {"think": "much"}, "'think' must be true, false,"),
+    (chat, {"think": 1}, "'think' must be true, false,"),
+    (chat, {"stream": "no"}, "'stream': Expected `bool | null`, got `str`."),
+    (chat, {"model": 5}, "'model': Expected `str | null`, got `int`."),
+    (chat, {"logprobs": True, "top_logprobs": 21}, "'top_logprobs' must be from 0 to 20."),
+    (chat, {"_debug_render_only": True}, "'_debug_render_only' is not supported."),
+    (generate, {"template": "{{ .Prompt }}"}, "'template' is not supported. The model's own is"),
+    (
+        generate,
+        {"context": [1, 2]},
+        "'context' is not supported. Send the conversation to /api/chat.",
+    ),
+    (generate, {"raw": True, "system": "x"}, "'raw' and 'system' exclude each other."),
+    (generate, {"raw": True, "images": [PNG]}, "'images' is not supported. They need a chat's"),
+    (generate, {"prompt": ["a", "b"]}, "'prompt' must be a string."),
+    (generate, {"images": ["-"]}, "'images[0]' must be base64."),
+    (embed, {"input": [1, 2]}, "'input' must be a string or a list of strings."),
+    (embed, {"input": "x", "dimensions": -1}, "'dimensions' is negative."),
+]
+
+
+@each_case(("ask", "body", "message"), WRONG)
+def test_a_wrong_field_is_named_as_the_client_named_it(
+    ask: Any, body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(GatewayError) as raised:
+        ask(**body)
+    assert raised.value.status == 400
+    assert raised.value.message.startswith(message)
+
+
+@each_case("body", [b"", b"{", b'{"model": "a', b"[]", b"\xff", b'{"options":{"seed":1e999}}'])
+def test_what_is_no_request_is_refused(body: bytes) -> None:
+    for work in (translate_chat(body, no_model), translate_embed(body, no_model, "input")):
+        if b"seed" not in body:
+            with pytest.raises(GatewayError) as raised:
+                run_at_once(work)
+            assert raised.value.status == 400
+    with pytest.raises(GatewayError):
+        run_at_once(translate_generate(body, no_model))
+
+
+def test_deep_nesting_is_no_crash() -> None:
+    deep = b'{"model":"m","options":{"stop":' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+    with pytest.raises(GatewayError, match="nested too deeply"):
+        run_at_once(translate_chat(deep, no_model))
+
+
+# Large bodies.
+
+LONG = "x" * (LONG_STRING_BYTES + 1)
+TEXTS = st.sampled_from(
+    ["", "short", LONG, f'{LONG}"quoted"', "\\" * 5000, f"{LONG}\\", '"' * 2000, "ä\n\t" * 900]
+)
+
+
+@given(
+    texts=st.lists(TEXTS, min_size=1, max_size=5),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, 1]),
+)
+def test_a_large_body_is_translated_like_a_small_one(
+    texts: list[str],
+    ascii_only: bool,
+    indent: int | None,
+) -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": {"text": texts[0]}}}
+    messages = [
+        *({"role": "user", "content": text} for text in texts),
+        {"role": "user", "content": texts[0], "images": [PNG * 50, JPEG]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    options = {"stop": [texts[-1]]}
+    body: dict[str, Any] = {"model": "m", "messages": messages, "options": options}
+    small = run_at_once(translate_chat(json.dumps(body).encode(), no_model))
+    body["padding"] = ["y" * 100] * (SHORT_BODY_BYTES // 100)
+    raw = json.dumps(body, ensure_ascii=ascii_only, indent=indent).encode()
+    assert len(raw) > SHORT_BODY_BYTES
+    large = run_at_once(translate_chat(raw, no_model))
+    expected, found = json.loads(small.body), json.loads(large.body)
+    for one in (expected, found):  # of which the arguments are JSON of any form
+        function = one["messages"][-1]["tool_calls"][0]["function"]
+        function["arguments"] = json.loads(function["arguments"])
+    assert found == expected
+
+
+def test_a_large_body_is_translated_in_short_steps() -> None:
+    images = [base64.b64encode(b"\x89PNG" + bytes(3_000_000)).decode()] * 5
+    body = {"model": "m", "messages": [{"role": "user", "content": "?", "images": images}]}
+    work = translate_chat(json.dumps(body).encode(), no_model)
+    steps, content = 0, []
+    try:
+        while True:
+            next(work)
+            steps += 1
+    except StopIteration as end:
+        content = json.loads(end.value.body)["messages"][0]["content"]
+    assert [part.get("image_url", {}).get("url", "")[22:] for part in content[:5]] == images
+    assert steps > 40
+
+
+@pytest.mark.parametrize("part", ['"short",', "[],"])
+def test_too_many_short_parts_are_refused(part: str) -> None:
+    parts = part * (MOST_PARSED_BYTES // len(part) + 1)
+    body = b'{"model":"m","input":[' + parts.encode() + b'"x"]}'
+    with pytest.raises(GatewayError) as raised:
+        run_at_once(translate_embed(body, no_model, "input"))
+    assert raised.value.status == 400
+    assert "besides its long strings" in raised.value.message
+
+
+def test_arguments_that_are_not_utf8_are_refused() -> None:
+    call = b'{"function":{"name":"f","arguments":{"a":"\xff"}}}'
+    body = b'{"model":"m","messages":[{"role":"assistant","tool_calls":[%b]}]}' % call
+    with pytest.raises(GatewayError) as raised:
+        run_at_once(translate_chat(body, no_model))
+    assert raised.value.code == "invalid_json"
+
+
+@each_case(
+    ("body", "param"),
+    [
+        ({"messages": [{}] * (MOST_PARTS + 1)}, "messages"),
+        ({"messages": [{"images": ["abcd"] * (MOST_MESSAGE_PARTS + 1)}]}, "messages[0].images"),
+        (
+            {"messages": [{"tool_calls": [{"function": {"name": ""}}] * (MOST_MESSAGE_PARTS + 1)}]},
+            "messages[0].tool_calls",
+        ),
+        ({"messages": [{"images": ["abcd"] * MOST_MESSAGE_PARTS}] * 20}, "messages[19].images"),
+    ],
+)
+def test_too_many_parts_are_refused(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(GatewayError) as raised:
+        run_at_once(translate_chat(json.dumps({"model": "m", **body}).encode(), no_model))
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_too_many_images_of_a_prompt_are_refused() -> None:
+    with pytest.raises(GatewayError) as raised:
+        generate(images=["abcd"] * (MOST_MESSAGE_PARTS + 1))
+    assert raised.value.param == "images"
+
+
+def test_as_many_parts_as_are_allowed_pass_in_steps() -> None:
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * MOST_MESSAGE_PARTS}
+    answers = [{"role": "tool", "tool_call_id": "none of them"}] * 5000
+    body = json.dumps({"model": "m", "messages": [calls, *answers]}).encode()
+    assert sum(1 for _ in translate_chat(body, no_model)) > len(answers) / STEP_PARTS
+    found = json.loads(run_at_once(translate_chat(body, no_model)).body)
+    assert found["messages"][-1]["tool_call_id"] == "none of them"
+
+
+def test_a_string_without_an_end_is_refused() -> None:
+    body = b'{"model":"m","prompt":"' + b"\\\\" * 100_000 + b'\\"'
+    with pytest.raises(GatewayError) as raised:
+        run_at_once(translate_generate(body, no_model))
+    assert raised.value.code == "invalid_json"
+
+
+def test_tool_calls_of_megabytes_are_refused() -> None:
+    call = {"function": {"name": "f", "arguments": {"text": "z" * (MOST_PARSED_BYTES + 1)}}}
+    with pytest.raises(GatewayError) as raised:
+        chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert raised.value.param == "messages[0].tool_calls"

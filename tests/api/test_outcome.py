@@ -1,0 +1,842 @@
+"""How each response of a node is treated, through a whole gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.api.outcome import (
+    ResponseOutcome,
+    classify,
+    context_overflow_sizes,
+    error_event_to_body,
+    error_message,
+    error_status,
+    retry_after,
+)
+from gateway.nodes.health import RETRY_REFUSED_AFTER
+from gateway.nodes.node import NodeState
+from gateway.transport.errors import DECLINED
+from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.forward.proxy_over_nodes import (
+    A_FIRST,
+    BODIES,
+    GENERATION_PATHS,
+    MESSAGES,
+    ProxyOverNodes,
+    prompt_field,
+    proxy_over,
+)
+from tests.forward.test_resume import (
+    GREEDY,
+    PATHS,
+    check_whole,
+    nodes,
+)
+from tests.gateways import until
+from tests.virtual import in_virtual_time, now
+
+
+@pytest.mark.parametrize(("status", "stream"), [(400, False), (400, True), (422, False)])
+@in_virtual_time
+async def test_an_error_of_the_clients_passes_through_without_a_retry(
+    tmp_path: Path, status: int, stream: bool
+) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two) as proxy:
+        for node in (one, two):
+            node.faults.set("status", status=status)
+        reply = await proxy.ask(stream=stream)
+        assert reply.status_code == status
+        assert reply.json()["error"]["code"] == status
+        assert reply.headers["x-gateway-attempts"] == "1"
+        assert "x-should-retry" not in reply.headers
+        assert one.requests + two.requests == 1
+        assert [proxy.node(name).failures for name in "ab"] == [0, 0]
+
+
+@pytest.mark.parametrize("status", [401, 404, 501])
+@in_virtual_time
+async def test_a_request_that_a_node_can_not_serve_goes_to_another(
+    tmp_path: Path, status: int
+) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        one.faults.set("status", status=status)
+        reply = await proxy.ask()
+        assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
+        assert proxy.node("a").failures == 0
+        two.faults.set("status", status=status)
+        one.requests = two.requests = 0
+        reply = await proxy.ask()
+        expected = (501, "not_supported") if status == 501 else (502, "node_failed")
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == expected
+        assert reply.headers["x-should-retry"] == "false"
+        assert one.requests + two.requests <= 2, "a node was asked twice"
+
+
+@in_virtual_time
+async def test_a_node_is_not_asked_again_for_an_endpoint_that_it_lacks(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode(infill=True)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        for _ in range(3):
+            reply = await proxy.ask("/infill", input_prefix="a", n_predict=1)
+            assert reply.status_code == 200
+        assert (one.requests, two.requests) == (1, 3)
+
+
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n'
+    b"Content-Type: audio/wav\r\n\r\nRIFF\r\n\xff\r\n--b--\r\n"
+)
+FORM_KIND = {"content-type": "multipart/form-data; boundary=b"}
+UNSUPPORTED = [
+    ("/v1/embeddings", {"input": "a"}, "Start it with `--embeddings`"),
+    ("/embedding", {"content": "a"}, "Start it with `--embeddings`"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}, "Start it with `--reranking`"),
+    ("/infill", {"input_prefix": "a"}, "prefix token is missing"),
+    ("/v1/audio/transcriptions", None, "does not support audio input"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "hint"), UNSUPPORTED)
+@in_virtual_time
+async def test_an_endpoint_that_no_node_has_is_501_with_the_nodes_hint(
+    tmp_path: Path, path: str, body: dict[str, Any] | None, hint: str
+) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        for _ in range(3):
+            if body is None:
+                reply = await proxy.running.client.post(
+                    path, content=FORM % b"demo", headers=FORM_KIND
+                )
+            else:
+                reply = await proxy.ask(path, **body)
+            assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
+            assert hint in reply.json()["error"]["message"]
+            assert reply.headers["x-should-retry"] == "false"
+        known = "--" in hint  # by the question for what they were started
+        assert (one.requests, two.requests) == ((0, 0) if known else (1, 1))
+        assert [proxy.node(name).failures for name in "ab"] == [0, 0]
+        assert (await proxy.ask()).status_code == 200
+
+
+@in_virtual_time
+async def test_only_an_endpoint_that_all_nodes_lack_is_501(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        two.faults.set("status", status=404)
+        reply = await proxy.ask("/infill", input_prefix="a")
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
+
+
+@in_virtual_time
+async def test_an_endpoint_that_the_inventory_leaves_out_is_501(tmp_path: Path) -> None:
+    one = EmulatedNode(embeddings=True)
+    async with proxy_over(tmp_path, one, nodes=({"endpoints": ["chat"]},)) as proxy:
+        reply = await proxy.ask("/v1/embeddings", input="a")
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
+        assert "--embeddings" in reply.json()["error"]["message"]
+        assert one.requests == 0
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_a_refused_endpoint_is_asked_for_again_some_minutes_later(
+    tmp_path: Path,
+) -> None:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
+        body: dict[str, Any] = {"input_prefix": "a", "n_predict": 1}
+        assert (await proxy.ask("/infill", **body)).status_code == 501
+        node.infill = True
+        assert (await proxy.ask("/infill", **body)).status_code == 501
+        await asyncio.sleep(RETRY_REFUSED_AFTER + 1.0)
+        assert (await proxy.ask("/infill", **body)).status_code == 200
+
+
+@in_virtual_time
+async def test_a_501_about_one_request_excludes_no_node_for_others(tmp_path: Path) -> None:
+    node = EmulatedNode(prefill_tps=1000.0, decode_tps=50.0)
+    async with proxy_over(tmp_path, node) as proxy:
+        assert (await proxy.ask()).status_code == 200
+        proxy.app.bus.flush()
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            node.faults.next("status", status=501)
+            assert (await proxy.ask(path)).status_code == 501
+            assert (await proxy.ask(path)).status_code == 200
+
+
+# Forms.
+
+
+@pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
+@in_virtual_time
+async def test_a_form_is_forwarded_unchanged_but_for_the_models_name(
+    tmp_path: Path, kind: str
+) -> None:
+    node = EmulatedNode(audio=True, model="whisper-1")
+    specs = ({"kind": kind, "model": {"ears": "whisper-1"}},)
+    async with proxy_over(tmp_path, node, nodes=specs) as proxy:
+        reply = await proxy.running.client.post(
+            "/v1/audio/transcriptions", content=FORM % b"ears", headers=FORM_KIND
+        )
+        assert (reply.status_code, reply.json()["text"]) == (200, "heard")
+        assert node.seen[-1].body == FORM % b"whisper-1"
+        assert node.seen[-1].headers["content-type"] == FORM_KIND["content-type"]
+        nobody = await proxy.running.client.post(
+            "/v1/audio/transcriptions", content=FORM % b"nobody", headers=FORM_KIND
+        )
+        assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "model_not_found")
+        assert [record.status for record in proxy.finished] == [200, 404]
+
+
+@pytest.mark.parametrize("how", ["restart", "probe"])
+@in_virtual_time
+async def test_an_endpoint_that_a_restarted_node_has_is_used(tmp_path: Path, how: str) -> None:
+    """A node restarted with another option looks the same as before."""
+    asked: dict[str, dict[str, Any]] = {
+        "/infill": {"input_prefix": "a", "n_predict": 1},
+        "/v1/embeddings": {"input": "a"},
+    }
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
+        for path, body in asked.items():
+            reply = await proxy.ask(path, **body)
+            assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
+        assert proxy.node("a").properties.all_refused == {"embeddings", "rerank", "infill"}
+        node.infill = node.embeddings = True
+        if how == "restart":
+            await node.kill()
+            await until(lambda: proxy.node("a").state.value == "down")
+            await node.revive()
+        else:
+            admin = f"{proxy.running.admin_url}/admin/nodes/a/probe"
+            assert (await proxy.running.client.post(admin)).status_code == 200
+        await until(lambda: not proxy.node("a").properties.refused)
+        if how == "probe":
+            del asked["/v1/embeddings"]  # a process does not change what it was started for
+        for path, body in asked.items():
+            assert (await proxy.ask(path, **body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("status", "stream"), [(429, False), (429, True), (502, False), (503, True), (504, False)]
+)
+@in_virtual_time
+async def test_a_busy_node_is_left_for_another(tmp_path: Path, status: int, stream: bool) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        one.faults.next("status", status=status, body='{"error":{"message":"no"}}')
+        reply = await proxy.ask(stream=stream)
+        assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
+        assert reply.headers["x-gateway-node"] == "b"
+        assert proxy.node("a").failures == (0 if status == 429 else 1)
+
+
+@in_virtual_time
+async def test_when_all_nodes_are_busy_the_client_gets_502(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two) as proxy:
+        for node in (one, two):
+            node.faults.set("status", status=503)
+        reply = await proxy.ask()
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
+        assert reply.headers["x-should-retry"] == "false"
+        assert reply.headers["x-gateway-attempts"] == "3"
+
+
+@in_virtual_time
+async def test_an_error_of_two_nodes_is_passed_on_as_the_requests_own(tmp_path: Path) -> None:
+    nodes = [EmulatedNode() for _ in range(3)]
+    async with proxy_over(tmp_path, *nodes) as proxy:
+        for node in nodes:
+            node.faults.set("status", status=500, body='{"error":{"message":"Bad template"}}')
+        reply = await proxy.ask()
+        assert (reply.status_code, reply.json()["error"]["message"]) == (500, "Bad template")
+        assert reply.headers["x-gateway-attempts"] == "2"
+        assert sum(node.requests for node in nodes) == 2
+        assert [proxy.node(name).failures for name in "abc"] == [0, 0, 0]
+
+
+REFUSED_REQUESTS = """\
+Failed to parse tool call arguments as JSON: [json.exception.parse_error.101] parse error at line 1
+===
+Failed to parse messages: Missing 'role' in message: {}
+===
+Failed to parse tools: Missing tool function: {}; tools = []
+===
+
+------------
+While executing CallExpression at line 47, column 32 in source:
+...== 0) %}            {{- raise_exception('After the optional system message, con...
+                                           ^
+Error: Jinja Exception: Roles must alternate
+===
+Roles must alternate at row 19, column 27:
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Roles must alternate") }}
+                          ^
+"""
+"""What llama.cpp says; the last is an older build's, whose templates minja renders."""
+SERVER_FAILURES = """\
+Failed to parse input at pos 12: Failed to parse messages: no
+===
+The model produced output that does not match the expected peg-native format
+===
+vector::_M_range_check: __n (which is 9) >= this->size() (which is 5)
+===
+Value is not callable: null at row 49, column 79:
+                {%- set content = (m_content.split('</think>')|last) %}
+===
+
+------------
+While executing CallExpression at line 1, column 47 in source:
+...r m in messages %}{{ m['content'].nofunc() }}{%- endfor %}...
+                                           ^
+Error: Callee is not a function: got Undefined (hint: 'nofunc')
+"""
+"""Templates that are broken for any request are among them."""
+
+
+@in_virtual_time
+async def test_a_500_that_blames_the_request_is_400_and_goes_to_one_node(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, ollama=True) as proxy:
+
+        @each_case(
+            ("message", "path"),
+            itertools.product(REFUSED_REQUESTS.split("===\n"), ("/api/chat", *BODIES)),
+        )
+        async def check(message: str, path: str) -> None:
+            error = {"code": 500, "message": message, "type": "server_error"}
+            one.faults.next("status", status=500, body=json.dumps({"error": error}))
+            body: dict[str, Any] = {}
+            if path == "/api/chat":
+                body = {"model": "demo", "messages": MESSAGES}
+            reply = await proxy.ask(path, **body)
+            told = reply.json()["error"]
+            assert reply.status_code == 400
+            assert (told if path == "/api/chat" else told["message"]) == message
+            assert (reply.headers["x-gateway-attempts"], two.requests) == ("1", 0)
+
+        await check()
+        assert proxy.node("a").failures == 0
+        assert {outcome for _, outcome in proxy.outcomes} == {"ok"}
+
+
+@each_case("message", SERVER_FAILURES.split("===\n"))
+def test_a_failure_of_the_server_is_not_taken_for_one_of_the_request(message: str) -> None:
+    content = msgspec.json.encode({"error": {"code": 500, "message": message}})
+    assert classify(500, content, "chat") is ResponseOutcome.SERVER_ERROR
+
+
+@in_virtual_time
+async def test_an_error_of_only_one_node_is_blamed_on_it(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        one.faults.next("status", status=500)
+        reply = await proxy.ask()
+        assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
+        assert [proxy.node(name).failures for name in "ab"] == [1, 0]
+
+
+@in_virtual_time
+async def test_the_only_nodes_error_passes_through(tmp_path: Path) -> None:
+    one = EmulatedNode()
+    async with proxy_over(tmp_path, one) as proxy:
+        one.faults.next("status", status=500)
+        reply = await proxy.ask()
+        assert (reply.status_code, one.requests) == (500, 1)
+
+
+@in_virtual_time
+async def test_a_node_that_fails_at_once_does_not_attract_all_requests(tmp_path: Path) -> None:
+    """Such a node is always free: without waiting for another, it would get the retry as well."""
+    broken, slow = EmulatedNode(slots=1), EmulatedNode(slots=1, decode_tps=100)
+    never = {"open": 30.0, "open_max": 30.0}
+    async with proxy_over(tmp_path, broken, slow, nodes=A_FIRST, health=never) as proxy:
+        broken.faults.set("status", status=500)
+        replies = await asyncio.gather(*(proxy.ask(max_tokens=3) for _ in range(12)))
+        assert {reply.status_code for reply in replies} == {200}
+        assert proxy.node("a").failures >= 5
+        assert proxy.node("a").state.value == "ejected"
+
+
+WORDS = " ".join(150 * ["a"])
+"""About 150 tokens; the gateway estimates 75."""
+
+
+@pytest.mark.parametrize(
+    ("path", "stream"), [*((path, True) for path in GENERATION_PATHS), (GENERATION_PATHS[0], False)]
+)
+@in_virtual_time
+async def test_a_prompt_that_is_too_long_goes_to_a_larger_node_once(
+    tmp_path: Path, path: str, stream: bool
+) -> None:
+    small, large = EmulatedNode(context=120), EmulatedNode(context=4096)
+    async with proxy_over(tmp_path, small, large, nodes=A_FIRST) as proxy:
+        reply = await proxy.ask(path, stream=stream, **prompt_field(path, WORDS))
+        assert reply.status_code == 200, reply.text
+        assert (small.requests, large.requests) == (1, 1)
+        assert [proxy.node(name).failures for name in "ab"] == [0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_a_prompt_that_is_too_long_for_all_is_400_with_the_context(
+    tmp_path: Path, stream: bool
+) -> None:
+    small, other = EmulatedNode(context=120), EmulatedNode(context=121)
+    async with proxy_over(tmp_path, small, other, nodes=A_FIRST) as proxy:
+        reply = await proxy.ask(stream=stream, messages=[{"role": "user", "content": WORDS}])
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (
+            400,
+            "context_length_exceeded",
+        )
+        error = reply.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["n_ctx"] in {120, 121}
+        assert error["n_prompt_tokens"] > 121
+        assert small.requests + other.requests <= 2
+        assert [proxy.node(name).failures for name in "ab"] == [0, 0]
+
+
+@in_virtual_time
+async def test_a_too_long_text_to_embed_is_known_by_a_500(tmp_path: Path) -> None:
+    small = EmulatedNode(embeddings=True, context=120)
+    large = EmulatedNode(embeddings=True, context=4096)
+    too_large = (
+        '{"error":{"code":500,"message":"input (600 tokens) is too large to process. increase the '
+        'physical batch size (current batch size: 512)","type":"server_error"}}'
+    )
+    async with proxy_over(tmp_path, small, large, nodes=A_FIRST) as proxy:
+        small.faults.set("status", status=500, body=too_large)
+        reply = await proxy.ask("/v1/embeddings", input="a")
+        assert reply.status_code == 200
+        assert proxy.node("a").failures == 0
+        large.faults.set("status", status=500, body=too_large)
+        reply = await proxy.ask("/v1/embeddings", input="a")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (
+            400,
+            "context_length_exceeded",
+        )
+
+
+@in_virtual_time
+async def test_a_huge_error_is_replaced_by_a_short_one(tmp_path: Path) -> None:
+    one = EmulatedNode()
+    async with proxy_over(tmp_path, one) as proxy:
+        one.faults.next("status", status=422, body="x" * 1_000_000)
+        reply = await proxy.ask()
+        assert reply.status_code == 422
+        assert len(reply.content) < 1_000_000
+
+
+# The classification alone.
+
+OVERFLOW = b'{"error":{"type":"exceed_context_size_error","n_prompt_tokens":9,"n_ctx":8}}'
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "verdict"),
+    [
+        (200, b"", ResponseOutcome.PASS),
+        (302, b"", ResponseOutcome.REFUSED),
+        (400, b"", ResponseOutcome.PASS),
+        (400, b"not json", ResponseOutcome.PASS),
+        (400, b'{"error":"text"}', ResponseOutcome.PASS),
+        (400, OVERFLOW, ResponseOutcome.CONTEXT_OVERFLOW),
+        (402, b"", ResponseOutcome.BUSY),
+        (409, b"", ResponseOutcome.REFUSED),
+        (408, b"", ResponseOutcome.BUSY),
+        (500, b'{"error":{"message":"too large to process"}}', ResponseOutcome.SERVER_ERROR),
+        (500, b"", ResponseOutcome.SERVER_ERROR),
+        (507, b"", ResponseOutcome.SERVER_ERROR),
+        (504, OVERFLOW, ResponseOutcome.BUSY),
+    ],
+)
+def test_a_response_is_classified_by_status_and_type(
+    status: int, content: bytes, verdict: ResponseOutcome
+) -> None:
+    assert classify(status, content, "chat") is verdict
+
+
+def test_a_500_about_the_size_is_an_overflow_for_embeddings_alone() -> None:
+    content = b'{"error":{"message":"input is too large to process"}}'
+    assert classify(500, content, "embeddings") is ResponseOutcome.CONTEXT_OVERFLOW
+    assert classify(500, content, "chat") is ResponseOutcome.SERVER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        (
+            {
+                "message": "request (4002 tokens) exceeds the available context size (1024 tokens)",
+                "type": "invalid_request_error",
+            },
+            (4002, 1024, None),
+        ),
+        ({"message": "the request exceeds the available context size"}, (None, None, None)),
+        (
+            {
+                "message": "This model's maximum context length is 4096 tokens. However, you ...",
+                "code": "context_length_exceeded",
+            },
+            (None, 4096, None),
+        ),
+        ({"message": "too long", "code": "context_length_exceeded"}, (None, None, None)),
+    ],
+)
+def test_an_overflow_is_known_by_its_message_without_a_type(
+    fields: dict[str, str], sizes: tuple[int | None, ...]
+) -> None:
+    content = msgspec.json.encode({"error": fields})
+    assert classify(400, content, "chat") is ResponseOutcome.CONTEXT_OVERFLOW
+    assert context_overflow_sizes(content) == sizes
+
+
+OVERFLOWS = """\
+112946 16384 10000
+This model's maximum context length is 16384 tokens. However, you requested 122946 tokens (112946 in
+the messages, 10000 in the completion). Please reduce the length of the messages or completion.
+===
+4097 4096 -
+This model's maximum context length is 4096 tokens. However, you requested 4097 tokens in the
+messages, Please reduce the length of the messages.
+===
+5000 4096 -
+This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens.
+Please reduce the length of the input messages.
+===
+530 1024 1000
+'max_tokens' or 'max_completion_tokens' is too large: 1000. This model's maximum context length is
+1024 tokens and your request has 530 input tokens (1000 > 1024 - 530).
+===
+8193 16384 8192
+This model's maximum context length is 16384 tokens. However, you requested 8192 output tokens and
+your prompt contains at least 8193 input tokens, for a total of at least 16385 tokens.
+===
+31745 32768 1024
+You passed 31745 input tokens and requested 1024 output tokens. However, the model's context length
+is only 32768 tokens, resulting in a maximum input length of 31744 tokens.
+===
+11466 8192 -
+The decoder prompt (length 11466) is longer than the maximum model length of 8192.
+===
+691793 540000 -
+The input (691793 tokens) is longer than the model's context length (540000 tokens).
+===
+4500 4096 500
+Requested token count exceeds the model's maximum context length of 4096 tokens. You requested a
+total of 5000 tokens: 4500 tokens from the input messages and 500 tokens for the completion.
+===
+9000 8192 -
+This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.
+"""
+"""Tokens of prompt, context and answer, and how an engine tells them, in one line."""
+
+
+@each_case("told", OVERFLOWS.split("===\n"))
+def test_the_figures_of_other_engines_overflows_are_read(told: str) -> None:
+    figures, *lines = told.splitlines()
+    sizes = tuple(None if figure == "-" else int(figure) for figure in figures.split())
+    error = {"message": " ".join(lines), "type": "BadRequestError", "param": None, "code": 400}
+    for content in (msgspec.json.encode({"error": error}), msgspec.json.encode(error)):
+        assert classify(400, content, "chat") is ResponseOutcome.CONTEXT_OVERFLOW
+        assert context_overflow_sizes(content) == sizes
+
+
+def test_the_sizes_of_a_text_that_is_too_long_to_embed_are_read() -> None:
+    content = (
+        b'{"error":{"code":500,"message":"input (2002 tokens) is too large to process. increase '
+        b'the physical batch size (current batch size: 512)","type":"server_error"}}'
+    )
+    assert classify(500, content, "embeddings") is ResponseOutcome.CONTEXT_OVERFLOW
+    assert context_overflow_sizes(content) == (2002, 512, None)
+
+
+def test_errors_are_read_in_both_forms() -> None:
+    assert context_overflow_sizes(OVERFLOW) == (9, 8, None)
+    assert context_overflow_sizes(b"[]") == (None, None, None)
+    assert error_message(b'{"error":{"message":"a"}}') == "a"
+    assert error_message(b'{"message":"a"}') == "a"
+    assert error_message(b"{") is None
+    assert error_status(b'{"error":{"code":503}}') == 503
+    assert error_status(b'{"code":400}') == 400
+    assert error_status(b'{"error":{"code":"server_error"}}') == 500
+    assert error_status(b'{"error":{"code":200}}') == 500
+
+
+def test_an_error_event_becomes_an_error_body() -> None:
+    assert error_event_to_body(OVERFLOW) is OVERFLOW
+    assert (
+        error_event_to_body(b'{"code":500,"message":"a"}')
+        == b'{"error":{"code":500,"message":"a"}}'
+    )
+    assert error_status(error_event_to_body(b"{oops")) == 500
+    assert error_message(error_event_to_body(b"{oops"))
+
+
+@in_virtual_time
+async def test_a_nodes_error_in_place_of_content_is_an_error_response(tmp_path: Path) -> None:
+    one = EmulatedNode()
+    async with proxy_over(tmp_path, one) as proxy:
+        for path in GENERATION_PATHS:
+            one.faults.next("error_event")
+            reply = await proxy.ask(path, stream=True)
+            assert reply.status_code == 500
+            assert reply.json()["error"]["message"] == "Compute error."
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (b"7", 7.0),
+        (b" 0 ", 0.0),
+        (b"Thu, 01 Jan 1970 00:17:00 GMT", 20.0),
+        (b"Thu, 01 Jan 1970 00:16:00 GMT", 0.0),
+        (b"999999999", 86_400.0),
+        (b"Fri, 31 Dec 9999 23:59:59 GMT", 86_400.0),
+        (b"soon", None),
+        (b"-3", None),
+        (b"1e9", None),
+        (b"99999999999999999999", None),
+        ("\u0663".encode(), None),
+    ],
+)
+def test_retry_after_is_read_as_seconds_or_a_date(value: bytes, seconds: float | None) -> None:
+    assert retry_after([(b"a", b"1"), (b"retry-after", value)], 1000.0) == seconds
+
+
+def test_no_retry_after_means_no_pause() -> None:
+    assert retry_after([(b"content-length", b"3")], 1000.0) is None
+
+
+# Nodes that decline a request, or want none for a while: others serve it, and nobody is blamed.
+
+
+HOSTED: dict[str, Any] = {"kind": "openai", "model": "demo", "slots": 4}
+WAITS = {"retry-after": "30"}
+
+
+def decline(node: EmulatedNode, status: int, headers: dict[str, str] | None = None) -> None:
+    """The node answers all requests like this from now on."""
+    node.faults.clear()
+    node.faults.set("status", status=status, headers=headers or {})
+
+
+@in_virtual_time
+async def test_one_callers_content_takes_a_node_from_nobody(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+
+        @each_case(
+            ("status", "path", "stream"),
+            itertools.product([409, 424, 425, 451], GENERATION_PATHS, [False, True]),
+        )
+        async def check(status: int, path: str, stream: bool) -> None:
+            decline(one, status)
+            for _ in range(4):
+                reply = await proxy.ask(path, stream=stream)
+                assert (reply.status_code, reply.headers["x-gateway-node"]) == (200, "b")
+                assert reply.headers["x-gateway-attempts"] == "2"
+            one.faults.clear()
+            node = proxy.node("a")
+            assert (node.failures, node.state) == (0, NodeState.READY)
+            reply = await proxy.ask(path, stream=stream)
+            assert reply.headers["x-gateway-node"] == "a"
+
+        await check()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@in_virtual_time
+async def test_what_all_nodes_decline_has_failed_and_is_not_repeated(
+    tmp_path: Path, count: int
+) -> None:
+    servers = [EmulatedNode() for _ in range(count)]
+    async with proxy_over(tmp_path, *servers, nodes=A_FIRST[:count]) as proxy:
+
+        @each_case(("status", "path"), itertools.product(sorted(DECLINED), GENERATION_PATHS))
+        async def check(status: int, path: str) -> None:
+            before = sum(server.requests for server in servers)
+            for server in servers:
+                decline(server, status)
+            reply = await proxy.ask(path, stream=True)
+            assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
+            assert reply.headers["x-should-retry"] == "false"
+            assert sum(server.requests for server in servers) == before + count
+            assert [node.failures for node in proxy.app.fleet.nodes.values()] == [0] * count
+
+        await check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_an_endpoint_out_of_credit_leaves_premium_requests_to_the_cpus(
+    tmp_path: Path, stream: bool
+) -> None:
+    gpus, cpu = [EmulatedNode(), EmulatedNode()], EmulatedNode()
+    specs: tuple[dict[str, Any], ...] = ({**HOSTED, "tier": "gpu"}, {**HOSTED, "tier": "gpu"}, {})
+    async with proxy_over(tmp_path, *gpus, cpu, nodes=specs) as proxy:
+        for gpu in gpus:
+            decline(gpu, 402)
+        premium = {"x-priority": "premium"}
+        for number in range(6):
+            reply = await proxy.ask(stream=stream, headers=premium)
+            assert (reply.status_code, reply.headers["x-gateway-node"]) == (200, "c")
+            assert reply.headers["x-gateway-attempts"] == ("1" if number else "3")
+        assert [gpu.requests for gpu in gpus] == [1, 1]
+        assert "402" in proxy.node("a").reason
+        assert [proxy.node(name).failures for name in "abc"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("status", [402, 429])
+@in_virtual_time
+async def test_a_model_whose_endpoint_wants_a_pause_leaves_requests_to_the_next_of_its_alias(
+    tmp_path: Path, status: int
+) -> None:
+    first, second = EmulatedNode(), EmulatedNode()
+    specs: tuple[dict[str, Any], ...] = ({**HOSTED, "model": "m"}, {})
+    models = {"helper": {"use": ["m", "demo"]}}
+    async with proxy_over(tmp_path, first, second, nodes=specs, models=models) as proxy:
+        decline(first, status, WAITS)
+        for number in range(4):
+            began = now()
+            reply = await proxy.ask(model="helper", stream=bool(number % 2))
+            assert (reply.status_code, reply.headers["x-gateway-node"]) == (200, "b")
+            assert now() - began < 5
+        assert first.requests == 1
+        first.faults.clear()
+        await asyncio.sleep(30)
+        reply = await proxy.ask(model="helper")
+        assert reply.headers["x-gateway-node"] == "a"
+
+
+async def all_limited(proxy: ProxyOverNodes, path: str, **more: Any) -> tuple[Any, float]:
+    """The reply to a request that no node serves now, and how long it took."""
+    began = now()
+    reply = await proxy.ask(path, **more)
+    assert (reply.status_code, reply.headers["x-gateway-reason"]) == (429, "queue_full")
+    return reply, now() - began
+
+
+@pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
+@in_virtual_time
+async def test_when_all_nodes_want_a_pause_the_client_gets_429_with_the_shortest(
+    tmp_path: Path, kind: str
+) -> None:
+    servers = [EmulatedNode() for _ in range(3)]
+    spec = HOSTED if kind == "openai" else {}
+    paths = [
+        path for path in GENERATION_PATHS if kind == "llama.cpp" or path in GENERATION_PATHS[:2]
+    ]
+    for path in paths:
+        for stream in (False, True):
+            folder = tmp_path / f"{path.replace('/', '-')}-{stream}"
+            folder.mkdir()
+            async with proxy_over(folder, *servers, nodes=(spec, spec, spec)) as proxy:
+                for server, wait in zip(servers, ("30", "12", "17"), strict=True):
+                    decline(server, 429, {"retry-after": wait})
+                reply, seconds = await all_limited(proxy, path, stream=stream)
+                assert reply.headers["retry-after"] == "12"
+                assert "x-should-retry" not in reply.headers
+                assert reply.headers["x-gateway-attempts"] == "3"
+                assert seconds < 2
+                error = reply.json()["error"]
+                assert error["type"] == "rate_limit_error"
+                if kind == "openai" and not stream:
+                    # They pause now: the next request waits for the first, not for the second.
+                    reply, seconds = await all_limited(proxy, path, stream=stream)
+                    assert reply.headers["retry-after"] == "12"
+                    assert seconds == pytest.approx(12, abs=1)
+
+
+@in_virtual_time
+async def test_a_429_without_a_time_names_one(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two) as proxy:
+        decline(one, 429)
+        decline(two, 429)
+        reply, _ = await all_limited(proxy, GENERATION_PATHS[0])
+        assert reply.headers["retry-after"] == "5"
+
+
+@in_virtual_time
+async def test_a_short_pause_of_all_nodes_is_waited_for(tmp_path: Path) -> None:
+    one, retries = EmulatedNode(), {"backoff_max": 2.0}
+    async with proxy_over(tmp_path, one, nodes=(HOSTED,), retries=retries) as proxy:
+        began = now()
+        one.faults.next("status", status=429, headers={"retry-after": "2"})
+        reply = await proxy.ask()
+        assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
+        assert now() - began >= 2
+
+
+@in_virtual_time
+async def test_a_pause_counts_unless_another_node_failed(tmp_path: Path) -> None:
+    """Whoever only declines could not have served it; a node that failed may fail it again."""
+    one, two = EmulatedNode(), EmulatedNode()
+
+    @each_case(
+        ("first", "second", "status"),
+        [
+            *((429, other, 429) for other in (401, 402, 404, 451)),
+            *((other, 429, 429) for other in (401, 402, 404, 451)),
+            (429, 503, 502),
+            (503, 429, 502),
+        ],
+    )
+    async def check(first: int, second: int, status: int) -> None:
+        folder = tmp_path / f"{first}-{second}"
+        folder.mkdir()
+        async with proxy_over(folder, one, two, nodes=A_FIRST) as proxy:
+            decline(one, first, WAITS if first == 429 else None)
+            decline(two, second, WAITS if second == 429 else None)
+            reply = await proxy.ask()
+            assert reply.status_code == status
+            if status == 429:
+                assert reply.headers["retry-after"] == "30"
+
+    await check()
+
+
+@pytest.mark.parametrize("at", [None, "/tokenize", "/props"])
+@pytest.mark.parametrize("path", PATHS)
+@in_virtual_time
+async def test_a_node_that_declines_to_resume_a_stream_is_left_for_another(
+    tmp_path: Path, path: str, at: str | None
+) -> None:
+    one, two, three = nodes(3)
+    in_order: tuple[dict[str, Any], ...] = ({"speed_hint": 100.0}, {"speed_hint": 50.0}, {})
+    async with proxy_over(tmp_path, one, two, three, nodes=in_order) as proxy:
+        whole = await proxy.stream(path, **BODIES[path] | GREEDY)
+        one.faults.next("close", after_events=9)
+        two.faults.set("status", status=402 if at is None else 451, path=at)
+        check_whole(path, await proxy.stream(path, **BODIES[path] | GREEDY), whole)
+        two.faults.clear()
+        await proxy.settled()
+        assert [outcome for node, outcome in proxy.outcomes if node == "b"] == ["refused"]
+        assert proxy.node("b").failures == 0
+
+
+@in_virtual_time
+async def test_a_node_that_declines_in_the_middle_of_a_stream_is_not_blamed(tmp_path: Path) -> None:
+    one, two = nodes()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        whole = await proxy.stream(**GREEDY)
+        declined = b'data: {"error":{"code":451,"message":"Not this content"}}\n\n'
+        one.faults.next("insert", after_events=9, data=declined)
+        check_whole(PATHS[0], await proxy.stream(**GREEDY), whole)
+        await proxy.settled()
+        assert proxy.outcomes == [("a", "ok"), ("a", "refused"), ("b", "ok")]
+        assert proxy.node("a").failures == 0

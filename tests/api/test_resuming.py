@@ -1,0 +1,225 @@
+"""Which responses can't be resumed, how long a continuation may be, and how it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.api.base import Api
+from gateway.api.chat import CHAT, ChatRewriter
+from gateway.api.completions import COMPLETIONS
+from gateway.api.messages import MESSAGES
+from gateway.api.native import INFILL, NATIVE, native_body
+from gateway.api.relayed import RELAYED
+from gateway.api.resuming import EventRewriter, StreamRewriter, remaining_tokens
+from gateway.api.transcript import Transcript
+from gateway.forward.resume import is_greedy
+from gateway.transport.errors import InvalidResponse, NodeReportedError
+from tests.api.events import IDENTITY, SPLICE_POINT, values
+from tests.each_case import each_case
+
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+PROMPT: dict[str, Any] = {"prompt": "x"}
+BODIES: list[tuple[Api, dict[str, Any]]] = [
+    (CHAT, HELLO),
+    (MESSAGES, HELLO),
+    (COMPLETIONS, PROMPT),
+    (NATIVE, PROMPT),
+]
+
+
+@each_case(("api", "body"), BODIES)
+@each_case(
+    "more",
+    [
+        {},
+        {"n": 1, "logprobs": False, "top_logprobs": 0, "grammar": "", "stop": ["x"]},
+        {"response_format": {"type": "text"}},
+        {"output_config": {"effort": "low"}},
+        {"tools": [{}], "tool_choice": "auto"},
+        {"tools": [{}], "tool_choice": {"type": "auto"}},
+    ],
+)
+def test_text_can_be_resumed(api: Api, body: dict[str, Any], more: dict[str, Any]) -> None:
+    assert api.transcript_reader is not None
+    assert api.event_rewriter is not None
+    assert api.unresumable_reason(body | more, Transcript()) is None
+
+
+@each_case(("api", "body"), BODIES)
+@each_case(
+    "more",
+    [
+        {"n": 2}, {"n_cmpl": 2}, {"best_of": 3}, {"logprobs": True}, {"n_probs": 1}, {"echo": True},
+        {"grammar": "root ::= x"}, {"json_schema": {"type": "object"}},
+        {"response_format": {"type": "json_schema"}}, {"tools": [{}], "tool_choice": "required"},
+        {"tools": [{}], "tool_choice": {"type": "function"}},
+    ],
+)  # fmt: skip
+def test_more_than_free_text_can_not_be_resumed(
+    api: Api, body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    assert api.unresumable_reason(body | more, Transcript())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"output_format": {"type": "json_schema"}},
+        {"output_config": {"format": {"type": "json_schema"}}},
+    ],
+)
+def test_a_message_bound_to_a_schema_can_not_be_resumed(more: dict[str, Any]) -> None:
+    assert MESSAGES.unresumable_reason(HELLO | more, Transcript())
+
+
+@pytest.mark.parametrize("api", [CHAT, MESSAGES])
+def test_a_request_that_continues_a_message_can_not_be_resumed(api: Api) -> None:
+    body = {"messages": [{"role": "assistant", "content": "x"}]}
+    assert api.unresumable_reason(body, Transcript())
+
+
+@pytest.mark.parametrize("api", [COMPLETIONS, NATIVE])
+def test_a_prompt_of_token_ids_can_be_resumed_only_by_token_ids(api: Api) -> None:
+    assert api.unresumable_reason({"prompt": [1, 2]}, Transcript())
+    assert api.unresumable_reason({"prompt": [1, 2]}, Transcript(token_ids=[3])) is None
+
+
+def test_the_transcripts_own_reason_comes_first() -> None:
+    transcript = Transcript(unresumable="a tool call has begun")
+    assert CHAT.unresumable_reason(HELLO, transcript) == "a tool call has begun"
+
+
+@pytest.mark.parametrize("api", [INFILL, RELAYED])
+def test_an_api_that_can_not_be_resumed_says_so(api: Api) -> None:
+    assert api.transcript_reader is None
+    assert api.event_rewriter is None
+    assert not api.can_resume_exactly(PROMPT)
+
+
+def test_token_ids_are_asked_for_where_they_can_be_continued_from() -> None:
+    assert CHAT.can_resume_exactly(HELLO)
+    assert COMPLETIONS.can_resume_exactly(PROMPT)
+    assert not CHAT.can_resume_exactly(HELLO | {"tools": [{}]})
+    assert not CHAT.can_resume_exactly(HELLO | {"n": 2})
+    # One reports them unasked, the other never.
+    assert not NATIVE.can_resume_exactly(PROMPT)
+    assert not MESSAGES.can_resume_exactly(HELLO)
+
+
+LIMITS: list[tuple[Api, dict[str, Any]]] = [
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    (CHAT, {"thinking_budget_tokens": 0}),
+    (CHAT, {"reasoning_budget_tokens": 20}),
+    (MESSAGES, {"reasoning_budget_tokens": 20}),
+]
+
+
+@each_case(("api", "limit"), LIMITS)
+def test_limited_reasoning_can_be_resumed_only_when_it_is_over(
+    api: Api, limit: dict[str, Any]
+) -> None:
+    over = Transcript(reasoning_pieces=["so"], content_pieces=["a"])
+    assert api.unresumable_reason(HELLO | limit, Transcript(reasoning_pieces=["so"]))
+    assert api.unresumable_reason(HELLO | limit, over) is None
+    assert api.unresumable_reason(HELLO | limit, Transcript()) is None
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [(MESSAGES, {"thinking": {"type": "adaptive"}}), (CHAT, {"thinking_budget_tokens": -1})],
+)
+def test_unlimited_reasoning_can_be_resumed(api: Api, body: dict[str, Any]) -> None:
+    assert api.unresumable_reason(HELLO | body, Transcript(reasoning_pieces=["so"])) is None
+
+
+@each_case(
+    ("body", "greedy"),
+    [
+        ({}, False),
+        ({"temperature": 0}, True),
+        ({"temperature": 0.0}, True),
+        ({"temperature": -1}, True),
+        ({"temperature": 0.7}, False),
+        ({"temperature": 0.7, "top_k": 1}, True),
+        ({"temperature": False}, False),
+        ({"temperature": "0"}, False),
+    ],
+)
+def test_greedy_sampling_always_takes_the_likeliest_token(
+    body: dict[str, Any], *, greedy: bool
+) -> None:
+    assert is_greedy(body) is greedy
+
+
+def test_the_remaining_length_is_asked_for_by_the_clients_own_names() -> None:
+    body = HELLO | {"max_tokens": 8, "max_completion_tokens": 8}
+    assert remaining_tokens(body, 3) == 5
+    assert remaining_tokens(body, 30) == 0
+    assert remaining_tokens(HELLO, 3) is None
+    assert remaining_tokens(HELLO | {"n_predict": -1}, 3) is None
+    asked = CHAT.continued_body(body, " so far ", 5)
+    assert (asked["max_tokens"], asked["max_completion_tokens"]) == (5, 5)
+    assert asked["messages"][-1] == {"role": "assistant", "content": " so far "}
+    assert CHAT.continued_body(body, "", 5)["messages"] == HELLO["messages"]
+    assert COMPLETIONS.continued_body({"prompt": "x", "max_tokens": 9}, " y", 4) == {
+        "prompt": "x y",
+        "max_tokens": 4,
+    }
+
+
+def test_a_chat_becomes_a_completion_of_its_rendered_prompt() -> None:
+    body = HELLO | {"max_tokens": 9, "stop": "end", "temperature": 0, "stream_options": {}}
+    asked = native_body(body, [1, 2], 4)
+    assert asked == {
+        "prompt": [1, 2], "n_predict": 4, "stop": ["end"], "temperature": 0, "stream": True
+    }  # fmt: skip
+
+
+def final_events(api: Api, transcript: Transcript, reason: str) -> bytes:
+    assert api.event_rewriter is not None
+    rewriter: EventRewriter = api.event_rewriter(transcript, SPLICE_POINT)
+    return rewriter.final_events(reason, usage=True)
+
+
+@each_case(
+    ("api", "transcript", "reason"),
+    [
+        (CHAT, Transcript(first_event=IDENTITY), '"length"'),
+        (COMPLETIONS, Transcript(first_event=IDENTITY), '"length"'),
+        (NATIVE, Transcript(), '"limit"'),
+        (MESSAGES, Transcript(open_blocks={0: "text"}, token_count=2), '"max_tokens"'),
+    ],
+)
+def test_a_response_of_complete_text_is_ended(
+    api: Api, transcript: Transcript, reason: str
+) -> None:
+    out = final_events(api, transcript, "length")
+    assert reason in out.decode()
+    last: dict[str, Any] = values(out)[-1]
+    if api is MESSAGES:
+        assert last == {"type": "message_stop"}
+    elif api is not NATIVE:
+        assert last["usage"]["completion_tokens"] == 2
+    transcript.finish_reason, transcript.usage_sent, transcript.open_blocks = "stop", True, {}
+    if api is not NATIVE:
+        assert b'"usage"' not in final_events(api, transcript, "stop")
+
+
+@each_case(
+    ("data", "error"),
+    [
+        (b"data: {oops\n\n", InvalidResponse),
+        (b"data: [1]\n\n", InvalidResponse),
+        (b'data: {"choices":[3]}\n\n', InvalidResponse),
+        (b'data: {"error":{"message":"no"}}\n\n', NodeReportedError),
+        (b'event: error\ndata: {"message":"no"}\n\n', NodeReportedError),
+    ],
+)
+def test_a_continuation_that_can_not_be_read_is_sent_to_nobody(
+    data: bytes, error: type[Exception]
+) -> None:
+    rewriter = StreamRewriter(ChatRewriter(Transcript(first_event=IDENTITY), SPLICE_POINT))
+    with pytest.raises(error):
+        rewriter.rewrite(data)

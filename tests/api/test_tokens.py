@@ -1,0 +1,496 @@
+"""Tokens are read from the end of a response, whatever its text says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.base import Api
+from gateway.api.chat import CHAT as CHAT_API
+from gateway.api.messages import MESSAGES
+from gateway.api.native import NATIVE
+from gateway.api.relayed import RELAYED
+from gateway.api.responses import RESPONSES
+from gateway.api.tokens import (
+    MOST_OBJECT_BYTES,
+    MOST_PLAUSIBLE_TOKENS,
+    find_last_object,
+    read_usage,
+)
+from gateway.events import AttemptEnded, RequestFinished
+from gateway.forward.stream import UsageFilter
+from gateway.lease import Usage
+from tests.each_case import each_case
+from tests.gateways import Running, running_gateway, until
+from tests.transport.raw import Peer, raw_server
+
+TIMINGS = {
+    "cache_n": 236,
+    "prompt_n": 1,
+    "prompt_ms": 30.958,
+    "predicted_n": 35,
+    "predicted_ms": 661.064,
+}
+
+
+def dump(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def read(value: Any, api: Api = CHAT_API) -> tuple[int, int, int]:
+    usage = api.read_usage(dump(value))
+    assert usage is not None
+    return usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+
+
+OPENAI = {
+    "completion_tokens": 35,
+    "prompt_tokens": 237,
+    "total_tokens": 272,
+    "prompt_tokens_details": {"cached_tokens": 236},
+}
+ANTHROPIC = {"cache_read_input_tokens": 40, "input_tokens": 5, "output_tokens": 9}
+OF_RESPONSES = {
+    "input_tokens": 45,
+    "output_tokens": 9,
+    "total_tokens": 54,
+    "input_tokens_details": {"cached_tokens": 40},
+}
+OF_A_PROMPT = {"prompt_tokens": 7, "total_tokens": 7}
+
+
+@each_case(
+    ("value", "api", "figures"),
+    [
+        ({"choices": [{}], "usage": OPENAI, "timings": TIMINGS}, CHAT_API, (237, 236, 35)),
+        # Their input tokens leave out the cached ones; those of responses don't.
+        ({"type": "message", "usage": ANTHROPIC}, MESSAGES, (45, 40, 9)),
+        ({"type": "message_delta", "usage": {"output_tokens": 9}}, MESSAGES, (0, 0, 9)),
+        ({"response": {"usage": OF_RESPONSES}}, RESPONSES, (45, 40, 9)),
+        ({"data": [], "usage": OF_A_PROMPT}, RELAYED, (7, 0, 0)),
+        ({"data": [0.5] * 1000, "usage": OF_A_PROMPT}, RELAYED, (7, 0, 0)),
+        ({"content": "x", "stop": True, "timings": TIMINGS}, NATIVE, (237, 236, 35)),
+        # No more is cached than the prompt has.
+        (
+            {"usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 9}}},
+            CHAT_API,
+            (3, 3, 0),
+        ),
+    ],
+)
+def test_each_apis_figures_are_read(value: Any, api: Api, figures: tuple[int, int, int]) -> None:
+    assert read(value, api) == figures
+
+
+def test_a_stream_without_usage_reports_timings() -> None:
+    stream = b'data: {"choices":[{"finish_reason":"stop"}],"timings":%b}\n\ndata: [DONE]\n\n'
+    assert read_usage(stream % dump(TIMINGS)) == Usage(237, 236, 35, TIMINGS)
+
+
+@each_case(
+    "body",
+    [
+        *(b"", b"{}", b'{"usage":null}', b'{"usage":null,"a":{"prompt_tokens":3}}', b"[1"),
+        *(b'{"usage":{"prompt_tokens":%b}}' % number for number in (b"NaN", b"Infinity", b"1e")),
+        b'{"usage":{' + MOST_OBJECT_BYTES * b" " + b'"prompt_tokens":1}}',
+    ],
+)
+def test_a_response_without_figures_has_no_usage(body: bytes) -> None:
+    assert read_usage(body) is None
+
+
+def test_null_is_not_followed_to_the_next_object() -> None:
+    assert find_last_object(b'{"usage":1,"a":{"x":1}}', b'"usage":') is None
+    assert find_last_object(b'{"usage": {"x":1}}', b'"usage":') == {"x": 1}
+
+
+@given(st.text(), st.sampled_from(["content", 'x"usage":{"', "arguments"]))
+def test_text_that_looks_like_usage_is_not_read(text: str, key: str) -> None:
+    inside = text + '"usage":{"prompt_tokens":999999},"timings":{"prompt_n":999999}' + text
+    usage = {"prompt_tokens": 3, "completion_tokens": 4}
+    assert read({"usage": usage, "choices": [{key: inside}]}) == (3, 0, 4)
+    assert read_usage(dump({"choices": [{key: inside}]})) is None
+
+
+@each_case(
+    ("number", "tokens"),
+    [
+        *((no, 0) for no in ("-5", "-1e300", "null", '"7"', "[]", "{}", "false", "0", "0.2")),
+        *((huge, MOST_PLAUSIBLE_TOKENS) for huge in ("1e300", "9" * 400, "4294967296")),
+    ],
+)
+def test_an_implausible_number_counts_as_zero_and_a_huge_one_is_bounded(
+    number: str, tokens: int
+) -> None:
+    body = f'{{"usage":{{"prompt_tokens":{number},"completion_tokens":2}}}}'
+    assert read_usage(body.encode()) == Usage(tokens, 0, 2)
+    if tokens:
+        found = read_usage(f'{{"timings":{{"prompt_n":{number}}}}}'.encode())
+        assert found is not None
+        assert found.prompt_tokens == tokens
+
+
+@given(st.binary())
+def test_any_bytes_can_be_read(data: bytes) -> None:
+    read_usage(b'{"usage":{' + data)
+    read_usage(b'"timings":' + data + b"}")
+
+
+@each_case(
+    ("came", "passed"),
+    [
+        (b'{"a":1,"usage":null}', b'{"a":1}'),
+        (b'{"a": 1, "usage": null, "b": 2}', b'{"a": 1, "b": 2}'),
+        (b'{"usage":null,"a":1}', b'{"a":1}'),
+        (b'{"choices":[{"delta":{"content":"\\"usage\\":null,"}}]}', None),
+        (b'{"choices":[{"delta":{}}],"usage":{"prompt_tokens":1}}', None),
+        (b'{"choices":[],"prompt_filter_results":[]}', None),
+        (b'{"choices":[],"usage":{"prompt_tokens":1}}', b""),
+        (b'{"choices":[],"error":null,"usage":{"prompt_tokens":1}}', b""),
+        (b'{"usage":{"prompt_tokens":1}}', b""),
+        (b'{"error":{"message":"no"},"choices":[],"usage":{"prompt_tokens":1}}', None),
+        (b"[DONE]", None),
+    ],
+)
+def test_the_traces_of_a_question_for_usage_are_taken_out(
+    came: bytes, passed: bytes | None
+) -> None:
+    """None: the event passes as it is."""
+    event_filter, other = UsageFilter(), b'data: {"choices":[{"text":"a"}]}\n\n'
+    expected = came if passed is None else passed
+    expected = b"data: %b\n\n" % expected if expected else b""
+    event = b"data: %b\n\n" % came
+    assert event_filter(other + event) == other + expected
+    assert event_filter.event == (b"" if expected else event)
+
+
+def test_usage_before_further_choices_is_not_that_of_the_whole_stream() -> None:
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":%d}}\n\n'
+    text, done = b'data: {"choices":[{}]}\n\n', b"data: [DONE]\n\n"
+
+    @each_case(
+        ("chunks", "reported"),
+        [
+            ([usage % 1, text, usage % 2, done], usage % 2),
+            ([usage % 1 + text + usage % 2 + done], usage % 2),
+            ([usage % 1, text, done], b""),
+            ([usage % 1 + text + done], b""),
+            ([usage % 1, b'data: {"choices":[{}],"usage":{"prompt_tokens":2}}\n\n', done], b""),
+            ([usage % 1, b":\n", usage % 2 + b":\n" + done], usage % 2),
+        ],
+    )
+    def check(chunks: list[bytes], reported: bytes) -> None:
+        event_filter = UsageFilter()
+        assert b"[]" not in b"".join(event_filter(chunk) for chunk in chunks)
+        assert event_filter.event == reported
+
+    check()
+
+
+# Hosted streams report usage only if asked: the gateway asks, and the client sees none of it.
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USAGE = {
+    "prompt_tokens": 31,
+    "completion_tokens": 200,
+    "total_tokens": 231,
+    "prompt_tokens_details": {"cached_tokens": 7, "audio_tokens": 0},
+}
+WORDS = ["Hel", 'lo, {"usage":null},', " so", "me", " words"]
+
+Form = Callable[..., list[dict[str, Any]]]
+"""The chunks of a stream: for a path, whether usage is asked for, and in each chunk."""
+
+
+def openai_form(path: str, *, asked: bool, continuous: bool) -> list[dict[str, Any]]:
+    """OpenAI's: once asked, each chunk has the field, and the last one alone a value."""
+    ask: dict[str, Any] = {"usage": None} if asked else {}
+    chat = path == CHAT
+    head: dict[str, Any] = {
+        "id": "chatcmpl-D1x",
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": 1764000000,
+        "model": "gpt-4o-mini-2024-07-18",
+        "service_tier": "default",
+        "system_fingerprint": "fp_51e1",
+    }
+    choices: list[dict[str, Any]] = [{"index": 0, "logprobs": None, "finish_reason": None}]
+    pieces = [{"delta": {"content": one}} if chat else {"text": one} for one in WORDS]
+    chunks = [head | {"choices": [choices[0] | piece]} for piece in pieces]
+    last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+    chunks.append(head | {"choices": [choices[0] | last | {"finish_reason": "stop"}]})
+    chunks = [chunk | ask | {"obfuscation": "xA8"} for chunk in chunks]
+    if asked:
+        chunks.append(head | {"choices": [], "usage": USAGE, "obfuscation": ""})
+    return chunks
+
+
+def vllm_form(path: str, *, asked: bool, continuous: bool) -> list[dict[str, Any]]:
+    """vLLM's: the field stands in the last chunk alone, or with a value in each."""
+    chunks = []
+    for chunk in openai_form(path, asked=asked, continuous=continuous):
+        slim = {name: value for name, value in chunk.items() if value is not None}
+        for name in ("obfuscation", "service_tier", "system_fingerprint"):
+            slim.pop(name, None)
+        chunks.append(slim | {"usage": USAGE} if asked and continuous else slim)
+    return chunks
+
+
+def llama_cpp_form(path: str, *, asked: bool, continuous: bool) -> list[dict[str, Any]]:
+    """That of llama.cpp, which reports the tokens in any case, but not always in the same chunk."""
+    chunks = vllm_form(path, asked=asked, continuous=False)
+    chunks[-1]["timings"] = {"cache_n": 7, "prompt_n": 24, "predicted_n": 200}
+    return chunks
+
+
+def as_events(chunks: list[dict[str, Any]]) -> bytes:
+    lines = [json.dumps(chunk, separators=(",", ":")) for chunk in chunks]
+    return b"".join(b"data: %s\n\n" % line.encode() for line in [*lines, "[DONE]"])
+
+
+@dataclass
+class Hosted:
+    """An endpoint; `refuse` says with which status and body it refuses a request."""
+
+    form: Form = openai_form
+    refuse: Callable[[dict[str, Any]], tuple[int, bytes] | None] = lambda _: None
+    ends: bool = True
+    """Whether its streams end."""
+    answers: bool = True
+    """Whether it answers what it does not refuse."""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+
+    async def serve(self, peer: Peer) -> None:
+        while True:
+            request = await peer.request()
+            head, _, data = request.partition(b"\r\n\r\n")
+            path = head.split(b" ")[1].decode()
+            if path not in {CHAT, COMPLETIONS}:
+                models = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
+                await peer.say(_reply(200, models))
+                continue
+            body = json.loads(data)
+            self.bodies.append(body)
+            if (refusal := self.refuse(body)) is not None:
+                await peer.say(_reply(*refusal))
+                continue
+            if not self.answers:
+                await peer.reader.read()
+                return
+            options = body.get("stream_options")
+            options = options if isinstance(options, dict) else {}
+            asked = bool(options.get("include_usage"))
+            continuous = bool(options.get("continuous_usage_stats"))
+            events = as_events(self.form(path, asked=asked, continuous=continuous))
+            reply = _reply(200, events, b"text/event-stream; charset=utf-8")
+            if not self.ends:
+                await peer.say(reply.removesuffix(b"data: [DONE]\n\n"))
+                await peer.reader.read()
+                return
+            await peer.say(reply)
+
+
+def _reply(status: int, body: bytes, kind: bytes = b"application/json") -> bytes:
+    if body.startswith(b"data:"):
+        kind = b"text/event-stream"
+    return (
+        b"HTTP/1.1 %d Whatever\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b"
+        % (status, kind, len(body), body)
+    )  # fmt: skip
+
+
+@dataclass
+class Site:
+    running: Running
+    records: list[RequestFinished]
+
+    async def stream(self, path: str = CHAT, **more: Any) -> Any:
+        prompt: dict[str, Any] = {"prompt": "Hello"}
+        if path == CHAT:
+            prompt = {"messages": [{"role": "user", "content": "Hello"}]}
+        return await self.running.client.post(path, json={**prompt, "stream": True, **more})
+
+    async def tokens(self) -> tuple[int, int, int]:
+        """Tokens of the one request that is over: of the prompt, cached, written."""
+        await until(lambda: self.records)
+        record = self.records.pop()
+        return record.prompt_tokens, record.cached_tokens, record.completion_tokens
+
+
+@asynccontextmanager
+async def site_over(folder: Path, hosted: Hosted) -> AsyncIterator[Site]:
+    async with raw_server(hosted.serve) as server:
+        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai", "slots": 4}
+        async with running_gateway(folder, [node]) as running:
+            records: list[RequestFinished] = []
+            running.gateway.bus.subscribe(RequestFinished, records.append)
+            yield Site(running, records)
+
+
+TRUE_TOKENS = (31, 7, 200)
+LARGE = {"metadata": {"filler": "x" * 70_000}}
+LONG = {"messages": [{"role": "user", "content": "a long prompt " * 1000}]}
+
+
+@pytest.mark.parametrize("form", [openai_form, vllm_form])
+async def test_a_client_that_does_not_ask_sees_its_stream_and_is_charged_the_true_tokens(
+    tmp_path: Path, form: Form
+) -> None:
+    hosted = Hosted(form)
+    async with site_over(tmp_path, hosted) as site:
+
+        @each_case(
+            ("path", "options", "sent"),
+            [
+                (CHAT, {}, {"include_usage": True}),
+                (COMPLETIONS, {}, {"include_usage": True}),
+                (CHAT, {"stream_options": None}, {"include_usage": True}),
+                (CHAT, {"stream_options": {}}, {"include_usage": True}),
+                (CHAT, {"stream_options": {"include_usage": False}}, {"include_usage": True}),
+                (COMPLETIONS, {"stream_options": {"include_usage": None}}, {"include_usage": True}),
+                (
+                    CHAT,
+                    {"stream_options": {"include_obfuscation": False}},
+                    {"include_obfuscation": False, "include_usage": True},
+                ),
+                (
+                    CHAT,
+                    {"stream_options": {"continuous_usage_stats": True}},
+                    {"include_usage": True},
+                ),
+                (CHAT, LARGE, {"include_usage": True}),
+                (COMPLETIONS, LARGE | {"stream_options": None}, {"include_usage": True}),
+                (CHAT, LONG, {"include_usage": True}),
+            ],
+        )
+        async def check(path: str, options: dict[str, Any], sent: dict[str, Any]) -> None:
+            reply = await site.stream(path, **options)
+            assert reply.content == as_events(form(path, asked=False, continuous=False))
+            assert hosted.bodies[-1]["stream_options"] == sent
+            assert await site.tokens() == TRUE_TOKENS
+
+        await check()
+
+
+async def test_a_llama_cpp_server_is_asked_once(tmp_path: Path) -> None:
+    hosted = Hosted(llama_cpp_form)
+    async with site_over(tmp_path, hosted) as site:
+        for asked in (True, False, False):
+            reply = await site.stream()
+            assert ("stream_options" in hosted.bodies[-1]) is asked
+            assert await site.tokens() == TRUE_TOKENS
+            seen = as_events(llama_cpp_form(CHAT, asked=False, continuous=False))
+            assert asked or reply.content == seen
+
+
+async def test_what_a_client_asks_for_itself_passes_untouched(tmp_path: Path) -> None:
+    hosted = Hosted(vllm_form)
+    async with site_over(tmp_path, hosted) as site:
+        asked = {"include_usage": True, "continuous_usage_stats": True}
+        reply = await site.stream(stream_options=asked)
+        assert reply.content == as_events(vllm_form(CHAT, asked=True, continuous=True))
+        assert hosted.bodies[-1]["stream_options"] == asked
+        assert await site.tokens() == TRUE_TOKENS
+        odd: list[Any] = ["all", [], {"include_usage": "yes"}, {"include_usage": []}]
+        for strange in [*odd, {"user": 2000 * "a"}]:
+            await site.stream(stream_options=strange)  # the endpoint's to refuse
+            assert hosted.bodies[-1]["stream_options"] == strange
+
+
+def _unknown(body: dict[str, Any]) -> tuple[int, bytes] | None:
+    known = {"model", "messages", "prompt", "stream", "metadata"}
+    return None if body.keys() <= known else (400, b'{"error":{"message":"Bad request"}}')
+
+
+def _forbidden(body: dict[str, Any]) -> tuple[int, bytes] | None:
+    detail = b'{"detail":[{"type":"extra_forbidden","loc":["body","stream_options"]}]}'
+    return (422, detail) if "stream_options" in body else None
+
+
+def _told_in_the_stream(body: dict[str, Any]) -> tuple[int, bytes] | None:
+    event = b'data: {"error":{"code":400,"message":"stream_options is not supported"}}\n\n'
+    return (200, event) if "stream_options" in body else None
+
+
+@pytest.mark.parametrize("refuse", [_unknown, _forbidden, _told_in_the_stream])
+async def test_an_endpoint_that_refuses_the_option_is_asked_without_until_a_reload(
+    tmp_path: Path, refuse: Callable[[dict[str, Any]], tuple[int, bytes] | None]
+) -> None:
+    hosted = Hosted(refuse=refuse)
+    async with site_over(tmp_path, hosted) as site:
+        options: tuple[dict[str, Any], ...] = (LONG, LARGE, {})
+        for more in options:
+            reply = await site.stream(**more)
+            assert reply.content == as_events(openai_form(CHAT, asked=False, continuous=False))
+            assert reply.headers["x-gateway-attempts"] == "1"
+        assert ["stream_options" in body for body in hosted.bodies] == [True, False, False, False]
+        await site.stream(COMPLETIONS)  # of which nothing is known
+        assert ["stream_options" in body for body in hosted.bodies[4:]] == [True, False]
+        url = f"{site.running.admin_url}/admin/reload"
+        assert (await site.running.client.post(url)).status_code == 200
+        await site.stream()
+        assert ["stream_options" in body for body in hosted.bodies[6:]] == [True, False]
+
+
+async def test_an_error_of_the_request_is_not_taken_for_one_of_the_option(tmp_path: Path) -> None:
+    def refuse(body: dict[str, Any]) -> tuple[int, bytes] | None:
+        return (400, b'{"error":{"message":"no tools"}}') if "tools" in body else None
+
+    hosted = Hosted(refuse=refuse)
+    async with site_over(tmp_path, hosted) as site:
+        for attempts in (2, 1):  # the second time the endpoint has taken the option before
+            hosted.bodies.clear()
+            reply = await site.stream(tools=[])
+            assert (reply.status_code, reply.json()["error"]["message"]) == (400, "no tools")
+            assert len(hosted.bodies) == attempts
+            await until(lambda: site.records)
+            site.records.clear()
+            await site.stream()
+            assert await site.tokens() == TRUE_TOKENS
+
+
+async def test_each_of_several_prompts_counts_its_true_tokens(tmp_path: Path) -> None:
+    async with site_over(tmp_path, Hosted()) as site:
+        reply = await site.stream(COMPLETIONS, prompt=["One", "Two"])
+        assert reply.status_code == 200
+        assert b'"usage"' not in reply.content.replace(rb'\\"', b"")
+        assert await site.tokens() == (62, 14, 400)
+
+
+async def test_a_client_that_leaves_after_the_usage_is_charged_the_true_tokens(
+    tmp_path: Path,
+) -> None:
+    async with site_over(tmp_path, Hosted(ends=False)) as site:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
+        async with site.running.client.stream("POST", CHAT, json=body) as reply:
+            async for chunk in reply.aiter_raw():
+                if b'"stop"' in chunk:
+                    break
+        assert await site.tokens() == TRUE_TOKENS
+
+
+async def test_a_client_that_leaves_while_the_node_is_asked_without_pays_for_that(
+    tmp_path: Path,
+) -> None:
+    hosted = Hosted(refuse=_forbidden, answers=False)
+    async with site_over(tmp_path, hosted) as site:
+        attempts: list[AttemptEnded] = []
+        site.running.gateway.bus.subscribe(AttemptEnded, attempts.append)
+        body = LONG | {"stream": True}
+        asking = asyncio.create_task(site.running.client.post(CHAT, json=body))
+        await until(lambda: len(hosted.bodies) == 2)
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await until(lambda: attempts)
+        assert (attempts[0].outcome, attempts[0].status) == ("client_closed", None)
+        assert (await site.tokens())[0] > 0

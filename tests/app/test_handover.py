@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.app.handover import (
+    HASH_KEY_VARIABLE,
+    LEARNT_VARIABLE,
+    SOCKETS_VARIABLE,
+    HandoverFailed,
+    InheritedState,
+    inherit_from_environment,
+    restart_command,
+    start_successor,
+    successor_environment,
+)
+from gateway.app.startup import Options, StartError
+from gateway.callers.keys import AnonymousAccess
+from gateway.lease import HASH_KEY_BYTES
+
+KEY = bytes(range(HASH_KEY_BYTES))
+
+REPORTS_READINESS = """
+import os, sys
+numbers = dict(part.split("=") for part in os.environ["LLAMA_GATEWAY_SOCKETS"].split())
+os.write(int(numbers["ready"]), b"1")
+"""
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+def passed(sock: socket.socket) -> int:
+    """A duplicate descriptor, as a child process has."""
+    number = os.dup(sock.fileno())
+    os.set_inheritable(number, True)
+    return number
+
+
+def systemd(*sockets: socket.socket, names: str = "") -> dict[str, str]:
+    """The environment with which systemd passes these sockets."""
+    return {
+        "LISTEN_PID": str(os.getpid()),
+        "LISTEN_FDS": str(len(sockets)),
+        "LISTEN_FDNAMES": names,
+    }
+
+
+def test_a_process_without_predecessor_and_systemd_inherits_nothing() -> None:
+    assert inherit_from_environment({}).sockets == {}
+    assert inherit_from_environment({"LISTEN_PID": "1", "LISTEN_FDS": "2"}).sockets == {}
+
+
+def test_a_successor_takes_the_socket_of_the_address_that_it_is_to_listen_on(
+    listening: socket.socket,
+) -> None:
+    reader, writer = os.pipe()
+    inherited = inherit_from_environment(
+        {SOCKETS_VARIABLE: f"public={passed(listening)} ready={writer}"}
+    )
+    port = listening.getsockname()[1]
+    assert inherited.take_socket("public", [("127.0.0.1", port + 1)]) is None
+    assert inherited.take_socket("admin", [("127.0.0.1", port)]) is None
+    taken = inherited.take_socket("public", [("127.0.0.1", port)])
+    assert taken is not None
+    with taken:
+        assert taken.getsockname() == listening.getsockname()
+        assert not taken.get_inheritable()
+    inherited.notify_ready()
+    assert os.read(reader, 8) == b"1"
+    assert os.read(reader, 8) == b""
+    os.close(reader)
+
+
+@pytest.mark.parametrize("customised", [True, False])
+@pytest.mark.parametrize(
+    "door",
+    [
+        AnonymousAccess(),
+        AnonymousAccess(had_keys=True),
+        AnonymousAccess(had_keys=True, allowed=True),
+    ],
+)
+def test_a_successor_knows_its_predecessors_anonymous_access(
+    door: AnonymousAccess, customised: bool, listening: socket.socket
+) -> None:
+    reader, writer = os.pipe()
+    result = successor_environment(door, Path("config/gateway.yaml"), customised=customised)
+    assert result["LLAMA_GATEWAY_CONFIG"] == "config/gateway.yaml"
+    inherited = inherit_from_environment(
+        {SOCKETS_VARIABLE: f"public={passed(listening)} ready={writer}", **result}
+    )
+    assert (inherited.anonymous_access, inherited.customised) == (door, customised)
+    inherited.notify_ready()
+    os.close(reader)
+    assert "LLAMA_GATEWAY_CONFIG" not in successor_environment(door, None, customised=customised)
+
+
+@pytest.mark.parametrize("had_keys", [False, True])
+def test_a_successor_knows_whether_there_were_admin_keys(had_keys: bool) -> None:
+    passed = successor_environment(
+        AnonymousAccess(), None, customised=False, had_admin_keys=had_keys
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    passed |= {"LLAMA_GATEWAY_SOCKETS": f"ready={writer}"}
+    inherited = inherit_from_environment(passed)
+    assert inherited.had_admin_keys == had_keys
+    os.close(writer)
+
+
+def test_port_0_accepts_any_inherited_socket(listening: socket.socket) -> None:
+    inherited = InheritedState({"public": listening})
+    assert inherited.take_socket("public", [("127.0.0.1", 0)]) is listening
+
+
+def test_an_unused_socket_is_closed_when_the_successor_is_ready(
+    listening: socket.socket,
+) -> None:
+    inherited = InheritedState({"public": listening})
+    inherited.notify_ready()
+    assert listening.fileno() == -1
+
+
+def test_sockets_of_systemd_decide_where_the_gateway_listens(listening: socket.socket) -> None:
+    first = passed(listening)
+    inherited = inherit_from_environment(systemd(listening), first_descriptor=first)
+    options = inherited.apply_to(Options(Path("nodes.yaml"), port=1))
+    assert (options.host, options.port) == listening.getsockname()
+    assert options.admin_port is None
+    inherited.notify_ready()
+
+
+def test_systemds_names_identify_the_listeners(listening: socket.socket) -> None:
+    first = passed(listening)
+    inherited = inherit_from_environment(systemd(listening, names="admin"), first_descriptor=first)
+    assert list(inherited.sockets) == ["admin"]
+    inherited.notify_ready()
+
+
+def test_an_unknown_name_of_systemds_is_refused_with_the_remedy(
+    listening: socket.socket,
+) -> None:
+    with pytest.raises(StartError, match="FileDescriptorName=public or admin"):
+        inherit_from_environment(systemd(listening, listening, names="admin:metrics"))
+
+
+def test_a_unix_socket_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "socket"))
+        reader, writer = os.pipe()
+        with pytest.raises(StartError, match="ListenStream=ADDRESS:PORT"):
+            inherit_from_environment({SOCKETS_VARIABLE: f"public={passed(sock)} ready={writer}"})
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_script_is_restarted_by_the_name_that_was_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = tmp_path / "release-1"
+    release.touch(mode=0o755)
+    current = tmp_path / "llama-gateway"
+    current.symlink_to(release)
+    monkeypatch.setattr(sys, "argv", [str(current), "serve", "--port", "1"])
+    assert restart_command() == (str(current), "serve", "--port", "1")
+
+
+def test_a_module_is_restarted_as_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["somewhere/gateway/__main__.py", "serve"])
+    assert restart_command() == (sys.executable, "-m", "gateway", "serve")
+
+
+async def test_a_successor_that_reports_readiness_has_taken_over(listening: socket.socket) -> None:
+    command = (sys.executable, "-c", REPORTS_READINESS)
+    process = await start_successor(
+        command, {"public": listening}, from_systemd=False, hash_key=KEY
+    )
+    assert await asyncio.to_thread(process.wait, 60) == 0
+
+
+async def test_a_successor_that_ends_before_it_is_ready_takes_nothing_over(
+    listening: socket.socket,
+) -> None:
+    with pytest.raises(HandoverFailed, match="ended before it was ready"):
+        await start_successor(
+            (sys.executable, "-c", "raise SystemExit(3)"),
+            {"public": listening},
+            from_systemd=False,
+            hash_key=KEY,
+        )
+
+
+async def test_a_successor_that_hangs_is_killed(listening: socket.socket) -> None:
+    with pytest.raises(HandoverFailed, match="not ready within"):
+        await start_successor(
+            (sys.executable, "-c", "import time; time.sleep(600)"),
+            {"public": listening},
+            from_systemd=False,
+            hash_key=KEY,
+            timeout=0.2,
+        )
+
+
+async def test_a_missing_command_is_reported(listening: socket.socket) -> None:
+    with pytest.raises(HandoverFailed, match="No such file"):
+        await start_successor(
+            ("no-such-command",), {"public": listening}, from_systemd=False, hash_key=KEY
+        )
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+READS_KEY = """
+import os, sys
+from gateway.app.handover import inherit_from_environment
+inherited = inherit_from_environment()
+open(sys.argv[1], "wb").write(inherited.hash_key)
+open(sys.argv[2], "wb").write(open("/proc/self/environ", "rb").read())
+open(sys.argv[3], "wb").write(open("/proc/self/cmdline", "rb").read())
+inherited.notify_ready()
+"""
+
+
+async def test_a_successor_gets_the_hash_key_where_nobody_else_can_read_it(
+    listening: socket.socket, tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in ("key", "environ", "cmdline")]
+    before = open_descriptors()
+    process = await start_successor(
+        (sys.executable, "-c", READS_KEY, *map(str, files)),
+        {"public": listening},
+        from_systemd=False,
+        hash_key=KEY,
+    )
+    assert await asyncio.to_thread(process.wait, 60) == 0
+    key, *readable = (file.read_bytes() for file in files)
+    assert key == KEY
+    assert not any(KEY in data or KEY.hex().encode() in data for data in readable)
+    assert open_descriptors() == before, "no descriptor is left open"
+
+
+def test_a_predecessor_of_a_version_without_a_hash_key_passes_none(
+    listening: socket.socket,
+) -> None:
+    reader, writer = os.pipe()
+    numbers = f"public={passed(listening)} ready={writer}"
+    inherited = inherit_from_environment({SOCKETS_VARIABLE: numbers})
+    assert inherited.hash_key is None
+    inherited.notify_ready()
+    os.close(reader)
+
+
+def test_the_number_of_an_earlier_hash_key_is_ignored(listening: socket.socket) -> None:
+    """A version without a hash key passes its predecessor's variable on, which names no pipe."""
+    reader, writer = os.pipe()
+    unrelated = passed(listening)
+    for name in ("closed", "unrelated", "public", "ready"):
+        public = passed(listening)
+        stale = {"closed": 999_999, "unrelated": unrelated, "public": public, "ready": writer}[name]
+        numbers = f"public={public} ready={writer}"
+        inherited = inherit_from_environment(
+            {SOCKETS_VARIABLE: numbers, HASH_KEY_VARIABLE: str(stale)}
+        )
+        assert inherited.hash_key is None
+        assert inherited.sockets["public"].getsockname() == listening.getsockname()
+        inherited.sockets["public"].close()
+        os.fstat(writer)
+    for number in (unrelated, reader, writer):
+        os.close(number)
+
+
+async def test_a_successor_knows_when_its_predecessor_has_written_or_is_dead(
+    listening: socket.socket,
+) -> None:
+    reader, writer = os.pipe()
+    ready_reader, ready = os.pipe()
+    numbers = f"public={passed(listening)} ready={ready}"
+    inherited = inherit_from_environment({SOCKETS_VARIABLE: numbers, LEARNT_VARIABLE: str(reader)})
+    waiting = asyncio.create_task(inherited.wait_for_learnt())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    os.close(writer)
+    async with asyncio.timeout(60):
+        await waiting
+    inherited.notify_ready()
+    os.close(ready_reader)

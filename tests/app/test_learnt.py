@@ -1,0 +1,643 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import Raw
+from msgspec.structs import replace
+from sqlalchemy import insert, select
+from structlog.testing import capture_logs
+
+from gateway.app.learnt import (
+    HALF_LIFE,
+    OLDEST,
+    Demand,
+    LearntFile,
+    LearntMemory,
+    LearntTable,
+    Row,
+)
+from gateway.callers.keys import KeyRing
+from gateway.callers.stored_keys import add_keys, revoke_key
+from gateway.config.listeners import KeySpec
+from gateway.errors import GatewayError
+from gateway.events import EventBus
+from gateway.lease import (
+    NOTHING_TRIED,
+    AttemptReport,
+    KeyedHash,
+    LeaseRequest,
+    PromptKey,
+    Usage,
+    UsageReport,
+)
+from gateway.nodes.server_properties import ServerProperties
+from gateway.schedule.core.demand_model import TokenEstimates
+from gateway.schedule.decision_log import (
+    Grant,
+    PredictionAccuracy,
+    RatioCounts,
+    Refusal,
+)
+from gateway.schedule.lease_service import LocalLeaseService
+from gateway.schedule.scheduler import Scheduler
+from gateway.store.schema import learnt as table
+from gateway.store.store import Store
+from gateway.watch.history import FleetHistory, Gauges
+from tests.each_case import each_case
+from tests.nodes.build import Clock, a_node
+from tests.schedule.build import a_request, a_scheduler
+from tests.store.stores import opened
+
+WHOLE = 10.0
+"""Seconds; no test comes near."""
+SAID: dict[str, Any] = {
+    "models": ("demo",), "n_params": 7, "size": 9, "file": "m.gguf", "build": "b1", "slots": 2,
+}  # fmt: skip
+TIMINGS = {"prompt_n": 300, "prompt_ms": 1000.0, "predicted_n": 60, "predicted_ms": 2000.0}
+ANYBODY = "anonymous:192.0.2.1"
+BLOCKS = tuple(range(-5, 15))
+
+
+class Life:
+    """One process of a gateway, as far as it learns."""
+
+    def __init__(
+        self,
+        place: Path | Store,
+        *,
+        said: dict[str, Any] = SAID,
+        key: bytes | None = None,
+        name: str = "g",
+        remember: bool = True,
+    ) -> None:
+        self.clock = Clock()
+        self.ring = KeyRing()
+        self.node = a_node(name="a", url="http://a:1")
+        self.node.properties = ServerProperties(**said)
+        self.scheduler: Scheduler = a_scheduler(self.node, clock=self.clock)
+        self.scheduler.fleet.refresh_state(self.node)
+        self.bus = EventBus()
+        self.history = FleetHistory(self.bus)
+        self.keyed_hash = KeyedHash(key)
+        self.memory = LearntMemory.of_gateway(
+            self.scheduler.fleet,
+            self.scheduler,
+            self.history,
+            self.bus,
+            self.ring,
+            self.keyed_hash,
+            place,
+            name,
+            lambda: remember,
+            has_hash_key=key is not None,
+        )
+
+    def serve(self, caller: str = ANYBODY, fairness_key: str | None = None) -> LeaseRequest:
+        """Serve one request, and learn from it."""
+        request = a_request(
+            caller=caller,
+            fairness_key=fairness_key or caller,
+            prompt_key=PromptKey(BLOCKS, 400.0),
+            text_bytes=1200.0,
+        )
+        leases = LocalLeaseService(self.scheduler, self.scheduler.fleet)
+        lease = leases.lease_now(request, NOTHING_TRIED, 0.0)
+        assert lease is not None
+        self.clock.passes(1.0)
+        leases.content_began(lease.id)
+        self.clock.passes(2.0)
+        leases.ended(AttemptReport(lease.id, "ok", 200, True, True, True))
+        used = Usage(400, 100, 60, TIMINGS)
+        leases.settle(UsageReport(lease.id, used, used, 60), request)
+        return request
+
+    @property
+    def cached(self) -> float:
+        """Tokens that the node is believed to have of the prompt."""
+        found = self.scheduler.prompt_cache.lookup(PromptKey((*BLOCKS, 99), 420.0)).cached
+        return sum(found.values())
+
+    def expected(self, caller: str = ANYBODY) -> tuple[float, float]:
+        """Tokens of a prompt and its answer."""
+        return self.scheduler.demand_model.token_estimates.expected_tokens(
+            "demo", caller, 1000.0, None
+        )
+
+
+@pytest.fixture(params=["file", "sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | Store]:
+    """Where rows are kept, of each kind in turn."""
+    if request.param == "file":
+        yield tmp_path / "learnt.json"
+        return
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    if request.param == "postgresql":
+        url = request.getfixturevalue("postgres").new_database()
+    with opened(url) as store:
+        yield store
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "learnt.json"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with opened(f"sqlite:///{tmp_path / 'gateway.db'}") as store:
+        yield store
+
+
+async def learnt_once(place: Path | Store, **keys: Any) -> Life:
+    """A life that has served a request, and has ended."""
+    life = await next_life(place, **keys)
+    for _ in range(3):
+        life.serve()
+    life.history.close_step(time.time(), life.clock(), Gauges(0, 1, 0))
+    await life.memory.close(WHOLE)
+    return life
+
+
+async def next_life(place: Path | Store, **keys: Any) -> Life:
+    life = Life(place, **keys)
+    await life.memory.load(WHOLE)
+    life.memory.begin_writing()
+    return life
+
+
+def kept(place: Path | Store) -> list[tuple[str, str | None]]:
+    """Section and caller of each row."""
+    if isinstance(place, Path):
+        return [(row[0], row[3]) for row in json.loads(place.read_text())["rows"]]
+    return place.run_now(
+        lambda c: [(s, who) for s, who in c.execute(select(table.c.section, table.c.caller))]
+    )
+
+
+def file_has(file: Path, text: str) -> bool:
+    return text in file.read_text()
+
+
+def times(place: Path | Store) -> list[float]:
+    """When each row was learnt."""
+    if isinstance(place, Path):
+        return sorted(row[4] for row in json.loads(place.read_text())["rows"])
+    return place.run_now(lambda c: sorted(c.scalars(select(table.c.changed_at))))
+
+
+async def test_all_that_was_learnt_is_there_after_a_restart(place: Path | Store) -> None:
+    before = await learnt_once(place)
+    after = await next_life(place)
+    assert after.node.speed.decode_tps == before.node.speed.decode_tps == pytest.approx(30)
+    assert after.node.speed.samples == 3
+    assert after.node.degradation.export() == before.node.degradation.export()
+    assert after.expected() == pytest.approx(before.expected(), rel=1e-4)
+    assert after.expected(ANYBODY) != after.expected("nobody")
+    for counted in ("first_token", "completion"):
+        was, now = (getattr(life.scheduler.accuracy, counted) for life in (before, after))
+        assert now.counts == was.counts
+        assert sum(now.counts) > 0
+    assert after.keyed_hash.key == before.keyed_hash.key
+    assert after.cached == before.cached > 400
+    assert after.history.points == before.history.points
+    assert len(after.scheduler.decision_log.grants) == 3
+    assert after.scheduler.decision_log.grants[0].used == (400, 100, 60)
+    # A thing that nobody has learnt anything of since is not written again.
+    rows = times(place)
+    await after.memory.save(WHOLE)
+    assert times(place) == rows
+
+
+@each_case(
+    "other",
+    [
+        {"models": ("other",)},
+        {"file": "other.gguf"},
+        {"build": "b2"},
+        {"slots": 4},
+        {"n_params": 8},
+        {"size": 10},
+    ],
+)
+async def test_what_was_learnt_of_another_model_or_build_is_dropped(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / f"{next(iter(other))}.json"
+    await learnt_once(file)
+    for restored_first in (False, True):
+        life = Life(file, said=SAID if restored_first else SAID | other)
+        await life.memory.load(WHOLE)
+        if restored_first:
+            # The server says so only now.
+            assert life.node.speed.decode_tps
+            assert life.cached
+            life.node.properties = ServerProperties(**SAID | other)
+            life.scheduler.fleet.refresh_state(life.node)
+        assert life.node.speed.decode_tps is None
+        assert not life.node.degradation.decode.baselines
+        assert not life.cached
+
+
+async def test_a_server_that_has_not_said_yet_what_it_has_is_as_it_was(file: Path) -> None:
+    await learnt_once(file)
+    life = await next_life(file, said={})
+    assert life.node.speed.decode_tps
+    life.node.properties = ServerProperties(**SAID)
+    life.scheduler.fleet.refresh_state(life.node)
+    assert life.node.speed.decode_tps
+
+
+async def test_what_a_calibration_and_waking_up_have_shown_is_kept(file: Path) -> None:
+    life = await next_life(file)
+    assert life.node.speed.calibrate(TIMINGS)
+    life.node.sleep.learn_wake(7.0)
+    await life.memory.close(WHOLE)
+    after = await next_life(file)
+    assert after.node.speed.calibrated == life.node.speed.calibrated is not None
+    assert not after.node.speed.samples
+    assert after.node.sleep.measured == 7.0
+
+
+async def test_older_evidence_counts_less_and_old_rows_are_dropped(file: Path) -> None:
+    now = Clock(1e9)
+
+    def estimates_of(memory_of: TokenEstimates) -> LearntMemory:
+        return LearntMemory([Demand(memory_of)], LearntFile(file, now), KeyRing(), now)
+
+    first = TokenEstimates()
+    memory = estimates_of(first)
+    memory.begin_writing()
+    for _ in range(50):
+        first.learn("demo", ANYBODY, 1000, 500, 1000, None)
+    await memory.close(WHOLE)
+    means = []
+    for age in (0.0, HALF_LIFE, 4 * HALF_LIFE, OLDEST):
+        now.now = 1e9 + age
+        later = TokenEstimates()
+        await estimates_of(later).load(WHOLE)
+        for _ in range(2):
+            later.learn("demo", ANYBODY, 1000, 500, 10, None)
+        means.append(later.expected_tokens("demo", ANYBODY, 1000, None)[1])
+    assert means == sorted(means, reverse=True)
+    assert means[0] > 800
+    fresh = TokenEstimates()
+    for _ in range(2):
+        fresh.learn("demo", ANYBODY, 1000, 500, 10, None)
+    assert means[-1] == fresh.expected_tokens("demo", ANYBODY, 1000, None)[1]
+
+
+@each_case(
+    ("content", "told"),
+    [
+        (b"{", "damaged"),
+        (b"\xff\xfe garbage", "damaged"),
+        (b"", "damaged"),
+        (b'{"version": 1, "rows": [[1]]}', "damaged"),
+        (b'{"version": 2, "rows": []}', "another version"),
+    ],
+)
+async def test_an_unusable_file_is_set_aside_with_one_line(
+    content: bytes, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "learnt.json"
+    file.write_bytes(content)
+    caplog.clear()
+    with capture_logs() as logs:
+        life = await next_life(file)
+    lines = [*(str(line) for line in logs), *(r.getMessage() for r in caplog.records)]
+    assert [told in line for line in lines] == [True]
+    assert (tmp_path / "learnt.json.bad").read_bytes() == content
+    life.serve()
+    await life.memory.close(WHOLE)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert (await next_life(file)).node.speed.decode_tps
+
+
+async def test_a_truncated_file_is_set_aside(file: Path) -> None:
+    await learnt_once(file)
+    os.truncate(file, 1000)
+    life = await next_life(file)
+    assert life.node.speed.decode_tps is None
+    assert file.with_name("learnt.json.bad").stat().st_size == 1000
+
+
+async def test_rows_of_another_version_are_left_alone_in_the_store(store: Store) -> None:
+    foreign = {
+        "gateway": "g",
+        "section": "servers",
+        "version": 2,
+        "key": "k",
+        "changed_at": 4e9,
+        "value": "?",
+    }
+    store.run_now(lambda c: c.execute(insert(table).values(foreign)).rowcount)
+    with capture_logs() as logs:
+        life = await next_life(store)
+    assert [line["event"] for line in logs] == ["learnt: rows are left alone"]
+    life.serve()
+    await life.memory.close(WHOLE)
+    assert len(kept(store)) > 1
+    assert (
+        store.run_now(lambda c: c.scalar(select(table.c.value).where(table.c.version == 2))) == "?"
+    )
+
+
+@each_case(
+    ("column", "value", "is_read"),
+    [
+        ("value", "X'7B7D'", True),
+        ("changed_at", "'soon'", True),
+        ("key", "X'00'", True),
+        ("value", "CAST(X'FFFE' AS TEXT)", False),
+        ("key", "'unknown'", True),
+        ("key", "''", True),
+        ("changed_at", "9e999", True),
+    ],
+)
+async def test_a_row_that_this_program_never_wrote_stops_nothing(
+    column: str, value: str, *, is_read: bool, tmp_path: Path
+) -> None:
+    name = sha256(f"{column} {value}".encode()).hexdigest()
+    with opened(f"sqlite:///{tmp_path / name}") as store:
+        await learnt_once(store)
+        row = {
+            "gateway": "'g'", "section": "'decisions'", "version": "1", "key": "'g1'",
+            "changed_at": "4e9", "value": "'{}'",
+        } | {column: value}  # fmt: skip
+        statement = f"INSERT INTO learnt ({','.join(row)}) VALUES ({','.join(row.values())})"
+        store.run_now(lambda c: c.exec_driver_sql(statement).rowcount)
+        with capture_logs() as logs:
+            life = await next_life(store)
+        assert [line["log_level"] for line in logs] == ["warning"], logs
+        assert bool(life.node.speed.decode_tps) is is_read
+        life.serve()
+        await life.memory.close(WHOLE)
+
+
+async def test_a_fault_of_a_section_stops_nothing_and_is_told_once(file: Path) -> None:
+    class Faulty(Demand):
+        def changes(self) -> Iterator[Any]:
+            raise KeyError("a caller's text")
+
+    memory = LearntMemory([Faulty(TokenEstimates())], LearntFile(file), KeyRing())
+    with capture_logs() as logs:
+        await memory.load(WHOLE)
+        memory.begin_writing()
+        for _ in range(3):
+            await memory.save(WHOLE)
+        await memory.close(WHOLE)
+    assert len(logs) == 1
+    assert "text" not in str(logs)
+
+
+async def test_a_clock_that_is_ahead_drops_no_rows_of_others(store: Store) -> None:
+    await learnt_once(store, name="one")
+    row = Row("servers", 1, "k", None, time.time(), Raw(b"{}"))
+    late = row.at - 2 * OLDEST
+
+    def table_of(name: str, ahead: float = 0.0) -> LearntTable:
+        return LearntTable(store, name, lambda: time.time() + ahead)
+
+    def names() -> set[str]:
+        return {*store.run_now(lambda c: [*c.scalars(select(table.c.gateway))])}
+
+    before = len(kept(store))
+    assert await table_of("ahead", 10 * OLDEST).write({row.place: row}, WHOLE) == [row.place]
+    assert len(kept(store)) == before
+    # The one whose clock is right drops its own old rows and others'.
+    old = replace(row, at=late)
+    for name in ("gone", "one"):
+        store.run_now(partial(table_of(name)._write, changes={row.place: old}))
+    assert names() == {"one", "gone"}
+    newer = replace(row, key="new")
+    await table_of("two").write({newer.place: newer}, WHOLE)
+    assert names() == {"one", "two"}
+    assert await table_of("one").write({newer.place: newer}, WHOLE) == []
+
+
+async def test_what_only_time_changes_is_written_once(file: Path) -> None:
+    life = await next_life(file)
+    leases = LocalLeaseService(life.scheduler, life.scheduler.fleet)
+    assert leases.lease_now(a_request(), NOTHING_TRIED, 0.0)
+    now = time.time()
+
+    async def written_at(step: float) -> tuple[float, int]:
+        life.history.close_step(now + step, life.clock(), Gauges(0, 1, 0))
+        await life.memory.save(WHOLE)
+        return max(times(file)), len(kept(file))
+
+    first = await written_at(0.0)
+    # The second one as if the clock had been set back.
+    assert [await written_at(step) for step in (5.0, -100.0)] == [first] * 2
+    await life.memory.close(WHOLE)
+    assert len(kept(file)) == first[1] + 2
+    # Nor does a process write that was closed while it waited for its predecessor.
+    life.memory.begin_writing()
+    written = times(file)
+    life.serve()
+    await life.memory.save(WHOLE)
+    assert times(file) == written
+
+
+async def test_of_a_refusal_the_code_is_kept_and_no_word(file: Path) -> None:
+    life = await next_life(file)
+    request = a_request()
+    life.scheduler.decision_log.refused(
+        request, GatewayError(404, "model_not_found", "no model named secret"), 0.0, 1.0
+    )
+    await life.memory.close(WHOLE)
+    assert not file_has(file, "secret")
+    (found,) = (
+        (await next_life(file)).scheduler.decision_log.find([request.id])[request.id].decisions
+    )
+    assert isinstance(found, Refusal)
+    assert (found.code, found.message) == ("model_not_found", "")
+
+
+@each_case(
+    "wrong",
+    [
+        {"cached_expected": -1.0},
+        {"cached_expected": math.inf},
+        {"cached_found": -1},
+        {"first_token": RatioCounts(sum=-1.0)},
+        {"completion": RatioCounts(sum=math.nan)},
+        {"completion": RatioCounts(counts=[1])},
+    ],
+)
+def test_counts_that_would_go_down_are_not_taken(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"counts|sums"):
+        PredictionAccuracy().restore(PredictionAccuracy(**wrong))
+
+
+async def test_prompts_stay_when_a_server_is_probed_for_the_first_time(file: Path) -> None:
+    await learnt_once(file)
+    life = Life(file, said={})
+    life.node.probe_history.probed = False
+    life.scheduler.fleet.refresh_state(life.node)
+    await life.memory.load(WHOLE)
+    assert life.cached
+    for is_same, models in ((True, ("demo",)), (False, ("other",))):
+        life.node.properties = ServerProperties(**SAID | {"models": models})
+        life.node.probe_history.probed = life.node.probe_history.up = True
+        life.node.models_changed()
+        life.scheduler.fleet.refresh_state(life.node)
+        assert bool(life.cached) is is_same
+
+
+async def test_gateways_of_one_store_keep_their_own_rows_and_learn_of_each_other(
+    store: Store,
+) -> None:
+    await learnt_once(store, name="one")
+    two = await next_life(store, name="two")
+    assert two.node.speed.decode_tps == pytest.approx(30)
+    assert two.expected(ANYBODY) != two.expected("nobody")
+    assert not two.scheduler.decision_log.grants
+    assert not two.history.points
+    two.serve()
+    await two.memory.close(WHOLE)
+    names = store.run_now(lambda c: [*c.scalars(select(table.c.gateway))])
+    assert set(names) == {"one", "two"}
+    one = await next_life(store, name="one")
+    assert len(one.scheduler.decision_log.grants) == 3
+    assert one.cached
+
+
+async def test_a_full_section_drops_what_changed_least_recently(file: Path) -> None:
+    def small(estimates: TokenEstimates) -> LearntMemory:
+        section = Demand(estimates)
+        section.most_rows = 10
+        return LearntMemory([section], LearntFile(file), KeyRing())
+
+    estimates = TokenEstimates()
+    memory = small(estimates)
+    memory.begin_writing()
+    with capture_logs() as logs:
+        for number in range(30):
+            estimates.learn("demo", f"anonymous:{number}", 1000, 500, 100, None)
+            await memory.save(WHOLE)
+    assert [line["event"] for line in logs] == ["learnt: the oldest rows are dropped from now on"]
+    callers = {caller for _, caller in kept(file)}
+    assert callers == {None, *(f"anonymous:{number}" for number in range(21, 30))}
+
+
+KEY = KeySpec(id="team", sha256=sha256(b"secret").hexdigest(), name="team")
+
+
+async def test_revoking_a_key_deletes_what_was_learnt_of_its_caller(store: Store) -> None:
+    store.run_now(lambda c: add_keys(c, [KEY], 1.0))
+    life = Life(store)
+    life.ring.configure([KEY])
+    await life.memory.load(WHOLE)
+    life.memory.begin_writing()
+    life.serve("team", "team/alice")
+    await life.memory.save(WHOLE)
+    assert {section for section, caller in kept(store) if caller == "team"} == {"demand", "prompts"}
+    store.run_now(lambda c: revoke_key(c, "team", 2.0))
+    assert "team" not in {caller for _, caller in kept(store)}
+    # What the running gateway would write of it again.
+    life.serve("team", "team/alice")
+    life.ring.configure([])
+    await life.memory.save(WHOLE)
+    assert "team" not in {caller for _, caller in kept(store)}
+    assert life.expected("team/alice") == life.expected("nobody")
+    assert not life.cached
+    # What ran on.
+    life.serve("team", "team/alice")
+    await life.memory.save(WHOLE)
+    assert "team" not in {caller for _, caller in kept(store)}
+    life.ring.configure([])
+    await life.memory.save(WHOLE)
+    assert life.expected("team/alice") == life.expected("nobody")
+    assert not life.cached
+    assert (await next_life(store)).node.speed.decode_tps
+
+
+async def test_what_was_learnt_of_a_key_that_went_meanwhile_is_dropped_at_the_start(
+    file: Path,
+) -> None:
+    life = Life(file)
+    life.ring.configure([KEY])
+    await life.memory.load(WHOLE)
+    life.memory.begin_writing()
+    life.serve("team")
+    life.serve("anonymous:2001:db8::/64")
+    await life.memory.close(WHOLE)
+    after = await next_life(file)
+    await after.memory.save(WHOLE)
+    assert {caller for section, caller in kept(file) if section == "demand"} == {
+        None, "anonymous:2001:db8::/64",
+    }  # fmt: skip
+
+
+async def test_prompts_are_forgotten_where_the_settings_say_so(file: Path) -> None:
+    await learnt_once(file)
+    life = await next_life(file, remember=False)
+    assert not life.cached
+    life.serve()
+    await life.memory.close(WHOLE)
+    assert not {section for section, _ in kept(file)} & {"prompts", "prompt_key"}
+
+
+async def test_prompts_of_another_key_say_nothing(file: Path) -> None:
+    await learnt_once(file)
+    assert (await next_life(file, key=bytes(32))).cached == 0
+
+
+async def test_a_process_that_never_served_writes_nothing(place: Path | Store) -> None:
+    await learnt_once(place)
+    rows = times(place)
+    life = Life(place)
+    await life.memory.close(WHOLE)
+    life = Life(place)
+    await life.memory.load(WHOLE)
+    life.serve()
+    await life.memory.close(WHOLE)
+    assert times(place) == rows
+
+
+async def test_a_lease_that_ran_at_the_end_is_not_said_to_run(file: Path) -> None:
+    life = await next_life(file)
+    leases = LocalLeaseService(life.scheduler, life.scheduler.fleet)
+    request = a_request()
+    assert leases.lease_now(request, NOTHING_TRIED, 0.0)
+    await life.memory.close(WHOLE)
+    (found,) = (
+        (await next_life(file)).scheduler.decision_log.find([request.id])[request.id].decisions
+    )
+    assert isinstance(found, Grant)
+    assert found.outcome == "unknown"
+    assert found.ended_at is not None
+
+
+async def test_a_successor_takes_what_its_predecessor_wrote_last_and_keeps_its_own(
+    place: Path | Store,
+) -> None:
+    first = await next_life(place)
+    first.serve("anonymous:both")
+    await first.memory.save(WHOLE)
+    second = await next_life(place, key=first.keyed_hash.key)
+    request = first.serve("anonymous:early")
+    first.serve("anonymous:both")
+    await first.memory.close(WHOLE)
+    second.serve("anonymous:both")
+    own = second.node.speed.samples, second.expected("anonymous:both")
+    await second.memory.load(WHOLE)
+    assert (second.node.speed.samples, second.expected("anonymous:both")) == own
+    assert second.expected("anonymous:early") != second.expected("nobody")
+    assert second.scheduler.decision_log.find([request.id])[request.id].decisions
+    assert len(second.scheduler.decision_log.grants) == 4
+    # The predecessor writes no more.
+    rows = kept(place)
+    first.serve("anonymous:late")
+    await first.memory.save(WHOLE)
+    assert kept(place) == rows

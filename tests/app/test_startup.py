@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gateway.app.startup import (
+    Options,
+    StartError,
+    check_startup,
+    drains_file,
+    keys_file,
+    load_checked,
+    properties_file,
+    read_admin_key,
+    state_folder,
+    store_location,
+)
+from gateway.config.listeners import AdminSettings, ListenSettings
+from gateway.config.settings import Settings
+from gateway.config.store import StoreSettings
+
+INVENTORY = "nodes: [{name: a, url: 'http://127.0.0.1:9'}]\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "nodes.yaml").write_text(INVENTORY)
+    (tmp_path / "empty.txt").touch()
+    return tmp_path
+
+
+def options(folder: Path, settings: str | None = None, **more: object) -> Options:
+    file = None
+    if settings is not None:
+        file = folder / "gateway.yaml"
+        file.write_text(settings)
+    return Options(folder / "nodes.yaml", file, **more)  # type: ignore[arg-type]
+
+
+def test_an_option_beats_the_settings_and_a_missing_one_leaves_them() -> None:
+    settings = Settings(
+        listen=ListenSettings(host="10.0.0.1", port=9000),
+        admin=AdminSettings(host="10.0.0.2", port=9001),
+    )
+    unchanged = Options(Path("nodes.yaml")).apply_to(settings)
+    assert unchanged == settings
+    chosen = Options(Path("nodes.yaml"), port=0, admin_host="::1", allow_anonymous=True)
+    applied = chosen.apply_to(settings)
+    assert (applied.listen.host, applied.listen.port) == ("10.0.0.1", 0)
+    assert (applied.admin.host, applied.admin.port) == ("::1", 9001)
+    assert applied.allow_anonymous
+
+
+def test_settings_that_allow_anonymous_callers_are_not_tightened_by_a_missing_flag() -> None:
+    settings = Settings(allow_anonymous=True)
+    assert Options(Path("nodes.yaml")).apply_to(settings).allow_anonymous
+
+
+def test_valid_files_are_loaded(folder: Path) -> None:
+    settings, inventory = load_checked(options(folder, "queue: {max: 7}"))
+    assert settings.queue.max == 7
+    assert [spec.name for spec in inventory.nodes] == ["a"]
+
+
+def test_problems_of_both_files_are_reported_together(folder: Path) -> None:
+    (folder / "nodes.yaml").write_text("nodes: [{name: a}]")
+    check = check_startup(options(folder, "queue: {max: -1}"))
+    assert (check.settings, check.inventory) == (None, None)
+    assert [problem.file.name for problem in check.problems] == ["gateway.yaml", "nodes.yaml"]
+    with pytest.raises(StartError) as caught:
+        load_checked(options(folder, "queue: {max: -1}"))
+    assert caught.value.status == 2
+    assert "queue.max" in str(caught.value)
+    assert "nodes[0].url" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        ("listen: {host: 0.0.0.0}", ["listen.host"]),
+        ("listen: {trusted_proxies: [127.0.0.1]}", ["listen.trusted_proxies"]),
+        ("admin: {host: 0.0.0.0}", ["admin.host"]),
+        ("listen: {port: 9000}\nadmin: {port: 9000}", ["listen.port"]),
+        ("admin: {key_file: empty.txt}", ["admin.key_file"]),
+        ("listen: {tls: {cert: empty.txt, key: empty.txt}}", ["listen.tls"]),
+        ("admin: {tls: {cert: empty.txt, key: empty.txt}}", ["admin.tls"]),
+        ("listen: {host: 0.0.0.0}\nadmin: {host: 0.0.0.0}", ["listen.host", "admin.host"]),
+    ],
+)
+def test_what_keeps_the_listeners_from_starting_is_named_by_its_key(
+    folder: Path, settings: str, keys: list[str]
+) -> None:
+    check = check_startup(options(folder, settings))
+    assert [problem.key for problem in check.start_problems] == keys
+    assert check.settings is not None, "the file itself is valid"
+
+
+def test_admin_keys_let_the_admin_listener_leave_loopback(folder: Path) -> None:
+    key = f"{{id: a, sha256: {'0' * 64}, role: viewer}}"
+    text = f"admin: {{host: 0.0.0.0, keys: [{key}]}}"
+    assert check_startup(options(folder, text)).start_problems == ()
+
+
+def test_tls_files_of_a_node_that_cannot_be_used_are_named_by_the_nodes_place(folder: Path) -> None:
+    (folder / "nodes.yaml").write_text(
+        INVENTORY.replace("}]", "}, {name: b, url: 'https://h', tls: {ca: empty.txt}}]")
+    )
+    (problem,) = check_startup(options(folder)).start_problems
+    assert problem.key == "nodes[1].tls"
+    assert "'b'" in problem.message
+
+
+@pytest.mark.parametrize("text", ["", "# everything as usual\n"])
+def test_an_empty_settings_file_is_a_problem_for_a_successor(folder: Path, text: str) -> None:
+    check = check_startup(options(folder, text), allow_empty=False)
+    assert [problem.file.name for problem in check.problems] == ["gateway.yaml"]
+
+
+def test_an_admin_key_is_read_without_its_line_end(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret\n")
+    assert read_admin_key(tmp_path / "key") == "secret"
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff\xfe\x00"])
+def test_an_admin_key_that_cannot_be_used_is_an_error_with_the_file_and_the_remedy(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(StartError, match=r"key: .*(make the file|write one)") as caught:
+        read_admin_key(file)
+    assert caught.value.status == 2
+
+
+def test_state_files_are_in_the_folder_that_was_named_else_systemds_else_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    unnamed = Options(tmp_path / "nodes.yaml")
+    assert drains_file(unnamed).parent == tmp_path / "home/.local/state/llama-gateway"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    assert drains_file(unnamed).parent == tmp_path / "xdg/llama-gateway"
+    monkeypatch.setenv("STATE_DIRECTORY", f"{tmp_path}/systemd:{tmp_path}/second")
+    assert drains_file(unnamed).parent == tmp_path / "systemd"
+    named = Options(tmp_path / "nodes.yaml", state_dir=tmp_path / "named")
+    assert drains_file(named).parent == properties_file(named).parent == tmp_path / "named"
+
+
+def test_the_store_is_where_the_settings_say_else_in_the_state_folder(tmp_path: Path) -> None:
+    given = Options(tmp_path / "nodes.yaml", state_dir=tmp_path / "state")
+
+    def path(options: Options, url: str | None) -> Path | None:
+        found = store_location(options, Settings(store=StoreSettings(url=url)))
+        return None if found is None else found.path
+
+    assert path(given, None) == tmp_path / "state" / "gateway.db"
+    assert path(replace(given, store_dir=tmp_path / "store"), None) == tmp_path / "store/gateway.db"
+    assert path(given, f"sqlite:///{tmp_path}/other.db") == tmp_path / "other.db"
+    assert path(given, "off") is None
+    assert path(Options(tmp_path / "nodes.yaml"), None) == state_folder() / "gateway.db"
+
+
+def test_hashes_of_keys_outlive_temporary_state_files_like_their_store(tmp_path: Path) -> None:
+    runs = [
+        Options(tmp_path / run / "nodes.yaml", state_dir=tmp_path / run, store_dir=tmp_path / "own")
+        for run in ("one", "two")
+    ]
+    assert {keys_file(run) for run in runs} == {tmp_path / "own" / "keys.json"}
+    assert len({drains_file(run) for run in runs}) == 2
+    alone = Options(tmp_path / "nodes.yaml", state_dir=tmp_path / "state")
+    assert keys_file(alone).parent == tmp_path / "state"
+
+
+def test_each_inventory_has_state_files_of_its_own(tmp_path: Path) -> None:
+    one, other = (Options(tmp_path / name, state_dir=tmp_path) for name in ("a.yaml", "b.yaml"))
+    assert len({drains_file(one), drains_file(other), properties_file(one)}) == 3
+    assert drains_file(one) == drains_file(Options(tmp_path / "a.yaml", state_dir=tmp_path))

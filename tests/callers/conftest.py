@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Connection, create_engine
+
+from gateway.store.schema import metadata
+from tests.hurry import hurried
+
+__all__ = ["hurried"]
+
+
+@pytest.fixture
+def connection() -> Iterator[Connection]:
+    """Return a connection to a store in memory, with all tables."""
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        metadata.create_all(connection)
+        yield connection
+    engine.dispose()

@@ -1,0 +1,564 @@
+"""`python -m tests.callers.kills`: kill -9 a gateway under load, and compare ledger and nodes.
+
+In each run a real gateway serves requests of five kinds over emulated nodes, which count what they
+do for each request. At a random moment it is killed (SIGKILL), then started again on its store, and
+serves the rest. At the end the ledger must have
+
+- one row for each request, and none twice. Only requests that were admitted within the last second
+  before the gateway was killed may be missing, however they ended. A request was admitted, for
+  certain, when it has come to a node, or when the gateway has answered what was sent after it;
+- the nodes' own figures: equal for complete responses, up to the last chunks for those that were
+  cut, up to the last second for those that ran when the gateway was killed (outcome `lost`). A
+  prompt whose client left counts up to then; its node goes on to the end of its batch.
+
+Clients and nodes run in this process. While the machine has no time for it, the nodes' figures run
+on by the clock, and neither side sees the other leave: by so much they may differ (`LoopLag`). A
+gateway that gets no time reads its requests late (`GatewayPulse`); these do not count from when
+they were sent, which is shown beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from sqlalchemy import Connection, select
+
+from gateway.callers.processes import LOST
+from gateway.forward.in_flight import DEFAULT_BATCH, PROGRESS_TOKENS
+from gateway.local.server import claim_port, claimed_port
+from gateway.store.database import locate_store
+from gateway.store.schema import open_requests, usage
+from gateway.store.store import Store
+from tests.emulator import EmulatedNode
+from tests.emulator.generation import TokenTally
+from tests.emulator.language_model import count_tokens
+from tests.emulator.request_body import render_chat
+from tests.gateways import QUIET
+from tests.loop_watch.plugin import inherited
+from tests.postgres import running_postgres
+
+HOST = "127.0.0.1"
+LIMIT = 120.0  # seconds for each wait
+CLIENTS = 32
+NODES = 3
+SLOTS = 12
+DECODE_TPS = 40.0
+PREFILL_TPS = 1000.0
+BATCH = 256  # prompt tokens between two reports of progress
+LAST_SECOND = 1.0
+CUT_SECONDS = 1.0
+"""A node generates for so long after its client has left, beside other work of the machine."""
+NOTICE_SECONDS = 0.25
+"""A node reads for so long before it is in the batch at whose end it sees that its client left."""
+ENDING_EVENTS = 3  # the reason for the end, the usage and `[DONE]`
+LAG_STEP = 0.02  # seconds between two looks at the lag
+LAG_AROUND = 2.0
+"""Seconds around a request's end in which a lag may make its figures differ."""
+KINDS = {"stream": 25, "plain": 20, "cut": 20, "left": 15, "prefill": 10, "resumed": 10}
+"""Shares of the requests, in percent. `cut`: the client leaves a stream; `left`: it leaves while a
+plain response is made; `prefill`: it leaves while its prompt is read; `resumed`: a node cuts it."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request, as its client saw it. Times are Unix seconds."""
+
+    tag: str
+    kind: str
+    prompt_tokens: int
+    tokens: int  # that it asked for
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    complete: bool = False
+    refused: bool = False  # an error response, or none
+    broken: bool = False  # the gateway broke the connection
+
+
+@dataclass(slots=True)
+class Findings:
+    """What one run showed."""
+
+    requests: int = 0
+    rows: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    doubles: int = 0
+    missing: int = 0
+    oldest_missing: float = 0.0  # seconds before the kill by which it had certainly been admitted
+    oldest_sent: float = 0.0  # seconds before the kill at which a missing one had been sent
+    wrong: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)  # missing, but not of the last second
+    lag: float = 0.0  # the longest of the run's own event loop, in seconds
+    pulse: float = 0.0  # the longest that the gateway took for the simplest request, in seconds
+    compared: Counter[str] = field(default_factory=Counter)
+    largest: dict[str, int] = field(default_factory=dict)  # differences in tokens
+
+    def compare(self, what: str, difference: int, most: int, why: str, least: int = 0) -> None:
+        """The ledger has so many tokens fewer than the node: from `least` to `most` are right."""
+        self.compared[what] += 1
+        self.largest[what] = max(self.largest.get(what, 0), abs(difference))
+        if not least <= difference <= most:
+            self.wrong.append(f"{what}: {difference} tokens ({why})")
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.doubles or self.wrong or self.oldest_missing > LAST_SECOND)
+
+
+class LoopLag:
+    """How late this process's event loop was, and when: `run` must run in a task."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []
+        """When it was more than a step late, in Unix seconds, and by how much."""
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            due = time.monotonic() + LAG_STEP
+            await asyncio.sleep(LAG_STEP)
+            late = time.monotonic() - due
+            if late > LAG_STEP:
+                self._seen.append((time.time(), late))
+
+    def longest(self, since: float = 0.0, until: float = math.inf) -> float:
+        """The longest lag that touches this time."""
+        return max(
+            (late for at, late in self._seen if at >= since and at - late <= until), default=0.0
+        )
+
+
+class GatewayPulse:
+    """How soon the gateway answers: `run` must run in a task, and asks again and again."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._seen: list[tuple[float, float]] = []
+        """When a request was sent and answered, in Unix seconds."""
+
+    @property
+    def longest(self) -> float:
+        """The longest time that it took."""
+        return max((answered - sent for sent, answered in self._seen), default=0.0)
+
+    def certainly_read(self, sent: float) -> float:
+        """When the gateway had read, for certain, what was sent at this time.
+
+        Connections are accepted and read in their order, some turns of the event loop after one
+        another. So it has read the request when it has answered one on a later connection.
+        """
+        return min((answered for at, answered in self._seen if at >= sent), default=math.inf)
+
+    async def run(self) -> None:
+        """Ask until cancelled, on a new connection each time."""
+        while True:
+            with contextlib.suppress(OSError):
+                sent = time.time()
+                reader, writer = await asyncio.open_connection(HOST, self._port)
+                with contextlib.closing(writer):
+                    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                    if await reader.read():
+                        self._seen.append((sent, time.time()))
+            await asyncio.sleep(LAG_STEP)
+
+
+class Site:
+    """Nodes, and the gateway before them as a process that can be killed."""
+
+    def __init__(
+        self, folder: Path, nodes: list[EmulatedNode], store_url: str, port: int, nice: int
+    ) -> None:
+        self.folder = folder
+        self.nice = nice
+        self.nodes = nodes
+        self.store_url = store_url
+        self.port = port
+        self.up = asyncio.Event()
+        self.lag = LoopLag()
+        self.pulse = GatewayPulse(port)
+        self.killed_at = 0.0
+        self._process: asyncio.subprocess.Process | None = None
+        settings = {
+            "store": {"url": store_url},
+            "headers": {"to_nodes": ["x-tag"]},
+            "identity": {"user_headers": ["x-tag"]},
+            "health": {"interval": 1.0, "timeout": 30},
+            "retries": {"budget_min": 1000, "backoff": 0.01, "backoff_max": 0.05},
+            "queue": {"max": 1000},
+            "logging": {"access": False},
+        }
+        entries = [{"name": f"node-{i}", "url": one.url} for i, one in enumerate(nodes)]
+        (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
+        (folder / "nodes.yaml").write_text(yaml.safe_dump({**QUIET, "nodes": entries}))
+
+    async def start(self) -> None:
+        """Start the gateway, and wait until it serves."""
+        with (self.folder / "log").open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *("nice", "-n", str(self.nice)) if self.nice else (),
+                *(sys.executable, "-m", "gateway", "serve", "--host", HOST),
+                *("--port", str(self.port), "--admin-port", "0"),
+                *("--nodes", str(self.folder / "nodes.yaml")),
+                *("--config", str(self.folder / "gateway.yaml")),
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                env={
+                    "XDG_STATE_HOME": str(self.folder / "state"), "PATH": os.environ["PATH"],
+                    **inherited(),
+                },
+            )  # fmt: skip
+        async with asyncio.timeout(LIMIT):
+            while not await self._is_ready():
+                assert self._process.returncode is None, self.log()
+                await asyncio.sleep(0.05)
+        self.up.set()
+
+    async def _is_ready(self) -> bool:
+        try:
+            reader, writer = await asyncio.open_connection(HOST, self.port)
+        except OSError:
+            return False
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        with contextlib.suppress(OSError):
+            answer = await reader.read()
+            writer.close()
+            return answer.startswith(b"HTTP/1.1 200")
+        return False
+
+    async def kill(self) -> None:
+        """Kill the gateway: nothing in it can do anything more."""
+        assert self._process is not None
+        self.up.clear()
+        self._process.send_signal(signal.SIGKILL)
+        self.killed_at = time.time()
+        await self._process.wait()
+
+    def halt(self, *, halted: bool) -> None:
+        """Let the gateway stand still, or go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP if halted else signal.SIGCONT)
+
+    async def stop(self) -> None:
+        """End the gateway as an operator does."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            async with asyncio.timeout(LIMIT):
+                assert await self._process.wait() == 0, self.log()
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()[-4000:]
+
+
+def a_request(rng: random.Random, number: int) -> tuple[Sent, dict[str, Any]]:
+    """A request and its body."""
+    (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+    words = PROGRESS_TOKENS if kind == "prefill" else rng.randint(5, 60)
+    text = " ".join(f"word{rng.randrange(1000)}" for _ in range(words))
+    messages = [{"role": "user", "content": f"{number} {text}"}]
+    long = rng.random() < 0.2 or kind in {"cut", "left"}
+    tokens = rng.randint(40, 100) if long else rng.randint(4, 16)
+    stream = kind in {"stream", "cut", "resumed"} or (kind == "prefill" and rng.random() < 0.5)
+    body = {
+        "model": "demo",
+        "messages": messages,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    return Sent(f"t{number}", kind, count_tokens(render_chat(messages)), tokens), body
+
+
+async def send(site: Site, rng: random.Random, sent: Sent, body: dict[str, Any]) -> None:
+    """Send a request, as its kind says, and note how it went."""
+    await site.up.wait()
+    if sent.kind == "resumed":
+        # `next` applies to whichever node it comes to.
+        site.nodes[0].faults.next("reset", tag=sent.tag, after_events=rng.randint(2, 5))
+    leave_after = {
+        "cut": rng.uniform(0.2, 1.5),
+        "left": rng.uniform(0.2, 1.5),
+        "prefill": rng.uniform(0.2, 1.4),
+    }.get(sent.kind, LIMIT)
+    try:
+        async with asyncio.timeout(leave_after):
+            await _exchange(site, sent, body)
+    except TimeoutError:
+        pass
+    except OSError:
+        sent.broken = True
+    sent.ended_at = time.time()
+
+
+async def _exchange(site: Site, sent: Sent, body: dict[str, Any]) -> None:
+    reader, writer = await asyncio.open_connection(HOST, site.port)
+    data = msgspec.json.encode(body)
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nX-Tag: {sent.tag}\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    # Not before: a client that is late to connect has sent nothing that could be admitted.
+    sent.started_at = time.time()
+    try:
+        writer.write(head.encode() + data)
+        answer = await reader.read()
+    finally:
+        writer.transport.abort()
+    sent.refused = not answer.startswith(b"HTTP/1.1 200")
+    end = b"[DONE]" if body["stream"] else b'"completion_tokens"'
+    sent.complete = not sent.refused and end in answer
+    sent.broken = not answer or not (sent.complete or sent.refused or b'{"error"' in answer)
+
+
+async def play(site: Site, rng: random.Random, requests: int) -> list[Sent]:
+    """Send all requests, kill the gateway meanwhile, and start it again."""
+    everything = [a_request(rng, number) for number in range(requests)]
+    left = iter(everything)
+    kill_at = rng.randrange(requests // 20, requests - requests // 20)
+    count = 0
+    kill = asyncio.Event()
+
+    async def client() -> None:
+        nonlocal count
+        for sent, body in left:
+            count += 1
+            if count == kill_at:
+                kill.set()
+            await send(site, rng, sent, body)
+
+    async def killer() -> None:
+        await kill.wait()
+        await asyncio.sleep(rng.uniform(0.0, 1.0))
+        await site.kill()
+        await site.start()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(killer())
+        for _ in range(CLIENTS):
+            group.create_task(client())
+    assert site.killed_at
+    return [sent for sent, _ in everything]
+
+
+# Comparing.
+
+
+def rows_of(store_url: str) -> tuple[list[dict[str, Any]], int]:
+    """The ledger's rows, and how many open requests are left."""
+
+    def read(connection: Connection) -> tuple[list[dict[str, Any]], int]:
+        rows = [dict(row._mapping) for row in connection.execute(select(usage))]
+        return rows, len(connection.execute(select(open_requests.c.id)).all())
+
+    store = Store(locate_store(store_url, Path("/nonexistent")))
+    store.start()
+    try:
+        return store.run_now(read, write=False, seconds=LIMIT)
+    finally:
+        store.close(LIMIT)
+
+
+def tally_of(nodes: list[EmulatedNode], tag: str) -> TokenTally:
+    """What all nodes did for a request."""
+    tallies = [one.engine.tally(tag) for one in nodes]
+    names = ("attempts", "prompt_tokens", "read_tokens", "cached_tokens", "tokens")
+    sums = {name: sum(getattr(one, name) for one in tallies) for name in names}
+    return TokenTally(**sums, begun_at=min(one.begun_at for one in tallies))
+
+
+def compare(site: Site, sent: list[Sent]) -> Findings:
+    """Compare the ledger with what clients saw and nodes did."""
+    rows, still_open = rows_of(site.store_url)
+    found = Findings(len(sent), len(rows))
+    if still_open:
+        found.wrong.append(f"{still_open} requests are open still")
+    by_tag: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_tag.setdefault(row["user"], []).append(row)
+        found.outcomes[row["outcome"]] += 1
+    for one in sent:
+        its_rows = by_tag.pop(one.tag, [])
+        found.doubles += max(0, len(its_rows) - 1)
+        tally = tally_of(site.nodes, one.tag)
+        if its_rows:
+            # What a killed gateway ran, its nodes end when they see the connection closed.
+            ends = min(one.ended_at, site.killed_at if one.broken else math.inf)
+            lag = site.lag.longest(ends - LAG_AROUND, one.ended_at + LAG_AROUND)
+            compare_row(found, one, its_rows[0], tally, lag)
+            continue
+        if not tally.attempts and (one.broken or not one.complete):
+            continue  # it never reached a node, and perhaps not the gateway
+        found.missing += 1
+        since_sent = site.killed_at - one.started_at
+        admitted_by = min(site.pulse.certainly_read(one.started_at), tally.begun_at)
+        age = site.killed_at - max(one.started_at, admitted_by)
+        if since_sent < 0:
+            age = since_sent = math.inf  # it was sent to the gateway that was started again
+        found.oldest_missing = max(found.oldest_missing, age)
+        found.oldest_sent = max(found.oldest_sent, since_sent)
+        if since_sent > LAST_SECOND:
+            found.late.append(f"{age:.2f} s, sent {since_sent:.2f} s before {one} {tally}")
+    found.doubles += sum(len(others) for others in by_tag.values())
+    found.lag, found.pulse = site.lag.longest(), site.pulse.longest
+    return found
+
+
+def compare_row(
+    found: Findings, one: Sent, row: dict[str, Any], tally: TokenTally, lag: float
+) -> None:
+    """Compare one row with its nodes' figures; `lag`: around its end, in seconds."""
+    prompt, completion, why = row["prompt_tokens"], row["completion_tokens"], f"{one} {row}"
+    if row["outcome"] == LOST:
+        most = round((LAST_SECOND + lag) * DECODE_TPS)
+        # The events that end an answer hold no tokens, and count until it is accounted for.
+        found.compare(
+            "lost: completion", tally.tokens - completion, most, why, least=-ENDING_EVENTS
+        )
+        if one.kind == "prefill" and tally.attempts == 1:
+            most = 2 * BATCH + round((LAST_SECOND + lag) * PREFILL_TPS)
+            read = tally.read_tokens
+            found.compare("lost: prompt", read - prompt, most, why, least=-DEFAULT_BATCH)
+    elif one.complete:
+        # A resumed stream counts its tokens once, however many nodes worked on it.
+        made = tally.tokens if tally.attempts == 1 else one.tokens
+        what = "complete" if tally.attempts == 1 else "resumed"
+        if tally.attempts == 1 and one.kind == "resumed":
+            # All tokens had come before it was cut: the gateway made the end by itself.
+            found.compare("ended by the gateway: completion", made - completion, 1, why)
+            return
+        found.compare(f"{what}: completion", made - completion, 0, why)
+        found.compare(f"{what}: prompt", one.prompt_tokens - prompt, 0, why)
+    elif tally.attempts == 1 and completion:
+        most = round((CUT_SECONDS + lag) * DECODE_TPS)
+        # The event that ends the answer holds no token.
+        found.compare("cut: completion", tally.tokens - completion, most, why, least=-1)
+        known = one.prompt_tokens >= PROGRESS_TOKENS
+        estimate = abs(one.prompt_tokens - prompt)
+        found.compare("cut: prompt", estimate, 0 if known else one.prompt_tokens // 2 + 8, why)
+    elif tally.attempts == 1 and one.kind == "prefill":
+        # The node ends the batch, and one more if it sees too late that nobody listens. Of what
+        # it has read of a batch the gateway has an estimate. Before a report beyond the first
+        # batch it goes by the time and the speed that it has learnt, as for short prompts.
+        most, read = 2 * BATCH + round((NOTICE_SECONDS + lag) * PREFILL_TPS), tally.read_tokens
+        least = -DEFAULT_BATCH if read > 2 * BATCH else -one.prompt_tokens
+        found.compare("left in prefill, by progress", read - prompt, most, why, least=least)
+    elif tally.attempts == 1:
+        most = one.prompt_tokens
+        found.compare("left in prefill, by time", abs(tally.read_tokens - prompt), most, why)
+
+
+# Running.
+
+
+@contextlib.asynccontextmanager
+async def emulated_nodes() -> AsyncIterator[list[EmulatedNode]]:
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = [
+            await stack.enter_async_context(
+                EmulatedNode(slots=SLOTS, context=20_000, decode_tps=DECODE_TPS, batch=BATCH,
+                             prefill_tps=PREFILL_TPS, answer_tokens=500)
+            )
+            for _ in range(NODES)
+        ]  # fmt: skip
+        for one in nodes[1:]:
+            one.faults.share_next(nodes[0].faults)
+        yield nodes
+
+
+async def run_once(store_url: str, requests: int, seed: int, nice: int = 0) -> Findings:
+    """One run on an empty store; `nice`: the gateway's, on a machine that has other work."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder, claim_port(HOST) as claim:
+        async with emulated_nodes() as nodes:
+            site = Site(Path(folder), nodes, store_url, claimed_port(claim), nice)
+            await site.start()
+            measuring = [asyncio.create_task(one.run()) for one in (site.lag, site.pulse)]
+            try:
+                sent = await play(site, rng, requests)
+            finally:
+                await site.stop()
+            for one in nodes:
+                await one.until(lambda node=one: node.busy == 0, LIMIT)  # type: ignore[misc]
+            for task in measuring:
+                task.cancel()
+            return await asyncio.to_thread(compare, site, sent)
+
+
+@contextlib.contextmanager
+def store_urls(kind: str) -> Iterator[Any]:
+    """A function that makes the URL of an empty store."""
+    if kind == "postgresql":
+        with running_postgres() as server:
+            yield server.new_database
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            numbers = iter(range(10_000))
+            yield lambda: f"sqlite:///{folder}/{next(numbers)}.db"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.callers.kills", description=__doc__)
+    parser.add_argument("--store", choices=["sqlite", "postgresql"], default="sqlite")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--nice", type=int, default=0, help="of the gateway")
+    options = parser.parse_args()
+    failed = 0
+    total = Findings()
+    with store_urls(options.store) as new_url:
+        for run in range(options.runs):
+            begun = time.monotonic()
+            found = asyncio.run(
+                run_once(new_url(), options.requests, options.seed + run, options.nice)
+            )
+            failed += found.failed
+            total.requests += found.requests
+            total.rows += found.rows
+            total.missing += found.missing
+            total.doubles += found.doubles
+            total.outcomes += found.outcomes
+            total.compared += found.compared
+            total.lag = max(total.lag, found.lag)
+            total.pulse = max(total.pulse, found.pulse)
+            total.oldest_sent = max(total.oldest_sent, found.oldest_sent)
+            total.oldest_missing = max(total.oldest_missing, found.oldest_missing)
+            for what, most in found.largest.items():
+                total.largest[what] = max(total.largest.get(what, 0), most)
+            print(json.dumps({
+                "run": run + 1, "seconds": round(time.monotonic() - begun, 1),
+                "rows": found.rows, "doubles": found.doubles, "missing": found.missing,
+                "oldest_missing": round(found.oldest_missing, 2), "outcomes": found.outcomes,
+                "oldest_sent": round(found.oldest_sent, 2),
+                "lag": round(found.lag, 2), "pulse": round(found.pulse, 2),
+                "load": round(os.getloadavg()[0], 1),
+                "wrong": found.wrong[:3], "late": found.late[:3],
+            }), flush=True)  # fmt: skip
+    print(json.dumps({
+        "store": options.store, "runs": options.runs, "failed": failed,
+        "requests": total.requests, "rows": total.rows, "doubles": total.doubles,
+        "missing": total.missing, "oldest_missing": round(total.oldest_missing, 2),
+        "oldest_sent": round(total.oldest_sent, 2), "lag": round(total.lag, 2),
+        "pulse": round(total.pulse, 2), "outcomes": total.outcomes, "compared": total.compared,
+        "largest_difference": total.largest,
+    }, indent=1))  # fmt: skip
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

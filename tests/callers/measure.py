@@ -1,0 +1,133 @@
+"""How long reports and retention take: `python -m tests.callers.measure [--rows N] [--postgres]`.
+
+Fills a new store with made-up requests of 30 days (40 keys, 500 users, 4 models, 10 nodes), reads
+reports from it while another task writes a row every 50 ms, and sums up its oldest fifth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+from sqlalchemy import Connection
+
+from gateway.callers.reports import Reporter, ReportQuery, parse_query
+from gateway.callers.retention import Retention
+from gateway.config.store import RetentionSettings
+from gateway.store.database import locate_store
+from gateway.store.store import Store
+from tests.callers.ledger_rows import (
+    DAY,
+    NOON,
+    a_row,
+    add_rows,
+    made_up_rows,
+)
+from tests.postgres import running_postgres
+
+ROWS_AT_ONCE = 5000
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.callers.measure", description=__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--postgres", action="store_true", help="PostgreSQL instead of SQLite")
+    options = parser.parse_args()
+    structlog.configure(processors=[lambda *_: (_ for _ in ()).throw(structlog.DropEvent)])
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        url = f"sqlite:///{folder / 'gateway.db'}"
+        if options.postgres:
+            url = stack.enter_context(running_postgres()).new_database()
+        asyncio.run(measure(url, folder, options.rows))
+
+
+async def measure(url: str, folder: Path, rows: int) -> None:
+    """Fill the store, read and shrink it."""
+    store = Store(locate_store(url, folder))
+    store.start()
+    assert await store.wait_opened(60.0)
+    began = time.perf_counter()
+    for batch in batches(made_up_rows(rows, 30, random.Random(11)), ROWS_AT_ONCE):
+        await store.run(adding(batch), seconds=60.0)
+    print(f"{rows} rows written in {time.perf_counter() - began:.0f} s")
+    size = await store.run(store_bytes, write=False)
+    print(f"{size / rows:.0f} bytes a row, indexes included")
+    reporter = Reporter(store)
+    for by in ("model", "key", "day", "user", "key,day"):
+        query = parse_query(NOON, by=by)
+        await timed(store, f"30 days by {by}", partial(reporter.read, query))
+    month = ReportQuery(("model", "day"), NOON - 14.5 * DAY, NOON + DAY / 2, key="key-7")
+    await timed(store, "/v1/usage of one key (1/40 of 15 days)", partial(reporter.read, month))
+    settings = RetentionSettings(days=0, rows=rows * 4 // 5)
+    retention = Retention(reporter, lambda: settings, lambda: NOON)
+    gone = await timed(store, f"retention of {rows // 5} rows", retention.keep_within_limits)
+    print(f"{gone} rows summed up")
+    by_key = parse_query(NOON, by="key")
+    await timed(store, "30 days by key, then", partial(reporter.read, by_key))
+    await store.aclose(10.0)
+
+
+async def timed(store: Store, name: str, work: Callable[[], Awaitable[T]]) -> T:
+    """Print how long the work took, and the longest wait of the rows written meanwhile."""
+    waits: list[float] = []
+    writing = asyncio.create_task(write(store, waits))
+    began, used = time.perf_counter(), time.process_time()
+    result = await work()
+    seconds, used = time.perf_counter() - began, time.process_time() - used
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    print(f"{name}: {seconds:.2f} s, of them {used:.2f} of this process's CPU")
+    print(
+        f"    a row that is written meanwhile waits {max(waits, default=0.0) * 1000:.0f} ms at most"
+    )
+    return result
+
+
+_numbers = itertools.count(10**9)
+
+
+async def write(store: Store, waits: list[float]) -> None:
+    """Write a row every 50 ms, and note how long each waited."""
+    while True:
+        row = a_row(next(_numbers), ended_at=NOON)
+        began = time.perf_counter()
+        await store.run(adding([row]))
+        waits.append(time.perf_counter() - began)
+        await asyncio.sleep(0.05)
+
+
+def adding(rows: list[dict[str, Any]]) -> Callable[[Connection], None]:
+    """A job of the store that adds these rows."""
+    return lambda connection: add_rows(connection, rows)
+
+
+def batches(rows: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows, so many at a time."""
+    while batch := list(itertools.islice(rows, size)):
+        yield batch
+
+
+def store_bytes(connection: Connection) -> int:
+    """Bytes of the ledger on disk."""
+    if connection.dialect.name == "sqlite":
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar() or 0
+        return int(pages) * 4096
+    return int(connection.exec_driver_sql("SELECT pg_total_relation_size('usage')").scalar() or 0)
+
+
+if __name__ == "__main__":
+    main()

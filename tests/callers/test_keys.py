@@ -1,0 +1,587 @@
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.callers import keys
+from gateway.callers.callers import identify_caller
+from gateway.callers.keys import (
+    KEY_FILE_NAME,
+    MOST_ADMIN_KEY_CHARACTERS,
+    AdminIdentity,
+    AdminKeys,
+    AdminRole,
+    AnonymousAccess,
+    ApiKey,
+    HeldKey,
+    KeyRing,
+    caller_from_keys,
+    hash_key,
+    held_key,
+    new_key,
+    presented_keys,
+)
+from gateway.config.listeners import AdminKeySpec, KeySpec
+from gateway.config.usage_limits import LimitSpec
+from gateway.errors import GatewayError
+from gateway.terms import Caller, Priority
+
+
+def key_spec(id_: str, sha256: str, **fields: Any) -> KeySpec:
+    """The definition of a key, without the checks of the settings."""
+    return KeySpec.model_construct(id=id_, sha256=sha256, **fields)
+
+
+def test_a_key_finds_its_holder() -> None:
+    key = new_key()
+    ring = KeyRing(
+        [key_spec(key.id, key.sha256, name="Team A", max_class="premium", models=("mistral-7b",))]
+    )
+    caller = ring.find(key.text)
+    assert caller is not None
+    assert caller.id == key.id
+    assert caller.name == "Team A"
+    assert caller.max_priority is Priority.PREMIUM
+    assert caller.may_use("mistral-7b")
+    assert not caller.may_use("phi-4-mini")
+    assert not caller.anonymous
+
+
+def test_the_settings_contain_only_the_sha256_of_the_secret() -> None:
+    key = new_key("team-a")
+    prefix, key_id, secret = key.text.split("_")
+    assert (prefix, key_id) == ("lg", "team-a")
+    assert key.sha256 == hashlib.sha256(secret.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-1],
+        lambda text: text + "x",
+        lambda text: text.upper(),
+        lambda text: text.replace("lg_", "sk_"),
+        lambda text: text.replace("lg_", ""),
+        lambda text: text.replace("lg_team", "lg_other"),
+        lambda text: " " + text,
+        lambda text: text.rsplit("_", 1)[0],
+        lambda text: text.rsplit("_", 1)[0] + "_",
+        lambda text: "",
+        lambda text: "lg__",
+        lambda text: text + "x" * 100_000,
+        lambda text: text + "\udc80",
+    ],
+)
+def test_a_key_that_differs_in_anything_finds_nobody(change: Callable[[str], str]) -> None:
+    key = new_key("team")
+    assert KeyRing([key_spec(key.id, key.sha256)]).find(change(key.text)) is None
+
+
+def test_any_presented_key_costs_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    real = hashlib.sha256
+
+    def counting(data: bytes) -> object:
+        hashed.append(len(data))
+        return real(data)
+
+    key = new_key()
+    ring = KeyRing([key_spec(key.id, key.sha256)])
+    monkeypatch.setattr(hashlib, "sha256", counting)
+    for text in (key.text, "lg_unknown_" + "x" * 43, "sk-something", "", "x" * 60_000):
+        hashed.clear()
+        ring.find(text)
+        assert len(hashed) == 1
+        assert hashed[0] <= keys.MOST_KEY_CHARACTERS
+
+
+def test_a_secret_may_contain_an_underscore() -> None:
+    key = hash_key("lg_mine_some_secret_of_my_own")
+    assert key.id == "mine"
+    caller = KeyRing([key_spec(key.id, key.sha256)]).find(key.text)
+    assert caller is not None
+    assert caller.name == "mine"
+
+
+@pytest.mark.parametrize("text", ["", "secret", "sk-secret", "lg_secret", "lg__secret", "lg_id_"])
+def test_a_text_that_is_not_a_key_can_not_be_hashed(text: str) -> None:
+    with pytest.raises(ValueError, match="lg_<id>_<secret>"):
+        hash_key(text)
+
+
+def test_new_keys_are_different_long_and_alphanumeric() -> None:
+    made = [new_key() for _ in range(200)]
+    assert len({key.id for key in made}) == 200
+    assert len({key.text for key in made}) == 200
+    for key in made:
+        assert key.id[0].isalpha()
+        secret = key.text.split("_")[2]
+        assert len(secret) == 43
+        assert secret.isalnum()
+        assert secret.isascii()
+
+
+@pytest.mark.parametrize("key_id", ["", "with_underscore"])
+def test_an_id_with_an_underscore_is_refused(key_id: str) -> None:
+    with pytest.raises(ValueError, match="underscore"):
+        new_key(key_id)
+
+
+def test_an_empty_key_ring_finds_nobody() -> None:
+    assert not KeyRing()
+    assert KeyRing().find(new_key().text) is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "found"),
+    [
+        ([(b"authorization", b"Bearer lg_a_b")], ["lg_a_b"]),
+        ([(b"authorization", b"bearer   lg_a_b ")], ["lg_a_b"]),
+        ([(b"x-api-key", b"lg_a_b")], ["lg_a_b"]),
+        ([(b"api-key", b" lg_a_b")], ["lg_a_b"]),
+        (
+            [(b"api-key", b"c"), (b"x-api-key", b"b"), (b"authorization", b"Bearer a")],
+            ["c", "b", "a"],
+        ),
+        ([(b"api-key", b"same"), (b"authorization", b"Bearer same")], ["same"]),
+        ([(b"x-api-key", b"a"), (b"x-api-key", b"b")], ["a", "b"]),
+        ([(b"authorization", b"Basic dTpw"), (b"x-api-key", b"b")], ["b"]),
+        ([(b"authorization", b"Bearer "), (b"x-api-key", b"b")], ["b"]),
+        ([(b"authorization", b"Bearer")], []),
+        ([(b"authorization", b"Basic dTpw")], []),
+        ([(b"x-api-key", b"")], []),
+        ([(b"authorization", b"Bearer \xff\xfe")], ["\xff\xfe"]),
+        ([], []),
+    ],
+)
+def test_keys_are_read_from_three_headers_each_once(
+    headers: list[tuple[bytes, bytes]], found: list[str]
+) -> None:
+    assert presented_keys(headers) == found
+
+
+TEAM, OTHER = new_key("team"), new_key("other")
+RING = KeyRing([key_spec(TEAM.id, TEAM.sha256), key_spec(OTHER.id, OTHER.sha256)])
+FIELDS = {"authorization": "Bearer {}", "x-api-key": "{}", "api-key": "{}"}
+
+
+def sent(*keys: tuple[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), FIELDS[name].format(key).encode()) for name, key in keys]
+
+
+@pytest.mark.parametrize("good", FIELDS)
+@pytest.mark.parametrize("dummy", ["none", "sk-proj-1234", "lg_team_wrong", "lg_nobody_x"])
+def test_one_valid_key_is_enough_besides_a_dummy(good: str, dummy: str) -> None:
+    others = [(name, dummy + name) for name in FIELDS if name != good]
+    for fields in ([(good, TEAM.text), *others], [*others, (good, TEAM.text)]):
+        found = caller_from_keys(sent(*fields), RING)
+        assert found is not None
+        assert found.id == "team"
+
+
+def test_the_same_key_in_every_header_is_one_key() -> None:
+    found = caller_from_keys(sent(*((name, TEAM.text) for name in FIELDS)), RING)
+    assert found is not None
+    assert found.id == "team"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [("authorization", TEAM.text), ("x-api-key", OTHER.text)],
+        [("api-key", OTHER.text), ("x-api-key", TEAM.text)],
+        [("x-api-key", TEAM.text), ("x-api-key", OTHER.text)],
+        [("authorization", "dummy"), ("x-api-key", OTHER.text), ("api-key", TEAM.text)],
+    ],
+)
+def test_valid_keys_of_two_callers_are_refused_with_the_remedy(keys: list[tuple[str, str]]) -> None:
+    with pytest.raises(GatewayError, match=r"different callers.*Send one of them") as caught:
+        caller_from_keys(sent(*keys), RING)
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+
+
+def test_an_invalid_key_is_refused_and_no_key_is_anonymous() -> None:
+    with pytest.raises(GatewayError) as caught:
+        caller_from_keys(sent(("authorization", "a"), ("x-api-key", "lg_team_wrong")), RING)
+    assert caught.value.status == 401
+    assert caller_from_keys([(b"authorization", b"Bearer "), (b"x-api-key", b"")], RING) is None
+
+
+def test_too_many_keys_are_refused_without_hashing() -> None:
+    hashed: list[str] = []
+
+    class CountingRing(KeyRing):
+        def find(self, text: str) -> Caller | None:
+            hashed.append(text)
+            return super().find(text)
+
+    ring = CountingRing([key_spec(TEAM.id, TEAM.sha256)])
+    with pytest.raises(GatewayError, match=f"More than {keys.MOST_KEYS}") as caught:
+        caller_from_keys(
+            sent(("authorization", TEAM.text), *(("x-api-key", str(i)) for i in range(999))), ring
+        )
+    assert (caught.value.status, hashed) == (401, [])
+    fields = [("x-api-key", TEAM.text), *(("api-key", str(i)) for i in range(keys.MOST_KEYS - 1))]
+    assert caller_from_keys(sent(*fields), ring) is not None
+    assert len(hashed) == keys.MOST_KEYS
+
+
+@given(st.text())
+def test_no_text_breaks_the_key_ring(text: str) -> None:
+    key = new_key("team")
+    assert KeyRing([key_spec(key.id, key.sha256)]).find(text) is None
+
+
+# The key ring: keys of settings and store together, their changes, expiry and rotation.
+
+
+ALICE, BOB, ALICE_NEW = new_key("alice"), new_key("bob"), new_key("alice")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spec(key: ApiKey, *, expires: float | None = None, group: str | None = None) -> KeySpec:
+    until = None if expires is None else datetime.fromtimestamp(expires, UTC)
+    return key_spec(key.id, key.sha256, name=key.id.title(), expires=until, group=group)
+
+
+def stored(key: ApiKey, *, expires: float | None = None) -> HeldKey:
+    return held_key(spec(key, expires=expires))
+
+
+def admitted(ring: KeyRing, key: str | None, *, loopback: bool = False) -> Caller | int:
+    """The caller, or the status of the refusal."""
+    headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+    try:
+        return identify_caller(
+            headers, "127.0.0.1", ring, allow_anonymous=False, loopback_listener=loopback
+        )
+    except GatewayError as error:
+        return error.status
+
+
+def test_keys_of_settings_and_store_count_together() -> None:
+    ring = KeyRing([spec(ALICE)])
+    ring.replace_stored([stored(BOB)])
+    assert [caller.name for key in (ALICE, BOB) if (caller := ring.find(key.text))] == [
+        "Alice",
+        "Bob",
+    ]
+    assert len(ring) == 2
+
+
+def test_a_key_of_the_settings_hides_a_stored_one_with_its_id() -> None:
+    ring = KeyRing([spec(ALICE)])
+    ring.replace_stored([stored(ALICE_NEW), stored(BOB)])
+    assert ring.find(ALICE.text) is not None
+    assert ring.find(ALICE_NEW.text) is None
+    ring.configure([])
+    assert ring.find(ALICE_NEW.text) is not None
+
+
+def test_a_caller_has_the_group_and_the_limits_of_its_key() -> None:
+    limits, of_users = LimitSpec(rpm=60), LimitSpec(rpm=6)
+    full = spec(ALICE, group="team").model_copy(update={"limits": limits, "user_limits": of_users})
+    caller = KeyRing([full]).find(ALICE.text)
+    assert caller is not None
+    assert (caller.group, caller.limits, caller.user_limits) == ("team", limits, of_users)
+
+
+def test_every_change_expiry_and_revocation_changes_the_version() -> None:
+    clock = Clock()
+    ring = KeyRing(clock=clock)
+    versions = [ring.version]
+    ring.configure([spec(ALICE)])
+    versions.append(ring.version)
+    ring.replace_stored([stored(BOB, expires=1_010)])
+    versions.append(ring.version)
+    clock.now = 1_010.0
+    ring.expire()
+    versions.append(ring.version)
+    ring.replace_stored([])
+    versions.append(ring.version)
+    assert len(set(versions)) == len(versions)
+    ring.expire()
+    assert ring.version == versions[-1]  # nothing has expired since
+
+
+def test_a_key_ends_when_it_expires_and_still_counts() -> None:
+    clock = Clock()
+    ring = KeyRing(clock=clock)
+    ring.replace_stored([stored(BOB, expires=1_010)])
+    clock.now = 1_009.9
+    ring.expire()
+    assert ring.find(BOB.text) is not None
+    clock.now = 1_010.0
+    ring.expire()
+    assert ring.find(BOB.text) is None
+    # The last key has expired: nobody is admitted, on a loopback listener neither.
+    assert len(ring) == 1
+    assert admitted(ring, None, loopback=True) == 401
+    assert admitted(ring, BOB.text, loopback=True) == 401
+
+
+def test_only_the_holder_of_an_expired_key_is_told_that_it_has_expired() -> None:
+    clock = Clock()
+    ring = KeyRing([spec(ALICE, expires=1_010)], clock=clock)
+    ring.replace_stored([stored(BOB, expires=1_010)])
+    clock.now = 1_020.0
+    ring.expire()
+    wrong = f"lg_{ALICE.id}_{'x' * 43}"
+    for text, is_told in ((ALICE.text, True), (BOB.text, True), (wrong, False), ("lg_q_x", False)):
+        with pytest.raises(GatewayError) as refused:
+            caller_from_keys([(b"x-api-key", text.encode())], ring)
+        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+        assert ("has expired" in refused.value.message) == is_told, text
+    ring.configure([])
+    with pytest.raises(GatewayError, match="No valid API key"):
+        caller_from_keys([(b"x-api-key", ALICE.text.encode())], ring)
+
+
+def test_a_key_of_the_settings_expires_too() -> None:
+    clock = Clock()
+    ring = KeyRing([spec(ALICE, expires=1_010)], clock=clock)
+    assert ring.find(ALICE.text) is not None
+    clock.now = 2_000.0
+    ring.expire()
+    assert ring.find(ALICE.text) is None
+    ring.configure([spec(ALICE, expires=1_010)])
+    assert ring.find(ALICE.text) is None
+
+
+def test_a_clock_that_is_set_back_revives_no_expired_key() -> None:
+    clock = Clock()
+    ring = KeyRing(clock=clock)
+    ring.replace_stored([stored(BOB, expires=1_010)])
+    clock.now = 1_020.0
+    ring.expire()
+    clock.now = 1_000.0
+    ring.expire()
+    assert ring.find(BOB.text) is None
+
+
+def test_after_a_rotation_the_old_secret_works_until_the_grace_is_over() -> None:
+    clock = Clock()
+    ring = KeyRing(clock=clock)
+    ring.replace_stored([held_key(spec(ALICE_NEW), ALICE.sha256, 1_060.0)])
+    assert ring.find(ALICE.text) == ring.find(ALICE_NEW.text) is not None
+    version, clock.now = ring.version, 1_060.0
+    ring.expire()
+    assert ring.find(ALICE.text) is None
+    assert ring.find(ALICE_NEW.text) is not None
+    assert ring.version != version
+
+
+def test_every_look_up_compares_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[int, int]] = []
+    real = hmac.compare_digest
+
+    def counting(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return real(one, other)
+
+    ring = KeyRing([spec(BOB)])
+    ring.replace_stored([held_key(spec(ALICE_NEW), ALICE.sha256, 1e12)])
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    for text in (ALICE.text, ALICE_NEW.text, BOB.text, "lg_unknown_secret", "", "lg__"):
+        compared.clear()
+        ring.find(text)
+        assert compared == [(32, 32), (32, 32)]
+
+
+def test_losing_the_last_key_of_both_locks() -> None:
+    ring = KeyRing([spec(ALICE)])
+    ring.replace_stored([stored(BOB)])
+    ring.configure([])
+    assert isinstance(admitted(ring, BOB.text), Caller)
+    ring.replace_stored([])
+    assert ring.access.locked
+    assert admitted(ring, None, loopback=True) == 401
+    ring.replace_stored([stored(BOB)])
+    assert isinstance(admitted(ring, BOB.text), Caller)
+
+
+def test_while_the_store_is_unknown_nobody_is_taken_for_a_stranger_nor_admitted() -> None:
+    ring = KeyRing(is_complete=False)
+    ring.configure([])
+    assert admitted(ring, BOB.text, loopback=True) == 503
+    assert admitted(ring, None, loopback=True) == 503
+    assert admitted(ring, None) == 503
+    ring.replace_stored([stored(BOB)])
+    assert isinstance(admitted(ring, BOB.text), Caller)
+    assert admitted(ring, ALICE.text) == 401
+
+
+def test_while_the_store_is_unknown_keys_of_the_settings_work() -> None:
+    ring = KeyRing(is_complete=False)
+    ring.configure([spec(ALICE)])
+    assert isinstance(admitted(ring, ALICE.text), Caller)
+    assert admitted(ring, BOB.text) == 503
+    assert admitted(ring, None, loopback=True) == 401
+
+
+def test_a_store_without_keys_opens_a_loopback_listener_only_once_that_is_known() -> None:
+    ring = KeyRing(is_complete=False)
+    ring.configure([])
+    ring.replace_stored([])
+    assert isinstance(admitted(ring, None, loopback=True), Caller)
+    assert admitted(ring, None) == 401
+
+
+def test_a_predecessors_keys_lock_only_once_the_store_is_known_to_have_none() -> None:
+    ring = KeyRing(is_complete=False, access=AnonymousAccess(had_keys=True))
+    ring.configure([], allow_anonymous=True)
+    assert admitted(ring, None, loopback=True) == 503
+    ring.replace_stored([])
+    assert ring.access.locked
+    assert admitted(ring, None, loopback=True) == 401
+
+
+KEYS = [new_key(f"key-{number}") for number in range(4)]
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["settings", "store", "wait"]),
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=4),
+    ),
+    max_size=12,
+)
+
+
+@given(STEPS)
+def test_exactly_the_keys_of_both_that_have_not_expired_are_found(
+    steps: list[tuple[str, list[tuple[int, int]]]],
+) -> None:
+    clock = Clock()
+    ring = KeyRing(clock=clock)
+    settings: dict[int, float] = {}
+    store: dict[int, float] = {}
+    for what, chosen in steps:
+        if what == "wait":
+            clock.now += 10.0
+            ring.expire()
+        elif what == "settings":
+            settings = {number: 1_000.0 + seconds for number, seconds in chosen}
+            ring.configure([spec(KEYS[n], expires=end) for n, end in settings.items()])
+        else:
+            store = {number: 1_000.0 + seconds for number, seconds in chosen}
+            ring.replace_stored([stored(KEYS[n], expires=end) for n, end in store.items()])
+        both = {**store, **settings}
+        found = {number for number, key in enumerate(KEYS) if ring.find(key.text)}
+        assert found == {number for number, end in both.items() if end > clock.now}
+        assert len(ring) == len(both)
+
+
+def test_a_held_key_shows_no_digest() -> None:
+    assert "digest" not in repr(stored(ALICE))
+
+
+def test_keys_that_the_settings_lose_before_the_store_answers_are_lost() -> None:
+    ring = KeyRing(is_complete=False)
+    ring.configure([spec(ALICE)])
+    ring.configure([])
+    assert admitted(ring, None, loopback=True) == 503
+    ring.replace_stored([])
+    assert admitted(ring, None, loopback=True) == 401
+    assert ring.lost is not None
+
+
+WATCHER, KEEPER, OWNER = new_key("watcher"), new_key("keeper"), new_key("owner")
+SPECS = [
+    AdminKeySpec(id="watcher", sha256=WATCHER.sha256, role="viewer"),
+    AdminKeySpec(id="keeper", sha256=KEEPER.sha256, role="operator"),
+    AdminKeySpec(id="owner", sha256=OWNER.sha256, role="admin"),
+]
+
+
+def test_each_role_includes_the_lower_ones() -> None:
+    assert AdminRole.VIEWER < AdminRole.OPERATOR < AdminRole.ADMIN
+    assert [role.label for role in AdminRole] == ["viewer", "operator", "admin"]
+
+
+def test_a_key_gives_its_role() -> None:
+    keys = AdminKeys(SPECS)
+    assert keys.find(WATCHER.text) == AdminIdentity("watcher", AdminRole.VIEWER)
+    assert keys.find(KEEPER.text) == AdminIdentity("keeper", AdminRole.OPERATOR)
+    assert keys.find(OWNER.text) == AdminIdentity("owner", AdminRole.ADMIN)
+
+
+def test_the_key_of_the_file_is_any_text_and_gives_the_highest_role() -> None:
+    for text in ("plain words", "lg_watcher_x", "café", "k" * MOST_ADMIN_KEY_CHARACTERS):
+        keys = AdminKeys(SPECS, text)
+        assert keys.find(text) == AdminIdentity(KEY_FILE_NAME, AdminRole.ADMIN)
+        assert keys.find(WATCHER.text) == AdminIdentity("watcher", AdminRole.VIEWER)
+
+
+@pytest.mark.parametrize(
+    "presented",
+    [
+        "",
+        "lg_",
+        "lg_watcher_",
+        f"lg_keeper_{WATCHER.text.rpartition('_')[2]}",
+        f"{WATCHER.text}x",
+        WATCHER.text[:-1],
+        WATCHER.sha256,
+        new_key("nobody").text,
+        "k" * (MOST_ADMIN_KEY_CHARACTERS + 1),
+        "\udcff",
+    ],
+    ids=[
+        "empty",
+        "prefix",
+        "no secret",
+        "another id",
+        "longer",
+        "shorter",
+        "hash",
+        "unknown",
+        "too long",
+        "no text",
+    ],
+)
+def test_any_other_text_is_nobodys(presented: str) -> None:
+    assert AdminKeys(SPECS, "the key").find(presented) is None
+    assert AdminKeys(SPECS).find(presented) is None
+    assert AdminKeys().find(presented) is None
+
+
+def test_a_text_too_long_is_not_the_files_key_either() -> None:
+    text = "k" * (MOST_ADMIN_KEY_CHARACTERS + 1)
+    assert AdminKeys((), text).find(text) is None
+
+
+def test_keys_are_needed_as_soon_as_there_is_one() -> None:
+    keys = AdminKeys()
+    assert (keys.needed, keys.lost) == (False, False)
+    keys.configure(SPECS[:1], None)
+    assert (keys.needed, keys.lost) == (True, False)
+    assert AdminKeys((), "key").needed
+
+
+def test_losing_the_last_key_admits_nobody() -> None:
+    keys = AdminKeys(SPECS, "key")
+    keys.configure((), None)
+    assert (keys.needed, keys.lost) == (True, True)
+    assert keys.find(OWNER.text) is None
+    keys.configure(SPECS, None)
+    assert not keys.lost
+    assert keys.find(OWNER.text) is not None
+
+
+def test_a_successor_of_a_process_with_keys_needs_some_too() -> None:
+    keys = AdminKeys(had_keys=True)
+    assert (keys.needed, keys.lost) == (True, True)

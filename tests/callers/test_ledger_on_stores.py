@@ -1,0 +1,336 @@
+"""Reports, retention and hours of nodes on real stores: SQLite's file and a PostgreSQL server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import Connection, create_engine, func, select
+
+from gateway.callers.money import AliveNode, NodeHoursRecorder
+from gateway.callers.reports import (
+    DIMENSIONS,
+    Dimension,
+    Reporter,
+    ReportQuery,
+    UsageReport,
+    parse_query,
+)
+from gateway.callers.retention import (
+    Retention,
+    RollUp,
+    RowCounter,
+    give_back_pages,
+)
+from gateway.config.store import RetentionSettings
+from gateway.store.database import locate_store
+from gateway.store.failures import StoreError
+from gateway.store.schema import metadata, revisions, usage, usage_days
+from gateway.store.store import Store
+from tests.callers.ledger_rows import (
+    DAY,
+    NOON,
+    a_row,
+    add_rows,
+    count_rows,
+    made_up_rows,
+)
+from tests.callers.test_reports import read
+
+MIDNIGHT = NOON - DAY / 2
+
+
+@pytest.fixture
+async def store(store_url: str, tmp_path: Path) -> AsyncIterator[Store]:
+    opened = Store(locate_store(store_url, tmp_path))
+    opened.start()
+    assert await opened.wait_opened(60.0)
+    yield opened
+    assert await opened.aclose(10.0)
+
+
+def flat(value: object, place: str = "") -> dict[str, object]:
+    """Every value of a report by its place; those of a row by its group."""
+    if isinstance(value, dict):
+        return {k: v for name in value for k, v in flat(value[name], f"{place}.{name}").items()}
+    if isinstance(value, list) and place == ".rows":
+        groups = [str([one for one in row.values() if isinstance(one, str)]) for row in value]
+        pairs = zip(groups, value, strict=True)
+        return {k: v for group, row in pairs for k, v in flat(row, group).items()}
+    return {place: value}
+
+
+def same(left: object, right: object) -> bool:
+    """Whether two reports are the same, but for what floats lose in another order of sums."""
+    first, second = flat(left), flat(right)
+    wrong = [
+        (name, value, second.get(name))
+        for name, value in first.items()
+        if second.get(name) != (pytest.approx(value) if isinstance(value, float) else value)
+    ]
+    assert wrong == []
+    return first.keys() == second.keys()
+
+
+async def test_every_report_is_the_same_before_and_after_retention(store: Store) -> None:
+    rows = list(made_up_rows(3000, 20, random.Random(7)))
+    await store.run(lambda connection: add_rows(connection, rows))
+    reporter = Reporter(store)
+    pairs = itertools.combinations(DIMENSIONS, 2)
+    questions = [(name,) for name in DIMENSIONS] + list(pairs)
+    queries = [ReportQuery(by, MIDNIGHT - 30 * DAY, MIDNIGHT + DAY) for by in questions]
+    before = [(await reporter.read(query)).to_json() for query in queries]
+    assert {told["total"]["requests"] for told in before} == {3000}
+    settings = RetentionSettings(days=10, rows=1000)
+    retention = Retention(reporter, lambda: settings, lambda: NOON)
+    assert await retention.keep_within_limits() == 2000
+    assert await store.run(count_rows) == 1000
+    after = [(await reporter.read(query)).to_json() for query in queries]
+    assert all(map(same, before, after))
+
+
+async def test_rows_that_two_processes_sum_up_at_once_count_once(store: Store) -> None:
+    other = Store(store.location)
+    other.start()
+    assert await other.wait_opened(60.0)
+    rows = list(made_up_rows(2000, 5, random.Random(3)))
+    await store.run(lambda connection: add_rows(connection, rows))
+
+    async def sum_up(one: Store) -> int:
+        gone = 0
+        while done := await one.run(RollUp(NOON + 1, 50)):
+            gone += done
+        return gone
+
+    assert sum(await asyncio.gather(sum_up(store), sum_up(other))) == 2000
+    assert await other.aclose(10.0)
+    told = await Reporter(store).read(parse_query(NOON, by="key"))
+    assert told.total.requests == 2000
+
+
+async def test_young_rows_stay_however_many_they_are(store: Store) -> None:
+    rows = [a_row(n, ended_at=NOON - 60 * n) for n in range(300)]
+    await store.run(lambda connection: add_rows(connection, rows))
+    settings = RetentionSettings(days=0, rows=10)
+    retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
+    await retention.keep_within_limits()
+    assert await store.run(count_rows) == 121
+
+
+async def test_without_limits_nothing_goes(store: Store) -> None:
+    await store.run(lambda connection: add_rows(connection, [a_row(1, ended_at=0.0)]))
+    settings = RetentionSettings(days=0, rows=0)
+    retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
+    assert await retention.keep_within_limits() == 0
+    settings = RetentionSettings(days=1)
+    assert await retention.keep_within_limits() == 1
+
+
+async def test_the_file_shrinks_when_old_rows_go(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.db"
+    store = Store(locate_store(f"sqlite:///{path}", tmp_path))
+    store.start()
+    assert await store.wait_opened(60.0)
+    rows = [a_row(n, ended_at=NOON - n * 60) for n in range(20_000)]
+    await store.run(lambda connection: add_rows(connection, rows))
+    settings = RetentionSettings(days=2)
+    retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
+    size = await pages(store)
+    await retention.keep_within_limits()
+    assert await pages(store) < size / 3
+    assert await store.run(lambda c: c.exec_driver_sql("PRAGMA freelist_count").scalar()) == 0
+    assert await store.aclose(10.0)
+
+
+async def pages(store: Store) -> int:
+    """Pages of SQLite's file."""
+    return int(await store.run(lambda c: c.exec_driver_sql("PRAGMA page_count").scalar()) or 0)
+
+
+async def test_a_node_that_two_gateways_look_at_is_paid_once(store: Store) -> None:
+    now = NOON
+    nodes = [AliveNode("cpu-a", "cpu", 0.20), AliveNode("gpu-a", "gpu", 2.00)]
+    first = NodeHoursRecorder(store, lambda: nodes, lambda: now)
+    second = NodeHoursRecorder(store, lambda: nodes[:1], lambda: now)
+    first.look()
+    for minute in range(60):
+        now = NOON + 60 * minute + 30
+        second.look()
+        await second.write()
+        now = NOON + 60 * minute + 60
+        first.look()
+        await first.write()
+    report = await Reporter(store).read(parse_query(NOON))
+    assert [one.node for one in report.hours] == ["cpu-a", "gpu-a"]
+    assert [one.seconds for one in report.hours] == pytest.approx([3600, 3600])
+    assert sum(one.cost for one in report.hours) == pytest.approx(2.20)
+
+
+async def test_hours_wait_while_the_store_is_away_and_count_once(tmp_path: Path) -> None:
+    now = NOON
+    path = tmp_path / "gateway.db"
+    store = Store(locate_store(f"sqlite:///{path}", tmp_path))
+    store.start()
+    assert await store.wait_opened(60.0)
+    recorder = NodeHoursRecorder(store, lambda: [AliveNode("a", "cpu", 3.6)], lambda: now)
+    recorder.look()
+    for minute in range(1, 6):
+        now = NOON + 60 * minute
+        recorder.look()
+        if minute == 2:
+            path.rename(tmp_path / "away.db")
+        if minute == 4:
+            (tmp_path / "away.db").rename(path)
+        if minute in {2, 3}:
+            with pytest.raises(StoreError):
+                await recorder.write()
+        elif minute == 5:
+            await written(recorder)
+    report = await Reporter(store).read(parse_query(NOON))
+    assert [one.seconds for one in report.hours] == [300.0]
+    assert [one.cost for one in report.hours] == pytest.approx([0.3])
+    assert await store.aclose(10.0)
+
+
+async def written(recorder: NodeHoursRecorder) -> None:
+    """Write as soon as the store is back."""
+    async with asyncio.timeout(60.0):
+        while True:
+            try:
+                await recorder.write()
+            except StoreError:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
+async def test_a_machine_that_slept_claims_nothing_of_that_time(store: Store) -> None:
+    times = iter([0, 60, 8000, 8060, 7000, 7060])
+    alive = [AliveNode("a", "cpu", 3.6)]
+    recorder = NodeHoursRecorder(store, lambda: alive, lambda: NOON + next(times))
+    for _ in range(6):
+        recorder.look()
+    await recorder.write()
+    await recorder.write()
+    report = await Reporter(store).read(parse_query(NOON))
+    assert [one.seconds for one in report.hours] == [120.0]
+
+
+# Old rows become sums, and no report can tell.
+
+
+LONG_AGO = MIDNIGHT - 40 * DAY
+END = MIDNIGHT + DAY
+
+
+# Multiples of 1/1024, which floats sum without an error in any order.
+money = st.integers(0, 10_000).map(lambda parts: parts / 1024)
+
+rows = st.lists(
+    st.fixed_dictionaries(
+        {
+            "ended_at": st.floats(MIDNIGHT - 3 * DAY, MIDNIGHT + DAY, exclude_max=True),
+            "key": st.sampled_from(["a", "b", None]),
+            "group_name": st.sampled_from(["g", None]),
+            "user": st.sampled_from(["u", "v", None]),
+            "model": st.sampled_from(["m", "n", None]),
+            "class_": st.sampled_from(["batch", "normal"]),
+            "tier": st.sampled_from(["cpu", "gpu", None]),
+            "node": st.sampled_from(["x", "y", None]),
+            "outcome": st.sampled_from(["ok", "node_failed", None]),
+            "status": st.sampled_from([200, 404, 499, 502]),
+            "prompt_tokens": st.integers(0, 10**12),
+            "completion_tokens": st.integers(0, 10**6),
+            "slot_seconds": money,
+            "cost": money,
+            "gpu_cost": st.none() | money,
+        }
+    ),
+    max_size=30,
+)
+
+batches = st.lists(st.tuples(st.floats(-3, 1), st.integers(0, 20)), max_size=6)
+
+questions = st.lists(st.sampled_from(DIMENSIONS), min_size=1, max_size=2, unique=True)
+
+
+def reports(connection: Connection, by: list[Dimension]) -> list[UsageReport]:
+    return [
+        read(connection, ReportQuery(tuple(by), LONG_AGO, END)),
+        read(connection, ReportQuery(tuple(by), MIDNIGHT - DAY, MIDNIGHT)),
+        read(connection, ReportQuery(("model", "day"), LONG_AGO, END, key="a", user="u")),
+    ]
+
+
+@pytest.mark.slow
+@given(rows, batches, questions)
+def test_no_report_changes_when_rows_become_sums(
+    listed: list[dict[str, object]], moves: list[tuple[float, int]], by: list[Dimension]
+) -> None:
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        metadata.create_all(connection)
+        add_rows(connection, [a_row(n, **values) for n, values in enumerate(listed)])
+        before = reports(connection, by)
+        for days, most in moves:
+            kept = count_rows(connection)
+            gone = RollUp(MIDNIGHT + days * DAY, most)(connection)
+            assert gone <= most
+            assert count_rows(connection) == kept - gone
+            assert reports(connection, by) == before
+    engine.dispose()
+
+
+def test_the_oldest_rows_go_first_and_young_ones_stay(connection: Connection) -> None:
+    add_rows(connection, [a_row(n, ended_at=NOON - n * DAY) for n in range(4)])
+    assert RollUp(NOON - DAY / 2, 2)(connection) == 2
+    assert list(connection.scalars(select(usage.c.id).order_by(usage.c.id))) == ["r0", "r1"]
+    assert RollUp(NOON - DAY / 2, 2)(connection) == 1
+    assert RollUp(NOON - DAY / 2, 2)(connection) == 0
+
+
+def test_requests_alike_make_one_sum(connection: Connection) -> None:
+    add_rows(connection, [a_row(n, ended_at=NOON - n) for n in range(50)])
+    for _ in range(5):
+        RollUp(NOON + 1, 10)(connection)
+    day = connection.execute(select(usage_days)).mappings().one()
+    assert (day["requests"], day["prompt_tokens"], day["day"]) == (50, 5000, "2027-01-15")
+    assert count_rows(connection) == 0
+
+
+def test_the_number_rises_only_when_rows_move(connection: Connection) -> None:
+    number = select(func.max(revisions.c.number))
+    add_rows(connection, [a_row(1)])
+    RollUp(NOON)(connection)
+    assert connection.scalar(number) is None
+    RollUp(NOON + 1)(connection)
+    RollUp(NOON + 1)(connection)
+    assert connection.scalar(number) == 1
+
+
+@given(st.lists(st.integers(0, 5), max_size=25), st.integers(1, 6))
+def test_rows_are_counted_in_steps(seconds: list[int], rows_per_step: int) -> None:
+    """Also where more requests than a step counts ended at the same time."""
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        metadata.create_all(connection)
+        add_rows(connection, [a_row(n, ended_at=NOON + at) for n, at in enumerate(seconds)])
+        counter, steps = RowCounter(rows_per_step), 1
+        while not counter(connection):
+            steps += 1
+        assert counter.counted == len(seconds)
+        assert steps <= 1 + len(seconds)
+    engine.dispose()
+
+
+def test_a_file_that_does_not_shrink_by_itself_is_left_alone(connection: Connection) -> None:
+    rng = random.Random(1)
+    add_rows(connection, [a_row(n, key=f"{rng.random()}") for n in range(2000)])
+    connection.execute(usage.delete())
+    assert not give_back_pages(connection)

@@ -1,0 +1,490 @@
+"""Live limits follow the store: what it has at the start, and what other processes add."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from sqlalchemy import Connection
+
+from gateway.callers import limit_sync
+from gateway.callers.ledger import RECOVERY_SECONDS
+from gateway.callers.limit_sync import FORGET_SECONDS, LimitSync
+from gateway.callers.limits import Account, LimitBook
+from gateway.callers.processes import DEAD_SECONDS
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.store.database import locate_store
+from gateway.store.failures import StoreUnavailable
+from gateway.store.store import Store
+from gateway.terms import Caller
+from tests.callers.build import (
+    NOW,
+    Clocks,
+    Counted,
+    LimitedProcess,
+    a_caller,
+    a_lease_request,
+    counted,
+    read_rows,
+)
+from tests.callers.ledger_rows import DAY, a_row, add_rows
+from tests.gateways import until
+from tests.store.stores import add, opened
+from tests.virtual import in_virtual_time, now
+
+T = TypeVar("T")
+
+LIMIT = 60.0
+
+
+class FailingStore:
+    """A store that can be away, and whose answer can be lost after the commit."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.away = False
+        self.loses: list[str] = []
+        """Names of jobs whose next answer is lost."""
+
+    @property
+    def changes(self) -> int:
+        return self.store.changes
+
+    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
+        if self.away:
+            raise StoreUnavailable("gone", "wait")
+        result = await self.store.run(job, write=write)
+        if getattr(job, "__name__", "") in self.loses:
+            self.loses.remove(job.__name__)
+            raise StoreUnavailable("the answer is lost", "wait")
+        return result
+
+
+class World:
+    """Processes on one store, with one clock; each has a connection of its own."""
+
+    def __init__(self, url: str, folder: Path, **settings: Any) -> None:
+        self.clocks = Clocks()
+        self.settings = Settings.model_validate(settings)
+        self._location = locate_store(url, folder)
+        self._stores: list[Store] = []
+        self._numbers = itertools.count(1)
+
+    def process(self, clocks: Clocks | None = None) -> LimitedProcess:
+        store = Store(self._location)
+        store.start()
+        self._stores.append(store)
+        name = f"p{next(self._numbers)}"
+        failing: Any = FailingStore(store)
+        return LimitedProcess(name, failing, clocks or self.clocks, self.settings)
+
+    async def started(self, *callers: Caller) -> LimitedProcess:
+        process = self.process()
+        await process.start(callers)
+        return process
+
+    async def rows(self) -> list[dict[str, Any]]:
+        return await self._stores[0].run(read_rows)
+
+    async def close(self) -> None:
+        for store in self._stores:
+            assert await store.aclose(LIMIT)
+
+
+@asynccontextmanager
+async def a_world(url: str, folder: Path, **settings: Any) -> AsyncIterator[World]:
+    world = World(url, folder, **settings)
+    try:
+        yield world
+    finally:
+        await world.close()
+
+
+@contextmanager
+def without_its_store(process: LimitedProcess) -> Iterator[None]:
+    store: Any = process.store
+    store.away = True
+    yield
+    store.away = False
+
+
+def refusal(process: LimitedProcess, caller: Caller, most: int = 1, user: str | None = None) -> str:
+    """What a request for so many tokens is refused with; '': it is admitted."""
+    try:
+        process.admit(caller, a_lease_request(0, most), user)
+    except GatewayError as error:
+        return error.message
+    return ""
+
+
+def used(account: Account, clocks: Clocks) -> Counted:
+    now = clocks.clock()
+    return Counted(
+        int(account.requests.value(now)),
+        int(account.tokens.value(now)),
+        int(sum(account.tokens_by_day.values())),
+        sum(account.cost_by_month.values()),
+    )
+
+
+# Open requests of others.
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"concurrency": 2}, "2 requests at one time"),
+        ({"rpm": 2}, "2 requests a minute"),
+        ({"tpm": 200}, "200 tokens a minute (tpm), of which 0 are used, 200 reserved"),
+        ({"tokens_per_day": 200}, "200 tokens a day (tokens_per_day), of which 0 are used, 200"),
+    ],
+)
+async def test_a_long_request_of_another_process_counts_while_it_runs_and_once_at_its_end(
+    limits: dict[str, Any], said: str, store_url: str, tmp_path: Path
+) -> None:
+    alice = a_caller(limits=limits)
+    async with a_world(store_url, tmp_path) as world:
+        one, other = await world.started(alice), await world.started(alice)
+        for _ in range(2):
+            one.admit(alice, a_lease_request(0, 100))
+        await other.step()
+        # Nothing of them is known to others before they have run for a quarter of a second.
+        assert other.account("key:alice").others.running == 0
+        world.clocks.advance(0.5)
+        await one.step()
+        await other.step()
+        assert said in refusal(other, alice, 100)
+        for _ in range(3):
+            await other.step()
+        assert used(other.account("key:alice"), world.clocks).requests == 2
+        one.end(0, 30)
+        one.end(0, 30)
+        await one.step()
+        await other.step()
+        account = other.account("key:alice")
+        assert (account.others.running, account.others.tokens) == (0, 0)
+        rows = await world.rows()
+        assert used(account, world.clocks) == counted(rows, "key:alice", world.clocks.wall())
+        assert used(account, world.clocks) == used(one.account("key:alice"), world.clocks)
+
+
+async def test_a_request_that_runs_for_long_counts_in_its_own_minute_alone(
+    store_url: str, tmp_path: Path
+) -> None:
+    alice = a_caller(limits={"rpm": 2, "tpm": 1000})
+    async with a_world(store_url, tmp_path) as world:
+        one, other = await world.started(alice), await world.started(alice)
+        one.admit(alice, a_lease_request(0, 100))
+        for _ in range(int(2 * FORGET_SECONDS / 5)):
+            world.clocks.advance(5.0)
+            await one.step()
+            await other.step()
+        account = other.account("key:alice")
+        assert account.requests.value(world.clocks.clock()) == 0
+        assert (account.others.running, account.others.tokens) == (1, 100)
+        one.end(0, 40)
+        await one.step()
+        await other.step()
+        assert account.requests.value(world.clocks.clock()) == 0
+        assert account.tokens.value(world.clocks.clock()) == 40
+
+
+async def test_reservations_of_a_killed_process_are_given_back_and_its_use_is_counted(
+    store_url: str, tmp_path: Path
+) -> None:
+    alice = a_caller(limits={"tpm": 10_000, "concurrency": 2, "budget": "5/month"})
+    async with a_world(store_url, tmp_path) as world:
+        killed, other = await world.started(alice), await world.started(alice)
+        for _ in range(2):
+            killed.admit(alice, a_lease_request(0, 4000))
+        world.clocks.advance(0.5)
+        await killed.step()
+        await other.step()
+        assert "2 requests at one time" in refusal(other, alice)
+        assert other.account("key:alice").open_tokens() == 8000
+        # Nothing more is heard of it.
+        for _ in range(int((DEAD_SECONDS + 2 * RECOVERY_SECONDS) / 5)):
+            world.clocks.advance(5.0)
+            await other.step()
+        await other.step()
+        account = other.account("key:alice")
+        assert (account.others.running, account.open_tokens()) == (0, 0)
+        assert refusal(other, alice) == ""
+        rows = await world.rows()
+        assert [row["outcome"] for row in rows] == ["lost", "lost"]
+        # A process that starts now counts the same.
+        heir = await world.started(alice)
+        other.end(0, 50)
+        await other.step()
+        await heir.step()
+        found = counted(await world.rows(), "key:alice", world.clocks.wall())
+        assert used(other.account("key:alice"), world.clocks) == found
+        assert used(heir.account("key:alice"), world.clocks) == found
+
+
+async def test_rows_behind_a_recovery_that_nobody_could_confirm_are_counted_by_others(
+    store_url: str, tmp_path: Path
+) -> None:
+    alice = a_caller(limits={"tpm": 10_000})
+    async with a_world(store_url, tmp_path) as world:
+        killed, heir = await world.started(alice), await world.started(alice)
+        other = await world.started(alice)
+        for _ in range(3):
+            killed.admit(alice, a_lease_request(0, 10))
+        world.clocks.advance(0.5)
+        await killed.step()
+        store: Any = heir.store
+        store.loses = ["work"]  # of `Ledger.write_with`
+        for _ in range(int((DEAD_SECONDS + 2 * RECOVERY_SECONDS) / 5)):
+            world.clocks.advance(5.0)
+            await heir.step()
+            await other.sync.look()
+        assert store.loses == []
+        assert len(await world.rows()) == 3
+        for _ in range(4):
+            assert refusal(heir, alice) == ""
+            heir.end(0, 25)
+        await heir.step()
+        await other.sync.look()
+        found = counted(await world.rows(), "key:alice", world.clocks.wall())
+        assert found.tokens == 100
+        for process in (heir, other):
+            assert used(process.account("key:alice"), world.clocks) == found, process.name
+
+
+async def test_an_end_user_is_limited_across_processes(store_url: str, tmp_path: Path) -> None:
+    chat = a_caller("chat", user_limits={"concurrency": 1, "tpm": 100})
+    async with a_world(store_url, tmp_path) as world:
+        one, other = await world.started(chat), await world.started(chat)
+        one.admit(chat, a_lease_request(0, 60), "ann")
+        world.clocks.advance(0.5)
+        await one.step()
+        await other.step()
+        assert "end user 'ann' of key 'chat'" in refusal(other, chat, 60, "ann")
+        assert refusal(other, chat, 60, "ben") == ""
+        # It asks again from a new connection, after a minute without a request here.
+        for _ in range(14):
+            world.clocks.advance(5.0)
+            await one.step()
+            await other.step()
+        assert "end user 'ann' of key 'chat'" in refusal(other, chat, 60, "ann")
+
+
+# The start.
+
+
+async def test_a_start_beside_a_process_that_writes_counts_each_row_once(
+    store_url: str, tmp_path: Path
+) -> None:
+    alice = a_caller(limits={"rpm": 100_000, "tpm": 10_000_000, "budget": "100000/month"})
+    async with a_world(store_url, tmp_path) as world:
+        writer = await world.started(alice)
+        over = asyncio.Event()
+
+        async def write() -> None:
+            while not over.is_set():
+                writer.admit(alice, a_lease_request(0, 10))
+                writer.end(0, 3, 0.25)
+                writer.bus.flush()
+                await writer.ledger.start(LIMIT)
+
+        writing = asyncio.create_task(write())
+        started = [await world.started(alice) for _ in range(12)]
+        over.set()
+        await writing
+        for process in started:
+            await process.step()
+        rows = await world.rows()
+        found = counted(rows, "key:alice", world.clocks.wall())
+        assert found.requests == len(rows) > len(started)
+        for process in (writer, *started):
+            assert used(process.account("key:alice"), world.clocks) == found, process.name
+
+
+async def test_a_start_without_the_store_admits_and_counts_all_when_it_comes(
+    store_url: str, tmp_path: Path
+) -> None:
+    alice = a_caller(limits={"tokens_per_day": 1000, "rpm": 50})
+    async with a_world(store_url, tmp_path) as world:
+        before = await world.started(alice)
+        for _ in range(9):
+            before.admit(alice, a_lease_request(0, 100))
+            before.end(0, 100)
+        await before.step()
+        late = world.process()
+        with without_its_store(late):
+            await late.start([alice])
+            assert str(late.sync.worker.problem) == "gone; wait"
+            assert refusal(late, alice, 100) == ""
+            late.end(0, 80)
+            late.bus.flush()
+        world.clocks.advance(20.0)  # it has waited before it tries again
+        await late.step()
+        await late.step()
+        assert str(late.sync.worker.problem) == "None"
+        found = counted(await world.rows(), "key:alice", world.clocks.wall())
+        assert (found.day_tokens, found.requests) == (980, 10)
+        assert used(late.account("key:alice"), world.clocks) == found
+        assert "1000 tokens a day" in refusal(late, alice, 21)
+
+
+@in_virtual_time
+async def test_use_is_asked_for_at_each_poll_while_the_store_is_away() -> None:
+    asked: list[float] = []
+
+    class AwayStore:
+        changes = 0
+
+        async def run(self, job: object, **named: object) -> None:
+            asked.append(now())
+            raise StoreUnavailable("gone", "wait")
+
+    store: Any = AwayStore()
+    sync = LimitSync(LimitBook(Settings()), store, "own", clock=now, now=lambda: NOW)
+    work = asyncio.create_task(sync.worker.run())
+    await asyncio.sleep(60.0)
+    work.cancel()
+    await asyncio.wait([work])
+    pauses = [after - before for before, after in itertools.pairwise(asked)]
+    assert len(pauses) > 100
+    assert max(pauses) == pytest.approx(limit_sync.POLL_SECONDS)
+
+
+# Clocks that are set.
+
+
+def rows_of(day: float, cost: float = 2.0) -> list[dict[str, Any]]:
+    return [
+        a_row(number, key="alice", ended_at=day - number * 60.0, cost=cost) for number in range(2)
+    ]
+
+
+@pytest.mark.parametrize("wrong", [NOW - 400 * DAY, NOW - DAY, NOW + DAY, NOW + 400 * DAY], ids=str)
+@pytest.mark.parametrize("store_fails", [False, True])
+async def test_a_clock_that_was_wrong_at_the_start_frees_nothing_when_it_is_set(
+    wrong: float, store_fails: bool, tmp_path: Path
+) -> None:
+    alice = a_caller(limits={"budget": "4/day", "tokens_per_day": 10_000})
+    team = a_caller("bob", group="team")
+    groups = {"team": {"limits": {"budget": "4/month"}}}
+    url = f"sqlite:///{tmp_path}/gateway.db"
+    async with a_world(url, tmp_path, groups=groups) as world:
+        first = await world.started(alice)
+        of_bob = a_row(9, key="bob", group_name="team", ended_at=NOW - 120.0, cost=4.0)
+        rows = [*rows_of(NOW), of_bob]
+        await first.store.run(lambda connection: add_rows(connection, rows))
+        world.clocks.set_wall(wrong)
+        process = await world.started(alice, team)
+        # It shows another day, so nothing of this one is known.
+        assert refusal(process, alice) == ""
+        world.clocks.advance(0.5)
+        await process.step()
+        world.clocks.set_wall(NOW)
+        if store_fails:
+            with without_its_store(process), pytest.raises(StoreUnavailable):
+                await process.sync.look()
+        world.clocks.advance(20.0)
+        await process.step()
+        assert "a budget of 4 a day" in refusal(process, alice)
+        assert "a budget of 4 a month" in refusal(process, team)
+
+
+async def test_midnight_reads_no_sums_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = a_caller(limits={"tokens_per_day": 100})
+    async with a_world(f"sqlite:///{tmp_path}/gateway.db", tmp_path) as world:
+        world.clocks.set_wall((NOW // DAY + 1) * DAY - 2.0)
+        process = await world.started(alice)
+        raised: list[object] = []
+        monkeypatch.setattr(Account, "raise_sums", lambda *found: raised.append(found))
+        process.admit(alice, a_lease_request(0, 100))
+        process.end(0, 100)
+        assert "100 tokens a day" in refusal(process, alice)
+        for _ in range(8):
+            world.clocks.advance(0.5)
+            await process.step()
+        assert refusal(process, alice, 100) == ""
+        assert raised == []
+
+
+async def test_a_request_that_was_admitted_before_the_clock_was_set_back_is_seen_by_others(
+    store_url: str, tmp_path: Path
+) -> None:
+    """And so are those after it: a killed process loses none of them."""
+    alice = a_caller(limits={"concurrency": 2, "rpm": 100})
+    async with a_world(store_url, tmp_path) as world:
+        one, other = await world.started(alice), await world.started(alice)
+        one.admit(alice, a_lease_request(0, 10))
+        world.clocks.set_wall(NOW - 2 * DAY)
+        one.admit(alice, a_lease_request(0, 10))
+        world.clocks.advance(0.5)
+        await one.step()
+        await other.step()
+        assert other.account("key:alice").others.running == 2
+        assert "2 requests at one time" in refusal(other, alice)
+        one.end(0, 5)
+        one.end(0, 5)
+        await one.step()
+        await other.step()
+        assert other.account("key:alice").others.running == 0
+        assert other.account("key:alice").tokens.value(world.clocks.clock()) == 10
+
+
+class CountingStore(Store):
+    """Counts the jobs."""
+
+    jobs = 0
+
+    async def run(self, job: Callable[..., Any], **named: Any) -> Any:
+        self.jobs += 1
+        return await super().run(job, **named)
+
+
+async def test_the_store_is_read_again_only_when_it_may_have_something_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limit_sync, "POLL_SECONDS", 0.01)
+    store = CountingStore(
+        locate_store(f"sqlite:///{tmp_path}/gateway.db", tmp_path), look_seconds=0.01
+    )
+    store.start()
+    recovered, now, polls = 0, 0.0, 0
+
+    def count() -> int:
+        nonlocal polls
+        polls += 1
+        return recovered
+
+    sync = LimitSync(
+        LimitBook(Settings()), store, "own", clock=lambda: now, now=lambda: 1e9, recovered=count
+    )
+    with opened(f"sqlite:///{tmp_path}/gateway.db") as other:
+        await store.wait_opened(30.0)
+        await sync.start()
+        work = asyncio.create_task(sync.worker.run())
+
+        async def after_polls() -> int:
+            least = polls + 20
+            await until(lambda: polls >= least)
+            return store.jobs
+
+        before = await after_polls()
+        assert await after_polls() == before
+        recovered = 1
+        await until(lambda: store.jobs == before + 1)
+        await other.run(add("another's"))
+        await until(lambda: store.jobs == before + 2)
+        assert await after_polls() == before + 2
+        now = limit_sync.LONGEST_UNREAD
+        await until(lambda: store.jobs == before + 3)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+    assert await store.aclose(30.0)

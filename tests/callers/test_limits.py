@@ -1,0 +1,573 @@
+"""Who is admitted, what is refused and in which words, and what survives changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gateway.callers.limits import (
+    DEFAULT_COMPLETION_TOKENS,
+    EVICTION_TRIES,
+    MOST_USERS,
+    NO_OTHERS,
+    Account,
+    LedgerSums,
+    LimitBook,
+    OtherUse,
+    Reservation,
+)
+from gateway.callers.windows import Calendar
+from gateway.config.settings import Settings
+from gateway.config.usage_limits import LimitSpec
+from gateway.errors import GatewayError
+from gateway.lease import LeaseRequest
+from gateway.terms import Caller, Priority
+from tests.callers.build import (
+    NOW,
+    Clocks,
+    a_caller,
+    a_lease_request,
+)
+from tests.each_case import each_case
+
+DAY = 86400.0
+
+
+class Book(LimitBook):
+    """A book with clocks of its own."""
+
+    def __init__(self, clocks: Clocks | None = None, **settings: Any) -> None:
+        self.clocks = clocks or Clocks()
+        self.deferred: list[Callable[[], None]] = []
+        super().__init__(
+            Settings.model_validate(settings),
+            clock=self.clocks.clock,
+            wall_clock=self.clocks.wall,
+            learn_pending=self.settle_deferred,
+            dearest_token=lambda _: 0.01,
+        )
+
+    def settle_deferred(self) -> None:
+        while self.deferred:
+            self.deferred.pop()()
+
+    def admit(
+        self, caller: Caller, user: str | None = None, request: LeaseRequest | None = None
+    ) -> Reservation:
+        accounts = self.accounts(caller, user)
+        return self.reserve(accounts, request or a_lease_request(), self.clocks.wall())
+
+    def use(self, caller: Caller, tokens: int, cost: float = 0.0, user: str | None = None) -> None:
+        self.admit(caller, user).settle(tokens, cost, self.clocks.wall())
+
+    def refusal(
+        self, caller: Caller, user: str | None = None, request: LeaseRequest | None = None
+    ) -> GatewayError:
+        with pytest.raises(GatewayError) as raised:
+            self.admit(caller, user, request)
+        return raised.value
+
+
+def answers(most: int, prompt: int = 0) -> LeaseRequest:
+    return a_lease_request(prompt, most)
+
+
+# Requests and tokens a minute.
+
+
+def test_retry_after_is_when_the_oldest_request_leaves_the_window() -> None:
+    book, alice = Book(), a_caller(limits={"rpm": 2})
+    book.use(alice, 0)
+    book.clocks.advance(20.0)
+    book.use(alice, 0)
+    book.clocks.advance(10.0)
+    error = book.refusal(alice)
+    assert (error.status, error.code, error.type) == (
+        429,
+        "rate_limit_exceeded",
+        "rate_limit_error",
+    )
+    assert error.retry_after == 30.0
+    assert "key 'alice': 2 requests a minute (rpm)" in error.message
+    book.clocks.advance(30.0)
+    book.use(alice, 0)
+    assert book.refusal(alice).retry_after == 20.0
+
+
+def test_tokens_are_reserved_by_estimate_and_settled_by_use() -> None:
+    book, alice = Book(), a_caller(limits={"tpm": 1000})
+    running = book.admit(alice, request=answers(500, prompt=100))
+    assert book.refusal(alice, request=answers(500)).code == "rate_limit_exceeded"
+    running.settle(150, 0.0, book.clocks.wall())
+    book.admit(alice, request=answers(500))
+    _, tokens = book.rate_limits(book.accounts(alice))
+    assert tokens is not None
+    assert (tokens.limit, tokens.remaining) == (1000, 350)
+
+
+def test_what_has_ended_but_is_not_settled_is_settled_before_a_refusal() -> None:
+    book, alice = Book(), a_caller(limits={"tpm": 1000})
+    running = book.admit(alice, request=answers(900))
+    book.deferred.append(lambda: running.settle(10, 0.0, book.clocks.wall()))
+    book.admit(alice, request=answers(900))
+
+
+def test_a_reservation_is_settled_once() -> None:
+    book, alice = Book(), a_caller(limits={"tpm": 1000, "concurrency": 1})
+    running = book.admit(alice)
+    for _ in range(3):
+        running.release(book.clocks.wall())
+        running.settle(100, 0.0, book.clocks.wall())
+    (account,) = book.all_accounts()
+    assert (account.running, account.open, account.reserved_tokens) == (0, 0, 0)
+    assert account.tokens.value(book.clocks.clock()) == 100
+
+
+def test_an_answer_without_a_bound_reserves_no_more_than_the_limit_has() -> None:
+    book = Book()
+    rich, poor = a_caller("rich", limits={"tpm": 10_000}), a_caller("poor", limits={"tpm": 500})
+    assert book.admit(rich).tokens == DEFAULT_COMPLETION_TOKENS
+    assert book.admit(poor).tokens == 500
+
+
+def test_every_answer_of_every_prompt_is_reserved() -> None:
+    book, alice = Book(), a_caller(limits={"tpm": 10_000})
+    request = a_lease_request(30, 100, slots=3)
+    accounts = book.accounts(alice)
+    assert book.reserve(accounts, request, book.clocks.wall(), prompts=4).tokens == 30 + 1200
+
+
+def test_a_request_without_slots_counts_as_a_request_alone() -> None:
+    book, alice = Book(), a_caller(limits={"tpm": 10, "rpm": 1})
+    assert book.admit(alice, request=a_lease_request(5000, slots=0, generates=False)).tokens == 0
+    assert "rpm" in book.refusal(alice, request=a_lease_request(slots=0)).message
+
+
+def test_a_request_beyond_the_whole_limit_is_400_and_not_a_wait() -> None:
+    book, alice = Book(), a_caller(limits={"tpm": 1000, "tokens_per_day": 900})
+    error = book.refusal(alice, request=answers(800, prompt=101))
+    assert (error.status, error.code, error.retry_after) == (400, "invalid_request", None)
+    assert "key 'alice': 900 tokens a day (tokens_per_day)" in error.message
+    assert "101 tokens of prompt and 800 for the answer" in error.message
+
+
+# Days and money.
+
+
+def test_the_quota_of_a_day_is_renewed_at_midnight_in_utc() -> None:
+    book, alice = Book(), a_caller(limits={"tokens_per_day": 100})
+    book.use(alice, 100)
+    error = book.refusal(alice, request=answers(1))
+    assert (error.status, error.code, error.retryable) == (429, "insufficient_quota", False)
+    midnight = (NOW // DAY + 1) * DAY
+    assert error.retry_after == midnight - NOW
+    book.clocks.advance(midnight - NOW)
+    book.admit(alice, request=answers(100))
+
+
+def test_money_is_reserved_at_the_dearest_price_until_prices_are_known() -> None:
+    book, alice = Book(), a_caller(limits={"budget": "5/month"})
+    running = book.admit(alice, request=answers(400))
+    assert running.cost == 4.0
+    assert "a budget of 5 a month" in book.refusal(alice, request=answers(400)).message
+    running.settle(400, 0.4, book.clocks.wall())
+    assert book.admit(alice, request=answers(400)).cost == pytest.approx(0.4)
+
+
+def test_a_budget_that_is_used_up_refuses_what_costs_nothing_too() -> None:
+    book, alice = Book(), a_caller(limits={"budget": "1/day"})
+    book.use(alice, 10, 1.0)
+    error = book.refusal(alice, request=a_lease_request(slots=0))
+    assert (error.code, error.type) == ("insufficient_quota", "insufficient_quota")
+
+
+@pytest.mark.parametrize("days", [-400.0, -31.0, -1.0])
+def test_a_clock_that_is_set_back_frees_nothing_and_locks_no_longer_than_the_window(
+    days: float,
+) -> None:
+    book = Book()
+    alice = a_caller(limits={"budget": "5/month", "tokens_per_day": 100, "rpm": 3})
+    book.use(alice, 100, 5.0)
+    book.clocks.set_wall(NOW + days * DAY)
+    book.clocks.set_wall(NOW)
+    assert book.refusal(alice, request=answers(1)).code == "insufficient_quota"
+    # Requests a minute do not depend on it at all.
+    bob = a_caller("bob", limits={"rpm": 1})
+    book.use(bob, 0)
+    book.clocks.set_wall(NOW + days * DAY)
+    assert book.refusal(bob).retry_after == 60.0
+    book.clocks.advance(60.0)
+    book.use(bob, 0)
+
+
+def test_a_clock_that_is_set_ahead_keeps_the_sums_of_the_right_month() -> None:
+    book, alice = Book(), a_caller(limits={"budget": "5/month"})
+    book.use(alice, 100, 5.0)
+    book.clocks.set_wall(NOW + 40 * DAY)
+    book.use(alice, 100, 5.0)
+    book.clocks.set_wall(NOW)
+    error = book.refusal(alice)
+    assert error.retry_after is not None
+    assert error.retry_after < 31 * DAY
+    # What was used meanwhile counts in its own month, when that has come.
+    book.clocks.set_wall(NOW + 40 * DAY)
+    assert book.refusal(alice).code == "insufficient_quota"
+
+
+def test_a_request_that_ends_after_the_clock_was_set_back_leaves_nothing_negative() -> None:
+    book, alice = Book(), a_caller(limits={"tpm": 100, "budget": "5/day"})
+    running = book.admit(alice, request=answers(50))
+    book.clocks.set_wall(NOW - 3 * DAY)
+    running.settle(40, 1.0, book.clocks.wall())
+    (account,) = book.all_accounts()
+    assert account.reserved_tokens == account.running == account.open == 0
+    assert account.tokens.value(book.clocks.clock()) == 40
+    assert account.mean_seconds >= 0
+
+
+# Concurrency.
+
+
+def test_a_place_is_free_at_once_when_a_response_has_ended() -> None:
+    book, alice = Book(), a_caller(limits={"concurrency": 2})
+    first, _ = book.admit(alice), book.admit(alice)
+    error = book.refusal(alice)
+    assert "2 requests at one time (concurrency)" in error.message
+    assert error.retry_after is not None
+    assert 1 <= error.retry_after <= 60
+    first.release(book.clocks.wall())
+    book.admit(alice)
+
+
+# Whose limit it is.
+
+
+GROUPS = {"team": {"limits": {"rpm": 3}, "user_limits": {"rpm": 1}}}
+
+
+def test_all_accounts_must_have_room_and_the_message_names_the_one_that_has_none() -> None:
+    book = Book(groups=GROUPS, limits={"total": {"rpm": 4}})
+    chat = a_caller("chat", group="team", trust_user_headers=True)
+    bob, other = a_caller("bob", group="team", limits={"rpm": 9}), a_caller("other")
+    book.use(chat, 0, user="ann")
+    assert "end user 'ann' of key 'chat': 1 requests" in book.refusal(chat, "ann").message
+    book.use(bob, 0)
+    book.use(chat, 0, user="ben")
+    assert "group 'team': 3 requests" in book.refusal(bob).message
+    book.use(other, 0)
+    assert "all callers together: 4 requests" in book.refusal(other).message
+    # What was refused counts nowhere.
+    assert {
+        one.subject: one.requests.value(book.clocks.clock()) for one in book.all_accounts()
+    } == {"total": 4, "group:team": 3, "key:bob": 1, "user:chat/ann": 1, "user:chat/ben": 1}
+
+
+def test_the_wait_is_long_enough_for_all_limits() -> None:
+    book, alice = Book(), a_caller(limits={"rpm": 1, "tokens_per_day": 10})
+    book.use(alice, 10)
+    book.clocks.advance(50.0)
+    # One limit of an account is told at a time; of several accounts, the one that takes longest.
+    assert book.refusal(alice, request=answers(1)).retry_after == 10.0
+
+
+def test_headers_tell_the_tightest_limits() -> None:
+    book = Book(groups=GROUPS, limits={"total": {"tokens_per_day": 500}})
+    alice = a_caller(group="team", limits={"tpm": 800})
+    book.use(alice, 100)
+    requests, tokens = book.rate_limits(book.accounts(alice))
+    assert requests is not None
+    assert (requests.limit, requests.remaining, requests.reset) == (3, 2, 60.0)
+    assert tokens is not None
+    assert (tokens.limit, tokens.remaining) == (500, 400)
+    assert tokens.resets_at == (NOW // DAY + 1) * DAY
+
+
+def test_callers_without_limits_have_no_accounts() -> None:
+    book = Book(groups=GROUPS)
+    accounts = book.accounts(a_caller("free"), "ann")
+    assert accounts.tracked == ()
+    assert not accounts.has_rates
+    assert book.rate_limits(accounts) == (None, None)
+
+
+def test_classes_and_models_must_be_allowed_by_all() -> None:
+    book = Book(
+        groups={"team": {"limits": {"models": ["a", "b"], "max_class": "normal"}}},
+        limits={"total": {"models": ["b", "c"]}},
+    )
+    caller = book.accounts(a_caller(group="team", limits={"max_class": "batch"})).caller
+    assert caller.models == frozenset({"b"})
+    assert caller.max_priority is Priority.BATCH
+
+
+# Changes.
+
+
+def test_a_change_of_limits_counts_on() -> None:
+    book = Book(limits={"total": {"rpm": 5}})
+    alice = a_caller(limits={"rpm": 3})
+    for _ in range(3):
+        book.use(alice, 0)
+    looser = a_caller(limits={"rpm": 4})
+    book.use(looser, 0)
+    assert "4 requests" in book.refusal(looser).message
+    book.configure(Settings.model_validate({"limits": {"total": {"rpm": 4}}}))
+    assert "all callers together: 4" in book.refusal(a_caller("bob")).message
+
+
+def test_a_request_that_began_before_a_limit_counts_when_it_ends() -> None:
+    book = Book()
+    running = book.admit(a_caller())
+    limited = a_caller(limits={"tpm": 1000})
+    book.accounts(limited)
+    running.settle(600, 0.0, book.clocks.wall())
+    assert book.refusal(limited, request=answers(500)).code == "rate_limit_exceeded"
+
+
+# End users.
+
+
+def test_a_million_end_users_take_bounded_memory_and_nothing_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    book = Book()
+    chat = a_caller("chat", user_limits={"rpm": 1}, trust_user_headers=True)
+    other = a_caller("other", user_limits={"rpm": 1}, trust_user_headers=True)
+    book.use(other, 0, user="ann")
+    for number in range(MOST_USERS):
+        book.use(chat, 0, user=f"user-{number}")
+    # All of them still count: any further ones share one account, and do not displace them.
+    book.use(chat, 0, user="one more")
+    assert "further end users of key 'chat'" in book.refusal(chat, "and another").message
+    assert book.refusal(chat, "user-0").code == "rate_limit_exceeded"
+    assert book.refusal(other, "ann").code == "rate_limit_exceeded"
+    assert sum(1 for _ in book.all_accounts()) == MOST_USERS + 2
+    # A minute later the oldest make room.
+    book.clocks.advance(61.0)
+    for number in range(1000):
+        book.use(chat, 0, user=f"new-{number}")
+    assert sum(1 for _ in book.all_accounts()) == MOST_USERS + 2
+
+
+def test_a_kept_head_of_an_evicted_end_user_counts_on_its_new_account() -> None:
+    book = Book()
+    chat = a_caller("chat", user_limits={"rpm": 1}, trust_user_headers=True)
+    kept = book.accounts(chat, "ann")
+    for number in range(MOST_USERS):
+        book.accounts(chat, f"user-{number}")
+    book.reserve(kept, a_lease_request(), book.clocks.wall())
+    assert book.refusal(chat, "ann").code == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("busy", ["have used money", "run", "run elsewhere"])
+def test_users_that_count_something_do_not_stand_before_those_that_can_go(busy: str) -> None:
+    """However long the oldest users stay, a new one gets an account of its own."""
+    book = Book()
+    chat = a_caller("chat", user_limits={"budget": "5/month", "concurrency": 2})
+    busy_names = [f"busy-{number}" for number in range(3 * EVICTION_TRIES)]
+    for name in busy_names:
+        book.accounts(chat, name)
+        if busy == "have used money":
+            book.use(chat, 10, 1.0, user=name)
+        elif busy == "run":
+            book.admit(chat, name, request=answers(0))
+        else:
+            (account,) = book.accounts(chat, name).tracked
+            account.set_others(OtherUse(running=1))
+    # They have asked for their figures, and used nothing.
+    for number in range(MOST_USERS - len(busy_names)):
+        book.accounts(chat, f"idle-{number}")
+    book.clocks.advance(120.0)
+    own = {book.accounts(chat, f"new-{number}").tracked[0].subject for number in range(100)}
+    assert len(own - {"others:chat"}) >= 100 - len(busy_names) // EVICTION_TRIES
+    assert book.accounts(chat, "new-99").tracked[0].subject == "user:chat/new-99"
+    # None of the busy ones has lost what counts.
+    for name in busy_names:
+        (account,) = book.accounts(chat, name).tracked
+        assert account.subject == f"user:chat/{name}"
+        assert not account.is_idle(book.clocks.clock(), a_calendar(book.clocks.wall()))
+    assert sum(1 for _ in book.all_accounts()) <= MOST_USERS + 1
+
+
+def a_calendar(when: float) -> Calendar:
+    calendar = Calendar()
+    calendar.look_up(when)
+    return calendar
+
+
+def test_what_an_earlier_process_used_and_this_one_records_counts_once() -> None:
+    book, alice = Book(), a_caller(limits={"tokens_per_day": 100})
+    accounts, ended_at = book.accounts(alice), book.clocks.wall()
+    scopes = dict(book.unloaded())
+    assert scopes
+    book.count_recovered(accounts, 100, 0.0, ended_at - 1.0)
+    book.use(alice, 0)  # The ledger's sums, which are to come, have it.
+    book.loaded(scopes)
+    book.count_recovered(accounts, 100, 0.0, ended_at - 1.0)
+    assert book.refusal(alice).code == "insufficient_quota"
+
+
+# The counters of one subject: what they refuse, what survives, and when nothing would be lost.
+
+
+AT = 1000.0
+"""A monotonic time."""
+
+
+def an_account(**limits: Any) -> Account:
+    return Account("key", "key:alice", "key 'alice'", LimitSpec.model_validate(limits))
+
+
+def the_calendar(when: float = NOW) -> Calendar:
+    calendar = Calendar()
+    calendar.look_up(when)
+    return calendar
+
+
+def refused(account: Account, tokens: int = 0, cost: float = 0.0) -> str | None:
+    return account.refuses(tokens, cost, AT, the_calendar())
+
+
+# Room for one more.
+
+
+@each_case(
+    ("limits", "other", "tokens", "cost", "wanted"),
+    [
+        ({"concurrency": 3}, OtherUse(running=2), 0, 0.0, None),
+        ({"concurrency": 3}, OtherUse(running=3), 0, 0.0, "concurrency"),
+        ({"tpm": 100}, OtherUse(1, tokens=60), 40, 0.0, None),
+        ({"tpm": 100}, OtherUse(1, tokens=60), 41, 0.0, "tpm"),
+        ({"tokens_per_day": 100}, OtherUse(1, tokens=60), 40, 0.0, None),
+        ({"tokens_per_day": 100}, OtherUse(1, tokens=60), 41, 0.0, "tokens_per_day"),
+        ({"budget": "2/month"}, OtherUse(1, cost=1.5), 0, 0.5, None),
+        ({"budget": "2/month"}, OtherUse(1, cost=1.5), 0, 0.6, "budget"),
+        ({"budget": "2/day"}, OtherUse(1, cost=2.0), 0, 0.0, "budget"),
+    ],
+)
+def test_open_requests_of_other_processes_take_room(
+    limits: dict[str, Any], other: OtherUse, tokens: int, cost: float, wanted: str | None
+) -> None:
+    account = an_account(**limits)
+    account.set_others(other)
+    assert refused(account, tokens, cost) == wanted
+    account.set_others(NO_OTHERS)
+    assert refused(account, tokens, cost) is None
+
+
+def test_a_request_of_another_process_leaves_the_minute_when_it_is_a_minute_old() -> None:
+    account = an_account(rpm=1)
+    account.count_request(AT - 20.0)
+    assert refused(account) == "rpm"
+    assert account.refuses(0, 0.0, AT + 39.9, the_calendar()) == "rpm"
+    assert account.refuses(0, 0.0, AT + 40.0, the_calendar()) is None
+
+
+@pytest.mark.parametrize(("period", "seconds"), [("day", DAY), ("month", 31 * DAY)])
+def test_money_is_that_of_the_budgets_own_period(period: str, seconds: float) -> None:
+    account = an_account(budget=f"3/{period}")
+    account.count(10, 3.0, AT, the_calendar())
+    assert refused(account) == "budget"
+    assert account.refuses(0, 0.0, AT, the_calendar(NOW + seconds)) is None
+    assert (period == "day") == (account.refuses(0, 0.0, AT, the_calendar(NOW + DAY)) is None)
+
+
+def test_many_reservations_leave_no_rounding_behind() -> None:
+    account = an_account(budget="100/month")
+    costs = [0.1 * number for number in range(1, 50)]
+    for cost in costs:
+        account.admit(7, cost, AT)
+    for cost in costs:
+        account.release(1.0)
+        account.give_back(7, cost)
+    assert (account.reserved_tokens, account.reserved_cost) == (0, 0.0)
+    assert (account.open, account.running) == (0, 0)
+
+
+# Changes of limits.
+
+
+def test_other_limits_find_what_was_counted_before() -> None:
+    account = an_account(rpm=100)
+    account.admit(300, 2.0, AT)
+    account.count(400, 5.0, AT, the_calendar())
+    account.configure(LimitSpec.model_validate({"tpm": 600}))
+    assert refused(account) == "tpm"  # 400 used and 300 reserved
+    account.configure(LimitSpec.model_validate({"tokens_per_day": 700}))
+    assert (refused(account), refused(account, 1)) == (None, "tokens_per_day")
+    account.configure(LimitSpec.model_validate({"budget": "8/day"}))
+    assert (refused(account, 0, 1.0), refused(account, 0, 1.1)) == (None, "budget")
+    account.configure(LimitSpec())
+    assert refused(account, 10**9, math.inf) is None
+
+
+# Sums of the ledger.
+
+
+def test_sums_are_added_once_and_raised_however_often() -> None:
+    account, calendar = an_account(tokens_per_day=100), the_calendar()
+    sums = LedgerSums(day_tokens=60, day_cost=1.0, month_cost=4.0)
+    account.add_sums(sums, calendar)
+    account.count(10, 0.5, AT, calendar)
+    for _ in range(3):
+        account.raise_sums(sums, calendar)
+    assert account.tokens_by_day[calendar.day] == 70
+    assert (account.cost_by_day[calendar.day], account.cost_by_month[calendar.month]) == (1.5, 4.5)
+    account.raise_sums(LedgerSums(90, 2.0, 5.0), calendar)
+    assert refused(account, 10) is None
+    assert refused(account, 11) == "tokens_per_day"
+
+
+# Whether it may be dropped.
+
+
+def holding(account: Account, how: str) -> Callable[[], None]:
+    """Make an account of which something counts; returns what ends that, if time does not."""
+    if how == "runs":
+        account.admit(0, 0.0, AT - 100.0)
+        account.give_back(0, 0.0)
+        return lambda: account.release(1.0)
+    if how == "not settled":
+        account.admit(0, 0.0, AT - 100.0)
+        account.release(1.0)
+        return lambda: account.give_back(0, 0.0)
+    if how == "runs elsewhere":
+        account.set_others(OtherUse(running=1))
+        return lambda: account.set_others(NO_OTHERS)
+    if how == "sent a request":
+        account.count_request(AT - 30.0)
+    else:
+        account.count(5, 0.25, AT - 30.0, the_calendar())
+    return lambda: None
+
+
+@pytest.mark.parametrize("how", ["runs", "not settled", "runs elsewhere"])
+def test_an_account_with_an_open_request_is_not_idle(how: str) -> None:
+    account = an_account(concurrency=1)
+    end = holding(account, how)
+    assert not account.is_idle(AT, the_calendar())
+    end()
+    assert account.is_idle(AT, the_calendar())
+
+
+@each_case(
+    ("limits", "how", "seconds"),
+    [
+        ({"rpm": 5}, "sent a request", 30.0),
+        ({"tpm": 5}, "used tokens", 30.0),
+        ({"tokens_per_day": 9}, "used tokens", DAY),
+        ({"budget": "1/day"}, "used tokens", DAY),
+        ({"budget": "1/month"}, "used tokens", 31 * DAY),
+    ],
+)
+def test_an_account_is_idle_when_all_that_it_counts_is_over(
+    limits: dict[str, Any], how: str, seconds: float
+) -> None:
+    account = an_account(**limits)
+    holding(account, how)
+    assert not account.is_idle(AT, the_calendar())
+    assert not account.is_idle(AT + min(seconds, 30.0) - 1.0, the_calendar())
+    assert account.is_idle(AT + seconds, the_calendar(NOW + seconds))

@@ -1,0 +1,277 @@
+"""Fifty callers at once at the edge of a limit, through a whole gateway over emulated nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.callers.keys import new_key
+from tests.callers.build import counted, read_rows
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+
+CALLERS = 50
+
+KEY = new_key("edge")
+
+USER = "ann"
+
+PRICE = {"prompt": 1000.0, "completion": 4000.0}
+"""For a million tokens: a thousand tokens cost some units."""
+
+
+OWNERS = ("key", "group", "user", "total")
+
+
+async def chat(running: Running, most: int | None, **body: Any) -> httpx.Response:
+    return await running.client.post(
+        "/v1/chat/completions",
+        json={
+            "messages": [{"role": "user", "content": "Say something."}],
+            "max_tokens": most,
+            **body,
+        },
+        headers={"Authorization": f"Bearer {KEY.text}", "X-User-Id": USER},
+    )
+
+
+async def fifty(running: Running, most: int) -> list[httpx.Response]:
+    return await asyncio.gather(*(chat(running, most) for _ in range(CALLERS)))
+
+
+def settings(**limits: Any) -> dict[str, Any]:
+    return {"keys": [{"id": KEY.id, "sha256": KEY.sha256, "limits": limits}]}
+
+
+def settings_of(owner: str, limits: dict[str, Any]) -> dict[str, Any]:
+    """These limits of a key, of its group, of each of its end users, or of all callers."""
+    key: dict[str, Any] = {"id": KEY.id, "sha256": KEY.sha256}
+    if owner == "key":
+        return {"keys": [{**key, "limits": limits}]}
+    if owner == "user":
+        return {"keys": [{**key, "trust_user_headers": True, "user_limits": limits}]}
+    if owner == "group":
+        return {"keys": [{**key, "group": "team"}], "groups": {"team": {"limits": limits}}}
+    return {"keys": [key], "limits": {"total": limits}}
+
+
+async def settle(running: Running) -> list[dict[str, Any]]:
+    """Wait until all is settled and written; the ledger's rows."""
+    gateway = running.gateway
+    assert gateway.ledger is not None
+    assert gateway.store is not None
+    ledger = gateway.ledger
+    await until(lambda: all(one.open == 0 for one in gateway.metering.limit_book.all_accounts()))
+    gateway.bus.flush()
+    await until(lambda: not ledger.pending)
+    return await gateway.store.run(read_rows)
+
+
+async def check_one_sum(running: Running) -> int:
+    """Counters and headers are what the ledger says; returns the tokens of all requests."""
+    rows = await settle(running)
+    book = running.gateway.metering.limit_book
+    (account,) = book.all_accounts()
+    now, wall = running.gateway.clock(), max(row["ended_at"] for row in rows)
+    sums = counted(rows, account.subject, wall)
+    assert account.requests.value(now) == sums.requests == len(rows)
+    assert account.tokens.value(now) == sums.tokens
+    assert sum(account.tokens_by_day.values()) == sums.day_tokens
+    assert (account.running, account.open, account.reserved_tokens) == (0, 0, 0)
+    assert sum(account.cost_by_month.values()) == pytest.approx(sums.month_cost)
+    caller = next(iter(running.gateway.key_ring.callers()))
+    requests, tokens = book.rate_limits(book.accounts(caller, USER))
+    if requests is not None:
+        assert requests.remaining == max(0, requests.limit - sums.requests)
+    if tokens is not None:
+        assert tokens.remaining == max(0, tokens.limit - sums.tokens)
+    return sums.tokens
+
+
+def codes(responses: list[httpx.Response]) -> Counter[str]:
+    return Counter(
+        "ok" if one.status_code == 200 else one.headers["x-gateway-reason"] for one in responses
+    )
+
+
+async def test_requests_a_minute_are_never_more_than_the_limit(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=8) as node,
+        running_gateway(tmp_path, [node.url], settings(rpm=20)) as running,
+    ):
+        responses = await fifty(running, 4)
+        assert codes(responses) == {"ok": 20, "rate_limit_exceeded": 30}
+        refused = next(one for one in responses if one.status_code == 429)
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert "x-should-retry" not in refused.headers
+        assert "key 'edge': 20 requests a minute" in refused.json()["error"]["message"]
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert refused.headers["x-ratelimit-limit-requests"] == "20"
+        await check_one_sum(running)
+
+
+async def test_tokens_are_exceeded_by_no_more_than_estimates_miss(tmp_path: Path) -> None:
+    limit = 1000
+    async with (
+        EmulatedNode(slots=8) as node,
+        running_gateway(tmp_path, [node.url], settings(tpm=limit)) as running,
+    ):
+        responses = await fifty(running, 40)
+        found = codes(responses)
+        assert found["ok"] + found["rate_limit_exceeded"] == CALLERS
+        assert found["ok"] > 5
+        used = await check_one_sum(running)
+        # Each reserves its 40 tokens and an estimate of the prompt, which may miss by some tokens.
+        misses = [
+            one.json()["usage"]["total_tokens"] - 40 for one in responses if one.status_code == 200
+        ]
+        assert used <= limit + sum(max(0, miss) for miss in misses)
+        # What was reserved and not used comes free again.
+        while (response := await chat(running, 40)).status_code == 200:
+            assert int(response.headers["x-ratelimit-remaining-tokens"]) >= 0
+        assert used > limit - 200
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_as_many_run_at_one_time_as_may(owner: str, tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=8) as node,
+        running_gateway(tmp_path, [node.url], settings_of(owner, {"concurrency": 5})) as running,
+    ):
+        # None of them ends before all have been admitted or refused.
+        node.faults.set("hang", path="/v1/chat/completions", after_events=1)
+        sent = [asyncio.create_task(chat(running, 4)) for _ in range(CALLERS)]
+        await until(lambda: sum(one.done() for one in sent) == CALLERS - 5)
+        await until(lambda: node.faults.hanging == 5)
+        node.faults.clear()
+        node.faults.release()
+        found = codes(await asyncio.gather(*sent))
+        assert found == {"ok": 5, "rate_limit_exceeded": 45}
+        # A place is free as soon as a response has ended.
+        for _ in range(10):
+            assert (await chat(running, 1)).status_code == 200
+        await check_one_sum(running)
+        assert len(await settle(running)) == 15
+        await check_one_sum(running)
+
+
+@pytest.mark.parametrize(
+    ("owner", "limits", "reason"),
+    [
+        ("key", {"rpm": 20}, "rate_limit_exceeded"),
+        ("group", {"tpm": 500}, "rate_limit_exceeded"),
+        ("user", {"tokens_per_day": 500}, "insufficient_quota"),
+        ("total", {"budget": "1.5/month"}, "insufficient_quota"),
+    ],
+)
+async def test_requests_that_use_less_than_they_reserve_never_exceed_it(
+    limits: dict[str, Any], reason: str, owner: str, tmp_path: Path
+) -> None:
+    """Of a key, a group, an end user and all callers; what was not used is there for the next."""
+    (limit,) = limits
+    async with EmulatedNode(slots=8, answer_tokens=10) as node:
+        priced = {"name": "n", "url": node.url, "cost_per_million_tokens": PRICE}
+        async with running_gateway(tmp_path, [priced], settings_of(owner, limits)) as running:
+            found = Counter[str]()
+            # In turns: as long as something is left, some of fifty are admitted.
+            while (more := codes(await fifty(running, 40)))["ok"]:
+                found += more
+                await settle(running)
+            assert set(found + more) <= {"ok", reason}
+            assert more[reason] == CALLERS
+            rows = await settle(running)
+            assert len(rows) == found["ok"]
+            tokens = await check_one_sum(running)
+            paid = math.fsum(row["cost"] for row in rows)
+            if limit == "rpm":
+                assert len(rows) == 20
+            elif limit == "budget":
+                dearest = max(row["cost"] for row in rows)
+                assert 1.5 - 5 * dearest < paid <= 1.5
+            else:
+                # Nobody asks for more than 40 tokens of answer, and 10 of prompt.
+                assert 500 - 50 < tokens <= 500
+
+
+async def test_money_is_exact_when_it_has_settled(tmp_path: Path) -> None:
+    async with EmulatedNode(slots=8) as node:
+        priced = {"name": "n", "url": node.url, "cost_per_million_tokens": PRICE}
+        async with running_gateway(tmp_path, [priced], settings(budget="1.5/month")) as running:
+            assert (await chat(running, 40)).status_code == 200
+            responses = await fifty(running, 40)
+            found = codes(responses)
+            assert found["ok"] + found["insufficient_quota"] == CALLERS
+            refused = next(one for one in responses if one.status_code == 429)
+            assert refused.headers["x-should-retry"] == "false"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["type"] == "insufficient_quota"
+            rows = await settle(running)
+            paid = math.fsum(row["cost"] for row in rows)
+            dearest = max(row["cost"] for row in rows)
+            assert 1.0 < paid <= 1.5 + dearest * 8
+            await check_one_sum(running)
+
+
+async def test_counters_outlive_a_restart(tmp_path: Path) -> None:
+    async with EmulatedNode(slots=8) as node:
+        for expected in ({"ok": 20, "rate_limit_exceeded": 30}, {"rate_limit_exceeded": 50}):
+            async with running_gateway(
+                tmp_path, [node.url], settings(rpm=20, tokens_per_day=5000)
+            ) as running:
+                assert codes(await fifty(running, 4)) == expected
+
+
+async def test_a_request_beyond_the_whole_limit_is_told_so(tmp_path: Path) -> None:
+    limits = {"tpm": 100, "prompt_tokens": 50, "completion_tokens": 60}
+    async with (
+        EmulatedNode(slots=8) as node,
+        running_gateway(tmp_path, [node.url], settings(**limits)) as running,
+    ):
+        long = [{"role": "user", "content": "word " * 100}]
+        response = await chat(running, 10, messages=long)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "'prompt_tokens' of key 'edge'" in error["message"]
+        # A longer answer than may be is lowered to what may be.
+        response = await chat(running, 5000, ignore_eos=True)
+        assert response.status_code == 200
+        assert response.json()["usage"]["completion_tokens"] == 60
+        response = await chat(running, 60, n=2)
+        assert response.status_code == 400
+        assert "100 tokens a minute (tpm)" in response.json()["error"]["message"]
+        assert "could never be admitted" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        {"n_predict": 16_400},
+        {"max_completion_tokens": 16_400},
+        {"max_output_tokens": 16_400},
+        {"n_predict": -1},
+        {"most": None, "n_predict": -7},
+        {"most": None},
+        {"max_completion_tokens": 300, "n": 4},
+    ],
+    ids=str,
+)
+async def test_no_name_of_a_bound_gets_more_than_a_limit_allows(
+    tmp_path: Path, bound: dict[str, Any]
+) -> None:
+    limit = 1000
+    async with (
+        EmulatedNode(slots=4, context=32_768, answer_tokens=30_000) as node,
+        running_gateway(tmp_path, [node.url], settings(tokens_per_day=limit)) as running,
+    ):
+        answer = await chat(running, **{"most": 5, **bound})
+        rows = await settle(running)
+    used = sum(row["prompt_tokens"] + row["completion_tokens"] for row in rows)
+    assert used <= limit + 16
+    assert answer.status_code == (200 if used else 400), answer.text

@@ -1,0 +1,197 @@
+"""Each admitted request becomes one row, with what its record says when all of it is known."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.callers.ledger import ROW_COLUMNS, UsageRow
+from gateway.callers.limits import LimitBook
+from gateway.callers.meter import Meter
+from gateway.config.settings import Settings
+from gateway.config.usage_limits import LimitSpec
+from gateway.errors import GatewayError
+from gateway.events import EventBus, RequestFinished
+from gateway.terms import Caller, Priority
+from tests.emulator import EmulatedNode
+from tests.gateways import running_gateway, until
+from tests.lease_requests import a_lease_request
+from tests.nodes.build import Clock
+
+NOW = 1_780_000_000.0
+ALICE = Caller("k1", "alice", Priority.NORMAL, group="team", trust_user_headers=True)
+
+
+class World:
+    """A meter, whose clock stands still."""
+
+    def __init__(self) -> None:
+        self.clock = Clock(NOW)
+        self.rows: list[UsageRow] = []
+        self.tokens: dict[str, tuple[int, int]] = {}
+        self._timers: list[Any] = []
+        self.bus = EventBus(lambda _, work: self._timers.append(work))
+        self.book = LimitBook(Settings(), clock=self.clock, wall_clock=self.clock)
+        self.meter = Meter(
+            self.book,
+            self.bus,
+            process="p1",
+            add_row=self.rows.append,
+            tokens_so_far=lambda id_: self.tokens.get(id_, (0, 0)),
+            slot_seconds_so_far=lambda id_: 2.0 if id_ == "old" else 0.0,
+            cost_of_use=lambda node, _, completion, seconds: completion + seconds if node else 0.0,
+            wall_clock=self.clock,
+        )
+
+    def row(self) -> dict[str, Any]:
+        """The only row."""
+        self.bus.flush()
+        (row,) = self.rows
+        return dict(zip(ROW_COLUMNS, row, strict=True))
+
+    @property
+    def open(self) -> list[str]:
+        """The ids of open requests that are older than a second."""
+        return [one.id for one in self.meter.open_requests(self.clock.now - 1.0)]
+
+
+def a_record(**keys: Any) -> RequestFinished:
+    return RequestFinished("x", "/v1/chat/completions", "demo", Priority.PREMIUM, "k1", **keys)
+
+
+def test_a_request_that_ends_is_a_row() -> None:
+    world = World()
+    accounts, record = world.book.accounts(ALICE, "bob"), a_record()
+    metered = world.meter.admit(accounts, a_lease_request("req_7"), record)
+    world.clock.passes(2.5)
+    record.describe(stream=True, model="demo")
+    record.attempt_began("a", "gpu", None)
+    world.meter.ended(metered, record)
+    # What it used is known a little later.
+    record.count_tokens(100, 40, 20)
+    record.charge(0.75, 2.4)
+    assert world.row() == {
+        "id": "req_7", "process": "p1", "started_at": NOW, "ended_at": NOW + 2.5, "key": "k1",
+        "group_name": "team", "user": "bob", "model": "demo", "class": "premium", "tier": "gpu",
+        "node": "a", "path": "/v1/chat/completions", "stream": True, "prompt_tokens": 100,
+        "cached_tokens": 40, "completion_tokens": 20, "slot_seconds": 2.4, "cost": 0.75,
+        "gpu_cost": None, "attempts": 1, "status": 200, "outcome": "ok",
+    }  # fmt: skip
+
+
+def test_a_request_that_fails_is_a_row_and_one_that_a_limit_refuses_is_none() -> None:
+    world = World()
+    limited = Caller("k2", "bob", Priority.NORMAL, limits=LimitSpec(concurrency=1))
+    accounts, record = world.book.accounts(limited), a_record()
+    metered = world.meter.admit(accounts, a_lease_request("req_1"), record)
+    with pytest.raises(GatewayError, match="concurrency"):
+        world.meter.admit(accounts, a_lease_request("req_2"), a_record())
+    record.fail(503, "queue_timeout")
+    world.meter.ended(metered, record)
+    row = world.row()
+    assert (row["id"], row["status"], row["outcome"]) == ("req_1", 503, "queue_timeout")
+    assert (row["tier"], row["node"], row["attempts"], row["prompt_tokens"]) == (None, None, 0, 0)
+
+
+def test_the_row_of_a_stored_request_is_handed_over_and_no_journal_has_it() -> None:
+    world, handed_over = World(), list[UsageRow]()
+    record = a_record(prompt_tokens=30, completion_tokens=10)
+    accounts = world.book.accounts(ALICE)
+    metered = world.meter.admit_stored(accounts, a_lease_request("row_1"), record)
+    world.clock.passes(5.0)
+    assert world.open == []
+    world.meter.ended_stored(metered, record, handed_over.append)
+    world.bus.flush()
+    assert world.rows == []
+    (row,) = handed_over
+    told = dict(zip(ROW_COLUMNS, row, strict=True))
+    assert (told["id"], told["process"], told["prompt_tokens"]) == ("row_1", "p1", 30)
+    assert (told["completion_tokens"], told["outcome"]) == (10, "ok")
+
+
+def test_a_stored_request_without_a_result_costs_nothing() -> None:
+    world = World()
+    limits = LimitSpec(concurrency=1, tokens_per_day=3000)
+    limited = Caller("k2", "bob", Priority.NORMAL, limits=limits)
+    accounts = world.book.accounts(limited)
+    for _ in range(10):
+        record = a_record(prompt_tokens=500, completion_tokens=1000)
+        metered = world.meter.admit_stored(accounts, a_lease_request("row_1"), record)
+        with pytest.raises(GatewayError, match="concurrency"):
+            world.meter.admit_stored(accounts, a_lease_request("row_2"), a_record())
+        world.meter.dropped(metered)
+        world.bus.flush()
+    (account,) = accounts.tracked
+    assert (account.open, account.running, account.reserved_tokens) == (0, 0, 0)
+    assert world.rows == []
+
+
+def test_a_request_without_slots_counts_no_tokens() -> None:
+    world = World()
+    record = a_record(prompt_tokens=30, cached_tokens=10)
+    request = a_lease_request("req_1", slots=0)
+    world.meter.ended(world.meter.admit(world.book.accounts(ALICE), request, record), record)
+    row = world.row()
+    assert (row["prompt_tokens"], row["cached_tokens"]) == (0, 0)
+
+
+def test_a_row_waits_for_the_tokens_of_all_sub_requests() -> None:
+    world = World()
+    record, part = a_record(), a_record(prompt_tokens=5, completion_tokens=7, slot_seconds=1.0)
+    metered = world.meter.admit(world.book.accounts(ALICE), a_lease_request("req_1"), record)
+    record.sub_request_began()
+    record.sub_request_began()
+    world.meter.ended(metered, record)
+    world.bus.flush()
+    record.sub_request_ended(part)
+    assert world.rows == []
+    assert world.open == []
+    record.sub_request_ended(part)
+    row = world.row()
+    assert (row["prompt_tokens"], row["completion_tokens"], row["slot_seconds"]) == (10, 14, 2.0)
+
+
+def test_requests_are_open_from_their_admission_to_their_row() -> None:
+    world = World()
+    accounts = world.book.accounts(ALICE, "bob")
+    old = world.meter.admit(accounts, a_lease_request("old"), a_record())
+    world.clock.passes(1.0)
+    world.meter.admit(accounts, a_lease_request("new"), a_record())
+    assert world.open == ["old"]
+    world.tokens["old"] = 12, 34
+    (one,) = world.meter.open_requests(NOW)
+    assert (one.started_at, one.key, one.group, one.user) == (NOW, "k1", "team", "bob")
+    assert (one.prompt_tokens, one.completion_tokens, one.class_) == (12, 34, "premium")
+    assert (one.slot_seconds, one.cost) == (2.0, 0.0)
+    old.record.attempt_began("a", "gpu", None)
+    (one,) = world.meter.open_requests(NOW)
+    assert one.cost == 36.0
+    world.meter.ended(old, old.record)
+    world.clock.passes(1.0)
+    # Until its tokens are counted.
+    assert world.open == ["old", "new"]
+    world.bus.flush()
+    assert world.open == ["new"]
+
+
+async def test_a_request_that_runs_costs_what_its_node_costs(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
+    async with EmulatedNode(slots=2, decode_tps=50, answer_tokens=100_000) as node:
+        spec = {"name": "a", "url": node.url, "cost_per_hour": 7200.0}
+        async with running_gateway(tmp_path, [spec]) as running:
+            meter = running.gateway.metering.meter
+
+            def written() -> int:
+                return sum(one.completion_tokens for one in meter.open_requests(math.inf))
+
+            path = "/v1/chat/completions"
+            async with running.client.stream("POST", path, json=body) as reply:
+                assert reply.status_code == 200
+                await until(lambda: written() > 10)
+                (one,) = meter.open_requests(math.inf)
+                assert one.slot_seconds > 0.1
+                # One of two slots of a node that costs 2 a second.
+                assert one.cost == pytest.approx(one.slot_seconds)

@@ -1,0 +1,111 @@
+"""A fake admin API, whose nodes a test can change."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.cli.local_server import serving
+
+
+def node(name: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "url": f"http://10.0.0.1/{name}",
+        "kind": "llama.cpp",
+        "tier": "cpu",
+        "state": "ready",
+        "reason": "answers its probes",
+        "slots_total": 2,
+        "slots_busy": 1,
+        "in_flight": 1,
+        "models": ["mistral-7b"],
+        "context": 4096,
+        "prefill_tps": 250.0,
+        "decode_tps": None,
+        "requests": 7,
+        "failures": 0,
+        "cost_per_hour": 0.2,
+        **changes,
+    }
+
+
+class AdminApi:
+    """Serves `nodes`; each GET of a draining node ends one of its requests."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, dict[str, Any]] = {}
+        self.key: str | None = None
+        self.requests: list[str] = []
+        self.polls_that_fail = 0
+        self.drains_end = True
+        self.refused: set[str] = set()
+        """Nodes of which every change fails."""
+        self.host_is_allowed = True
+        self.url = ""
+
+    def add(self, name: str, **changes: Any) -> None:
+        self.nodes[name] = node(name, **changes)
+
+    def answer(self, method: str, target: str, authorization: str | None) -> tuple[int, Any]:
+        self.requests.append(f"{method} {target}")
+        if self.key is not None and authorization != f"Bearer {self.key}":
+            return 401, error("invalid_api_key", "No valid admin key was sent.")
+        if not self.host_is_allowed:
+            return 403, error("host_not_allowed", "Add the name to admin.hosts.")
+        url = urlsplit(target)
+        parts = [unquote(part) for part in url.path.split("/")[1:]]
+        if parts == ["admin", "nodes"]:
+            return 200, {"nodes": list(self.nodes.values())}
+        if parts[:2] != ["admin", "nodes"]:
+            return 404, error("not_found", f"There is nothing at '{url.path}'.")
+        found = self.nodes.get(parts[2])
+        if found is None:
+            return 404, error("not_found", f"There is no node '{parts[2]}'.")
+        if method == "POST" and parts[2] in self.refused:
+            return 500, error("server_error", "It broke.")
+        if method == "POST":
+            self.act(found, parts[3], parse_qs(url.query))
+        elif self.polls_that_fail:
+            self.polls_that_fail -= 1
+            return 500, error("server_error", "Not now.")
+        elif found["state"] == "draining" and found["in_flight"] and self.drains_end:
+            found["in_flight"] -= 1
+        return 200, found
+
+    def act(self, found: dict[str, Any], action: str, query: dict[str, list[str]]) -> None:
+        if action == "drain":
+            found["state"], found["reason"] = "draining", "drained by an operator"
+        elif action == "resume":
+            found["state"], found["reason"] = "ready", "answers its probes"
+
+
+def error(code: str, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
+
+
+@contextmanager
+def admin_api(tls: ssl.SSLContext | None = None) -> Iterator[AdminApi]:
+    api = AdminApi()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, value = api.answer(self.command, self.path, self.headers["authorization"])
+            body = value if isinstance(value, bytes) else json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815 - http.server's name
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with serving(Handler, tls) as api.url:
+        yield api

@@ -1,0 +1,84 @@
+"""Runs a command in this process or another, and returns its status and output."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from gateway.cli import main
+
+LIMIT = 120.0  # seconds for a process
+
+
+@dataclass(frozen=True)
+class Ran:
+    status: int
+    out: str
+    err: str
+
+
+def run(*arguments: str, stdin: str = "") -> Ran:
+    """Run the command in this process; its output is no terminal."""
+    out, err = io.StringIO(), io.StringIO()
+    status: object = None
+    with (
+        patch.object(sys, "argv", ["llama-gateway", *arguments]),
+        patch.object(sys, "stdin", io.StringIO(stdin)),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code
+    assert isinstance(status, int)
+    return Ran(status, out.getvalue(), err.getvalue())
+
+
+def run_process(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None, code: str | None = None
+) -> Ran:
+    """Run the command, or `code` instead, in a process of its own."""
+    command = ["-c", code] if code is not None else ["-m", "gateway"]
+    ended = subprocess.run(
+        [sys.executable, *command, *arguments],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    return Ran(ended.returncode, ended.stdout, ended.stderr)
+
+
+def run_on_terminal(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Run the command with stderr on a terminal; return its status and the terminal's output."""
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway", *arguments],
+            env={**os.environ, "TERM": "xterm-256color", **environment},
+            stderr=theirs,
+            stdout=subprocess.DEVNULL,
+        )
+        os.close(theirs)
+        shown = read_until(ours)
+        return process.wait(LIMIT), shown.decode(errors="replace")
+    finally:
+        os.close(ours)
+
+
+def read_until(terminal: int, mark: bytes | None = None) -> bytes:
+    """Read a terminal until `mark` appears, or until its other side is closed."""
+    read = b""
+    with contextlib.suppress(OSError):  # Linux: how a terminal whose other side is closed ends
+        while (mark is None or mark not in read) and (part := os.read(terminal, 65536)):
+            read += part
+    return read

@@ -1,0 +1,415 @@
+"""`llama-gateway batch` against a server of files and batches."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from gateway.cli.batch import (
+    Estimate,
+    describe,
+    details,
+    end_by,
+    progress_of,
+    span,
+)
+from gateway.cli.terminal import CommandFailed
+from tests.cli.batch_api import BatchApi, batch_api
+from tests.cli.running import LIMIT, run, run_on_terminal
+
+CHAT = "/v1/chat/completions"
+
+
+def line(custom_id: str, content: str = "hello") -> str:
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body})
+
+
+@pytest.fixture
+def api() -> Iterator[BatchApi]:
+    with batch_api() as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def _looks_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.cli.batch_client.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("gateway.cli.batch.FIRST_POLL", 0.01)
+
+
+@pytest.fixture
+def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(f"{line(str(number))}\n" for number in range(5)))
+    return file
+
+
+def test_submit_prints_the_id_and_says_how_to_follow(api: BatchApi, lines: Path) -> None:
+    ran = run(
+        "batch", "submit", "lines.jsonl", "--url", api.url, "--window", "2h", "--metadata", "a=b"
+    )
+    assert (ran.status, ran.out) == (0, "batch_0\n")
+    assert "5 lines for /v1/chat/completions (m)" in ran.err
+    assert "llama-gateway batch show batch_0" in ran.err
+    batch = api.batches["batch_0"]
+    assert batch["completion_window"] == "2h"
+    assert batch["metadata"] == {"a": "b"}
+    assert api.files[batch["input_file_id"]][1] == lines.read_bytes()
+
+
+def test_waiting_writes_the_output_and_shows_progress(api: BatchApi, lines: Path) -> None:
+    api.lines_per_look = 3
+    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait")
+    assert (ran.status, ran.out) == (0, "batch_0\n")
+    assert "batch_0: in progress, 3 of 5 done, 55 tokens/s, ends about" in ran.err
+    assert "batch_0: completed, 5 of 5 done" in ran.err
+    written = [json.loads(one) for one in Path("lines.out.jsonl").read_text().splitlines()]
+    assert [one["custom_id"] for one in written] == ["0", "1", "2", "3", "4"]
+    assert not Path("lines.errors.jsonl").exists()
+
+
+def test_failed_lines_end_with_status_1_and_a_file_of_errors(api: BatchApi, lines: Path) -> None:
+    lines.write_text(f"{line('good')}\n{line('bad', 'FAIL')}\n")
+    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait")
+    assert ran.status == 1
+    assert "1 errors: lines.errors.jsonl" in ran.err
+    assert "error: 1 of 2 lines failed" in ran.err
+    assert json.loads(Path("lines.errors.jsonl").read_text())["custom_id"] == "bad"
+    assert json.loads(Path("lines.out.jsonl").read_text())["custom_id"] == "good"
+
+
+def test_nothing_that_exists_is_overwritten_unless_it_is_asked_for(
+    api: BatchApi, lines: Path
+) -> None:
+    mine = lines.with_name("lines.out.jsonl")
+    mine.write_text("mine")
+    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait")
+    assert ran.status == 2
+    assert "lines.out.jsonl is there already" in ran.err
+    assert not api.batches, "it is told before the work"
+    assert run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait", "--force").status == 0
+    assert mine.read_text() != "mine"
+
+
+def test_each_broken_line_is_told_with_its_number_and_nothing_is_sent(
+    api: BatchApi, lines: Path
+) -> None:
+    lines.write_text(f"{line('a')}\nno json\n{line('a')}\n{line('b').replace('POST', 'GET')}\n")
+    ran = run("batch", "submit", "lines.jsonl", "--url", api.url)
+    assert (ran.status, ran.out) == (2, "")
+    assert "line 2: " in ran.err
+    assert "line 3 ('a'): An earlier line has the same custom_id" in ran.err
+    assert "line 4 ('b'): The method of each line must be 'POST'." in ran.err
+    assert "3 problems: mend them, or --anyway" in ran.err
+    assert not api.requests
+    assert run("batch", "submit", "lines.jsonl", "--url", api.url, "--anyway").status == 0
+    assert api.files["file-0"][1] == lines.read_bytes()
+
+
+def test_check_needs_no_gateway(lines: Path) -> None:
+    ran = run("batch", "submit", "lines.jsonl", "--check")
+    assert ran.status == 0
+    assert ran.out.startswith("5 lines for /v1/chat/completions (m), about ")
+    checked = run("batch", "submit", "lines.jsonl", "--check", "--json")
+    told = json.loads(checked.out)
+    assert (told["lines"], told["problems"], told["models"]) == (5, 0, ["m"])
+
+
+def test_lines_from_stdin(api: BatchApi, lines: Path) -> None:
+    ran = run("batch", "submit", "-", "--url", api.url, "--wait", stdin=lines.read_text())
+    assert ran.status == 0
+    assert len(Path("stdin.out.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_table_with_a_template(api: BatchApi, lines: Path) -> None:
+    Path("mails.csv").write_text('id,mail\nx,"two\nlines"\ny,=1+1\n')
+    ran = run(
+        "batch", "submit", "mails.csv", "--url", api.url, "--template", "Answer: {mail}",
+        "--id-column", "id", "--model", "m", "--wait", "--format", "csv",
+    )  # fmt: skip
+    assert ran.status == 0, ran.err
+    with Path("mails.out.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [
+            {"custom_id": "x", "text": "re: Answer: two\nlines", "error": ""},
+            {"custom_id": "y", "text": "re: Answer: =1+1", "error": ""},
+        ]
+
+
+def test_a_folder_of_texts(api: BatchApi, lines: Path) -> None:
+    texts = Path("texts")
+    texts.mkdir()
+    (texts / "a.txt").write_text("one")
+    (texts / "b").write_text("two")
+    (texts / "picture").write_bytes(b"\x89PNG\xff")
+    ran = run(
+        "batch", "submit", "texts", "--url", api.url, "--template", "{name}: {text}", "--wait",
+        "--format", "folder", "--output", "done",
+    )  # fmt: skip
+    assert ran.status == 0, ran.err
+    assert "picture: skipped: is no text in UTF-8" in ran.err
+    assert Path("done/a.txt").read_text() == "re: a.txt: one"
+    assert Path("done/b.txt").read_text() == "re: b: two"
+
+
+def test_a_lost_answer_makes_no_second_batch_and_no_second_upload(
+    api: BatchApi, lines: Path
+) -> None:
+    api.lost_answers = ["POST /v1/files", "POST /v1/batches"]
+    ran = run("batch", "submit", "lines.jsonl", "--url", api.url)
+    assert (ran.status, ran.out) == (0, "batch_0\n")
+    assert (len(api.batches), len(api.files)) == (1, 1)
+    assert "the gateway answers again" in ran.err
+
+
+def test_a_repeated_command_with_the_same_idempotency_key_finds_its_batch(
+    api: BatchApi, lines: Path
+) -> None:
+    command = ("batch", "submit", "lines.jsonl", "--url", api.url, "--idempotency-key", "mine")
+    api.lost_answers = ["POST /v1/batches"]
+    first = run(*command, "--retry-for", "0")
+    assert first.status == 1
+    assert "--idempotency-key mine makes no second one" in first.err
+    assert run(*command).out == "batch_0\n"
+    assert (len(api.batches), len(api.files)) == (1, 1)
+    lines.write_text(f"{line('another')}\n")
+    refused = run(*command)
+    assert refused.status == 1
+    assert "answers 409: Another request had this key" in refused.err
+
+
+def test_a_gateway_that_restarts_while_it_is_waited_for(api: BatchApi, lines: Path) -> None:
+    api.lines_per_look = 1
+    api.on_look = lambda: None
+    busy = (503, {"retry-after": "0"}, "starting")
+    looks: list[int] = []
+
+    def restart() -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            api.refusals += [busy, busy]
+
+    api.on_look = restart
+    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait")
+    assert ran.status == 0, ran.err
+    assert "answers 503: starting; trying again for up to 600 s" in ran.err
+    assert "the gateway answers again" in ran.err
+
+
+def test_ctrl_c_leaves_the_batch_running_and_says_how_to_come_back(
+    api: BatchApi, lines: Path
+) -> None:
+    api.lines_per_look = 0
+    looked = threading.Event()
+    api.on_look = looked.set
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway", "batch", "submit", "lines.jsonl", "--wait"],
+        env={**os.environ, "LLAMA_GATEWAY_URL": api.url},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert looked.wait(LIMIT)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, out) == (130, "batch_0\n")
+    assert "batch_0 goes on without this command" in err
+    assert "'llama-gateway batch show batch_0 --wait' follows it again" in err
+    assert "Traceback" not in err
+    assert not any("cancel" in request for request in api.requests)
+
+
+def test_list_and_show(api: BatchApi, lines: Path) -> None:
+    assert "this key has no batches" in run("batch", "list", "--url", api.url).err
+    run("batch", "submit", "lines.jsonl", "--url", api.url, "--metadata", "a=b")
+    listed = run("batch", "list", "--url", api.url)
+    assert listed.out.splitlines()[0].split() == [
+        "ID", "STATUS", "LINES", "DONE", "FAILED", "ENDPOINT", "CREATED", "DUE",
+    ]  # fmt: skip
+    assert "batch_0" in listed.out
+    as_json = run("batch", "list", "--url", api.url, "--json")
+    assert json.loads(as_json.out)["batches"][0]["id"] == "batch_0"
+    shown = run("batch", "show", "batch_0", "--url", api.url).out
+    assert "metadata:     a=b" in shown
+    assert "cost:         0.25" in shown
+    assert json.loads(run("batch", "show", "batch_0", "--url", api.url, "--json").out)
+
+
+def test_pause_resume_and_cancel(api: BatchApi, lines: Path) -> None:
+    run("batch", "submit", "lines.jsonl", "--url", api.url)
+    paused = run("batch", "pause", "batch_0", "--url", api.url)
+    assert (paused.status, "paused (by its owner)" in paused.out) == (0, True)
+    assert "paused" not in run("batch", "resume", "batch_0", "--url", api.url).out
+    cancelled = run("batch", "cancel", "batch_0", "--url", api.url)
+    assert (cancelled.status, cancelled.out) == (0, "batch_0: cancelled, 0 of 5 done\n")
+    again = run("batch", "cancel", "batch_0", "--url", api.url)
+    assert again.status == 1
+    assert "Cannot cancel a batch with status 'cancelled'" in again.err
+
+
+def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
+    api.lines_per_look = 2
+    run("batch", "submit", "lines.jsonl", "--url", api.url)
+    refused = run("batch", "fetch", "batch_0", "--url", api.url)
+    assert refused.status == 1
+    assert "--partial fetches what there is" in refused.err
+    partial = run("batch", "fetch", "batch_0", "--url", api.url, "--partial", "--output", "-")
+    assert partial.status == 0
+    assert [json.loads(one)["custom_id"] for one in partial.out.splitlines()] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+    assert run("batch", "fetch", "batch_0", "--url", api.url).status == 0
+    assert len(Path("batch_0.out.jsonl").read_text().splitlines()) == 5
+
+
+def test_errors_have_remedies(api: BatchApi, lines: Path, tmp_path: Path) -> None:
+    unknown = run("batch", "show", "batch_9", "--url", api.url)
+    assert (unknown.status, "'llama-gateway batch list' shows" in unknown.err) == (1, True)
+    api.key = "sk-right"
+    refused = run("batch", "list", "--url", api.url)
+    assert (refused.status, "--key-file" in refused.err) == (1, True)
+    key_file = tmp_path / "key"
+    key_file.write_text("sk-right\n")
+    assert run("batch", "list", "--url", api.url, "--key-file", str(key_file)).status == 0
+    away = run("batch", "list", "--url", "http://127.0.0.1:9")
+    assert (away.status, "is it running? --url names its address" in away.err) == (1, True)
+    wrong = run("batch", "list", "--url", "ftp://there")
+    assert (wrong.status, "must be like http://127.0.0.1:8000" in wrong.err) == (2, True)
+
+
+def test_the_key_of_the_environment_is_used_and_never_shown(
+    api: BatchApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.key = "sk-right"
+    monkeypatch.setenv("LLAMA_GATEWAY_KEY", "sk-right")
+    monkeypatch.setenv("LLAMA_GATEWAY_URL", f"{api.url}/v1")
+    assert run("batch", "list").status == 0
+    monkeypatch.setenv("LLAMA_GATEWAY_KEY", "sk-wrong")
+    ran = run("batch", "list")
+    assert ran.status == 1
+    assert "sk-wrong" not in ran.err
+
+
+def test_a_certificate_of_its_own(tmp_path: Path) -> None:
+    import ssl
+
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    with batch_api(context) as api:
+        refused = run("batch", "list", "--url", api.url)
+        assert (refused.status, "with --ca" in refused.err) == (1, True)
+        ca = str(tmp_path / "ca.pem")
+        assert run("batch", "list", "--url", api.url, "--ca", ca).status == 0
+
+
+@pytest.mark.slow
+def test_on_a_terminal_one_line_moves(api: BatchApi, lines: Path) -> None:
+    api.lines_per_look = 2
+    status, shown = run_on_terminal(
+        "batch", "submit", "lines.jsonl", "--url", api.url, "--wait", COLUMNS="120"
+    )
+    assert status == 0, shown
+    assert "in progress, 2 of 5 done, 55 tokens/s, ends about" in shown
+    assert "completed, 5 of 5 done" in shown
+    assert "\x1b[" in shown
+    assert "batch_0: in progress" not in shown
+
+
+def test_results_and_json_do_not_both_go_to_stdout(api: BatchApi, lines: Path) -> None:
+    ran = run("batch", "fetch", "batch_0", "--url", api.url, "--output", "-", "--json")
+    assert (ran.status, "only one of them" in ran.err) == (2, True)
+
+
+def test_json_tells_a_script_where_the_results_are(api: BatchApi, lines: Path) -> None:
+    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait", "--json")
+    told = json.loads(ran.out)
+    assert (told["output"], told["errors"]) == ("lines.out.jsonl", None)
+    assert (told["done"], told["failed"], told["batch"]["status"]) == (5, 0, "completed")
+
+
+@pytest.mark.parametrize("id_", ["../files", "batch 1", "", "b" * 129])
+def test_what_is_no_id_is_refused_here(id_: str) -> None:
+    ran = run("batch", "fetch", id_)
+    assert (ran.status, "is no batch's id" in ran.err) == (2, True), ran.err
+
+
+# The progress of a batch in words.
+
+
+def batch(done: int = 0, **own: Any) -> dict[str, Any]:
+    return {
+        "id": "batch_1",
+        "status": "in_progress",
+        "request_counts": {"total": 1000, "completed": done, "failed": 0},
+        "llama_gateway": own,
+    }
+
+
+def test_progress_in_one_line() -> None:
+    now = time.time()
+    progress = progress_of(batch(250, tokens_per_second=1234.5))
+    assert describe(progress, now + 90, now).startswith(
+        "in progress, 250 of 1,000 done, 1,234 tokens/s, ends about "
+    )
+    assert describe(progress, now + 90, now).endswith("(in 90 s)")
+    paused = progress_of(batch(paused={"at": 1, "reason": "over its budget"}))
+    assert "paused (over its budget)" in describe(paused, None, now)
+
+
+def test_of_another_gateway_only_what_its_api_tells_is_shown() -> None:
+    assert describe(progress_of({"status": "validating"}), None, 0.0) == "validating"
+
+
+def test_an_end_that_the_gateway_does_not_tell_is_estimated_from_the_lines_done() -> None:
+    clock = iter([100.0, 110.0]).__next__
+    estimate = Estimate(clock)
+    assert estimate.end(progress_of(batch(100))) is None
+    assert estimate.end(progress_of(batch(200))) == 110.0 + 80.0
+    assert estimate.end(progress_of(batch(200, expected_end=500))) == 500.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (119, "119 s"), (120, "2 min"), (3600, "1 h"), (5400, "1 h 30 min"),
+     (86_400, "1 d"), (180_000, "2 d 2 h")],
+)  # fmt: skip
+def test_spans(seconds: float, text: str) -> None:
+    assert span(seconds) == text
+
+
+def test_the_end_of_a_batch_decides_the_command() -> None:
+    end_by({"status": "in_progress", "request_counts": {}})
+    end_by({"status": "completed", "request_counts": {"total": 1, "completed": 1, "failed": 0}})
+    with pytest.raises(CommandFailed, match="2 of 10 lines failed"):
+        end_by(
+            {"status": "completed", "request_counts": {"total": 10, "completed": 8, "failed": 2}}
+        )
+    with pytest.raises(CommandFailed, match="batch_1 expired"):
+        end_by({"id": "batch_1", "status": "expired"})
+    errors = {"data": [{"message": "The input file is empty."}]}
+    with pytest.raises(CommandFailed, match="batch_1 failed: The input file is empty"):
+        end_by({"id": "batch_1", "status": "failed", "errors": errors})
+
+
+def test_details_leave_out_what_is_not_known() -> None:
+    told = dict(details({"id": "batch_1", "status": "validating", "metadata": {}}))
+    assert told == {"id": "batch_1", "progress": "validating"}

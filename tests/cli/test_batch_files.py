@@ -1,0 +1,394 @@
+"""Files of batches: what is told of inputs, the lines that they become, and results."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.cli import batch_files
+from gateway.cli.batch_files import (
+    CHAT,
+    LONGEST_FILE_NAME,
+    LONGEST_TEMPLATE,
+    InputOptions,
+    PreparedInput,
+    Problems,
+    create_fields,
+    custom_id_of,
+    error_of,
+    file_name_of,
+    kind_of,
+    parse_template,
+    places_for,
+    prepare,
+    stem_of,
+    text_of,
+    write_whole,
+)
+from gateway.cli.options import Form
+from gateway.cli.terminal import CommandFailed
+
+
+def read(found: PreparedInput) -> list[dict[str, Any]]:
+    with found.file as file:
+        file.seek(0)
+        return [json.loads(line) for line in file]
+
+
+def made(path: Path, template: str, problems: Problems | None = None, **options: Any) -> Any:
+    return prepare(str(path), InputOptions(template=template, **options), problems or Problems(20))
+
+
+def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
+    assert kind_of(str(tmp_path), None) is Form.FOLDER
+    assert kind_of("a.CSV", None) is kind_of("a.tsv", None) is Form.CSV
+    assert kind_of("a.txt", None) is kind_of("-", None) is Form.JSONL
+    assert kind_of("-", Form.CSV) is Form.CSV
+
+
+@pytest.mark.parametrize(
+    ("shape", "body"),
+    [
+        (
+            InputOptions(CHAT, model="m", system="be brief", max_tokens=5),
+            {
+                "model": "m",
+                "messages": [
+                    {"role": "system", "content": "be brief"},
+                    {"role": "user", "content": "hi"},
+                ],
+                "max_tokens": 5,
+            },
+        ),
+        (InputOptions("/v1/completions", max_tokens=5), {"prompt": "hi", "max_tokens": 5}),
+        (
+            InputOptions("/v1/responses", model="m", system="be brief", max_tokens=5),
+            {"model": "m", "input": "hi", "instructions": "be brief", "max_output_tokens": 5},
+        ),
+        (
+            InputOptions("/v1/messages", model="m", system="be brief", max_tokens=5),
+            {
+                "model": "m",
+                "messages": [{"role": "user", "content": "hi"}],
+                "system": "be brief",
+                "max_tokens": 5,
+            },
+        ),
+        (InputOptions("/v1/embeddings", model="m"), {"model": "m", "input": "hi"}),
+    ],
+    ids=lambda value: value.endpoint if isinstance(value, InputOptions) else "",
+)
+def test_each_endpoint_has_its_own_body(shape: InputOptions, body: dict[str, Any]) -> None:
+    shape.check_request()
+    assert shape.body("hi") == body
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        InputOptions("/v1/moderations"),
+        InputOptions("/v1/messages"),
+        InputOptions("/v1/embeddings", max_tokens=5),
+        InputOptions("/v1/completions", system="be brief"),
+    ],
+)
+def test_what_an_endpoint_cannot_have_is_refused(shape: InputOptions) -> None:
+    with pytest.raises(CommandFailed) as error:
+        shape.check_request()
+    assert error.value.status == 2
+
+
+def test_the_endpoint_of_lines_is_that_of_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    one = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}}
+    file.write_text("no json\n" + json.dumps(one))
+    problems = Problems(20)
+    found = prepare(str(file), InputOptions(), problems)
+    found.file.close()
+    assert (found.endpoint, found.lines, problems.count) == ("/v1/embeddings", 1, 1)
+    assert (found.size, found.stem) == (file.stat().st_size, "in")
+
+
+def test_problems_beyond_the_most_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    problems = Problems(2)
+    for number in range(5):
+        problems.add(f"line {number}", "broken")
+    assert problems.count == 5
+    shown = capsys.readouterr().err
+    assert ("line 1: broken" in shown, "line 2" in shown, "--check" in shown) == (True, False, True)
+
+
+def test_rows_without_an_id_column_are_numbered(tmp_path: Path) -> None:
+    file = tmp_path / "in.csv"
+    file.write_text('﻿text\none\n\n"two\nlines"\n')
+    lines = read(made(file, "<{text}>"))
+    assert [line["custom_id"] for line in lines] == ["row-1", "row-2"]
+    assert lines[1]["body"]["messages"][0]["content"] == "<two\nlines>"
+
+
+def test_broken_rows_are_told_by_the_line_where_they_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "in.csv"
+    file.write_text("id,text\na,one\nb\n,three\na,four\nc,five\n")
+    problems = Problems(20)
+    lines = read(made(file, "{text}", problems, id_column="id"))
+    assert [line["custom_id"] for line in lines] == ["a", "c"]
+    shown = capsys.readouterr().err
+    assert "line 3: has 1 columns, and the header 2" in shown
+    assert "line 4: the column 'id' is empty" in shown
+    assert "line 5 ('a'): An earlier line has the same custom_id" in shown
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "its first line must name the columns"),
+        (b"a,a\n1,2\n", "two columns are called 'a'"),
+        (b"a,b\n1,2\n", "line 1: the template names '{text}'"),
+        (b"text\n\xff\n", "is not UTF-8"),
+        (b'text\n"never ends\n', "line 2: unexpected end of data"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes, told: str) -> None:
+    file = tmp_path / "in.csv"
+    file.write_bytes(content)
+    with pytest.raises(CommandFailed) as error:
+        made(file, "{text}")
+    assert (error.value.status, told in str(error.value)) == (2, True), str(error.value)
+
+
+def test_an_endless_line_of_a_table_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_files, "LONGEST_LINE", 1000)
+    file = tmp_path / "in.csv"
+    file.write_text("text\n" + "x" * 5000 + "\n")
+    with pytest.raises(CommandFailed, match=r"line 1: is longer than 1,000 characters"):
+        made(file, "{text}")
+
+
+def test_an_unknown_id_column_is_told_with_those_there_are(tmp_path: Path) -> None:
+    file = tmp_path / "in.csv"
+    file.write_text("id,text\na,b\n")
+    with pytest.raises(CommandFailed, match=r"there is 'id', 'text'"):
+        made(file, "{text}", id_column="name")
+
+
+def test_only_regular_texts_of_a_folder_are_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "large.txt").write_text("x" * 101)
+    (tmp_path / "binary").write_bytes(b"a\0b")
+    (tmp_path / "link").symlink_to("a.txt")
+    (tmp_path / "below").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    found = made(tmp_path, "{text}", largest_text=100)
+    assert found.skipped == 5
+    assert [line["custom_id"] for line in read(found)] == ["a.txt", "b.txt"]
+    shown = capsys.readouterr().err
+    for told in (
+        "large.txt: skipped: is larger than 100 bytes", "binary: skipped: is no text",
+        "link: skipped: is a link", "below: skipped: is a folder",
+        "pipe: skipped: is no regular file"
+    ):  # fmt: skip
+        assert told in shown
+
+
+def test_a_strict_folder_has_a_problem_for_each_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "below").mkdir()
+    problems = Problems(20)
+    found = made(tmp_path, "{text}", problems, strict=True)
+    found.file.close()
+    assert (found.lines, found.skipped, problems.count) == (1, 0, 1)
+
+
+def test_a_pipe_or_a_missing_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, told in (("pipe", "is no regular file"), ("missing", "can't be read")):
+        with pytest.raises(CommandFailed, match=told):
+            prepare(str(tmp_path / name), InputOptions(), Problems(20))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "told"),
+    [
+        ("in.jsonl", {"template": "{text}"}, "--template: JSON lines have their own bodies"),
+        ("in.jsonl", {"model": "m"}, "--model: JSON lines have their own bodies"),
+        ("in.csv", {}, "needs --template"),
+        ("in.csv", {"template": "{a}", "template_file": Path("b")}, "needs --template"),
+        ("in.csv", {"template_file": Path("missing")}, "--template-file missing: can't be read"),
+        ("in.csv", {"template": "{a!r}"}, "--template: the template's '{a'"),
+        ("in.csv", {"template": "{a}", "delimiter": "--"}, "must be one character"),
+        (".", {"template": "{text}", "id_column": "a"}, "a folder has no columns"),
+        (".", {"template": "{other}"}, "there is 'text', 'name'"),
+        ("in.csv", {"template": "{a}", "endpoint": "/v1/audio"}, "prompts can be made for"),
+    ],
+)
+def test_options_that_do_not_fit_are_wrong_usage(
+    source: str, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(CommandFailed) as error:
+        prepare(source, InputOptions(**options), Problems(20))
+    assert (error.value.status, told in str(error.value)) == (2, True), str(error.value)
+
+
+def test_a_template_of_a_file_and_columns_with_tabs(tmp_path: Path) -> None:
+    (tmp_path / "template").write_text("<{a}>")
+    (tmp_path / "in.tsv").write_text("a\tb\n1,2\t3\n")
+    chosen = InputOptions(template_file=tmp_path / "template")
+    with prepare(str(tmp_path / "in.tsv"), chosen, Problems(20)).file as file:
+        file.seek(0)
+        assert b"<1,2>" in file.read()
+
+
+def test_metadata_is_pairs() -> None:
+    assert create_fields("2h", ["a=b=c", "d="]) == {
+        "completion_window": "2h",
+        "metadata": {"a": "b=c", "d": ""},
+    }
+    assert create_fields("2h", []) == {"completion_window": "2h"}
+    for pairs in (["a"], ["=b"], ["a=b", "a=c"]):
+        with pytest.raises(CommandFailed):
+            create_fields("2h", pairs)
+
+
+# Templates.
+
+
+def test_fields_are_replaced_by_their_text_and_doubled_braces_are_braces() -> None:
+    template = parse_template('Answer as {{"mail": ...}}: {mail} of {mail} and {who is it}')
+    filled = template.fill({"mail": "{who is it}", "who is it": "x"})
+    assert filled == 'Answer as {"mail": ...}: {who is it} of {who is it} and x'
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{text!r}", "a field is its name alone"),
+        ("{text:>10}", "a field is its name alone"),
+        ("{text:{width}}", "a field is its name alone"),
+        ("{}", "'{}' without a name"),
+        ("{ }", "'{}' without a name"),
+        ("{text", "write {{ and }} for braces that are text"),
+        ("text}", "write {{ and }} for braces that are text"),
+        ("x" * (LONGEST_TEMPLATE + 1), "more than 1,048,576 characters"),
+    ],
+)
+def test_what_is_no_plain_field_is_refused(text: str, told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_template(text)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["text.__class__", "text[0]", "0", "text.real"])
+def test_a_field_is_a_name_and_no_way_into_an_object(name: str) -> None:
+    template = parse_template(f"{{{name}}}")
+    with pytest.raises(CommandFailed) as error:
+        template.check(("text",), "--template", "column")
+    assert f"'{{{name}}}', but there is no such column: there is 'text'" in str(error.value)
+    assert template.fill({name: "its own text"}) == "its own text"
+
+
+@given(st.text())
+def test_any_text_with_doubled_braces_is_itself(text: str) -> None:
+    template = parse_template(text.replace("{", "{{").replace("}", "}}"))
+    assert template.fill({}) == text
+
+
+# Results.
+
+
+def answered(body: object, status: int = 200) -> dict[str, Any]:
+    return {"custom_id": "a", "response": {"status_code": status, "body": body}, "error": None}
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"choices": [{"message": {"content": "chat"}}]}, "chat"),
+        ({"choices": [{"message": {"content": None}}]}, ""),
+        ({"choices": [{"text": "completion"}]}, "completion"),
+        ({"choices": []}, ""),
+        (
+            {
+                "output": [
+                    {"type": "reasoning", "content": [{"text": "hm"}]},
+                    {"type": "message", "content": [{"text": "two "}, {"text": "parts"}]},
+                ]
+            },
+            "two parts",
+        ),
+        ({"content": [{"type": "text", "text": "message"}]}, "message"),
+        ({"data": [{"embedding": [1.5, 2]}]}, "[1.5, 2]"),
+        ({"data": [{"embedding": [1]}, {"embedding": [2]}]}, "[[1], [2]]"),
+        ("no object", ""),
+    ],
+)
+def test_the_text_of_each_api(body: object, text: str) -> None:
+    assert text_of(answered(body)) == text
+    assert error_of(answered(body)) == ""
+
+
+def test_why_a_line_has_no_result() -> None:
+    refused = answered({"error": {"code": "model_not_found", "message": "No such."}}, 404)
+    assert (text_of(refused), error_of(refused)) == ("", "model_not_found: No such.")
+    assert error_of(answered("?", 502)) == "status 502"
+    never_run = {"custom_id": None, "response": None, "error": {"code": "broken", "line": 7}}
+    assert (error_of(never_run), custom_id_of(never_run)) == ("broken", "line 7")
+
+
+def test_where_results_go() -> None:
+    lines = places_for(stem_of("in/lines.jsonl"), Form.JSONL, None, force=False)
+    assert (str(lines.output), str(lines.errors)) == ("in/lines.out.jsonl", "in/lines.errors.jsonl")
+    named = places_for("x", Form.JSONL, Path("to/done.jsonl"), force=False)
+    assert str(named.errors) == "to/done.errors.jsonl"
+    assert places_for(stem_of("a.csv"), Form.CSV, None, force=False).output == Path("a.out.csv")
+    assert places_for("a", Form.FOLDER, None, force=False).output == Path("a.out")
+    with pytest.raises(CommandFailed):
+        places_for("a", Form.FOLDER, Path("-"), force=False)
+
+
+@given(st.text(), st.text())
+def test_each_custom_id_has_a_file_name_of_its_own_within_the_folder(one: str, two: str) -> None:
+    names = [file_name_of(one), file_name_of(two)]
+    for name in names:
+        assert len(name.encode()) <= LONGEST_FILE_NAME + 4
+        assert not name.startswith(".")
+        assert not {"/", "\0"} & set(name)
+    if one.removesuffix(".txt") != two.removesuffix(".txt"):
+        assert names[0] != names[1]
+
+
+def test_names_that_would_be_the_same_are_told_apart() -> None:
+    assert file_name_of("a") == file_name_of("a.txt") == "a.txt"
+    assert file_name_of("a.txt", is_taken=True) != "a.txt"
+    assert file_name_of("../../etc/passwd") == "%2E.%2F..%2Fetc%2Fpasswd.txt"
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    place = tmp_path / "out"
+
+    def fail() -> Iterator[bytes]:
+        yield b"some"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_whole(place, fail(), force=False)
+    assert list(tmp_path.iterdir()) == []
+    write_whole(place, [b"one"], force=False)
+    with pytest.raises(CommandFailed, match="is there already"):
+        write_whole(place, [b"two"], force=False)
+    assert place.read_bytes() == b"one"
+    write_whole(place, [b"two"], force=True)
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("out", b"two")]

@@ -1,0 +1,223 @@
+"""`llama-gateway up --model URL` as a process, from a real HTTPS server."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import trustme
+
+from gateway.local.cache import downloads_folder
+from tests.cli.running import run, run_on_terminal
+from tests.cli.test_up import running
+from tests.local.file_server import Fault, FileServer
+from tests.servers import demo_model, server_path
+
+TOKEN = "hf_" + "secret" * 5
+COMMAND = (sys.executable, "-m", "gateway", "up", "--port", "0", "--admin-port", "0")
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return demo_model().read_bytes()
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Path:
+    """The file of the authority that the server's certificate is of."""
+    return tmp_path / "authority.pem"
+
+
+@pytest.fixture
+def server(content: bytes, authority: Path) -> Iterator[FileServer]:
+    issuer = trustme.CA()
+    issuer.cert_pem.write_to_path(authority)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    issuer.issue_cert("127.0.0.1").configure_cert(context)
+    with FileServer(content, context).serving() as server:
+        yield server
+
+
+@pytest.fixture
+def environment(tmp_path: Path, authority: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of the command, here and in other processes."""
+    from gateway.local.server import server_environment
+
+    given = {
+        "LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"),
+        "PATH": server_path(),
+        "SSL_CERT_FILE": str(authority),
+        "HF_TOKEN": TOKEN,
+        "TMPDIR": str(tmp_path),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    return server_environment(given)
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def parts(environment: dict[str, str]) -> list[Path]:
+    return list(downloads_folder(Path(environment["LLAMA_GATEWAY_CACHE"])).glob("*/*.part"))
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_a_model_is_downloaded_served_and_not_downloaded_again(
+    server: FileServer, environment: dict[str, str], content: bytes
+) -> None:
+    cdn = f"{server.origin}/cdn/x?X-Signature=hunter2"
+    server.faults.extend([Fault(302, {"Location": cdn}), Fault(cut=1_000_000)])
+    url = f"{server.origin}/models/tiny-Q8.gguf?key=hunter2"
+    arguments = ("--model", url, "--sha256", digest(content), "--token-env", "HF_TOKEN")
+    for _ in range(2):
+        async with running(environment, *arguments) as it:
+            base = await it.url()
+            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+                body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+                answer = await client.post(f"{base}/v1/chat/completions", json=body)
+                models = (await client.get(f"{base}/v1/models")).json()
+            assert answer.status_code == 200, answer.text
+            assert [model["id"] for model in models["data"]] == ["tiny-Q8"]
+            assert await it.end() == 0
+        output = "\n".join(it.lines)
+        assert "Traceback" not in output
+        for secret in ("hunter2", TOKEN):
+            assert secret not in output
+    targets = [target for target, _ in server.requests]
+    assert targets == [
+        "/models/tiny-Q8.gguf?key=hunter2", "/cdn/x?X-Signature=hunter2",
+        "/models/tiny-Q8.gguf?key=hunter2",
+    ]  # fmt: skip
+    assert server.ranges_asked == [None, None, "bytes=1000000-"]
+    assert all(headers["authorization"] == f"Bearer {TOKEN}" for _, headers in server.requests)
+
+
+def test_no_token_is_sent_unless_it_is_asked_for(
+    server: FileServer, environment: dict[str, str]
+) -> None:
+    server.always = Fault(401)
+    ran = run("up", "--model", f"{server.origin}/m.gguf")
+    assert ran.status == 1
+    assert "HTTP 401 Unauthorized" in ran.err
+    assert "--token-env" in ran.err
+    assert all("authorization" not in headers for _, headers in server.requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_has_arrived(
+    server: FileServer, environment: dict[str, str], content: bytes, number: signal.Signals
+) -> None:
+    held = threading.Event()
+    server.faults.append(Fault(hold=held))
+    with subprocess.Popen(
+        [*COMMAND, "--model", f"{server.origin}/m.gguf"], env=environment,
+        stderr=subprocess.PIPE, text=True
+    ) as process:  # fmt: skip
+        try:
+            assert server.half_way.wait(60)
+            while not (found := parts(environment)) or not found[0].stat().st_size:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+        finally:
+            held.set()
+            process.kill()
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert "Traceback" not in err
+    assert ("the same command goes on" in err) is (number == signal.SIGINT)
+    (part,) = parts(environment)
+    assert 0 < part.stat().st_size <= len(content) // 2
+
+
+def test_a_model_that_does_not_fit_into_memory_is_not_downloaded(
+    server: FileServer, environment: dict[str, str]
+) -> None:
+    server.always = Fault(announce=psutil.virtual_memory().total)
+    ran = run("up", "--model", f"{server.origin}/m.gguf")
+    assert ran.status == 1
+    assert "m.gguf: not enough memory" in ran.err
+    assert parts(environment) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [(b"<html>login</html>" + bytes(4000), "web page"), (b"nothing" + bytes(4000), "GGUF")],
+)
+def test_what_is_no_model_is_refused(
+    server: FileServer, environment: dict[str, str], body: bytes, text: str
+) -> None:
+    server.content = body
+    ran = run("up", "--model", f"{server.origin}/m.gguf")
+    assert ran.status == 1
+    assert text in ran.err
+    assert "Traceback" not in ran.err
+    assert parts(environment) == []
+
+
+def test_an_untrusted_certificate_is_refused(
+    server: FileServer, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE")
+    ran = run("up", "--model", f"{server.origin}/m.gguf")
+    assert ran.status == 1
+    assert "SSL_CERT_FILE" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--model", "http://models.example/m.gguf?k=hunter2"), "only https"),
+        (("--model", "ftp://me:hunter2@models.example/m.gguf"), "only https"),
+        (("--model", "https://"), "not a valid URL"),
+        (("--model", "https://h/m.gguf", "--sha256", "hunter2"), "64 hexadecimal digits"),
+        (("--model", "https://h/m.gguf", *["--sha256", "0" * 64] * 2), "given 2 times"),
+        (("--model", "https://h/m.gguf", "--max-bytes", "many"), "not a size"),
+        (("--model", "https://h/m.gguf", "--max-bytes", "0"), "not a size"),
+        (("--model", "https://h/m.gguf", "--token-env", "NO_SUCH_TOKEN"), "not set"),
+        (("--model", "https://h/m.gguf", "--token-env", "BAD_TOKEN"), "holds no token"),
+        (("--model", "https://a:hunter2@h/m", "--token-env", "HF_TOKEN"), "give one only"),
+        (("--model", "m.gguf", "--sha256", "0" * 64), "names no URL"),
+        (("--max-bytes", "1GiB"), "names no URL"),
+    ],
+)
+def test_wrong_usage_is_2_and_tells_no_secret(
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    text: str,
+) -> None:
+    monkeypatch.setenv("BAD_TOKEN", "hunter2\nX-Injected: 1")
+    ran = run("up", *arguments)
+    assert ran.status == 2
+    assert text in ran.err
+    assert "hunter2" not in ran.err
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_a_bar(
+    server: FileServer, environment: dict[str, str], content: bytes
+) -> None:
+    status, shown = run_on_terminal(
+        "up", "--model", f"{server.origin}/m.gguf", "--sha256", "0" * 64,
+        **environment, COLUMNS="100",
+    )  # fmt: skip
+    assert status == 1
+    assert "Downloading https://127.0.0.1" in shown
+    assert "MB" in shown or "MiB" in shown
+    assert "not 0000000000" in shown.replace("\r\n", "")

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from gateway.local.memory import MEMORY_RESERVE
+from tests.cli.running import run
+from tests.local.small_models import LARGER, write_hollow
+from tests.workshop.fit.random_models import Recipe, write
+
+GIB = 1 << 30
+GIVEN = ("--memory", "4GiB", "--cores", "8")
+PAGE = Path(__file__).parents[2] / "docs/fit.md"
+PAGE_OPTIONS = (
+    *("--memory", "8GiB", "--cores", "4", "--instructions", "avx2"),
+    *("--channels", "2", "--mt-per-s", "3200"),
+)
+RECIPE = Recipe("some-model", 8, 1024, 16, 4, 4096, vocabulary=4096, weights=Type.Q4_0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write(RECIPE, tmp_path_factory.mktemp("models"), hollow=True))
+
+
+def fit(*arguments: str) -> str:
+    ran = run("fit", *arguments)
+    assert ran.status == 0, ran.err
+    return ran.out
+
+
+def fit_json(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(fit(*arguments, "--json"))
+    return found
+
+
+def refused(*arguments: str) -> str:
+    ran = run("fit", *arguments)
+    assert ran.status != 0
+    assert "Traceback" not in ran.err
+    return ran.err
+
+
+def test_memory_speed_and_quantisations_are_told(model: str) -> None:
+    out = fit(model, *GIVEN, "--channels", "2", "--mt-per-s", "3200")
+    for part in (
+        "some-model: llama, 0.13 billion weights in 8 layers, trained on 32,768 tokens",
+        "64 MiB: 2 slots of 4,096 tokens in f16",
+        "fits",
+        "of 4.0 GiB",
+        "tokens/s by 8 cores",
+        "38.4 GB/s, three quarters of the peak of 2 channels at 3200 MT/s",
+    ):
+        assert part in " ".join(out.split()), part
+    rows = [line.split() for line in out[out.index("quantisation") :].splitlines()[1:]]
+    assert next(row[0] for row in rows if row) == "Q2_K"
+    assert all(len(row) == 9 for row in rows if row)
+
+
+def test_a_script_gets_json(model: str) -> None:
+    found = fit_json(model, *GIVEN)
+    server = found["server"]
+    assert found["fits"] is True
+    assert found["model"]["architecture"] == "llama"
+    assert server["kv_cache"] == 2 * server["kv_cache_per_slot"] == 2 * 8 * 2 * 256 * 2 * 4096
+    assert server["weights"] == sum(found["model"]["weights_by_type"].values())
+    parts = ("weights", "kv_cache", "states", "compute", "checkpoints", "prompt_cache")
+    assert server["needed"] == sum(server[p] for p in (*parts, "vocabulary", "process"))
+    assert found["places"][0]["left"] == 4 * GIB - server["needed"]
+    assert found["speed"] is None
+
+
+def test_a_model_that_does_not_fit_says_by_how_much(model: str) -> None:
+    out = fit(model, "--memory", "2GiB")
+    assert "does not fit  the machine: 1 server needs" in out
+    assert "stay free, 2.0 GiB must" in out
+    assert fit_json(model, "--memory", "2GiB")["largest_context"] == 0
+    assert "are missing" in fit(model, "--memory", "64MiB")
+
+
+def test_each_numa_node_has_a_server_and_a_share(model: str) -> None:
+    found = fit_json(model, "--memory", "8GiB", "--numa-nodes", "2", "--cores", "16")
+    assert [(place["name"], place["servers"]) for place in found["places"]] == [
+        ("the machine", 2),
+        ("NUMA node 0", 1),
+        ("NUMA node 1", 1),
+    ]
+    assert found["places"][1]["available"] == 4 * GIB
+    assert found["settings"]["mapped"] is False
+    assert found["server"]["mapped_twice"] == 0
+    assert found["needed"] == 2 * found["server"]["needed"]
+
+
+def test_settings_change_what_is_needed(model: str) -> None:
+    usual = fit_json(model, *GIVEN)["server"]
+    small = fit_json(model, *GIVEN, "--kv-type", "q8_0,q4_0")["server"]
+    assert small["kv_cache"] * 1024 == usual["kv_cache"] * (272 + 144)
+    more = fit_json(model, *GIVEN, "--slots", "4", "--context", "8192", "--cache-ram", "1GiB")
+    assert more["server"]["kv_cache"] == 4 * usual["kv_cache"]
+    assert more["server"]["prompt_cache"] == GIB
+
+
+def test_a_context_beyond_the_trained_one_is_cut(model: str) -> None:
+    ran = run("fit", model, *GIVEN, "--context", "100000", "--json")
+    assert json.loads(ran.out)["settings"]["context"] == 32_768
+    assert "trained on 32,768 tokens" in ran.err
+
+
+def test_this_machine_is_the_default(model: str) -> None:
+    found = fit_json(model, "--measure")
+    assert found["places"][0]["name"] == "this machine"
+    assert found["reserve"] == MEMORY_RESERVE
+    assert found["speed"]["bandwidth_source"] == "measured on this machine"
+    assert found["speed"]["decode"] > 0
+    assert all(choice["decode"] > 0 for choice in found["quantizations"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--memory", "much"), "--memory much: no size. Remedy: such as 32GiB"),
+        (("--memory", "9999999999TiB"), "no size"),
+        (("--kv-type", "q9"), "--kv-type q9: there is no such type; known: f32"),
+        (("--kv-type", "f16,f16,f16"), "one type, or two"),
+        (("--channels", "2"), "--channels and --mt-per-s: only both"),
+        (("--measure", "--channels", "2", "--mt-per-s", "1600"), "only one of them"),
+        (("--instructions", "mmx"), "--instructions mmx: there is no such set; known: amx"),
+        (("--slots", "0"), "--slots"),
+    ],
+)
+def test_wrong_usage_is_refused(model: str, arguments: tuple[str, ...], message: str) -> None:
+    ran = run("fit", model, *arguments)
+    assert ran.status == 2
+    assert message in ran.err
+
+
+def test_a_truncated_model_is_refused_with_the_byte(model: str, tmp_path: Path) -> None:
+    short = tmp_path / "short.gguf"
+    short.write_bytes(Path(model).read_bytes()[:1000])
+    assert "short.gguf: not a GGUF model, or cut short: it ends early, at byte 1,000" in refused(
+        str(short)
+    )
+    os.truncate(short, 0)
+    assert "does not begin with GGUF" in refused(str(short))
+    assert "no such file" in refused(str(tmp_path / "gone.gguf"))
+
+
+def test_an_unknown_architecture_gets_the_rule_of_thumb(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "rwkv7")
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    message = refused(str(path))
+    assert "its architecture is 'rwkv7', whose memory is not known here" in message
+    assert "(1.5 x file)" in message
+    assert "Remedy:" in message
+
+
+def test_help_teaches() -> None:
+    out = run("fit", "--help").out
+    assert "Examples:" in out
+    assert "--kv-type" in out
+    assert "one server runs on each NUMA node" in " ".join(out.split())
+
+
+def test_the_page_shows_what_is_written(tmp_path: Path) -> None:
+    path = write_hollow(LARGER, tmp_path)
+    out = fit(str(path), *PAGE_OPTIONS)
+    page = PAGE.read_text()
+    assert f"llama-gateway fit {path.name} {' '.join(PAGE_OPTIONS)}" in page
+    missing = [line for line in out.splitlines() if line.rstrip() not in page]
+    assert not missing

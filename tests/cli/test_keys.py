@@ -1,0 +1,594 @@
+"""`llama-gateway keys` with a store: while a gateway runs, and without one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import socket
+import sqlite3
+import stat
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.callers.keys import KeyRing, new_key
+from gateway.config.settings import load_settings
+from tests.cli.running import Ran, run, run_process
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+
+OWN = new_key("own")
+
+SETTINGS: dict[str, Any] = {"keys": [{"id": OWN.id, "sha256": OWN.sha256, "name": "owner"}]}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with settings and inventory of a gateway that does not run."""
+    monkeypatch.chdir(tmp_path)
+    write_settings(tmp_path, {**SETTINGS, "store": {"url": "sqlite:///keys.db"}})
+    nodes = {"nodes": [{"name": "a", "url": "http://127.0.0.1:9", "model": "mistral-7b"}]}
+    (tmp_path / "config" / "nodes.yaml").write_text(yaml.safe_dump(nodes))
+    return tmp_path
+
+
+def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    (folder / "config").mkdir(exist_ok=True)
+    whole = {"admin": {"port": free_port()}, **settings}
+    (folder / "config" / "gateway.yaml").write_text(yaml.safe_dump(whole))
+
+
+def key_of(ran: Ran) -> str:
+    assert ran.status == 0, ran.err
+    (key,) = [line.strip() for line in ran.out.splitlines() if line.startswith("  lg_")]
+    return key
+
+
+def stored(file: Path) -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(file)) as reader:
+        return reader.execute("SELECT name, revoked_at IS NULL FROM keys ORDER BY name").fetchall()
+
+
+def test_without_a_gateway_the_store_of_the_settings_is_used_and_named(alone: Path) -> None:
+    ran = run("keys", "create", "--name", "alice", "--rpm", "60", "--budget", "20/month")
+    key = key_of(ran)
+    assert f"store: sqlite:///{alone / 'config' / 'keys.db'} (no gateway answers" in ran.err
+    assert stored(alone / "config" / "keys.db") == [("alice", 1)]
+    assert key.split("_")[2].encode() not in (alone / "config" / "keys.db").read_bytes()
+    listed = run("keys", "list")
+    assert "rpm 60, budget 20/month" in listed.out
+    assert "owner" in listed.out
+    shown = json.loads(run("keys", "show", "alice", "--json").out)
+    assert shown["limits"]["rpm"] == 60
+    assert "sha256" not in shown
+    assert "rpm 60" in run("keys", "show", shown["id"]).out
+
+
+def test_a_key_is_rotated_and_revoked_in_the_store(alone: Path) -> None:
+    first = key_of(run("keys", "create", "--name", "alice"))
+    second = key_of(run("keys", "rotate", "alice", "--grace", "1h"))
+    assert first.split("_")[1] == second.split("_")[1]
+    assert first != second
+    assert run("keys", "revoke", "alice").out.endswith("revoked\n")
+    assert stored(alone / "config" / "keys.db") == [("alice", 0)]
+    assert "alice" not in run("keys", "list").out
+    assert "revoked" in run("keys", "list", "--revoked").out
+    again = run("keys", "rotate", "alice")
+    assert (again.status, again.out) == (1, "")
+    assert "revoked for good" in again.err
+
+
+def test_a_key_s_class_models_group_and_end_are_stored(alone: Path) -> None:
+    ran = run(
+        *("keys", "create", "--name", "alice", "--class", "premium", "--models", "mistral-7b, b"),
+        *("--model", "c", "--group", "team", "--expires", "90d", "--trust-user-headers"),
+        *("--user-rpm", "6", "--concurrency", "2", "--prompt-tokens", "4000", "--json"),
+    )
+    key = json.loads(ran.out)
+    assert key["key"].startswith(f"lg_{key['id']}_")
+    assert (key["class"], key["max_class"], key["group"]) == ("premium", "premium", "team")
+    assert key["models"] == ["c", "mistral-7b", "b"]
+    assert key["user_limits"]["rpm"] == 6
+    assert key["limits"]["concurrency"] == 2
+    assert key["expires"] is not None
+    assert "declares the model 'c'" in ran.err
+    assert "'mistral-7b'" not in ran.err
+    assert "warning" not in run("keys", "set", "alice", "--rpm", "7").err
+    assert "declares the model 'd'" in run("keys", "set", "alice", "--models", "d").err
+
+
+def test_the_entry_for_the_settings_has_the_limits_too(alone: Path) -> None:
+    ran = run("keys", "create", "--name", "a", "--rpm", "5", "--expires", "1d", "--print")
+    assert not (alone / "config" / "keys.db").exists()
+    (entry,) = yaml.safe_load(ran.out.partition("For config/gateway.yaml:\n\n")[2])["keys"]
+    assert entry["limits"] == {"rpm": 5}
+    write_settings(alone, {"keys": [entry]})
+    assert run("check").status == 0
+
+
+def shown(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("keys", "show", name, "--json").out)
+    return found
+
+
+PRIVATE = (
+    *("--cache-hide", "--cache-isolate", "key", "--no-prompt-cache"),
+    *("--cache-nodes", "tenant=a, zone=b"),
+)
+
+
+def test_what_a_key_says_of_prompt_caches_is_stored(alone: Path) -> None:
+    ran = run("keys", "create", "--name", "a", *PRIVATE)
+    key_of(ran)
+    assert "cache: hide yes, isolate key, prompt_cache no, nodes tenant=a,zone=b" in ran.out
+    assert shown("a")["cache"] == {
+        "hide": True,
+        "isolate": "key",
+        "nodes": {"tenant": "a", "zone": "b"},
+        "prompt_cache": False,
+    }
+    entry = json.loads(run("keys", "create", "--name", "b", *PRIVATE, "--print", "--json").out)
+    assert entry["cache"] == shown("a")["cache"]
+
+
+def test_a_stored_key_is_changed_and_keeps_its_secret(alone: Path) -> None:
+    run("keys", "create", "--name", "a", "--rpm", "5", "--tpm", "900", "--expires", "1d")
+    before = shown("a")
+    ran = run(
+        *("keys", "set", "a", "--name", "b", "--rpm", "6", "--unset", "tpm,expires"),
+        *("--class", "premium", "--max-class", "urgent", "--models", "mistral-7b"),
+    )
+    assert ran.out == (f"b (id {before['id']}): at most class urgent; models mistral-7b; rpm 6\n")
+    after = shown("b")
+    assert (after["id"], after["created_at"]) == (before["id"], before["created_at"])
+    assert (after["class"], after["expires"]) == ("premium", None)
+    assert {name: value for name, value in after["limits"].items() if value is not None} == {
+        "rpm": 6
+    }
+    assert run("keys", "set", "b", "--unset", "models", "--unset", "limits").status == 0
+    assert (shown("b")["models"], shown("b")["limits"]) == (None, None)
+
+
+def test_the_last_limit_of_end_users_gives_way_to_those_of_the_group(alone: Path) -> None:
+    run("keys", "create", "--name", "a", "--trust-user-headers", "--user-rpm", "6")
+    assert run("keys", "set", "a", "--unset", "user-rpm").status == 0
+    assert shown("a")["user_limits"] is None
+    assert run("keys", "set", "a", "--no-trust-user-headers").status == 0
+    ran = run("keys", "set", "a", "--user-rpm", "5")
+    assert (ran.status, "needs --trust-user-headers" in ran.err) == (2, True)
+
+
+def test_a_key_s_cache_settings_are_changed_one_by_one(alone: Path) -> None:
+    run("keys", "create", "--name", "a", *PRIVATE)
+    assert run("keys", "set", "a", "--cache-nodes", "zone=c", "--no-cache-hide").status == 0
+    cache = shown("a")["cache"]
+    assert (cache["nodes"], cache["hide"], cache["isolate"]) == ({"zone": "c"}, False, "key")
+    assert run("keys", "set", "a", "--cache-nodes", "all").status == 0
+    assert shown("a")["cache"]["nodes"] == {}
+    run("keys", "set", "a", "--unset", "cache-nodes,cache-hide", "--unset", "prompt-cache")
+    assert shown("a")["cache"] == {
+        "hide": None,
+        "isolate": "key",
+        "nodes": None,
+        "prompt_cache": None,
+    }
+    run("keys", "set", "a", "--unset", "cache")
+    assert shown("a")["cache"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "say what to change"),
+        (("--unset", "rpms"), "there is no 'rpms'"),
+        (("--unset", "rpm", "--rpm", "5"), "'rpm' is set by another flag"),
+        (("--unset", "limits", "--rpm", "5"), "'limits' is set by another flag"),
+        (("--rpm", "0"), "--rpm"),
+        (("--class", "premium"), "is below the key's class"),
+        (("--cache-nodes", "tenant"), "tenant=a,zone=b"),
+        (("--cache-nodes", "a=1,a=2"), "tenant=a,zone=b"),
+        (("--cache-isolate", "tenant"), "--cache-isolate"),
+    ],
+)
+def test_a_change_that_makes_no_sense_is_refused(
+    flags: tuple[str, ...], said: str, alone: Path
+) -> None:
+    run("keys", "create", "--name", "a", "--rpm", "5")
+    before = shown("a")
+    ran = run("keys", "set", "a", *flags)
+    assert (ran.status, ran.out) == (2, "")
+    assert said in ran.err
+    assert shown("a") == before
+
+
+def test_a_name_that_another_key_has_is_refused(alone: Path) -> None:
+    run("keys", "create", "--name", "a")
+    run("keys", "create", "--name", "b")
+    ran = run("keys", "set", "b", "--name", "a")
+    assert (ran.status, "is called 'a' already" in ran.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rpm", "0"),
+        ("--tpm", "-5"),
+        ("--tokens-per-day", "0"),
+        ("--concurrency", "0"),
+        ("--budget", "0/month"),
+        ("--budget", "20"),
+        ("--budget", "-1/day"),
+        ("--prompt-tokens", "0"),
+        ("--expires", "0d"),
+        ("--expires", "2020-01-01"),
+        ("--expires", "soon"),
+        ("--name", ""),
+        ("--name", " a "),
+        ("--models", ""),
+        ("--models", "a,,b"),
+        ("--user-rpm", "5"),
+        ("--group", "no group"),
+        ("--class", "batch", "--max-class", "premium", "--rpm", "1.5"),
+    ],
+)
+@pytest.mark.parametrize("printed", [(), ("--print",)])
+def test_bad_flags_are_wrong_usage_and_store_nothing(
+    flags: tuple[str, ...], printed: tuple[str, ...], alone: Path
+) -> None:
+    ran = run("keys", "create", *flags, *printed)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.count("error: ") >= 1
+    # It names the flag (those for end users by their common begin), or the field that it sets.
+    field = flags[-2].removeprefix("--").replace("-", "_").replace("user_rpm", "user_")
+    assert field in ran.err.replace("-", "_")
+    assert "Traceback" not in ran.err
+    file = alone / "config" / "keys.db"
+    assert not file.exists() or stored(file) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        (("--name", "alice"), 1, "is called 'alice' already"),
+        (("--name", "b", "--id", "alice-id"), 1, "another key has the id"),
+        (("--name", "owner"), 2, "a key of the settings is called 'owner'"),
+        (("--name", "b", "--id", "own"), 2, "a key of the settings is called 'own'"),
+    ],
+)
+def test_two_keys_of_one_name_or_id_are_refused(
+    flags: tuple[str, ...], status: int, said: str, alone: Path
+) -> None:
+    key_of(run("keys", "create", "--name", "alice", "--id", "alice-id"))
+    ran = run("keys", "create", *flags)
+    assert (ran.status, ran.out) == (status, "")
+    assert said in ran.err
+    assert stored(alone / "config" / "keys.db") == [("alice", 1)]
+
+
+@pytest.mark.parametrize(
+    "action", [("show",), ("revoke",), ("rotate",), ("set", "--rpm", "5")], ids=lambda one: one[0]
+)
+def test_an_unknown_key_is_an_error(action: tuple[str, ...], alone: Path) -> None:
+    ran = run("keys", *action, "nobody")
+    assert (ran.status, ran.out) == (1, "")
+    assert "keys list" in ran.err
+
+
+@pytest.mark.parametrize(
+    "action", [("revoke",), ("rotate",), ("set", "--rpm", "5")], ids=lambda one: one[0]
+)
+def test_a_key_of_the_settings_is_changed_there(action: tuple[str, ...], alone: Path) -> None:
+    ran = run("keys", *action, "owner")
+    assert (ran.status, ran.out) == (1, "")
+    assert "a key of the settings" in ran.err
+
+
+def test_a_store_that_can_not_be_opened_is_an_error_with_a_remedy(alone: Path) -> None:
+    (alone / "config" / "keys.db").write_text("no database at all, but long enough" * 100)
+    ran = run("keys", "create", "--name", "alice")
+    assert (ran.status, ran.out) == (1, "")
+    assert "backup" in ran.err
+
+
+def test_without_a_store_the_lines_for_the_settings_are_shown(alone: Path) -> None:
+    write_settings(alone, {"store": {"url": "off"}})
+    ran = run("keys", "create", "--name", "alice", "--rpm", "5")
+    assert ran.status == 0
+    assert "there is no store" in ran.err
+    (entry,) = yaml.safe_load(ran.out.partition("For config/gateway.yaml:\n\n")[2])["keys"]
+    assert (entry["name"], entry["limits"]) == ("alice", {"rpm": 5})
+    ran = run("keys", "list")
+    assert (ran.status, ran.out) == (2, "")
+    assert "'llama-gateway keys create' shows the lines" in ran.err
+
+
+def test_the_flag_print_still_shows_the_lines_and_warns(alone: Path) -> None:
+    ran = run("keys", "create", "--name", "alice", "--print")
+    assert (ran.status, "For config/gateway.yaml" in ran.out) == (0, True)
+    assert "--print goes with the next release" in ran.err
+    assert not (alone / "config" / "keys.db").exists()
+
+
+def test_a_named_gateway_that_does_not_answer_is_no_reason_to_open_the_store(alone: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    ran = run("keys", "create", "--name", "alice", "--admin-url", url)
+    assert (ran.status, ran.out) == (1, "")
+    assert not (alone / "config" / "keys.db").exists()
+
+
+FILES = {
+    "keys.yaml": "- {id: a1, sha256: HASH, name: a}\n- {id: b1, sha256: HASH, limits: {rpm: 5}}\n",
+    "keys.json": '{"keys": [{"id": "a1", "sha256": "HASH", "name": "a", "models": ["m"]}]}',
+    "keys.csv": "id,sha256,name,models,rpm,budget\na1,HASH,a,m;n,60,20/month\nb1,HASH,,,,\n",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_keys_are_imported_from_a_file(name: str, alone: Path) -> None:
+    (alone / name).write_text(FILES[name].replace("HASH", OWN.sha256))
+    ran = run("keys", "import", name)
+    assert ran.status == 0, ran.err
+    assert "imported" in ran.out
+    assert "a" in [row[0] for row in stored(alone / "config" / "keys.db")]
+
+
+BAD_FILES = [
+    ("x.yaml", "- {id: a1, sha256: HASH}\n- {id: b_1, sha256: HASH}\n- {id: c, sha256: x}\n", 2, 3),
+    ("x.yaml", "keys:\n- {id: a1, sha256: HASH}\n- {id: b1, sha256: HASH, limits: {rpm: 0}}\n", 3),
+    ("x.yaml", "- {id: a1, sha256: HASH}\n- {id: a2, name: a1, sha256: HASH}\n", 2),
+    ("x.yaml", "- {id: own, sha256: HASH}\n", 1),
+    ("x.json", '[{"id": "a1", "sha256": "HASH"},\n 5]', 2),
+    ("x.csv", "id,sha256,rpm\na1,HASH,60\nb1,HASH,0\nc1,HASH,many\n", 3, 4),
+    ("x.csv", "id,sha256\na1,HASH,60\n", 2),
+    ("x.csv", "id,name\na1,x\n", 1),
+    ("x.csv", "id,sha256,colour\na1,HASH,red\n", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "lines"), [(n, t, ls) for n, t, *ls in BAD_FILES])
+def test_a_bad_line_is_named_and_nothing_is_imported(
+    name: str, text: str, lines: list[int], alone: Path
+) -> None:
+    (alone / name).write_text(text.replace("HASH", OWN.sha256))
+    ran = run("keys", "import", name)
+    assert (ran.status, ran.out) == (2, "")
+    for line in lines:
+        assert f"{name}:{line}: " in ran.err
+    file = alone / "config" / "keys.db"
+    assert not file.exists() or stored(file) == []
+
+
+@pytest.mark.parametrize("text", ["", "keys: []\n", "5", "a: b\n", "[", "\x00", "id,sha256\n"])
+@pytest.mark.parametrize("name", ["x.yaml", "x.csv"])
+def test_a_file_without_keys_is_refused(name: str, text: str, alone: Path) -> None:
+    (alone / name).write_text(text)
+    ran = run("keys", "import", name)
+    assert (ran.status, ran.out) == (2, "")
+    assert name in ran.err
+    assert run("keys", "import", "missing.yaml").status == 2
+
+
+def test_a_file_with_a_secret_in_place_of_its_hash_is_not_echoed(alone: Path) -> None:
+    (alone / "x.yaml").write_text(f"- {{id: a, sha256: {OWN.text}}}\n")
+    ran = run("keys", "import", "x.yaml")
+    assert ran.status == 2
+    assert OWN.text.split("_")[2] not in ran.err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_root_leaves_no_file_that_the_gateways_user_can_not_open(alone: Path) -> None:
+    # The folders above are root's alone.
+    folder = Path("/var/tmp") / f"llama-gateway-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        os.chown(folder, 65534, 65534)
+        write_settings(alone, {"store": {"url": f"sqlite:///{folder / 'keys.db'}"}})
+        ran = run_process(["keys", "create", "--name", "alice"])
+        assert ran.status == 0, ran.err
+        for file in folder.iterdir():
+            assert (file.stat().st_uid, stat.S_IMODE(file.stat().st_mode)) == (65534, 0o600)
+    finally:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+
+
+# While a gateway runs.
+
+
+async def keys(running: Running, *arguments: str) -> Ran:
+    settings = ("--config", str(running.settings_file))
+    url = ("--admin-url", running.admin_url)
+    return await asyncio.to_thread(run, "keys", *arguments, *url, *settings)
+
+
+async def status_with(running: Running, key: str) -> int:
+    headers = {"authorization": f"Bearer {key}"}
+    answer = await running.client.post("/v1/chat/completions", json=CHAT, headers=headers)
+    return answer.status_code
+
+
+async def created(running: Running, node: EmulatedNode) -> None:
+    ran = await keys(running, "create", "--name", "alice", "--models", node.model)
+    assert "of the gateway at" in ran.err
+    assert await status_with(running, key_of(ran)) == 200
+    assert "alice" in (await keys(running, "list")).out
+
+
+async def rotated(running: Running, node: EmulatedNode) -> None:
+    first = key_of(await keys(running, "create", "--name", "a/b c"))
+    ran = await keys(running, "rotate", "a/b c", "--grace", "0")
+    assert await status_with(running, first) == 401
+    assert await status_with(running, key_of(ran)) == 200
+
+
+async def revoked(running: Running, node: EmulatedNode) -> None:
+    key = key_of(await keys(running, "create", "--name", "alice"))
+    assert await status_with(running, key) == 200
+    assert (await keys(running, "revoke", "alice")).status == 0
+    assert await status_with(running, key) == 401
+
+
+async def changed(running: Running, node: EmulatedNode) -> None:
+    key = key_of(await keys(running, "create", "--name", "a", "--rpm", "1", *PRIVATE))
+    assert await status_with(running, key) == 400  # Its pool has no model.
+    ran = await keys(running, "set", "a", "--cache-nodes", "all", "--unset", "rpm", "--json")
+    told = json.loads(ran.out)
+    assert (told["limits"], told["cache"]["nodes"], "key" in told) == (None, {}, False)
+    assert [await status_with(running, key) for _ in range(2)] == [200, 200]
+    ran = await keys(running, "set", "a", "--models", "nobody")
+    assert (ran.status, "no node serves the model 'nobody'" in ran.err) == (2, True)
+    ran = await keys(running, "set", "owner", "--rpm", "5")
+    assert (ran.status, "a key of the settings" in ran.err) == (1, True)
+
+
+async def refused(running: Running, node: EmulatedNode) -> None:
+    ran = await keys(running, "create", "--name", "alice", "--models", "nobody")
+    assert (ran.status, ran.out) == (2, "")
+    assert f"they serve {node.model}" in ran.err
+    ran = await keys(running, "create", "--name", "owner")
+    assert (ran.status, ran.out) == (2, "")
+    assert "a key of the settings is called 'owner'" in ran.err
+
+
+async def imported(running: Running, node: EmulatedNode) -> None:
+    key = new_key("bulk")
+    file = running.settings_file.with_name("bulk.csv")
+    file.write_text(f"id,sha256\nbulk,{key.sha256}\nown,{key.sha256}\n")
+    ran = await keys(running, "import", str(file))
+    assert (ran.status, "bulk.csv:3: id" in ran.err) == (2, True)
+    file.write_text(f"id,sha256\nbulk,{key.sha256}\n")
+    assert (await keys(running, "import", str(file))).status == 0
+    assert await status_with(running, key.text) == 200
+
+
+async def of_another_store(running: Running, node: EmulatedNode) -> None:
+    settings = running.settings_file.with_name("other.yaml")
+    settings.write_text("store: {url: sqlite:///other.db}\n")
+    ran = await asyncio.to_thread(
+        run, "keys", "list", "--admin-url", running.admin_url, "--config", str(settings)
+    )
+    assert (ran.status, ran.out) == (2, "")
+    assert "other.db" in ran.err
+    assert "gateway.db" in ran.err
+
+
+@pytest.mark.parametrize(
+    "scene", [created, rotated, revoked, changed, refused, imported, of_another_store]
+)
+async def test_while_a_gateway_runs_it_makes_the_change(
+    scene: Callable[[Running, EmulatedNode], Awaitable[None]], tmp_path: Path
+) -> None:
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], SETTINGS) as running,
+    ):
+        await scene(running, node)
+
+
+def parts(ran: Ran) -> tuple[str, str]:
+    """Return the key and the settings in an output."""
+    assert ran.status == 0, ran.err
+    before, _, snippet = ran.out.partition("For config/gateway.yaml:\n\n")
+    (key,) = [line.strip() for line in before.splitlines() if line.startswith("  ")]
+    return key, snippet
+
+
+@pytest.mark.parametrize("command", [("hash",), ("create", "--print")])
+def test_a_new_key_is_accepted_with_the_printed_settings(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    key, snippet = parts(run("keys", *command))
+    file = tmp_path / "gateway.yaml"
+    file.write_text(snippet)
+    settings = load_settings(file)
+    assert KeyRing(settings.keys).find(key) is not None
+    assert key not in snippet
+    assert key.split("_")[2] not in snippet
+
+
+def test_a_key_has_the_rights_of_its_flags(tmp_path: Path) -> None:
+    name = 'Team "A": #1 é'
+    ran = run(
+        *("keys", "create", "--print", "--id", "team-a", "--name", name, "--max-class", "premium"),
+        *("--model", "mistral-7b", "--model", "helper", "--trust-user-headers"),
+    )
+    key, snippet = parts(ran)
+    assert key.startswith("lg_team-a_")
+    (entry,) = yaml.safe_load(snippet)["keys"]
+    assert entry["name"] == name
+    assert entry["max_class"] == "premium"
+    assert entry["models"] == ["mistral-7b", "helper"]
+    file = tmp_path / "gateway.yaml"
+    file.write_text(snippet)
+    (spec,) = load_settings(file).keys
+    assert (spec.id, spec.name, spec.trust_user_headers) == ("team-a", name, True)
+
+
+def test_a_key_s_class_is_also_its_highest_by_default(tmp_path: Path) -> None:
+    for flags, best in (([], "premium"), (["--max-class", "urgent"], "urgent")):
+        _, snippet = parts(run("keys", "create", "--print", "--class", "premium", *flags))
+        (tmp_path / "gateway.yaml").write_text(snippet)
+        (spec,) = load_settings(tmp_path / "gateway.yaml").keys
+        assert (spec.class_, spec.max_class) == ("premium", best)
+
+
+def test_json_for_scripts() -> None:
+    entry = json.loads(run("keys", "hash", "--id", "abc", "--json").out)
+    secret = entry["key"].removeprefix("lg_abc_")
+    assert entry == {
+        "key": entry["key"],
+        "id": "abc",
+        "sha256": hashlib.sha256(secret.encode()).hexdigest(),
+    }
+
+
+def test_a_key_that_exists_is_read_from_stdin_and_not_shown() -> None:
+    ran = run("keys", "hash", "--read", stdin="lg_mine_some-secret\n")
+    assert ran.status == 0
+    assert "some-secret" not in ran.out + ran.err
+    (entry,) = yaml.safe_load(ran.out.partition("\n\n")[2])["keys"]
+    assert entry == {"id": "mine", "sha256": hashlib.sha256(b"some-secret").hexdigest()}
+    again = json.loads(run("keys", "hash", "--read", "--json", stdin="lg_mine_some-secret").out)
+    assert again == entry
+
+
+@pytest.mark.parametrize("text", ["", "sk-my-secret", "lg_my.id_secret", "x" * 100_000])
+def test_a_text_that_is_no_key_is_refused_and_not_quoted(text: str) -> None:
+    ran = run("keys", "hash", "--read", stdin=text)
+    assert (ran.status, ran.out) == (2, "")
+    assert len(ran.err.splitlines()) == 1
+    assert not text or text not in ran.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("hash", "--id", "with_underscore"),
+        ("hash", "--id", ""),
+        ("hash", "--id", "a", "--read"),
+        ("create", "--id", "x" * 65),
+        ("create", "--max-class", "vip"),
+        ("create", "--class", "premium", "--max-class", "normal"),
+        ("rotate",),
+        (),
+    ],
+)
+def test_wrong_usage_is_2(arguments: tuple[str, ...]) -> None:
+    ran = run("keys", *arguments)
+    assert ran.status == 2
+    assert "Traceback" not in ran.err

@@ -1,0 +1,172 @@
+"""What all commands have in common: their help, their errors, shared options."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway import __version__
+from gateway.cli import app
+from gateway.cli.options import DEFAULT_CONFIG, check_plot_file, settings_file
+from gateway.cli.terminal import CommandFailed
+from gateway.config.webhooks import MOST_SECRET_BYTES, secret_bytes
+from tests.cli.running import run, run_on_terminal, run_process
+
+
+def test_the_version() -> None:
+    ran = run("--version")
+    assert (ran.status, ran.out) == (0, f"llama-gateway {__version__}\n")
+
+
+def test_without_a_command_the_help_is_shown_and_it_is_wrong_usage() -> None:
+    for command in ((), ("keys",)):
+        ran = run(*command)
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err.startswith("Usage: llama-gateway")
+
+
+def test_it_is_also_a_module_and_keeps_its_exit_status(tmp_path: Path) -> None:
+    ran = run_process(["check", "--nodes", str(tmp_path / "missing.yaml")])
+    assert (ran.status, ran.out) == (2, "")
+    assert "Traceback" not in ran.err
+
+
+def test_help_and_completion_load_nothing_heavy() -> None:
+    code = (
+        "import sys, gateway.cli\n"
+        "heavy = {'sqlalchemy', 'pydantic', 'httpx', 'uvicorn', 'starlette', 'yaml', 'structlog',"
+        " 'asyncio', 'prometheus_client', 'numpy', 'rich'}\n"
+        "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or 0)\n"
+    )
+    ran = run_process([], code=code)
+    assert (ran.status, ran.err) == (0, "")
+
+
+def test_a_shell_can_complete_commands() -> None:
+    ran = run_process(
+        [],
+        {
+            "_LLAMA_GATEWAY_COMPLETE": "complete_bash",
+            "COMP_WORDS": "llama-gateway no",
+            "COMP_CWORD": "1",
+        },
+    )
+    assert ran.out.split() == ["nodes"]
+
+
+def test_a_reader_that_leaves_early_is_no_crash() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    output = process.stderr.read().decode()
+    process.stderr.close()
+    process.wait(120)
+    assert "Traceback" not in output
+
+
+COMMANDS = [
+    ("up",),
+    ("serve",),
+    ("check",),
+    ("nodes",),
+    ("simulate",),
+    ("topology",),
+    ("tune",),
+    ("keys", "hash"),
+    ("keys", "create"),
+    ("batch", "submit"),
+    ("batch", "fetch"),
+]
+
+
+@pytest.mark.parametrize("columns", ["20", "40", "80", "200"])
+@pytest.mark.parametrize("command", [(), ("keys",), *COMMANDS], ids=" ".join)
+def test_nothing_is_cut_from_a_help_however_narrow(
+    command: tuple[str, ...], columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    whole = run(*command, "--help").out
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = run(*command, "--help").out
+    assert shown.split() == whole.split()
+    options, _, typed = shown.partition("Examples:")
+    assert "…" not in shown
+    assert not re.search(r"<\w|range|INTEGER|BOOLEAN|TEXT", options)
+    assert typed or command in {(), ("keys",)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("explode",), "no such command 'explode' (see llama-gateway --help)"),
+        (("--explode",), "no such option: --explode (see llama-gateway --help)"),
+        (("check", "surplus"), "got unexpected extra argument"),
+        (("serve", "--port", "80800"), "--port: must be less than or equal to 65535 (see "),
+        (("serve", "--port", "x"), "--port: "),
+        (("keys", "create", "--class", "vip"), "--class: 'vip' is not one of 'urgent', "),
+        (
+            ("nodes", "drain"),
+            "NAME: drain needs the name of a node, --host, --label or --all-but (see ",
+        ),
+    ],
+)
+def test_wrong_usage_is_2_and_reported_like_every_other_error(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    ran = run(*arguments)
+    assert (ran.status, ran.out) == (2, "")
+    (line,) = ran.err.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_errors_are_coloured_on_a_terminal_that_wants_it(
+    environment: dict[str, str], coloured: bool
+) -> None:
+    status, output = run_on_terminal("check", "--nodes", "missing.yaml", **environment)
+    assert status == 2
+    assert "missing.yaml" in output
+    assert ("\x1b[1;31m" in output) == coloured
+
+
+def test_the_settings_file_is_the_named_one_else_the_default_one_if_it_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert settings_file(Path("mine.yaml")) == Path("mine.yaml")
+    assert settings_file(None) is None
+    DEFAULT_CONFIG.parent.mkdir()
+    DEFAULT_CONFIG.touch()
+    assert settings_file(None) == DEFAULT_CONFIG
+
+
+@pytest.mark.parametrize("name", ["plot.txt", "plot", "plot.gif", "no/such/folder/plot.png"])
+def test_a_plot_that_cannot_be_written_is_wrong_usage(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CommandFailed, match="--plot") as caught:
+        check_plot_file(tmp_path / name)
+    assert caught.value.status == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+@pytest.mark.parametrize("name", ["plot.png", "plot.SVG", "plot.pdf"])
+def test_a_plot_in_a_known_format_can_be_written(tmp_path: Path, name: str) -> None:
+    check_plot_file(tmp_path / name)
+
+
+def test_each_secret_is_a_new_one_that_the_settings_take() -> None:
+    printed = [CliRunner().invoke(app, ["webhooks", "secret"]) for _ in range(2)]
+    assert [one.exit_code for one in printed] == [0, 0]
+    first, second = (one.stdout.strip() for one in printed)
+    assert first != second
+    assert 24 <= len(secret_bytes(first)) <= MOST_SECRET_BYTES
+    # Nothing else is written where a file is made of it.
+    assert printed[0].stdout == f"{first}\n"

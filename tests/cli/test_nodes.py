@@ -1,0 +1,574 @@
+"""`llama-gateway nodes`, and where commands find the admin API."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import trustme
+
+from gateway.cli.nodes import MOST_FAILED_POLLS, models_left_without
+from tests.cli.admin_api import AdminApi, admin_api, node
+from tests.cli.running import (
+    LIMIT,
+    Ran,
+    read_until,
+    run,
+)
+from tests.each_case import each_case
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AdminApi]:
+    monkeypatch.chdir(tmp_path)  # no config/ of the project here
+    with admin_api() as api:
+        yield api
+
+
+@pytest.fixture
+def fleet(api: AdminApi) -> AdminApi:
+    """Two hosts of two nodes each, in two racks; all serve one model."""
+    for name, host, rack in (
+        ("a0", "epyc-a", "a"),
+        ("a1", "epyc-a", "b"),
+        ("b0", "epyc-b", "b"),
+        ("b1", "epyc-b", "b"),
+    ):
+        api.add(name, host=host, labels={"rack": rack, "numa": name[1]})
+    return api
+
+
+def run_nodes(api: AdminApi, *arguments: str) -> Ran:
+    return run("nodes", *arguments, "--admin-url", api.url)
+
+
+def test_a_first_guess_of_a_node_s_speed_is_told_from_a_measured_one(api: AdminApi) -> None:
+    guess = {"prefill_tps": 210.5, "decode_tps": 14.25, "in_use": True, "outcome": "done"}
+    api.add("a", prefill_tps=None, decode_tps=None, calibration=guess)
+    api.add("b", prefill_tps=200.0, decode_tps=14.0, calibration=guess | {"in_use": False})
+    rows = run_nodes(api).out.splitlines()
+    assert "~210.5" in rows[1]
+    assert "~14.2 " in rows[1]
+    assert "~" not in rows[2]
+
+
+@pytest.mark.parametrize("arguments", [(), ("list",)])
+def test_the_fleet_is_a_table_that_a_pipe_does_not_fold(
+    api: AdminApi, arguments: tuple[str, ...]
+) -> None:
+    reason = "connection refused: " + "x" * 200
+    api.add("a" * 60, models=["mistral-7b", "helper"])
+    api.add("b", state="down", reason=reason, models=[], slots_busy=0)
+    ran = run_nodes(api, *arguments)
+    assert (ran.status, ran.err) == (0, "")
+    head, first, second = ran.out.splitlines()
+    assert head.split()[:4] == ["NAME", "STATE", "SLOTS", "RUNNING"]
+    assert first.split()[:6] == ["a" * 60, "ready", "1/2", "1", "mistral-7b,", "helper"]
+    assert "answers its probes" not in first
+    assert second.split()[:2] == ["b", "down"]
+    assert reason in second
+    assert "\x1b" not in ran.out
+
+
+def test_json_is_the_response_of_the_api(api: AdminApi) -> None:
+    api.add("a", labels={"numa": "0"})
+    ran = run_nodes(api, "--json")
+    assert json.loads(ran.out) == {"nodes": [api.nodes["a"]]}
+
+
+def test_an_empty_fleet_is_a_note_and_leaves_stdout_empty(api: AdminApi) -> None:
+    ran = run_nodes(api)
+    assert (ran.status, ran.out) == (0, "")
+    assert "no nodes" in ran.err
+
+
+def test_text_from_a_node_can_t_control_the_terminal(api: AdminApi) -> None:
+    api.add("a", models=["evil\x1b[2J\nname"], reason="[red]not markup[/]", state="down")
+    ran = run_nodes(api)
+    assert ("\x1b" in ran.out, len(ran.out.splitlines())) == (False, 2)
+    assert "[red]not markup[/]" in ran.out
+    evil = "x\x9b2J\x7f\u202e\u2028\U000e0041\ud800"
+    api.add("a", models=[evil], reason="ä", state="down")
+    ran = run_nodes(api, "--json")
+    assert all(line.isprintable() for line in ran.out.split("\n"))
+    assert "ä" in ran.out
+    assert json.loads(ran.out)["nodes"][0]["models"] == [evil]
+
+
+@pytest.mark.parametrize(
+    ("node", "arguments", "shown", "sent"),
+    [
+        ({"in_flight": 2}, ("drain",), "draining (drained by an operator), 2 running", "drain"),
+        ({"in_flight": 0}, ("drain", "--deadline", "90"), "draining", "drain?deadline=90"),
+        ({"in_flight": 3}, ("drain", "--wait"), "draining (drained by an operator)\n", "drain"),
+        ({"state": "draining", "in_flight": 0}, ("resume",), "ready (answers its p", "resume"),
+    ],
+)
+def test_a_node_is_drained_and_resumed(
+    api: AdminApi, node: dict[str, Any], arguments: tuple[str, ...], shown: str, sent: str
+) -> None:
+    api.add("a", **node)
+    api.drains_end = "--wait" in arguments
+    ran = run_nodes(api, arguments[0], "a", *arguments[1:])
+    assert (ran.status, ran.err, api.requests[0]) == (0, "", f"POST /admin/nodes/a/{sent}")
+    assert ran.out.startswith(f"a: {shown}")
+    assert api.nodes["a"]["in_flight"] == (0 if api.drains_end else node["in_flight"])
+
+
+def test_waiting_has_a_limit_and_says_that_the_node_stays_drained(api: AdminApi) -> None:
+    api.add("a", in_flight=2)
+    api.drains_end = False
+    ran = run_nodes(api, "drain", "a", "--wait", "--timeout", "0.1")
+    assert (ran.status, ran.out) == (1, "")
+    assert "a still runs 2 after 0.1 s; it stays drained" in ran.err
+
+
+def test_waiting_survives_a_few_failed_polls(
+    api: AdminApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.cli.nodes.LONGEST_POLL_INTERVAL", 0.02)
+    api.add("a", in_flight=2)
+    api.drains_end = False
+
+    answer = api.answer
+
+    def failing_later(method: str, target: str, authorization: str | None) -> tuple[int, Any]:
+        if len(api.requests) == 2:
+            api.polls_that_fail, api.drains_end = MOST_FAILED_POLLS - 1, True
+        return answer(method, target, authorization)
+
+    api.answer = failing_later  # type: ignore[method-assign]
+    assert run_nodes(api, "drain", "a", "--wait").status == 0
+    assert api.nodes["a"]["in_flight"] == 0
+
+
+def test_waiting_ends_when_somebody_resumes_the_node(api: AdminApi) -> None:
+    api.add("a", in_flight=5)
+    act = api.act
+
+    def resumed_at_once(found: dict[str, object], *others: object) -> None:
+        act(found, *others)  # type: ignore[arg-type]
+        found["state"] = "ready"
+
+    api.act = resumed_at_once  # type: ignore[assignment]
+    ran = run_nodes(api, "drain", "a", "--wait")
+    assert ran.status == 1
+    assert "no longer drained" in ran.err
+
+
+@pytest.mark.parametrize(("state", "status"), [("ready", 0), ("down", 1), ("loading", 1)])
+def test_a_probe_s_exit_status_says_whether_the_node_answers(
+    api: AdminApi, state: str, status: int
+) -> None:
+    api.add("a", state=state)
+    ran = run_nodes(api, "probe", "a", "--json")
+    assert ran.status == status
+    assert json.loads(ran.out)["state"] == state
+    assert api.requests[0] == "POST /admin/nodes/a/probe"
+
+
+def test_an_unknown_node_is_reported_in_the_gateway_s_words(api: AdminApi) -> None:
+    ran = run_nodes(api, "drain", "a/../b c")
+    assert (ran.status, ran.out) == (1, "")
+    assert "There is no node 'a/../b c'." in ran.err
+    assert api.requests == ["POST /admin/nodes/a%2F..%2Fb%20c/drain"]
+
+
+@each_case(
+    ("arguments", "status", "words"),
+    [
+        (("drain",), 2, "--host, --label or --all-but"),
+        (("list", "a0"), 2, "takes no node's name"),
+        (("resume", "a0", "--wait"), 2, "only a drain has it"),
+        (("--deadline", "3"), 2, "only a drain has it"),
+        (("explode", "a0"), 2, "explode"),
+        (("drain", "a0", "--deadline", "-1"), 2, "--deadline"),
+        (("--admin-url", "10.0.0.1:8001"), 2, "--admin-url"),
+        (("drain", "a0", "--host", "epyc-a"), 2, "name the nodes, or choose"),
+        (("drain", "--label", "rack"), 2, "must be like rack=b"),
+        (("drain", "--host", "epyc-c"), 1, "no node fits"),
+        (("drain", "--all-but", "typo"), 1, "there is no node 'typo'"),
+        (("drain", "a0", "typo"), 1, "there is no node 'typo'"),
+    ],
+)
+def test_a_wrong_choice_is_an_error_and_touches_nothing(
+    fleet: AdminApi, arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    own = () if "--admin-url" in arguments else ("--admin-url", fleet.url)
+    ran = run("nodes", *arguments, *own)
+    assert (ran.status, ran.out, "Traceback" in ran.err) == (status, "", False)
+    assert words in ran.err
+    assert posted(fleet) == []
+
+
+def test_a_gateway_that_does_not_run_is_reported_with_the_remedy() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        ran = run("nodes", "--admin-url", url)
+    assert (ran.status, ran.out) == (1, "")
+    assert f"no gateway answers at {url}" in ran.err
+    assert "--admin-url" in ran.err
+    assert len(ran.err.splitlines()) == 1
+
+
+@each_case("body", [b"<html>", b"[]", b"null", b'{"a":' * 100_000, b"\xff"])
+def test_another_server_at_that_address_is_reported(api: AdminApi, body: bytes) -> None:
+    api.answer = lambda *_: (200, body)  # type: ignore[method-assign]
+    ran = run_nodes(api)
+    assert ran.status == 1
+    assert "no gateway's admin API" in ran.err
+
+
+def test_an_answer_without_an_end_is_not_read_whole(
+    api: AdminApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.cli.client.LARGEST_ANSWER", 1000)
+    api.answer = lambda *_: (200, b" " * 1001)  # type: ignore[method-assign]
+    ran = run_nodes(api)
+    assert (ran.status, ran.out) == (1, "")
+    assert "is too long" in ran.err
+
+
+def test_the_admin_key_comes_from_a_file(api: AdminApi, tmp_path: Path) -> None:
+    api.key = "secret-of-the-admin"
+    file = tmp_path / "admin.key"
+    file.write_text("secret-of-the-admin\n")
+    refused = run_nodes(api)
+    assert refused.status == 1
+    assert "--admin-key-file" in refused.err
+    assert run_nodes(api, "--admin-key-file", str(file)).status == 0
+
+
+def test_a_host_that_is_not_allowed_is_not_blamed_on_the_key(api: AdminApi) -> None:
+    api.host_is_allowed = False
+    refused = run_nodes(api)
+    assert (refused.status, refused.out) == (1, "")
+    assert (
+        refused.err
+        == f"error: the gateway at {api.url} answers 403: Add the name to admin.hosts.\n"
+    )
+
+
+@each_case("content", [None, b"", b"\n", b"\xff\xfe", b"two\nlines", "kéy".encode()])
+def test_a_key_file_without_a_key_is_reported(
+    api: AdminApi, tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    for command in (("nodes", "--admin-key-file"), ("batch", "list", "--key-file")):
+        ran = run(*command, str(file))
+        assert (ran.status, str(file) in ran.err) == (2, True), command
+    assert api.requests == []
+
+
+def test_the_address_and_the_key_are_in_the_settings_too(
+    api: AdminApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.key = "secret"
+    (tmp_path / "admin.key").write_text("secret")
+    port = api.url.rpartition(":")[2]
+    config = tmp_path / "config"
+    config.mkdir()
+    settings = f"admin: {{host: 0.0.0.0, port: {port}, key_file: ../admin.key}}\n"
+    (config / "gateway.yaml").write_text(settings)
+    assert run("nodes").status == 0
+    # The environment beats the file.
+    monkeypatch.setenv("LLAMA_GATEWAY_ADMIN_PORT", "1")
+    assert "http://127.0.0.1:1 " in run("nodes").err
+
+
+BROKEN = {
+    "an unknown key": "nonsense: 1\n{admin}",
+    "no YAML, before": "queue: {{max: 5\n{admin}",
+    "no YAML, after": "{admin}\nqueue:\n\tmax: 5\n",
+    "a wrong value": "queue: {{max: many}}\n{admin}",
+    "a missing variable": "{admin}\nstore: {{url: '${{NO_SUCH_VARIABLE}}'}}\n",
+    "a key of admin that no command needs": "{admin}\n  keys: [{{id: a}}]\n  hosts: 7\n",
+    "a missing variable of admin": "{admin}\n  hosts: ['${{NO_SUCH_VARIABLE}}']\n",
+    "a control character": "# \x07\n{admin}",
+    "not UTF-8": "# caf\udce9\n{admin}",
+    "a line of no key": "{admin}\nnonsense\n",
+    "a second document": "{admin}\n---\nqueue: {{}}\n",
+}
+
+
+@each_case("name", BROKEN)
+def test_invalid_settings_do_not_keep_an_operator_from_the_gateway(name: str) -> None:
+    with TemporaryDirectory() as folder, admin_api() as api:
+        api.key = "secret"
+        (Path(folder) / "admin.key").write_text("secret")
+        port = api.url.rpartition(":")[2]
+        admin = f"admin:\n  # of this machine\n  port: {port}\n  key_file: admin.key"
+        config = Path(folder) / "gateway.yaml"
+        config.write_text(BROKEN[name].format(admin=admin), errors="surrogateescape")
+        ran = run("nodes", "--json", "--config", str(config))
+        assert ran.status == 0, ran.err
+        assert json.loads(ran.out) == {"nodes": []}
+        assert ran.err.startswith(f"warning: {config}:")
+        assert ran.err.count("\n") == 1
+
+
+@each_case(
+    "case",
+    [
+        ("port: many", "gateway.yaml:2:", "correct it, or --admin-url names"),
+        ("host: 7 8", "gateway.yaml:2:", "correct it, or --admin-url names"),
+        ("tls: {cert: no.pem, key: no.key}", "gateway.yaml:2:", "correct it, or --admin-url names"),
+        ("key_file: no.key", "gateway.yaml:2:", "correct it, or --admin-key-file names"),
+        ("port: {", "gateway.yaml:", "--admin-key-file names the file of its key and --admin-url"),
+        (
+            "host: 127.0.0.1\n<<<<<<< HEAD\n  port: 1\n=======",
+            "gateway.yaml:4: admin: can't be told",
+            "correct it, or --admin-key-file",
+        ),
+    ],
+)
+def test_an_address_that_can_not_be_read_is_said_with_what_to_give(
+    case: tuple[str, str, str],
+) -> None:
+    line, place, remedy = case
+    with TemporaryDirectory() as folder, admin_api() as api:
+        config = Path(folder) / "gateway.yaml"
+        config.write_text(f"admin:\n  {line}\nnonsense: 1\n")
+        ran = run("nodes", "--config", str(config))
+        assert ran.status == 2
+        assert place in ran.err
+        assert remedy in ran.err
+        key = Path(folder) / "own.key"
+        key.write_text("secret")
+        given = ("--admin-url", api.url, "--admin-key-file", str(key))
+        assert run("nodes", "--config", str(config), *given).status == 0
+
+
+def test_a_proxy_in_the_environment_is_not_used(
+    api: AdminApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert run_nodes(api).status == 0
+
+
+# https.
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    """A folder with a certificate for another name than the address, and its authority."""
+    authority = trustme.CA()
+    own = authority.issue_cert("gateway.example.org")
+    for name, issued in (("other", own), ("address", authority.issue_cert("127.0.0.1"))):
+        issued.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+        issued.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    return tmp_path
+
+
+def served_with(folder: Path, name: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / f"{name}.pem", folder / f"{name}.key")
+    return context
+
+
+def write_settings(folder: Path, url: str) -> None:
+    (folder / "config").mkdir()
+    tls = "{cert: ../other.pem, key: ../other.key}"
+    port = url.rpartition(":")[2]
+    text = f"admin: {{host: 0.0.0.0, port: {port}, tls: {tls}}}\n"
+    (folder / "config/gateway.yaml").write_text(text)
+
+
+def test_the_certificate_of_the_settings_is_trusted_whatever_its_names(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(certificates)
+    with admin_api(served_with(certificates, "other")) as api:
+        api.add("a")
+        write_settings(certificates, api.url)
+        ran = run("nodes", "--json")
+    assert (ran.status, ran.err) == (0, "")
+    assert json.loads(ran.out)["nodes"]
+
+
+def test_another_certificate_is_not_trusted_by_the_settings(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even of the same authority, and for the right address."""
+    monkeypatch.chdir(certificates)
+    with admin_api(served_with(certificates, "address")) as api:
+        write_settings(certificates, api.url)
+        ran = run("nodes")
+    assert ran.status == 1
+    assert "--admin-ca" in ran.err
+    assert api.requests == []
+
+
+@pytest.mark.parametrize("file", ["ca.pem", "address.pem"])
+def test_an_authority_or_the_certificate_itself_can_be_named(
+    certificates: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(certificates)
+    with admin_api(served_with(certificates, "address")) as api:
+        api.add("a")
+        named = run("nodes", "--admin-url", api.url, "--admin-ca", file)
+        monkeypatch.setenv("LLAMA_GATEWAY_ADMIN_CA", file)
+        by_environment = run("nodes", "--admin-url", api.url)
+        monkeypatch.delenv("LLAMA_GATEWAY_ADMIN_CA")
+        unnamed = run("nodes", "--admin-url", api.url)
+    assert (named.status, by_environment.status, unnamed.status) == (0, 0, 1)
+    assert "--admin-ca" in unnamed.err
+
+
+@each_case("text", [None, "", "no certificate"])
+def test_an_authority_s_file_without_a_certificate_is_reported(
+    tmp_path: Path, text: str | None
+) -> None:
+    ca = tmp_path / "ca.pem"
+    if text is not None:
+        ca.write_text(text)
+    for command, url in ((("nodes",), "--admin-url"), (("batch", "list"), "--url")):
+        ran = run(*command, url, "https://127.0.0.1:1", url.replace("url", "ca"), str(ca))
+        assert (ran.status, "ca.pem" in ran.err) == (2, True), command
+
+
+def test_a_pool_that_slots_share_stands_in_place_of_the_context(api: AdminApi) -> None:
+    api.add("a", context=2048, pool={"tokens": 2048, "reserved": 1100, "foreign": 100})
+    assert "1200/2048 shared" in run_nodes(api).out
+
+
+# Groups of nodes: by host, by label, all but some.
+
+
+def posted(api: AdminApi) -> list[str]:
+    return [one.removeprefix("POST /admin/nodes/") for one in api.requests if "POST" in one]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--host", "epyc-a"), ["a0", "a1"]),
+        (("--host", "epyc-a", "--host", "epyc-b", "--all-but", "b1"), ["a0", "a1", "b0"]),
+        (("--label", "rack=b"), ["a1", "b0", "b1"]),
+        (("--label", "rack=b", "--label", "numa=1"), ["a1", "b1"]),
+        (("--label", "rack=b", "--host", "epyc-b"), ["b0", "b1"]),
+        (("--all-but", "a0", "--all-but", "b0"), ["a1", "b1"]),
+        (("b0", "a0"), ["a0", "b0"]),
+    ],
+)
+def test_a_group_is_drained_and_resumed(
+    fleet: AdminApi, arguments: tuple[str, ...], names: list[str]
+) -> None:
+    ran = run_nodes(fleet, "drain", *arguments)
+    assert (ran.status, ran.err) == (0, "")
+    assert posted(fleet) == [f"{name}/drain" for name in names]
+    head, *_ = ran.out.splitlines()
+    assert head.startswith("NAME"), "what it touches comes first"
+    for name in names:
+        assert f"{name}: draining (drained by an operator)" in ran.out
+    fleet.requests.clear()
+    assert run_nodes(fleet, "resume", *arguments).status == 0
+    assert posted(fleet) == [f"{name}/resume" for name in names]
+
+
+def test_a_dry_run_shows_the_nodes_and_touches_none(fleet: AdminApi) -> None:
+    ran = run_nodes(fleet, "drain", "--label", "rack=a", "--dry-run")
+    assert ran.status == 0
+    assert [line.split()[0] for line in ran.out.splitlines()] == ["NAME", "a0"]
+    assert posted(fleet) == []
+    ran = run_nodes(fleet, "drain", "a0", "--dry-run", "--json")
+    assert json.loads(ran.out) == {"nodes": [fleet.nodes["a0"]]}
+    assert posted(fleet) == []
+
+
+def test_the_list_can_be_narrowed(fleet: AdminApi) -> None:
+    ran = run_nodes(fleet, "list", "--host", "epyc-b")
+    assert [line.split()[0] for line in ran.out.splitlines()] == ["NAME", "b0", "b1"]
+
+
+def test_all_nodes_of_a_model_are_not_drained_without_yes(fleet: AdminApi) -> None:
+    fleet.add("b1", host="epyc-b", labels={"rack": "b"}, models=["only-here", "mistral-7b"])
+    fleet.add("a0", host="epyc-a", labels={"rack": "a"}, state="down")
+    ran = run_nodes(fleet, "drain", "--label", "rack=b")
+    assert ran.status == 1
+    assert "no other node serves mistral-7b, only-here" in ran.err
+    assert "--yes" in ran.err
+    assert posted(fleet) == []
+    assert run_nodes(fleet, "drain", "--label", "rack=b", "--yes").status == 0
+    assert len(posted(fleet)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1)])
+def test_on_a_terminal_it_asks(fleet: AdminApi, answer: str, status: int) -> None:
+    ours, theirs = pty.openpty()
+    command = ["nodes", "drain", "a0", "a1", "b0", "b1", "--admin-url", fleet.url]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway", *command],
+        stdin=theirs,
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[2],
+    )
+    os.close(theirs)
+    try:
+        assert b"no other node serves mistral-7b" in read_until(ours, b"all the same?")
+        assert posted(fleet) == []
+        os.write(ours, f"{answer}\n".encode())
+        read_until(ours)
+        assert process.wait(LIMIT) == status
+    finally:
+        os.close(ours)
+        process.kill()
+        process.wait()
+    assert bool(posted(fleet)) is (status == 0)
+
+
+def test_a_failure_stops_no_other_and_is_told(fleet: AdminApi) -> None:
+    fleet.refused = {"a1"}
+    ran = run_nodes(fleet, "drain", "--all-but", "b1")
+    assert ran.status == 1
+    assert "a0: draining" in ran.out
+    assert "b0: draining" in ran.out
+    assert "1 of 3 nodes failed: a1: the gateway" in ran.err
+    ran = run_nodes(fleet, "resume", "--all-but", "b1", "--json")
+    assert ran.status == 1
+    answer = json.loads(ran.out)
+    assert [one["name"] for one in answer["nodes"]] == ["a0", "b0"]
+    (failed,) = answer["failed"]
+    assert failed["name"] == "a1"
+    assert "It broke." in failed["error"]
+
+
+def test_waiting_follows_every_drain(fleet: AdminApi) -> None:
+    for name in fleet.nodes:
+        fleet.nodes[name]["in_flight"] = 3
+    ran = run_nodes(fleet, "drain", "--host", "epyc-a", "--wait")
+    assert ran.status == 0
+    assert [fleet.nodes[name]["in_flight"] for name in ("a0", "a1", "b0")] == [0, 0, 3]
+
+
+def test_a_probe_of_a_group_fails_for_those_that_do_not_answer(fleet: AdminApi) -> None:
+    fleet.nodes["b1"]["state"] = "down"
+    ran = run_nodes(fleet, "probe", "--host", "epyc-b")
+    assert ran.status == 1
+    assert "1 of 2 nodes failed: b1: it does not answer" in ran.err
+
+
+def test_a_model_that_is_down_anyway_is_not_lost() -> None:
+    nodes = [
+        node("a", models=["m"], state="down"),
+        node("b", models=["n"]),
+        node("c", models=["n"], state="ejected"),
+    ]
+    assert models_left_without(nodes[:1], nodes) == []
+    assert models_left_without(nodes[1:2], nodes) == ["n"], "an ejected node serves nothing now"

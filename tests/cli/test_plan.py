@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.workshop.plan.catalogue import packaged_catalogue
+from tests.callers.metered_gateway import recorded
+from tests.cli.running import Ran, run
+from tests.emulator import EmulatedNode
+from tests.gateways import running_gateway
+
+OWN = ("--prompt", "100", "--completion", "100", "--tokens-per-second", "10")
+QUICK = ("--requests", "300")
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    ran = run("plan", *arguments, *QUICK, "--json")
+    assert ran.status == 0, ran.err
+    found: dict[str, Any] = json.loads(ran.out)
+    return found
+
+
+@pytest.mark.parametrize(("requests", "instances"), [(100, 1), (1_000, 3), (10_000, 28)])
+def test_the_published_sum_comes_out_beside_the_answer(requests: int, instances: int) -> None:
+    found = planned("--requests-per-hour", str(requests), *OWN)
+    assert found["arithmetic"]["instances"] == instances
+    # It leaves out reading and waiting, so the answer is more.
+    assert found["nodes"] >= instances
+    assert found["answer"]["utilisation"] <= 0.8
+    assert found["answer"]["source"] == "simulator"
+    assert found["answer"]["simulated"]["wait"]["error_95"] >= 0
+    assert found["answer"]["price"]["per_hour"] is None
+
+
+def test_the_table_shows_the_answer_first_and_the_arithmetic_last() -> None:
+    ran = run(
+        *("plan", "--requests-per-hour", "600", *OWN, *QUICK, "--slots", "2"),
+        *("--prefill-tokens-per-second", "90", "--price-per-month", "60"),
+    )
+    assert (ran.status, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert lines[0] == "2 x node: 120.00 a month"
+    assert lines[2].split()[:3] == ["FLEET", "USE", "WAIT"]
+    assert "balanced" in ran.out
+    assert ran.out.index("how it comes about") < ran.out.index("  estimate    Erlang C")
+    assert "through the real scheduler" in ran.out
+    assert "x 730 = 120.00 a month; all machines run, used or not" in ran.out
+
+
+def test_what_is_assumed_is_said() -> None:
+    ran = run("plan", "--requests-per-hour", "50", *OWN, *QUICK)
+    assert "assumed that a node reads 100 prompt tokens/s" in ran.err
+
+
+def test_without_a_node_the_catalogue_is_asked() -> None:
+    found = planned(
+        *("--requests-per-hour", "300", "--prompt", "200", "--completion", "100"),
+        *("--type", "cpu-16", "--type", "t4", "--price-per-kwh", "0.3"),
+    )
+    kinds = {part["type"] for one in found["options"] for part in one["parts"]}
+    assert kinds == {"cpu-16", "t4"}
+    cpu = next(one for one in found["options"] if one["fleet"] == "1 x cpu-16")
+    assert 0.09 * 0.3 < cpu["price"]["electricity_per_hour"] < 0.23 * 0.3
+    assert [row["deployment"] for row in found["decisions"]] == [
+        "single",
+        "queue",
+        "balanced",
+        "hybrid",
+    ]
+    assert found["break_even"]["source"] == "estimate"
+    assert found["currency"] == packaged_catalogue().currency
+
+
+def test_a_break_even_is_drawn(tmp_path: Path) -> None:
+    plot = tmp_path / "even.png"
+    ran = run(
+        *("plan", "--requests-per-hour", "300", "--prompt", "200", "--completion", "100"),
+        *("--type", "cpu-16", "--type", "t4", *QUICK, "--plot", str(plot)),
+    )
+    assert ran.status == 0
+    assert "GPU nodes are cheaper than CPU nodes" in ran.out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_backlog_is_planned_by_its_hours() -> None:
+    found = planned("--backlog", "5000", "--within", "4", *OWN, "--slots", "2")
+    assert found["traffic"]["backlog_hours"] == 4
+    assert found["answer"]["simulated"]["seconds"] <= 4 * 3600
+    assert found["break_even"] is None
+
+
+def test_a_recorded_trace_is_played(tmp_path: Path) -> None:
+    trace = tmp_path / "day.jsonl"
+    lines = [
+        {
+            "time": n * 20.0,
+            "prompt_tokens": 150,
+            "output_tokens": 60,
+            "prefix": "s",
+            "prefix_tokens": 90,
+        }
+        for n in range(200)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = planned("--trace", str(trace), "--tokens-per-second", "10")
+    assert found["traffic"]["requests_per_hour"] == pytest.approx(180)
+    assert found["traffic"]["repeat"] == pytest.approx(0.6, abs=0.01)
+    assert found["answer"]["simulated"]["requests"] == 180
+
+
+def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
+    ran = run("plan", "--requests-per-hour", "100", *OWN, *QUICK, "--completion-p95", "5")
+    assert (ran.status, ran.out) == (1, "")
+    assert "no fleet of these nodes meets the goal" in ran.err
+    assert "decode_tps 10 and prefill_tps 100 make a completion p95 of" in ran.err
+    assert "s above the goal of 5 s: both would have to be" in ran.err
+
+
+def test_a_price_that_contradicts_itself_is_noticed() -> None:
+    ran = run(
+        *("plan", "--requests-per-hour", "100", *OWN, *QUICK),
+        *("--price-per-hour", "0.20", "--claimed-per-million", "0.50"),
+    )
+    assert ran.status == 0
+    assert "10 tokens/s at 0.20 an hour are 5.56 a million tokens, not 0.50" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "how much is there to do?"),
+        (("--requests-per-hour", "0", *OWN), "--requests-per-hour 0: must be a number above 0"),
+        (("--requests-per-hour", "nan", *OWN), "--requests-per-hour nan: must be"),
+        (("--requests-per-hour", "1e30", *OWN), "and at most 1,000,000,000"),
+        (("--requests-per-hour", "5", "--prompt", "9"), "--completion TOKENS is missing"),
+        (("--requests-per-hour", "5", "--backlog", "5", *OWN), "how much is there to do?"),
+        (("--requests-per-hour", "5", *OWN, "--price-per-hour", "-1"), "--price-per-hour -1: must"),
+        (
+            ("--requests-per-hour", "5", *OWN, "--price-per-hour", "1", "--price-per-month", "1"),
+            "give one of them",
+        ),
+        (("--requests-per-hour", "5", *OWN, "--repeat", "1"), "the share that repeats"),
+        (("--requests-per-hour", "5", *OWN, "--peak", "0.5"), "--peak 0.5: must be"),
+        (("--requests-per-hour", "5", *OWN, "--ttft-p95", "inf"), "--ttft-p95 inf: must be"),
+        (("--requests-per-hour", "5", *OWN, "--idle-watts", "9"), "must not be above --watts"),
+        (
+            ("--requests-per-hour", "5", *OWN[:4], "--price-per-hour", "1"),
+            "--price-per-hour is of your node: give --tokens-per-second",
+        ),
+        (("--requests-per-hour", "5", *OWN[:4], "--type", "cpu-9"), "has no type 'cpu-9'"),
+        (("--requests-per-hour", "5", *OWN[:4], "--model-gib", "90000"), "has the memory"),
+        (("--trace", "/nowhere/day.jsonl"), "can't be read"),
+        (("--fleet", "--backlog", "500", *OWN), "--backlog has no meaning with --fleet"),
+        (("--requests-per-hour", "5", *OWN, "--plot", "even.gif"), "must end in .png"),
+    ],
+)
+def test_wrong_figures_are_refused(arguments: tuple[str, ...], problem: str) -> None:
+    ran = run("plan", *arguments)
+    assert (ran.status, ran.out) == (2, ""), ran.err
+    assert problem in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_a_catalogue_with_a_typo_names_line_and_key(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "types:\n  - name: a\n    decode_tp: 5\n    prefill_tps: 50\n    price_per_hour: 1\n"
+    )
+    ran = run("plan", "--requests-per-hour", "5", *OWN[:4], "--catalogue", str(mine))
+    assert ran.status == 2
+    assert f"{mine}:3: types[0].decode_tp: unknown key (did you mean decode_tps?" in ran.err
+
+
+def test_time_for_simulations_is_limited() -> None:
+    ran = run("plan", "--requests-per-hour", "500", *OWN, "--time-limit", "0.000001")
+    assert ran.status == 0
+    assert "not simulated to the end" in ran.err
+    assert "estimate" in ran.out
+
+
+async def through(admin_url: str, *arguments: str) -> Ran:
+    given = ("--fleet", "--admin-url", admin_url, *QUICK, "--json")
+    return await asyncio.to_thread(run, "plan", *arguments, *given)
+
+
+async def test_the_running_fleet_is_planned_by_its_speeds_and_its_ledger(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=2, prefill_tps=2000, decode_tps=100, answer_tokens=20) as node,
+        running_gateway(
+            tmp_path,
+            [{"name": "epyc", "url": node.url, "cost_per_hour": 0.2}],
+            {"store": {"url": f"sqlite:///{tmp_path}/gateway.db"}},
+        ) as running,
+    ):
+        before = await through(running.admin_url)
+        assert before.status == 1
+        assert "no node's speed is measured yet" in before.err
+        body = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
+        for _ in range(3):
+            answer = await running.client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200
+        await recorded(running, 3)
+        ran = await through(running.admin_url, "--completion-p95", "30")
+        assert ran.status == 0, ran.err
+        found = json.loads(ran.out)
+        assert [row["change"] for row in found["changes"]] == [
+            "as it is",
+            "one more like epyc",
+            "goal x 0.75",
+            "goal x 1.5",
+        ]
+        assert found["nodes"][0]["decode_tps"] == pytest.approx(100, rel=0.3)
+        assert found["changes"][1]["price"]["per_hour"] == pytest.approx(0.4)
+        assert found["nodes"][0]["batch_cost"] >= 0
+        assert found["traffic"]["completion_tokens"] == pytest.approx(20)
+        assert found["advice"]["verdict"] == "enough"
+        assert "from the ledger: 3 requests, 3 of them in its busiest hour" in ran.err
+
+
+async def test_a_fleet_that_had_no_free_slot_is_called_saturated_by_its_own_ledger(
+    tmp_path: Path,
+) -> None:
+    async with (
+        EmulatedNode(slots=2, prefill_tps=2000, decode_tps=200, answer_tokens=40) as node,
+        running_gateway(
+            tmp_path,
+            [{"name": "epyc", "url": node.url}],
+            {"store": {"url": f"sqlite:///{tmp_path}/gateway.db"}},
+        ) as running,
+    ):
+        body = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
+        asked = [running.client.post("/v1/chat/completions", json=body) for _ in range(24)]
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+        await recorded(running, 24)
+        ran = await through(running.admin_url, "--since", "1h")
+        assert ran.status == 0, ran.err
+        found = json.loads(ran.out)
+        assert found["advice"]["verdict"] == "saturated"
+        assert found["advice"]["add"]["like"] == "epyc"
+        assert found["busiest_hour"]["requests"] == 24
+        # The simulator waits as the clients did.
+        wait = found["busiest_hour"]["wait_p95"]
+        assert found["changes"][0]["simulated"]["wait"]["p95"] == pytest.approx(wait, rel=0.5)
+        text = await asyncio.to_thread(run, "plan", "--fleet", "--admin-url", running.admin_url)
+        assert found["advice"]["sentence"].split(" in ")[0] in text.out.splitlines()[-1]
+
+
+async def test_a_gateway_that_does_not_run_is_said(tmp_path: Path) -> None:
+    ran = await through("http://127.0.0.1:9")
+    assert ran.status == 1
+    assert "no gateway answers at http://127.0.0.1:9" in ran.err

@@ -1,0 +1,86 @@
+"""Progress where the output is no terminal: lines on stderr, and of servers the log afterwards."""
+
+from __future__ import annotations
+
+import pytest
+from structlog.testing import capture_logs
+
+from gateway.cli.progress import DownloadProgress, StatusProgress, describe_download
+from gateway.cli.up import startup_progress
+from gateway.local.supervisor import (
+    ServerExited,
+    ServerLoading,
+    ServerReady,
+    ServerStarted,
+)
+
+
+def test_each_event_of_a_start_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    progress, show = startup_progress(["one"])
+    with progress:
+        show(ServerStarted("one", "http://127.0.0.1:8081"))
+        show(ServerLoading("one"))
+        show(ServerExited("one", "killed by SIGKILL", 0.5))
+        show(ServerReady("one", 2.04))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert [line.strip() for line in shown.err.splitlines() if line.strip()] == [
+        "one: started on http://127.0.0.1:8081",
+        "one: loading the model",
+        "one: killed by SIGKILL, restarts in 0.5 s",
+        "one: ready after 2.0 s",
+    ]
+
+
+def test_after_the_start_a_server_that_exits_and_returns_is_logged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress, show = startup_progress(["one"])
+    with progress:
+        pass
+    with capture_logs() as logged:
+        show(ServerExited("one", "exit status 1", 4.0))
+        show(ServerLoading("one"))
+        show(ServerReady("one", 3.14))
+    assert capsys.readouterr().err.strip() == ""
+    assert logged == [
+        {"event": "server exited", "log_level": "warning", "server": "one",
+         "how": "exit status 1", "restart_in": 4.0},
+        {"event": "server ready", "log_level": "info", "server": "one", "seconds": 3.1},
+    ]  # fmt: skip
+
+
+def test_a_batch_is_a_line_for_each_new_status_and_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    times = [0.0]
+    with StatusProgress("batch_1", lambda: times[0]) as progress:
+        for second in range(60):
+            times[0] = float(second)
+            progress.show(f"{second} done", "in_progress", second, 1000)
+        progress.show("completed", "completed", 60, 1000)
+    lines = capsys.readouterr().err.splitlines()
+    assert 4 <= len(lines) <= 8
+    assert (lines[0], lines[-1]) == ("batch_1: 0 done", "batch_1: completed")
+
+
+def test_a_download_says_how_much_how_fast_and_how_long() -> None:
+    gib = 1 << 30
+    assert describe_download(gib, 4 * gib, gib, 64.0) == (
+        "1.0 GiB of 4.0 GiB (25%), 16.0 MiB/s, about 3 min left"
+    )
+    assert describe_download(3 * gib, 4 * gib, gib, 16.0).endswith("about 16 s left")
+    assert describe_download(gib, None, gib, 64.0) == "1.0 GiB, 16.0 MiB/s"
+    assert describe_download(0, gib, 0, 0.0) == "0 MiB of 1.0 GiB (0%), 0.0 MiB/s"
+
+
+def test_a_download_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    times = [0.0]
+    with DownloadProgress("h/m.gguf", clock=lambda: times[0]) as progress:
+        for done in range(26):
+            times[0] = float(done)
+            progress.show(done << 20, 40 << 20)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Downloading h/m.gguf, 40 MiB"
+    assert lines[1] == "  10 MiB of 40 MiB (25%), 1.0 MiB/s, about 30 s left"
+    assert len(lines) == 3

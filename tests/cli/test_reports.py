@@ -1,0 +1,228 @@
+"""`llama-gateway usage` and `audit`: through the gateway that runs, else from the store itself."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gateway.store.database import locate_store
+from gateway.store.store import Store
+from gateway.watch.audit import AuditTrail
+from tests.callers.ledger_rows import a_row, add_rows
+from tests.callers.metered_gateway import (
+    ALICE,
+    VIP,
+    chat,
+    metered_gateway,
+    recorded,
+)
+from tests.cli.running import Ran, run
+from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway
+
+NOBODY = "http://127.0.0.1:9"
+THEN = 1_700_000_000.0
+"""The time of the first entry of the audit log."""
+
+
+def settings_of(folder: Path, url: str = "sqlite:///own.db") -> Path:
+    """Settings of a gateway that does not run."""
+    settings = folder / "gateway.yaml"
+    settings.write_text(yaml.safe_dump({"store": {"url": url}, "admin": {"port": 9}}))
+    return settings
+
+
+def filled(folder: Path, count: int = 3) -> Path:
+    """Settings whose store has some requests of just now, of team-a, and an audit log."""
+    store = Store(locate_store(f"sqlite:///{folder / 'own.db'}", folder))
+    store.start()
+    rows = [a_row(n, ended_at=time.time() - 1, gpu_cost=2.0) for n in range(count)]
+    store.run_now(lambda connection: add_rows(connection, rows))
+    times = iter(range(10))
+    trail = AuditTrail(lambda: THEN + next(times), store)
+    trail.record("alice", "operator", "drain", "epyc-a", details={"deadline": "60"})
+    trail.record("bob", "viewer", "drain", "epyc-b", "role_required", refused=True)
+    trail.record("root", "admin", "keys.revoke", "carol")
+    asyncio.run(trail.flush())
+    assert store.close(10.0)
+    return settings_of(folder)
+
+
+async def through(
+    running: Running, command: str, *arguments: str, config: Path | None = None
+) -> Ran:
+    """The command beside the gateway that serves here."""
+    given = ("--admin-url", running.admin_url, "--config", str(config or running.settings_file))
+    return await asyncio.to_thread(run, command, *arguments, *given)
+
+
+async def test_the_running_gateway_is_asked(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        await chat(running, ALICE)
+        await chat(running, VIP)
+        await recorded(running, 2)
+        told = await through(running, "usage", "--by", "key", "--json")
+        assert told.status == 0
+        assert f"of the gateway at {running.admin_url}" in told.err
+        assert "gateway.db" in told.err
+        rows = {row["key"]: row["requests"] for row in json.loads(told.out)["rows"]}
+        assert rows == {"alice": 1, "vip": 1}
+        table = await through(running, "usage", "--by", "key", "--csv")
+        assert [row["key"] for row in csv.DictReader(io.StringIO(table.out))] == ["vip", "alice"]
+        shown = await through(running, "usage", "--by", "tier,key")
+        assert "TIER" in shown.out
+        assert "total" in shown.out
+        assert "requests were charged" in shown.out
+
+
+async def test_another_store_than_the_gateways_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = settings_of(tmp_path / "other")
+    async with metered_gateway(tmp_path) as running:
+        told = await through(running, "usage", config=other)
+        assert told.status == 2
+        assert "own.db" in told.err
+        assert "--config" in told.err
+        assert told.out == ""
+
+
+async def test_a_gateway_without_a_store_is_told(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path, store={"url": "off"}) as running:
+        told = await through(running, "usage")
+        assert told.status == 1
+        assert "has no store" in told.err
+
+
+def test_without_a_gateway_the_store_is_read(tmp_path: Path) -> None:
+    settings = filled(tmp_path)
+    told = run("usage", "--by", "key", "--since", "1d", "--config", str(settings))
+    assert told.status == 0, told.err
+    assert f"sqlite:///{tmp_path / 'own.db'} (no gateway answers" in told.err
+    header, row, total, *money = told.out.splitlines()
+    assert header.split()[:3] == ["KEY", "REQUESTS", "FAILED"]
+    assert row.split()[:2] == ["team-a", "3"]
+    assert total.split()[:2] == ["total", "3"]
+    assert "the same requests, all on the GPU tier: 6.00" in money
+    assert any("unknown (no hour of a node" in line for line in money)
+
+
+def test_scripts_and_spreadsheets_get_nothing_but_the_report(tmp_path: Path) -> None:
+    settings = filled(tmp_path)
+    told = run("usage", "--by", "key,day", "--json", "--config", str(settings))
+    report = json.loads(told.out)
+    assert report["by"] == ["key", "day"]
+    assert report["rows"][0]["cost"] == 1.5
+    table = run("usage", "--csv", "--config", str(settings))
+    assert [row["model"] for row in csv.DictReader(io.StringIO(table.out))] == ["mistral"]
+    assert run("usage", "--csv", "--json", "--config", str(settings)).status == 2
+
+
+@pytest.mark.parametrize("form", ["--json", "--csv", None])
+def test_an_empty_report_is_told(tmp_path: Path, form: str | None) -> None:
+    settings = filled(tmp_path, count=0)
+    given = [] if form is None else [form]
+    told = run("usage", *given, "--config", str(settings))
+    assert told.status == 0
+    assert "no request ended since" in told.err
+    assert told.out == "" or form is not None
+
+
+@each_case(
+    ("arguments", "message"),
+    [
+        (("usage", "--since", "2999-01-01"), "--since: 2999-01-01T00:00:00Z is in the future"),
+        (("usage", "--since", "soon"), "--since: 'soon' is no time"),
+        (("usage", "--by", "node"), "--by: 'node' is none of key"),
+        (("usage", "--since", "1d", "--until", "2d"), "--until"),
+        (("usage", "--limit", "0"), "--limit: must be a number from 1"),
+        (("audit", "--since", "soon"), "--since: 'soon' is no time"),
+        (("audit", "--since", "2999-01-01"), "is in the future"),
+        (("audit", "--until", "x"), "--until"),
+        (("audit", "--limit", "0"), "--limit"),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    told = run(*arguments, "--config", str(settings_of(tmp_path)))
+    assert (told.status, told.out) == (2, "")
+    assert message in told.err
+
+
+def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    told = run("usage", "--config", str(settings_of(tmp_path)))
+    assert told.status == 1
+    assert "no gateway has used it yet" in told.err
+    assert not (tmp_path / "own.db").exists()
+
+
+def test_a_gateway_that_is_named_must_run(tmp_path: Path) -> None:
+    told = run("usage", "--admin-url", NOBODY, "--config", str(settings_of(tmp_path)))
+    assert told.status == 1
+    assert "no gateway answers" in told.err
+
+
+def test_settings_without_a_store_are_told(tmp_path: Path) -> None:
+    told = run("usage", "--config", str(settings_of(tmp_path, "off")))
+    assert told.status == 2
+    assert "store.url: off" in told.err
+
+
+def test_the_audit_log_is_read_the_latest_first(tmp_path: Path) -> None:
+    ran = run("audit", "--config", str(filled(tmp_path)))
+    assert "own.db (no gateway answers" in ran.err
+    head, newest, refused, oldest = ran.out.splitlines()
+    assert head.split() == ["TIME", "ACTOR", "ROLE", "ACTION", "TARGET", "OUTCOME", "DETAILS"]
+    assert newest.split()[1:] == ["root", "admin", "keys.revoke", "carol", "done", "-"]
+    assert refused.split()[1:6] == ["bob", "viewer", "drain", "epyc-b", "role_required"]
+    assert oldest.split()[6:] == ["deadline", "60"]
+
+
+def test_entries_are_chosen_by_time_action_and_target(tmp_path: Path) -> None:
+    config = ("--config", str(filled(tmp_path)))
+    for arguments, targets in (
+        (("--action", "keys"), ["carol"]),
+        (("--action", "drain"), ["epyc-b", "epyc-a"]),
+        (("--target", "epyc-a"), ["epyc-a"]),
+        (("--limit", "1"), ["carol"]),
+        (("--until", "2023-11-13"), []),
+        (("--since", "2023-11-14", "--until", "2023-11-14T22:13:21"), ["epyc-a"]),
+    ):
+        ran = run("audit", *config, *arguments, "--json")
+        assert [one["target"] for one in json.loads(ran.out)["entries"]] == targets
+    ran = run("audit", *config, "--limit", "2")
+    assert "there are more than 2: --limit, or --until 2023-11-14T" in ran.err
+    ran = run("audit", *config, "--action", "stop")
+    assert (ran.status, ran.out, "no such entry" in ran.err) == (0, "", True)
+
+
+@pytest.mark.parametrize("url", ["sqlite:///gateway.db", "off"])
+async def test_the_running_gateway_is_asked_page_by_page(url: str, tmp_path: Path) -> None:
+    settings = {"store": {"url": url}}
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], settings) as running:
+        for number in range(990):
+            running.gateway.audit.record("alice", "operator", "drain", f"node-{number}")
+        ran = await through(running, "audit", "--limit", "2000", "--action", "drain", "--json")
+        assert "of the gateway at" in ran.err
+        targets = [one["target"] for one in json.loads(ran.out)["entries"]]
+        assert targets == [f"node-{number}" for number in reversed(range(990))]
+        for number in range(990, 1500):
+            running.gateway.audit.record("alice", "operator", "drain", f"node-{number}")
+            if number % 500 == 0:
+                await running.gateway.audit.flush()
+        ran = await through(running, "audit", "--limit", "2000", "--json")
+        found = json.loads(ran.out)["entries"]
+        ids = [one["id"] for one in found]
+        assert ids == sorted(set(ids), reverse=True)
+        # Without a store the last 1,000 are kept.
+        assert len(found) == 1000 if url == "off" else len(found) > 1500
+        table = (await through(running, "audit", "--target", "node-1499")).out
+        assert [line.split()[4] for line in table.splitlines()] == ["TARGET", "node-1499"]

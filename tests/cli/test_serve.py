@@ -1,0 +1,483 @@
+"""`llama-gateway serve` and `check`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trustme
+
+import gateway.app.process
+from gateway.app.startup import Options, StartError
+from tests.cli.running import Ran, run
+from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.servers import spawn_demo_server, stop_demo_server, wait_for_demo_server
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Options]:
+    """The options that the gateway would run with; it does not run."""
+    seen: list[Options] = []
+
+    def start(options: Options) -> int:
+        seen.append(replace(options, restart_command=()))
+        return 3
+
+    monkeypatch.setattr(gateway.app.process, "run", start)
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def test_without_flags_the_files_decide(given: list[Options]) -> None:
+    assert run("serve").status == 3
+    assert given == [Options(inventory_file=Path("config/nodes.yaml"))]
+
+
+def test_a_named_settings_file_is_used_even_if_missing(given: list[Options]) -> None:
+    run("serve", "--config", "missing.yaml")
+    assert given[0].settings_file == Path("missing.yaml")
+
+
+def test_a_flag_beats_the_environment(
+    given: list[Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "NODES": "env.yaml",
+        "CONFIG": "env-settings.yaml",
+        "HOST": "10.0.0.1",
+        "PORT": "9000",
+        "ADMIN_HOST": "10.0.0.2",
+        "ADMIN_PORT": "9001",
+        "ADMIN_KEY_FILE": "env.key",
+    }.items():
+        monkeypatch.setenv(f"LLAMA_GATEWAY_{name}", value)
+    run("serve", "--port", "9100", "--admin-host", "::1", "--allow-anonymous")
+    assert given == [
+        Options(
+            inventory_file=Path("env.yaml"),
+            settings_file=Path("env-settings.yaml"),
+            host="10.0.0.1",
+            port=9100,
+            admin_host="::1",
+            admin_port=9001,
+            admin_key_file=Path("env.key"),
+            allow_anonymous=True,
+        )
+    ]
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_a_start_error_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    def refuse(_: Options) -> int:
+        raise StartError("the port is taken", status)
+
+    monkeypatch.setattr(gateway.app.process, "run", refuse)
+    assert run("serve") == Ran(status, "", "error: the port is taken\n")
+
+
+def test_a_successor_is_started_by_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Options] = []
+
+    def start(options: Options) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr(gateway.app.process, "run", start)
+    run("serve", "--port", "9100")
+    assert seen[0].restart_command[-3:] == ("serve", "--port", "9100")
+
+
+# check.
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/nodes.yaml").write_text("nodes: [{name: a, url: http://127.0.0.1:1}]\n")
+    return tmp_path
+
+
+def test_valid_files_are_reported_as_valid(folder: Path) -> None:
+    ran = run("check")
+    assert ran == Ran(
+        0,
+        "config/nodes.yaml: valid, 1 node\n"
+        "config/gateway.yaml: not there, every setting has its default\n",
+        "",
+    )
+    (folder / "config/gateway.yaml").write_text("queue: {max: 5}\n")
+    assert "config/gateway.yaml: valid" in run("check").out
+
+
+def test_every_problem_of_both_files_is_reported_with_its_line(folder: Path) -> None:
+    (folder / "config/nodes.yaml").write_text(
+        "nodes:\n  - name: a\n    url: http://127.0.0.1:1/v1\n    sluts: 2\n"
+    )
+    (folder / "config/gateway.yaml").write_text("queue:\n  max: many\n")
+    for command in ("serve", "check"):
+        ran = run(command)
+        assert (ran.status, ran.out) == (2, "")
+        for place in ("config/nodes.yaml:3", "config/nodes.yaml:4", "config/gateway.yaml:2"):
+            assert place in ran.err
+        assert all(line.startswith("error: config/") for line in ran.err.splitlines())
+
+    ran = run("check", "--json")
+    answer = json.loads(ran.out)
+    assert (ran.status, answer["valid"]) == (2, False)
+    places = {(problem["file"], problem["line"]) for problem in answer["problems"]}
+    assert ("config/nodes.yaml", 4) in places
+    assert ("config/gateway.yaml", 2) in places
+    assert all(problem["message"] and problem["key"] for problem in answer["problems"])
+
+
+BEHIND_PROXY = "listen: {trusted_proxies: [10.0.0.1]}\n"
+
+
+@each_case("command", [["check"], ["check", "--json"], ["serve"]])
+def test_a_listener_behind_a_proxy_without_keys_is_refused(
+    folder: Path, command: list[str]
+) -> None:
+    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY)
+    ran = run(*command)
+    assert ran.status == 2
+    for words in ("listen.trusted_proxies", "keys create", "--allow-anonymous"):
+        assert words in ran.out + ran.err
+
+
+def test_a_listener_behind_a_proxy_with_a_key_or_allow_anonymous_is_fine(folder: Path) -> None:
+    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY)
+    assert run("check", "--allow-anonymous").status == 0
+    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY + "allow_anonymous: true\n")
+    assert run("check").status == 0
+    key = f"keys: [{{id: a, sha256: {'0' * 64}}}]\n"
+    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY + key)
+    assert run("check").status == 0
+
+
+@each_case("text", ["", " \n\n", "\ufeff"])
+def test_a_blank_settings_file_is_refused(folder: Path, text: str) -> None:
+    (folder / "config/gateway.yaml").write_text(text)
+    for command in ("check", "serve"):
+        ran = run(command)
+        assert ran.status == 2
+        assert "config/gateway.yaml: the file is empty" in ran.err
+        assert "{} stands for the defaults" in ran.err
+
+
+@each_case("text", ["# all defaults\n", "{}\n", "listen:\n", "null\n"])
+def test_empty_settings_on_purpose_are_fine(folder: Path, text: str) -> None:
+    (folder / "config/gateway.yaml").write_text(text)
+    assert run("check").status == 0
+    assert run("check", "--config", "/dev/null").status == 0
+
+
+def test_the_files_can_be_named_by_flag_and_by_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "other.yaml").write_text("nodes: []\n")
+    monkeypatch.setenv("LLAMA_GATEWAY_NODES", "other.yaml")
+    assert "other.yaml: valid, 0 nodes" in run("check").out
+    assert "config/nodes.yaml: valid" in run("check", "--nodes", "config/nodes.yaml").out
+
+
+def test_a_file_that_is_not_there_is_an_error(folder: Path) -> None:
+    for flag in ("--nodes", "--config"):
+        ran = run("check", flag, "missing.yaml")
+        assert (ran.status, "missing.yaml" in ran.err, "Traceback" in ran.err) == (2, True, False)
+    (folder / "config/nodes.yaml").unlink()
+    for command in ("serve", "check"):
+        ran = run(command)
+        assert ran.status == 2
+        assert "config/nodes.yaml: there is no such file" in ran.err
+        assert "--nodes" in ran.err
+        assert "llama-gateway up" in ran.err
+
+
+REFUSED = {
+    ("--host", "0.0.0.0"): "--allow-anonymous",
+    ("--admin-host", "::"): "--admin-key-file",
+    ("--port", "8001"): "both listeners would use port 8001",
+    ("--admin-key-file", "missing"): "missing: the admin key can't be read",
+    ("--admin-key-file", "binary"): "it is not a text",
+    ("--host", "a/b", "--allow-anonymous"): "listen.host",
+    ("--nodes", "tls.yaml"): "the TLS files of the node 'secure' can't be used",
+    ("--config", "tls-settings.yaml"): "listen.tls: ",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
+def test_a_configuration_that_serve_refuses_is_invalid(
+    folder: Path, flags: tuple[str, ...]
+) -> None:
+    (folder / "binary").write_bytes(b"\xff")
+    (folder / "junk.pem").write_text("junk")
+    (folder / "tls.yaml").write_text(
+        "nodes: [{name: secure, url: 'https://127.0.0.1:1', tls: {ca: junk.pem}}]\n"
+    )
+    (folder / "tls-settings.yaml").write_text("listen: {tls: {cert: junk.pem, key: junk.pem}}\n")
+    checked, served = run("check", *flags), run("serve", *flags)
+    assert (checked.status, checked.out) == (2, "")
+    assert REFUSED[flags] in checked.err
+    assert (served.status, served.err) == (2, checked.err)
+    (problem,) = json.loads(run("check", "--json", *flags).out)["problems"]
+    assert problem["key"]
+    assert REFUSED[flags] in problem["message"]
+
+
+def test_a_flag_with_which_serve_starts_makes_the_files_valid(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "config/gateway.yaml").write_text("listen: {host: 0.0.0.0}\n")
+    assert run("check").status == 2
+    assert run("check", "--allow-anonymous").status == 0
+    assert run("check", "--host", "127.0.0.1").status == 0
+    monkeypatch.setenv("LLAMA_GATEWAY_HOST", "127.0.0.1")
+    assert run("check").status == 0
+
+
+def test_problems_of_a_file_do_not_hide_those_of_the_listeners(folder: Path) -> None:
+    (folder / "config/nodes.yaml").write_text("nodes: 3\n")
+    (folder / "config/gateway.yaml").write_text("listen: {host: 0.0.0.0}\n")
+    for command in ("serve", "check"):
+        ran = run(command)
+        assert "config/nodes.yaml:1: nodes" in ran.err
+        assert "--allow-anonymous" in ran.err
+
+
+def test_two_nodes_of_one_server_are_a_warning(folder: Path) -> None:
+    nodes = (
+        "nodes:\n"
+        "  - {name: off, url: 'http://127.0.0.1:1', enabled: false}\n"
+        "  - {name: a, url: 'http://127.0.0.1:1'}\n"
+        "  - name: b\n"
+        "    url: http://127.0.0.1:1/\n"
+        "  - {name: m1, url: 'http://127.0.0.1:2', kind: openai, model: m1}\n"
+        "  - {name: m2, url: 'http://127.0.0.1:2', kind: openai, model: m2}\n"
+    )
+    (folder / "config/nodes.yaml").write_text(nodes)
+    ran = run("check")
+    assert ran.status == 0
+    (warning,) = ran.err.splitlines()
+    assert warning.startswith("warning: config/nodes.yaml:5: nodes[2].url: the nodes a and b are")
+    assert json.loads(run("check", "--json").out)["warnings"] == [warning.removeprefix("warning: ")]
+
+
+def test_another_policy_than_the_gateways_own_is_a_warning(folder: Path) -> None:
+    settings = folder / "config/gateway.yaml"
+    settings.write_text("policy: round_robin\n")
+    ran = run("check")
+    assert ran.status == 0
+    assert ran.err.startswith("warning: policy: round_robin means least_finish now")
+    assert len(json.loads(run("check", "--json").out)["warnings"]) == 1
+    settings.write_text("policy: least_finish\n")
+    assert run("check").err == ""
+
+
+# check --probe.
+
+
+async def check_nodes(folder: Path, inventory: str, *arguments: str) -> Ran:
+    (folder / "config/nodes.yaml").write_text(inventory)
+    settings = folder / "config/gateway.yaml"
+    if not settings.exists():
+        settings.write_text("health: {timeout: 60}\n")
+    return await asyncio.to_thread(run, "check", "--probe", *arguments)
+
+
+async def test_every_node_is_check_nodes(folder: Path) -> None:
+    async with EmulatedNode(slots=3, context=2048, model="mistral-7b") as node:
+        ran = await check_nodes(folder, f"nodes: [{{name: a, url: '{node.url}'}}]\n")
+    assert ran.status == 0, ran.err
+    head, row = ran.out.splitlines()[-2:]
+    assert head.split()[:2] == ["NAME", "ANSWER"]
+    assert row.split()[:5] == ["a", "up", "3", "2048", "mistral-7b"]
+
+
+async def test_a_node_that_differs_from_the_inventory_is_reported(folder: Path) -> None:
+    async with EmulatedNode(slots=3, model="mistral-7b") as node:
+        inventory = f"nodes: [{{name: a, url: '{node.url}', slots: 2, model: phi}}]\n"
+        ran = await check_nodes(folder, inventory)
+        as_json = await check_nodes(folder, inventory, "--json")
+    assert ran.status == 0
+    assert "the inventory says 2, the server has 3" in ran.out
+    assert "the inventory says phi" in ran.out
+    (answer,) = json.loads(as_json.out)["nodes"]
+    assert (answer["answer"], answer["slots"], len(answer["drift"])) == ("up", 3, 2)
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+    writer.close()
+
+
+async def test_a_failure_of_tls_names_what_mends_it(folder: Path) -> None:
+    authority, other = trustme.CA(), trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    other.cert_pem.write_to_path(folder / "other.pem")
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def serve(name: str | None) -> int:
+            tls = None
+            if name is not None:
+                tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                authority.issue_cert(name).configure_cert(tls)
+            server = await asyncio.start_server(_answer, "127.0.0.1", 0, ssl=tls)
+            port: int = (await stack.enter_async_context(server)).sockets[0].getsockname()[1]
+            return port
+
+        own, foreign, plain = await serve("127.0.0.1"), await serve("a.example"), await serve(None)
+        cases = {
+            "none": (f"https://127.0.0.1:{own}", "", "name the authority behind it in tls.ca"),
+            "wrong": (
+                f"https://127.0.0.1:{own}",
+                "tls: {ca: ../other.pem}",
+                "other.pem, is not the authority behind it",
+            ),
+            "name": (
+                f"https://127.0.0.1:{foreign}",
+                "tls: {ca: ../ca.pem}",
+                "use a name of its certificate in the url, or give it in tls.server_name",
+            ),
+            "http": (f"http://127.0.0.1:{own}", "", "it speaks TLS: write https:// in its url"),
+            "https": (
+                f"https://127.0.0.1:{plain}",
+                "",
+                "it speaks plain HTTP: write http:// in its url",
+            ),
+        }
+        (folder / "config/gateway.yaml").write_text("health: {timeout: 3}\n")
+        inventory = "nodes:\n" + "".join(
+            f"- {{name: {name}, url: '{url}/{name}', {tls}}}\n"
+            for name, (url, tls, _) in cases.items()
+        )
+        ran = await check_nodes(folder, inventory, "--json")
+        assert ran.status == 1
+        told = {node["name"]: node["detail"] for node in json.loads(ran.out)["nodes"]}
+        for name, (_, _, remedy) in cases.items():
+            assert remedy in told[name], name
+            assert "_ssl" not in told[name]
+        # The commands that ask a gateway say it, too.
+        for wrong, right in (
+            (f"http://127.0.0.1:{own}", f"write https://127.0.0.1:{own}\n"),
+            ("http://::1:8001", "needs brackets: http://[::1]:8001\n"),
+        ):
+            for command in (("nodes", "--admin-url"), ("batch", "list", "--url")):
+                ran = await asyncio.to_thread(run, *command, wrong)
+                assert ran.status != 0
+                assert ran.err.endswith(right), command
+
+
+async def test_nodes_of_one_model_that_differ_are_a_warning(folder: Path) -> None:
+    async with EmulatedNode(build="b1-one") as one, EmulatedNode(build="b2-two") as other:
+        inventory = f"nodes:\n- {{name: a, url: '{one.url}'}}\n- {{name: b, url: '{other.url}'}}\n"
+        ran = await check_nodes(folder, inventory)
+        as_json = await check_nodes(folder, inventory, "--json")
+    assert ran.status == 0
+    assert (
+        "nodes of one model differ: demo: build of llama.cpp: b1-one on a; b2-two on b" in ran.err
+    )
+    assert json.loads(as_json.out)["differences"] == [
+        "demo: build of llama.cpp: b1-one on a; b2-two on b"
+    ]
+
+
+async def test_a_mix_of_purposes_under_one_name_is_a_warning(folder: Path) -> None:
+    async with EmulatedNode() as one, EmulatedNode(embeddings=True) as other:
+        nodes = [f"{{name: {name}, url: '{node.url}'" for name, node in (("a", one), ("b", other))]
+        inventory = f"nodes:\n- {nodes[0]}}}\n- {nodes[1]}}}\n"
+        warned = await check_nodes(folder, inventory)
+        settled = await check_nodes(
+            folder, f"nodes:\n- {nodes[0]}}}\n- {nodes[1]}, endpoints: embeddings}}\n"
+        )
+    assert "demo: purpose: chat on a; embeddings on b: say the `endpoints`" in warned.err
+    assert settled.err == ""
+
+
+async def test_a_server_that_runs_tools_is_named(folder: Path) -> None:
+    async with EmulatedNode() as node:
+        names = ["read_file", "exec_shell_command", "get_info", "grep_search"]
+        body = json.dumps([{"tool": name, "permissions": {}} for name in names])
+        node.faults.set("status", path="/tools", status=200, body=body)
+        inventory = f"nodes: [{{name: a, url: '{node.url}'}}]\n"
+        ran = await check_nodes(folder, inventory, "--json")
+    (answer,) = json.loads(ran.out)["nodes"]
+    assert answer["tools"] == ["exec_shell_command", "read_file", "get_info", "grep_search"]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.binary_only("the wheel's server has no option for it")
+async def test_a_real_server_that_runs_tools_is_named(folder: Path) -> None:
+    for options in (("--tools", "get_info"), ("--agent",), ()):
+        server = spawn_demo_server(slots=1, context=512, extra=options)
+        try:
+            url = await asyncio.to_thread(wait_for_demo_server, server)
+            ran = await check_nodes(folder, f"nodes: [{{name: a, url: '{url}'}}]\n")
+        finally:
+            stop_demo_server(server)
+        assert ran.status == 0, ran.err
+        assert ("--tools or --agent" in " ".join(ran.out.split())) == bool(options)
+
+
+async def test_a_node_that_does_not_answer_is_status_1_and_hides_no_other(folder: Path) -> None:
+    async with EmulatedNode() as node, EmulatedNode(api_key="secret") as locked:
+        inventory = (
+            "nodes:\n"
+            f"- {{name: up, url: '{node.url}'}}\n"
+            f"- {{name: locked, url: '{locked.url}'}}\n"
+            "- {name: gone, url: 'http://127.0.0.1:1'}\n"
+            "- {name: off, url: 'http://127.0.0.1:1', enabled: false}\n"
+        )
+        ran = await check_nodes(folder, inventory)
+        as_json = await check_nodes(folder, inventory, "--json")
+    assert ran.status == 1
+    answers = {one["name"]: one["answer"] for one in json.loads(as_json.out)["nodes"]}
+    assert answers == {"up": "up", "locked": "locked", "gone": "refused", "off": "standby"}
+    assert "api_key_env" in ran.out
+
+
+async def test_a_disabled_node_is_no_failure(folder: Path) -> None:
+    ran = await check_nodes(
+        folder, "nodes: [{name: a, url: 'http://127.0.0.1:1', enabled: false}]\n"
+    )
+    assert ran.status == 0
+    assert "not asked" in ran.out
+
+
+async def test_a_node_that_hangs_is_given_up_after_the_health_timeout(folder: Path) -> None:
+    (folder / "config/gateway.yaml").write_text("health: {timeout: 0.2}\n")
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            pass
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    ran = await check_nodes(folder, f"nodes: [{{name: a, url: 'http://127.0.0.1:{port}'}}]\n")
+    server.close()
+    await asyncio.wait_for(server.wait_closed(), 60)
+    assert ran.status == 1
+    assert "timed out" in ran.out
+
+
+async def test_a_server_whose_slots_may_share_one_pool_is_hinted_at(folder: Path) -> None:
+    async with EmulatedNode(slots=4, context=2048, unified=True) as node:
+        for kv, hints in (("auto", 1), ("shared", 0), ("split", 0)):
+            inventory = f"nodes: [{{name: a, url: '{node.url}', kv: {kv}}}]\n"
+            ran = await check_nodes(folder, inventory, "--json")
+            (answer,) = json.loads(ran.out)["nodes"]
+            assert len(answer["hints"]) == hints
+        ran = await check_nodes(folder, f"nodes: [{{name: a, url: '{node.url}'}}]\n")
+    assert "4 slots of 2048 tokens each" in ran.out
+    assert "kv: shared" in ran.out

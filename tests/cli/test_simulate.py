@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.workshop.simulate.comparison import known_policies
+from tests.cli.running import run, run_on_terminal
+
+SMALL = ("--fleet", "2x2@40:600,1x2@16:250", "--generate", "rate=0.5,requests=200")
+
+
+def test_every_policy_is_shown_in_a_table() -> None:
+    ran = run("simulate", *SMALL)
+    assert (ran.status, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert lines[0].split()[:3] == ["POLICY", "COMPLETION", "BOUND"]
+    assert [line.split()[0] for line in lines[1:]] == list(known_policies())
+
+
+def test_json_has_all_figures() -> None:
+    ran = run("simulate", *SMALL, "--policy", "nginx", "--policy", "least_finish", "--json")
+    assert ran.status == 0
+    result = json.loads(ran.out)
+    assert (result["nodes"], result["slots"], result["requests"]) == (3, 6, 200)
+    assert [one["policy"] for one in result["policies"]] == ["nginx", "least_finish"]
+    for one in result["policies"]:
+        assert 0 < one["bound"] <= one["completion"]["mean"]
+        assert {"p50", "p95", "p99", "mean"} == set(one["ttft"])
+        assert one["ratio"] == pytest.approx(one["completion"]["mean"] / one["bound"])
+
+
+def test_an_overload_is_reported_in_words_and_in_json() -> None:
+    fleet = ("--fleet", "1x2@20:200", "--policy", "nginx", "--policy", "least_finish")
+    flood = (*fleet, "--generate", "rate=2,requests=300")
+    ran = run("simulate", *flood)
+    assert ran.status == 0
+    assert "OVERLOAD: more work arrives than this fleet can do" in ran.out
+    assert re.search(
+        r"\n  least_finish: \d{3,}% .* [1-9]\d* of 300 requests waited longer", ran.out
+    )
+    for one in json.loads(run("simulate", *flood, "--json").out)["policies"]:
+        assert one["overloaded"]
+        assert one["load"] > 1
+        assert one["longest_queue"] > one["slots"]
+        assert one["too_late"] > 0
+    calm = (*fleet, "--generate", "rate=0.05,requests=100")
+    assert "OVERLOAD" not in run("simulate", *calm).out
+    for one in json.loads(run("simulate", *calm, "--json").out)["policies"]:
+        assert not one["overloaded"]
+        assert one["load"] < 1
+
+
+def test_the_same_seed_is_the_same_traffic() -> None:
+    def played(seed: int) -> object:
+        ran = run("simulate", *SMALL, "--policy", "nginx", "--seed", str(seed), "--json")
+        return json.loads(ran.out)["policies"][0]["completion"]
+
+    assert played(4) == played(4)
+    assert played(4) != played(5)
+
+
+def test_an_inventory_and_the_speeds_that_the_gateway_measured(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text("nodes:\n  - {name: a, url: http://a}\n  - {name: b, url: http://b}\n")
+    speeds = tmp_path / "speeds.json"
+    measured = {"prefill_tps": 500.0, "decode_tps": 30.0, "slots_total": 2}
+    speeds.write_text(json.dumps({"nodes": [{"name": "a", **measured}]}))
+    ran = run(
+        *("simulate", "--nodes", str(nodes), "--speeds", str(speeds), "--policy", "haproxy"),
+        *("--generate", "rate=0.1,requests=20", "--json"),
+    )
+    assert ran.status == 0
+    assert json.loads(ran.out)["slots"] == 3
+    assert "assumed one slot for b" in ran.err
+    assert "times `speed_hint` for b: --speeds FILE tells more" in ran.err
+
+
+def test_a_trace_file_is_played(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"time": i, "prompt_tokens": 100 + i * 20, "output_tokens": 10, "session": "s"}
+        for i in range(10)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran = run(
+        *("simulate", "--fleet", "2x2@40:600", "--trace", str(path), "--json"),
+        *("--policy", "least_finish", "--limit", "8"),
+    )
+    result = json.loads(ran.out)
+    assert result["requests"] == 8
+    assert result["policies"][0]["cached_share"] > 0.5
+
+
+def test_broken_lines_of_a_trace_are_reported_or_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"prompt_tokens": 10, "output_tokens": 5}\n{"prompt_tokens": "x"}\n')
+    arguments = ("simulate", "--fleet", "1x1@40:600", "--trace", str(path), "--policy", "nginx")
+    ran = run(*arguments)
+    assert (ran.status, ran.out) == (2, "")
+    assert f'{path}:2:2: prompt_tokens: "x" is not valid (write a whole number' in ran.err
+    ran = run(*arguments, "--skip-broken")
+    assert ran.status == 0
+    assert f"{path}: skipped 1 broken lines" in ran.err
+
+
+def test_an_unknown_policy_is_reported_with_the_known_ones() -> None:
+    ran = run("simulate", *SMALL, "--policy", "best")
+    assert (ran.status, ran.out) == (2, "")
+    assert "--policy best: there is no such policy; known: least_finish" in ran.err
+    assert "nginx, haproxy" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("--fleet", "many"), 2, "'many' is no fleet: write COUNTxSLOTS@DECODE:PREFILL"),
+        (("--fleet", "1x1@1:1", "--generate", "rate=x"), 2, "--generate: 'rate=x': write a number"),
+        (("--fleet", "1x1@1:1", "--trace", "none.jsonl"), 2, "none.jsonl: can't be read"),
+        (("--fleet", "1x1@1:1", "--trace", "."), 2, "can't be read: Is a directory"),
+        (("--fleet", "1x1@1:1", "--speeds", "s.json"), 2, "--speeds is for an inventory"),
+        (("--fleet", "1x1@1:1", "--plot", "p.txt"), 2, "must end in .png, .svg or .pdf"),
+        (("--fleet", "1x1@1:1", "--plot", "no/p.png"), 2, "there is no folder no"),
+        (("--nodes", "none.yaml"), 2, "none.yaml"),
+        (("--nodes", "none.yaml", "--speed", "fast"), 2, "no fleet"),
+        (("--batch", "1"), 2, "--batch"),
+    ],
+)
+def test_wrong_usage_is_reported_before_the_work(
+    arguments: tuple[str, ...],
+    status: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = run("simulate", *arguments)
+    assert (ran.status, ran.out) == (status, "")
+    assert message in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    ran = run("simulate", *SMALL, "--policy", "nginx", "--plot", str(path))
+    assert ran.status == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"written: {path}" in ran.err
+
+
+def test_a_missing_matplotlib_is_reported_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else there(name)
+    )
+    ran = run("simulate", *SMALL, "--plot", str(tmp_path / "plot.png"))
+    assert ran.status == 1
+    assert f"{sys.executable} -m pip install 'matplotlib>=3.9'\n" in ran.err
+
+
+def test_the_help_shows_examples() -> None:
+    ran = run("simulate", "--help")
+    assert ran.status == 0
+    for word in (*known_policies(), "Examples", "nodes --json > speeds.json", "conv.csv"):
+        assert word in ran.out
+
+
+def test_a_terminal_shows_the_progress() -> None:
+    status, output = run_on_terminal(
+        *("simulate", "--policy", "nginx"),
+        *("--fleet", "20x2@40:600", "--generate", "rate=3,requests=5000"),
+        COLUMNS="100",
+    )
+    assert status == 0
+    assert "nginx" in output
+    assert "%" in output
+
+
+def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
+    ran = run(
+        *("simulate", "--fleet", "1x2@40:600", "--standby", "2x2@40:600"),
+        *("--generate", "rate=0.2,requests=400,burst=6,every=1200,lasting=200"),
+        *("--elastic", "startup=20,stop_after=120,start_above=5,cost=0.5", "--json"),
+    )
+    assert ran.status == 0, ran.err
+    always, elastic, alone = json.loads(ran.out)["fleets"]
+    assert [one["fleet"] for one in (always, elastic, alone)] == [
+        "always on",
+        "elastic",
+        "base alone",
+    ]
+    assert elastic["machine_hours"] < always["machine_hours"]
+    assert elastic["cost"] == pytest.approx(elastic["machine_hours"] * 0.5)
+    assert elastic["starts"] > 0
+    assert elastic["wait"]["mean"] < alone["wait"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--standby", "2x2"), "is no fleet"),
+        (("--standby", "2x2@40:600", "--elastic", "starup=3"), "there is no 'starup'"),
+        (("--standby", "2x2@40:600", "--elastic", "max=x"), "write a whole number"),
+        (("--standby", "2x2@40:600", "--elastic", "min=3,max=2"), "not below min"),
+        (("--standby", "2x2@40:600", "--policy", "nginx"), "compares fleets under least_finish"),
+    ],
+)
+def test_a_mistake_about_standby_machines_is_reported(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    ran = run("simulate", *SMALL, *arguments)
+    assert ran.status == 2
+    assert message in ran.err

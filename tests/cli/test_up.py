@@ -1,0 +1,500 @@
+"""`llama-gateway up` as a process, with the real servers that it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from gateway.cli import up
+from gateway.local.gguf import read_model
+from gateway.local.memory import memlock_warning, memory_needed
+from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
+from gateway.local.server import (
+    BASE_PORT,
+    claim_free_port,
+    claimed_port,
+    server_environment,
+)
+from tests.cli.running import read_until, run, run_process
+from tests.each_case import each_case
+from tests.local.small_models import SMALL, write_hollow
+from tests.processes import wait_until_gone
+from tests.servers import demo_model, may_lock, server_binary, server_path
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = (sys.executable, "-m", "gateway", "up", "--port", "0", "--admin-port", "0")
+START_LIMIT = 120.0  # seconds
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+real = [pytest.mark.real, pytest.mark.slow]
+
+
+@dataclass(slots=True)
+class Up:
+    """The process, and its lines on stderr."""
+
+    process: Process
+    lines: list[str] = field(default_factory=list)
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def listen(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.lines.append(line.decode().rstrip("\n"))
+            self.more.set()
+        self.more.set()
+
+    async def line_with(self, *parts: str) -> str:
+        """Wait for a line with one of these texts."""
+        async with asyncio.timeout(START_LIMIT):
+            while True:
+                self.more.clear()
+                for line in self.lines:
+                    if any(part in line for part in parts):
+                        return line
+                await self.more.wait()
+
+    async def url(self) -> str:
+        found = ADDRESS.search(await self.line_with("Serving an OpenAI-compatible API at"))
+        assert found is not None
+        return found[0]
+
+    def servers(self) -> list[psutil.Process]:
+        """The processes that it has started."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    async def nodes(self) -> dict[str, Any]:
+        """The nodes of the admin API, by name."""
+        admin = json.loads(await self.line_with('"listening"'))["admin"]
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            answer = (await client.get(f"{admin}/admin/nodes")).json()
+        return {node["name"]: node for node in answer["nodes"]}
+
+    async def states(self) -> dict[str, str]:
+        return {name: node["state"] for name, node in (await self.nodes()).items()}
+
+    async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return await asyncio.wait_for(self.process.wait(), START_LIMIT)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    given = {"LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"), "PATH": server_path()}
+    state = str(tmp_path / "state")
+    return server_environment({**given, "TMPDIR": str(tmp_path), "XDG_STATE_HOME": state})
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(yaml.safe_dump({"health": {"interval": 0.2, "timeout": 30}}))
+    return path
+
+
+@asynccontextmanager
+async def running(
+    environment: dict[str, str], *arguments: str | Path, command: Sequence[str] = COMMAND
+) -> AsyncIterator[Up]:
+    process = await asyncio.create_subprocess_exec(
+        *command, *arguments, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=environment,
+        cwd=environment["TMPDIR"], start_new_session=True,
+    )  # fmt: skip
+    started = Up(process)
+    listening = asyncio.create_task(started.listen())
+    try:
+        yield started
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await asyncio.wait_for(listening, START_LIMIT)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], limit: float = 120.0) -> None:
+    async with asyncio.timeout(limit):
+        while not await condition():  # noqa: ASYNC110 - another process, seen by polling
+            await asyncio.sleep(0.02)
+
+
+async def all_gone(processes: list[psutil.Process]) -> None:
+    await asyncio.to_thread(wait_until_gone, [one.pid for one in processes])
+
+
+def left_behind(environment: dict[str, str]) -> list[Path]:
+    return list(Path(environment["TMPDIR"]).glob("llama-gateway-*"))
+
+
+class TestServing:
+    pytestmark = real
+
+    @pytest.mark.smoke
+    async def test_it_starts_servers_serves_and_ends_them(
+        self, environment: dict[str, str], settings: Path
+    ) -> None:
+        async with running(
+            environment, "--servers", "2", "--slots", "3", "--config", settings
+        ) as it:
+            url = await it.url()
+            assert "llama-gateway top" in await it.line_with("See the fleet at http://127.0.0.1:")
+            output = "\n".join(it.lines)
+            assert "random" in output
+            assert "words mean nothing" in output
+            for name in ("local-0", "local-1"):
+                assert re.search(
+                    rf"^  {name}: started on http://127\.0\.0\.1:\d+$", output, re.MULTILINE
+                )
+                assert re.search(rf"^  {name}: ready after \d+\.\d s$", output, re.MULTILINE)
+            assert "\x1b" not in output
+            assert ("not the embedded server" in output) is (server_binary() is not None)
+
+            assert (await it.line_with("curl")).startswith(
+                f"  curl {url}/v1/chat/completions -d '{{"
+            )
+            body = re.search(r"-d '(.*)'$", await it.line_with("curl"))
+            assert body is not None
+            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+                answer = await client.post(f"{url}/v1/chat/completions", content=body[1])
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["message"]["content"].strip()
+
+            async def ready() -> bool:
+                return set((await it.states()).values()) == {"ready"}
+
+            await until(ready)
+            nodes = await it.nodes()
+            assert {name: node["slots_total"] for name, node in nodes.items()} == {
+                "local-0": 3,
+                "local-1": 3,
+            }
+
+            servers = it.servers()
+            assert len(servers) == 2
+            assert await it.end() == 0
+            await all_gone(servers)
+        assert left_behind(environment) == []
+
+    async def test_context_and_embeddings_are_as_asked_and_an_overflow_says_how_to_get_more(
+        self, environment: dict[str, str], settings: Path
+    ) -> None:
+        long = "Tell me about rivers. " * 1500
+        flags = ("--context", "8192", "--embedding", "--slots", "1", "--config", settings)
+        async with running(environment, *flags) as it:
+            await it.line_with("a llama.cpp server with 1 slot of 8,192 tokens; logs")
+            url = await it.url()
+            assert (await it.nodes())["local-0"]["context"] == 8192
+            async with httpx.AsyncClient(trust_env=False, base_url=url, timeout=120) as client:
+                for _ in range(2):  # a server of embeddings also chats
+                    found = await client.post("/v1/embeddings", json={"input": long[:9000]})
+                    assert found.status_code == 200, found.text
+                    assert any(found.json()["data"][0]["embedding"])
+                    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+                    found = await client.post("/v1/chat/completions", json=chat)
+                    assert found.status_code == 200, found.text
+                content = {"messages": [{"role": "user", "content": long}], "max_tokens": 2}
+                for path, body in (
+                    ("chat/completions", content),
+                    ("chat/completions", {**content, "stream": True}),
+                    ("messages", content),
+                    ("responses", {"input": long}),
+                    ("completions", {"prompt": long}),
+                    ("embeddings", {"input": long}),
+                ):
+                    found = await client.post(f"/v1/{path}", json=body)
+                    assert found.status_code == 400, (path, found.text[:300], found.text[-900:])
+                    assert found.json()["error"]["message"].endswith(
+                        " Or start 'llama-gateway up' with '--context 16384'."
+                    )
+
+    @pytest.mark.binary_only("the wheel holds no program")
+    async def test_a_llama_server_on_path_is_used_and_named(
+        self, environment: dict[str, str], settings: Path
+    ) -> None:
+        binary = server_binary()
+        assert binary is not None
+        async with running(environment, "--slots", "3", "--config", settings) as it:
+            line = await it.line_with("Using")
+            assert line == (
+                f"Using {binary.path}, version {binary.version}, not the embedded server."
+            )
+            await it.url()
+            (server,) = it.servers()
+            assert server.exe() == str(binary.path)
+            node = (await it.nodes())["local-0"]
+            assert (node["slots_total"], node["context"]) == (3, DEFAULT_CONTEXT)
+            build = re.search(r"build (\d+)", line)
+            assert build is not None
+            assert node["build"].startswith(f"b{build[1]}")
+
+    async def test_a_small_model_is_served_under_the_name_of_its_file(
+        self, environment: dict[str, str], settings: Path, tmp_path: Path
+    ) -> None:
+        model = write_hollow(SMALL, tmp_path)
+        async with running(environment, "--model", model, "--config", settings) as it:
+            url = await it.url()
+            assert "random" not in "\n".join(it.lines)
+            async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+                (listed,) = (await client.get(f"{url}/v1/models")).json()["data"]
+                assert (listed["id"], listed["meta"]["n_ctx"]) == (model.stem, DEFAULT_CONTEXT)
+                body = {"model": model.stem, "messages": [{"role": "user", "content": "Hi"}]}
+                answer = await client.post(
+                    f"{url}/v1/chat/completions", json={**body, "max_tokens": 2}
+                )
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == model.stem
+            (server,) = it.servers()
+            assert server.memory_info().rss < 1.1 * memory_needed(SMALL.size, 1)
+
+    async def test_a_killed_server_comes_back(
+        self, environment: dict[str, str], settings: Path
+    ) -> None:
+        async with running(environment, "--servers", "2", "--config", settings) as it:
+            url = await it.url()
+
+            async def ready() -> bool:
+                return set((await it.states()).values()) == {"ready"}
+
+            await until(ready)
+            port = (await it.nodes())["local-0"]["url"].rpartition(":")[2]
+            (victim,) = (one for one in it.servers() if port in one.cmdline())
+            # It can't come back before the answer that comes from the other one.
+            model = Path(environment["LLAMA_GATEWAY_CACHE"], "models", demo_model().name)
+            away = shutil.move(model, model.with_suffix(".away"))
+            victim.kill()
+            exited = json.loads(await it.line_with('"server exited"'))
+            assert (exited["server"], exited["how"]) == ("local-0", "killed by SIGKILL")
+            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+                body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
+                answer = await client.post(f"{url}/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                assert answer.headers["x-gateway-node"] == "local-1"
+            shutil.move(away, model)
+            await it.line_with('"server ready"')
+            await until(ready)
+            assert (await it.nodes())["local-0"]["url"].endswith(f":{port}")
+            servers = it.servers()
+            assert len(servers) == 2
+            assert victim not in servers
+            assert await it.end(signal.SIGINT) == 0
+            await all_gone(servers)
+
+    @pytest.mark.skipif(not may_lock(), reason="the limit of locked memory is too low here")
+    async def test_a_model_is_locked_in_memory(self, environment: dict[str, str]) -> None:
+        async with running(environment, "--mlock") as it:
+            await it.url()
+            model = read_model(demo_model())
+            assert [memlock_warning(model, server.pid) for server in it.servers()] == [None]
+            assert "is locked" not in "\n".join(it.lines)
+
+    @pytest.mark.smoke
+    @pytest.mark.skipif(
+        not (ROOT / ".venv/bin/llama-gateway").exists(), reason="make test sets up .venv"
+    )
+    async def test_make_run_serves_until_ctrl_c_and_leaves_no_process(
+        self, environment: dict[str, str]
+    ) -> None:
+        command = ["make", "-C", str(ROOT), "run", "ARGS=--servers 1 --port 0 --admin-port 0"]
+        environment["PATH"] = os.environ["PATH"]
+        async with running(environment, command=command) as it:
+            url = await it.url()
+            body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+                answer = await client.post(f"{url}/v1/chat/completions", json=body)
+            assert answer.json()["usage"]["completion_tokens"] == 4
+            started = it.servers()
+            # A terminal sends the signal to all processes of its foreground.
+            os.killpg(it.process.pid, signal.SIGINT)
+            await asyncio.wait_for(it.process.wait(), START_LIMIT)
+            await all_gone(started)
+
+    @pytest.mark.smoke
+    async def test_no_server_outlives_a_killed_gateway(self, environment: dict[str, str]) -> None:
+        async with running(environment, "--servers", "2") as it:
+            await it.url()
+            servers = it.servers()
+            assert len(servers) == 2
+            await it.end(signal.SIGKILL)
+            await all_gone(servers)
+
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+    async def test_a_signal_ends_it_while_servers_start(
+        self, environment: dict[str, str], number: signal.Signals, status: int
+    ) -> None:
+        slow = Path(environment["TMPDIR"]) / "llama-server"
+        slow.write_text(
+            "#!/bin/sh\n"
+            'case "$1" in --help) echo --model --port --parallel;; --version) ;; '
+            "*) exec /bin/sleep 600;; esac\n"
+        )
+        slow.chmod(0o755)
+        async with running(environment, "--servers", "2", "--server-bin", slow) as it:
+            await it.line_with("local-1: started")
+            servers = it.servers()
+            assert len(servers) == 2
+            assert await it.end(number) == status
+            await all_gone(servers)
+            assert "Traceback" not in "".join(it.lines)
+        assert left_behind(environment) == []
+
+    async def test_no_server_takes_a_port_of_the_gateway(self, environment: dict[str, str]) -> None:
+        port = 0
+        while True:
+            with claim_free_port("127.0.0.1", max(port + 1, BASE_PORT)) as claim:
+                port = claimed_port(claim)  # the first one that a server would take
+            async with running(environment, "--port", str(port)) as it:
+                line = await it.line_with("Serving", "choose another with --port")
+                if "Serving" in line:
+                    assert await it.url() == f"http://127.0.0.1:{port}"
+                    assert await it.end() == 0
+                    return
+            # Somebody else on this machine was quicker.
+
+    async def test_servers_get_ports_from_the_given_one_on_and_skip_those_in_use(
+        self, environment: dict[str, str]
+    ) -> None:
+        with claim_free_port("127.0.0.1", 20_000) as claim:
+            port = claimed_port(claim)
+            arguments = ("--servers", "2", "--server-port", str(port))
+            async with running(environment, *arguments) as it:
+                line = await it.line_with("the servers are on")
+                first, second = map(int, re.findall(r"\d+", line.partition("servers are on")[2]))
+                assert port < first < second < port + 1000
+                assert line.startswith(f"Some ports from {port} on are in use")
+                for name, taken in (("local-0", first), ("local-1", second)):
+                    assert f"  {name}: started on http://127.0.0.1:{taken}" in it.lines
+                assert await it.end() == 0
+
+    async def test_a_terminal_shows_the_servers_progress(self, environment: dict[str, str]) -> None:
+        ours, theirs = pty.openpty()
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, "--servers", "2",
+            stdin=DEVNULL, stdout=DEVNULL, stderr=theirs,
+            env={**environment, "TERM": "xterm-256color", "COLUMNS": "60"},
+            cwd=environment["TMPDIR"],
+        )  # fmt: skip
+        os.close(theirs)
+        try:
+            shown = await asyncio.wait_for(
+                asyncio.to_thread(read_until, ours, b"curl"), START_LIMIT
+            )
+            process.terminate()
+            remaining = asyncio.to_thread(read_until, ours, b"ended")
+            assert await asyncio.wait_for(process.wait(), START_LIMIT) == 0
+            shown += await asyncio.wait_for(remaining, START_LIMIT)
+        finally:
+            os.close(ours)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        text = shown.decode()
+        assert "\x1b[?25l" in text  # the cursor is hidden while the list is redrawn ...
+        assert "\x1b[?25h" in text  # ... and comes back
+        assert "local-1: ready after" in text
+        assert '"max_tokens": 40}\'\r\n' in text  # in one piece, though the terminal is narrow
+
+
+# Refusing.
+
+
+@each_case(
+    ("arguments", "status", "words"),
+    [
+        (("--model", "missing.gguf"), 1, ("missing.gguf: no such file",)),
+        (("--model", "text.gguf"), 1, ("not a GGUF model", "download it again")),
+        (
+            ("--model", str(demo_model()), "--context", "131073"),
+            1,
+            ("take --context 131072 at most, or another model",),
+        ),
+        (("--model", "large.gguf"), 1, ("not enough memory", "--force-memory")),
+        (("--server-bin", "missing"), 1, ("--server-bin",)),
+        (("--host", "0.0.0.0"), 2, ("--allow-anonymous",)),
+        (("--slots", "0"), 2, ()),
+        (("--servers", "0"), 2, ()),
+        (("--port", "70000"), 2, ()),
+        (("--nodes", "x"), 2, ()),
+    ],
+)
+def test_a_start_that_can_not_succeed_is_refused_with_the_remedy(
+    folder: Path, arguments: tuple[str, ...], status: int, words: tuple[str, ...]
+) -> None:
+    ran = run("up", *arguments)
+    assert (ran.status, ran.out) == (status, "")
+    assert ran.err.startswith("error: ") or status == 2
+    assert all(word in ran.err for word in words), ran.err
+    if "large.gguf" in arguments:
+        assert len(re.findall(r"\d+\.\d GiB", ran.err)) == 4
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with files that are no models for this machine."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.gguf").write_text("hello")
+    large = tmp_path / "large.gguf"
+    # Of an architecture that is not known, the file's size decides.
+    large.write_bytes(demo_model().read_bytes().replace(b"llama", b"lxama"))
+    with large.open("r+b") as file:
+        file.truncate(psutil.virtual_memory().total)  # a hole: it takes no room on the disk
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy() -> None:
+    command = ["prlimit", "--memlock=65536:65536", sys.executable, "-m", "gateway"]
+    if os.geteuid() == 0:
+        command = ["setpriv", "--bounding-set=-ipc_lock", *command]
+    ran = subprocess.run(
+        [*command, "up", "--mlock", "--model", str(demo_model())],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "may lock 0 MiB of memory here, and the model is 4 MiB" in ran.stderr
+    assert "--memlock=unlimited" in ran.stderr
+
+
+def test_a_server_without_a_locked_model_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_local_fleet(demo_model(), mlock=True, servers=2, cache=tmp_path)
+    up.note_unlocked_models(plan, (os.getpid(), None))
+    assert capsys.readouterr().err.startswith("  local-0: only 0 MiB of 4 MiB is locked")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+def test_a_port_in_use_is_reported_before_a_server_starts(flag: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        ports = {"--port": "0", "--admin-port": "0", flag: str(other.getsockname()[1])}
+        ran = run_process(["up", *(word for pair in ports.items() for word in pair)])
+    assert ran.status == 1
+    assert f"choose another with {flag}" in ran.err
+    assert "started on" not in ran.err
+
+
+def test_the_slots_of_a_server_are_those_of_the_plan() -> None:
+    assert up.up.__defaults__ is not None
+    assert up.up.__defaults__[2].default == DEFAULT_SLOTS

@@ -1,0 +1,262 @@
+"""The screen over a real gateway process, driven by Textual's pilot and in a terminal by tmux."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from textual.app import App
+from textual.containers import VerticalScroll
+from textual.pilot import Pilot
+from textual.widget import Widget
+from textual.widgets import DataTable, Static
+
+from gateway.cli.client import AdminClient
+from gateway.cli.top.app import Confirm, Explanation, Top
+from tests.emulator import EmulatedNode
+from tests.gateway_processes import Succession, serving
+from tests.gateways import NO_TLS
+from tests.polling import eventually
+
+LIMIT = 60.0
+
+pytestmark = pytest.mark.slow
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
+    """Let the screen run until the condition holds."""
+    async with asyncio.timeout(LIMIT):
+        while not condition():
+            await pilot.pause(0.05)
+
+
+@asynccontextmanager
+async def screen(
+    gateway: Succession, columns: int = 80, lines: int = 24
+) -> AsyncIterator[tuple[Top, Pilot[None]]]:
+    """The screen over this gateway."""
+    with AdminClient(gateway.admin_url, None) as admin:
+        app = Top(admin, time.monotonic)
+        async with app.run_test(size=(columns, lines)) as pilot:
+            yield app, pilot
+        await asyncio.to_thread(app.following.join, LIMIT)
+        assert not app.following.is_alive()
+
+
+def shown(app: App[None], name: str) -> str:
+    return str(app.query_one(name, Static).visual)
+
+
+async def stream_forever(gateway: Succession) -> None:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT) as client:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        headers = {"x-request-id": "the-long-one"}
+        url = f"{gateway.url}/v1/chat/completions"
+        await client.post(url, json={**body, "max_tokens": 2000}, headers=headers)
+
+
+async def test_an_operator_drains_resumes_cancels_and_sees_a_node_die(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(model="demo", slots=2, answer_tokens=2000, decode_tps=10) as node,
+        serving(tmp_path, node) as gateway,
+        screen(gateway) as (app, pilot),
+    ):
+        await until(pilot, lambda: app.picture.nodes.get("one", {}).get("state") == "ready")
+        assert "1 of 1 nodes work" in shown(app, "#headline")
+        chat = asyncio.create_task(stream_forever(gateway))
+        await until(pilot, lambda: app.picture.requests)
+
+        await pilot.press("d")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("n")
+        await pilot.press("d")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("y")
+        await until(pilot, lambda: app.picture.nodes["one"]["state"] == "draining")
+        await until(pilot, lambda: shown(app, "#note") == "drained one")
+        await pilot.press("r")
+        await until(pilot, lambda: app.picture.nodes["one"]["state"] == "ready")
+
+        await pilot.press("3")
+        await until(pilot, lambda: app.query_one("#requests-table").has_focus)
+        await pilot.press("c")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("y")
+        await asyncio.wait_for(chat, LIMIT)
+        await until(pilot, lambda: app.picture.requests == {})
+
+        await node.kill()
+        await until(pilot, lambda: app.picture.nodes["one"]["state"] == "down")
+        await until(pilot, lambda: "one is down" in shown(app, "#problems-above"))
+
+
+async def test_a_request_is_explained_by_a_key_and_its_words_stay_text(tmp_path: Path) -> None:
+    hostile = "[bold]demo[/bold]"
+    async with (
+        EmulatedNode(model=hostile, slots=1, answer_tokens=2000, decode_tps=10) as node,
+        serving(tmp_path, node) as gateway,
+        screen(gateway) as (app, pilot),
+    ):
+        await until(pilot, lambda: app.picture.nodes.get("one", {}).get("state") == "ready")
+        await pilot.press("w")
+        await until(pilot, lambda: "choose a request first" in shown(app, "#note"))
+        chat = asyncio.create_task(stream_forever(gateway))
+        await until(pilot, lambda: app.picture.requests)
+        await pilot.press("3", "w")
+        await until(pilot, lambda: isinstance(app.screen, Explanation))
+        await pilot.pause()
+        drawn = "\n".join(
+            "".join(segment.text for segment in strip)
+            for strip in app.screen.query_one("#explanation").render_lines(
+                app.screen.query_one("#explanation").size.region
+            )
+        )
+        assert "the-long-one" in drawn
+        assert hostile in drawn
+        assert "attempt 1" in drawn
+        assert "PREDICTED" in drawn
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(app.screen, Explanation))
+        chat.cancel()
+
+
+async def test_a_filter_and_an_order_are_kept_over_updates(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(model="demo") as node,
+        serving(tmp_path, node) as gateway,
+        screen(gateway) as (app, pilot),
+    ):
+        table = app.query_one("#nodes-table", DataTable)
+        await until(pilot, lambda: app.picture.nodes)
+        await pilot.press("slash", *"nobody")
+        await until(pilot, lambda: not table.row_count)
+        heard = app.picture.at
+        await until(pilot, lambda: app.picture.at > heard)
+        assert not table.row_count
+        await pilot.press("escape")
+        await until(pilot, lambda: table.row_count == 1)
+        await pilot.press("s")
+        assert "sorted by SLOTS" in shown(app, "#note")
+
+
+async def test_a_gateway_that_goes_away_is_told_and_the_old_state_is_marked(tmp_path: Path) -> None:
+    async with EmulatedNode(model="demo") as node, contextlib.AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(serving(tmp_path, node))
+        async with screen(gateway) as (app, pilot):
+            await until(pilot, lambda: app.picture.nodes)
+            await stack.aclose()
+            await until(pilot, lambda: "what is shown is old" in shown(app, "#note"))
+            await until(pilot, lambda: "is it running?" in shown(app, "#note"))
+            assert "one" in app.picture.nodes
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed here")
+async def test_the_screen_fits_into_eighty_columns_of_a_terminal(tmp_path: Path) -> None:
+    async with EmulatedNode(model="demo") as node, serving(tmp_path, node) as gateway:
+        socket = str(tmp_path / "tmux")
+
+        async def tmux(*words: str) -> str:
+            process = await asyncio.create_subprocess_exec(
+                "tmux", "-S", socket, "-f", "/dev/null", *words,
+                stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            output, _ = await process.communicate()
+            return output.decode()
+
+        command = f"{sys.executable} -m gateway top --admin-url {gateway.admin_url}"
+        await tmux("new-session", "-d", "-x", "80", "-y", "24", command)
+        try:
+
+            async def drawn() -> str | None:
+                text = await tmux("capture-pane", "-p")
+                return text if " one " in text else None
+
+            async def ended() -> bool | None:
+                return not await tmux("list-sessions") or None
+
+            text = await eventually(drawn, LIMIT)
+            assert "1 of 1 nodes work" in text
+            assert "d Drain" in text
+            assert all(len(line) <= 80 for line in text.splitlines())
+            await tmux("send-keys", "q")
+            await eventually(ended, LIMIT)
+        finally:
+            await tmux("kill-server")
+
+
+# Where there is little room, over a gateway with many problems.
+
+
+DEAD_NODES = 24
+DEAD = [
+    {"name": f"node-{number}", "url": f"http://127.0.0.1:9/{number}", "host": f"host-{number}"}
+    for number in range(DEAD_NODES)
+]
+
+
+@asynccontextmanager
+async def crowded_screen(
+    folder: Path, columns: int, lines: int
+) -> AsyncIterator[tuple[Top, Pilot[None]]]:
+    """The screen over nodes none of which is there."""
+    async with serving(folder, DEAD) as gateway, screen(gateway, columns, lines) as (app, pilot):
+        await until(pilot, lambda: len(app.picture.problems) > DEAD_NODES / 2)
+        yield app, pilot
+
+
+def drawn(widget: Widget) -> str:
+    """What is seen of a widget."""
+    return "\n".join(
+        "".join(segment.text for segment in strip)
+        for strip in widget.render_lines(widget.outer_size.region)
+    )
+
+
+async def test_problems_leave_room_for_the_nodes_on_a_low_screen(tmp_path: Path) -> None:
+    async with crowded_screen(tmp_path, 40, 10) as (app, pilot):
+        table = app.query_one("#nodes-table", DataTable)
+        # Its head and some rows.
+        await until(pilot, lambda: table.region.height >= 4)
+        assert table.region.bottom <= 10
+        assert "critical" in drawn(app.query_one("#problems-above"))
+        for columns, lines, least in ((80, 24, 8), (200, 50, 30), (40, 10, 4)):
+            await pilot.resize_terminal(columns, lines)
+            await until(pilot, lambda: app.size == (columns, lines))  # noqa: B023 - awaited here
+            await until(pilot, lambda: table.region.height >= least)  # noqa: B023
+            assert table.region.bottom <= lines
+        # Nothing is drained whose name was not seen.
+        await pilot.press("d")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.pause()
+        question = app.screen.query_one(Static)
+        assert question.region.right <= 40
+        assert question.region.bottom <= 10
+        words = " ".join(drawn(question).split())
+        assert "may end." in words
+        assert "y: yes n: no" in words
+        await pilot.press("n")
+
+
+async def test_all_problems_can_be_read_by_scrolling(tmp_path: Path) -> None:
+    async with crowded_screen(tmp_path, 80, 24) as (app, pilot):
+        await pilot.press("4")
+        scroll = app.query_one("#problems-scroll", VerticalScroll)
+        await until(pilot, lambda: scroll.has_focus)
+        # They are not shown a second time above.
+        await until(pilot, lambda: not app.query_one("#problems-above").display)
+        await until(pilot, lambda: scroll.max_scroll_y > 10)
+        await pilot.press("end")
+        await until(pilot, lambda: scroll.scroll_y == scroll.max_scroll_y)
+        heard = app.picture.at
+        await until(pilot, lambda: app.picture.at > heard)
+        assert scroll.scroll_y == scroll.max_scroll_y
+        await pilot.press("1")
+        await until(pilot, lambda: app.query_one("#problems-above").display)

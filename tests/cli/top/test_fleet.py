@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+
+from gateway.cli.client import LONGEST_LINE, AdminClient
+from gateway.cli.terminal import CommandFailed
+from gateway.cli.top.fleet import (
+    LIVE_PATH,
+    NODE_COLUMNS,
+    FeedFollower,
+    FleetPicture,
+    duration,
+    headline,
+    node_lines,
+    problem_lines,
+    queue_lines,
+    request_lines,
+    slots_drawn,
+)
+from tests.cli.local_server import serving
+
+
+def test_an_update_changes_what_it_names_and_leaves_the_rest() -> None:
+    picture = FleetPicture()
+    picture.apply("hello", {"role": "operator"})
+    picture.apply(
+        "snapshot",
+        {
+            "at": 10.0,
+            "summary": {"ready": True},
+            "nodes": [{"name": "a", "state": "ready", "slots_total": 2}, {"name": "b"}],
+            "requests": [{"id": "r1", "tokens": 1}],
+            "problems": [{"title": "t"}],
+            "waiting": [["normal", "m", 1, None]],
+        },
+    )
+    picture.apply(
+        "update",
+        {
+            "at": 11.0,
+            "nodes": [{"name": "a", "state": "down"}],
+            "gone_nodes": ["b"],
+            "requests": [{"id": "r2", "tokens": 2}],
+            "ended_requests": ["r1"],
+        },
+    )
+    assert picture.role == "operator"
+    assert picture.at == 11.0
+    assert picture.nodes == {"a": {"name": "a", "state": "down", "slots_total": 2}}
+    assert picture.requests == {"r2": {"id": "r2", "tokens": 2}}
+    assert picture.summary == {"ready": True}
+    assert picture.problems == [{"title": "t"}]
+    assert picture.waiting == [["normal", "m", 1, None]]
+
+
+def test_a_snapshot_replaces_everything() -> None:
+    picture = FleetPicture()
+    picture.apply("snapshot", {"nodes": [{"name": "a"}], "requests": [{"id": "r"}]})
+    picture.apply("snapshot", {"nodes": [{"name": "b"}]})
+    assert list(picture.nodes) == ["b"]
+    assert picture.requests is None, "this key may not see them any more"
+
+
+def test_events_of_another_form_do_no_harm() -> None:
+    picture = FleetPicture()
+    picture.apply("snapshot", {"nodes": "x", "requests": [7], "waiting": [["a"]], "summary": []})
+    picture.apply("update", {"at": None, "gone_nodes": {"a": 1}, "problems": None})
+    picture.apply("something new", {"nodes": [{"name": "a"}]})
+    assert picture.nodes == {}
+    assert picture.requests == {}
+    assert picture.waiting == []
+
+
+# Following the feed.
+
+
+SNAPSHOT = b'event: snapshot\ndata: {"at": 1}\n\n'
+
+
+class Stream:
+    """Serves each request's bytes in turn; the last ones again and again."""
+
+    def __init__(self, *answers: tuple[int, bytes]) -> None:
+        self.answers = list(answers)
+        self.url = ""
+
+    def next(self) -> tuple[int, bytes]:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@pytest.fixture
+def stream() -> Iterator[Stream]:
+    made = Stream((200, SNAPSHOT))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = made.next()
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Handler) as made.url:
+        yield made
+
+
+def client(stream: Stream) -> AdminClient:
+    return AdminClient(stream.url, None)
+
+
+def test_events_come_with_their_names_and_data(stream: Stream) -> None:
+    stream.answers = [(200, b": hello\n\n" + SNAPSHOT + b"event: update\ndata: [1]\n\n")]
+    with client(stream) as admin:
+        assert list(admin.events(LIVE_PATH)) == [("snapshot", {"at": 1})]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((200, b"event: x\ndata: {oops\n"), "no JSON"),
+        ((200, b"data: " + b"x" * (LONGEST_LINE + 1)), "larger"),
+        ((401, b"{}"), "--admin-key-file"),
+        ((404, b'{"error": {"message": "There is nothing"}}'), "404"),
+    ],
+)
+def test_what_is_no_stream_of_events_is_told(
+    stream: Stream, answer: tuple[int, bytes], words: str
+) -> None:
+    stream.answers = [answer]
+    with client(stream) as admin, pytest.raises(CommandFailed, match=words):
+        list(admin.events(LIVE_PATH))
+
+
+def test_the_feed_comes_back_after_a_failure_and_says_why_it_was_gone(stream: Stream) -> None:
+    stream.answers = [(503, b"{}"), (200, SNAPSHOT)]
+    heard = threading.Event()
+    reports: list[str | None] = []
+
+    def publish(event: str, _: Mapping[str, Any]) -> None:
+        assert event == "snapshot"
+        heard.set()
+
+    with client(stream) as admin:
+        follower = FeedFollower(admin, publish, reports.append)
+        thread = threading.Thread(target=follower.run)
+        thread.start()
+        assert heard.wait(30)
+        follower.stop()
+        thread.join(30)
+    assert not thread.is_alive()
+    assert "503" in str(reports[0])
+    assert None in reports
+
+
+# Tables.
+
+
+def picture(**changes: object) -> FleetPicture:
+    made = FleetPicture()
+    made.apply("snapshot", {"at": 1000.0, "summary": {"ready": True}, **changes})
+    return made
+
+
+def column(title: str) -> int:
+    return next(n for n, one in enumerate(NODE_COLUMNS) if one.title == title)
+
+
+NODES: list[dict[str, object]] = [
+    {
+        "name": "a",
+        "state": "ready",
+        "decode_tps": 9.0,
+        "host": "east",
+        "labels": {"rack": "b", "numa": "0"},
+    },
+    {"name": "b", "state": "down", "decode_tps": None, "host": "west", "reason": "refused"},
+    {"name": "c", "state": "ready", "decode_tps": 30.0, "host": "east", "decode_share": 0.4},
+]
+
+
+def test_slots_are_letters_without_how_full_they_are() -> None:
+    assert slots_drawn({"cells": "r3w8foh8"}) == "RW·oH"
+    assert slots_drawn({"cells": "f" * 20}) == "········+"
+    assert slots_drawn({}) == ""
+
+
+def test_nodes_that_need_a_look_come_first_and_other_columns_sort_by_value() -> None:
+    shown = picture(nodes=NODES)
+    assert [line.key for line in node_lines(shown)] == ["b", "a", "c"]
+    fastest = node_lines(shown, column("WRITE/S"), descending=True)
+    assert [line.key for line in fastest] == ["c", "a", "b"]
+
+
+def test_a_filter_takes_all_its_words_from_any_column() -> None:
+    shown = picture(nodes=NODES)
+    assert [line.key for line in node_lines(shown, words="EAST ready")] == ["a", "c"]
+    assert node_lines(shown, words="east refused") == []
+    assert [line.key for line in node_lines(shown, words="numa=0 rack=b")] == ["a"]
+
+
+def test_a_speed_far_below_the_nodes_own_past_says_so() -> None:
+    cells = {line.key: line.cells for line in node_lines(picture(nodes=NODES))}
+    assert cells["c"][column("WRITE/S")] == "30.0 40%"
+    assert cells["a"][column("WRITE/S")] == "9.0"
+    assert cells["b"][column("REASON")] == "refused"
+    assert cells["a"][column("REASON")] == ""
+
+
+def test_what_nodes_and_clients_name_themselves_stays_text() -> None:
+    evil = "\x1b[31m[bold]x\n\x07"
+    nodes = [{"name": evil, "state": evil, "reason": evil}]
+    requests = [{"id": "r", "request_id": evil, "caller": evil}]
+    shown = picture(nodes=nodes, requests=requests)
+    cells = [cell for line in node_lines(shown) + request_lines(shown) for cell in line.cells]
+    assert all(cell.isprintable() for cell in cells)
+    assert any("[bold]x" in cell for cell in cells)
+
+
+def test_requests_are_the_oldest_first_with_their_age() -> None:
+    requests = [
+        {"id": "new", "received_at": 990.0, "ttft": 0.5},
+        {"id": "old", "received_at": 800.0, "ttft": None},
+    ]
+    lines = request_lines(picture(requests=requests))
+    assert [line.key for line in lines] == ["old", "new"]
+    assert lines[0].cells[4:6] == ("3m20s", "-")
+
+
+def test_the_queue_keeps_its_order() -> None:
+    waiting = [["batch", "m", 70, None], ["normal", "m", 1, 12.5]]
+    assert [line.cells for line in queue_lines(picture(waiting=waiting))] == [
+        ("1", "batch", "m", "1m10s", "-"),
+        ("2", "normal", "m", "1.0s", "12s"),
+    ]
+
+
+def test_the_headline_tells_the_gateway_in_one_line() -> None:
+    summary = {
+        "ready": True,
+        "slots_busy": 3,
+        "slots_total": 6,
+        "in_flight": 5,
+        "queue": {"urgent": 0, "normal": 2},
+        "states": {"ready": 2, "down": 1},
+    }
+    shown = picture(summary=summary, nodes=NODES, requests=[{"id": "r", "tokens_per_second": 12.4}])
+    assert headline(shown) == (
+        "ready | 2 of 3 nodes work | slots 3/6 | 2 wait, 2 normal | 5 in flight | 12 tokens/s"
+    )
+    assert headline(FleetPicture()) == "waiting for the gateway"
+
+
+def test_only_the_first_problems_are_told_and_how_many_more_there_are() -> None:
+    problems = [
+        {"severity": "warning", "title": f"t{n}", "cause": "c.", "remedy": "r"} for n in range(5)
+    ]
+    shown = picture(problems=problems)
+    assert problem_lines(shown, 2) == [
+        ("warning", "t0: c. Do: r"),
+        ("warning", "t1: c. Do: r"),
+        ("notice", "3 more: key 4"),
+    ]
+    assert len(problem_lines(shown, 5)) == 5
+
+
+def test_a_problem_names_its_caller_and_where_there_is_room_its_commands() -> None:
+    problem = {
+        "severity": "warning", "title": "t", "cause": "c.", "remedy": "r.", "caller": "team-a",
+        "commands": ["llama-gateway keys show team-a", "df -h\x1b"],
+    }  # fmt: skip
+    shown = picture(problems=[problem])
+    assert problem_lines(shown, 1) == [("warning", "t: c. Caller: team-a. Do: r.")]
+    ((_, text),) = problem_lines(shown, 1, commands=True)
+    assert text.startswith("t: c. Caller: team-a. Do: r. Run: llama-gateway keys show team-a; df")
+    assert text.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0s"), (9.94, "9.9s"), (59, "59s"), (61, "1m01s"), (7500, "2h05m")],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

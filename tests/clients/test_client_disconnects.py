@@ -1,0 +1,179 @@
+"""Clients that disconnect, and the load of a server with a single slot meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai as package
+import pytest
+import pytest_asyncio
+
+from tests.clients.site import (
+    FIXED,
+    HELLO,
+    Site,
+    broken_off,
+    busy,
+    running_site,
+    until_busy,
+)
+from tests.gateways import NO_TLS, until
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
+
+PATH = "/v1/chat/completions"
+SHORT: dict[str, Any] = {"messages": HELLO, "max_tokens": 8, **FIXED}
+LONG = SHORT | {"max_tokens": 15_000, "stream": True}
+# The silence timeout also limits how long a slot is held; on a slow machine the server needs long.
+HELD = {"timeouts": {"silence": 600}}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def narrow(tmp_path: Path, narrow_url: str) -> AsyncIterator[Site]:
+    """A gateway over one server with one slot, which is free before and after."""
+    await until_busy(narrow_url, 0)
+    async with running_site(tmp_path, [narrow_url], HELD) as site:
+        yield site
+    await until_busy(narrow_url, 0)
+
+
+def the_node(site: Site) -> Any:
+    return site.gateway.fleet.nodes["node-0"]
+
+
+@pytest.mark.smoke
+async def test_a_stream_that_is_left_frees_its_slot_at_once(narrow: Site, narrow_url: str) -> None:
+    async with narrow.http.stream("POST", PATH, json=LONG) as answer:
+        parts = answer.aiter_bytes()
+        await anext(parts)
+        assert await busy(narrow_url) == 1
+        assert narrow.leased == {"node-0": 1}
+    await until_busy(narrow_url, 0)
+    assert await broken_off(narrow_url)
+    await narrow.until_idle()
+    [record] = narrow.records
+    assert (record.status, record.reason, record.attempts) == (499, "client_closed", 1)
+    assert record.completion_tokens > 0  # generated tokens count though the answer was cut
+    assert the_node(narrow).failures == 0
+
+
+@pytest.mark.smoke
+async def test_a_plain_request_that_is_left_frees_its_slot_at_once(
+    narrow: Site, narrow_url: str
+) -> None:
+    # llama.cpp alone would finish a plain answer though its client has left.
+    body = SHORT | {"max_tokens": 15_000}
+    sent = asyncio.create_task(narrow.http.post(PATH, json=body))
+    await until_busy(narrow_url, 1)
+    await until(
+        lambda: any(
+            in_flight.attempt and in_flight.attempt.content_events > 5
+            for in_flight in narrow.gateway.registry
+        )
+    )
+    sent.cancel()
+    await until_busy(narrow_url, 0)
+    assert await broken_off(narrow_url)
+    await until(lambda: narrow.records)
+    assert narrow.records[0].status == 499
+    assert (await narrow.http.post(PATH, json=SHORT)).status_code == 200
+    assert the_node(narrow).failures == 0
+
+
+@pytest.mark.slow
+async def test_a_request_that_cannot_be_streamed_holds_its_slot_until_the_server_frees_it(
+    narrow: Site, narrow_url: str
+) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "well"}]
+    body = SHORT | {"max_tokens": 1000, "messages": begun}
+    sent = asyncio.create_task(narrow.http.post(PATH, json=body))
+    await until_busy(narrow_url, 1)
+    sent.cancel()
+    await until(lambda: narrow.records)
+    assert narrow.records[0].status == 499
+    assert narrow.leased == {"node-0": 1}
+    queued = asyncio.create_task(narrow.http.post(PATH, json=SHORT))
+    await until(narrow.gateway.scheduler.queue_positions)
+    # The server gets no request while it still works for the client that has left.
+    while not queued.done():
+        assert await deferred(narrow_url) == 0
+    assert (await queued).status_code == 200
+    assert narrow.records[1].queue_seconds > 0.1
+    assert the_node(narrow).failures == 0
+
+
+async def test_a_client_that_gives_up_gets_its_own_error_and_frees_the_slot(
+    narrow: Site, narrow_url: str
+) -> None:
+    # The client sends its request before it gives up, however slow this machine is. It announces a
+    # longer timeout than it has, or the gateway could give up first.
+    limits = httpx.Timeout(60.0, read=0.3)
+    long_timeout = {"X-Stainless-Read-Timeout": "600"}
+    async with narrow.openai(timeout=limits, max_retries=0) as client:
+        with pytest.raises(package.APITimeoutError):
+            await client.chat.completions.create(
+                model="demo", messages=HELLO, max_tokens=15_000, extra_headers=long_timeout
+            )
+    await until(lambda: narrow.records)
+    await narrow.until_idle()
+    assert [record.status for record in narrow.records] == [499]
+
+
+async def deferred(url: str) -> int:
+    """Requests that wait in the server for a slot, by its own metrics."""
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=10) as client:
+        metrics = (await client.get(f"{url}/metrics")).text
+    found = re.search(r"^llamacpp:requests_deferred (\d+)", metrics, re.MULTILINE)
+    assert found
+    return int(found[1])
+
+
+async def test_a_server_is_never_given_more_than_it_has_slots(
+    narrow: Site, narrow_url: str
+) -> None:
+    order: list[int] = []
+
+    async def ask(number: int) -> None:
+        answer = await narrow.http.post(PATH, json=SHORT | {"max_tokens": 400})
+        assert answer.status_code == 200
+        order.append(number)
+
+    async with asyncio.TaskGroup() as group:
+        sent = []
+        async with narrow.http.stream("POST", PATH, json=LONG) as answer:
+            parts = answer.aiter_bytes()
+            await anext(parts)
+            for number in range(3):
+                sent.append(group.create_task(ask(number)))
+                await until(lambda n=number: len(narrow.gateway.scheduler.queue_positions()) > n)
+            await anext(parts)  # the slot is still taken
+        polls = 0
+        while not all(task.done() for task in sent):
+            assert await deferred(narrow_url) == 0
+            assert narrow.leased["node-0"] <= 1
+            polls += 1
+    assert polls > 3
+    assert order == [0, 1, 2]  # first come, first served
+    assert [record.queue_seconds > 0 for record in narrow.records] == [False, True, True, True]
+
+
+async def test_a_request_whose_client_leaves_the_queue_is_never_sent(
+    narrow: Site, narrow_url: str
+) -> None:
+    async with narrow.http.stream("POST", PATH, json=LONG) as answer:
+        parts = answer.aiter_bytes()
+        await anext(parts)
+        waiting = asyncio.create_task(narrow.http.post(PATH, json=SHORT))
+        await until(narrow.gateway.scheduler.queue_positions)
+        waiting.cancel()
+        await until(lambda: not narrow.gateway.scheduler.queue_positions())
+        await until(lambda: narrow.records)
+        [record] = narrow.records
+        assert (record.status, record.attempts, record.node) == (499, 0, None)
+        assert await deferred(narrow_url) == 0
+        await anext(parts)  # the other stream continues

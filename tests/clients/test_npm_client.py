@@ -1,0 +1,114 @@
+"""The official `openai` client for JavaScript, unmodified, over real servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.clients import npm
+from tests.clients.site import (
+    FIXED,
+    HELLO,
+    Site,
+    broken_off,
+    busy,
+    running_site,
+    until_busy,
+)
+from tests.gateways import until
+from tests.servers import running_demo_servers
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+
+@pytest.fixture(scope="module")
+def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script in a folder where the client can be imported."""
+    return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "client.mjs")
+
+
+async def done(script: Path, site: Site, work: str) -> Any:
+    return await npm.run_script(script, f"{site.url}/v1", work)
+
+
+async def test_models(script: Path, site: Site) -> None:
+    models = await done(script, site, "models")
+    assert {"demo", "demo-embed", "gpt-4o-mini"} <= set(models["ids"])
+    assert models["one"] == "org/demo"
+
+
+@pytest.mark.smoke
+async def test_chat_and_streaming(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
+    body = {"messages": HELLO, "max_tokens": 24, **FIXED}
+    direct = (await chat_node.post("/v1/chat/completions", json=body)).json()
+    text = direct["choices"][0]["message"]["content"]
+    assert await done(script, site, "chat") == {"text": text, "tokens": 24, "node": "chat"}
+    streamed = await done(script, site, "streaming")
+    assert streamed["chunks"] > 20
+    assert (streamed["text"], streamed["tokens"]) == (text, 24)
+
+
+async def test_a_response_is_accumulated_from_its_events(script: Path, site: Site) -> None:
+    text, call = await done(script, site, "responses")
+    assert text["response"]["status"] == "completed"
+    assert text["response"]["output_text"] == text["deltas"] != ""
+    [item] = call["response"]["output"]
+    assert item["type"] == "function_call"
+    assert item["arguments"] == call["deltas"]
+    assert item["parsed_arguments"] in ({"city": "paris"}, {"city": "rome"})
+
+
+async def test_embeddings(script: Path, site: Site, embed_node: httpx.AsyncClient) -> None:
+    body = {"input": ["hello there", "stone"]}
+    direct = (await embed_node.post("/v1/embeddings", json=body)).json()
+    expected = [item["embedding"] for item in direct["data"]]
+    found = await done(script, site, "embeddings")
+    assert len(found) == 2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-9)
+
+
+async def test_errors(script: Path, site: Site) -> None:
+    errors = await done(script, site, "errors")
+    found = {what: (error["kind"], error["code"]) for what, error in errors.items()}
+    assert found == {
+        "model": ("NotFoundError", "model_not_found"),
+        "class": ("BadRequestError", "invalid_request"),
+        "endpoint": ("InternalServerError", "not_supported"),
+    }
+    assert [record.status for record in site.records] == [404, 400, 501]  # each was sent once
+
+
+async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url: str) -> None:
+    async with (
+        running_site(tmp_path, [narrow_url]) as site,
+        npm.running_script(script, f"{site.url}/v1", "abort") as process,
+    ):
+        assert await npm.script_line(process) == b"aborted\n"
+        await until_busy(narrow_url, 0)
+        assert await broken_off(narrow_url)
+        await site.until_idle()
+        [record] = site.records
+        assert (record.status, record.reason) == (499, "client_closed")
+        assert process.returncode is None
+        assert await npm.script_result(process) is None
+
+
+async def test_a_node_that_dies_in_mid_stream_is_an_error(script: Path, tmp_path: Path) -> None:
+    with running_demo_servers(1, slots=1, context=16_384) as (server,):
+        async with running_site(tmp_path, [server.url]) as site:
+            async with npm.running_script(script, f"{site.url}/v1", "broken") as process:
+                assert await npm.script_line(process) == b"streaming\n"
+                await until(lambda: any(in_flight.attempt for in_flight in site.gateway.registry))
+                assert await busy(server.url) == 1
+                server.kill()
+                error = await npm.script_result(process)
+            assert error["kind"] == "APIError"
+            assert error["code"] == "node_failed"

@@ -1,0 +1,288 @@
+"""The official `ollama` clients for Python and JavaScript, unmodified, over real servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+import pytest_asyncio
+
+from gateway.events import StreamResumed
+from tests.clients import npm
+from tests.clients.site import (
+    FIXED,
+    HELLO,
+    Site,
+    running_site,
+)
+from tests.gateways import until
+from tests.servers import running_demo_servers
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+OPTIONS = {"num_predict": 24, **FIXED}
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"enum": ["river", "stone"]}},
+    "required": ["word"],
+}
+SETTINGS: dict[str, Any] = {
+    "ollama": True,
+    "default_model": "demo",
+    "models": {
+        # Ollama's API has no way to require a tool, and the demo model calls none by itself.
+        "caller": {"use": "demo", "set": {"tool_choice": "required"}},
+    },
+}
+
+
+def weather(city: str) -> str:
+    """The weather of a city.
+
+    Args:
+      city: The city's name
+    """
+    return f"rain in {city}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared_ollama(
+    chat_url: str, embedder_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Site]:
+    nodes = [{"name": "chat", "url": chat_url}, {"name": "embed", "url": embedder_url}]
+    async with running_site(tmp_path_factory.mktemp("ollama"), nodes, SETTINGS) as site:
+        yield site
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def site(shared_ollama: Site) -> AsyncIterator[Site]:
+    shared_ollama.records.clear()
+    yield shared_ollama
+    await shared_ollama.until_idle()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(site: Site) -> AsyncIterator[ollama.AsyncClient]:
+    async with ollama.AsyncClient(site.url, trust_env=False) as one:
+        yield one
+
+
+async def direct_text(node: httpx.AsyncClient, **body: Any) -> str:
+    """The text of the server's own chat."""
+    asked = {"messages": HELLO, "max_tokens": 24, **FIXED, **body}
+    found = (await node.post("/v1/chat/completions", json=asked)).json()
+    return str(found["choices"][0]["message"]["content"])
+
+
+@pytest.mark.smoke
+async def test_a_chat(client: ollama.AsyncClient, chat_node: httpx.AsyncClient) -> None:
+    text = await direct_text(chat_node)
+    found = await client.chat("demo", HELLO, options=OPTIONS)
+    assert found.message.content == text
+    assert (found.done, found.done_reason, found.eval_count) == (True, "length", 24)
+    assert found.prompt_eval_count
+    assert found.eval_duration
+    assert found.total_duration
+    assert found.total_duration >= found.eval_duration
+    parts = [part async for part in await client.chat("demo", HELLO, options=OPTIONS, stream=True)]
+    assert "".join(part.message.content or "" for part in parts) == text
+    assert len(parts) > 20
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert (parts[-1].done_reason, parts[-1].eval_count) == ("length", 24)
+
+
+async def test_a_prompt(client: ollama.AsyncClient, chat_node: httpx.AsyncClient) -> None:
+    found = await client.generate("demo", "hello there", options=OPTIONS)
+    assert found.response == await direct_text(chat_node)
+    messages = [{"role": "system", "content": "be brief"}, *HELLO]
+    found = await client.generate("demo", "hello there", system="be brief", options=OPTIONS)
+    assert found.response == await direct_text(chat_node, messages=messages)
+    raw = {"prompt": "hello there", "max_tokens": 24, **FIXED}
+    direct = (await chat_node.post("/v1/completions", json=raw)).json()["choices"][0]["text"]
+    stream = await client.generate("demo", "hello there", raw=True, options=OPTIONS, stream=True)
+    assert "".join([part.response or "" async for part in stream]) == direct
+
+
+async def test_a_stop_word(client: ollama.AsyncClient) -> None:
+    whole = await client.chat("demo", HELLO, options=OPTIONS)
+    assert whole.message.content
+    word = whole.message.content.split()[4]
+    found = await client.chat("demo", HELLO, options={**OPTIONS, "stop": [word]})
+    assert found.message.content == whole.message.content.partition(word)[0]
+    assert found.done_reason == "stop"
+
+
+@pytest.mark.parametrize("raw", [False, True])
+async def test_a_format_is_kept(client: ollama.AsyncClient, *, raw: bool) -> None:
+    options = {**OPTIONS, "num_predict": 200}
+    found = await client.generate("demo", "hello", format=SCHEMA, raw=raw, options=options)
+    assert found.response
+    assert json.loads(found.response)["word"] in {"river", "stone"}
+    if not raw:
+        chat = await client.chat("demo", HELLO, format=SCHEMA, options=options)
+        assert chat.message.content
+        assert json.loads(chat.message.content)["word"] in {"river", "stone"}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_tool_is_called_and_answered(client: ollama.AsyncClient, *, streams: bool) -> None:
+    options = {**FIXED, "num_predict": 400}
+    asked: dict[str, Any] = {"messages": HELLO, "tools": [weather], "options": options}
+    if streams:
+        parts = [part async for part in await client.chat("caller", **asked, stream=True)]
+    else:
+        parts = [await client.chat("caller", **asked)]
+    [call] = [call for part in parts for call in part.message.tool_calls or ()]
+    assert call.function.name == "weather"
+    assert isinstance(call.function.arguments["city"], str)
+    assert parts[-1].done_reason == "stop"
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": weather(**call.function.arguments), "tool_name": "weather"},
+    ]
+    found = await client.chat("demo", messages, tools=[weather], options=OPTIONS)
+    assert found.eval_count == 24
+
+
+async def test_probabilities(client: ollama.AsyncClient) -> None:
+    found = await client.chat("demo", HELLO, options=OPTIONS, logprobs=True, top_logprobs=2)
+    assert found.logprobs
+    assert len(found.logprobs) == 24
+    for one in found.logprobs:
+        assert one.top_logprobs
+        assert len(one.top_logprobs) == 2
+    assert "".join(one.token for one in found.logprobs) == found.message.content
+
+
+@pytest.mark.smoke
+async def test_embeddings(client: ollama.AsyncClient, embed_node: httpx.AsyncClient) -> None:
+    body = {"input": ["hello there", "stone"]}
+    direct = (await embed_node.post("/v1/embeddings", json=body)).json()
+    found = await client.embed("demo-embed", ["hello there", "stone"])
+    assert len(found.embeddings) == 2
+    for ours, theirs in zip(found.embeddings, direct["data"], strict=True):
+        assert ours == pytest.approx(theirs["embedding"], rel=1e-6, abs=1e-9)
+    assert found.prompt_eval_count == direct["usage"]["prompt_tokens"]
+    old = await client.embeddings("demo-embed", "stone")
+    assert old.embedding == pytest.approx(found.embeddings[1], rel=1e-4, abs=1e-6)
+    few = (await client.embed("demo-embed", "stone", dimensions=4)).embeddings[0]
+    assert len(few) == 4
+    assert sum(value * value for value in few) == pytest.approx(1.0)
+
+
+async def test_the_models(client: ollama.AsyncClient) -> None:
+    listed = {model.model for model in (await client.list()).models}
+    assert listed == {"demo", "demo-embed", "caller"}
+    assert {model.model for model in (await client.ps()).models} == listed
+    shown = await client.show("demo:latest" if "demo:latest" in listed else "demo")
+    assert shown.details is not None
+    assert shown.details.format == "gguf"
+
+
+async def test_what_llama_cpp_refuses(client: ollama.AsyncClient) -> None:
+    with pytest.raises(ollama.ResponseError) as raised:
+        await client.generate("demo", "hello", suffix="there")
+    assert (raised.value.status_code, "infill" in raised.value.error.lower()) == (501, True)
+    with pytest.raises(ollama.ResponseError) as raised:
+        await client.chat("demo", [{**HELLO[0], "images": [b"\x89PNG\r\n\x1a\n" + bytes(100)]}])
+    assert (raised.value.status_code, "images" in raised.value.error) == (400, True)
+    long = [{"role": "user", "content": "hello " * 9000}]
+    with pytest.raises(ollama.ResponseError) as raised:
+        await client.chat("demo", long)
+    assert "exceeds the available context size" in raised.value.error
+
+
+@pytest.mark.smoke
+async def test_a_stream_goes_on_when_its_server_is_killed(tmp_path: Path) -> None:
+    exact = ("--exact",)
+    with running_demo_servers(2, slots=1, context=16_384, extra=exact) as servers:
+        urls = [server.url for server in servers]
+        async with running_site(tmp_path, urls, SETTINGS) as site:
+            resumed: list[StreamResumed] = []
+            site.gateway.bus.subscribe(StreamResumed, resumed.append)
+            async with ollama.AsyncClient(site.url, trust_env=False) as client:
+                asked: dict[str, Any] = {"options": {**FIXED, "num_predict": 1200}}
+                whole = await client.chat("demo", HELLO, **asked)
+                parts = []
+                async for part in await client.chat("demo", HELLO, **asked, stream=True):
+                    parts.append(part)
+                    if len(parts) == 20:
+                        [served] = [one.attempt for one in site.gateway.registry if one.attempt]
+                        servers[int(served.lease.node.name.removeprefix("node-"))].kill()
+            assert "".join(part.message.content or "" for part in parts) == whole.message.content
+            assert parts[-1].eval_count == whole.eval_count
+            assert [event.resumed_on is not None for event in resumed] == [True]
+
+
+# JavaScript.
+
+
+@pytest.fixture(scope="module")
+def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script in a folder where the client can be imported."""
+    return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "ollama.mjs")
+
+
+async def done(script: Path, site: Site, work: str) -> Any:
+    return await npm.run_script(script, site.url, work)
+
+
+async def test_javascript_models(script: Path, site: Site) -> None:
+    found = await done(script, site, "models")
+    assert set(found["tags"]) == set(found["ps"]) == {"demo", "demo-embed", "caller"}
+    assert found["show"]["details"]["format"] == "gguf"
+    assert found["version"]
+
+
+@pytest.mark.smoke
+async def test_javascript_chats(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
+    text = await direct_text(chat_node)
+    plain = await done(script, site, "chat")
+    assert (plain["message"]["content"], plain["eval_count"]) == (text, 24)
+    streamed = await done(script, site, "streaming")
+    assert (streamed["text"], streamed["last"]["eval_count"]) == (text, 24)
+    assert streamed["parts"] > 20
+    generated = await done(script, site, "generate")
+    assert generated["plain"]["response"] == generated["stream"]["text"] == text
+
+
+async def test_javascript_embeddings(
+    script: Path, site: Site, embed_node: httpx.AsyncClient
+) -> None:
+    body = {"input": ["hello there", "stone"]}
+    direct = (await embed_node.post("/v1/embeddings", json=body)).json()
+    found = await done(script, site, "embed")
+    for ours, theirs in zip(found["embeddings"], direct["data"], strict=True):
+        assert ours == pytest.approx(theirs["embedding"], rel=1e-6, abs=1e-9)
+
+
+async def test_javascript_errors(script: Path, site: Site) -> None:
+    found = await done(script, site, "errors")
+    assert {what: (error["kind"], error["status"]) for what, error in found.items()} == {
+        "model": ("ResponseError", 404),
+        "option": ("ResponseError", 400),
+        "endpoint": ("ResponseError", 501),
+    }
+    assert found["option"]["message"] == "'options.temperature' must be a number."
+
+
+async def test_javascript_sees_a_node_die_in_mid_stream(script: Path, tmp_path: Path) -> None:
+    with running_demo_servers(1, slots=1, context=16_384) as (server,):
+        async with running_site(tmp_path, [server.url], SETTINGS) as site:
+            async with npm.running_script(script, site.url, "broken") as process:
+                assert await npm.script_line(process) == b"streaming\n"
+                await until(lambda: any(in_flight.attempt for in_flight in site.gateway.registry))
+                server.kill()
+                error = await npm.script_result(process)
+            assert error is not None
+            assert error["message"]

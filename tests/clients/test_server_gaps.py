@@ -1,0 +1,210 @@
+"""What today's llama.cpp server leaves out or ignores, asked directly, without a gateway.
+
+A test that fails here is good news: the server has caught up, and the repair that it names can go
+(its key of `repairs` in the settings, its code and its tests).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from gateway.api import sse
+from tests.clients.site import HELLO
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["paris", "rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+ASK: dict[str, Any] = {"model": "demo", "input": "hello there", "temperature": 0}
+MESSAGE: dict[str, Any] = {"model": "demo", "messages": HELLO, "temperature": 0}
+CALL: dict[str, Any] = {
+    "tools": [{"type": "function", "name": "weather", "parameters": CITY}],
+    "tool_choice": "required",
+}
+
+
+def caught_up(repair: str) -> str:
+    return f"the server has caught up: remove repair {repair}"
+
+
+async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
+    answer = await client.post(path, json=body | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    return [msgspec.json.decode(sse.payload(event)) for event in sse.split(answer.content)]
+
+
+def obeys(text: str) -> bool:
+    """Whether a text has the format that was asked for."""
+    try:
+        return msgspec.json.decode(text) in ({"city": "paris"}, {"city": "rome"})
+    except msgspec.DecodeError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("response.output_item.added", {"sequence_number", "output_index"}),
+        (
+            "response.output_text.delta",
+            {"sequence_number", "output_index", "content_index", "logprobs"},
+        ),
+        ("response.output_item.done", {"sequence_number", "output_index"}),
+    ],
+)
+async def test_the_events_of_a_response_lack_their_numbers(
+    chat_node: httpx.AsyncClient, kind: str, names: set[str]
+) -> None:
+    events = await streamed(chat_node, "/v1/responses", ASK | {"max_output_tokens": 8})
+    event = next(event for event in events if event["type"] == kind)
+    assert not names <= event.keys(), caught_up("stream_events")
+
+
+async def test_the_first_event_of_a_response_lacks_its_time_and_model(
+    chat_node: httpx.AsyncClient,
+) -> None:
+    [first, *_] = await streamed(chat_node, "/v1/responses", ASK | {"max_output_tokens": 2})
+    assert first["type"] == "response.created"
+    assert not {"created_at", "model", "output"} <= first["response"].keys(), caught_up(
+        "stream_events"
+    )
+
+
+async def test_the_arguments_of_a_call_are_not_told_whole(chat_node: httpx.AsyncClient) -> None:
+    events = await streamed(chat_node, "/v1/responses", ASK | CALL | {"max_output_tokens": 200})
+    kinds = {event["type"] for event in events}
+    assert "response.function_call_arguments.delta" in kinds
+    assert "response.function_call_arguments.done" not in kinds, caught_up("stream_events")
+
+
+async def test_a_response_ignores_text_format(chat_node: httpx.AsyncClient) -> None:
+    body = ASK | {"max_output_tokens": 100}
+    bound = {"type": "json_schema", "name": "city", "schema": CITY}
+    ignored = await post(chat_node, "/v1/responses", body | {"text": {"format": bound}})
+    text = ignored["output"][0]["content"][0]["text"]
+    assert not obeys(text), caught_up("text_format")
+    # The field that it does obey, which the repair relies on.
+    chat_format = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    obeyed = await post(chat_node, "/v1/responses", body | {"response_format": chat_format})
+    assert obeys(obeyed["output"][0]["content"][0]["text"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_config": {"format": {"type": "json_schema", "schema": CITY}}},
+        {"output_format": {"type": "json_schema", "schema": CITY}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}},
+        {"json_schema": CITY},
+        {"grammar": 'root ::= "{\\"city\\":\\"paris\\"}"'},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_a_message_ignores_every_field_that_might_bind_it(
+    chat_node: httpx.AsyncClient, fields: dict[str, Any]
+) -> None:
+    message = await post(chat_node, "/v1/messages", MESSAGE | {"max_tokens": 100} | fields)
+    # Were it one of the fields further down, no translation to a chat would be needed.
+    assert not obeys(message["content"][0]["text"]), caught_up("output_config")
+
+
+async def test_a_message_calls_a_stop_sequence_the_end_of_the_turn(
+    chat_node: httpx.AsyncClient,
+) -> None:
+    body = MESSAGE | {"max_tokens": 60, "stop_sequences": ["a"]}
+    message = await post(chat_node, "/v1/messages", body)
+    assert message["stop_sequence"] == "a"
+    assert message["stop_reason"] == "end_turn", caught_up("stop_reason")
+    *_, delta, _ = await streamed(chat_node, "/v1/messages", body)
+    assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": "a"}, caught_up(
+        "stop_reason"
+    )
+
+
+async def test_a_message_that_was_cut_off_says_so(chat_node: httpx.AsyncClient) -> None:
+    # No gap: nothing of this is repaired.
+    for more in ({"max_tokens": 5}, {"max_tokens": 100_000}):
+        message = await post(chat_node, "/v1/messages", MESSAGE | more)
+        assert message["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize("limit", [5, 100_000], ids=["its own limit", "the context"])
+async def test_a_response_that_was_cut_off_is_called_completed(
+    chat_node: httpx.AsyncClient, limit: int
+) -> None:
+    body = ASK | {"max_output_tokens": limit}
+    response = await post(chat_node, "/v1/responses", body)
+    assert response["status"] == "completed", caught_up("stop_reason")
+    assert "incomplete_details" not in response, caught_up("stop_reason")
+    last = (await streamed(chat_node, "/v1/responses", body))[-1]
+    assert last["type"] == "response.completed", caught_up("stop_reason")
+    assert last["response"]["status"] == "completed", caught_up("stop_reason")
+
+
+async def test_a_call_that_was_cut_off_is_called_completed(chat_node: httpx.AsyncClient) -> None:
+    response = await post(chat_node, "/v1/responses", ASK | CALL | {"max_output_tokens": 40})
+    [call] = response["output"]
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(call["arguments"])
+    assert call["status"] == "completed", caught_up("stop_reason")
+
+
+async def test_a_response_does_not_tell_its_own_end_from_the_limits(
+    chat_node: httpx.AsyncClient,
+) -> None:
+    """A response that ends with just the last token is called incomplete, as it looks the same."""
+    body = ASK | {"response_format": {"type": "json_object"}}
+    whole = await post(chat_node, "/v1/responses", body | {"max_output_tokens": 100})
+    tokens = whole["usage"]["output_tokens"]
+    ended = await post(chat_node, "/v1/responses", body | {"max_output_tokens": tokens})
+    cut = await post(chat_node, "/v1/responses", body | {"max_output_tokens": tokens - 1})
+    for response, count in ((ended, tokens), (cut, tokens - 1)):
+        assert response["usage"]["output_tokens"] == count
+    assert ended.keys() == cut.keys(), caught_up("stop_reason")
+    assert ended["status"] == cut["status"], caught_up("stop_reason")
+
+
+TEXT = {"type": "input_text", "text": "a"}
+ASKED = {"role": "user", "content": "hello there"}
+SAID = {"role": "assistant", "content": "hello"}
+THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "think"}]}
+CUSTOM = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a "b"\n'}
+DONE = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
+REFUSED: dict[str, dict[str, Any]] = {
+    "no type": {"input": [ASKED, SAID, ASKED]},
+    "type null": {"input": [ASKED, {"type": None, **SAID}, ASKED]},
+    "parts": {"input": [ASKED, SAID | {"content": [TEXT | {"type": "output_text"}]}, ASKED]},
+    "summary": {"input": [ASKED, THOUGHT, ASKED]},
+    "no text": {"input": [ASKED, THOUGHT | {"content": None}, ASKED]},
+    "encrypted": {"input": [ASKED, {"type": "reasoning", "summary": [], "encrypted_content": ""}]},
+    "no summary": {
+        "input": [ASKED, {"type": "reasoning", "content": [TEXT | {"type": "reasoning_text"}]}]
+    },
+    "custom tool": {"input": [ASKED, CUSTOM, DONE]},
+    "its parts": {"input": [ASKED, CUSTOM, DONE | {"output": [TEXT]}]},
+    "tools": {"input": "hello there", "tools": None},
+}
+"""Bodies of `/v1/responses` that clients send, and the server refuses."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
+async def test_a_response_is_refused_for_items_that_openai_takes(
+    chat_node: httpx.AsyncClient, path: str, case: str
+) -> None:
+    body = {"model": "demo", "max_output_tokens": 2} | REFUSED[case]
+    assert (await chat_node.post(path, json=body)).status_code == 400, caught_up("input_items")

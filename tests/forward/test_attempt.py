@@ -1,0 +1,792 @@
+"""How long a node may take, and what excuses its silence."""
+
+# ruff: noqa: SIM117 - a client stands within its proxy
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from gateway import errors
+from gateway.config.routing import TimeoutSettings
+from gateway.forward.attempt import (
+    REPORT_INTERVAL,
+    Attempt,
+    AttemptTimeouts,
+    TimeoutMonitor,
+    timeouts_for,
+)
+from gateway.nodes.health import another_prefills
+from gateway.nodes.node import Lease, LeasePhase, NodeState
+from gateway.transport.connection import BODY_HIGH_WATER
+from gateway.transport.errors import UpstreamError
+from tests.emulator import EmulatedNode, expected_chat_text
+from tests.emulator.raw_connection import RawConnection, chat, post, raw_connection
+from tests.forward.fake_lease_service import a_granted_lease, a_proxy_request
+from tests.forward.proxy_over_nodes import (
+    A_FIRST,
+    BODIES,
+    GENERATION_PATHS,
+    MESSAGES,
+    ProxyOverNodes,
+    proxy_over,
+)
+from tests.gateways import until
+from tests.nodes.build import Clock, a_node, take
+from tests.virtual import in_virtual_time, now
+
+LIMITS = AttemptTimeouts(first_byte=60.0, silence=20.0, deadline=1000.0)
+
+
+@dataclass(eq=False)
+class WatchedAttempt:
+    """An attempt as the monitor sees it."""
+
+    lease: Lease
+    timeouts: AttemptTimeouts
+    sent_at: float = 100.0
+    client_lagging: bool = False
+    complete: bool = False
+    failure: UpstreamError | None = None
+    reports: int = 0
+    """How often it was asked to report its progress."""
+
+    @property
+    def last_content_at(self) -> float | None:
+        return self.lease.last_content_at
+
+    def is_silence_excused(self) -> bool:
+        return another_prefills(self.lease, self.lease.node.clock())
+
+    def report_progress(self) -> None:
+        self.reports += 1
+
+    def report_received(self) -> None:
+        self.lease.release()
+
+    def fail(self, error: UpstreamError) -> None:
+        self.failure = error
+
+
+def as_attempt(attempt: WatchedAttempt) -> Attempt:
+    return cast("Attempt", attempt)
+
+
+async def limits_of(clock: Clock, attempt: WatchedAttempt) -> Callable[[float], str | None]:
+    watch = TimeoutMonitor(clock)
+    watch.add(as_attempt(attempt))
+
+    def look(now: float) -> str | None:
+        clock.now = now
+        watch.close()
+        watch.check()
+        watch.close()
+        return None if attempt.failure is None else getattr(attempt.failure, "limit", "other")
+
+    return look
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@in_virtual_time
+async def test_another_requests_prefill_excuses_silence(moved: bool) -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    lease, reading = take(node), take(node)
+    if moved:
+        lease.content_received(130.0)
+    look = await limits_of(clock, WatchedAttempt(lease, LIMITS))
+    reading.head_received(140.0)
+    assert look(165.0) is None
+    assert look(190.0) is None
+    reading.content_received(190.1)
+    # Content must come soon, not at once.
+    assert look(190.2) is None
+    assert look(194.9) is None
+    assert look(195.1) == ("silence" if moved else "first_byte")
+
+
+@in_virtual_time
+async def test_another_requests_prefill_does_not_excuse_silence_for_ever() -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    lease, reading = take(node), take(node)
+    look = await limits_of(clock, WatchedAttempt(lease, LIMITS))
+    reading.head_received(140.0)
+    # 60 s of prefill are an excuse, more only if more was expected.
+    assert look(199.0) is None
+    assert look(205.0) == "first_byte"
+
+
+@in_virtual_time
+async def test_nothing_excuses_the_total_timeout() -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    lease = take(node)
+    take(node, expected_prefill=10_000.0)
+    look = await limits_of(clock, WatchedAttempt(lease, LIMITS, client_lagging=True))
+    assert look(999.0) is None
+    assert look(1000.0) == "total"
+
+
+@in_virtual_time
+async def test_silence_of_a_node_whose_client_lags_is_excused() -> None:
+    clock = Clock(100.0)
+    lease = take(a_node(clock))
+    lease.content_received(101.0)
+    attempt = WatchedAttempt(lease, LIMITS, client_lagging=True)
+    look = await limits_of(clock, attempt)
+    assert look(500.0) is None
+    attempt.client_lagging = False
+    assert look(504.0) is None
+    assert look(505.0) == "silence"
+
+
+@in_virtual_time
+async def test_the_scheduler_is_told_of_moving_streams_once_a_second() -> None:
+    clock = Clock(100.0)
+    attempt = WatchedAttempt(take(a_node(clock)), LIMITS)
+    look = await limits_of(clock, attempt)
+    for number in range(100):
+        assert look(100.0 + number / 10) is None
+    assert attempt.reports == 10 / REPORT_INTERVAL
+
+
+@dataclass(eq=False)
+class EndingAnother(WatchedAttempt):
+    """An attempt whose failure ends another one."""
+
+    on_fail: Callable[[], None] = lambda: None
+
+    def fail(self, error: UpstreamError) -> None:
+        self.failure = error
+        self.on_fail()
+
+
+@in_virtual_time
+async def test_an_attempt_that_ends_with_another_one_is_left_alone() -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    first = EndingAnother(take(node), LIMITS)
+    other = WatchedAttempt(take(node), LIMITS, complete=True)
+    monitor = TimeoutMonitor(clock)
+    monitor.add(as_attempt(first))
+    monitor.add(as_attempt(other))
+    first.on_fail = lambda: monitor.remove(as_attempt(other))
+    monitor.close()
+    clock.now = 1000.0
+    monitor.check()
+    monitor.close()
+    assert first.failure is not None
+    assert other.failure is None
+    assert other.lease.phase is not LeasePhase.RELEASED, "it was not looked at any more"
+    assert not len(monitor)
+
+
+@in_virtual_time
+async def test_a_whole_response_frees_the_slots_before_its_client_has_read_it() -> None:
+    clock = Clock(100.0)
+    attempt = WatchedAttempt(take(a_node(clock)), LIMITS, complete=True)
+    look = await limits_of(clock, attempt)
+    assert look(101.0) is None
+    assert attempt.lease.phase is LeasePhase.RELEASED
+
+
+@pytest.mark.parametrize(("grace", "limit"), [(40.0, 60.0), (400.0, 400.0), (0.0, 60.0)])
+def test_a_long_prompt_on_a_slow_node_has_a_longer_timeout(grace: float, limit: float) -> None:
+    lease = a_granted_lease(prefill_grace=grace)
+    assert timeouts_for(lease, a_proxy_request(), TimeoutSettings(first_byte=60.0)) == (
+        AttemptTimeouts(limit, TimeoutSettings().silence, TimeoutSettings().total)
+    )
+
+
+@in_virtual_time
+async def test_a_stream_that_falls_silent_is_ended(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=40)
+    async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
+        one.faults.next("hang", after_events=10)
+        began = now()
+        reply = await proxy.stream()
+        assert 0.3 <= now() - began < 0.5
+        assert reply.errors[0]["code"] == "node_timeout"
+        await until(lambda: one.busy == 0)
+
+
+@in_virtual_time
+async def test_comments_do_not_prevent_the_silence_timeout(tmp_path: Path) -> None:
+    one = EmulatedNode(prefill_tps=1, ping_interval=0.05)
+    async with proxy_over(
+        tmp_path, one, timeouts={"first_byte": 0.4}, retries={"attempts": 1}
+    ) as proxy:
+        proxy.node("a").speed.learn_timings({"prompt_n": 10_000, "prompt_ms": 1000})
+        reply = await proxy.stream()
+        assert (reply.status, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        await one.kill()  # it would read on for a minute
+
+
+@in_virtual_time
+async def test_the_first_byte_timeout_grows_with_the_expected_prefill(tmp_path: Path) -> None:
+    one = EmulatedNode(prefill_tps=40, answer_tokens=2)
+    async with proxy_over(
+        tmp_path, one, timeouts={"first_byte": 0.3}, retries={"attempts": 1}
+    ) as proxy:
+        # Its speed is unknown, so the timeout is long.
+        words = " ".join(40 * ["word"])
+        reply = await proxy.stream(messages=[{"role": "user", "content": words}])
+        assert (reply.status, reply.errors) == (200, [])
+
+
+@in_virtual_time
+async def test_silence_is_excused_while_another_prompt_is_read(tmp_path: Path) -> None:
+    one = EmulatedNode(
+        slots=2, answer_tokens=60, decode_tps=60, prefill_tps=120, prefill_stalls=True
+    )
+    async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
+        first = asyncio.create_task(proxy.stream())
+        node = proxy.node("a")
+        await until(lambda: any(lease.phase is LeasePhase.DECODE for lease in node.leases))
+        words = " ".join(120 * ["word"])
+        second = asyncio.create_task(
+            proxy.stream(messages=[{"role": "user", "content": words}], max_tokens=2)
+        )
+        one_reply, other = await asyncio.gather(first, second)
+        assert (one_reply.errors, other.errors) == ([], [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_the_clients_deadline_ends_a_request_and_blames_no_node(
+    tmp_path: Path, stream: bool
+) -> None:
+    one = EmulatedNode(prefill_tps=1)
+    async with proxy_over(tmp_path, one) as proxy:
+        began = now()
+        reply = await proxy.ask(stream=stream, headers={"X-Request-Timeout": "0.3"})
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        assert 0.3 <= now() - began < 0.5
+        assert proxy.node("a").failures == 0
+        assert one.requests == 1
+        await one.kill()  # it would read on for a minute
+        await until(lambda: proxy.node("a").leased == 0)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_gateway_that_was_held_up_reads_before_it_checks_timeouts(answers: bool) -> None:
+    clock, loop = time.monotonic, asyncio.get_running_loop()
+    lease = take(a_node(Clock(clock())))
+    lease.content_received(clock())
+    attempt = WatchedAttempt(
+        lease, AttemptTimeouts(first_byte=60.0, silence=0.1, deadline=math.inf), sent_at=clock()
+    )
+    watch = TimeoutMonitor(clock)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        # As for a stream: its bytes are received first, and read in a later step.
+        loop.add_reader(
+            ours, lambda: ours.recv(9) and loop.call_soon(lease.content_received, clock())
+        )
+        watch.add(as_attempt(attempt))
+        if answers:
+            theirs.send(b"content")
+        time.sleep(0.15)  # noqa: ASYNC251 - the loop is held up
+        looked = clock()
+        await until(lambda: attempt.failure is not None)
+        # After content, only a new silence fails the attempt.
+        assert clock() - looked >= 0.1 or not answers
+        assert lease.last_content_at is not None
+        assert (lease.last_content_at >= looked) is answers
+        loop.remove_reader(ours)
+    watch.close()
+
+
+@in_virtual_time
+async def test_the_clients_deadline_holds_in_the_queue_too(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=1, decode_tps=20, answer_tokens=40)
+    async with proxy_over(tmp_path, one) as proxy:
+        first = asyncio.create_task(proxy.ask())
+        await until(lambda: one.busy == 1)
+        reply = await proxy.ask(headers={"X-Request-Timeout": "0.2"})
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "queue_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        assert int(reply.headers["retry-after"]) >= 1
+        assert int(reply.headers["x-gateway-queue-ms"]) >= 100
+        assert (await first).status_code == 200
+        assert one.requests == 1
+
+
+@pytest.mark.parametrize("value", ["0", "nan", "soon"])
+@in_virtual_time
+async def test_an_invalid_deadline_is_the_clients_error(tmp_path: Path, value: str) -> None:
+    one = EmulatedNode()
+    async with proxy_over(tmp_path, one) as proxy:
+        reply = await proxy.ask(headers={"X-Request-Timeout": value})
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (400, "invalid_request")
+        assert one.requests == 0
+
+
+@in_virtual_time
+async def test_a_node_may_have_its_own_total_timeout(tmp_path: Path) -> None:
+    one = EmulatedNode(decode_tps=20, answer_tokens=1000)
+    nodes = ({"timeouts": {"total": 0.5}},)
+    async with proxy_over(tmp_path, one, nodes=nodes) as proxy:
+        reply = await proxy.stream(GENERATION_PATHS[0])
+        assert reply.errors[0]["code"] == "node_timeout"
+        assert reply.text
+
+
+# A client that stops reading: what ends its request, and that nothing is left of it.
+
+
+def endless() -> EmulatedNode:
+    """A node that writes more than the sockets' buffers take."""
+    return EmulatedNode(slots=1, context=1_000_000, decode_tps=4000, answer_tokens=100_000)
+
+
+HALF_A_SECOND = {"send_timeout": 0.5}
+WHOLE = 8 << 20
+"""Bytes of a plain response: more than the sockets' buffers take."""
+
+
+def answers_at_length(node: EmulatedNode) -> None:
+    answer = '{"choices": [{"message": {"role": "assistant", "content": "hi"}}]}'
+    node.faults.next("status", status=200, body=answer + " " * WHOLE)
+
+
+def connections(proxy: ProxyOverNodes) -> int:
+    public = proxy.app.public_listener
+    assert public is not None
+    return len(public.protocol.connection_limiter)
+
+
+async def until_over(proxy: ProxyOverNodes, code: int) -> None:
+    await until(lambda: len(proxy.finished) == 1)
+    assert proxy.finished[0].status == code
+    await until(lambda: proxy.servers["a"].busy == 0)
+    await until(lambda: proxy.node("a").leased == 0)
+
+
+@in_virtual_time
+async def test_the_total_timeout_ends_a_request_whose_client_stalls(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, endless(), timeouts={"total": 5.0}) as proxy:
+        async with slow_clients(proxy, 1, timings_per_token=True):
+            await until_it_lags(proxy)
+            await until_over(proxy, 504)
+
+
+@in_virtual_time
+async def test_an_operator_cancels_a_request_whose_client_stalls(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, endless()) as proxy:
+        async with slow_clients(proxy, 1, timings_per_token=True):
+            await until_it_lags(proxy)
+            (in_flight,) = proxy.app.registry
+            in_flight.cancel(errors.shutting_down())
+            await until_over(proxy, 503)
+
+
+@in_virtual_time
+async def test_a_drained_node_is_released_though_the_client_stalls(tmp_path: Path) -> None:
+    one, two = endless(), endless()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        async with slow_clients(proxy, 1, timings_per_token=True, temperature=0):
+            await until_it_lags(proxy)
+            proxy.app.fleet.drain("a")
+            proxy.app.drain_deadlines.set("a", 0.01)
+            await until(lambda: proxy.node("a").leased == 0 and one.busy == 0)
+            await until(lambda: two.requests == 1)
+
+
+@in_virtual_time
+async def test_a_client_that_stalls_for_long_is_disconnected(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, endless(), limits=HALF_A_SECOND) as proxy:
+        async with slow_clients(proxy, 1, timings_per_token=True):
+            await until_over(proxy, 499)
+            await until(lambda: connections(proxy) == 0)
+        assert proxy.node("a").failures == 0
+
+
+@in_virtual_time
+async def test_a_client_that_stalls_behind_a_complete_response_is_disconnected(
+    tmp_path: Path,
+) -> None:
+    one = EmulatedNode()
+    async with proxy_over(tmp_path, one, limits=HALF_A_SECOND) as proxy:
+        answers_at_length(one)
+        async with slow_clients(proxy, 1, stream=False):
+            await until_over(proxy, 200)
+            await until(lambda: connections(proxy) == 0)
+
+
+@in_virtual_time
+async def test_a_client_that_reads_a_little_now_and_then_is_not_disconnected(
+    tmp_path: Path,
+) -> None:
+    one = EmulatedNode()
+    loop = asyncio.get_running_loop()
+    async with proxy_over(tmp_path, one, limits={"send_timeout": 5.0}) as proxy:
+        answers_at_length(one)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            parts = urlsplit(proxy.running.url)
+            await loop.sock_connect(client, (parts.hostname, parts.port))
+            await loop.sock_sendall(client, post(PATH, chat(stream=False)))
+            await until_over(proxy, 200)
+            end, size = loop.time() + 4 * 5.0, 0
+            while loop.time() < end:
+                size += len(await loop.sock_recv(client, 1024))
+                await asyncio.sleep(0.1)
+            # So little that the kernel has accepted nothing more.
+            assert size < 1 << 18
+            assert connections(proxy) == 1
+
+
+# Who is to blame for a failure: the node or the request.
+
+
+DEADLY: list[tuple[str, dict[str, Any]]] = [
+    ("reset", {}),
+    ("hang", {}),
+    ("garbage", {}),
+    ("head_bomb", {}),
+    ("status", {"status": 500}),
+    ("status", {"status": 502}),
+    ("status", {"status": 504}),
+    ("reset", {"after_events": 0}),
+    ("error_event", {"after_events": 2}),
+    ("reset", {"after_events": 2}),
+    ("end", {"after_events": 2}),
+    ("insert", {"after_events": 2, "what": "huge", "size": 2 << 20}),
+]
+"""Faults that a request can cause on every node."""
+CALM: dict[str, Any] = {
+    "health": {"failures": 3, "open": 30, "open_max": 60},
+    "timeouts": {"first_byte": 0.4, "silence": 0.4},
+    "retries": {"quarantine": 0},
+}
+
+
+def keys(*names: str) -> list[dict[str, str]]:
+    return [
+        {"id": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "name": name}
+        for name in names
+    ]
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer lg_{name}_{name}"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "count"),
+    [(*fault, 1 + number % 3) for number, fault in enumerate(DEADLY)],
+)
+@in_virtual_time
+async def test_one_caller_ejects_no_node(
+    tmp_path: Path, kind: str, options: dict[str, Any], count: int
+) -> None:
+    servers = [EmulatedNode(answer_tokens=8) for _ in range(count)]
+    async with proxy_over(tmp_path, *servers, **CALM) as proxy:
+        for server in servers:
+            server.faults.set(kind, **options)
+        for index in range(10):
+            path = list(BODIES)[index % 2]
+            reply = await proxy.stream(path, user=str(index))
+            assert reply.status >= 500 or reply.errors
+        for server in servers:
+            server.faults.clear()
+        nodes = [proxy.node(name) for name in proxy.servers]
+        assert [node.state for node in nodes] == [NodeState.READY] * count
+        assert [node.circuit.failures for node in nodes] == [0] * count
+        answer = await proxy.ask()
+        assert answer.status_code == 200
+        assert answer.headers["x-gateway-attempts"] == "1"
+
+
+@pytest.mark.parametrize(("kind", "options"), DEADLY)
+@in_virtual_time
+async def test_a_node_that_fails_a_request_that_another_answers_is_blamed(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **CALM) as proxy:
+        one.faults.set(kind, **options)
+        assert (await proxy.stream()).errors == []
+        circuit = proxy.node("a").circuit
+        assert (circuit.failures, circuit.suspect_callers) == (1, set())
+        assert proxy.node("a").failures == 1
+        assert proxy.node("b").failures == 0
+
+
+@in_virtual_time
+async def test_a_node_that_fails_several_callers_is_ejected(tmp_path: Path) -> None:
+    server = EmulatedNode(answer_tokens=8)
+    names = ("ann", "bob", "cid")
+    async with proxy_over(tmp_path, server, keys=keys(*names), **CALM) as proxy:
+        server.faults.set("reset", after_events=2)
+        for _ in range(5):
+            await proxy.stream(headers=key("ann"))
+            await proxy.stream(headers=key("bob"))
+        assert proxy.node("a").state is NodeState.READY
+        await proxy.stream(headers=key("cid"))
+        assert proxy.node("a").state is NodeState.EJECTED
+
+
+@in_virtual_time
+async def test_a_success_between_two_failures_clears_the_node(tmp_path: Path) -> None:
+    server = EmulatedNode(answer_tokens=8)
+    names = ("ann", "bob", "cid")
+    async with proxy_over(tmp_path, server, keys=keys(*names), **CALM) as proxy:
+        for name in names * 3:
+            server.faults.next("reset", after_events=2)
+            await proxy.stream(headers=key(name))
+            assert (await proxy.stream(headers=key("ann"))).errors == []
+        assert proxy.node("a").state is NodeState.READY
+
+
+@in_virtual_time
+async def test_a_response_that_takes_the_whole_time_blames_no_node(tmp_path: Path) -> None:
+    server = EmulatedNode(answer_tokens=10_000, decode_tps=10.0)
+    async with proxy_over(
+        tmp_path, server, timeouts={"total": 5.0}, health=CALM["health"]
+    ) as proxy:
+        for name in range(4):
+            reply = await proxy.stream(user=str(name), max_tokens=10_000)
+            assert [error["code"] for error in reply.errors] == ["node_timeout"]
+        assert proxy.node("a").circuit.failures == 0
+        assert proxy.node("a").circuit.suspect_callers == set()
+
+
+@in_virtual_time
+async def test_a_node_that_answers_the_retry_itself_is_not_blamed(tmp_path: Path) -> None:
+    server = EmulatedNode(answer_tokens=8)
+    async with proxy_over(tmp_path, server, **CALM) as proxy:
+        for _ in range(6):
+            server.faults.next("reset")
+            assert (await proxy.stream()).errors == []
+        circuit = proxy.node("a").circuit
+        assert (circuit.failures, circuit.suspect_callers) == (0, set())
+
+
+# A client that leaves frees its slot or place in the queue; a slow one takes nobody else's.
+
+
+PATH = GENERATION_PATHS[0]
+SLOW_CLIENTS = 4
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@asynccontextmanager
+async def nobody_answers(port: int) -> AsyncIterator[None]:
+    """A port where connections are neither accepted nor refused: the backlog is full."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(0)
+        waiting = []
+        for _ in range(4):
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+            waiting.append(one)
+        try:
+            await asyncio.sleep(0.05)
+            yield
+        finally:
+            for one in waiting:
+                one.close()
+
+
+async def leave(proxy: ProxyOverNodes, task: asyncio.Task[httpx.Response]) -> None:
+    """The client leaves, and is recorded as such."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: len(proxy.finished) == 1, 1.0)
+    assert (proxy.finished[0].status, proxy.finished[0].reason) == (499, "client_closed")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_a_client_may_leave_while_its_node_is_being_connected(
+    tmp_path: Path, stream: bool
+) -> None:
+    one = EmulatedNode(slots=1)
+    async with proxy_over(tmp_path, one, health={"interval": 60.0}) as proxy:
+        await one.kill()
+        node = proxy.node("a")
+        async with nobody_answers(one.port):
+            before = descriptors()
+            asked = asyncio.create_task(proxy.ask(stream=stream))
+            await until(lambda: node.leased == 1)
+            await asyncio.sleep(0.1)
+            assert node.leased == 1
+            await leave(proxy, asked)
+            # Nothing was sent: the slot is free at once.
+            await until(lambda: node.leased == 0, 0.5)
+            await until(lambda: descriptors() <= before, 2.0)
+            assert node.failures == 0
+        await one.revive()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_a_client_may_leave_while_all_nodes_are_down(tmp_path: Path, stream: bool) -> None:
+    one = EmulatedNode(slots=1)
+    async with proxy_over(tmp_path, one) as proxy:
+        await one.kill()
+        asked = asyncio.create_task(proxy.ask(stream=stream))
+        scheduler = proxy.app.scheduler
+        await until(lambda: len(scheduler.queue_positions()) == 1)
+        await leave(proxy, asked)
+        assert scheduler.queue_positions() == []
+        assert len(proxy.app.registry) == 0
+        await one.revive()
+        assert (await proxy.ask()).status_code == 200
+        assert one.requests == 1
+
+
+@in_virtual_time
+async def test_a_client_may_leave_between_two_attempts(tmp_path: Path) -> None:
+    one, two = EmulatedNode(slots=1), EmulatedNode(slots=1)
+    retries = {"backoff": 5.0, "backoff_max": 5.0}
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, retries=retries) as proxy:
+        one.faults.set("reset")
+        asked = asyncio.create_task(proxy.ask())
+        await until(lambda: proxy.outcomes == [("a", "reset")])
+        await leave(proxy, asked)
+        assert two.requests == 0
+        assert len(proxy.app.registry) == 0
+
+
+@asynccontextmanager
+async def slow_clients(
+    proxy: ProxyOverNodes, count: int, **more: object
+) -> AsyncIterator[list[RawConnection]]:
+    """Clients that read nothing until the block ends."""
+    async with asyncio.TaskGroup() as group:
+        done = asyncio.Event()
+        wires: list[RawConnection] = []
+
+        async def one() -> None:
+            async with raw_connection(proxy.running.url) as wire:
+                sock = wire.writer.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                await wire.send(post(PATH, chat("say something", **more)))
+                await wire.head()
+                wire.writer.transport.pause_reading()  # type: ignore[attr-defined]
+                wires.append(wire)
+                await done.wait()
+
+        for _ in range(count):
+            group.create_task(one())
+        try:
+            await until(lambda: len(wires) == count)
+            yield wires
+        finally:
+            done.set()
+
+
+@pytest.mark.timeout(300)
+@in_virtual_time
+async def test_slow_clients_take_bounded_memory_and_delay_nobody(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=SLOW_CLIENTS + 1, context=1_000_000, answer_tokens=100_000)
+    async with proxy_over(tmp_path, one) as proxy:
+        gateway = proxy.app
+        async with slow_clients(proxy, SLOW_CLIENTS, timings_per_token=True):
+            stood = -1
+            while stood != one.engine.tokens:
+                stood = one.engine.tokens
+                await asyncio.sleep(0.2)
+            assert stood < SLOW_CLIENTS * 100_000, "all went out, though nobody reads"
+            held = [
+                in_flight.attempt.unread_bytes
+                for in_flight in gateway.registry
+                if in_flight.attempt is not None
+            ]
+            assert len(held) == SLOW_CLIENTS
+            assert max(held) < 2 * BODY_HIGH_WATER
+            loop = asyncio.get_running_loop()
+            for _ in range(5):
+                began = loop.time()
+                assert (await proxy.ask(max_tokens=5)).status_code == 200
+                assert loop.time() - began < 0.0001
+        one.engine.answer_tokens = 10
+        await until(lambda: one.busy == 0)
+
+
+async def until_it_lags(proxy: ProxyOverNodes) -> None:
+    """Wait until the client of the only request lags."""
+    (in_flight,) = proxy.app.registry
+    await until(lambda: in_flight.attempt is not None and in_flight.attempt.client_lagging)
+
+
+@pytest.mark.timeout(300)
+@in_virtual_time
+async def test_a_slow_client_holds_no_slot_once_its_response_is_received(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=1, context=1_000_000, decode_tps=4000, answer_tokens=100_000)
+    async with proxy_over(tmp_path, one) as proxy:
+        node = proxy.node("a")
+        # How much the sockets' buffers take depends on the machine.
+        async with slow_clients(proxy, 1, timings_per_token=True):
+            await until_it_lags(proxy)
+            tokens = one.engine.tokens + 200
+        await proxy.settled()
+        async with slow_clients(proxy, 1, timings_per_token=True, max_tokens=tokens):
+            await until_it_lags(proxy)
+            await until(lambda: one.busy == 0)
+            await until(lambda: node.leased == 0, 2.0)
+            assert len(proxy.app.registry) == 1, "it has all been sent: no test"
+            quick = await proxy.ask(max_tokens=5)
+            assert quick.json()["choices"][0]["message"]["content"] == expected_chat_text(
+                MESSAGES, 5
+            )
+        await proxy.settled()
+        assert [record.status for record in proxy.finished] == [499, 200, 499]
+        assert node.failures == 0
+
+
+@in_virtual_time
+async def test_a_node_that_trickles_is_told_apart_from_a_dead_one(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=6)
+    async with proxy_over(tmp_path, one, timeouts={"silence": 1.5}) as proxy:
+        # An event takes a quarter of a second, piece by piece: slow, but it moves.
+        one.faults.next("trickle", size=20, seconds=0.02)
+        reply = await proxy.stream()
+        assert (reply.errors, reply.text) == ([], expected_chat_text(MESSAGES, 6))
+        # One large event is no silence either; after it the node is dead.
+        one.faults.next("insert", what="huge", size=1 << 20, after_events=3)
+        one.faults.next("hang", after_events=3)
+        assert (await proxy.stream()).errors == []
+        assert (await proxy.stream()).errors[0]["code"] == "node_timeout"
+        assert proxy.node("a").failures == 1
+
+
+@in_virtual_time
+async def test_bytes_that_never_complete_an_event_do_not_prevent_the_timeout(
+    tmp_path: Path,
+) -> None:
+    one = EmulatedNode(answer_tokens=6)
+    async with proxy_over(tmp_path, one, timeouts={"silence": 0.5}) as proxy:
+        # 230 bytes an event, 12 s for each: the first content has its own timeout.
+        one.faults.next("trickle", size=1, seconds=0.05)
+        began = now()
+        reply = await proxy.ask(stream=True, headers={"X-Request-Timeout": "3"})
+        assert 3.0 <= now() - began < 3.5
+        assert reply.status_code in {200, 504}
+        assert "node_timeout" in reply.text
+        await one.kill()

@@ -1,0 +1,319 @@
+"""What the client gets of a node's response: rewritten, and with errors in its API's form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.base import ResponseRewriter
+from gateway.api.messages import MESSAGES
+from gateway.api.relayed import RELAYED
+from gateway.errors import GatewayError
+from gateway.events import RequestFinished
+from gateway.forward.client_response import (
+    CacheFigureHider,
+    EventsForClient,
+    ProxyResponse,
+    headers_for_client,
+    headers_for_node,
+    node_error,
+    node_error_body,
+    rewrite_body,
+    without_times,
+)
+from gateway.transport.errors import InvalidResponse
+
+SAID = b'{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'
+
+
+class Shouting(ResponseRewriter):
+    """Makes letters large, and fails on a question mark."""
+
+    def rewrite_events(self, events: bytes) -> bytes:
+        if b"?" in events:
+            raise InvalidResponse("That is a question")
+        return events.upper()
+
+    def rewrite_body(self, content: bytes) -> bytes:
+        return self.rewrite_events(content)
+
+
+def test_an_invalid_plain_response_is_an_error() -> None:
+    assert rewrite_body(Shouting(), b"a") == b"A"
+    with pytest.raises(GatewayError) as raised:
+        rewrite_body(Shouting(), b"?")
+    assert (raised.value.status, raised.value.code) == (502, "node_failed")
+
+
+def test_invalid_events_end_a_stream_with_one_error() -> None:
+    record = RequestFinished("req_1", "/v1/chat/completions")
+    events = EventsForClient(Shouting(), RELAYED, record)
+    assert (events.rewrite(b"a"), events.failed) == (b"A", False)
+    assert events.rewrite(b"?").startswith(b'data: {"error":{"message":"That is a question.')
+    assert (events.rewrite(b"b"), events.failed) == (b"", True)
+    assert (record.status, record.reason) == (502, "node_failed")
+
+
+def test_a_nodes_error_is_in_the_form_of_the_clients_api() -> None:
+    response = ProxyResponse(400, b"", SAID)
+    assert node_error_body(response, RELAYED, "x") is SAID
+    told = json.loads(node_error_body(response, MESSAGES, "x"))
+    assert told["error"] == {"type": "invalid_request_error", "message": "No such thing"}
+
+
+def test_an_error_that_is_not_json_is_described_by_its_status() -> None:
+    error = node_error(ProxyResponse(500, b"", b"<html>"))
+    assert (error.code, error.message) == ("node_error", "The node answered with status 500.")
+
+
+# Which headers are forwarded to nodes and to clients.
+
+
+def sent(*headers: tuple[bytes, bytes], extra: tuple[str, ...] = ()) -> list[bytes]:
+    return headers_for_node(list(headers), extra).split(b"\r\n")[:-1]
+
+
+def forwarded(*names: str, extra: tuple[str, ...] = ()) -> list[str]:
+    """The names of these response headers that a client gets."""
+    lines = (
+        headers_for_client([(name.encode(), b"1") for name in names], extra).decode().split("\r\n")
+    )
+    return [line.partition(":")[0] for line in lines[:-1]]
+
+
+OWN = [b"accept-encoding: identity", b"via: 1.1 llama-gateway"]
+
+
+def test_useful_headers_are_forwarded_and_the_gateways_are_added() -> None:
+    fields = [
+        (b"content-type", b"application/json"),
+        (b"accept", b"text/event-stream"),
+        (b"user-agent", b"me"),
+        (b"traceparent", b"00-1-2-01"),
+        (b"tracestate", b"a=b"),
+        (b"anthropic-version", b"2023-06-01"),
+        (b"anthropic-beta", b"x"),
+        (b"openai-organization", b"org"),
+    ]
+    assert sent(*fields) == [b": ".join(field) for field in fields] + OWN
+
+
+@pytest.mark.parametrize(
+    "value", [b"application/x-www-form-urlencoded", b"Application/X-WWW-Form-urlencoded; a=b"]
+)
+def test_curls_default_content_type_becomes_json(value: bytes) -> None:
+    assert sent((b"content-type", value)) == [b"content-type: application/json", *OWN]
+
+
+STAY_HERE = [
+    "authorization", "x-api-key", "api-key", "cookie", "proxy-authorization",
+    "x-priority", "x-request-timeout", "x-gateway-progress", "x-gateway-anything",
+    "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade",
+    "host", "content-length", "expect", "accept-encoding", "x-request-id",
+    "cf-access-jwt-assertion", "x-auth-token", "x-openwebui-user-id", "x-openwebui-user-email",
+    "referer", "origin", "x-forwarded-for", "x-real-ip", "forwarded", "x-amzn-oidc-data",
+    "x-goog-iap-jwt-assertion", "x-ms-client-principal", "tailscale-user-login", "baggage",
+    "remote-user", "x-csrf-token", "sec-fetch-site", "x-stainless-os", "x-anything",
+    "anthropic-api-key", "openai-api-key", "anthropic-auth-token", "openai-cookie",
+    "xanthropic-version", "openaix", "content-type-x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAY_HERE)
+def test_secrets_and_useless_headers_reach_no_node(name: str) -> None:
+    assert sent((name.encode(), b"secret")) == OWN
+
+
+def test_the_settings_forward_further_headers_to_nodes() -> None:
+    fields = [(b"x-openwebui-user-id", b"anna"), (b"x-openwebui-user-email", b"a@b")]
+    assert sent(*fields, extra=("X-OpenWebUI-User-Id",)) == [b"x-openwebui-user-id: anna", *OWN]
+
+
+def test_hop_by_hop_headers_reach_no_node() -> None:
+    got = sent((b"accept", b"1"), (b"connection", b"close, Accept"), (b"user-agent", b"2"))
+    assert got == [b"user-agent: 2", *OWN]
+    assert b"accept: 1" in sent((b"connection", b"keep-alive"), (b"accept", b"1"))
+
+
+def test_via_lists_earlier_proxies() -> None:
+    assert b"via: 1.0 fred, 1.1 llama-gateway" in sent((b"via", b"1.0 fred"))
+
+
+def test_useful_headers_of_a_response_are_forwarded() -> None:
+    names = [
+        "content-type", "retry-after", "traceparent", "tracestate", "openai-processing-ms",
+        "openai-version", "anthropic-ratelimit-requests-remaining",
+    ]  # fmt: skip
+    assert forwarded(*names) == names
+
+
+NODES_ALONE = [
+    "server", "date", "set-cookie", "transfer-encoding", "content-length", "keep-alive",
+    "connection", "content-encoding", "access-control-allow-origin", "x-gateway-node",
+    "x-request-id", "request-id", "x-accel-redirect", "x-accel-buffering", "x-accel-expires",
+    "x-sendfile", "refresh", "clear-site-data", "strict-transport-security", "location",
+    "content-location", "content-security-policy", "content-disposition", "alt-svc", "link",
+    "report-to", "nel", "public-key-pins", "www-authenticate", "proxy-authenticate",
+    "x-should-retry", "cache-control", "x-powered-by", "x-anything", "sourcemap", "upgrade",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NODES_ALONE)
+def test_headers_that_a_client_would_obey_are_not_forwarded(name: str) -> None:
+    assert forwarded(name) == []
+
+
+def test_the_settings_forward_further_headers_to_clients() -> None:
+    extra = ("X-RateLimit-Remaining-Requests",)
+    names = ("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")
+    assert forwarded(*names, extra=extra) == ["x-ratelimit-remaining-requests"]
+
+
+def test_hop_by_hop_headers_reach_no_client() -> None:
+    headers = [
+        (b"connection", b"keep-alive, Retry-After"),
+        (b"connection", b"OpenAI-Version"),
+        (b"retry-after", b"1"),
+        (b"openai-version", b"1"),
+        (b"content-type", b"text/event-stream"),
+    ]
+    assert headers_for_client(headers) == b"content-type: text/event-stream\r\n"
+
+
+def test_times_and_counts_of_a_node_are_taken_out() -> None:
+    kept = ["content-type", "retry-after", "openai-model", "anthropic-version", "x-timeout-kind"]
+    telling = [
+        "openai-processing-ms", "server-timing", "x-envoy-upstream-service-time", "x-cache",
+        "anthropic-ratelimit-input-tokens-remaining", "x-response-duration", "X-Runtime",
+    ]  # fmt: skip
+    lines = b"".join(b"%b: time\r\n" % name.encode() for name in kept + telling)
+    assert without_times(lines) == b"".join(b"%b: time\r\n" % name.encode() for name in kept)
+
+
+# What is taken out of responses, and what is not touched.
+
+
+HIDER = CacheFigureHider()
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def body(value: Any) -> Any:
+    return json.loads(HIDER.rewrite_body(json.dumps(value).encode()))
+
+
+def test_events_without_figures_pass_as_they_are() -> None:
+    events = event({"choices": [{"delta": {"content": "hello"}}]}) * 3
+    assert HIDER.rewrite_events(events) is events
+
+
+@given(st.text())
+def test_texts_pass_whatever_they_say(text: str) -> None:
+    told = f'{text} "cached_tokens": 5, ,"id_slot":5 prompt_n "timings":{{"cache_n":1}}'
+    chunk = {"choices": [{"delta": {"content": told, "tool": {"cached_tokens": 3}}}]}
+    assert HIDER.rewrite_events(event(chunk)) == event(chunk)
+    assert body(chunk) == chunk
+
+
+def test_only_what_tells_is_changed_and_the_order_stays() -> None:
+    told = {
+        "id": "a",
+        "timings": {"cache_n": 144, "prompt_n": 1, "predicted_n": 3, "predicted_ms": 2.5},
+        "usage": {"prompt_tokens": 145, "prompt_tokens_details": {"cached_tokens": 144}},
+        "z": [1.50, "x"],
+    }
+    edited = HIDER.rewrite_events(event(told)).decode()
+    assert '"z":[1.5, "x"]' in edited  # the node's own bytes
+    assert list(json.loads(edited.removeprefix("data: "))) == list(told)
+    assert body(told) == {
+        "id": "a",
+        "timings": {"predicted_n": 3, "predicted_ms": 2.5},
+        "usage": {"prompt_tokens": 145, "prompt_tokens_details": {"cached_tokens": 0}},
+        "z": [1.5, "x"],
+    }
+
+
+def test_anthropics_input_tokens_are_all_of_the_prompts() -> None:
+    usage = {
+        "input_tokens": 1,
+        "cache_read_input_tokens": 100,
+        "cache_creation_input_tokens": 44,
+        "cache_creation": {"ephemeral_5m_input_tokens": 44},
+        "output_tokens": 3,
+    }
+    start = {"type": "message_start", "message": {"content": [], "usage": usage}}
+    edited = HIDER.rewrite_events(b"event: message_start\n" + event(start))
+    assert edited.startswith(b"event: message_start\ndata: ")
+    assert json.loads(edited.partition(b"data: ")[2])["message"]["usage"] == {
+        "input_tokens": 145,
+        "cache_read_input_tokens": 0,
+        "cache_creation_input_tokens": 0,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0},
+        "output_tokens": 3,
+    }
+
+
+@pytest.mark.parametrize("usage", [None, [], "x", {"prompt_tokens_details": None}, {}])
+def test_usage_of_another_shape_passes(usage: object) -> None:
+    value = {"usage": usage, "prompt_cache_key": "mine"}
+    assert body(value) == value
+
+
+def test_a_slot_is_named_nowhere() -> None:
+    first = b'data: {"id_slot":3,"content":"a"}\n\n'
+    last = b'data: {"content":"a","id_slot":-1}\n\n'
+    middle = b'data: {"index":0,"id_slot":12,"content":"a"}\n\n'
+    assert HIDER.rewrite_events(first + middle + last) == (
+        b'data: {"content":"a"}\n\ndata: {"index":0,"content":"a"}\n\ndata: {"content":"a"}\n\n'
+    )
+    assert body([{"id_slot": 1, "index": 0}, {"id_slot": 2, "index": 1}]) == [
+        {"index": 0},
+        {"index": 1},
+    ]
+
+
+def test_data_of_several_lines_and_events_around_it() -> None:
+    split = b'event: x\ndata: {"cache_n": 1,\ndata: "a": 2}\n\n'
+    edited = HIDER.rewrite_events(b":\n" + event({"a": "cache"}) + split + b"data: [DONE]\n\n")
+    assert edited == (
+        b":\n" + event({"a": "cache"}) + b'event: x\ndata: {"a":2}\n\n' + b"data: [DONE]\n\n"
+    )
+
+
+def test_lines_of_json_lose_the_durations_that_tell() -> None:
+    last = {"done": True, "total_duration": 9, "load_duration": 1, "prompt_eval_duration": 5}
+    more = {"prompt_eval_count": 145, "eval_count": 3, "eval_duration": 3}
+    lines = json.dumps({"response": "a"}) + "\n" + json.dumps(last | more) + "\n"
+    edited = HIDER.rewrite_events(lines.encode()).splitlines()
+    assert [json.loads(line) for line in edited] == [{"response": "a"}, {"done": True, **more}]
+
+
+@pytest.mark.parametrize("data", [b'data: {"cache_n": \n\n', b'{"cache_n": 1\n'])
+def test_what_cannot_be_read_does_not_pass(data: bytes) -> None:
+    with pytest.raises(InvalidResponse):
+        HIDER.rewrite_events(data)
+    with pytest.raises(InvalidResponse):
+        HIDER.rewrite_body(b'{"cache_n": ')
+
+
+def test_plain_text_passes() -> None:
+    assert HIDER.rewrite_body(b"the cache is prompt_n") == b"the cache is prompt_n"
+
+
+def test_it_works_behind_a_translator() -> None:
+    class Telling(ResponseRewriter):
+        def rewrite_events(self, events: bytes) -> bytes:
+            return events + event({"cache_n": 1})
+
+        def rewrite_body(self, content: bytes) -> bytes:
+            return b'{"cache_n":1}'
+
+    hider = CacheFigureHider(Telling())
+    assert hider.rewrite_events(event({"a": 1})) == event({"a": 1}) + b"data: {}\n\n"
+    assert hider.rewrite_body(b"{}") == b"{}"

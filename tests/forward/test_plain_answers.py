@@ -1,0 +1,441 @@
+"""A plain response of status 2xx is an answer only in the form of its API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.events import RequestFinished
+from gateway.nodes.node import PLAIN_SECONDS
+from gateway.request.routes import ROUTES
+from gateway.transport.errors import InvalidResponse
+from tests.api.events import read_stream, values
+from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.forward.proxy_over_nodes import (
+    BODIES,
+    GENERATION_PATHS,
+    MESSAGES,
+    proxy_over,
+)
+from tests.gateways import Running, running_gateway, until
+from tests.servers import start_demo_servers
+from tests.transport.raw import Peer, raw_server
+from tests.virtual import in_virtual_time
+
+CHAT, COMPLETIONS, ANTHROPIC, RESPONSES, NATIVE = GENERATION_PATHS
+
+ASKED: dict[str, dict[str, Any]] = {
+    **BODIES,
+    "/v1/embeddings": {"input": "a"},
+    "/embedding": {"content": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["a", "b"]},
+    "/v1/messages/count_tokens": BODIES[ANTHROPIC],
+    "/v1/chat/completions/input_tokens": BODIES[CHAT],
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/tokenize": {"content": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/apply-template": {"messages": MESSAGES},
+}
+"""A body for each routed path but the one for audio."""
+
+HTML = "<!DOCTYPE html><html><body>Sign in</body></html>"
+NO_ANSWERS: list[tuple[str, dict[str, Any]]] = [
+    ("", {}),
+    ("", {"status": 204}),
+    (" \n", {}),
+    (HTML, {"headers": {"content-type": "text/html"}}),
+    (HTML, {"headers": {"content-type": "application/json"}}),
+    ('{"error": {"message": "no credit", "code": 402}}', {}),
+    ('{"error": "no credit"}', {"status": 202}),
+    ('{"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}', {}),
+    ('{"status": "ok"}', {}),
+    ("{}", {}),
+    ("[]", {}),
+    ("[1]", {}),
+    ("null", {}),
+    ('"yes"', {}),
+    ('{"detail": "Not Found", "choices": [], "data": [], "content": null}', {}),
+    ('data: {"choices": [{"delta": {"content": "a"}}]}\n\n', {}),
+    ("x" * 70_000, {}),
+    ('{"error": {"message": "' + "x" * 9000 + '", "data": [{"embedding": [1]}]}}', {}),
+]
+
+
+@pytest.mark.parametrize("path", ASKED)
+@in_virtual_time
+async def test_what_is_no_answer_of_its_api_is_the_nodes_failure(tmp_path: Path, path: str) -> None:
+    kind: dict[str, Any] = {"embeddings": "embedding" in path, "rerank": "rerank" in path}
+    one, two = EmulatedNode(infill=True, **kind), EmulatedNode(infill=True, **kind)
+    one.faults.share_next(two.faults)
+    lasting = {"failures": 1000}
+    async with proxy_over(tmp_path, one, two, health=lasting) as proxy:
+        whole = await proxy.ask(path, **ASKED[path])
+        assert whole.status_code == 200, whole.text
+        cut = [whole.text[:-1], whole.text[: len(whole.text) // 2], whole.text[:1]]
+        wrong = [*NO_ANSWERS, *((text, {}) for text in cut)]
+        for number, (body, options) in enumerate(wrong):
+            one.faults.next("status", **{"status": 200, "body": body, "path": path, **options})
+            stream = path in GENERATION_PATHS and number % 2 == 1
+            reply = await proxy.ask(path, **ASKED[path], stream=stream)
+            assert reply.status_code == 200, (body[:60], reply.text)
+            assert reply.headers["x-gateway-attempts"] == "2", body[:60]
+            assert "no credit" not in reply.text
+        await proxy.settled()
+        outcomes = [outcome for _, outcome in proxy.outcomes[1:]]
+        count = len(outcomes) // 2
+        assert outcomes == ["garbage", "ok"] * count
+        assert proxy.node("a").failures + proxy.node("b").failures == count
+        usual, *others = proxy.finished
+        assert {record.status for record in others} == {200}
+        assert {record.completion_tokens for record in others} == {usual.completion_tokens}
+
+
+@in_virtual_time
+async def test_where_no_node_has_an_answer_nothing_is_charged(tmp_path: Path) -> None:
+    one = EmulatedNode(embeddings=True)
+    async with proxy_over(tmp_path, one, retries={"attempts": 1}) as proxy:
+        for path in (CHAT, "/v1/embeddings"):
+            said = '{"error": {"message": "no credit"}}'
+            one.faults.next("status", status=200, body=said)
+            reply = await proxy.ask(path, **ASKED[path])
+            assert (reply.status_code, reply.headers["x-should-retry"]) == (502, "false")
+            assert "no credit" in reply.json()["error"]["message"]
+        await proxy.settled()
+        for record in proxy.finished:
+            assert (record.prompt_tokens, record.completion_tokens, record.cost) == (0, 0, 0.0)
+
+
+# A node that does not stream.
+
+CALL = {"type": "function", "id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TOOL_USE = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": [1, "\u00e9"]}}
+USAGE = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
+HEAD = {"created": 3, "model": "m", "id": "x"}
+LOGPROBS = {"content": [{"token": "a", "logprob": -0.5}]}
+
+
+def chat(**message: Any) -> dict[str, Any]:
+    return {"message": {"role": "assistant", **message}}
+
+
+def output(**part: Any) -> dict[str, Any]:
+    return {"type": "message", "id": "m", "role": "assistant", "status": "completed", **part}
+
+
+PLAIN: list[tuple[str, dict[str, Any]]] = [
+    (
+        CHAT,
+        {
+            "choices": [{"index": 0, "finish_reason": "stop", **chat(content="yes \u00e9\n")}],
+            "object": "chat.completion",
+            "usage": USAGE,
+            "timings": {"predicted_n": 7},
+            **HEAD,
+        },
+    ),
+    (
+        CHAT,
+        {
+            "choices": [
+                {"index": 0, "finish_reason": "stop", **chat(content="a", reasoning_content="b")},
+                {
+                    "index": 1,
+                    "finish_reason": "tool_calls",
+                    "logprobs": LOGPROBS,
+                    **chat(content="", tool_calls=[CALL, {**CALL, "id": "d"}]),
+                },
+            ],
+            "object": "chat.completion",
+            "usage": USAGE,
+            **HEAD,
+        },
+    ),
+    (
+        COMPLETIONS,
+        {
+            "choices": [
+                {"index": 0, "finish_reason": "length", "text": "yes", "logprobs": None},
+                {"index": 1, "finish_reason": "stop", "text": "", "logprobs": LOGPROBS},
+            ],
+            "object": "text_completion",
+            "usage": USAGE,
+            **HEAD,
+        },
+    ),
+    (
+        ANTHROPIC,
+        {
+            "id": "x",
+            "type": "message",
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "so", "signature": "s"},
+                {"type": "text", "text": "yes"},
+                TOOL_USE,
+                {"type": "tool_use", "id": "u", "name": "g", "input": {}},
+            ],
+            "model": "m",
+            "stop_reason": "tool_use",
+            "stop_sequence": None,
+            "usage": {"input_tokens": 5, "output_tokens": 7},
+        },
+    ),
+    (
+        RESPONSES,
+        {
+            "id": "r",
+            "object": "response",
+            "created_at": 3,
+            "completed_at": 4,
+            "model": "m",
+            "status": "completed",
+            "output": [
+                {
+                    "type": "reasoning",
+                    "id": "q",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": "so"}],
+                    "status": "completed",
+                },
+                output(content=[{"type": "output_text", "text": "yes", "annotations": []}]),
+                {"type": "function_call", "id": "c", "arguments": "{}", "status": "completed"},
+            ],
+            "usage": {"input_tokens": 5, "output_tokens": 7, "total_tokens": 12},
+        },
+    ),
+    (
+        NATIVE,
+        {
+            "index": 0,
+            "content": "yes",
+            "tokens": [1, 2],
+            "stop": True,
+            "stop_type": "limit",
+            "tokens_predicted": 7,
+            "tokens_evaluated": 5,
+            "completion_probabilities": [{"id": 1}],
+        },
+    ),
+]
+
+
+@each_case(("path", "plain"), PLAIN)
+def test_the_stream_made_of_a_plain_answer_makes_that_answer_again(
+    path: str, plain: dict[str, Any]
+) -> None:
+    api = ROUTES[path].api
+    content = json.dumps(plain).encode()
+    api.check_answer(content)
+    fields = {"stream_options": {"include_usage": True}, "return_tokens": True}
+    stream = api.answer_events(content, fields)
+    assert api.is_stream_complete(stream)
+    assert read_stream(api, stream, fields) == plain
+    without = values(api.answer_events(content, {}).removesuffix(b"data: [DONE]\n\n"))
+    if path in {CHAT, COMPLETIONS}:
+        assert not any("usage" in event for event in without)
+    if path == RESPONSES:
+        assert [event["sequence_number"] for event in without] == list(range(len(without)))
+        kinds = [event["type"] for event in without]
+        assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+
+
+@each_case("path", GENERATION_PATHS)
+def test_a_list_in_place_of_an_object_is_no_answer(path: str) -> None:
+    api = ROUTES[path].api
+    for content in (b'[{"content": "a"}]', b'{"choices": [1]}', b'{"choices": {}, "content": {}}'):
+        with pytest.raises(InvalidResponse):
+            api.check_answer(content)
+
+
+def test_hosted_rankings_and_answers_behind_white_space_are_answers() -> None:
+    ranked = [{"index": 1, "relevance_score": 0.5}]
+    rankings: list[dict[str, Any]] = [{"results": ranked}, {"results": []}, {"data": ranked}]
+    for fields in rankings:
+        ROUTES["/v1/rerank"].api.check_answer(json.dumps({**fields, "model": "m"}).encode())
+    vectors = [{"embedding": "A" * (5 << 20), "index": 0}]
+    usage = {"prompt_tokens": 1, "total_tokens": 1}
+    plain = json.dumps({"object": "list", "data": vectors, "usage": usage}, indent=1).encode()
+    for white_space in (b"", b"\n \n"):
+        ROUTES["/v1/embeddings"].api.check_answer(white_space + plain + b"\n")
+
+
+@asynccontextmanager
+async def over_plain_node(
+    folder: Path, plain: dict[str, Any], kinds: list[bytes] | None = None
+) -> AsyncIterator[tuple[Running, list[dict[str, Any]], list[RequestFinished]]]:
+    """A gateway over an endpoint that answers `plain` to everything, and the bodies that it gets.
+
+    `kinds`: the types that it gives its answers; the first one holds.
+    """
+    bodies: list[dict[str, Any]] = []
+    types = [b"application/json"] if kinds is None else kinds
+
+    async def serve(peer: Peer) -> None:
+        while True:
+            request = await peer.request()
+            value: dict[str, Any] = {"data": [{"id": "demo"}]}
+            if request.startswith(b"POST"):
+                bodies.append(json.loads(request.partition(b"\r\n\r\n")[2]))
+                value = plain
+            content = json.dumps(value).encode()
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+            await peer.say(head % (types[0], len(content)) + content)
+
+    async with raw_server(serve) as server:
+        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
+        async with running_gateway(folder, [node]) as running:
+            records: list[RequestFinished] = []
+            running.gateway.bus.subscribe(RequestFinished, records.append)
+            yield running, bodies, records
+
+
+@pytest.mark.parametrize("number", range(len(PLAIN) - 1))
+async def test_a_plain_answer_to_a_request_for_a_stream_is_a_stream(
+    tmp_path: Path, number: int
+) -> None:
+    path, plain = PLAIN[number]
+    async with over_plain_node(tmp_path, plain) as (running, bodies, records):
+        for count in (1, 2):
+            body = {**BODIES[path], "stream": True, "stream_options": {"include_usage": True}}
+            reply = await running.client.post(path, json=body)
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            assert "x-accel-buffering" in reply.headers
+            fields = {"stream_options": {"include_usage": True}}
+            assert read_stream(ROUTES[path].api, reply.content, fields) == plain
+            await until(lambda count=count: len(records) == count)
+            assert (records[-1].status, records[-1].attempts) == (200, 1)
+            assert (records[-1].prompt_tokens, records[-1].completion_tokens) == (5, 7)
+        plainly = await running.client.post(path, json=BODIES[path])
+        assert plainly.json() == plain
+        # From then on it is asked as it can answer.
+        assert bodies[0]["stream"] is True
+        assert bodies[1]["stream"] is False
+        assert "stream_options" not in bodies[1]
+
+
+@in_virtual_time
+async def test_a_node_that_does_not_stream_may_be_silent_until_its_answer_is_whole(
+    tmp_path: Path,
+) -> None:
+    path, plain = PLAIN[0]
+    one = EmulatedNode(answer_tokens=300, decode_tps=2.0)
+    seldom = {"interval": 60.0, "discover_interval": 60.0}
+    once = {"attempts": 1}
+    async with proxy_over(tmp_path, one, heartbeat=5.0, retries=once, health=seldom) as proxy:
+        one.faults.next("status", status=200, body=json.dumps(plain))
+        reply = await proxy.stream(path)
+        assert reply.text == plain["choices"][0]["message"]["content"]
+        # It does stream, but is not asked to.
+        reply = await proxy.stream(path, max_tokens=300)
+        assert reply.errors == []
+        assert reply.body.startswith(b":\n")
+        assert len(reply.events) == 3
+        assert len(reply.text.split()) == 300
+        await asyncio.sleep(PLAIN_SECONDS)
+        assert len((await proxy.stream(path, max_tokens=20)).events) > 20
+        assert {outcome for _, outcome in proxy.outcomes} == {"ok"}
+
+
+async def test_a_plain_answer_of_megabytes_becomes_a_stream_beside_the_loop(
+    tmp_path: Path,
+) -> None:
+    text = "word \u00e9\n" * 300_000
+    items = [output(content=[{"type": "output_text", "text": text}])]
+    plain: dict[str, Any] = {"output": items, "status": "x"}
+    async with over_plain_node(tmp_path, plain) as (running, *_):
+        body = {**BODIES[RESPONSES], "stream": True}
+        reply = await running.client.post(RESPONSES, json=body)
+        assert reply.status_code == 200
+        assert values(reply.content)[-1]["response"] == plain
+        items *= 2
+        refused = await running.client.post(RESPONSES, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (502, "node_failed")
+
+
+@in_virtual_time
+async def test_ollamas_clients_get_lines_of_a_plain_answer(tmp_path: Path) -> None:
+    plain = PLAIN[0][1]
+    one = EmulatedNode()
+    async with proxy_over(tmp_path, one, ollama=True) as proxy:
+        one.faults.next("status", status=200, body=json.dumps(plain))
+        reply = await proxy.ask("/api/chat", model="demo", messages=MESSAGES)
+        first, last = map(json.loads, reply.text.splitlines())
+        assert first["message"]["content"] == "yes \u00e9\n"
+        assert (last["done"], last["eval_count"]) == (True, 7)
+
+
+async def test_a_plain_answer_is_labelled_as_json(tmp_path: Path) -> None:
+    vectors = {"data": [{"embedding": [0.5], "index": 0}]}
+    kinds = [b""]
+    async with over_plain_node(tmp_path, vectors, kinds) as (running, *_):
+        for kinds[0] in (b"text/event-stream", b"text/plain", b"application/json; charset=utf-8"):
+            reply = await running.client.post("/v1/embeddings", json={"input": "a"})
+            assert reply.headers["content-type"] == "application/json; charset=utf-8"
+            assert reply.json() == vectors
+
+
+async def test_a_plain_answer_that_is_labelled_as_events_is_an_answer(tmp_path: Path) -> None:
+    path, plain = PLAIN[0]
+    kinds = [b"text/event-stream"]
+    async with over_plain_node(tmp_path, plain, kinds) as (running, _, records):
+        reply = await running.client.post(path, json={**BODIES[path], "stream": True})
+        assert reply.status_code == 200, reply.text
+        assert read_stream(ROUTES[path].api, reply.content, {})["choices"] == plain["choices"]
+        await until(lambda: records)
+        assert (records[0].attempts, records[0].completion_tokens) == (1, 7)
+
+
+async def test_events_that_are_labelled_as_something_else_end_the_attempt_at_once(
+    tmp_path: Path,
+) -> None:
+    async def serve(peer: Peer) -> None:
+        request = await peer.request()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
+        if request.startswith(b"GET"):
+            await peer.say(head + b'{"data": [{"id": "demo"}]}')
+            return
+        await peer.say(head + b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
+        await peer.reader.read()  # until the gateway leaves
+
+    async with raw_server(serve) as server:
+        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
+        async with running_gateway(tmp_path, [node], {"retries": {"attempts": 1}}) as running:
+            reply = await running.client.post(CHAT, json={**BODIES[CHAT], "stream": True})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (502, "node_failed")
+
+
+# The real server's own answers.
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_each_plain_answer_of_the_real_server_is_one() -> None:
+    async with (
+        start_demo_servers(embedding=True) as (url,),
+        httpx.AsyncClient(base_url=url, timeout=60) as node,
+    ):
+        for path, fields in [*ASKED.items(), ("/v1/responses/input_tokens", BODIES[RESPONSES])]:
+            if path in {"/infill", "/v1/rerank"}:
+                continue  # It needs another model.
+            api = ROUTES[path].api
+            bound = dict.fromkeys(("max_tokens", "max_output_tokens", "n_predict"), 8)
+            reply = await node.post(path, json={**fields, **bound})
+            if reply.status_code in {404, 501}:
+                continue  # It is too old for this path.
+            assert reply.status_code == 200, (path, reply.text)
+            api.check_answer(reply.content)
+            if path not in GENERATION_PATHS:
+                continue
+            options = {"stream_options": {"include_usage": True}, "return_tokens": True}
+            events = api.answer_events(reply.content, options)
+            made, plain = read_stream(api, events, options), reply.json()
+            assert {**plain, **made} == plain
+            assert set(plain) - set(made) <= {"timings"}

@@ -1,0 +1,555 @@
+"""A stream that has begun ends as its API says, or with its error event; never in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.api import sse
+from gateway.request.routes import ROUTES
+from tests.emulator import EmulatedNode, expected_chat_text
+from tests.forward.proxy_over_nodes import (
+    A_FIRST,
+    BODIES,
+    GENERATION_PATHS,
+    MESSAGES,
+    Stream,
+    proxy_over,
+)
+from tests.gateways import running_gateway, until
+from tests.transport.raw import Peer, raw_server
+from tests.virtual import in_virtual_time
+
+AFTER = 12
+"""Events; by then, content has come in every API."""
+
+BREAKS: list[tuple[str, dict[str, Any]]] = [
+    ("reset", {}),
+    ("close", {}),
+    ("cut", {}),
+    ("cut", {"reset": True}),
+    ("end", {}),
+    ("garbage_body", {}),
+    ("error_event", {}),
+    ("hang", {}),
+]
+BROKEN = [
+    *((GENERATION_PATHS[0], kind, options) for kind, options in BREAKS),
+    # The two points in which APIs differ: the end of a stream, and the form of its errors.
+    *((path, kind, {}) for path in GENERATION_PATHS[1:] for kind in ("end", "error_event")),
+]
+
+
+def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
+    """Check that the last event is the only error event, in the API's form, without an end."""
+    assert reply.status == 200
+    assert len(reply.errors) == 1, reply.body[-500:]
+    *_, last = reply.events
+    api = ROUTES[path].api
+    assert api.ends_with_error(last)
+    assert not api.is_stream_complete(reply.body)
+    assert b"[DONE]" not in reply.body
+    value = reply.values[-1]
+    named = path in {"/v1/messages", "/v1/responses"}
+    assert (sse.event_name(last) == b"error") is named
+    if named:
+        assert value["type"] == "error"
+    assert value["error"]["type"] == ("api_error" if path == "/v1/messages" else "server_error")
+    if text is not None:
+        assert value["error"]["message"].startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "kind"),
+    [
+        ({"code": 400, "type": "invalid_request_error"}, 400, "invalid_request_error"),
+        ({"type": "invalid_request_error"}, 400, "invalid_request_error"),
+        ({"type": "request_too_large"}, 413, "request_too_large"),
+        ({"type": "rate_limit_error"}, 429, "rate_limit_error"),
+        ({"type": "overloaded_error"}, 503, "overloaded_error"),
+        ({"code": 529}, 529, "overloaded_error"),
+        ({"type": "timeout_error"}, 504, "timeout_error"),
+        ({"type": "authentication_error"}, 502, "api_error"),
+        ({"code": 500, "type": "server_error"}, 502, "api_error"),
+        ({"code": "x"}, 502, "api_error"),
+    ],
+)
+@pytest.mark.parametrize("path", [GENERATION_PATHS[0], "/v1/messages"])
+@in_virtual_time
+async def test_a_nodes_error_in_a_stream_keeps_its_meaning(
+    tmp_path: Path, path: str, fields: dict[str, Any], code: int, kind: str
+) -> None:
+    error = (
+        b"data: " + msgspec.json.encode({"error": {**fields, "message": "It says so"}}) + b"\n\n"
+    )
+    if path == "/v1/messages":
+        error = b"event: error\n" + error
+    one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, resume="off") as proxy:
+        one.faults.next("insert", after_events=AFTER, data=error)
+        reply = await proxy.stream(path)
+        (reported,) = reply.errors
+        assert reported["message"].startswith("It says so")
+        if path == "/v1/messages":
+            assert reported["type"] == kind
+        await proxy.settled()
+        (record,) = proxy.finished
+        assert record.status == code
+        # An error of the request is no failure of the node.
+        assert proxy.node("a").failures == (0 if code in {400, 413} else 1)
+
+
+@in_virtual_time
+async def test_a_request_that_a_node_calls_invalid_is_not_retried(tmp_path: Path) -> None:
+    error = b'data: {"error":{"code":400,"message":"It says so"}}\n\n'
+    one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        for stream in (True, False):
+            one.faults.next("insert", after_events=AFTER, data=error)
+            reply = await proxy.ask(stream=stream)
+            assert "It says so" in reply.text
+            assert reply.status_code == (200 if stream else 400)
+        assert two.requests == 0
+        assert [outcome for _, outcome in proxy.outcomes] == ["request_error"] * 2
+
+
+@pytest.mark.parametrize("path", GENERATION_PATHS)
+@pytest.mark.parametrize("stream", [True, False])
+@in_virtual_time
+async def test_a_context_overflow_after_the_first_content_gets_the_gateways_message(
+    tmp_path: Path, path: str, stream: bool
+) -> None:
+    fields = {
+        "code": 400,
+        "type": "exceed_context_size_error",
+        "message": "request (9000 tokens) exceeds the available context size (4096 tokens)",
+    }
+    error = b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
+    if path == "/v1/messages":
+        error = b"event: error\ndata: " + msgspec.json.encode(fields) + b"\n\n"
+    one = EmulatedNode(answer_tokens=40)
+    async with proxy_over(tmp_path, one) as proxy:
+        one.faults.next("insert", after_events=AFTER, data=error)
+        reply = await proxy.ask(path, stream=stream)
+        assert "prompt is too long: 9000 tokens > 4096 maximum" in reply.text
+        assert reply.status_code == (200 if stream else 400)
+        assert proxy.node("a").failures == 0
+
+
+@pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
+@in_virtual_time
+async def test_a_stream_that_breaks_after_its_first_content_ends_with_an_error_event(
+    tmp_path: Path, path: str, kind: str, options: dict[str, Any]
+) -> None:
+    one = EmulatedNode(answer_tokens=40)
+    async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
+        whole = await proxy.stream(path)
+        assert whole.errors == []
+        proxy.finished.clear()
+        proxy.attempts.clear()
+        one.faults.next(kind, after_events=AFTER, **options)
+        reply = await proxy.stream(path)
+        check_failed(path, reply, "Compute error." if kind == "error_event" else None)
+        # The events before it are those that the node had sent.
+        assert len(reply.events) - 1 == AFTER
+        assert one.requests == 2, "a stream that has begun is not repeated"
+        await proxy.settled()
+        (record,) = proxy.finished
+        assert record.status == (504 if kind == "hang" else 502)
+        assert record.reason == ("node_timeout" if kind == "hang" else "node_failed")
+        assert record.completion_tokens > 0
+        assert proxy.node("a").failures == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        *((path, kind) for path in GENERATION_PATHS for kind in ("split", "crlf")),
+        *((GENERATION_PATHS[0], kind) for kind in ("merge", "comments", "chunk_extensions")),
+    ],
+)
+@in_virtual_time
+async def test_a_stream_passes_unchanged_however_it_is_cut(
+    tmp_path: Path, path: str, kind: str
+) -> None:
+    one = EmulatedNode(answer_tokens=12)
+    async with proxy_over(tmp_path, one) as proxy:
+        plain = await proxy.stream(path)
+        one.faults.next(kind)
+        reply = await proxy.stream(path)
+        assert reply.errors == []
+        assert masked(reply) == masked(plain)
+        assert not re.search(rb"(?:\A|\n):[^\n]*\n\r?\n", reply.body)
+        assert (b":\n" in reply.body) is (kind == "comments")
+
+
+def masked(reply: Stream) -> list[bytes]:
+    """The events without ids, numbers and times."""
+    return [
+        re.sub(rb'[\d.]+|"id[_a-z]*":"[^"]*"|\w+_\w+', b"#", sse.payload(event))
+        for event in reply.events
+    ]
+
+
+def check_readable(path: str, reply: Stream) -> None:
+    """Check that the strictest client can read all of it."""
+    assert reply.status == 200
+    text = re.sub(r"(?m)^:.*\n", "", reply.body.decode())
+    *events, rest = text.split("\n\n")
+    assert rest == ""
+    for event in events:
+        fields = [line.partition(": ") for line in event.split("\n")]
+        names = [name for name, _, _ in fields]
+        assert names in (["data"], ["event", "data"])
+        data = fields[-1][2]
+        assert data in {"[DONE]", "null"} or isinstance(json.loads(data), dict)
+    if reply.errors:
+        check_failed(path, reply)
+    else:
+        assert ROUTES[path].api.is_stream_complete(reply.body)
+
+
+HARMLESS = ["no_data", "empty", "comment", "line_comment", "fields", "nul"]
+HARMFUL = ["not_json", "invalid_utf8", "huge", "half", "no_blank_line"]
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        *((GENERATION_PATHS[0], what) for what in [*HARMLESS, *HARMFUL]),
+        *((path, what) for path in [*GENERATION_PATHS, "/infill"] for what in ["done", "null"]),
+        *((path, "not_json") for path in [*GENERATION_PATHS[1:], "/infill"]),
+    ],
+)
+@in_virtual_time
+async def test_odd_events_of_a_node_leave_the_stream_readable(
+    tmp_path: Path, path: str, what: str
+) -> None:
+    # Slowly, so that the first content has been sent by then.
+    one = EmulatedNode(answer_tokens=20, decode_tps=100.0, infill=True)
+    async with proxy_over(tmp_path, one, resume="off") as proxy:
+        whole = await proxy.stream(path)
+        for after in (0, AFTER):
+            one.faults.next("insert", after_events=after, what=what, size=2 << 20)
+            reply = await proxy.stream(path)
+            check_readable(path, reply)
+            if after and what in HARMFUL:
+                assert reply.errors
+            elif what not in {"done", "null"}:
+                # Nothing had been sent yet, so the request was retried.
+                assert masked(reply) == masked(whole)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/completion"])
+@in_virtual_time
+async def test_a_stream_fails_without_the_event_that_alone_says_that_it_has_ended(
+    tmp_path: Path, path: str
+) -> None:
+    one = EmulatedNode(answer_tokens=8)
+    async with proxy_over(tmp_path, one) as proxy:
+        one.faults.next("no_done")
+        check_failed(path, await proxy.stream(path))
+
+
+@pytest.mark.parametrize("path", GENERATION_PATHS)
+@in_virtual_time
+async def test_nothing_follows_the_terminal_event(tmp_path: Path, path: str) -> None:
+    one = EmulatedNode(answer_tokens=8)
+    async with proxy_over(tmp_path, one) as proxy:
+        whole = await proxy.stream(path)
+        one.faults.next("double_done")
+        assert masked(await proxy.stream(path)) == masked(whole)
+        one.faults.next("merge", count=100)
+        assert masked(await proxy.stream(path)) == masked(whole)
+        one.faults.next("error_event", after_events=len(whole.events))
+        assert masked(await proxy.stream(path)) == masked(whole)
+        await proxy.settled()
+        assert [record.status for record in proxy.finished] == 4 * [200]
+
+
+@in_virtual_time
+async def test_text_that_looks_like_the_terminal_event_does_not_end_the_stream(
+    tmp_path: Path,
+) -> None:
+    one = EmulatedNode(answer_tokens=8)
+    fake = b'data: {"choices":[{"delta":{"content":"data: [DONE]"}}]}\n\n'
+    async with proxy_over(tmp_path, one) as proxy:
+        one.faults.set("insert", after_events=3, data=fake)
+        whole = await proxy.stream()
+        assert whole.errors == []
+        one.faults.clear()
+        one.faults.next("reset", after_events=3)
+        check_failed(GENERATION_PATHS[0], await proxy.stream())
+
+
+@in_virtual_time
+async def test_comments_can_be_switched_off(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
+    async with proxy_over(tmp_path, one, heartbeat="off") as proxy:
+        one.faults.next("comments")
+        reply = await proxy.stream()
+        assert reply.text == expected_chat_text(MESSAGES, 8)
+        assert not re.search(rb"(?:\A|\n):", reply.body)
+
+
+@in_virtual_time
+async def test_a_nodes_comments_pass_in_the_gateways_form(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
+    async with proxy_over(tmp_path, one) as proxy:
+        reply = await proxy.stream()
+        assert reply.text == expected_chat_text(MESSAGES, 8)
+        assert not re.search(rb"(?:\A|\n):[^\n]*\n\r?\n", reply.body)
+
+
+@pytest.mark.parametrize("path", GENERATION_PATHS)
+@in_virtual_time
+async def test_after_a_heartbeat_a_nodes_error_is_an_event_with_its_code(
+    tmp_path: Path, path: str
+) -> None:
+    one = EmulatedNode(slots=1, decode_tps=50, answer_tokens=20)
+    async with proxy_over(tmp_path, one, heartbeat=0.05) as proxy:
+        running = asyncio.create_task(proxy.stream())
+        await until(lambda: one.busy == 1)
+        one.faults.next("status", status=400)
+        reply = await proxy.stream(path)
+        assert reply.status == 200
+        assert reply.body.startswith(ROUTES[path].api.heartbeat())
+        assert ROUTES[path].api.ends_with_error(reply.events[-1])
+        assert [error["message"] for error in reply.errors] == ["Bad request"]
+        assert (await running).errors == []
+        await proxy.settled()
+        assert {(record.path, record.status) for record in proxy.finished} == {
+            (GENERATION_PATHS[0], 200),
+            (path, 400),
+        }
+        assert one.requests == 2
+
+
+@in_virtual_time
+async def test_the_end_of_one_of_several_answers_does_not_end_the_stream(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=2, answer_tokens=8)
+    async with proxy_over(tmp_path, one) as proxy:
+        whole = await proxy.stream("/completion", prompt="one", n=2)
+        assert sum(value["stop"] for value in whole.values) == 2
+        one.faults.next("close", after_events=len(whole.events) - 1)
+        reply = await proxy.stream("/completion", prompt="one", n=2)
+        check_failed("/completion", reply)
+
+
+@pytest.mark.parametrize("path", GENERATION_PATHS)
+@in_virtual_time
+async def test_a_failure_after_the_terminal_event_is_ignored(tmp_path: Path, path: str) -> None:
+    one = EmulatedNode(answer_tokens=8)
+    async with proxy_over(tmp_path, one) as proxy:
+        whole = await proxy.stream(path)
+        one.faults.next("close", after_events=len(whole.events))
+        reply = await proxy.stream(path)
+        assert reply.errors == []
+        assert len(reply.events) == len(whole.events)
+        await proxy.settled()
+        first, second = proxy.finished
+        assert (second.status, second.completion_tokens) == (200, first.completion_tokens)
+        assert proxy.node("a").failures == 0
+
+
+@in_virtual_time
+async def test_a_client_that_leaves_frees_the_node(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=1000, decode_tps=50)
+    async with proxy_over(tmp_path, one) as proxy:
+        client = proxy.running.client
+        body = {"messages": MESSAGES, "stream": True}
+        async with client.stream("POST", GENERATION_PATHS[0], json=body) as reply:
+            async for _ in reply.aiter_bytes():
+                break
+        await until(lambda: one.busy == 0)
+        await proxy.settled()
+        assert proxy.finished[-1].status == 499
+        assert proxy.node("a").failures == 0
+        assert proxy.outcomes == [("a", "client_closed")]
+
+
+@in_virtual_time
+async def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=3000, context=8192)
+    async with proxy_over(tmp_path, one) as proxy:
+        body = {"messages": MESSAGES, "stream": True}
+        data = b""
+        async with proxy.running.client.stream("POST", GENERATION_PATHS[0], json=body) as reply:
+            await asyncio.sleep(0.3)
+            async for chunk in reply.aiter_bytes():
+                data += chunk
+        stream = Stream(200, reply.headers, data)
+        assert stream.text == expected_chat_text(MESSAGES, 3000)
+        assert stream.errors == []
+
+
+@pytest.mark.parametrize("path", [*GENERATION_PATHS, "/v1/embeddings"])
+@in_virtual_time
+async def test_an_error_that_is_not_utf8_is_still_an_error(tmp_path: Path, path: str) -> None:
+    one, two = EmulatedNode(embeddings=True), EmulatedNode(embeddings=True)
+    bad = '{"error": {"message": "\udcff\udcfe"}}'
+    async with proxy_over(tmp_path, one, two, nodes=({"speed_hint": 100.0},)) as proxy:
+        one.faults.next("status", status=500, body=bad)
+        assert (await proxy.ask(path, input="x", stream=True)).status_code == 200
+        for status in (400, 500):
+            for node in (one, two):
+                node.faults.clear()
+                node.faults.set("status", status=status, body=bad)
+            assert (await proxy.ask(path, input="x", stream=True)).status_code == status
+
+
+# What a node does after its answers have ended is no error to the client.
+
+
+CHAT, COMPLETIONS, ANTHROPIC, RESPONSES, NATIVE = GENERATION_PATHS
+OLD_ERROR = b'error: {"code": 507, "message": "out of luck", "type": "server_error"}\n\n'
+
+AFTERWARDS: list[dict[str, Any]] = [
+    {"kind": "no_done"},
+    {"kind": "reset"},
+    {"kind": "close"},
+    {"kind": "cut"},
+    {"kind": "end"},
+    {"kind": "error_event"},
+    {"kind": "garbage_body"},
+    {"kind": "insert", "data": OLD_ERROR},
+    {"kind": "insert", "data": b"data: {oops\n\n"},
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "more"), [(CHAT, {}), (CHAT, {"n": 2}), (COMPLETIONS, {}), (ANTHROPIC, {})]
+)
+@in_virtual_time
+async def test_nothing_that_follows_a_finished_answer_is_an_error(
+    tmp_path: Path, path: str, more: dict[str, Any], stream: bool
+) -> None:
+    one = EmulatedNode(answer_tokens=6, slots=2)
+    async with proxy_over(tmp_path, one, resume="off", retries={"attempts": 1}) as proxy:
+        api = ROUTES[path].api
+        fields = api.streaming_fields or {}
+        whole = await proxy.stream(path, **more, **fields)
+        plain = (await proxy.ask(path, **more)).json()
+        for fault in AFTERWARDS:
+            after: dict[str, Any] = (
+                {} if fault["kind"] == "no_done" else {"after_events": len(whole.events) - 1}
+            )
+            one.faults.next(**{**fault, **after})
+            if not stream:
+                reply = await proxy.ask(path, **more)
+                assert reply.status_code == 200, (fault, reply.text)
+                value = reply.json()
+                for field in ("choices", "content", "stop_reason"):
+                    assert value.get(field) == plain.get(field), fault
+                assert value["usage"], fault
+                continue
+            found = await proxy.stream(path, **more, **fields)
+            assert found.errors == [], fault
+            assert len(found.events) == len(whole.events), fault
+            assert api.is_stream_complete(found.body), fault
+        await proxy.settled()
+        assert {outcome for _, outcome in proxy.outcomes} == {"ok"}
+        assert {record.status for record in proxy.finished} == {200}
+
+
+@in_virtual_time
+async def test_tokens_that_were_asked_for_and_never_came_are_no_error_either(
+    tmp_path: Path,
+) -> None:
+    one = EmulatedNode(answer_tokens=6)
+    async with proxy_over(tmp_path, one, retries={"attempts": 1}) as proxy:
+        fields = ROUTES[CHAT].api.streaming_fields or {}
+        whole = await proxy.stream(CHAT, **fields)
+        one.faults.next("close", after_events=len(whole.events) - 2)
+        found = await proxy.stream(CHAT, **fields)
+        assert found.errors == []
+        assert len(found.events) == len(whole.events) - 1
+        assert ROUTES[CHAT].api.is_stream_complete(found.body)
+
+
+@pytest.mark.parametrize("path", GENERATION_PATHS)
+@pytest.mark.parametrize("after", [0, 3])
+@in_virtual_time
+async def test_an_error_line_of_an_old_server_is_its_error_in_its_words(
+    tmp_path: Path, path: str, after: int
+) -> None:
+    one = EmulatedNode(answer_tokens=20, decode_tps=100.0)
+    async with proxy_over(tmp_path, one, resume="off", retries={"attempts": 1}) as proxy:
+        one.faults.next("insert", after_events=after + 2, data=OLD_ERROR)
+        reply = await proxy.stream(path)
+        if reply.status == 200:
+            (error,) = reply.errors
+            assert error["message"] == "out of luck."
+        else:
+            assert "out of luck" in reply.body.decode()
+        assert b"\nerror:" not in reply.body
+        assert [outcome for _, outcome in proxy.outcomes] in (["error_event"], ["server_error"])
+
+
+def event(**value: Any) -> bytes:
+    """An event, named by its type if it has one, without the blank line behind it."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value)}".encode()
+
+
+CHOICE = event(choices=[{"index": 0, "delta": {"content": "yes"}}])
+END = event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
+BOTH = event(choices=[{"delta": {"content": "yes"}, "finish_reason": "stop"}])
+TEXT_DELTA = {"delta": {"type": "text_delta", "text": "yes"}, "index": 0}
+STOP_DELTA = {"delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 1}}
+LAST_EVENTS: dict[str, list[list[bytes]]] = {
+    CHAT: [[CHOICE, END], [BOTH], [BOTH, b"data: [DONE]"], [BOTH, b'data: {"choices": [], "usa']],
+    COMPLETIONS: [[event(choices=[{"text": "yes", "finish_reason": "length"}])]],
+    ANTHROPIC: [
+        [event(type="content_block_delta", **TEXT_DELTA), event(type="message_delta", **STOP_DELTA)]
+    ],
+    RESPONSES: [
+        [
+            event(type="response.output_text.delta", delta="yes"),
+            event(type="response.completed", response={"output": []}),
+        ]
+    ],
+}
+
+
+@pytest.mark.parametrize("path", LAST_EVENTS)
+@pytest.mark.parametrize("line_end", [b"", b"\n", b"\r\n"])
+@pytest.mark.parametrize("resets", [False, True])
+async def test_a_last_event_without_a_blank_line_is_an_event(
+    tmp_path: Path, path: str, line_end: bytes, resets: bool
+) -> None:
+    endings = [b"\n\n".join(events) for events in LAST_EVENTS[path]]
+
+    async def serve(peer: Peer) -> None:
+        request = await peer.request()
+        if request.startswith(b"GET"):
+            models = json.dumps({"data": [{"id": "demo"}]}).encode()
+            await peer.say(b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n" % len(models) + models)
+            return
+        body = endings[0] + line_end
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+        if resets:
+            # The last chunk never comes.
+            head += b"transfer-encoding: chunked\r\n"
+            body = b"%x\r\n%b\r\n" % (len(body), body)
+        await peer.say(head + b"\r\n" + body)
+
+    async with raw_server(serve) as server:
+        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
+        async with running_gateway(tmp_path, [node], {"retries": {"attempts": 1}}) as running:
+            while endings:
+                body = {**BODIES.get(path, {"messages": MESSAGES}), "stream": True}
+                reply = await running.client.post(path, json=body)
+                assert reply.status_code == 200
+                assert "yes" in reply.text
+                assert "error" not in reply.text
+                assert reply.content.endswith(b"\n\n")
+                assert ROUTES[path].api.is_stream_complete(reply.content), reply.text
+                del endings[0]

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.local.cache import file_lock, models_in_use
+from gateway.local.cache_contents import (
+    CacheEntry,
+    InUseError,
+    cache_contents,
+    open_files,
+    remove_entry,
+)
+from gateway.local.download import SourceRecord, part_path, write_record
+
+KEYS = ("00112233445566ff", "aabbccddeeff0011")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache with one of each."""
+    cache = tmp_path / "cache"
+    add(cache, KEYS[0], "big.gguf", 5000)
+    partial = add(cache, KEYS[1], "half.gguf", 0)
+    partial.unlink()
+    part_path(partial).write_bytes(b"x" * 3000)
+    write_record(partial, SourceRecord("https://h/half.gguf?...", total=9000))
+    for name, size in (
+        ("models/demo-small-v1.gguf", 1000),
+        ("models/demo-small-v1.gguf.lock", 0),
+        ("models/somebodys.gguf", 1000),
+        ("logs/local-0.log", 30),
+        ("logs/local-0.log.1", 40),
+        ("tuning.jsonl", 20),
+        ("photos/a.jpg", 1000),
+        ("downloads/notes/a.gguf", 1000),
+        ("downloads/0123456789abcdef/readme.txt", 1000),
+    ):
+        path = cache / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * size)
+    return cache
+
+
+def add(cache: Path, key: str, name: str, size: int) -> Path:
+    path = cache / "downloads" / key / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x" * size)
+    write_record(path, SourceRecord(f"https://h/{name}", total=size, sha256="a" * 64))
+    return path
+
+
+def by_name(cache: Path) -> dict[str, CacheEntry]:
+    return {entry.name: entry for entry in cache_contents(cache)}
+
+
+def test_models_parts_and_the_rest_are_told_apart_and_strange_files_left_alone(cache: Path) -> None:
+    found = by_name(cache)
+    assert {name: entry.kind for name, entry in found.items()} == {
+        "big.gguf": "model",
+        "half.gguf": "partial",
+        "demo-small-v1.gguf": "demo",
+        "logs": "logs",
+        "measurements": "measurements",
+    }
+    assert found["big.gguf"].source == "https://h/big.gguf"
+    assert found["big.gguf"].sha256 == "a" * 64
+    assert found["half.gguf"].expected == 9000
+    assert found["half.gguf"].size > 3000  # with its record
+    assert found["logs"].size == 70
+    assert not any(entry.in_use for entry in found.values())
+    sizes = [entry.size for entry in cache_contents(cache)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_missing_folder_holds_nothing(tmp_path: Path) -> None:
+    assert cache_contents(tmp_path / "none") == []
+
+
+def test_all_of_it_can_be_removed_and_nothing_else_goes(cache: Path) -> None:
+    for entry in cache_contents(cache):
+        remove_entry(entry)
+    assert cache_contents(cache) == []
+    left = {str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file()}
+    assert {name for name in left if not name.endswith(".lock")} == {
+        "models/somebodys.gguf",
+        "photos/a.jpg",
+        "downloads/notes/a.gguf",
+        "downloads/0123456789abcdef/readme.txt",
+    }
+
+
+def test_two_downloads_of_one_name_are_told_apart_by_their_addresses(cache: Path) -> None:
+    add(cache, KEYS[1], "big.gguf", 10)
+    part_path(cache / "downloads" / KEYS[1] / "half.gguf").unlink()
+    assert {"big.gguf@00112233", "big.gguf@aabbccdd"} <= set(by_name(cache))
+
+
+def test_a_split_model_is_partial_until_all_its_files_are_there(cache: Path) -> None:
+    key = "0" * 16
+    add(cache, key, "s-00001-of-00002.gguf", 100)
+    assert by_name(cache)["s-00001-of-00002.gguf"].kind == "partial"
+    add(cache, key, "s-00002-of-00002.gguf", 200)
+    assert by_name(cache)["s-00001-of-00002.gguf"].kind == "model"
+    remove_entry(by_name(cache)["s-00001-of-00002.gguf"])
+    assert not (cache / "downloads" / key).exists()
+
+
+def test_a_link_in_the_place_of_a_downloads_folder_is_not_followed(
+    cache: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.gguf").write_bytes(b"x")
+    (cache / "downloads" / ("f" * 16)).symlink_to(elsewhere)
+    assert "mine.gguf" not in by_name(cache)
+
+
+class TestInUse:
+    @contextmanager
+    def reader(self, path: Path, mapped: bool = False) -> Iterator[int]:
+        """Another process with the file open, or mapped as llama.cpp does."""
+        code = "import sys, mmap\nf = open(sys.argv[1], 'rb')\n"
+        if mapped:
+            code += "m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)\nf.close()\n"
+        code += "print('ready', flush=True)\nsys.stdin.read()"
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            try:
+                assert process.stdout.readline() == b"ready\n"
+                yield process.pid
+            finally:
+                process.kill()
+
+    @pytest.mark.parametrize("mapped", [False, True])
+    def test_a_model_that_a_process_has_open_or_mapped_is_in_use(
+        self, cache: Path, mapped: bool
+    ) -> None:
+        path = by_name(cache)["big.gguf"].files[0]
+        with self.reader(path, mapped) as pid:
+            entry = by_name(cache)["big.gguf"]
+            assert entry.users == (pid,)
+            with pytest.raises(InUseError):
+                remove_entry(entry)
+        assert path.exists()
+
+    def test_a_model_that_up_serves_is_in_use_though_no_file_is_open(self, cache: Path) -> None:
+        """With several NUMA nodes the servers read it into memory of their own."""
+        entry = by_name(cache)["big.gguf"]
+        with models_in_use(entry.files):
+            assert by_name(cache)["big.gguf"].locked
+            with pytest.raises(InUseError):
+                remove_entry(entry)
+            assert entry.files[0].exists()
+        remove_entry(entry)
+        assert not entry.files[0].exists()
+
+    def test_a_download_under_way_is_in_use(self, cache: Path) -> None:
+        entry = by_name(cache)["half.gguf"]
+        folder = entry.files[0].parent
+        with file_lock(folder.with_name(f"{folder.name}.lock"), timeout=1):
+            assert by_name(cache)["half.gguf"].in_use
+            with pytest.raises(InUseError):
+                remove_entry(entry)
+        remove_entry(entry)
+        assert not folder.exists()
+
+    def test_a_log_that_is_written_stays(self, cache: Path) -> None:
+        with self.reader(cache / "logs/local-0.log"):
+            with pytest.raises(InUseError):
+                remove_entry(by_name(cache)["logs"])
+            assert (cache / "logs/local-0.log").exists()
+
+    def test_use_counts_as_last_use(self, cache: Path) -> None:
+        path = by_name(cache)["big.gguf"].files[0]
+        os.utime(path, (1e9, 1e9))
+        assert by_name(cache)["big.gguf"].last_used == 1e9
+        with models_in_use([path]):
+            pass
+        assert by_name(cache)["big.gguf"].last_used > 1e9
+        assert path.stat().st_mtime == 1e9
+
+    def test_processes_that_end_meanwhile_and_strange_lines_are_no_problem(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "proc/77").mkdir(parents=True)
+        (tmp_path / "proc/77/maps").write_bytes(
+            b"garbage\n\xff\xfe\n7f-80 r--p 0 0:0 5 /c/m.gguf\n"
+        )
+        (tmp_path / "proc/78").mkdir()
+        (tmp_path / "proc/self").mkdir()
+        assert open_files(Path("/c"), tmp_path) == {Path("/c/m.gguf"): {77}}

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.local import MissingExtraError
+from gateway.local.embedded import (
+    OPENMP_LIBRARY,
+    openmp_folder,
+    packaged_openmp,
+    system_has_openmp,
+)
+from gateway.local.plan import plan_local_fleet
+from gateway.local.server import server_environment
+from tests.local.server_requests import post
+from tests.servers import running_demo_servers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the wheel brings its own there")
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system without the OpenMP runtime."""
+
+    def load(name: str | None, **options: Any) -> ctypes.CDLL:
+        return load_library("libgomp.so.none" if name == OPENMP_LIBRARY else name, **options)
+
+    load_library = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert not system_has_openmp()
+
+
+def test_where_the_system_has_the_runtime_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    assert openmp_folder(tmp_path) is None
+    environment = server_environment(
+        {"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"}
+    )
+    assert environment["LD_LIBRARY_PATH"] == "/other"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("bare")
+def test_elsewhere_a_server_finds_the_copy_of_a_package(tmp_path: Path) -> None:
+    assert openmp_folder(tmp_path) == tmp_path / "lib"
+    link = tmp_path / "lib" / OPENMP_LIBRARY
+    packaged = packaged_openmp()
+    assert packaged is not None
+    assert link.resolve() == packaged.resolve()
+
+    environment = server_environment({"LLAMA_GATEWAY_CACHE": str(tmp_path)})
+    assert environment["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
+    environment = server_environment(
+        {"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"}
+    )
+    assert environment["LD_LIBRARY_PATH"] == f"/other:{tmp_path / 'lib'}"
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize("stale", ["/no/such/file", "/etc/hostname"])
+def test_a_link_to_another_file_is_replaced(tmp_path: Path, stale: str) -> None:
+    link = tmp_path / "lib" / OPENMP_LIBRARY
+    link.parent.mkdir()
+    link.symlink_to(stale)
+    openmp_folder(tmp_path)
+    assert link.resolve() == packaged_openmp()
+    assert list(link.parent.iterdir()) == [link]
+
+
+@pytest.mark.usefixtures("bare")
+def test_without_any_copy_the_error_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "files", lambda package: None)
+    monkeypatch.setenv("PATH", "/nowhere")  # no llama-server, which would do without
+    assert openmp_folder(tmp_path) is None
+    with pytest.raises(MissingExtraError, match="apt-get install libgomp1"):
+        plan_local_fleet(cache=tmp_path)
+
+
+@pytest.mark.real
+@pytest.mark.wheel_only("the binary has its own OpenMP runtime")
+@pytest.mark.usefixtures("bare")
+def test_a_server_runs_on_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_GATEWAY_CACHE", str(tmp_path))
+    with running_demo_servers(1) as (server,):
+        mapped = Path(f"/proc/{server.pid}/maps").read_text()
+        runtimes = {line.split()[-1] for line in mapped.splitlines() if "libgomp" in line}
+        assert runtimes == {str(packaged_openmp())}
+        answer = post(f"{server.url}/completion", json={"prompt": "on", "n_predict": 5})
+        assert answer.json()["tokens_predicted"] == 5

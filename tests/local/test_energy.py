@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.local.energy import (
+    EnergyMeter,
+    EnergyUnavailableError,
+    energy_between,
+    find_energy_domains,
+    kwh_per_million,
+    open_meter,
+)
+from tests.each_case import each_case
+from tests.local.powercap import RANGE_UJ, PowercapTree
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> PowercapTree:
+    """Two sockets with DRAM counters, as an Intel server shows them."""
+    tree = PowercapTree(tmp_path)
+    for package in (0, 1):
+        tree.add(f"intel-rapl:{package}", f"package-{package}", 1_000_000)
+        tree.add(f"intel-rapl:{package}:0", "core", 500_000)
+        tree.add(f"intel-rapl:{package}:1", "dram", 2_000_000)
+    return tree
+
+
+@each_case(
+    ("zones", "counted"),
+    [
+        # Cores are parts of their package; the platform holds all packages.
+        (("0 package-0", "0:0 core", "0:1 uncore", "1 psys"), {"0": "package-0"}),
+        (
+            ("0 package-0", "0:0 core", "0:1 dram", "1 package-1", "1:0 core", "1:1 dram"),
+            {"0": "package-0", "0:1": "package-0 dram", "1": "package-1", "1:1": "package-1 dram"},
+        ),
+        # The same package by MMIO counts once, and where only MMIO shows it.
+        (("-mmio:0 package-0", "0 package-0"), {"0": "package-0"}),
+        (("-mmio:0 package-0",), {"-mmio:0": "package-0"}),
+        # AMD's parts; two dies of one package.
+        (("0 package-0", "0:0 core", "1 package-1"), {"0": "package-0", "1": "package-1"}),
+        (
+            ("0 package-0-die-0", "1 package-0-die-1"),
+            {"0": "package-0-die-0", "1": "package-0-die-1"},
+        ),
+    ],
+)
+def test_packages_and_their_memory_count_once(
+    zones: tuple[str, ...], counted: dict[str, str]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tree = PowercapTree(Path(folder))
+        for zone in zones:
+            number, name = zone.split()
+            tree.add(zone_name(number), name, 1)
+        found = {one.counter.parent.name: one.name for one in find_energy_domains(tree.root)}
+    assert found == {zone_name(number): name for number, name in counted.items()}
+
+
+def zone_name(number: str) -> str:
+    return f"intel-rapl{number}" if number.startswith("-mmio") else f"intel-rapl:{number}"
+
+
+class TestUnavailable:
+    def test_a_machine_without_counters_is_told_what_to_try(self, tmp_path: Path) -> None:
+        with pytest.raises(EnergyUnavailableError, match="sudo modprobe intel_rapl_msr"):
+            open_meter(tmp_path)
+
+    def test_counters_that_a_container_hides_are_told_apart(self, tmp_path: Path) -> None:
+        tree = PowercapTree(tmp_path)
+        tree.hide("intel-rapl:0")
+        with pytest.raises(EnergyUnavailableError, match="a container hides"):
+            open_meter(tree.root)
+
+    def test_a_counter_for_root_only_names_the_file_and_the_remedy(self, stranger: Path) -> None:
+        tree = PowercapTree(stranger)
+        tree.add("intel-rapl:0", "package-0", 1, mode=0o000)
+        with pytest.raises(EnergyUnavailableError, match=r"intel-rapl:0/energy_uj") as one:
+            open_meter(tree.root)
+        assert "readable by root only" in str(one.value)
+        assert "sudo chmod a+r" in str(one.value)
+
+    def test_a_part_that_cannot_be_read_is_not_left_out_of_the_sum(
+        self, server: PowercapTree
+    ) -> None:
+        server.zone("intel-rapl:1:1").joinpath("energy_uj").unlink()
+        with pytest.raises(EnergyUnavailableError, match=r"intel-rapl:1:1/energy_uj: no such file"):
+            open_meter(server.root)
+
+    @each_case("text", ["", "none", "-5", str(RANGE_UJ + 1), "²"])
+    def test_a_counter_that_is_no_number_is_refused(self, server: PowercapTree, text: str) -> None:
+        server.zone("intel-rapl:0").joinpath("energy_uj").write_text(text)
+        with pytest.raises(EnergyUnavailableError, match="is not a number up to"):
+            open_meter(server.root)
+
+    @pytest.mark.parametrize("text", ["", "0", "unknown"])
+    def test_a_counter_whose_range_is_unknown_is_refused(
+        self, server: PowercapTree, text: str
+    ) -> None:
+        server.zone("intel-rapl:0").joinpath("max_energy_range_uj").write_text(text)
+        with pytest.raises(EnergyUnavailableError, match="max_energy_range_uj"):
+            open_meter(server.root)
+
+
+class TestMeter:
+    def test_energy_counts_from_the_meters_making(self, server: PowercapTree) -> None:
+        meter = open_meter(server.root)
+        assert meter.joules() == 0
+        server.use("intel-rapl:0", 3_000_000)
+        server.use("intel-rapl:0:0", 2_000_000)  # in the package's
+        server.use("intel-rapl:1:1", 500_000)
+        assert meter.joules() == pytest.approx(3.5)
+        assert meter.joules_by_domain() == {
+            "package-0": pytest.approx(3.0),
+            "package-0 dram": 0,
+            "package-1": 0,
+            "package-1 dram": pytest.approx(0.5),
+        }
+
+    def test_a_counter_that_begins_again_loses_nothing(self, server: PowercapTree) -> None:
+        meter = open_meter(server.root)
+        for _ in range(5):  # 2.5 times round
+            server.use("intel-rapl:0", RANGE_UJ // 2)
+            meter.joules()
+        assert meter.joules() == pytest.approx(5 * (RANGE_UJ // 2) / 1e6)
+
+    def test_a_counter_that_goes_away_ends_the_measurement_and_says_why(
+        self, server: PowercapTree
+    ) -> None:
+        meter = open_meter(server.root)
+        counter = server.zone("intel-rapl:0").joinpath("energy_uj")
+        text = counter.read_text()
+        counter.unlink()
+        assert meter.joules() is None
+        counter.write_text(text)
+        assert meter.joules() is None  # a gap can't be filled
+        assert meter.joules_by_domain() is None
+        assert "energy_uj: no such file" in (meter.failure or "")
+
+    def test_readings_are_due_before_the_smallest_counter_begins_again(
+        self, tmp_path: Path
+    ) -> None:
+        tree = PowercapTree(tmp_path)
+        tree.add("intel-rapl:0", "package-0", 1, range_uj=262_143_328_850)
+        tree.add("intel-rapl:0:0", "dram", 1, range_uj=65_712_999_613)
+        assert open_meter(tree.root).longest_interval == pytest.approx(32.86, abs=0.01)
+
+    async def test_a_long_measurement_is_read_often_enough(self, tmp_path: Path) -> None:
+        tree = PowercapTree(tmp_path)
+        small = 10_000_000  # 10 J: read every 5 ms
+        tree.add("intel-rapl:0", "package-0", 0, range_uj=small)
+        meter = open_meter(tree.root)
+        seen = 0.0
+        async with meter.sampling():
+            for _ in range(4):
+                tree.use("intel-rapl:0", 6_000_000)
+                seen += 6.0
+                async with asyncio.timeout(60):
+                    while meter.counted < seen - 0.01:  # noqa: ASYNC110 - no event tells it
+                        await asyncio.sleep(0.001)
+        assert meter.joules() == pytest.approx(24.0)
+
+    def test_a_meter_without_domains_is_a_mistake(self) -> None:
+        with pytest.raises(ValueError, match="needs a domain"):
+            EnergyMeter(())
+
+
+def test_the_range_itself_is_one_turn() -> None:
+    assert energy_between(90, 10, 100) == 20
+    assert energy_between(10, 90, 100) == 80
+    assert energy_between(5, 5, 100) == 0
+
+
+def test_a_million_tokens_of_3_6_joules_are_one_kilowatt_hour() -> None:
+    assert kwh_per_million(3.6) == pytest.approx(1.0)
+
+
+@pytest.fixture
+def stranger() -> Iterator[Path]:
+    """A folder, and a process without root's rights meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="powercap-") as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield folder
+        finally:
+            os.seteuid(user)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gateway.local import MemoryShortError
+from gateway.local.gguf import ModelFile, read_model
+from gateway.local.memory import (
+    ServerSettings,
+    check_memory,
+    format_gib,
+    memory_headroom,
+    memory_needed,
+    server_memory,
+    server_needs,
+)
+from gateway.local.topology import Topology, read_topology
+from tests.local.machine import make_machine, two_sockets_with_smt
+from tests.workshop.fit.random_models import Recipe, write
+
+GIB = 1 << 30
+REPOSITORY = Path(__file__).parents[2]
+ALONE = """
+import sys, runpy
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("gateway.local.memory", run_name="__main__", alter_sys=True)
+"""
+MODEL = ModelFile(Path("big.gguf"), "big", size=10 * GIB, trained_context=None)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Topology:
+    return read_topology(make_machine(tmp_path, two_sockets_with_smt(), memory_gib=64))
+
+
+def test_servers_that_leave_exactly_two_gib_fit(machine: Topology) -> None:
+    machine = replace(machine, memory_available=32 * GIB)
+    check_memory(machine, MODEL, [None, None])
+    assert memory_headroom(machine, memory_needed(MODEL.size, 1), 2) == 0
+
+
+def test_one_byte_less_is_refused_with_figures_and_the_remedy(machine: Topology) -> None:
+    machine = replace(machine, memory_available=32 * GIB - 1)
+    with pytest.raises(MemoryShortError) as caught:
+        check_memory(machine, MODEL, [None, None])
+    message = str(caught.value)
+    for part in ("big.gguf", "10.0 GiB", "2 servers", "30.0 GiB", "2.0 GiB", "32.0 GiB"):
+        assert part in message
+    assert "--force-memory" in message
+    assert "fewer --servers" in message
+
+
+def test_fewer_servers_are_no_remedy_for_one(machine: Topology) -> None:
+    machine = replace(machine, memory_available=GIB)
+    with pytest.raises(MemoryShortError) as caught:
+        check_memory(machine, MODEL, [None])
+    assert "fewer" not in str(caught.value)
+
+
+def test_a_bound_server_must_fit_into_its_node(machine: Topology) -> None:
+    check_memory(machine, MODEL, [0, 1])  # 15 of 24 GiB on each
+    with pytest.raises(MemoryShortError, match="NUMA node 1"):
+        check_memory(machine, MODEL, [1, 1])
+    low = replace(machine.nodes[0], memory_available=16 * GIB)
+    with pytest.raises(MemoryShortError, match="NUMA node 0 has 16"):
+        check_memory(replace(machine, nodes=(low, machine.nodes[1])), MODEL, [0, 1])
+
+
+def test_force_skips_the_check(machine: Topology) -> None:
+    check_memory(replace(machine, memory_available=0), MODEL, [0, 0, 0], force=True)
+
+
+def test_sizes_for_people() -> None:
+    assert format_gib(3_892_256) == "4 MiB"
+    assert format_gib(3 * GIB // 2) == "1.5 GiB"
+
+
+def test_a_known_shape_tells_what_a_server_needs(machine: Topology, tmp_path: Path) -> None:
+    recipe = Recipe("m", 2, 256, 4, 4, 512)
+    model = read_model(write(recipe, tmp_path, hollow=True))
+    settings = ServerSettings(2, 4096)
+    assert model.shape is not None
+    needed, why = server_needs(model, settings)
+    assert needed == server_memory(model.shape, settings).needed
+    assert "2 slots of 4096 tokens 16 MiB" in why
+    with pytest.raises(MemoryShortError, match="2 slots of 4096 tokens 16 MiB"):
+        check_memory(replace(machine, memory_available=2 * GIB), model, [None], settings)
+    check_memory(replace(machine, memory_available=2 * GIB + needed), model, [None], settings)
+
+
+def test_the_rule_of_thumb_counts_where_the_shape_is_not_known() -> None:
+    assert server_needs(MODEL, ServerSettings(2, 4096)) == (15 * GIB, "1.5 x model")
+    assert server_needs(MODEL, None) == (15 * GIB, "1.5 x model")
+
+
+def test_the_module_says_what_a_server_needs_without_any_package(tmp_path: Path) -> None:
+    path = write(Recipe("m", 2, 256, 4, 4, 512), tmp_path, hollow=True)
+    module = [sys.executable, "-I", "-S", "-c", ALONE, str(REPOSITORY)]
+    settings = ["--slots", "2", "--context", "4096", "--ubatch", "256", "--cache-ram", "1"]
+    done = subprocess.run(
+        [*module, str(path), *settings], capture_output=True, text=True, check=True
+    )
+    shape = read_model(path).shape
+    assert shape is not None
+    needed = server_memory(shape, ServerSettings(2, 4096, prompt_cache_bytes=1 << 20)).needed
+    assert json.loads(done.stdout)["needed"] == needed
+    path.write_bytes(b"<html>")
+    failed = subprocess.run([*module, str(path), *settings], capture_output=True, check=False)
+    assert failed.returncode == 1
+    assert b"web page" in failed.stderr

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import httpx
+import numpy as np
+import pytest
+
+from gateway.local import LocalFleetError, MemoryShortError
+from gateway.local.cache import downloads_folder, file_lock
+from gateway.local.download import (
+    DigestError,
+    DownloadHooks,
+    ModelUrlError,
+    ModelWish,
+    cache_key,
+    fetch_model,
+    part_path,
+    record_path,
+)
+from gateway.local.gguf import ModelFile, read_model
+from tests.local.file_server import Fault, FileServer
+from tests.servers import demo_model
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return demo_model().read_bytes()
+
+
+@pytest.fixture
+def server(content: bytes) -> Iterator[FileServer]:
+    with FileServer(content).serving() as server:
+        yield server
+
+
+class Models:
+    """Models that are fetched from a server into one cache."""
+
+    def __init__(self, server: FileServer, cache: Path) -> None:
+        self.server = server
+        self.cache = cache
+        self.notes: list[str] = []
+        self.asked: list[ModelFile] = []
+
+    def fetch(self, path: str = "/m.gguf", *sha256: str, most: int | None = None) -> Path:
+        hooks = DownloadHooks(note=self.notes.append, sleep=lambda _: None)
+        url = httpx.URL(self.server.origin + path)
+        wish = ModelWish(url, sha256, most_bytes=most)
+        return fetch_model(wish, self.cache, hooks, check_fits=self.asked.append)
+
+    def target(self, path: str = "/m.gguf") -> Path:
+        key = cache_key(httpx.URL(self.server.origin + path))
+        return downloads_folder(self.cache) / key / path.rpartition("/")[2]
+
+
+@pytest.fixture
+def models(server: FileServer, tmp_path: Path) -> Models:
+    return Models(server, tmp_path / "cache")
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_a_model_is_downloaded_once_and_is_a_model(models: Models, content: bytes) -> None:
+    path = models.fetch()
+    assert path == models.target()
+    assert read_model(path).size == len(content)
+    assert [(one.name, one.size) for one in models.asked] == [("m", len(content))]
+    assert f"m.gguf has the SHA-256 {digest(content)}" in models.notes[-1]
+    assert models.fetch() == path
+    assert models.fetch("/m.gguf", digest(content)) == path
+    assert len(models.server.requests) == 1
+
+
+def test_a_file_in_the_cache_with_another_digest_is_refused(models: Models, content: bytes) -> None:
+    path = models.fetch()
+    with pytest.raises(DigestError, match=r"llama-gateway cache remove m\.gguf"):
+        models.fetch("/m.gguf", "0" * 64)
+    assert path.exists()
+    record_path(path).unlink()  # then the file itself is read
+    with pytest.raises(DigestError, match=digest(content)):
+        models.fetch("/m.gguf", "0" * 64)
+
+
+def test_a_signed_address_that_changes_finds_the_file_by_its_digest(
+    models: Models, content: bytes
+) -> None:
+    first = models.fetch("/m.gguf?sig=1", digest(content))
+    assert models.fetch("/m.gguf?sig=2", digest(content)) == first
+    assert len(models.server.requests) == 1
+    assert models.fetch("/m.gguf?sig=2") != first
+
+
+def test_a_model_that_does_not_fit_is_not_read(models: Models) -> None:
+    def refuse(model: ModelFile) -> None:
+        raise MemoryShortError(f"{model.name} needs too much")
+
+    wish = ModelWish(httpx.URL(f"{models.server.origin}/m.gguf"))
+    with pytest.raises(MemoryShortError, match="m needs too much"):
+        fetch_model(wish, models.cache, DownloadHooks(), check_fits=refuse)
+    assert list(models.target().parent.iterdir()) == []
+
+
+class TestSplit:
+    @pytest.fixture
+    def parts(self, server: FileServer, tmp_path: Path) -> list[bytes]:
+        """A split model of three files, which the server has."""
+        found = []
+        for number in (1, 2, 3):
+            name = f"s-0000{number}-of-00003.gguf"
+            path = tmp_path / name
+            writer = gguf.GGUFWriter(path, "llama")
+            writer.add_context_length(512)
+            writer.add_tensor(f"t{number}", np.ones(1000 * number, dtype=np.float32))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+            found.append(path.read_bytes())
+            server.paths[f"/{name}"] = found[-1]
+        return found
+
+    def test_all_files_of_a_split_model_are_fetched_and_counted_together(
+        self, models: Models, parts: list[bytes]
+    ) -> None:
+        digests = [digest(part) for part in parts]
+        path = models.fetch("/s-00001-of-00003.gguf", *digests)
+        assert [file.read_bytes() for file in sorted(path.parent.glob("*.gguf"))] == parts
+        assert read_model(path).size == sum(map(len, parts))
+        assert {one.size for one in models.asked} == {sum(map(len, parts))}
+
+    def test_a_digest_is_needed_for_each_file_or_for_none(
+        self, models: Models, parts: list[bytes]
+    ) -> None:
+        with pytest.raises(ModelUrlError, match="given 1 times, but the model has 3 files"):
+            models.fetch("/s-00001-of-00003.gguf", digest(parts[0]))
+
+    def test_the_limit_is_of_all_files(self, models: Models, parts: list[bytes]) -> None:
+        with pytest.raises(LocalFleetError, match="--max-bytes"):
+            models.fetch("/s-00001-of-00003.gguf", most=sum(map(len, parts)) - 1)
+
+    def test_a_missing_file_costs_none_of_the_others(
+        self, models: Models, parts: list[bytes]
+    ) -> None:
+        models.server.faults.extend([Fault(), Fault(), Fault(), Fault(), Fault(404)])
+        with pytest.raises(LocalFleetError, match=r"s-00002-of-00003\.gguf: HTTP 404"):
+            models.fetch("/s-00001-of-00003.gguf")
+        assert models.target("/s-00001-of-00003.gguf").exists()
+        before = len(models.server.requests)
+        models.fetch("/s-00001-of-00003.gguf")
+        asked = [target for target, _ in models.server.requests[before:]]
+        assert "/s-00001-of-00003.gguf" not in asked
+
+
+class TestTwoProcesses:
+    def test_one_downloads_and_the_other_waits_for_it(self, models: Models, content: bytes) -> None:
+        go_on = threading.Event()
+        models.server.faults.append(Fault(hold=go_on))
+        code = (
+            "import sys, httpx\n"
+            "from pathlib import Path\n"
+            "from gateway.local.download import DownloadHooks\n"
+            "from gateway.local.download import ModelWish, fetch_model\n"
+            "wish = ModelWish(httpx.URL(sys.argv[1]))\n"
+            "cache, hooks = Path(sys.argv[2]), DownloadHooks()\n"
+            "print(fetch_model(wish, cache, hooks, check_fits=lambda _: None))"
+        )
+        command = [sys.executable, "-c", code, f"{models.server.origin}/m.gguf", str(models.cache)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert models.server.half_way.wait(60)
+
+                def note(text: str) -> None:
+                    models.notes.append(text)
+                    go_on.set()
+
+                hooks = DownloadHooks(note=note)
+                wish = ModelWish(httpx.URL(f"{models.server.origin}/m.gguf"))
+                path = fetch_model(wish, models.cache, hooks, check_fits=models.asked.append)
+                assert process.communicate(timeout=60)[0].strip() == str(path)
+            finally:
+                go_on.set()
+                process.kill()
+        assert path.read_bytes() == content
+        assert models.notes[0].startswith("Another process is downloading")
+        assert len(models.server.requests) == 1
+
+    def test_a_process_that_makes_no_progress_is_not_waited_for_for_ever(
+        self, models: Models, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("gateway.local.download.WAIT_ROUND", 0.005)
+        folder = models.target().parent
+        with (
+            file_lock(folder.with_name(f"{folder.name}.lock"), timeout=1),
+            pytest.raises(LocalFleetError, match="has made no progress"),
+        ):
+            models.fetch()
+
+    def test_a_killed_download_goes_on(self, models: Models, content: bytes) -> None:
+        target = models.target()
+        target.parent.mkdir(parents=True)
+        part_path(target).write_bytes(content[:1_000_000])
+        record = {"url": "x", "etag": '"v1"', "total": len(content)}
+        record_path(target).write_text(json.dumps(record))
+        assert models.fetch().read_bytes() == content
+        assert models.server.ranges_asked == ["bytes=1000000-"]

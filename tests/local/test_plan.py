@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gateway.local import ContextError
+from gateway.local.gguf import ModelFile
+from gateway.local.plan import DEFAULT_CONTEXT, MOST_PROMPT_CACHE_BYTES, plan_servers
+from gateway.local.topology import Topology, read_topology
+from tests.each_case import each_case
+from tests.local.machine import make_machine, two_sockets_with_smt
+
+GIB = 1 << 30
+MODEL = ModelFile(Path("m.gguf"), "m", size=4 * GIB, trained_context=32_768)
+
+
+@pytest.fixture
+def one_node(tmp_path: Path) -> Topology:
+    return read_topology(make_machine(tmp_path, [[[core, core + 8] for core in range(8)]]))
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Topology:
+    return read_topology(make_machine(tmp_path, two_sockets_with_smt()))
+
+
+def test_one_node_gets_one_server_with_all_its_cores_unpinned(one_node: Topology) -> None:
+    (spec,) = plan_servers(one_node, MODEL)
+    assert (spec.name, spec.threads, spec.numa_node) == ("local-0", 8, 0)
+    assert (spec.cpus, spec.memory_node, spec.no_mmap) == (None, None, False)
+
+
+def test_each_node_gets_a_server_pinned_and_with_memory_of_its_own(two_nodes: Topology) -> None:
+    first, second = plan_servers(two_nodes, MODEL)
+    assert (first.threads, second.threads) == (4, 4)
+    assert (first.cpus, second.cpus) == (two_nodes.nodes[0].cpus, two_nodes.nodes[1].cpus)
+    assert (first.memory_node, second.memory_node) == (0, 1)
+    assert first.no_mmap
+    assert second.no_mmap
+
+
+def test_memory_that_is_not_allowed_is_not_bound(two_nodes: Topology) -> None:
+    forbidden = replace(two_nodes.nodes[1], memory_allowed=False)
+    machine = replace(two_nodes, nodes=(two_nodes.nodes[0], forbidden))
+    assert [spec.memory_node for spec in plan_servers(machine, MODEL)] == [0, None]
+
+
+@each_case(("servers", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
+def test_several_servers_of_a_node_share_its_cores(
+    one_node: Topology, servers: int, threads: int
+) -> None:
+    specs = plan_servers(one_node, MODEL, servers=servers)
+    assert [spec.threads for spec in specs] == [threads] * servers
+    assert len({spec.name for spec in specs}) == servers
+
+
+def test_servers_are_distributed_over_the_nodes(two_nodes: Topology) -> None:
+    specs = plan_servers(two_nodes, MODEL, servers=3)
+    assert [spec.numa_node for spec in specs] == [0, 1, 0]
+    assert [spec.threads for spec in specs] == [2, 4, 2]
+
+
+def test_a_quota_bounds_the_threads(one_node: Topology, two_nodes: Topology) -> None:
+    assert plan_servers(replace(one_node, cpu_quota=3.5), MODEL)[0].threads == 3
+    assert plan_servers(replace(one_node, cpu_quota=0.5), MODEL)[0].threads == 1
+    halves = plan_servers(replace(two_nodes, cpu_quota=4.0), MODEL)
+    assert [spec.threads for spec in halves] == [2, 2]
+
+
+def test_the_context_is_bounded_by_the_models_training(one_node: Topology) -> None:
+    assert plan_servers(one_node, MODEL)[0].context == DEFAULT_CONTEXT
+    assert plan_servers(one_node, replace(MODEL, trained_context=2048))[0].context == 2048
+    assert (
+        plan_servers(one_node, replace(MODEL, trained_context=None))[0].context == DEFAULT_CONTEXT
+    )
+    for trained in (65_536, None):
+        longer = replace(MODEL, trained_context=trained)
+        assert plan_servers(one_node, longer, context=65_536)[0].context == 65_536
+    with pytest.raises(ContextError, match="--context 65536 at most"):
+        plan_servers(one_node, replace(MODEL, trained_context=65_536), context=65_537)
+
+
+def test_evicted_prompts_are_kept_only_where_there_is_room(one_node: Topology) -> None:
+    roomy = replace(one_node, memory_available=40 * GIB)
+    assert [s.prompt_cache_bytes for s in plan_servers(roomy, MODEL, servers=2)] == [
+        MOST_PROMPT_CACHE_BYTES
+    ] * 2
+    tight = replace(one_node, memory_available=16 * GIB)  # two servers take 12, 2 stay free
+    assert [s.prompt_cache_bytes for s in plan_servers(tight, MODEL, servers=2)] == [GIB, GIB]
+    short = replace(one_node, memory_available=6 * GIB)
+    assert plan_servers(short, MODEL)[0].prompt_cache_bytes == 0
+
+
+@pytest.mark.parametrize("wrong", [{"servers": 0}, {"slots": 0}, {"context": 0}])
+def test_nothing_may_be_less_than_one(one_node: Topology, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        plan_servers(
+            one_node,
+            MODEL,
+            servers=wrong.get("servers"),
+            slots=wrong.get("slots", 1),
+            context=wrong.get("context", 1),
+        )

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.local.topology import CpuCache, read_caches, read_processor
+from tests.local.machine import (
+    ALTRA,
+    GRAVITON_3,
+    SAPPHIRE_RAPIDS,
+    make_machine,
+    two_sockets_with_smt,
+    write,
+)
+
+
+def test_an_epyc_has_the_instructions_that_llama_cpp_can_use(tmp_path: Path) -> None:
+    processor = read_processor(make_machine(tmp_path, [[[0]]]))
+    assert processor.architecture == "x86_64"
+    assert processor.name == "AMD EPYC 9554 64-Core Processor"
+    assert {"AVX2", "AVX-512", "AVX-512 VNNI", "AVX-512 BF16"} <= set(processor.instructions)
+    assert "AMX" not in processor.instructions
+
+
+def test_amx_is_found(tmp_path: Path) -> None:
+    processor = read_processor(make_machine(tmp_path, [[[0]]], cpuinfo=SAPPHIRE_RAPIDS))
+    assert {"AMX", "AMX INT8", "AMX BF16", "AVX-VNNI"} <= set(processor.instructions)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name", "has", "lacks"),
+    [
+        (GRAVITON_3, "Neoverse V1", {"NEON", "dot product", "i8mm", "SVE", "BF16"}, {"SVE2"}),
+        (ALTRA, "Neoverse N1", {"NEON", "dot product"}, {"i8mm", "SVE"}),
+    ],
+    ids=["graviton 3", "altra"],
+)
+def test_an_arm_server_is_named_for_its_core(
+    tmp_path: Path, cpuinfo: str, name: str, has: set[str], lacks: set[str]
+) -> None:
+    processor = read_processor(make_machine(tmp_path, [[[0]]], cpuinfo=cpuinfo))
+    assert (processor.architecture, processor.name) == ("aarch64", name)
+    assert has <= set(processor.instructions)
+    assert not lacks & set(processor.instructions)
+
+
+def test_a_machine_without_cpuinfo_is_unknown_and_no_error(tmp_path: Path) -> None:
+    processor = read_processor(tmp_path)
+    assert (processor.architecture, processor.name, processor.instructions) == ("", "", ())
+
+
+def test_a_shared_cache_appears_once_and_instruction_caches_do_not(tmp_path: Path) -> None:
+    root = make_machine(tmp_path, two_sockets_with_smt())
+    caches = read_caches(root, set(range(16)))
+    assert [cache.level for cache in caches] == [1] * 8 + [3] * 2
+    assert caches[0] == CpuCache(1, "data", 32 << 10, (0, 8))
+    assert caches[-1] == CpuCache(3, "unified", 16 << 20, (4, 5, 6, 7, 12, 13, 14, 15))
+
+
+def test_a_cache_without_a_size_is_no_error(tmp_path: Path) -> None:
+    write(tmp_path, "sys/devices/system/cpu/cpu0/cache/index0/level", "2")
+    (cache,) = read_caches(tmp_path, {0})
+    assert (cache.level, cache.size, cache.cpus) == (2, 0, (0,))

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gateway.local import ServerBinaryError
+from gateway.local.embedded import argument_parser
+from gateway.local.server import (
+    ServerBinary,
+    ServerSpec,
+    find_binary,
+    parse_flags,
+    server_command,
+    server_environment,
+)
+from tests.each_case import each_case
+
+SPEC = ServerSpec(
+    name="local-0",
+    model=Path("/models/m.gguf"),
+    alias="m",
+    slots=2,
+    context=4096,
+    threads=8,
+    numa_node=0,
+    prompt_cache_bytes=3 << 30,
+)
+PINNED = replace(SPEC, cpus=(4, 5), memory_node=1, no_mmap=True, embedding=True)
+LOCKED = replace(PINNED, mlock=True)
+HELP = """\
+-h,    --help, --usage                  print usage and exit
+-m,    --model FNAME                    model path (env: LLAMA_ARG_MODEL)
+--port PORT                             port to listen
+-np,   --parallel N                     number of server slots
+"""
+
+
+def help_with(*flags: str) -> ServerBinary:
+    return ServerBinary(Path("/bin/llama-server"), parse_flags(HELP) | set(flags))
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def split(command: list[str]) -> tuple[list[str], list[str]]:
+    at = command.index("--")
+    return command[:at], command[at + 1 :]
+
+
+@pytest.mark.parametrize("binary", [None, help_with("--metrics")])
+def test_given_batches_are_used(binary: ServerBinary | None) -> None:
+    spec = replace(SPEC, batch=1024, micro_batch=128)
+    _, server = split(server_command(spec, 8081, parent=42, binary=binary))
+    batch, micro_batch = ("-b", "-ub") if binary else ("--batch", "--ubatch")
+    assert server[server.index(batch) + 1] == "1024"
+    assert server[server.index(micro_batch) + 1] == "128"
+
+
+def test_a_server_is_launched_to_die_with_its_parent() -> None:
+    launch, _ = split(server_command(SPEC, 8081, parent=42))
+    assert launch[launch.index("--parent") + 1] == "42"
+    assert "--cpus" not in launch
+    assert "--memory-node" not in launch
+
+
+def test_a_pinned_server_is_launched_on_its_node() -> None:
+    for binary in (None, help_with()):
+        launch, _ = split(server_command(PINNED, 8081, parent=1, binary=binary))
+        assert launch[launch.index("--cpus") + 1] == "4,5"
+        assert launch[launch.index("--memory-node") + 1] == "1"
+
+
+def test_the_embedded_server_understands_its_command_line() -> None:
+    _, server = split(server_command(LOCKED, 8081, parent=1))
+    options = argument_parser().parse_args(server[server.index("node-server") + 1 :])
+    assert (options.model, options.alias, options.port) == (SPEC.model, "m", 8081)
+    assert (options.slots, options.ctx, options.threads) == (2, 8192, 8)
+    assert (options.cache_ram, options.no_mmap, options.embedding) == (3072, True, True)
+    assert options.mlock
+
+
+def test_a_binary_gets_only_flags_that_it_has() -> None:
+    _, old = split(server_command(PINNED, 8081, parent=1, binary=help_with()))
+    assert " ".join(old) == (
+        "/bin/llama-server -m /models/m.gguf --alias m --host 127.0.0.1 --port 8081 "
+        "-np 2 -c 8192 -t 8 -tb 8 -b 4096 -ub 4096"
+    )
+    wanted = ("--metrics", "--slots", "--no-webui", "--no-mmap", "--embedding", "--cache-ram")
+    _, middle = split(server_command(PINNED, 8081, parent=1, binary=help_with(*wanted)))
+    assert set(wanted) <= set(middle)
+    assert middle[middle.index("--cache-ram") + 1] == "3072"
+
+
+def test_of_two_names_of_a_flag_the_newer_is_used() -> None:
+    both = help_with("--no-ui", "--no-webui", "--load-mode", "--no-mmap")
+    _, command = split(server_command(PINNED, 8081, parent=1, binary=both))
+    assert command[command.index("--load-mode") + 1] == "none"
+    assert "--no-ui" in command
+    assert not {"--no-mmap", "--no-webui"} & set(command)
+
+
+@each_case(
+    ("has", "no_mmap", "given"),
+    [
+        (("--load-mode", "--mlock", "--no-mmap"), True, "--load-mode mlock"),
+        (("--load-mode", "--mlock", "--no-mmap"), False, "--load-mode mmap+mlock"),
+        (("--mlock", "--no-mmap"), True, "--mlock --no-mmap"),
+        (("--mlock", "--no-mmap"), False, "--mlock"),
+    ],
+)
+def test_a_model_is_locked_by_the_flags_of_the_binary(
+    has: tuple[str, ...], no_mmap: bool, given: str
+) -> None:
+    spec = replace(SPEC, mlock=True, no_mmap=no_mmap)
+    launch, server = split(server_command(spec, 8081, parent=1, binary=help_with(*has)))
+    assert "--mlock" in launch
+    assert " ".join(server).endswith(f" {given}")
+
+
+def test_prefills_have_small_batches_but_embeddings_one() -> None:
+    for spec, sizes in ((SPEC, "-b 512 -ub 256"), (PINNED, "-b 4096 -ub 4096")):
+        assert sizes in " ".join(server_command(spec, 8081, parent=1, binary=help_with()))
+
+
+def test_flags_are_read_from_a_help_text() -> None:
+    assert parse_flags(HELP) == {
+        *("-h", "--help", "--usage", "-m", "--model", "--port", "-np", "--parallel")
+    }
+
+
+def test_without_a_binary_the_embedded_server_is_used(tmp_path: Path) -> None:
+    assert find_binary(None, str(tmp_path)) is None
+
+
+def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path) -> None:
+    version = "[ $1 = --version ] && echo 'version: 0.7.0 (build 11669, commit x)' >&2 && exit"
+    program = script(tmp_path / "llama-server", f"{version}\n/bin/cat <<'E'\n{HELP}E")
+    found = find_binary(None, str(tmp_path))
+    assert found is not None
+    assert found.path == program
+    assert "--parallel" in found.flags
+    assert found.version == "0.7.0 (build 11669, commit x)"
+
+
+def test_a_binary_may_hide_its_version(tmp_path: Path) -> None:
+    script(tmp_path / "llama-server", f"/bin/cat <<'E'\n{HELP}E")
+    found = find_binary(None, str(tmp_path))
+    assert found is not None
+    assert found.version is None
+
+
+def test_one_named_must_exist_and_be_a_llama_server(tmp_path: Path) -> None:
+    with pytest.raises(ServerBinaryError, match="no such program"):
+        find_binary(tmp_path / "none")
+    with pytest.raises(ServerBinaryError, match="exit status 3"):
+        find_binary(script(tmp_path / "other", "exit 3"))
+    (tmp_path / "text").write_text("not a program")
+    (tmp_path / "text").chmod(0o755)
+    with pytest.raises(ServerBinaryError, match="must be a llama-server"):
+        find_binary(tmp_path / "text")
+
+
+def test_a_server_finds_this_package_from_any_folder() -> None:
+    environment = server_environment({"PYTHONPATH": "/other", "A": "b"})
+    root, other = environment["PYTHONPATH"].split(":")
+    assert (Path(root) / "gateway/local/launch.py").is_file()
+    assert (other, environment["A"]) == ("/other", "b")

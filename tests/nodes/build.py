@@ -1,0 +1,196 @@
+"""Nodes and fleets for the tests of this folder: a clock that stands still, quick settings."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from gateway.config.inventory import Inventory
+from gateway.config.node import NodeSpec
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.events import EventBus, ModelsDiffer, NodeChanged, NodeDrift
+from gateway.nodes.circuit import Circuit
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
+from gateway.nodes.node import (
+    Lease,
+    Node,
+    NodeSettings,
+    NodeState,
+)
+from gateway.nodes.speed import Speed
+from gateway.nodes.state_files import DrainedNodes, PropertiesStore
+from gateway.transport.pool import ConnectionPool, open_node_pool
+from tests.virtual import now
+
+QUICK: dict[str, Any] = {
+    "interval": 0.05,
+    "timeout": 0.5,
+    "discover_interval": 0.1,
+    "open": 0.2,
+    "open_max": 0.8,
+    "slow_start": 0.0,
+}
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> float:
+        self.now += seconds
+        return self.now
+
+
+class NoUpstream:
+    """A node's pool that no test may use; it knows whether it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def no_upstream() -> ConnectionPool:
+    return cast("ConnectionPool", NoUpstream())
+
+
+def a_spec(name: str = "a", url: str = "http://127.0.0.1:9", **keys: Any) -> NodeSpec:
+    return NodeSpec(name=name, url=url, **keys)
+
+
+def a_node(
+    clock: Clock | None = None,
+    *,
+    health: dict[str, Any] | None = None,
+    state: NodeState = NodeState.READY,
+    **keys: Any,
+) -> Node:
+    """A node that is up, without a fleet."""
+    clock = clock or Clock()
+    node_settings = NodeSettings(HealthSettings(**health or {}), TimeoutSettings())
+    node = Node(
+        spec=a_spec(**keys),
+        upstream=no_upstream(),
+        settings=node_settings,
+        clock=clock,
+        circuit=Circuit(node_settings.health, random.Random(7)),
+    )
+    up = ProbeResult(ProbeAnswer.UP, "")
+    node.probe_history.record(up, rise=1, fall=1, sign_of_life=None)
+    node.set_state(state, "")
+    return node
+
+
+def take(
+    node: Node,
+    slots: int = 1,
+    *,
+    stream: bool = True,
+    expected_prefill: float | None = None,
+    expected_total: float | None = None,
+    wake: float = 0.0,
+) -> Lease:
+    now = node.clock()
+    lease = Lease(node, slots, now, stream, expected_prefill, expected_total)
+    node.take(lease, now, wake)
+    return lease
+
+
+def is_held(lease: Lease) -> bool:
+    """Whether the lease's slots still count against its node."""
+    return lease.released_at is None
+
+
+@dataclass
+class Running:
+    """A running fleet and the events that it has published."""
+
+    fleet: Fleet
+    changes: list[NodeChanged] = field(default_factory=list)
+    drifts: list[NodeDrift] = field(default_factory=list)
+    model_differences: list[ModelsDiffer] = field(default_factory=list)
+    capacity: int = 0
+    """How often a slot may have become free."""
+
+    def __getitem__(self, name: str) -> Node:
+        return self.fleet.nodes[name]
+
+    def state(self, name: str) -> NodeState:
+        return self.fleet.nodes[name].state
+
+    def states(self, name: str) -> list[str | None]:
+        """The states that a node has gone through."""
+        return [change.new_state for change in self.changes if change.node == name]
+
+    async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
+        async with asyncio.timeout(limit):
+            while not condition():  # noqa: ASYNC110 - any condition of a test
+                await asyncio.sleep(0.002)
+
+    async def until_state(self, name: str, state: NodeState, limit: float = 30.0) -> None:
+        try:
+            await self.until(lambda: self[name].state is state, limit)
+        except TimeoutError:
+            node = self[name]
+            raise AssertionError(f"{node.state} ({node.reason}), not {state}") from None
+
+
+def inventory(*specs: NodeSpec) -> Inventory:
+    return Inventory(nodes=specs)
+
+
+@asynccontextmanager
+async def a_fleet(
+    *specs: NodeSpec,
+    connect: Callable[[NodeSpec], ConnectionPool] = open_node_pool,
+    drains: Path | None = None,
+    clock: Callable[[], float] = now,
+    probed: bool = True,
+    timeouts: dict[str, Any] | None = None,
+    properties_store: PropertiesStore | None = None,
+    **health: Any,
+) -> AsyncIterator[Running]:
+    """A running fleet with quick probes; `probed`: wait for its first probes."""
+    bus = EventBus()
+    fleet = Fleet(
+        connect=connect,
+        health=HealthSettings(**(QUICK | health)),
+        timeouts=TimeoutSettings(**timeouts or {}),
+        bus=bus,
+        clock=clock,
+        rng=random.Random(7),
+        drained_nodes=DrainedNodes(drains),
+        properties_store=properties_store,
+    )
+    running = Running(fleet)
+    bus.subscribe(NodeChanged, running.changes.append)
+    bus.subscribe(NodeDrift, running.drifts.append)
+    bus.subscribe(ModelsDiffer, running.model_differences.append)
+
+    def count() -> None:
+        running.capacity += 1
+
+    fleet.subscribe(on_capacity=count)
+    await fleet.start(inventory(*specs))
+    try:
+        if probed:
+            async with asyncio.timeout(30):
+                await fleet.first_probes_done.wait()
+        yield running
+    finally:
+        await fleet.aclose()
+
+
+def seconds_per_token(speed: Speed, busy: float) -> float:
+    """Seconds a token with so many busy slots, the writing one included."""
+    return speed.token_base + speed.token_step * max(0.0, busy - 1)

@@ -1,0 +1,350 @@
+"""The calibration of idle nodes: when, what it shows, and that no request waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.config.node import NodeSpec
+from gateway.events import EventBus, NodeCalibrated
+from gateway.nodes.calibration import (
+    MOST_AT_ONCE,
+    Calibrator,
+    due,
+    shown_timings,
+)
+from gateway.nodes.node import MOST_CALIBRATIONS, Node, NodeState
+from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.gateways import running_gateway
+from tests.nodes.build import (
+    Clock,
+    Running,
+    a_fleet,
+    a_node,
+    a_spec,
+    take,
+)
+from tests.virtual import in_virtual_time, now
+
+HALF: dict[str, Any] = {"prefill_tps": 200.0, "decode_tps": 20.0, "prefill_stalls": True}
+
+
+@asynccontextmanager
+async def calibrated(*specs: NodeSpec) -> AsyncIterator[tuple[Running, list[NodeCalibrated]]]:
+    """A fleet whose idle nodes are calibrated, and the events of it."""
+    bus, ended = EventBus(), list[NodeCalibrated]()
+    bus.subscribe(NodeCalibrated, ended.append)
+    async with a_fleet(*specs, interval=1.0) as running:
+        calibrator = Calibrator(running.fleet, bus, now, random.Random(7))
+        task = asyncio.create_task(calibrator.run())
+        try:
+            yield running, ended
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def paths(server: EmulatedNode) -> list[str]:
+    return [request.path for request in server.seen]
+
+
+@in_virtual_time
+async def test_a_cold_node_shows_its_speed_before_anyone_asks() -> None:
+    async with (
+        EmulatedNode(slots=1, **HALF) as server,
+        calibrated(a_spec(url=server.url)) as (running, ended),
+    ):
+        began, node = now(), running["a"]
+        await running.until(lambda: bool(ended))
+        # The first request is thrown away: 16 tokens and 2; the second reads 100 and writes 8.
+        assert [event.outcome for event in ended] == ["done"]
+        assert paths(server) == ["/completion", "/completion"]
+        assert now() - began < 3
+        assert node.speed.expected_prefill_tps == pytest.approx(200, rel=0.1)
+        assert 1 / node.speed.token_base == pytest.approx(20, rel=0.1)
+        # It is a guess, which is nobody's use and makes nobody degraded.
+        assert (node.speed.samples, node.requests, node.failures) == (0, 0, 0)
+        assert (node.speed.prefill_tps, node.state) == (None, NodeState.READY)
+        await asyncio.sleep(60)
+        assert len(ended) == 1
+        assert (node.in_flight, node.foreign, node.calibration.penalty) == (0, 0, 0)
+        # Another model has another speed.
+        server.engine.model = "other"
+        node.properties.n_params = 10**9
+        node.forget_replaced_model()
+        node.properties.n_params = 2 * 10**9
+        node.forget_replaced_model()
+        await running.until(lambda: len(ended) == 2)
+
+
+@in_virtual_time
+async def test_the_lease_of_a_request_ends_a_calibration_and_never_waits_for_it() -> None:
+    slow: dict[str, Any] = {"prefill_tps": 20.0, "decode_tps": 2.0, "prefill_stalls": True}
+    async with (
+        EmulatedNode(slots=1, batch=32, **slow) as server,
+        calibrated(a_spec(url=server.url)) as (running, ended),
+    ):
+        node = running["a"]
+        await running.until(lambda: len(server.seen) == 2)
+        await running.until(lambda: server.slots.busy == 1)
+        # Its slot is free to requests, also after `/slots` has shown it busy.
+        await asyncio.sleep(3)
+        assert (node.free_slots(now()), node.slots_busy, node.foreign) == (1, 0, 0)
+        assert node.calibration.penalty > 0
+        lease = take(node)
+        await running.until(lambda: bool(ended), limit=0.1)
+        assert ended[0].outcome == "given_up"
+        await running.until(lambda: server.slots.busy == 0, limit=2)  # A batch of 32 tokens.
+        await asyncio.sleep(1)
+        lease.release()
+        assert node.free_slots(now()) == 1
+        # It is tried again, and ends undisturbed.
+        await running.until(lambda: len(ended) == 2)
+        assert ended[1].outcome == "done"
+
+
+@each_case(
+    "keys",
+    [{"embeddings": True}, {"embeddings": True, "rerank": True}, {"rerank": True}],
+)
+def test_nodes_that_write_nothing_are_calibrated_by_what_they_read(keys: Any) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        declared: dict[str, Any] = {} if "embeddings" in keys else {"endpoints": ["rerank"]}
+        async with (
+            EmulatedNode(slots=1, **HALF, **keys) as server,
+            calibrated(a_spec(url=server.url, **declared)) as (running, ended),
+        ):
+            await running.until(lambda: bool(ended))
+            assert (ended[0].outcome, ended[0].decode_tps) == ("done", None)
+            assert len(set(paths(server))) == 1
+            assert paths(server)[0] != "/completion"
+            assert running["a"].speed.expected_prefill_tps == pytest.approx(200, rel=0.2)
+
+    run()
+
+
+@in_virtual_time
+async def test_a_node_that_is_too_slow_or_broken_is_tried_a_few_times() -> None:
+    broken = EmulatedNode(slots=1)
+    slow = EmulatedNode(slots=1, prefill_tps=50.0, decode_tps=0.3, prefill_stalls=True)
+    async with (
+        broken,
+        slow,
+        calibrated(a_spec(url=broken.url), a_spec("b", slow.url, host="b")) as (running, ended),
+    ):
+        broken.faults.set("status", status=500)
+        await running.until(lambda: any(event.node == "b" for event in ended), limit=60)
+        assert ended[-1].outcome == "timed_out"
+        # What it wrote until then tells how slow it is.
+        assert 1 / running["b"].speed.token_base == pytest.approx(0.3, rel=0.3)
+        failed = [event for event in ended if event.node == "a"]
+        assert [event.outcome for event in failed] == ["failed"] * 2
+        assert "500" in failed[0].detail
+        assert (running["a"].state, running["a"].circuit.failures) == (NodeState.READY, 0)
+
+
+@in_virtual_time
+async def test_a_node_that_reads_too_slowly_to_end_in_time_is_known_as_slow() -> None:
+    async with (
+        EmulatedNode(slots=1, prefill_tps=6.0, decode_tps=3.0) as server,
+        calibrated(a_spec(url=server.url)) as (running, ended),
+    ):
+        await running.until(lambda: bool(ended), limit=60)
+        assert ended[0].outcome == "timed_out"
+        assert running["a"].speed.expected_prefill_tps < 12
+
+
+@in_virtual_time
+async def test_a_measured_node_is_only_warmed_up_after_its_server_has_loaded() -> None:
+    async with (
+        EmulatedNode(slots=1, **HALF) as server,
+        calibrated(a_spec(url=server.url)) as (running, ended),
+    ):
+        await running.until(lambda: bool(ended))
+        running["a"].speed.learn_timings({"predicted_n": 100, "predicted_ms": 5000.0})
+        await server.kill()
+        await running.until_state("a", NodeState.DOWN)
+        server.faults.next("status", status=500)
+        await server.revive()
+        await running.until(lambda: len(ended) == 2)
+        assert ended.pop().outcome == "failed"
+        await running.until(lambda: len(ended) == 2)
+        assert ended[1].outcome == "warmed"
+        await asyncio.sleep(60)
+        assert len(ended) == 2
+        assert running["a"].speed.samples == 1
+
+
+@in_virtual_time
+async def test_a_drain_and_the_end_of_the_gateway_end_a_calibration() -> None:
+    slow: dict[str, Any] = {"prefill_tps": 20.0, "decode_tps": 2.0, "prefill_stalls": True}
+    async with EmulatedNode(slots=1, batch=32, **slow) as server:
+        async with calibrated(a_spec(url=server.url)) as (running, ended):
+            node = running["a"]
+            for resumed in (True, False):
+                await running.until(lambda: server.slots.busy == 1)
+                if resumed:
+                    running.fleet.drain("a")
+                    await running.until(lambda: not node.leases, limit=1.5)
+                    await running.until(lambda: server.slots.busy == 0, limit=2)
+                    running.fleet.resume("a")
+        # The calibrator has been cancelled.
+        assert (node.in_flight, node.calibration.penalty, ended) == (0, 0.0, [])
+
+
+def test_only_idle_llama_cpp_nodes_of_unknown_speed_are_due() -> None:
+    clock = Clock()
+
+    def fresh(**keys: Any) -> Node:
+        return a_node(clock, **keys)
+
+    def is_due(node: Node) -> bool:
+        return due([node], (), clock()) == [node]
+
+    assert is_due(fresh())
+    assert not is_due(fresh(kind="openai"))
+    assert not is_due(fresh(calibrate=False))
+    for state in NodeState:
+        node = fresh(state=state)
+        assert is_due(node) is (state in {NodeState.READY, NodeState.DEGRADED}), state
+    busy, measured, blind = fresh(), fresh(), fresh()
+    take(busy)
+    measured.speed.learn_timings({"prompt_n": 100, "prompt_ms": 100.0})
+    blind.properties.slots_refused()
+    assert not any(map(is_due, (busy, measured, blind)))
+
+
+def test_nodes_of_one_host_take_turns_and_eight_run_at_once() -> None:
+    clock = Clock()
+    nodes = [a_node(clock, name=f"n{i}", host=f"h{i // 2}") for i in range(40)]
+    nodes[0].calibration.end("failed", clock(), warm=False, again=True)
+    clock.passes(60)
+    chosen = due(nodes, (), clock())
+    assert [node.name for node in chosen] == ["n1", *(f"n{i}" for i in range(2, 16, 2))]
+    more = due(nodes, chosen[2:], clock())
+    assert [node.name for node in more] == ["n1", "n2"]
+    assert due(nodes, chosen, clock()) == []
+    assert len(chosen) == MOST_AT_ONCE
+
+
+def test_a_node_is_tried_later_and_later_and_not_for_ever() -> None:
+    clock = Clock()
+    node, pauses = a_node(clock), list[float]()
+    for _ in range(MOST_CALIBRATIONS):
+        assert due([node], (), clock())
+        began = clock()
+        node.calibration.end("failed", began, warm=False, again=True)
+        clock.passes(node.calibration.due_at - began)
+        pauses.append(clock() - began)
+    assert pauses == [5, 20, 80, 320, 1280]
+    assert not due([node], (), clock())
+    node.calibration.server_started(node.requests)
+    assert not due([node], (), clock())  # It may have died of it.
+    node.calibration.server_started(node.requests, replaced=True)
+    assert due([node], (), clock())
+
+
+def test_the_last_timings_of_a_reply_count_even_if_it_was_cut_off() -> None:
+    reply = b'data: {"timings":{"prompt_n":1}}\n\ndata: {"timings":{"prompt_n":2}}\n\ndata: {"ti'
+    assert shown_timings(reply, 9.0) == {"prompt_n": 2}
+    assert shown_timings(b'{"usage":{"prompt_tokens":50}}', 0.5) == {
+        "prompt_n": 50,
+        "prompt_ms": 500.0,
+    }
+    assert shown_timings(b"\xff[1]\n\n1", 1.0) is None
+    reading = (
+        b'data: {"prompt_progress":{"total":100,"cache":0,"processed":64,"time_ms":9000.0}}\n\n'
+    )
+    assert shown_timings(reading, 20.0) == {"prompt_n": 64, "prompt_ms": 9000.0}
+
+
+@in_virtual_time
+async def test_requests_prefer_nodes_that_are_not_calibrated_and_take_the_others_at_once(
+    tmp_path: Path,
+) -> None:
+    slow: dict[str, Any] = {"prefill_tps": 20.0, "decode_tps": 20.0, "prefill_stalls": True}
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(EmulatedNode(slots=1, batch=32, **slow))
+            for _ in range(MOST_AT_ONCE + 2)
+        ]
+        specs = [
+            {"name": f"n{i}", "url": server.url, "host": f"h{i}", "calibrate": True}
+            for i, server in enumerate(servers)
+        ]
+        running = await stack.enter_async_context(running_gateway(tmp_path, specs))
+        ended: list[NodeCalibrated] = []
+        running.gateway.bus.subscribe(NodeCalibrated, ended.append)
+
+        async def ask() -> str:
+            body = {"model": "demo", "prompt": "a", "max_tokens": 40}
+            answer = await running.client.post("/v1/completions", json=body)
+            assert answer.status_code == 200
+            return answer.headers["x-gateway-node"]
+
+        await asyncio.sleep(2)
+        assert sum(server.slots.busy for server in servers) == MOST_AT_ONCE
+        idle = {f"n{i}" for i, server in enumerate(servers) if not server.slots.busy}
+        assert set(await asyncio.gather(ask(), ask())) == idle
+        assert not ended
+        nodes = await asyncio.gather(*(ask() for _ in servers))
+        assert len(set(nodes)) == len(servers)
+        assert [event.outcome for event in ended[:MOST_AT_ONCE]] == ["given_up"] * MOST_AT_ONCE
+        page = (await _admin(running.admin_url, "/metrics")).text
+        assert "llama_gateway_queue_seconds_sum 0\n" in page or "queue_seconds_sum 0.0" in page
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_a_thousand_cold_nodes_keep_no_request_waiting(tmp_path: Path) -> None:
+    nodes = 1000
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(
+                EmulatedNode(slots=1, answer_tokens=20, context=2048, **HALF)
+            )
+            for _ in range(nodes)
+        ]
+        specs = [
+            {"name": f"n{i}", "url": server.url, "host": f"h{i}", "calibrate": True}
+            for i, server in enumerate(servers)
+        ]
+        running = await stack.enter_async_context(running_gateway(tmp_path, specs))
+        ended: list[NodeCalibrated] = []
+        running.gateway.bus.subscribe(NodeCalibrated, ended.append)
+        took: list[float] = []
+
+        async def ask(number: int) -> None:
+            await asyncio.sleep(number / 20)
+            began = now()
+            body = {"model": "demo", "messages": [{"role": "user", "content": f"say {number}"}]}
+            answer = await running.client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200
+            took.append(now() - began)
+
+        await asyncio.gather(*(ask(number) for number in range(200)))
+        assert len(ended) > 20
+        # 20 tokens at 20 tokens/s, and the prompt.
+        assert max(took) < 1.5
+        page = (await _admin(running.admin_url, "/metrics")).text
+        done = sum(event.outcome == "done" for event in ended)
+        assert f'llama_gateway_calibrations_total{{outcome="done"}} {done}' in page
+        assert 'llama_gateway_requests_total{class="normal",model="demo",code="200"} 200' in page
+        shown = (await _admin(running.admin_url, "/admin/nodes")).json()["nodes"]
+        guessed = [one["calibration"] for one in shown if one["calibration"]]
+        assert any(one["in_use"] and one["decode_tps"] == pytest.approx(20, 0.1) for one in guessed)
+
+
+async def _admin(url: str, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        return await client.get(path)

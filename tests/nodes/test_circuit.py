@@ -1,0 +1,497 @@
+"""What keeps work from a node: its circuit, and the limit that an endpoint shows."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config.routing import HealthSettings
+from gateway.nodes.circuit import (
+    LEAST_LIMIT,
+    MOST_LIMIT,
+    MOST_PAUSE,
+    OPEN_JITTER,
+    REFUSAL_CUT,
+    REFUSAL_REMEMBERED,
+    START_LIMIT,
+    Circuit,
+    CircuitPhase,
+    ConcurrencyLimit,
+)
+
+RULES = HealthSettings(failures=3, open=30, open_max=300, slow_start=30)
+
+
+def a_circuit(rules: HealthSettings = RULES) -> Circuit:
+    return Circuit(rules, random.Random(1))
+
+
+def opened(now: float = 0.0) -> Circuit:
+    circuit = a_circuit()
+    for _ in range(RULES.failures):
+        circuit.record_failure(now)
+    return circuit
+
+
+def end_of_open(circuit: Circuit) -> float:
+    assert circuit.open_until is not None
+    return circuit.open_until
+
+
+def test_failures_in_a_row_open_it() -> None:
+    circuit = a_circuit()
+    assert [circuit.record_failure(t) for t in (1.0, 1.0, 1.0)] == [False, False, True]
+    assert circuit.phase(1.0) is CircuitPhase.OPEN
+
+
+def test_a_success_between_failures_keeps_it_closed() -> None:
+    circuit = a_circuit()
+    for now in range(20):
+        circuit.record_failure(now)
+        circuit.record_failure(now)
+        circuit.record_success(now)
+    assert circuit.phase(20) is CircuitPhase.CLOSED
+
+
+def test_it_stays_open_for_about_the_set_time_then_wants_one_trial() -> None:
+    circuit = opened(now=100.0)
+    until = end_of_open(circuit)
+    assert 100 + 30 * (1 - OPEN_JITTER) <= until <= 100 + 30 * (1 + OPEN_JITTER)
+    assert circuit.next_change(100.0) == until
+    assert not circuit.wants_trial(until - 0.001)
+    assert circuit.phase(until) is CircuitPhase.HALF_OPEN
+    assert circuit.wants_trial(until)
+    circuit.begin_trial("lease")
+    assert not circuit.wants_trial(until + 100)
+
+
+def test_a_trial_that_fails_opens_it_for_twice_as_long_up_to_the_maximum() -> None:
+    circuit = opened()
+    lengths = [circuit.open_seconds]
+    for _ in range(6):
+        now = end_of_open(circuit)
+        circuit.begin_trial("lease")
+        assert circuit.record_failure(now + 1, began=now)
+        lengths.append(circuit.open_seconds)
+    assert lengths == [30, 60, 120, 240, 300, 300, 300]
+
+
+def test_a_trial_that_succeeds_closes_it() -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.begin_trial("lease")
+    assert circuit.record_success(now + 1, began=now)
+    assert circuit.phase(now + 1) is CircuitPhase.CLOSED
+    assert circuit.failures == 0
+
+
+def test_a_node_that_was_killed_gets_work_when_it_is_back() -> None:
+    circuit = opened(now=10.0)
+    circuit.server_restarted(11.0)
+    assert circuit.phase(11.0) is CircuitPhase.CLOSED
+    assert circuit.slow_start_slots(10, 11.0) == 1  # step by step
+    assert not circuit.record_failure(11.5, began=9.0)  # another request that the crash ended
+    assert circuit.phase(11.5) is CircuitPhase.CLOSED
+
+
+def test_a_node_that_keeps_dying_stays_out_though_it_comes_back() -> None:
+    circuit = opened(now=10.0)
+    circuit.server_restarted(11.0)
+    for _ in range(RULES.failures):
+        circuit.record_failure(20.0)
+    circuit.server_restarted(21.0)
+    assert circuit.open_seconds == 60
+    assert circuit.phase(21.0) is CircuitPhase.OPEN
+
+
+def test_a_few_failures_are_not_forgotten_when_a_node_comes_back() -> None:
+    circuit = a_circuit()
+    for now in range(RULES.failures - 1):
+        circuit.record_failure(now)
+        circuit.server_restarted(now + 0.5)
+    assert circuit.record_failure(RULES.failures)
+
+
+def test_a_trial_that_proves_nothing_makes_room_for_the_next() -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.begin_trial("first")
+    circuit.end_trial("first")
+    assert circuit.wants_trial(now)
+
+
+def test_the_end_of_an_old_trial_does_not_end_the_new_one() -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.begin_trial("first")
+    circuit.record_failure(now + 1, began=now)
+    again = end_of_open(circuit)
+    circuit.begin_trial("second")
+    circuit.end_trial("first")
+    assert not circuit.wants_trial(again)
+
+
+def test_requests_that_began_before_it_opened_neither_extend_nor_close_it() -> None:
+    circuit = opened(now=100.0)
+    until = end_of_open(circuit)
+    assert not circuit.record_failure(110.0, began=90.0)
+    assert not circuit.record_failure(until + 1, began=90.0)
+    assert not circuit.record_success(until + 1, began=90.0)
+    assert circuit.open_until == until
+
+
+def test_an_old_failure_does_not_count_against_a_node_that_has_come_back() -> None:
+    circuit = opened(now=100.0)
+    now = end_of_open(circuit)
+    circuit.record_success(now, began=now)
+    circuit.record_failure(now + 1, began=99.0)
+    assert circuit.failures == 0
+
+
+@pytest.mark.parametrize(("calm", "length"), [(10.0, 60.0), (301.0, 30.0)])
+def test_the_doubling_is_forgotten_after_it_stayed_closed_for_long(
+    calm: float, length: float
+) -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.record_success(now, began=now)
+    for _ in range(RULES.failures):
+        circuit.record_failure(now + calm)
+    assert circuit.open_seconds == length
+
+
+def test_after_it_closed_it_has_a_slow_start() -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.record_success(now, began=now)
+    allowed = [circuit.slow_start_slots(8, now + t) for t in (0, 10, 15, 20, 29, 30, 31)]
+    assert allowed == [1, 3, 4, 6, 8, 8, 8]
+    assert circuit.next_change(now + 31) == float("inf")
+
+
+def test_a_slow_start_ends_without_any_call() -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.record_success(now, began=now)
+    assert circuit.next_change(now + 29.5) == now + 30
+    assert circuit.next_change(now + 30) == float("inf")
+    assert circuit.fully_closed
+
+
+def test_a_node_that_never_failed_has_no_slow_start() -> None:
+    assert a_circuit().slow_start_slots(8, 0.0) == 8
+
+
+def test_an_operator_can_close_it() -> None:
+    circuit = opened()
+    assert circuit.close(1.0)
+    assert circuit.phase(1.0) is CircuitPhase.CLOSED
+    assert not circuit.close(1.0)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["failed", "succeeded", "trial", "end"]),
+        st.floats(0, 50),
+        st.floats(0, 100),
+    )
+)
+
+
+@given(steps)
+def test_any_events_leave_at_most_one_trial_and_bounded_openings(
+    story: list[tuple[str, float, float]],
+) -> None:
+    circuit, now, out = a_circuit(), 1000.0, None
+    for n, (what, passes, ago) in enumerate(story):
+        now += passes
+        if what == "failed":
+            was = circuit.open_until
+            if circuit.record_failure(now, began=now - ago):
+                assert circuit.phase(now) is CircuitPhase.OPEN
+                assert 30 <= circuit.open_seconds <= 300
+                assert end_of_open(circuit) - now <= 300 * (1 + OPEN_JITTER)
+            else:
+                assert circuit.open_until == was
+        elif what == "succeeded":
+            circuit.record_success(now, began=now - ago)
+        elif what == "trial" and circuit.wants_trial(now):
+            out = n
+            circuit.begin_trial(out)
+            assert not circuit.wants_trial(now)
+        elif what == "end":
+            circuit.end_trial(out)
+        assert circuit.next_change(now) > now
+        assert 0 < circuit.slow_start_share(now) <= 1
+        assert 1 <= circuit.slow_start_slots(4, now) <= 4
+
+
+class Endpoint:
+    """An endpoint with so many places, its own queue, and a decode that slows down when full."""
+
+    def __init__(
+        self,
+        *,
+        places: int = 10_000,
+        queue: int = 10_000,
+        knee: int = 10_000,
+        first: Callable[[random.Random], float] = lambda _: 0.2,
+        token: float = 0.01,
+    ) -> None:
+        self.places = places
+        self.queue = queue
+        self.knee = knee
+        self.first = first
+        self.token = token
+        self.rng = random.Random(7)
+        self.refusals: list[float] = []
+        self.free_at: list[float] = []
+
+    def run(
+        self, limit: ConcurrencyLimit, *, seconds: float, demand: int = 10_000, start: float = 0.0
+    ) -> list[tuple[float, int]]:
+        """Let `demand` clients send one request after the other, as far as the limit allows."""
+        now, out = start, 0
+        events: list[tuple[float, int, Callable[[], None]]] = []
+        history = [(now, limit.slots)]
+        count = 0
+        running = 0
+        inside = 0
+
+        def later(when: float, what: Callable[[], None]) -> None:
+            nonlocal count
+            count += 1
+            heapq.heappush(events, (when, count, what))
+
+        def ended(began: float, first: float, prompt: float, tokens: float) -> Callable[[], None]:
+            def end() -> None:
+                nonlocal out, running, inside
+                out -= 1
+                running -= 1
+                inside -= 1
+                limit.record_success(
+                    began, now, ttft=first, prompt_tokens=prompt, completion_tokens=tokens
+                )
+
+            return end
+
+        def refused(began: float) -> Callable[[], None]:
+            def end() -> None:
+                nonlocal out
+                out -= 1
+                self.refusals.append(now)
+                limit.record_refusal(began, now)
+
+            return end
+
+        while now < start + seconds:
+            while out < min(limit.slots, demand) and not limit.paused(now):
+                out += 1
+                limit.record_in_flight(out)
+                if inside >= self.places + self.queue:
+                    later(now + 0.02, refused(now))
+                    continue
+                inside += 1
+                prompt = self.rng.choice([30.0, 200.0, 1500.0])
+                tokens = float(self.rng.randint(20, 60))
+                begins = now
+                while self.free_at and self.free_at[0] <= now:
+                    heapq.heappop(self.free_at)
+                if len(self.free_at) >= self.places:
+                    begins = heapq.heappop(self.free_at)
+                running += 1
+                slower = max(1.0, running / self.knee)
+                first = begins - now + self.first(self.rng) * slower + prompt / 10_000
+                end = now + first + (tokens - 1) * self.token * slower
+                heapq.heappush(self.free_at, end)
+                later(end, ended(now, first, prompt, tokens))
+            if not events:
+                now = limit.paused_until
+                continue
+            now, _, what = heapq.heappop(events)
+            what()
+            history.append((now, limit.slots))
+        return history
+
+
+def settled(history: list[tuple[float, int]], after: float) -> list[int]:
+    return [slots for when, slots in history if when >= after]
+
+
+def answer(
+    limit: ConcurrencyLimit, now: float, *, first: float | None = 0.2, seconds: float = 1.0
+) -> bool:
+    return limit.record_success(
+        now - seconds, now, ttft=first, prompt_tokens=100, completion_tokens=100
+    )
+
+
+def test_it_starts_at_eight() -> None:
+    assert ConcurrencyLimit().slots == START_LIMIT == 8
+
+
+def test_it_grows_while_it_is_used_and_latency_is_steady() -> None:
+    history = Endpoint().run(ConcurrencyLimit(), seconds=60)
+    assert history[-1][1] > 200
+    assert max(slots for _, slots in history) <= MOST_LIMIT
+
+
+def test_it_does_not_grow_when_it_is_not_used() -> None:
+    history = Endpoint().run(ConcurrencyLimit(), seconds=60, demand=4)
+    assert {slots for _, slots in history} == {START_LIMIT}
+
+
+@pytest.mark.parametrize("places", [3, 20])
+def test_it_finds_the_limit_of_an_endpoint_that_refuses_requests_beyond_it(places: int) -> None:
+    limit = ConcurrencyLimit()
+    endpoint = Endpoint(places=places, queue=0)
+    history = endpoint.run(limit, seconds=600)
+    late = settled(history, 300)
+    assert max(late) <= places + 1
+    assert sum(late) / len(late) >= 0.6 * places
+    # It exceeds the places about once a minute, and no more often.
+    last = [when for when in endpoint.refusals if when >= 300]
+    assert len(last) <= 300 / REFUSAL_REMEMBERED + 2
+
+
+@pytest.mark.parametrize("places", [4, 16])
+def test_it_finds_the_limit_of_an_endpoint_that_queues_requests_beyond_it(places: int) -> None:
+    limit = ConcurrencyLimit()
+    endpoint = Endpoint(places=places)
+    endpoint.run(limit, seconds=30, demand=2)  # a quiet time shows the least latency
+    history = endpoint.run(limit, seconds=600, start=31.0)
+    late = settled(history, 200)
+    assert 0.7 * places <= sum(late) / len(late) <= 2.5 * places
+
+
+def test_it_stops_where_every_token_gets_slower() -> None:
+    limit = ConcurrencyLimit()
+    endpoint = Endpoint(knee=20)
+    history = endpoint.run(limit, seconds=300)
+    late = settled(history, 100)
+    assert 15 <= sum(late) / len(late) <= 45
+
+
+def test_cached_prompts_do_not_make_the_others_look_slow() -> None:
+    def first(rng: random.Random) -> float:
+        return 0.02 if rng.random() < 0.3 else 0.4
+
+    history = Endpoint(first=first).run(ConcurrencyLimit(), seconds=60)
+    assert min(slots for _, slots in history) >= START_LIMIT
+    assert history[-1][1] > 50
+
+
+def test_requests_refused_together_count_once() -> None:
+    limit = ConcurrencyLimit()
+    for _ in range(8):
+        limit.record_refusal(10.0, 10.1)
+    assert limit.slots == int(START_LIMIT * REFUSAL_CUT)
+
+
+def test_an_answer_to_a_request_before_the_last_change_does_not_count() -> None:
+    limit = ConcurrencyLimit()
+    limit.record_refusal(10.0, 10.1)
+    limit.record_in_flight(8)
+    for _ in range(50):
+        limit.record_success(10.0, 11.0, ttft=0.1, prompt_tokens=10, completion_tokens=10)
+    assert limit.slots == int(START_LIMIT * REFUSAL_CUT)
+
+
+def test_a_requested_pause_is_kept_and_bounded() -> None:
+    limit = ConcurrencyLimit()
+    assert limit.record_refusal(0.0, 1.0, retry_after=20.0)
+    assert limit.paused(20.9)
+    assert not limit.paused(21.0)
+    limit.record_refusal(30.0, 31.0, retry_after=1e9)
+    assert limit.paused_until == 31.0 + MOST_PAUSE
+
+
+def test_a_longer_pause_is_not_shortened_by_a_later_refusal() -> None:
+    limit = ConcurrencyLimit()
+    limit.record_refusal(0.0, 1.0, retry_after=60.0)
+    limit.record_refusal(0.5, 1.5, retry_after=1.0)
+    assert limit.paused_until == 61.0
+
+
+def test_the_pauses_of_an_endpoint_that_keeps_refusing_get_longer() -> None:
+    limit, now = ConcurrencyLimit(), 0.0
+    pauses = []
+    for _ in range(12):
+        limit.record_refusal(now, now)
+        pauses.append(limit.paused_until - now)
+        now = limit.paused_until + 0.01
+    assert pauses[:3] == pytest.approx([0.25, 0.5, 1.0])
+    assert pauses[-1] == pytest.approx(30.0)
+    answer(limit, now)
+    limit.record_refusal(now + 1, now + 1)
+    assert limit.paused_until - (now + 1) == pytest.approx(0.25)
+
+
+def test_an_endpoint_out_of_credit_is_paused_and_keeps_its_limit() -> None:
+    limit, now = ConcurrencyLimit(), 0.0
+    for _ in range(12):
+        now = max(now, limit.paused_until)
+        assert limit.record_refusal(now, now, crowded=False)
+    assert limit.paused_until - now == pytest.approx(30.0)
+    assert limit.slots == START_LIMIT
+    at_once = ConcurrencyLimit()
+    for _ in range(12):
+        at_once.record_refusal(0.0, 1.0, crowded=False)
+    assert at_once.paused_until - 1.0 == pytest.approx(0.25), "they count as one"
+
+
+def test_an_endpoint_that_stays_slower_is_used_fully_again_after_a_while() -> None:
+    limit = ConcurrencyLimit()
+    quick = Endpoint()
+    quick.run(limit, seconds=20, demand=8)
+    slow = Endpoint(first=lambda _: 1.2, token=0.06)
+    shrunk = slow.run(limit, seconds=200, demand=8, start=20.0)
+    assert shrunk[-1][1] < START_LIMIT
+    back = slow.run(limit, seconds=4000, demand=8, start=300.0)
+    assert back[-1][1] >= START_LIMIT
+
+
+def test_answers_in_one_piece_count_too() -> None:
+    limit, now = ConcurrencyLimit(), 0.0
+    for seconds in (1.0, 10.0):
+        for _ in range(40):
+            now += 20.0
+            limit.record_in_flight(limit.slots)
+            answer(limit, now, first=None, seconds=seconds)
+    assert limit.slots < START_LIMIT
+
+
+calls = st.lists(
+    st.tuples(
+        st.sampled_from(["answered", "refused", "took"]),
+        st.floats(0, 5),
+        st.floats(allow_nan=True, allow_infinity=True),
+        st.floats(allow_nan=True, allow_infinity=True),
+        st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True)),
+    ),
+    max_size=300,
+)
+
+
+@given(calls)
+def test_any_events_leave_it_within_its_bounds(
+    events: list[tuple[str, float, float, float, float | None]],
+) -> None:
+    limit, now = ConcurrencyLimit(), 0.0
+    for what, gap, one, other, maybe in events:
+        now += gap
+        if what == "took":
+            limit.record_in_flight(min(int(gap * 300), MOST_LIMIT))
+        elif what == "refused":
+            limit.record_refusal(now - gap, now, maybe)
+        else:
+            limit.record_success(
+                now - gap, now, ttft=maybe, prompt_tokens=one, completion_tokens=other
+            )
+        assert LEAST_LIMIT <= limit.slots <= MOST_LIMIT
+        assert limit.paused_until <= now + MOST_PAUSE

@@ -1,0 +1,783 @@
+"""All nodes: reloads, drains, models, prices, and slots of abandoned requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.config.node import NodeSpec
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.events import EventBus, NodeChanged
+from gateway.nodes.fleet import (
+    BLIND_HOLD,
+    PRICES_AGE,
+    Fleet,
+    GpuCosts,
+    alive_nodes,
+    hold_without_slots,
+    most_hold,
+    released_slots,
+)
+from gateway.nodes.node import (
+    Lease,
+    LeasePhase,
+    Node,
+    NodeState,
+)
+from gateway.nodes.state_files import DrainedNodes
+from gateway.transport.pool import ConnectionPool, open_node_pool
+from tests.emulator import EmulatedNode
+from tests.nodes.build import (
+    Clock,
+    NoUpstream,
+    Running,
+    a_fleet,
+    a_node,
+    a_spec,
+    inventory,
+    is_held,
+    take,
+)
+from tests.transport.pool_client import pool_client
+from tests.virtual import in_virtual_time, now
+
+
+def is_closed(upstream: ConnectionPool) -> bool:
+    return upstream.closed
+
+
+@in_virtual_time
+async def test_an_empty_inventory_is_probed_at_once() -> None:
+    async with a_fleet() as fleet:
+        assert fleet.fleet.model_index.model_names() == ()
+
+
+@in_virtual_time
+async def test_a_new_node_is_published_and_becomes_ready() -> None:
+    async with EmulatedNode() as server, a_fleet() as fleet:
+        change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
+        assert (change.added, change.changed, change.removed) == (["a"], [], [])
+        await fleet.until_state("a", NodeState.READY)
+        assert fleet.states("a") == ["starting", "ready"]
+
+
+@in_virtual_time
+async def test_an_unchanged_inventory_changes_nothing() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node, upstream = fleet["a"], fleet["a"].upstream
+        change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
+        assert (change.added, change.changed, change.removed) == ([], [], [])
+        assert fleet["a"] is node
+        assert node.upstream is upstream
+        assert fleet.states("a") == ["starting", "ready"]
+
+
+@in_virtual_time
+async def test_labels_and_limits_change_in_a_running_node() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node, upstream = fleet["a"], fleet["a"].upstream
+        lease = take(node)
+        before = fleet.capacity
+        change = fleet.fleet.apply(
+            inventory(a_spec(url=server.url, slots=5, speed_hint=3, labels={"numa": "1"}))
+        )
+        assert change.changed == ["a"]
+        assert (fleet["a"], node.upstream) == (node, upstream)
+        assert (node.slots_total, node.free_slots(now())) == (5, 4)
+        assert node.spec.written_hint == 3
+        assert fleet.capacity > before
+        assert node.state is NodeState.READY
+        lease.release()
+        assert node.free_slots(now()) == 5
+
+
+@in_virtual_time
+async def test_a_node_with_fewer_slots_than_leases_has_none_free() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url, slots=3)) as fleet:
+        leases = [take(fleet["a"]) for _ in range(3)]
+        fleet.fleet.apply(inventory(a_spec(url=server.url, slots=1)))
+        assert fleet["a"].free_slots(now()) == 0
+        for lease in leases:
+            lease.release()
+        assert fleet["a"].free_slots(now()) == 1
+
+
+@in_virtual_time
+async def test_a_removed_node_finishes_its_requests_and_is_closed() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node = fleet["a"]
+        lease = take(node)
+        assert fleet.fleet.apply(inventory()).removed == ["a"]
+        assert fleet.states("a") == ["starting", "ready", None]
+        assert "a" not in fleet.fleet.nodes
+        assert node.free_slots(now()) == 0
+        assert (await pool_client(lease.upstream).get("/health")).status_code == 200
+        lease.release()
+        await fleet.until(lambda: is_closed(node.upstream))
+
+
+@in_virtual_time
+async def test_a_removed_node_that_comes_back_meanwhile_is_the_same_node() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node = fleet["a"]
+        lease = take(node)
+        fleet.fleet.apply(inventory())
+        fleet.fleet.apply(inventory(a_spec(url=server.url)))
+        assert fleet["a"] is node
+        assert node.leased == 1
+        lease.release()
+        await fleet.until_state("a", NodeState.READY)
+        assert node.free_slots(now()) == 2
+        assert not is_closed(node.upstream)
+        assert fleet.states("a")[:3] == ["starting", "ready", None]
+        assert fleet.states("a")[-1] == "ready"
+
+
+@in_virtual_time
+async def test_another_url_is_another_server_and_requests_end_on_the_old_one() -> None:
+    async with (
+        EmulatedNode() as one,
+        EmulatedNode(slots=3) as two,
+        a_fleet(a_spec(url=one.url)) as fleet,
+    ):
+        old = fleet["a"]
+        lease = take(old)
+        assert fleet.fleet.apply(inventory(a_spec(url=two.url))).changed == ["a"]
+        assert fleet["a"] is not old
+        await fleet.until_state("a", NodeState.READY)
+        assert fleet["a"].free_slots(now()) == 3
+        assert fleet.states("a") == ["starting", "ready", "starting", "ready"]
+        assert lease.upstream is old.upstream
+        assert not is_closed(old.upstream)
+        # And back to the first URL, while the first request still runs there.
+        second = fleet["a"]
+        fleet.fleet.apply(inventory(a_spec(url=one.url)))
+        assert fleet["a"] is old
+        await fleet.until(lambda: is_closed(second.upstream))
+        lease.release()
+        await fleet.until_state("a", NodeState.READY)
+        assert not is_closed(old.upstream)
+
+
+@in_virtual_time
+async def test_another_key_opens_new_connections_to_the_same_server() -> None:
+    async with (
+        EmulatedNode(api_key="right") as server,
+        a_fleet(a_spec(url=server.url, api_key="right")) as fleet,
+    ):
+        node, before = fleet["a"], fleet["a"].upstream
+        lease = take(node)
+        server.api_key = "new"
+        fleet.fleet.apply(inventory(a_spec(url=server.url, api_key="new")))
+        assert fleet["a"] is node
+        assert node.upstream is not before
+        assert lease.upstream is before
+        assert node.leased == 1
+        assert (await pool_client(before).get("/health")).status_code == 200
+        newer = take(node)
+        lease.release()
+        await fleet.until(lambda: is_closed(before))
+        assert not is_closed(node.upstream)
+        newer.release()
+
+
+@in_virtual_time
+async def test_a_corrected_key_is_tried_at_once() -> None:
+    async with (
+        EmulatedNode(api_key="right") as server,
+        a_fleet(a_spec(url=server.url, api_key="wrong"), interval=60) as fleet,
+    ):
+        assert fleet.state("a") is NodeState.DOWN
+        fleet.fleet.apply(inventory(a_spec(url=server.url, api_key="right")))
+        await fleet.until_state("a", NodeState.READY)
+
+
+@in_virtual_time
+async def test_a_node_can_be_disabled_and_enabled() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
+        fleet.fleet.apply(inventory(a_spec(url=server.url, enabled=False)))
+        assert fleet.state("a") is NodeState.STANDBY
+        assert fleet.fleet.model_index.model_names() == ()
+        fleet.fleet.apply(inventory(a_spec(url=server.url)))
+        # Its last probe is old: it is probed before it gets work.
+        assert fleet.state("a") is NodeState.STARTING
+        await fleet.until_state("a", NodeState.READY)
+        assert fleet.states("a") == ["starting", "ready", "standby", "starting", "ready"]
+
+
+@in_virtual_time
+async def test_an_inventory_that_cannot_be_connected_changes_nothing() -> None:
+    opened: list[NoUpstream] = []
+
+    def picky(spec: NodeSpec) -> ConnectionPool:
+        if spec.name == "bad":
+            raise OSError("no such CA file")
+        opened.append(NoUpstream())
+        return cast("ConnectionPool", opened[-1]) if spec.name == "c" else open_node_pool(spec)
+
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), connect=picky) as fleet:
+        with pytest.raises(OSError, match="CA file"):
+            fleet.fleet.apply(inventory(a_spec("c"), a_spec("bad")))
+        assert list(fleet.fleet.nodes) == ["a"]
+        assert fleet.state("a") is NodeState.READY
+        await fleet.until(lambda: opened[-1].closed)
+
+
+@in_virtual_time
+async def test_nodes_are_in_the_inventorys_order() -> None:
+    specs = [a_spec(name, enabled=False) for name in "cab"]
+    async with a_fleet(*specs) as fleet:
+        assert list(fleet.fleet.nodes) == ["c", "a", "b"]
+        fleet.fleet.apply(inventory(*reversed(specs)))
+        assert list(fleet.fleet.nodes) == ["b", "a", "c"]
+
+
+@in_virtual_time
+async def test_a_drained_node_gets_no_work_even_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "drains.json"
+    async with EmulatedNode() as server:
+        spec = a_spec(url=server.url)
+        async with a_fleet(spec, drains=path) as fleet:
+            fleet.fleet.drain("a")
+            await fleet.fleet.save_orders()
+            assert fleet.state("a") is NodeState.DRAINING
+            assert fleet["a"].free_slots(now()) == 0
+        async with a_fleet(spec, drains=path) as fleet:
+            assert fleet.state("a") is NodeState.DRAINING
+            before = fleet.capacity
+            fleet.fleet.resume("a")
+            await fleet.fleet.save_orders()
+            assert fleet.state("a") is NodeState.READY
+            assert fleet["a"].free_slots(now()) == 2
+            assert fleet.capacity > before
+        async with a_fleet(spec, drains=path) as fleet:
+            assert fleet.state("a") is NodeState.READY
+
+
+@in_virtual_time
+async def test_unknown_names_are_a_key_error() -> None:
+    async with a_fleet() as fleet:
+        with pytest.raises(KeyError):
+            fleet.fleet.drain("nobody")
+        with pytest.raises(KeyError):
+            fleet.fleet.resume("nobody")
+        with pytest.raises(KeyError):
+            await fleet.fleet.probe("nobody")
+
+
+@in_virtual_time
+async def test_models_are_declared_or_reported_by_nodes_down_or_not() -> None:
+    async with EmulatedNode(model="said") as server:
+        specs = [
+            a_spec("a", server.url),
+            a_spec("b", server.url, model={"public": "said"}),
+            a_spec("c", model=["declared", "public"]),
+            a_spec("d", model="off", enabled=False),
+        ]
+        async with a_fleet(*specs) as fleet:
+            assert fleet.fleet.model_index.model_names() == ("said", "public", "declared")
+            assert [node.name for node in fleet.fleet.model_index.nodes_for("public")] == ["b", "c"]
+            assert fleet.fleet.model_index.serves("declared")
+            assert not fleet.fleet.model_index.serves("off")
+            assert fleet.fleet.model_index.nodes_for("off") == ()
+            await server.kill()
+            await fleet.until_state("a", NodeState.DOWN)
+            assert fleet.fleet.model_index.serves("said")
+
+
+@in_virtual_time
+async def test_the_models_of_a_node_that_comes_back_while_it_is_down_are_remembered() -> None:
+    async with EmulatedNode(model="said") as server, a_fleet(a_spec(url=server.url)) as fleet:
+        await server.kill()
+        fleet.fleet.apply(inventory())
+        assert not fleet.fleet.model_index.serves("said")
+        fleet.fleet.apply(inventory(a_spec(url=server.url)))
+        await fleet.until_state("a", NodeState.DOWN)
+        assert fleet.fleet.model_index.serves("said")
+        # Another server has reported nothing.
+        fleet.fleet.apply(inventory(a_spec()))
+        assert not fleet.fleet.model_index.serves("said")
+
+
+@in_virtual_time
+async def test_another_model_on_a_node_is_noticed() -> None:
+    async with EmulatedNode(model="old") as server, a_fleet(a_spec(url=server.url)) as fleet:
+        assert fleet.fleet.model_index.model_names() == ("old",)
+        server.engine.model = "new"
+        await fleet.until(lambda: fleet.fleet.model_index.model_names() == ("new",))
+
+
+@in_virtual_time
+async def test_another_model_is_noticed_by_the_next_probe_though_nobody_asks_the_node() -> None:
+    async with (
+        EmulatedNode(model="old") as server,
+        a_fleet(a_spec(url=server.url), interval=5.0, discover_interval=3600) as fleet,
+    ):
+        await asyncio.sleep(60)
+        server.engine.model = "new"
+        began = now()
+        await fleet.until(lambda: fleet.fleet.model_index.model_names() == ("new",))
+        assert now() - began < 6
+
+
+@in_virtual_time
+async def test_a_server_whose_props_stay_the_same_is_not_asked_for_its_models() -> None:
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec(url=server.url), interval=5.0, discover_interval=3600) as fleet,
+    ):
+        for status in (200, 500):
+            if status != 200:
+                server.faults.set("status", path="/props", status=status)
+            await asyncio.sleep(10)
+            before = server.control_requests
+            await asyncio.sleep(60)
+            asked = server.control_requests - before
+            # /health, /props and /slots with each probe.
+            assert 3 * 10 <= asked <= 3 * 14, status
+            assert fleet.state("a") is NodeState.READY
+
+
+@in_virtual_time
+async def test_another_model_is_noticed_at_once_if_the_restart_broke_a_request() -> None:
+    async with (
+        EmulatedNode(model="old") as server,
+        a_fleet(a_spec(url=server.url), discover_interval=3600) as fleet,
+    ):
+        server.engine.model = "new"
+        began = now()
+        fleet.fleet.request_failed(fleet["a"], began)
+        await fleet.until(lambda: fleet.fleet.model_index.model_names() == ("new",))
+        assert now() - began < 5
+
+
+@in_virtual_time
+async def test_a_node_that_has_not_reported_its_models_may_serve_any() -> None:
+    async with EmulatedNode() as server:
+        server.loading = True
+        async with a_fleet(a_spec(url=server.url)) as fleet:
+            assert fleet.state("a") is NodeState.LOADING
+            assert fleet.fleet.model_index.not_found_error("other").code == "no_node"
+            server.loading = False
+            await fleet.until_state("a", NodeState.READY)
+            assert fleet.fleet.model_index.not_found_error("other").code == "model_not_found"
+
+
+@in_virtual_time
+async def test_changed_settings_are_in_force_at_once() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=3600) as fleet:
+        await server.kill()
+        health = HealthSettings(interval=0.05, timeout=0.2, fall=1, failures=1)
+        fleet.fleet.configure(health, TimeoutSettings(silence=7))
+        await fleet.until_state("a", NodeState.DOWN)
+        assert fleet["a"].silence_timeout == 7
+        assert fleet["a"].circuit.settings is health
+
+
+@in_virtual_time
+async def test_a_closed_fleet_leaves_no_task_and_no_connection() -> None:
+    async with EmulatedNode() as server:
+        before = asyncio.all_tasks()
+        async with a_fleet(a_spec("a", server.url), a_spec("b", server.url)) as fleet:
+            nodes = list(fleet.fleet.nodes.values())
+            take(nodes[0]).abandon()
+            take(nodes[1])
+            fleet.fleet.apply(inventory(a_spec("a", server.url)))
+        assert asyncio.all_tasks() <= before
+        assert all(is_closed(node.upstream) for node in nodes)
+        await server.until(lambda: server.connections == 0)
+
+
+names = st.sampled_from(["a", "b", "c"])
+steps = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("reload"),
+            st.dictionaries(
+                names,
+                st.fixed_dictionaries(
+                    {
+                        "url": st.sampled_from(["http://127.0.0.1:9", "http://127.0.0.1:10"]),
+                        "slots": st.integers(1, 3),
+                        "enabled": st.booleans(),
+                        "api_key": st.sampled_from(["k", "l"]),
+                    }
+                ),
+            ),
+        ),
+        st.tuples(st.just("take"), st.integers(1, 2)),
+        st.tuples(st.just("back"), st.integers(0, 99)),
+        st.tuples(st.just("abandon"), st.integers(0, 99)),
+        st.tuples(st.just("drain"), names),
+        st.tuples(st.just("resume"), names),
+        st.tuples(st.just("fail"), names),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps)
+def test_any_order_of_reloads_and_leases_loses_nothing(
+    story: list[tuple[str, Any]],
+) -> None:
+    asyncio.run(play(story))
+
+
+class Play:
+    """A fleet of nodes without a network, and the states that it has published."""
+
+    def __init__(self) -> None:
+        self.upstreams: list[NoUpstream] = []
+        self.published: dict[str, str | None] = {}
+        self.all_nodes: set[Node] = set()
+        self.leases: list[Lease] = []
+        bus = EventBus()
+        bus.subscribe(NodeChanged, self.record)
+        self.fleet = Fleet(
+            connect=self.connect,
+            health=HealthSettings(failures=2),
+            timeouts=TimeoutSettings(),
+            bus=bus,
+            clock=time.monotonic,
+            rng=random.Random(7),
+            drained_nodes=DrainedNodes(),
+        )
+
+    def connect(self, spec: NodeSpec) -> ConnectionPool:
+        self.upstreams.append(NoUpstream())
+        return cast("ConnectionPool", self.upstreams[-1])
+
+    def record(self, change: NodeChanged) -> None:
+        assert change.old_state == self.published.get(change.node)
+        assert change.old_state != change.new_state
+        self.published[change.node] = change.new_state
+
+    def step(self, what: str, detail: Any) -> None:
+        nodes = self.fleet.nodes
+        if what == "reload":
+            specs = (a_spec(name, **keys) for name, keys in detail.items())
+            self.fleet.apply(inventory(*specs))
+            self.all_nodes.update(self.fleet.nodes.values())
+        elif what == "take":
+            self.leases.extend(take(node, detail) for node in nodes.values())
+        elif what in {"back", "abandon"}:
+            for lease in self.leases[detail : detail + 1]:
+                lease.release() if what == "back" else lease.abandon()
+        elif detail in nodes:
+            if what == "fail":
+                self.fleet.request_failed(nodes[detail], time.monotonic())
+            else:
+                self.fleet.drain(detail) if what == "drain" else self.fleet.resume(detail)
+
+    def check(self) -> None:
+        held = [lease for lease in self.leases if is_held(lease)]
+        for node in self.all_nodes:
+            assert node.leased == sum(lease.slots for lease in held if lease.node is node)
+        for name, node in self.fleet.nodes.items():
+            assert self.published[name] == node.state.value
+        assert {name for name, state in self.published.items() if state} == set(self.fleet.nodes)
+        assert not any(cast("NoUpstream", lease.upstream).closed for lease in held)
+
+
+async def play(story: list[tuple[str, Any]]) -> None:
+    scene = Play()
+    await scene.fleet.start(inventory())
+    for what, detail in story:
+        scene.step(what, detail)
+        scene.check()
+        await asyncio.sleep(0)
+    for lease in scene.leases:
+        lease.release()
+    assert all(node.leased == 0 for node in scene.all_nodes)
+    in_use = {id(node.upstream) for node in scene.fleet.nodes.values()}
+    async with asyncio.timeout(30):
+        while {id(one) for one in scene.upstreams if not one.closed} != in_use:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await scene.fleet.aclose()
+    assert all(upstream.closed for upstream in scene.upstreams)
+
+
+def test_a_slot_that_the_node_shows_free_is_released() -> None:
+    node = a_node(slots=2)
+    take(node).abandon()
+    assert released_slots(1, node.leases, 1001.0) == 0
+    assert released_slots(0, node.leases, 1001.0) == 1
+
+
+def test_busy_slots_are_attributed_to_live_requests_first() -> None:
+    node = a_node(slots=3)
+    take(node)
+    take(node).abandon()
+    assert released_slots(2, node.leases, 1001.0) == 0
+    assert released_slots(1, node.leases, 1001.0) == 1
+
+
+def test_a_request_that_may_not_have_reached_its_slot_accounts_for_nothing() -> None:
+    node = a_node(slots=3)
+    take(node)
+    take(node).abandon()
+    assert released_slots(1, node.leases, 1000.1) == 0
+
+
+def test_a_request_abandoned_at_once_may_reach_its_slot_later() -> None:
+    node = a_node(slots=3)
+    lease = take(node)
+    lease.abandon()
+    assert released_slots(0, node.leases, 1000.1) == 0
+    assert released_slots(0, node.leases, 1000.3) == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.floats(0, 5))), st.integers(0, 20))
+def test_never_more_slots_than_were_abandoned_are_released(
+    taken: list[tuple[int, bool, float]], busy: int
+) -> None:
+    clock = Clock()
+    node = a_node(clock, slots=4)
+    abandoned = 0
+    for slots, left, seconds in taken:
+        lease = take(node, slots)
+        clock.passes(seconds)
+        if left:
+            lease.abandon()
+            abandoned += slots
+    assert 0 <= released_slots(busy, node.leases, clock()) <= abandoned
+
+
+def abandoned(*, moved: bool = False, after: float = 0.0, **keys: Any) -> Lease:
+    clock = Clock()
+    lease = take(a_node(clock), **keys)
+    clock.passes(after)
+    if moved:
+        lease.content_received(clock())
+    lease.abandon()
+    return lease
+
+
+def test_without_slots_to_read_the_hold_follows_from_the_request() -> None:
+    assert hold_without_slots(abandoned(moved=True)) == BLIND_HOLD
+    assert hold_without_slots(abandoned(expected_prefill=30.0, after=10.0)) == pytest.approx(20.0)
+    assert hold_without_slots(abandoned(expected_prefill=30.0, after=50.0)) == BLIND_HOLD
+    assert hold_without_slots(abandoned()) == 60.0
+    plain = abandoned(stream=False, moved=True, expected_total=45.0, after=5.0)
+    assert hold_without_slots(plain) == pytest.approx(40.0)
+    assert hold_without_slots(abandoned(stream=False, expected_total=900.0)) == 60.0
+    assert hold_without_slots(abandoned(stream=False)) == 60.0
+
+
+def test_the_longest_hold_grows_with_the_predicted_prefill() -> None:
+    assert most_hold(abandoned()) == 60.0
+    assert most_hold(abandoned(expected_prefill=100.0)) == 400.0
+
+
+@asynccontextmanager
+async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
+    """A running chat with its lease; leaving the block closes the connection."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 400}
+    lease = take(fleet["a"], stream=True)
+    client = pool_client(lease.upstream)
+    async with client.stream("POST", "/v1/chat/completions", json=body | keys) as response:
+        lease.head_received(now())
+        if not keys:
+            # Keep a reference: a garbage-collected iterator closes the connection.
+            parts = response.aiter_bytes()
+            await anext(parts)
+            lease.content_received(now())
+        yield lease
+
+
+@in_virtual_time
+async def test_the_slot_of_a_cut_stream_is_released_when_the_node_shows_it_free() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url), interval=60) as fleet,
+    ):
+        async with streaming(fleet) as lease:
+            pass
+        told, began = fleet.capacity, now()
+        lease.abandon()
+        assert fleet["a"].leased == 1
+        await fleet.until(lambda: not is_held(lease))
+        assert server.busy == 0
+        assert fleet.capacity > told
+        assert now() - began < 0.2
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_a_slot_is_held_while_it_reads_an_abandoned_prompt_to_its_end() -> None:
+    async with (
+        EmulatedNode(slots=1, prefill_tps=200, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url), interval=60) as fleet,
+    ):
+        content = "word " * 200
+        async with streaming(fleet, messages=[{"role": "user", "content": content}]) as lease:
+            pass
+        lease.abandon()
+        await asyncio.sleep(0.4)
+        assert server.busy == 1
+        assert lease.phase is LeasePhase.RECLAIM
+        assert fleet["a"].free_slots(now()) == 0
+        freed = 0.0
+
+        def over() -> bool:
+            nonlocal freed
+            if not freed and server.busy == 0:
+                freed = now()
+            return not is_held(lease)
+
+        await fleet.until(over)
+        assert freed
+        assert now() - freed < 1.5
+
+
+@in_virtual_time
+async def test_a_live_neighbour_does_not_keep_the_slot_of_an_abandoned_request() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url), interval=60) as fleet,
+    ):
+        async with streaming(fleet) as neighbour:
+            async with streaming(fleet) as lease:
+                pass
+            lease.abandon()
+            await fleet.until(lambda: not is_held(lease))
+            assert server.busy == 1
+            assert is_held(neighbour)
+            assert fleet["a"].free_slots(now()) == 1
+        neighbour.release()
+
+
+@in_virtual_time
+async def test_the_slots_of_many_streams_cut_at_once_are_all_released() -> None:
+    async with (
+        EmulatedNode(slots=8, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        leases = []
+
+        async def one() -> None:
+            async with streaming(fleet) as lease:
+                leases.append(lease)
+                await fleet.until(lambda: server.peak_busy == 8)
+            lease.abandon()
+
+        await asyncio.gather(*(one() for _ in range(8)))
+        await fleet.until(lambda: fleet["a"].leased == 0)
+        assert len(leases) == 8
+        assert fleet["a"].foreign == 0
+
+
+@in_virtual_time
+async def test_the_slots_of_a_node_that_is_gone_are_released_at_once() -> None:
+    async with EmulatedNode(slots=1) as server, a_fleet(a_spec(url=server.url)) as fleet:
+        server.faults.set("status", path="/slots", status=500)
+        lease = take(fleet["a"])
+        lease.abandon()
+        await asyncio.sleep(0.2)
+        assert is_held(lease)
+        server.faults.clear()
+        await server.kill()
+        await fleet.until(lambda: not is_held(lease))
+
+
+@in_virtual_time
+async def test_without_slots_to_read_a_cut_stream_is_released_soon() -> None:
+    async with (
+        EmulatedNode(slots=1, endpoint_slots=False) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        lease = take(fleet["a"])
+        lease.content_received(now())
+        began = now()
+        lease.abandon()
+        await fleet.until(lambda: not is_held(lease))
+        assert BLIND_HOLD <= now() - began < 2 * BLIND_HOLD
+
+
+@in_virtual_time
+async def test_a_slot_is_not_held_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    async with EmulatedNode(slots=1) as server:
+        timeouts = {"silence": 0.3}
+        async with a_fleet(a_spec(url=server.url), prefill_grace=0.3, timeouts=timeouts) as fleet:
+            server.faults.set("status", path="/slots", status=500)
+            lease = take(fleet["a"])
+            with caplog.at_level(logging.WARNING):
+                lease.abandon()
+                await fleet.until(lambda: not is_held(lease))
+            assert "Node a has not shown" in caplog.text
+            server.faults.clear()
+
+
+@in_virtual_time
+async def test_a_removed_node_stays_open_until_its_abandoned_work_has_ended() -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        node = fleet["a"]
+        async with streaming(fleet) as lease:
+            fleet.fleet.apply(inventory())
+        lease.abandon()
+        await fleet.until(lambda: not is_held(lease))
+        assert node.state is NodeState.READY
+        await fleet.until(lambda: node.upstream.closed)
+
+
+# What nodes cost: whose hours count, and what tokens would cost on the GPU tier.
+
+
+DEAD = "http://127.0.0.1:9"
+
+
+async def test_only_nodes_that_are_heard_of_cost_their_hours() -> None:
+    specs = [a_spec(state.value, DEAD, cost_per_hour=0.5) for state in NodeState]
+    async with a_fleet(*specs) as running:
+        for state in NodeState:
+            running.fleet.nodes[state.value].state = state
+        alive = {node.name: node for node in alive_nodes(running.fleet)}
+        assert set(alive) == {
+            *("draining", "sleeping", "loading", "ejected", "mute", "degraded", "ready")
+        }
+        assert alive["ready"].cost_per_hour == 0.5
+        assert alive["ready"].tier == "cpu"
+
+
+async def test_tokens_cost_what_the_cheapest_gpu_node_of_their_model_takes() -> None:
+    specs = [
+        a_spec("cpu", DEAD, model="m", cost_per_hour=0.1),
+        a_spec("free", DEAD, model="m", tier="gpu"),
+        a_spec(
+            "hosted",
+            DEAD,
+            kind="openai",
+            model="m",
+            tier="gpu",
+            cost_per_million_tokens={"prompt": 1.0, "completion": 4.0},
+        ),
+        a_spec("own", DEAD, model=["m", "n"], tier="gpu", cost_per_hour=3.6, slots=2),
+    ]
+    async with a_fleet(*specs) as running:
+        times = [now()]
+        costs = GpuCosts(running.fleet, lambda: times[0])
+        assert costs.of("m", 1000, 0, 500) == pytest.approx(0.003)
+        # Its speed has not been measured.
+        assert costs.of("n", 1000, 0, 500) is None
+        assert costs.of("unknown", 1000, 0, 500) is None
+        speed = running.fleet.nodes["own"].speed
+        speed.prefill_tps, speed.decode_tps = 1000.0, 100.0
+        assert costs.of("n", 1000, 0, 500) is None
+        times[0] += PRICES_AGE
+        # 6 s of one of two slots, at 3.6 an hour.
+        assert costs.of("n", 1000, 0, 500) == pytest.approx(6 * 0.0005)
+        assert costs.of("n", 1000, 1000, 0) == 0.0

@@ -1,0 +1,1019 @@
+"""Nodes watched by a fleet: emulated servers that come, go, load, freeze and fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import random
+import socket
+import time
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
+
+import httpx
+import pytest
+
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.nodes.circuit import Circuit
+from gateway.nodes.health import (
+    LARGEST_RESPONSE,
+    another_prefills,
+    check_alive,
+    discover,
+    probe_slots,
+    sign_of_life,
+)
+from gateway.nodes.lifecycle import ProbeAnswer
+from gateway.nodes.node import Node, NodeSettings, NodeState
+from gateway.transport.errors import ConnectFailed, LocalResourcesExhausted
+from gateway.transport.pool import open_node_pool
+from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.gateways import running_gateway, until
+from tests.nodes.build import (
+    Clock,
+    Running,
+    a_fleet,
+    a_node,
+    a_spec,
+    inventory,
+    take,
+)
+from tests.servers import running_demo_servers
+from tests.transport.pool_client import pool_client
+from tests.transport.raw import Peer, raw_server
+from tests.virtual import in_virtual_time, now
+from tests.web.bare_gateway import CHAT as CHAT_PATH
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 500}
+
+
+@in_virtual_time
+async def test_a_node_is_ready_once_its_properties_are_known() -> None:
+    async with EmulatedNode(slots=3) as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node = fleet["a"]
+        assert node.state is NodeState.READY
+        assert node.free_slots(now()) == 3
+        assert fleet.states("a") == ["starting", "ready"]
+        assert fleet.capacity > 0
+
+
+@in_virtual_time
+async def test_all_nodes_are_probed_at_once_at_the_start() -> None:
+    async with EmulatedNode() as server:
+        specs = [a_spec(f"n{i}", server.url) for i in range(50)]
+        async with a_fleet(*specs, interval=60, timeout=5) as fleet:
+            assert all(node.state is NodeState.READY for node in fleet.fleet.nodes.values())
+
+
+@in_virtual_time
+async def test_a_node_that_is_not_there_at_the_start_does_not_delay_the_others() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec("a", server.url), a_spec("b")) as fleet:
+        assert fleet.state("b") is NodeState.DOWN
+        assert "http://127.0.0.1:9" in fleet["b"].reason
+        assert fleet.state("a") is NodeState.READY
+
+
+@in_virtual_time
+async def test_a_killed_server_goes_down_and_is_ready_again_when_it_is_back() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        await server.kill()
+        await fleet.until_state("a", NodeState.DOWN)
+        assert fleet["a"].free_slots(now()) == 0
+        before = fleet.capacity
+        server.slots.slots.pop()  # it comes back with fewer slots
+        await server.revive(loading=True)
+        await fleet.until_state("a", NodeState.LOADING)
+        server.loading = False
+        await fleet.until_state("a", NodeState.READY)
+        assert fleet.capacity > before
+        assert fleet["a"].slots_total == 1
+        assert fleet.states("a") == ["starting", "ready", "down", "loading", "ready"]
+
+
+@in_virtual_time
+async def test_a_node_that_names_no_model_is_down_until_the_inventory_names_one() -> None:
+    async with EmulatedNode() as server:
+        server.faults.set("status", path="/v1/models", status=404)
+        server.faults.set("status", path="/props", status=404)
+        async with a_fleet(a_spec(url=server.url)) as fleet:
+            assert fleet.state("a") is NodeState.DOWN
+            assert "(model: ...)" in fleet["a"].reason
+            fleet.fleet.apply(inventory(a_spec(url=server.url, model="m")))
+            await fleet.until_state("a", NodeState.READY)
+        server.faults.clear()
+
+
+async def server_is_asked_again(server: EmulatedNode) -> None:
+    asked = server.control_requests
+    await server.until(lambda: server.control_requests > asked + 4)
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_a_node_that_reads_a_prompt_is_mute_and_not_down() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        lease = take(fleet["a"])
+        server.faults.set("mute")
+        await fleet.until_state("a", NodeState.MUTE)
+        assert fleet["a"].free_slots(now()) == 0
+        assert "it reads a prompt" in fleet["a"].reason
+        await asyncio.sleep(2)  # more than `fall` probes
+        assert fleet.state("a") is NodeState.MUTE
+        before = fleet.capacity
+        server.faults.clear()
+        await fleet.until_state("a", NodeState.READY)
+        assert fleet.capacity > before
+        assert fleet.states("a") == ["starting", "ready", "mute", "ready"]
+        lease.release()
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_a_node_whose_streams_move_is_mute_until_they_stop() -> None:
+    async with EmulatedNode() as server:
+        spec = a_spec(url=server.url)
+        async with a_fleet(spec, prefill_grace=0.01, timeouts={"silence": 0.6}) as fleet:
+            lease = take(fleet["a"])
+            server.faults.set("mute")
+            until = now() + 2.5
+            while now() < until:
+                lease.content_received(now())
+                await asyncio.sleep(0.02)
+            assert fleet.state("a") is NodeState.MUTE
+            await fleet.until_state("a", NodeState.DOWN)
+            assert fleet.states("a") == ["starting", "ready", "mute", "down"]
+            lease.release()
+            server.faults.clear()
+
+
+@in_virtual_time
+async def test_a_silent_node_without_work_goes_down() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        server.faults.set("mute")
+        await fleet.until_state("a", NodeState.DOWN)
+        assert fleet.states("a") == ["starting", "ready", "down"]
+        server.faults.clear()
+
+
+@in_virtual_time
+async def test_a_refused_connection_takes_a_node_down_though_a_stream_moved() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        lease = take(fleet["a"])
+        lease.content_received(now())
+        await server.kill()
+        await fleet.until_state("a", NodeState.DOWN)
+        lease.release()
+
+
+@in_virtual_time
+async def test_a_wrong_key_takes_a_node_down_with_the_remedy() -> None:
+    async with EmulatedNode(api_key="right") as server:
+        async with a_fleet(a_spec(url=server.url, api_key="wrong")) as fleet:
+            assert fleet.state("a") is NodeState.DOWN
+            assert "api_key_env" in fleet["a"].reason
+        async with a_fleet(a_spec(url=server.url, api_key="right")) as fleet:
+            assert fleet.state("a") is NodeState.READY
+
+
+@in_virtual_time
+async def test_a_disabled_node_is_listed_and_not_probed() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url, enabled=False)) as fleet:
+        await asyncio.sleep(0.3)
+        assert fleet.state("a") is NodeState.STANDBY
+        assert fleet["a"].reason == "enabled: false in the inventory"
+        assert server.connections_opened == 0
+
+
+@in_virtual_time
+async def test_the_work_of_other_clients_counts() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=20) as server,
+        httpx.AsyncClient(base_url=server.url, trust_env=False) as client,
+        AsyncExitStack() as others,
+    ):
+        await others.enter_async_context(client.stream("POST", "/v1/chat/completions", json=CHAT))
+        async with a_fleet(a_spec(url=server.url)) as fleet:
+            node = fleet["a"]
+            # Known before the node got any work.
+            assert (node.foreign, node.free_slots(now()), node.slots_busy) == (1, 1, 1)
+            before = fleet.capacity
+            await others.aclose()
+            await fleet.until(lambda: node.foreign == 0)
+            assert node.free_slots(now()) == 2
+            assert fleet.capacity > before
+
+
+@in_virtual_time
+async def test_a_refused_reading_of_the_slots_ends_the_work_of_other_clients() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node = fleet["a"]
+        response = node.upstream.response
+
+        def refuse_readings(head: bytes, *args: Any, **keys: Any) -> Any:
+            if b" /slots " in head or b" /metrics " in head:
+                raise ConnectFailed("refused")
+            return response(head, *args, **keys)
+
+        node.upstream.response = refuse_readings  # type: ignore[method-assign]
+        node.occupancy.foreign = 1
+        await fleet.until(lambda: node.foreign == 0)
+        assert node.state is NodeState.READY
+
+
+@in_virtual_time
+async def test_our_own_work_is_not_taken_for_that_of_others() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=20) as server,
+        a_fleet(a_spec(url=server.url), interval=0.02) as fleet,
+    ):
+        node = fleet["a"]
+        for _ in range(5):
+            lease = take(node)
+            request = pool_client(lease.upstream).stream(
+                "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 4}
+            )
+            async with request as response:
+                await response.aread()
+            lease.release()
+            assert node.foreign == 0
+        await server_is_asked_again(server)
+        assert node.foreign == 0
+
+
+@in_virtual_time
+async def test_drift_is_published_once_and_again_when_it_changes() -> None:
+    async with EmulatedNode(slots=2) as server, a_fleet(a_spec(url=server.url, slots=4)) as fleet:
+        await asyncio.sleep(0.4)
+        said = ("slots: the inventory says 4, the server has 2",)
+        assert [drift.differences for drift in fleet.drifts] == [said]
+        assert fleet["a"].drift == said
+        server.slots.slots.extend(type(server.slots.slots[0])(i) for i in (2, 3))
+        await fleet.until(lambda: not fleet["a"].drift)
+        assert [drift.differences for drift in fleet.drifts] == [said, ()]
+
+
+@in_virtual_time
+async def test_failures_open_the_circuit_and_time_alone_lets_a_trial_in() -> None:
+    async with EmulatedNode() as server:
+        spec = a_spec(url=server.url)
+        async with a_fleet(spec, failures=3, interval=60, open=0.3) as fleet:
+            node = fleet["a"]
+            for _ in range(3):
+                fleet.fleet.request_failed(node, now())
+            assert node.state is NodeState.EJECTED
+            assert node.failures == 3
+            assert node.free_slots(now()) == 0
+            before = fleet.capacity
+            await fleet.until(lambda: fleet.capacity > before)
+            assert node.free_slots(now()) == 1
+            trial = take(node)
+            assert trial.trial
+            fleet.fleet.request_succeeded(node, now(), began=trial.taken_at)
+            trial.release()
+            assert fleet.states("a") == ["starting", "ready", "ejected", "ready"]
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_a_failed_request_makes_the_next_probe_come_soon() -> None:
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec(url=server.url), interval=60, fall=2) as fleet,
+    ):
+        await asyncio.sleep(0.1)
+        await server.kill()
+        fleet.fleet.request_failed(fleet["a"], now())
+        await fleet.until_state("a", NodeState.DOWN)
+
+
+@in_virtual_time
+async def test_an_operators_probe_closes_the_circuit_of_a_node_that_answers() -> None:
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec(url=server.url), failures=1, open=60, open_max=60) as fleet,
+    ):
+        fleet.fleet.request_failed(fleet["a"], now())
+        assert fleet.state("a") is NodeState.EJECTED
+        assert (await fleet.fleet.probe("a")).up
+        assert fleet.state("a") is NodeState.READY
+        await server.kill()
+        assert not (await fleet.fleet.probe("a")).up
+
+
+@in_virtual_time
+async def test_a_node_drained_in_its_slow_start_causes_no_wake_ups_after_it() -> None:
+    asked = 0
+
+    def clock() -> float:
+        nonlocal asked
+        asked += 1
+        return now()
+
+    async with (
+        EmulatedNode() as server,
+        a_fleet(
+            a_spec(url=server.url), failures=1, interval=60, slow_start=5, clock=clock
+        ) as fleet,
+    ):
+        fleet.fleet.request_failed(fleet["a"], now())
+        await fleet.fleet.probe("a")
+        fleet.fleet.drain("a")
+        before = asked
+        await asyncio.sleep(20)
+        assert asked - before < 100
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_the_findings_of_a_request_change_the_state_at_once() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
+        await server.kill()
+        fleet.fleet.connect_failed(fleet["a"], "connection refused")
+        assert fleet.state("a") is NodeState.DOWN
+        assert fleet["a"].reason == "connection refused"
+        await server.revive(loading=True)
+        await fleet.until_state("a", NodeState.LOADING)
+        server.loading = False
+        await fleet.until_state("a", NodeState.READY)
+        fleet.fleet.model_loading(fleet["a"])
+        assert fleet.state("a") is NodeState.LOADING
+        await fleet.until_state("a", NodeState.READY)
+        fleet.fleet.endpoint_refused(fleet["a"], "rerank")
+        assert not fleet["a"].supports("rerank")
+        fleet.fleet.learn_timings(fleet["a"], {"predicted_n": 10, "predicted_ms": 1000})
+        assert fleet["a"].speed.decode_tps == 10
+
+
+@in_virtual_time
+async def test_events_of_a_removed_node_do_no_harm() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node = fleet["a"]
+        lease = take(node)
+        fleet.fleet.apply(inventory())
+        said = list(fleet.changes)
+        for _ in range(9):
+            fleet.fleet.request_failed(node, now())
+        fleet.fleet.connect_failed(node, "connection refused")
+        fleet.fleet.request_succeeded(node, now())
+        lease.release()
+        assert fleet.changes == said
+
+
+# Nodes whose `/health` answers while `/slots` does not: a request froze their server's loop.
+
+
+USUAL: dict[str, Any] = {"interval": 5.0, "timeout": 2.0}
+"""The settings' defaults."""
+
+GRAMMAR = "root ::= " + '"a"? ' * 500 + '"b"'
+"""It holds a server's loop for seconds at a time."""
+
+
+def freeze(server: EmulatedNode) -> None:
+    """Hold the server's loop: only what its HTTP threads know by themselves is answered."""
+    for path in ("/slots", "/metrics"):
+        server.faults.set("hang", path=path)
+    server.faults.set("hang")
+
+
+async def state_after(fleet: Running, seconds: float) -> NodeState:
+    await asyncio.sleep(seconds)
+    return fleet.state("a")
+
+
+@in_virtual_time
+async def test_a_frozen_node_is_mute_and_comes_back_when_its_slots_can_be_read() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), **USUAL) as fleet:
+        freeze(server)
+        began = now()
+        await fleet.until_state("a", NodeState.MUTE)
+        assert now() - began < 15
+        assert "though nothing is being read: a request may have frozen its loop" in (
+            fleet["a"].reason
+        )
+        assert fleet["a"].free_slots(now()) == 0
+        assert await state_after(fleet, 60) is NodeState.MUTE
+        assert "/slots has not for 6" in fleet["a"].reason
+        server.faults.clear()
+        began = now()
+        await fleet.until_state("a", NodeState.READY)
+        assert now() - began < 3
+
+
+@in_virtual_time
+async def test_a_prompt_that_is_read_excuses_a_node_for_its_grace() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), **USUAL) as fleet:
+        freeze(server)
+        lease = take(fleet["a"])
+        lease.head_received(now())
+        assert await state_after(fleet, 55) is NodeState.READY
+        assert await state_after(fleet, 25) is NodeState.MUTE
+        lease.release()
+
+
+@in_virtual_time
+async def test_a_stream_without_a_head_excuses_no_node() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), **USUAL) as fleet:
+        freeze(server)
+        lease = take(fleet["a"])
+        assert await state_after(fleet, 15) is NodeState.MUTE
+        lease.release()
+
+
+@in_virtual_time
+async def test_a_node_whose_streams_move_is_not_mute() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), **USUAL) as fleet:
+        freeze(server)
+        lease = take(fleet["a"])
+        for _ in range(60):
+            lease.content_received(now())
+            assert await state_after(fleet, 0.5) is NodeState.READY
+        assert await state_after(fleet, 20) is NodeState.MUTE
+        lease.release()
+
+
+@in_virtual_time
+async def test_a_node_without_slots_endpoint_is_never_mute_for_it() -> None:
+    async with (
+        EmulatedNode(endpoint_slots=False) as server,
+        a_fleet(a_spec(url=server.url), **USUAL) as fleet,
+    ):
+        freeze(server)
+        assert await state_after(fleet, 60) is NodeState.READY
+
+
+@in_virtual_time
+async def test_a_server_that_others_wake_is_sleeping_until_it_has_loaded_its_model() -> None:
+    async with (
+        EmulatedNode(sleep_idle_seconds=12, load_seconds=50) as server,
+        a_fleet(a_spec(url=server.url), **USUAL) as fleet,
+        httpx.AsyncClient(base_url=server.url, timeout=100) as other,
+    ):
+        await fleet.until_state("a", NodeState.SLEEPING)
+        work = asyncio.create_task(other.post(CHAT_PATH, json={"messages": [], "max_tokens": 1}))
+        assert await state_after(fleet, 45) is NodeState.SLEEPING
+        assert "it wakes up" in fleet["a"].reason
+        await work
+        assert await state_after(fleet, 5) is NodeState.READY
+        assert fleet.states("a") == ["starting", "ready", "sleeping", "ready"]
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_a_server_that_hangs_while_it_wakes_is_mute_in_the_end() -> None:
+    async with (
+        EmulatedNode(sleep_idle_seconds=12, load_seconds=900) as server,
+        a_fleet(a_spec(url=server.url), **USUAL) as fleet,
+        httpx.AsyncClient(base_url=server.url, timeout=2000) as other,
+    ):
+        await fleet.until_state("a", NodeState.SLEEPING)
+        work = asyncio.create_task(other.post(CHAT_PATH, json={"messages": [], "max_tokens": 1}))
+        limit = fleet["a"].sleep.wake_limit(fleet["a"].properties.size)
+        assert await state_after(fleet, limit) is NodeState.SLEEPING
+        assert await state_after(fleet, 30) is NodeState.MUTE
+        assert fleet["a"].free_slots(now()) == 0
+        await work
+        assert await state_after(fleet, 5) is NodeState.READY
+
+
+@in_virtual_time
+async def test_a_server_that_slept_at_the_start_is_asked_for_its_work_once_it_is_awake() -> None:
+    async with (
+        EmulatedNode(embeddings=True, sleep_idle_seconds=12, load_seconds=5) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=100) as other,
+    ):
+        await asyncio.sleep(13)
+        async with a_fleet(a_spec(url=server.url), **USUAL, discover_interval=900.0) as fleet:
+            properties = fleet["a"].properties
+            assert await state_after(fleet, 60) is NodeState.SLEEPING
+            assert properties.purpose is None
+            await other.post("/v1/embeddings", json={"input": "hi"})
+            await fleet.until(lambda: properties.purpose == "embeddings", 7.0)
+            asked = server.control_requests
+            await asyncio.sleep(5)
+            assert server.control_requests - asked < 5
+            await fleet.until_state("a", NodeState.SLEEPING)
+
+
+@in_virtual_time
+async def test_a_stream_on_a_frozen_node_is_resumed_elsewhere_after_its_silence(
+    tmp_path: Path,
+) -> None:
+    async with (
+        EmulatedNode(decode_tps=10, answer_tokens=100) as first,
+        EmulatedNode(decode_tps=10, answer_tokens=100) as second,
+        running_gateway(
+            tmp_path,
+            [first.url, second.url],
+            {"timeouts": {"silence": 20}, "health": {"timeout": 2.0}},
+        ) as running,
+    ):
+        nodes = running.gateway.fleet.nodes
+        first.faults.share_next(second.faults)
+        first.faults.next("hang", after_events=20)
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+        began = now()
+        stream = asyncio.create_task(running.client.post(CHAT_PATH, json=body | {"stream": True}))
+        await until(lambda: first.busy or second.busy, 10.0)
+        frozen = first if first.busy else second
+        node = next(one for one in nodes.values() if one.spec.url == frozen.url)
+        freeze(frozen)
+        await until(lambda: node.state is NodeState.MUTE, 20.0)
+        answer = await running.client.post(CHAT_PATH, json=body)
+        assert answer.headers["x-gateway-node"] != node.name
+        assert (await stream).text.endswith("data: [DONE]\n\n")
+        assert node.requests == 1
+        assert now() - began == pytest.approx(2 + 20 + 8, abs=2)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_a_grammar_that_freezes_a_real_server_makes_its_node_mute() -> None:
+    quick: dict[str, Any] = {"interval": 0.5, "timeout": 0.5}
+    with running_demo_servers(1, slots=2) as [server]:
+        async with (
+            a_fleet(a_spec(url=server.url), **quick) as fleet,
+            httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=200) as other,
+        ):
+            body = {"prompt": "a", "grammar": GRAMMAR, "max_tokens": 1}
+            work = asyncio.create_task(other.post("/v1/completions", json=body))
+            began = time.monotonic()
+            await fleet.until_state("a", NodeState.MUTE, 60.0)
+            assert time.monotonic() - began < 30
+            assert not work.done()
+            assert fleet["a"].free_slots(now()) == 0
+            await fleet.until_state("a", NodeState.READY, 200.0)
+            await work
+
+
+def test_an_idle_node_shows_no_sign_of_life() -> None:
+    assert sign_of_life(a_node(), 1000.0) is None
+
+
+def test_a_stream_is_a_sign_of_life_for_as_long_as_it_may_be_silent() -> None:
+    clock = Clock()
+    node = a_node(clock)
+    lease = take(node)
+    clock.passes(500)
+    lease.content_received(clock())
+    assert sign_of_life(node, clock.passes(59)) == "one of its streams moves"
+    assert sign_of_life(node, clock.passes(2)) is None
+
+
+def test_the_nodes_own_silence_timeout_counts() -> None:
+    clock = Clock()
+    node = a_node(clock, timeouts={"silence": 5})
+    lease = take(node)
+    lease.content_received(clock())
+    assert sign_of_life(node, clock.passes(6)) is None
+
+
+def test_a_prefill_is_a_sign_of_life_for_the_grace_time() -> None:
+    clock = Clock()
+    node = a_node(clock)
+    take(node)
+    assert sign_of_life(node, clock.passes(59)) == "it reads a prompt"
+    assert sign_of_life(node, clock.passes(2)) is None
+
+
+def test_a_long_prefill_is_a_sign_of_life_for_four_times_its_prediction() -> None:
+    clock = Clock()
+    node = a_node(clock)
+    take(node, expected_prefill=100.0)
+    assert sign_of_life(node, clock.passes(399))
+    assert sign_of_life(node, clock.passes(2)) is None
+
+
+def test_a_prefill_that_waited_for_its_slot_counts_from_the_head() -> None:
+    clock = Clock()
+    node = a_node(clock)
+    lease = take(node)
+    clock.passes(50)
+    lease.head_received(clock())
+    assert sign_of_life(node, clock.passes(59))
+
+
+def test_a_prefill_goes_on_after_the_client_has_left() -> None:
+    clock = Clock()
+    node = a_node(clock)
+    take(node).abandon()
+    assert sign_of_life(node, clock.passes(30)) == "it reads a prompt"
+
+
+def test_an_ended_request_is_no_sign_of_life() -> None:
+    clock = Clock()
+    node = a_node(clock)
+    lease = take(node)
+    lease.content_received(clock())
+    lease.release()
+    assert sign_of_life(node, clock()) is None
+
+
+def test_a_neighbour_is_delayed_while_another_prompt_is_read() -> None:
+    clock = Clock()
+    node = a_node(clock)
+    stream, reader = take(node), take(node)
+    stream.content_received(clock())
+    assert another_prefills(stream, clock.passes(30))
+    assert not another_prefills(reader, clock())
+    reader.content_received(clock())
+    assert not another_prefills(stream, clock())
+
+
+# Probes of an emulated node over real connections.
+
+
+@asynccontextmanager
+async def node_at(url: str, *, timeout: float = 5.0, **keys: Any) -> AsyncIterator[Node]:
+    spec = a_spec(url=url, **keys)
+    rules = NodeSettings(HealthSettings(timeout=timeout), TimeoutSettings())
+    upstream = open_node_pool(spec)
+    try:
+        yield Node(spec, upstream, rules, now, Circuit(rules.health, random.Random(7)))
+    finally:
+        upstream.close()
+
+
+@in_virtual_time
+async def test_a_healthy_server_is_up() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        outcome = await check_alive(node)
+    assert outcome.answer is ProbeAnswer.UP
+    assert outcome.seconds == 0.0  # virtual time stands still meanwhile
+
+
+async def test_an_uncompressed_answer_is_asked_for() -> None:
+    async def script(peer: Peer) -> None:
+        heard.append(await peer.request())
+        await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+    heard: list[bytes] = []
+    async with raw_server(script) as server, node_at(f"http://127.0.0.1:{server.port}/a") as node:
+        assert (await check_alive(node)).up
+    assert heard[0].startswith(b"GET /a/health HTTP/1.1\r\n")
+    assert b"accept-encoding: identity\r\n" in heard[0]
+
+
+async def test_a_node_is_asked_once_in_the_other_scheme_for_the_same_failure() -> None:
+    async def script(peer: Peer) -> None:
+        heard.append(await peer.reader.read(1))
+
+    heard: list[bytes] = []
+    async with raw_server(script) as server, node_at(f"http://127.0.0.1:{server.port}") as node:
+        for _ in range(3):
+            outcome = await check_alive(node)
+            assert "broke off" in outcome.detail
+            node.probe_history.record(outcome, rise=1, fall=1, sign_of_life=None)
+    assert heard.count(b"G") >= 3
+    assert len(heard) - heard.count(b"G") == 1
+
+
+@pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
+async def test_plain_http_that_a_tls_server_refuses_with_400_is_told(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+    monkeypatch.setattr("gateway.nodes.health.speaks_tls", AsyncMock(return_value=True))
+    async with (
+        raw_server(script) as server,
+        node_at(f"http://127.0.0.1:{server.port}", kind=kind) as node,
+    ):
+        assert (await check_alive(node)).detail.endswith("write https:// in its url")
+
+
+@in_virtual_time
+async def test_a_probe_on_a_connection_that_the_server_has_closed_is_sent_again() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        assert (await check_alive(node)).up
+        server.faults.next("stale", path="*")
+        assert (await check_alive(node)).up
+        assert server.faults.fired == 1
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"])
+async def test_a_cancelled_probe_closes_its_connection(said: bytes) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(said)
+        heard.set()
+        await peer.reader.read()
+
+    heard = asyncio.Event()
+    async with raw_server(script) as server, node_at(f"http://127.0.0.1:{server.port}") as node:
+        probing = asyncio.create_task(check_alive(node))
+        await heard.wait()
+        probing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await probing
+        await server.until(lambda: server.open == 0)
+
+
+async def test_a_machine_without_descriptors_is_not_the_nodes_fault() -> None:
+    async with node_at("http://127.0.0.1:9") as node:
+        error = LocalResourcesExhausted("No connection could be opened: Too many open files")
+        node.upstream.connect = AsyncMock(side_effect=error)  # type: ignore[method-assign]
+        outcome = await check_alive(node)
+    assert outcome.answer is ProbeAnswer.TIMED_OUT
+    assert "Too many open files" in outcome.detail
+
+
+@in_virtual_time
+async def test_a_path_prefix_is_kept() -> None:
+    async with EmulatedNode() as server, node_at(f"{server.url}/some/where") as node:
+        outcome = await check_alive(node)
+    assert outcome.answer is ProbeAnswer.FAILED
+    assert "/health answers 404" in outcome.detail
+
+
+@in_virtual_time
+async def test_a_server_that_loads_its_model_is_told_from_one_that_fails() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.loading = True
+        server.faults.next("loading")
+        assert (await check_alive(node)).answer is ProbeAnswer.LOADING
+        server.faults.next("status", path="/health", status=503, body="overloaded")
+        failed = await check_alive(node)
+    assert (failed.answer, failed.detail) == (ProbeAnswer.FAILED, "/health answers 503")
+
+
+@in_virtual_time
+async def test_a_closed_port_refuses() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        async with node_at(url) as node:
+            outcome = await check_alive(node)
+    assert outcome.answer is ProbeAnswer.CONNECTION_REFUSED
+    assert url in outcome.detail
+
+
+@in_virtual_time
+async def test_a_server_that_does_not_answer_times_out() -> None:
+    async with EmulatedNode() as server, node_at(server.url, timeout=0.2) as node:
+        server.faults.set("mute")
+        outcome = await check_alive(node)
+        server.faults.clear()
+    assert outcome.answer is ProbeAnswer.TIMED_OUT
+    assert outcome.detail == "no answer to /health within 0.2 s"
+    assert outcome.seconds == pytest.approx(0.2)
+
+
+@each_case(
+    "fault",
+    [
+        {"kind": "reset"}, {"kind": "close"}, {"kind": "garbage"},
+        {"kind": "status", "status": 500}, {"kind": "status", "status": 404},
+        {"kind": "wrong_length"}, {"kind": "head_bomb"},
+    ],
+)  # fmt: skip
+@in_virtual_time
+async def test_every_other_answer_is_a_failure(fault: dict[str, Any]) -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.faults.set(path="control", **fault)
+        outcome = await check_alive(node)
+        server.faults.clear()
+    assert outcome.answer is ProbeAnswer.FAILED
+    assert "/health" in outcome.detail
+
+
+@in_virtual_time
+async def test_an_answer_that_trickles_is_cut_at_the_limit() -> None:
+    async with EmulatedNode() as server, node_at(server.url, timeout=0.2) as node:
+        server.faults.set("trickle", path="control", seconds=0.05)
+        outcome = await check_alive(node)
+        server.faults.clear()
+    assert outcome.answer is ProbeAnswer.TIMED_OUT
+    assert outcome.seconds == pytest.approx(0.2)
+
+
+@in_virtual_time
+async def test_an_endless_answer_is_cut_by_size() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.faults.next("status", path="/health", status=200, body="x" * (LARGEST_RESPONSE + 1))
+        outcome = await check_alive(node)
+    assert outcome.answer is ProbeAnswer.FAILED
+    assert "without end" in outcome.detail
+
+
+@in_virtual_time
+async def test_a_compressed_answer_is_not_decompressed() -> None:
+    bomb = gzip.compress(bytes(64 << 20)).decode(errors="surrogateescape")
+    headers = {"content-encoding": "gzip"}
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.faults.next("status", path="/health", status=200, body=bomb, headers=headers)
+        tracemalloc.start()
+        try:
+            outcome = await check_alive(node)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert outcome.answer is ProbeAnswer.FAILED
+    assert outcome.detail == "/health is compressed, though asked not to be"
+    assert peak < LARGEST_RESPONSE
+
+
+@in_virtual_time
+async def test_a_server_tells_what_it_is() -> None:
+    async with (
+        EmulatedNode(slots=3, context=2048, build="b42") as server,
+        node_at(server.url) as node,
+    ):
+        assert (await discover(node)).up
+    facts = node.properties
+    assert (facts.slots, facts.context, facts.models, facts.build) == (3, 2048, ("demo",), "b42")
+
+
+@in_virtual_time
+async def test_a_wrong_key_is_told_with_its_remedy() -> None:
+    async with EmulatedNode(api_key="right") as server:
+        async with node_at(server.url) as node:
+            assert (await check_alive(node)).up
+            outcome = await discover(node)
+        assert outcome.answer is ProbeAnswer.KEY_REJECTED
+        assert "401 on /v1/models" in outcome.detail
+        assert "api_key_env" in outcome.detail
+        async with node_at(server.url, api_key="right") as node:
+            assert (await discover(node)).up
+
+
+@in_virtual_time
+async def test_what_is_no_json_teaches_nothing() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.faults.set("status", path="control", status=200, body="<html>")
+        assert (await discover(node)).answer is ProbeAnswer.NO_MODEL
+        assert await probe_slots(node) is None
+        server.faults.clear()
+    assert node.properties.models == ()
+
+
+@in_virtual_time
+async def test_another_build_may_do_what_the_old_one_refused() -> None:
+    async with EmulatedNode(build="b1") as server, node_at(server.url) as node:
+        await discover(node)
+        node.probe_history.discovered_at = node.clock()
+        node.properties.refused.add("rerank")
+        await discover(node)
+        assert node.properties.refused == {"rerank"}
+        server.build = "b2"
+        await discover(node)
+        assert node.properties.refused == set()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "purpose"),
+    [
+        ({}, "chat"),
+        ({"embeddings": True}, "embeddings"),
+        ({"embeddings": True, "rerank": True}, "rerank"),
+    ],
+)
+@in_virtual_time
+async def test_a_server_is_asked_once_what_it_was_started_for(
+    kinds: dict[str, Any], purpose: str
+) -> None:
+    async with EmulatedNode(slots=1, **kinds) as server, node_at(server.url) as node:
+        await discover(node)
+        assert node.properties.purpose == purpose
+        asked = server.control_requests
+        await discover(node)
+        assert server.control_requests == asked + 2
+        assert server.requests == 0
+        if purpose != "rerank":
+            assert node.refusal_hints["rerank"].endswith("Start it with `--reranking`")
+        server.marker = "another process"
+        server.embeddings, server.rerank = False, False
+        await discover(node)
+        assert node.properties.purpose == "chat"
+
+
+@in_virtual_time
+async def test_a_sleeping_server_is_not_asked_what_it_was_started_for() -> None:
+    async with (
+        EmulatedNode(embeddings=True, sleep_idle_seconds=5) as server,
+        node_at(server.url) as node,
+    ):
+        await asyncio.sleep(6)
+        await discover(node)
+        assert (server.sleeping, node.properties.purpose) == (True, None)
+        server.active_at = now()
+        node.sleep.woke()
+        await discover(node)
+        assert node.properties.purpose == "embeddings"
+
+
+@each_case(
+    ("path", "status", "embeddings"),
+    [
+        ("/v1/rerank", 400, False), ("/v1/rerank", 401, False), ("/v1/rerank", 500, False),
+        ("/v1/rerank", 404, True), ("/v1/rerank", 405, True), ("/v1/embeddings", 404, True),
+    ],
+)  # fmt: skip
+@in_virtual_time
+async def test_a_server_that_answers_oddly_has_no_known_purpose(
+    path: str, status: int, embeddings: bool
+) -> None:
+    async with EmulatedNode(embeddings=embeddings) as server, node_at(server.url) as node:
+        server.faults.set("status", path=path, status=status, body="{}")
+        await discover(node)
+        assert node.properties.purpose == "unknown"
+        server.faults.clear()
+        await discover(node)
+        assert node.properties.purpose == "unknown"
+
+
+@in_virtual_time
+async def test_a_server_that_does_not_answer_is_asked_again_later_and_what_is_known_is_kept() -> (
+    None
+):
+    async with EmulatedNode(embeddings=True) as server, node_at(server.url) as node:
+        server.faults.next("hang", path="/v1/embeddings")
+        await discover(node)
+        assert (node.properties.purpose, node.is_purpose_unknown) == ("unknown", False)
+        await discover(node)
+        assert node.properties.purpose == "embeddings"
+        server.marker = "another process"
+        server.faults.next("hang", path="/v1/embeddings")
+        await discover(node)
+        assert node.properties.purpose == "embeddings"
+        server.embeddings = False
+        await discover(node)
+        assert node.properties.all_refused == {"embeddings", "rerank"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "answer"), [({}, ProbeAnswer.NO_MODEL), ({"model": "m"}, ProbeAnswer.UP)]
+)
+@in_virtual_time
+async def test_an_old_server_that_names_no_model_needs_one_in_the_inventory(
+    keys: dict[str, Any], answer: ProbeAnswer
+) -> None:
+    async with EmulatedNode() as server, node_at(server.url, **keys) as node:
+        server.faults.set("status", path="/v1/models", status=404)
+        body = '{"default_generation_settings": {"n_ctx": 2048}}'
+        server.faults.set("status", path="/props", status=200, body=body)
+        outcome = await discover(node)
+        server.faults.clear()
+    assert (outcome.answer, node.properties.context) == (answer, 2048)
+    if answer is ProbeAnswer.NO_MODEL:
+        assert outcome.detail.endswith("say in the inventory what it serves (model: ...)")
+
+
+@in_virtual_time
+async def test_busy_slots_are_read() -> None:
+    async with EmulatedNode(slots=2, decode_tps=50) as server, node_at(server.url) as node:
+        assert await probe_slots(node) == ()
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 50}
+        async with pool_client(node.upstream).stream("POST", "/v1/chat/completions", json=body):
+            await server.until(lambda: server.busy == 1)
+            [tokens] = await probe_slots(node) or ()
+            assert tokens > 0
+
+
+@in_virtual_time
+async def test_a_server_without_slots_is_not_asked_again() -> None:
+    async with EmulatedNode(endpoint_slots=False) as server, node_at(server.url) as node:
+        assert node.reports_slots
+        assert await probe_slots(node) is None
+    assert not node.reports_slots
+
+
+@in_virtual_time
+async def test_no_process_has_no_busy_slot() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        await server.kill()
+        assert await probe_slots(node) == ()
+
+
+@each_case(
+    ("status", "keys", "answer"),
+    [
+        (200, {}, ProbeAnswer.UP),
+        (404, {"model": "x"}, ProbeAnswer.UP),
+        (404, {}, ProbeAnswer.FAILED),
+        (401, {"model": "x", "api_key": "k"}, ProbeAnswer.UP),
+        (403, {"model": "x", "api_key": "k"}, ProbeAnswer.UP),
+        (401, {"model": "x"}, ProbeAnswer.KEY_REJECTED),
+        (401, {"api_key": "k"}, ProbeAnswer.KEY_REJECTED),
+        (500, {"model": "x", "api_key": "k"}, ProbeAnswer.FAILED),
+    ],
+)
+@in_virtual_time
+async def test_another_kind_of_server_is_judged_by_its_list_of_models(
+    status: int, keys: dict[str, Any], answer: ProbeAnswer
+) -> None:
+    async with EmulatedNode() as server, node_at(server.url, kind="openai", **keys) as node:
+        server.faults.set("status", path="/health", status=404)
+        body = '{"data": [{"id": "gpt"}]}'
+        server.faults.set("status", path="/v1/models", status=status, body=body)
+        outcome = await check_alive(node)
+        server.faults.clear()
+    assert outcome.answer is answer
+    assert node.properties.models == (("gpt",) if status == 200 else ())

@@ -1,0 +1,516 @@
+"""Standby nodes, servers that sleep, and what probes add up to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.nodes.lifecycle import (
+    ASSUMED_STARTUP,
+    MOST_REST,
+    QUICK_PROBE_DELAY,
+    Lifecycle,
+    LifecyclePhase,
+    ProbeAnswer,
+    ProbeHistory,
+    ProbeResult,
+    Sleep,
+    probe_delay,
+    read_is_sleeping,
+)
+from gateway.nodes.node import Node, NodeState
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+from tests.nodes.build import Clock, a_node, take
+from tests.servers import running_demo_servers
+from tests.virtual import in_virtual_time, now
+from tests.web.bare_gateway import CHAT
+
+NOW = 1000.0
+
+
+def test_a_node_that_was_never_started_is_expected_after_an_assumed_time() -> None:
+    lifecycle = Lifecycle(LifecyclePhase.OFF)
+    assert lifecycle.ready_in(NOW, cooldown=30.0) == ASSUMED_STARTUP
+
+
+def test_the_last_start_and_a_cooldown_decide_when_a_stopped_node_can_work() -> None:
+    lifecycle = Lifecycle(LifecyclePhase.OFF, startup_seconds=8.0, stopped_at=NOW - 10.0)
+    assert lifecycle.ready_in(NOW, cooldown=30.0) == pytest.approx(8.0 + 20.0)
+
+
+def test_a_start_that_takes_longer_than_the_last_one_takes_some_more() -> None:
+    lifecycle = Lifecycle(startup_seconds=8.0)
+    lifecycle.enter(LifecyclePhase.STARTING, "a request waits", NOW)
+    assert lifecycle.ready_in(NOW + 3.0, cooldown=30.0) == pytest.approx(5.0)
+    assert lifecycle.ready_in(NOW + 20.0, cooldown=30.0) == pytest.approx(5.0)
+
+
+def test_failures_in_a_row_wait_twice_as_long_each_time_up_to_a_limit() -> None:
+    lifecycle = Lifecycle(LifecyclePhase.OFF, startup_seconds=8.0)
+    waits = []
+    for _ in range(5):
+        lifecycle.record_failure(NOW, initial=5.0, longest=30.0)
+        waits.append(lifecycle.ready_in(NOW, cooldown=0.0) - 8.0)
+    assert waits == [5.0, 10.0, 20.0, 30.0, 30.0]
+
+
+def test_another_phase_ends_the_time_that_a_node_was_down() -> None:
+    lifecycle = Lifecycle(LifecyclePhase.ON, down_since=NOW)
+    lifecycle.enter(LifecyclePhase.STOPPING, "it is down", NOW + 1.0)
+    assert (lifecycle.phase, lifecycle.since) == (LifecyclePhase.STOPPING, NOW + 1.0)
+    assert lifecycle.down_since is None
+
+
+# Servers that sleep: what the gateway knows of one, and how it treats it.
+
+
+IDLE = 12.0
+"""Seconds without work after which the servers of these tests sleep."""
+
+BARE: dict[str, Any] = {"kind": "status", "status": 501, "path": "/metrics"}
+"""The fault of a server without `--metrics`."""
+
+
+# What is known of it.
+
+
+@pytest.mark.parametrize(
+    ("props", "expected"),
+    [
+        (b'{"a":1,"is_sleeping":true,"b":2}', True),
+        (b'{"is_sleeping": false}', False),
+        (b'{"a":1}', None),
+        (b'{"is_sleeping":"true"}', None),
+        (b'{"chat_template":"\\"is_sleeping\\":true"}', None),
+        (b'"is_sleeping"', None),
+    ],
+)
+def test_props_say_whether_the_server_sleeps(props: bytes, expected: bool | None) -> None:
+    assert read_is_sleeping(props)[0] is expected
+
+
+def test_props_are_alike_but_for_that() -> None:
+    asleep, awake = (b'{"a":1,"is_sleeping":%s}' % word for word in (b"true", b"false"))
+    assert read_is_sleeping(asleep)[1] == read_is_sleeping(awake)[1]
+
+
+def test_waking_up_is_priced_by_the_size_of_the_model_until_it_is_measured() -> None:
+    sleep = Sleep()
+    assert sleep.wake_seconds(4_000_000_000) == 5.0
+    sleep.learn_wake(20.0)
+    sleep.learn_wake(10.0)
+    assert sleep.wake_seconds(4_000_000_000) == 15.0
+    sleep.learn_wake(-3.0)
+    assert 0 < sleep.wake_seconds(None) < 10
+
+
+def test_the_price_of_waking_up_falls_while_it_wakes_up() -> None:
+    sleep = Sleep()
+    sleep.learn_wake(20.0)
+    assert sleep.seconds_left(None, 100.0) == 0.0
+    sleep.props_read(True, 100.0, asked=False)
+    assert sleep.seconds_left(None, 200.0) == 20.0
+    assert [sleep.begin_wake(200.0), sleep.begin_wake(205.0)] == [True, False]
+    sleep.props_read(True, 200.1, asked=True)
+    assert sleep.seconds_left(None, 205.0) == 15.0
+    sleep.props_read(False, 206.0, asked=True)
+    assert sleep.sleeping
+    sleep.woke()
+    assert sleep.seconds_left(None, 207.0) == 0.0
+
+
+# Where it may be asked.
+
+
+def a_sleeper(*, metrics: bool, clock: Clock | None = None) -> Node:
+    node = a_node(clock)
+    node.properties.metrics_endpoint = metrics
+    node.sleep.props_read(False, 1000.0, asked=False)
+    return node
+
+
+def test_a_build_that_can_not_sleep_is_asked_for_its_slots_at_any_time() -> None:
+    node = a_node()
+    node.properties.metrics_endpoint = True
+    assert {node.load_endpoint(1000.0 + 5 * n) for n in range(1000)} == {"/slots"}
+
+
+def test_an_idle_server_that_may_sleep_is_asked_for_its_metrics() -> None:
+    node = a_sleeper(metrics=True)
+    assert {node.load_endpoint(1000.0 + 5 * n) for n in range(1000)} == {"/metrics"}
+    take(node)
+    assert node.load_endpoint(6000.0) == "/slots"
+
+
+def test_without_metrics_it_is_left_alone_until_it_is_taken_for_one_that_does_not_sleep() -> None:
+    node = a_sleeper(metrics=False)
+    assert node.load_endpoint(1000.0, comes_up=True) == "/slots"
+    asked = [at for at in range(1000, 9000, 5) if node.load_endpoint(float(at))]
+    assert asked[0] == 1000 + MOST_REST
+    assert asked[-1] == 8995
+
+
+def test_without_metrics_one_that_was_seen_asleep_is_left_alone_for_good() -> None:
+    node = a_sleeper(metrics=False)
+    node.sleep.props_read(True, 1000.0, asked=False)
+    node.sleep.props_read(False, 1000.0, asked=False)
+    node.sleep.woke()
+    assert not [at for at in range(1000, 9000, 5) if node.load_endpoint(float(at))]
+
+
+def test_without_metrics_it_is_asked_while_it_is_in_use_anyway() -> None:
+    clock = Clock()
+    node = a_sleeper(metrics=False, clock=clock)
+    lease = take(node)
+    assert node.load_endpoint(clock.passes(100)) == "/slots"
+    lease.release()
+    assert node.load_endpoint(clock.passes(2)) == "/slots"
+    assert node.load_endpoint(clock.passes(2)) is None
+    assert node.load_endpoint(clock.passes(40), fleet_works=True) == "/slots"
+    assert node.load_endpoint(clock.passes(40), fleet_works=True) is None
+    node.occupancy.foreign = 1
+    assert node.load_endpoint(clock.passes(40)) == "/slots"
+
+
+def test_a_sleeping_server_is_asked_for_nothing() -> None:
+    node = a_sleeper(metrics=True)
+    node.sleep.props_read(True, 1000.0, asked=False)
+    assert node.load_endpoint(1000.0, comes_up=True, fleet_works=True) is None
+
+
+# Behind a gateway.
+
+
+@asynccontextmanager
+async def a_gateway(
+    folder: Path, *servers: EmulatedNode, **settings: Any
+) -> AsyncIterator[Running]:
+    nodes = [{"name": name, "url": one.url} for name, one in zip("abc", servers, strict=False)]
+    settings = {"health": {"timeout": 2.0}, **settings}
+    async with running_gateway(folder, nodes, settings) as running:
+        yield running
+
+
+async def ask(running: Running, words: str = "Hello", **keys: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": words}]
+    body = {"model": "demo", "messages": messages, "max_tokens": 8, **keys}
+    answer = await running.client.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+async def until_state(running: Running, name: str, state: NodeState) -> Node:
+    node = running.gateway.fleet.nodes[name]
+    await until(lambda: node.state is state, 60.0, lambda: f"{node.state} ({node.reason})")
+    return node
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+@in_virtual_time
+@pytest.mark.parametrize("metrics", [True, False])
+async def test_behind_an_idle_gateway_a_server_sleeps_at_its_time_and_stays_asleep(
+    metrics: bool, tmp_path: Path
+) -> None:
+    async with EmulatedNode(sleep_idle_seconds=IDLE, load_seconds=7) as server:
+        if not metrics:
+            server.faults.set(**BARE)
+        async with a_gateway(tmp_path, server) as running:
+            await ask(running)
+            began = now()
+            await until(lambda: server.sleeping, 60.0)
+            assert IDLE <= now() - began < IDLE + 5
+            node = await until_state(running, "a", NodeState.SLEEPING)
+            assert "--sleep-idle-seconds" in node.reason
+            active_at = server.active_at
+            await asyncio.sleep(600)
+            assert (server.sleeping, server.active_at) == (True, active_at)
+            assert (await running.client.get("/ready")).status_code == 200
+            assert (await running.client.get("/v1/models")).json()["data"][0]["id"] == "demo"
+            page = (await running.client.get(running.admin_url + "/metrics")).text
+            assert 'node_state{node="a",state="sleeping"} 1' in page
+            began = now()
+            await ask(running)
+            assert now() - began == pytest.approx(7, abs=0.5)
+            assert node.state is NodeState.READY
+            assert node.sleep.measured == pytest.approx(7, abs=0.5)
+
+
+@in_virtual_time
+async def test_others_load_on_a_server_that_may_sleep_is_seen_and_delays_no_sleep(
+    tmp_path: Path,
+) -> None:
+    async with (
+        EmulatedNode(slots=2, sleep_idle_seconds=IDLE, decode_tps=10, answer_tokens=300) as server,
+        a_gateway(tmp_path, server) as running,
+    ):
+        node = running.gateway.fleet.nodes["a"]
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        async with httpx.AsyncClient(base_url=server.url, timeout=100) as other:
+            work = asyncio.create_task(other.post(CHAT, json=body))
+            await until(lambda: node.foreign == 1, 10.0)
+            assert node.slots_busy == 1
+            await work
+        began = now()
+        await until(lambda: server.sleeping, 60.0)
+        assert now() - began < IDLE + 1
+        await until(lambda: node.foreign == 0, 10.0)
+
+
+@in_virtual_time
+async def test_the_first_request_to_a_server_that_was_left_alone_shows_others_load(
+    tmp_path: Path,
+) -> None:
+    servers = [EmulatedNode(slots=2, decode_tps=10, answer_tokens=600) for _ in range(2)]
+    async with servers[0], servers[1], a_gateway(tmp_path, *servers) as running:
+        for server in servers:
+            server.faults.set(**BARE)
+        node = running.gateway.fleet.nodes["a"]
+        await asyncio.sleep(60)
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        async with httpx.AsyncClient(base_url=servers[0].url, timeout=100) as other:
+            work = asyncio.create_task(other.post(CHAT, json=body))
+            await until(lambda: servers[0].busy == 1, 10.0)
+            await asyncio.sleep(20)
+            assert node.foreign == 0
+            first = asyncio.create_task(ask(running, max_tokens=600))
+            second = asyncio.create_task(ask(running, "Goodbye", max_tokens=600))
+            await until(lambda: node.foreign == 1, 1.0)
+            await asyncio.gather(first, second, work)
+
+
+@in_virtual_time
+async def test_loading_its_model_again_is_nobodys_fault_and_teaches_no_speed(
+    tmp_path: Path,
+) -> None:
+    limits = {"connect": 3, "first_byte": 5, "silence": 5}
+    async with (
+        EmulatedNode(sleep_idle_seconds=IDLE, load_seconds=45, prefill_tps=1000) as server,
+        a_gateway(tmp_path, server, timeouts=limits) as running,
+    ):
+        await ask(running)
+        node = await until_state(running, "a", NodeState.SLEEPING)
+        samples, requests, states = node.speed.samples, node.requests, set()
+
+        async def watch() -> None:
+            while True:
+                states.add(node.state)
+                await asyncio.sleep(0.2)
+
+        watching = asyncio.create_task(watch())
+        _, stream = await asyncio.gather(ask(running), ask(running, stream=True))
+        watching.cancel()
+        assert stream.text.endswith("data: [DONE]\n\n")
+        assert node.requests == requests + 2
+        assert states <= {NodeState.SLEEPING, NodeState.READY}
+        assert (node.circuit.failures, node.speed.samples) == (0, samples)
+        assert node.sleep.measured == pytest.approx(45, abs=1)
+        await ask(running)
+        await until(lambda: node.speed.samples > samples, 10.0)
+
+
+@in_virtual_time
+async def test_an_awake_node_is_preferred_unless_that_costs_more(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=1, sleep_idle_seconds=IDLE, load_seconds=20) as sleeper,
+        EmulatedNode(slots=1, decode_tps=40, answer_tokens=3000) as awake,
+        a_gateway(tmp_path, sleeper, awake) as running,
+    ):
+        node = await until_state(running, "a", NodeState.SLEEPING)
+        node.sleep.learn_wake(20.0)
+        running.gateway.fleet.lifecycle_changed(node)
+        answers = [await ask(running) for _ in range(3)]
+        served = [answer.headers["x-gateway-node"] for answer in answers]
+        request_id = answers[-1].headers["x-request-id"]
+        assert served == ["b", "b", "b"]
+        last = await running.client.get(f"{running.admin_url}/admin/requests/{request_id}/why")
+        assert "sleeps, and takes about 20.0 s to wake up" in last.text
+        long = asyncio.create_task(ask(running, max_tokens=3000))
+        await until(lambda: awake.busy == 1, 10.0)
+        assert (await ask(running)).headers["x-gateway-node"] == "a"
+        long.cancel()
+
+
+@in_virtual_time
+async def test_a_second_request_joins_the_server_that_wakes_up(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=2, sleep_idle_seconds=IDLE, load_seconds=20) as first,
+        EmulatedNode(slots=2, sleep_idle_seconds=IDLE, load_seconds=20) as second,
+        a_gateway(tmp_path, first, second) as running,
+    ):
+        for name in "ab":
+            await until_state(running, name, NodeState.SLEEPING)
+        one = asyncio.create_task(ask(running))
+        await asyncio.sleep(10)
+        other = asyncio.create_task(ask(running))
+        nodes = {(await task).headers["x-gateway-node"] for task in (one, other)}
+        assert len(nodes) == 1
+        assert first.sleeping is not second.sleeping
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.binary_only("the wheel's launcher has no --sleep-idle-seconds")
+async def test_a_real_server_sleeps_behind_a_gateway_and_answers_the_request_that_wakes_it(
+    tmp_path: Path,
+) -> None:
+    idle = 4
+    with running_demo_servers(1, extra=("--sleep-idle-seconds", str(idle))) as [server]:
+        async with running_gateway(tmp_path, [{"name": "a", "url": server.url}]) as running:
+            node = running.gateway.fleet.nodes["a"]
+            await ask(running)
+            began = now()
+            await until(lambda: node.state is NodeState.SLEEPING, 60.0)
+            assert now() - began < idle + 5 + node.settings.health.interval
+            await asyncio.sleep(2 * node.settings.health.interval)
+            assert node.sleep.asleep
+            assert server.logged().count("is exiting sleeping state") == 0
+            await ask(running)
+            assert node.sleep.measured is not None
+            assert server.logged().count("is exiting sleeping state") == 1
+            assert node.state is NodeState.READY
+
+
+def after(
+    history: ProbeHistory,
+    *answers: ProbeAnswer,
+    rise: int = 1,
+    fall: int = 3,
+    sign: str | None = None,
+) -> ProbeHistory:
+    for answer in answers:
+        history.record(ProbeResult(answer, answer.value), rise=rise, fall=fall, sign_of_life=sign)
+    return history
+
+
+UP, LOADING, REFUSED = ProbeAnswer.UP, ProbeAnswer.LOADING, ProbeAnswer.CONNECTION_REFUSED
+TIMED_OUT, FAILED, LOCKED = ProbeAnswer.TIMED_OUT, ProbeAnswer.FAILED, ProbeAnswer.KEY_REJECTED
+
+
+def test_the_first_answer_brings_a_new_node_up() -> None:
+    assert after(ProbeHistory(), UP, rise=3).up
+
+
+def test_a_node_that_was_never_up_is_down_at_its_first_failure() -> None:
+    history = after(ProbeHistory(), REFUSED)
+    assert history.down
+    assert history.detail == "refused"
+
+
+def test_a_refused_connection_takes_a_node_that_works_down_at_once() -> None:
+    assert after(ProbeHistory(), UP, REFUSED).down
+
+
+def test_a_node_that_went_down_is_probed_often_for_a_while() -> None:
+    history = after(ProbeHistory(), UP, REFUSED)
+    assert history.unstable
+    assert not after(history, *[REFUSED] * 30).unstable
+
+
+@pytest.mark.parametrize("failure", [TIMED_OUT, FAILED, LOCKED])
+def test_a_node_that_works_goes_down_at_the_third_failure_in_a_row(failure: ProbeAnswer) -> None:
+    history = after(ProbeHistory(), UP, failure, failure)
+    assert history.up
+    assert history.unstable
+    assert after(history, failure).down
+
+
+def test_an_answer_between_failures_starts_the_count_anew() -> None:
+    assert after(ProbeHistory(), UP, FAILED, FAILED, UP, FAILED, FAILED).up
+
+
+def test_a_node_that_was_down_must_answer_as_often_as_rise_says() -> None:
+    history = after(ProbeHistory(), FAILED)
+    assert not after(history, UP, rise=2).up
+    assert not after(history, FAILED, UP, rise=2).up
+    assert after(history, UP, rise=2).up
+
+
+def test_loading_is_believed_at_once_and_is_not_down() -> None:
+    history = after(ProbeHistory(), UP, LOADING)
+    assert history.loading
+    assert not history.up
+    assert not history.down
+    assert history.unstable
+    assert after(history, UP, rise=3).up
+
+
+def test_a_server_that_dies_while_loading_is_down_at_once() -> None:
+    assert after(ProbeHistory(), LOADING, REFUSED).down
+
+
+def test_time_outs_do_not_count_while_there_is_a_sign_of_life() -> None:
+    history = after(ProbeHistory(), UP, *[TIMED_OUT] * 50, sign="it reads a prompt")
+    assert history.up
+    assert history.mute
+    assert "it reads a prompt" in history.detail
+    assert not after(history, UP).mute
+
+
+def test_refusals_count_despite_signs_of_life() -> None:
+    assert after(ProbeHistory(), UP, *[REFUSED] * 3, sign="one of its streams moves").down
+
+
+def test_time_outs_count_again_when_the_sign_of_life_ends() -> None:
+    history = after(ProbeHistory(), UP, TIMED_OUT, TIMED_OUT, sign="it reads a prompt")
+    after(history, TIMED_OUT, TIMED_OUT)
+    assert history.mute
+    assert not history.down
+    assert "2 of 3" in history.detail
+    assert after(history, TIMED_OUT).down
+    assert not history.mute
+
+
+def test_a_node_that_is_down_does_not_become_mute() -> None:
+    assert after(ProbeHistory(), REFUSED, TIMED_OUT, sign="one of its streams moves").down
+
+
+def test_what_a_server_is_must_be_asked_again_when_it_comes_back() -> None:
+    history = after(ProbeHistory(), UP)
+    history.discovered_at = 5.0
+    after(history, FAILED, FAILED)
+    assert history.discovered_at == 5.0
+    after(history, FAILED)
+    assert history.discovered_at is None
+
+
+def test_a_thousand_nodes_are_not_probed_in_one_tick() -> None:
+    rng = random.Random(3)
+    nodes, interval, minutes = 1000, 5.0, 10
+    ticks: Counter[int] = Counter()
+    for _ in range(nodes):
+        # All are probed at once at the start; a node's probe takes some milliseconds.
+        now = probe_delay(interval, rng, first=True, unstable=False)
+        while now < minutes * 60:
+            ticks[int(now / 0.1)] += 1
+            now += 0.005 + probe_delay(interval, rng, first=False, unstable=False)
+    fair = nodes * 0.1 / interval
+    assert max(ticks.values()) < 2.5 * fair
+    assert min(ticks[tick] for tick in range(minutes * 600)) > 0
+
+
+def test_nodes_that_meet_by_chance_part_again() -> None:
+    rng = random.Random(3)
+    ends = []
+    for _ in range(100):
+        now = 0.0
+        for _ in range(20):
+            now += probe_delay(5.0, rng, first=False, unstable=False)
+        ends.append(now)
+    assert max(ends) - min(ends) > 2.0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_node_about_to_change_is_looked_at_soon(first: bool) -> None:
+    rng = random.Random(3)
+    assert probe_delay(5.0, rng, first=first, unstable=True) <= QUICK_PROBE_DELAY * 1.1
+    assert probe_delay(0.2, rng, first=first, unstable=True) <= 0.22

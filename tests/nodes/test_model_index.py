@@ -1,0 +1,287 @@
+"""Which nodes serve a model, how long a lookup holds, and where nodes differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.events import ModelsDiffer
+from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
+from gateway.nodes.model_index import (
+    MOST_CACHED_LOOKUPS,
+    CapableNodes,
+    ComparedServer,
+    ModelIndex,
+    model_differences,
+)
+from gateway.nodes.node import Node, NodeState
+from gateway.nodes.server_properties import ServerProperties
+from tests.emulator import EmulatedNode
+from tests.nodes.build import a_fleet, a_node, a_spec
+
+
+def an_index(*nodes: Node) -> ModelIndex:
+    index = ModelIndex()
+    index.set_nodes(nodes)
+    return index
+
+
+def names(found: CapableNodes) -> list[str]:
+    return [node.name for node in found.nodes]
+
+
+def chat(index: ModelIndex, model: str, **more: Any) -> CapableNodes:
+    return index.capable_nodes(model, "chat", **{"vision": False, "native": False, **more})
+
+
+def test_a_model_has_the_nodes_that_declare_or_report_it() -> None:
+    declares, reports, other = (
+        a_node(name="a", models={"m": "own"}),
+        a_node(name="b"),
+        a_node(name="c", models={"n": "n"}),
+    )
+    reports.properties.models = ("m",)
+    index = an_index(declares, reports, other)
+    assert index.nodes_for("m") == (declares, reports)
+    assert index.model_names() == ("m", "n")
+    assert (index.serves("m"), index.serves("own")) == (True, False)
+
+
+def test_the_least_slots_and_context_of_capable_nodes_are_known() -> None:
+    index = an_index(
+        a_node(name="a", models={"m": "m"}, slots=2, context=4096),
+        a_node(name="b", models={"m": "m"}, slots=5),
+    )
+    found = chat(index, "m")
+    assert names(found) == ["a", "b"]
+    assert (found.least_slots, found.least_context) == (2, 4096)
+
+
+def test_nodes_that_cannot_do_what_is_wanted_are_left_out() -> None:
+    blind = a_node(name="a", models={"m": "m"}, endpoints=["chat"])
+    hosted = a_node(name="b", models={"m": "m"}, kind="openai")
+    index = an_index(blind, hosted)
+    assert names(chat(index, "m", vision=True)) == ["b"]
+    assert names(chat(index, "m", native=True)) == ["a"]
+
+
+def a_server(name: str, *models: str, purpose: Any = None, **keys: Any) -> Node:
+    """A node whose server has these names for its one model."""
+    node = a_node(name=name, **keys)
+    node.properties.models = models[:1]
+    node.properties.aliases = dict.fromkeys(models[1:], models[0])
+    if purpose is not None:
+        node.properties.purpose_found(purpose)
+    node.probe_history.discovered_at = 0.0
+    return node
+
+
+def test_all_names_of_a_model_are_served_and_count_as_one() -> None:
+    one, other, third = (
+        a_server("a", "demo", "small", "tiny"), a_server("b", "small", "demo"), a_server("c", "x"),
+    )  # fmt: skip
+    index = an_index(one, other)
+    assert index.model_names() == ("demo", "small", "tiny")
+    assert [names(chat(index, model)) for model in ("demo", "tiny")] == [["a", "b"], ["a"]]
+    assert (one.served_name("tiny"), other.served_name("tiny")) == ("tiny", None)
+    assert index.one_name_each(index.model_names()) == ("demo",)
+    assert index.one_name_each(("tiny", "small")) == ("small",)
+    index = an_index(one, other, third)
+    assert index.one_name_each(index.model_names()) == ("demo", "x")
+    declared = a_server("a", "demo", "small", models={"mine": "small"})
+    assert an_index(declared).model_names() == ("mine",)
+    assert declared.served_name("mine") == "small"
+
+
+def test_requests_go_to_servers_that_were_started_for_them() -> None:
+    index = an_index(
+        a_server("chat", "m", purpose="chat"),
+        a_server("old", "m"),
+        a_server("embed", "m", purpose="embeddings"),
+        a_server("rank", "m", purpose="rerank"),
+        a_server("both", "m", purpose="embeddings", endpoints=["chat", "embeddings"]),
+    )
+
+    def able(endpoint: Any) -> list[str]:
+        return names(index.capable_nodes("m", endpoint, vision=False, native=False))
+
+    assert able("chat") == ["chat", "old", "both"]
+    assert able("embeddings") == ["old", "embed", "both"]
+    assert able("rerank") == ["old", "rank"]
+    assert able("infill") == ["chat", "old"]
+
+
+def test_a_server_for_other_work_gets_chats_where_no_other_node_could_be_for_them() -> None:
+    embedder = a_server("e", "m", purpose="embeddings")
+    assert names(chat(an_index(embedder), "m")) == ["e"]
+    down = a_server("c", "m", purpose="chat", state=NodeState.DOWN)
+    assert names(chat(an_index(embedder, down), "m")) == ["c"]
+    labelled = a_server("e", "m", purpose="rerank", labels={"pool": "x"})
+    assert names(chat(an_index(labelled, down), "m", labels=(("pool", "x"),))) == []
+    silent = a_node(name="s", state=NodeState.LOADING)
+    index = an_index(embedder, silent)
+    assert names(chat(index, "m")) == []
+    assert index.awaits_chat_node(["m"])
+    silent.drain()
+    index.node_changed()
+    assert names(chat(index, "m")) == ["e"]
+    silent.resume()
+    refused = ProbeResult(ProbeAnswer.CONNECTION_REFUSED, "")
+    silent.probe_history.record(refused, rise=1, fall=1, sign_of_life=None)
+    index.node_changed()
+    assert names(chat(index, "m")) == ["e"]
+
+
+def test_a_sleeper_that_was_never_asked_gets_chats_only_where_no_other_node_takes_them() -> None:
+    sleeper = a_server("s", "m", state=NodeState.SLEEPING)
+    other = a_server("c", "m", purpose="chat")
+    index = an_index(sleeper, other)
+    assert names(chat(index, "m")) == ["c"]
+    assert names(index.capable_nodes("m", "embeddings", vision=False, native=False)) == ["s"]
+    other.set_state(NodeState.DOWN, "")
+    index.node_changed()
+    assert names(chat(index, "m")) == ["s", "c"]
+    assert names(chat(an_index(sleeper, a_server("t", "m", state=NodeState.SLEEPING)), "m")) == [
+        "s",
+        "t",
+    ]
+
+
+def test_a_pause_and_an_id_hold_for_the_names_that_all_servers_give_to_a_model() -> None:
+    one, two = a_server("a", "secret", "nick", "both"), a_server("b", "both")
+    index = an_index(one, two)
+    assert index.aliases == {"nick": "secret"}
+    index.set_paused(frozenset({"secret"}))
+    assert index.paused == {"secret", "nick"}
+    assert index.paused_by_name == {"secret"}
+    index.set_paused(frozenset({"nick", "gone"}))
+    assert index.paused == {"nick", "gone", "secret"}
+    index.set_paused(frozenset({"both"}))
+    assert index.paused == {"nick", "both", "secret"}
+    declared = a_server("a", "secret", "nick", models={"nick": "nick"})
+    assert an_index(declared).aliases == {}
+    one.models_changed()
+    one.properties.models, one.properties.aliases = ("nick",), {"secret": "nick", "both": "nick"}
+    assert one.models_changed()
+
+
+def test_a_lookup_holds_until_a_node_changes() -> None:
+    node = a_node(models={"m": "m"})
+    index = an_index(node)
+    before, version = chat(index, "m"), index.version
+    node.endpoint_refused("chat", None, 0.0)
+    assert chat(index, "m") is before
+    index.node_changed()
+    assert names(chat(index, "m")) == []
+    assert index.version > version
+
+
+def test_names_that_no_node_serves_are_not_cached_and_others_only_up_to_a_limit() -> None:
+    many = {f"m{number}": "m" for number in range(MOST_CACHED_LOOKUPS + 1)}
+    index = an_index(a_node(models=many))
+    chat(index, "made-up")
+    assert index.cached_lookups == {}
+    for model in many:
+        assert names(chat(index, model)) == ["a"]
+    assert len(index.cached_lookups) == MOST_CACHED_LOOKUPS
+
+
+def test_a_model_may_be_served_by_a_node_that_has_not_reported_any_and_is_not_down() -> None:
+    silent = a_node()
+    index = an_index(silent)
+    assert index.may_serve("m")
+    assert index.not_found_error("m").status == 503
+    refused = ProbeResult(ProbeAnswer.CONNECTION_REFUSED, "no connection")
+    silent.probe_history.record(refused, rise=1, fall=1, sign_of_life=None)
+    assert not index.may_serve("m")
+
+
+def test_without_such_a_node_an_unknown_model_is_not_found() -> None:
+    index = an_index(a_node(models={"m": "m"}))
+    assert index.not_found_error("x").status == 404
+    assert index.not_found_error(None).status == 400
+
+
+def test_a_pool_has_the_nodes_with_all_of_its_labels() -> None:
+    left = a_node(name="a", models={"m": "m", "n": "n"}, labels={"side": "left", "zone": "1"})
+    right = a_node(name="b", models={"m": "m"}, labels={"side": "right"})
+    index, pool = an_index(left, right, a_node(name="c", models={"m": "m"})), (("side", "right"),)
+    assert names(chat(index, "m", labels=pool)) == ["b"]
+    assert names(chat(index, "m", labels=(("side", "left"), ("zone", "2")))) == []
+    assert names(chat(index, "m")) == ["a", "b", "c"]
+    assert index.model_names(pool) == ("m",)
+    assert (index.serves("n"), index.serves("n", pool)) == (True, False)
+    assert len(index.servers_of(["m", "n"], pool)) == 1
+    error = index.not_found_error("n", pool)
+    assert (error.status, error.code) == (404, "model_not_found")
+    assert "side" not in error.message
+    assert "side=right" in error.reveal_nodes().message
+
+
+def test_while_a_node_of_the_pool_has_not_said_what_it_serves_it_is_503() -> None:
+    index = an_index(
+        a_node(name="a", models={"m": "m"}), a_node(name="b", labels={"side": "right"})
+    )
+    assert index.not_found_error("m", (("side", "right"),)).code == "no_node"
+    assert index.not_found_error("m", (("side", "left"),)).status == 404
+
+
+def server(
+    node: str, *models: str, context: int | None = 4096, **properties: Any
+) -> ComparedServer:
+    own = {"ftype": "Q4_K_M", "build": "b1", "template": "t1", **properties}
+    return ComparedServer(node, models or ("demo",), context, ServerProperties(**own))
+
+
+def test_equal_nodes_do_not_differ() -> None:
+    assert model_differences([server("a"), server("b"), server("c", "other", build="b2")]) == ()
+
+
+def test_each_property_is_told_with_its_nodes_the_most_frequent_value_first() -> None:
+    servers = [
+        server("a", ftype="Q8_0", template="t2"),
+        server("b", context=8192),
+        server("c", build="b2"),
+        server("d"),
+    ]
+    found = {one.what: one for one in model_differences(servers)}
+    assert set(found) == {"quantisation", "build", "context", "template"}
+    assert list(found["quantisation"].nodes_by_value.items()) == [
+        ("Q4_K_M", ("b", "c", "d")),
+        ("Q8_0", ("a",)),
+    ]
+    assert found["context"].in_words() == (
+        "demo: context of a slot: 4096 tokens on a, c, d; 8192 tokens on b"
+    )
+
+
+def test_what_a_server_has_not_reported_is_no_difference() -> None:
+    assert model_differences([server("a"), server("b", context=None, ftype=None, build=None)]) == ()
+
+
+def test_only_nodes_of_the_same_public_name_are_compared() -> None:
+    servers = [server("a", "x", "y"), server("b", "y", build="b2"), server("c", "x")]
+    (found,) = model_differences(servers)
+    assert (found.model, found.what) == ("y", "build")
+
+
+def test_many_nodes_and_values_make_a_short_sentence() -> None:
+    servers = [server(f"n{i}", build=f"b{i // 20}") for i in range(1000)]
+    (found,) = model_differences(servers)
+    assert len(found.in_words()) < 1500
+    assert "and 12 more" in found.in_words()
+    assert found.in_words().endswith("; 42 more")
+
+
+async def test_a_change_is_published_once_and_so_is_its_end() -> None:
+    async with (
+        EmulatedNode(build="b1-one") as one,
+        EmulatedNode(build="b2-two") as other,
+        a_fleet(a_spec("a", one.url), a_spec("b", other.url), discover_interval=600) as running,
+    ):
+        told = running.model_differences
+        for _ in range(3):
+            running.fleet.compare_models()
+        assert told == [ModelsDiffer(("demo: build of llama.cpp: b1-one on a; b2-two on b",))]
+        running["b"].properties.build = "b1-one"
+        running.fleet.compare_models()
+        assert told[1:] == [ModelsDiffer(())]

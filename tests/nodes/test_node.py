@@ -1,0 +1,622 @@
+"""A node's state, its leases and its slots."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gateway.nodes.circuit import KEY_REJECTED_SECONDS, MOST_LIMIT, START_LIMIT
+from gateway.nodes.health import judge_state
+from gateway.nodes.lifecycle import ProbeHistory
+from gateway.nodes.node import (
+    SLOT_LINGER,
+    Lease,
+    LeasePhase,
+    Node,
+    NodeState,
+    SlotOccupancy,
+)
+from gateway.nodes.speed import SpeedSample, TokenTime
+from tests.nodes.build import (
+    Clock,
+    a_node,
+    a_spec,
+    is_held,
+    no_upstream,
+    take,
+)
+
+
+def test_slots_are_declared_or_reported_or_assumed() -> None:
+    node = a_node(slots=3)
+    node.properties.slots = 5
+    assert node.slots_total == 3
+    node = a_node()
+    assert node.slots_total == 1
+    node.properties.slots = 5
+    assert node.slots_total == 5
+    assert a_node(kind="openai").slots_total == START_LIMIT
+
+
+def test_an_endpoint_without_slots_may_turn_out_to_take_more() -> None:
+    node = a_node(kind="openai")
+    assert (node.slots_total, node.most_slots) == (START_LIMIT, MOST_LIMIT)
+    assert a_node(kind="openai", slots=2).most_slots == 2
+    assert a_node().most_slots == 1
+
+
+def test_the_slots_of_an_endpoint_are_its_learnt_limit() -> None:
+    node = a_node(kind="openai")
+    lease = take(node)
+    assert node.concurrency_limit is not None
+    node.concurrency_limit.record_refusal(lease.taken_at, node.clock())
+    assert node.slots_total < START_LIMIT
+    declared = a_node(kind="openai", slots=4)
+    assert declared.concurrency_limit is not None
+    declared.concurrency_limit.record_refusal(0.0, declared.clock())
+    assert declared.slots_total == 4
+
+
+def test_an_endpoint_that_asked_for_a_pause_has_no_free_slots() -> None:
+    clock = Clock()
+    node = a_node(clock, kind="openai", slots=4)
+    assert node.concurrency_limit is not None
+    node.concurrency_limit.record_refusal(clock(), clock(), retry_after=20.0)
+    assert (node.paused(clock()), node.free_slots(clock())) == (True, 0)
+    assert node.next_change(clock()) == clock() + 20.0
+    clock.passes(20.0)
+    assert (node.paused(clock()), node.free_slots(clock())) == (False, 4)
+
+
+def test_a_limit_below_the_requests_in_flight_leaves_nothing_free() -> None:
+    node = a_node(kind="openai")
+    leases = [take(node) for _ in range(8)]
+    assert node.concurrency_limit is not None
+    node.concurrency_limit.record_refusal(leases[0].taken_at, node.clock(), retry_after=0.0)
+    assert node.free_slots(node.clock()) == 0
+    for lease in leases[:4]:
+        lease.release()
+    assert node.free_slots(node.clock()) == node.slots_total - 4 == 1
+
+
+def test_context_is_declared_or_reported() -> None:
+    assert a_node().context is None
+    node = a_node()
+    node.properties.context = 4096
+    assert node.context == 4096
+    assert a_node(context=2048).context == 2048
+
+
+def test_models_are_declared_by_public_name() -> None:
+    node = a_node(model={"gpt-4o-mini": "mistral-7b-q4.gguf"})
+    node.properties.models = ("mistral-7b-q4.gguf",)
+    assert node.served_name("gpt-4o-mini") == "mistral-7b-q4.gguf"
+    assert node.served_name("mistral-7b-q4.gguf") is None
+    assert node.public_models == {"gpt-4o-mini"}
+
+
+def test_undeclared_models_are_those_that_the_server_reports() -> None:
+    node = a_node()
+    assert node.served_name("demo") is None
+    node.properties.models = ("demo", "other")
+    assert node.served_name("demo") == "demo"
+    assert node.public_models == {"demo", "other"}
+
+
+def test_undeclared_endpoints_are_all_but_refused_ones() -> None:
+    node = a_node()
+    assert node.supports("rerank")
+    node.properties.refused.add("rerank")
+    assert not node.supports("rerank")
+    assert node.supports("chat")
+
+
+def test_declared_endpoints_are_the_only_ones() -> None:
+    node = a_node(endpoints=["chat"])
+    assert node.supports("chat")
+    assert not node.supports("embeddings")
+    assert not node.supports("chat", vision=True)
+    assert a_node(endpoints=["chat", "vision"]).supports("chat", vision=True)
+
+
+def test_vision_is_supported_unless_the_server_reports_none() -> None:
+    node = a_node()
+    assert node.supports("chat", vision=True)
+    node.properties.vision = False
+    assert not node.supports("chat", vision=True)
+    assert node.supports("chat")
+
+
+def test_free_and_busy_slots_count_ours_and_those_of_others() -> None:
+    node = a_node(slots=4)
+    take(node, 1)
+    node.occupancy.foreign = 2
+    assert node.free_slots(node.clock()) == 1
+    assert node.slots_busy == 3
+    node.occupancy.foreign = 9
+    assert node.free_slots(node.clock()) == 0
+    assert node.slots_busy == 4
+    take(node, 5)
+    assert (node.slots_busy, node.free_slots(node.clock())) == (6, 0), "never fewer than ours"
+
+
+def test_requests_are_counted() -> None:
+    node = a_node()
+    take(node).release()
+    take(node)
+    assert node.requests == 2
+
+
+def test_a_rejected_key_is_not_tried_for_a_while() -> None:
+    clock = Clock()
+    node = a_node(clock)
+    node.key_rejection.record("wrong key", clock())
+    assert judge_state(node, clock()) == (NodeState.DOWN, "wrong key")
+    clock.passes(KEY_REJECTED_SECONDS)
+    assert judge_state(node, clock())[0] is NodeState.READY
+    node.key_rejection.record("wrong key", clock())
+    node.replace_upstream(no_upstream(), clock())
+    assert judge_state(node, clock())[0] is NodeState.READY
+
+
+def test_a_key_that_has_just_worked_must_be_rejected_twice() -> None:
+    node = a_node()
+    node.key_rejection.record_success()
+    node.key_rejection.record("wrong key", node.clock())
+    assert judge_state(node, node.clock())[0] is NodeState.READY
+    node.key_rejection.record("wrong key", node.clock())
+    assert judge_state(node, node.clock())[0] is NodeState.DOWN
+
+
+def slow_down(node: Node) -> None:
+    """Let it write at its usual speed for a long time, and then far slower."""
+    for second in range(40):
+        each = 0.1 if second < 20 else 1.0
+        node.degradation.learn(SpeedSample(None, TokenTime(40, each, each), 1, 500), 10.0 * second)
+
+
+def everything_at_once() -> Node:
+    """A node for which every state but `starting` would hold."""
+    node = a_node(enabled=False)
+    node.draining = True
+    node.sleep.props_read(True, 900.0, asked=False)
+    node.probe_history = ProbeHistory(probed=True, up=False, detail="no connection", mute=True)
+    for _ in range(5):
+        node.circuit.record_failure(1000.0)
+    slow_down(node)
+    return node
+
+
+def test_the_first_state_that_holds_wins() -> None:
+    node, seen = everything_at_once(), []
+
+    def state() -> str:
+        return judge_state(node, 1000.0)[0].value
+
+    seen.append(state())
+    node.spec = a_spec()
+    seen.append(state())
+    node.draining = False
+    seen.append(state())
+    node.probe_history.loading = True
+    seen.append(state())
+    node.sleep.woke()
+    seen.append(state())
+    node.probe_history.loading = node.probe_history.probed = False
+    seen.append(state())
+    node.probe_history.probed = node.probe_history.up = True
+    seen.append(state())
+    node.circuit.close(1000.0)
+    seen.append(state())
+    node.probe_history.mute = False
+    seen.append(state())
+    node.degradation.server_restarted()
+    seen.append(state())
+    assert seen == [
+        "standby", "draining", "down", "sleeping", "loading", "starting", "ejected", "mute",
+        "degraded", "ready",
+    ]  # fmt: skip
+
+
+def test_the_states_are_tested_in_their_order() -> None:
+    assert [state.value for state in NodeState] == (
+        [
+            "standby", "draining", "down", "sleeping", "loading", "starting", "ejected", "mute",
+            "degraded", "ready",
+        ]
+    )  # fmt: skip
+
+
+def test_the_reason_says_why_a_node_gets_no_work() -> None:
+    assert judge_state(a_node(enabled=False), 0) == (
+        NodeState.STANDBY,
+        "enabled: false in the inventory",
+    )
+    assert judge_state(a_node(standby=True), 0) == (
+        NodeState.STANDBY,
+        "standby: true in the inventory, without start and stop",
+    )
+    node = everything_at_once()
+    node.spec, node.draining = a_spec(), False
+    assert judge_state(node, 1000.0) == (NodeState.DOWN, "no connection")
+
+
+def test_the_reason_of_an_ejection_has_the_failures_and_the_next_step() -> None:
+    node = a_node()
+    for _ in range(5):
+        node.circuit.record_failure(1000.0)
+    assert judge_state(node, 1000.0)[1] == (
+        "5 requests in a row failed; no work for about 30 s, then one on trial"
+    )
+    assert judge_state(node, 1040.0) == (
+        NodeState.EJECTED,
+        "5 requests in a row failed; the next one is on trial",
+    )
+
+
+def test_a_degraded_node_has_figures_in_its_reason_and_gets_work() -> None:
+    node = a_node(slots=3)
+    slow_down(node)
+    node.state, reason = judge_state(node, 400.0)
+    assert node.state is NodeState.DEGRADED
+    assert reason.startswith("writes at 10% of its usual speed (")
+    assert node.free_slots(400.0) == 3
+
+
+def test_a_half_open_node_takes_exactly_one_request() -> None:
+    node = a_node(slots=4)
+    for _ in range(5):
+        node.circuit.record_failure(1000.0)
+    node.state = NodeState.EJECTED
+    assert node.free_slots(1010.0) == 0
+    assert (node.capacity(1040.0), node.free_slots(1040.0)) == (1, 1)
+    lease = Lease(node, 1, 1040.0, True, None, None)
+    node.take(lease, 1040.0)
+    assert lease.trial
+    assert (node.capacity(1040.0), node.free_slots(1040.0)) == (0, 0)
+    lease.release()
+    assert node.free_slots(1040.0) == 1
+
+
+def test_a_half_open_node_whose_slots_are_full_takes_nothing() -> None:
+    node = a_node(slots=2)
+    take(node, 2)
+    for _ in range(5):
+        node.circuit.record_failure(1000.0)
+    node.state = NodeState.EJECTED
+    assert node.free_slots(1040.0) == 0
+
+
+def test_only_nodes_that_may_work_have_capacity() -> None:
+    for state in NodeState:
+        node = a_node(slots=3, state=state)
+        may = state in {NodeState.READY, NodeState.DEGRADED, NodeState.SLEEPING}
+        assert node.capacity(1000.0) == (3 if may else 0)
+    node = a_node(slots=3)
+    node.removed = True
+    assert node.capacity(1000.0) == 0
+
+
+def test_capacity_grows_in_slow_start() -> None:
+    node = a_node(slots=4)
+    for _ in range(5):
+        node.circuit.record_failure(1000.0)
+    node.circuit.close(1100.0)
+    assert [node.capacity(1100.0 + t) for t in (0, 10, 20, 40)] == [1, 2, 3, 4]
+
+
+# The count of a node's slots, under any order of events.
+
+
+class Counting(RuleBasedStateMachine):
+    """Takes, releases, abandons and reloads in any order; the counts must match the leases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.node = a_node(self.clock, slots=4)
+        self.node.on_lease_released = self.released
+        self.leases: list[Lease] = []
+        self.callbacks = 0
+        self.ended = 0
+
+    def released(self, _: Lease, counted: bool) -> None:
+        assert not counted
+        self.callbacks += 1
+
+    @initialize(slots=st.integers(1, 8))
+    def begin(self, slots: int) -> None:
+        self.node.spec = a_spec(slots=slots)
+
+    @rule(slots=st.integers(0, 4))
+    def takes(self, slots: int) -> None:
+        self.leases.append(take(self.node, slots))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), how=st.sampled_from(["release", "abandon"]))
+    def ends(self, data: st.DataObject, how: str) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        held = is_held(lease)
+        if how == "release":
+            lease.release()
+            assert not is_held(lease)
+        else:
+            lease.abandon()
+            assert is_held(lease) is held
+            assert lease.phase is (LeasePhase.RECLAIM if held else LeasePhase.RELEASED)
+        if held and not is_held(lease):
+            self.ended += 1
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def moves(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        phase = lease.phase
+        lease.head_received(self.clock())
+        lease.content_received(self.clock())
+        if phase in {LeasePhase.RECLAIM, LeasePhase.RELEASED}:
+            assert lease.phase is phase
+        else:
+            assert lease.phase is LeasePhase.DECODE
+
+    @rule(slots=st.none() | st.integers(1, 8), removed=st.booleans(), fresh=st.booleans())
+    def reloads(self, slots: int | None, removed: bool, fresh: bool) -> None:
+        self.node.spec = a_spec(slots=slots)
+        self.node.removed = removed
+        if fresh:
+            self.node.upstream = no_upstream()
+
+    @rule(busy=st.integers(0, 9), seconds=st.floats(0, 2))
+    def slots_are_read(self, busy: int, seconds: float) -> None:
+        occupancy = self.node.occupancy
+        with occupancy.slots_query(self.clock()) as query:
+            self.clock.passes(seconds)
+        occupancy.record_busy(busy, query)
+        assert self.node.foreign <= busy
+
+    @invariant()
+    def counts_agree(self) -> None:
+        node = self.node
+        held = [lease for lease in self.leases if is_held(lease)]
+        assert node.leased == sum(lease.slots for lease in held) >= 0
+        assert node.leases == set(held)
+        assert node.in_flight == len(held)
+        assert node.foreign >= 0
+        assert node.free_slots(self.clock()) >= 0
+        assert node.free_slots(self.clock()) + node.leased <= max(node.slots_total, node.leased)
+        assert node.slots_busy >= node.leased
+        assert self.callbacks == self.ended
+
+
+TestCounting = Counting.TestCase
+TestCounting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_lease_is_released_once() -> None:
+    node = a_node(slots=2)
+    lease = take(node, 2)
+    assert (node.leased, node.free_slots(node.clock())) == (2, 0)
+    lease.release()
+    lease.release()
+    lease.abandon()
+    assert (node.leased, node.free_slots(node.clock())) == (0, 2)
+
+
+class CountedLease(Lease):
+    """Writes down how often its own counts are told."""
+
+    told: ClassVar[list[str]] = []
+
+    def prefill_ended(self, _now: float) -> None:
+        self.told.append("prefill ended")
+
+    def slots_freed(self, _now: float) -> bool:
+        self.told.append("slots freed")
+        return True
+
+
+def test_a_lease_is_told_once_of_the_prefill_and_of_the_release() -> None:
+    node = a_node(slots=2)
+    lease = CountedLease(node, 1, node.clock(), True, None, None)
+    node.take(lease, node.clock())
+    for _ in range(2):
+        lease.content_received(node.clock())
+    for _ in range(2):
+        lease.release()
+    assert lease.told == ["prefill ended", "slots freed"]
+
+
+def test_a_negative_number_of_slots_is_refused() -> None:
+    node = a_node()
+    with pytest.raises(ValueError, match="-1"):
+        take(node, -1)
+    assert node.leased == 0
+
+
+# The counts of a node's slots and their integrals over time.
+
+
+def foreign_after(occupancy: SlotOccupancy, busy: int, now: float) -> int:
+    with occupancy.slots_query(now) as query:
+        pass
+    occupancy.record_busy(busy, query)
+    return occupancy.foreign
+
+
+def test_busy_slots_beyond_our_leases_are_others_work() -> None:
+    occupancy = SlotOccupancy()
+    occupancy.take(1, 10.0)
+    assert foreign_after(occupancy, 3, 11.0) == 2
+    assert foreign_after(occupancy, 1, 12.0) == 0
+
+
+def test_fewer_busy_slots_than_leases_are_no_negative_load() -> None:
+    occupancy = SlotOccupancy()
+    occupancy.take(3, 10.0)
+    assert foreign_after(occupancy, 0, 11.0) == 0
+
+
+def test_a_lease_that_came_or_went_during_the_query_is_ours() -> None:
+    occupancy = SlotOccupancy()
+    occupancy.take(1, 10.0)
+    with occupancy.slots_query(20.0) as query:
+        occupancy.take(1, 20.1)
+        occupancy.release(1, 20.2)
+        occupancy.release(1, 20.3)
+    occupancy.record_busy(2, query)
+    assert occupancy.foreign == 0
+
+
+def test_a_slot_just_released_may_still_be_reported_busy() -> None:
+    occupancy = SlotOccupancy()
+    occupancy.take(2, 10.0)
+    occupancy.release(2, 20.0)
+    assert foreign_after(occupancy, 2, 20.0 + SLOT_LINGER / 2) == 0
+    assert foreign_after(occupancy, 2, 20.0 + 3 * SLOT_LINGER) == 2
+
+
+def test_overlapping_queries_each_have_their_own_peak() -> None:
+    occupancy = SlotOccupancy()
+    occupancy.take(2, 10.0)
+    with occupancy.slots_query(20.0) as first:
+        occupancy.release(1, 20.1)
+        with occupancy.slots_query(21.0) as second:
+            pass
+    assert (first.peak_leased, second.peak_leased) == (2, 1)
+
+
+def test_busy_slots_are_integrated_over_time() -> None:
+    occupancy = SlotOccupancy()
+    occupancy.take(1, 100.0)
+    occupancy.take(2, 102.0)
+    occupancy.release(1, 103.0)
+    occupancy.integrate(105.0)
+    assert occupancy.slot_seconds == pytest.approx(2 * 1 + 1 * 3 + 2 * 2)
+    with occupancy.slots_query(105.0) as query:
+        pass
+    occupancy.record_busy(5, query, 106.0)
+    occupancy.integrate(107.0)
+    assert occupancy.slot_seconds == pytest.approx(9 + 2 + 5)
+
+
+def test_a_clock_that_stands_still_or_goes_back_adds_nothing() -> None:
+    occupancy = SlotOccupancy()
+    occupancy.take(1, 100.0, prefilling=True)
+    occupancy.integrate(100.0)
+    occupancy.integrate(90.0)
+    assert (occupancy.slot_seconds, occupancy.prefill_seconds) == (0, 0)
+
+
+def test_a_lease_measures_the_busy_slots_during_its_decode() -> None:
+    clock = Clock()
+    node = a_node(clock, slots=4)
+    lease = take(node)
+    lease.content_received(clock.passes(2))
+    other = take(node, stream=False)
+    clock.passes(3)
+    other.release()
+    clock.passes(1)
+    assert lease.observed_timing() is None
+    lease.release()
+    seen = lease.observed_timing()
+    assert seen is not None
+    assert (seen.ttft, seen.duration) == (2, 6)
+    assert seen.busy_slots == pytest.approx((2 * 3 + 1 * 1) / 4)
+    assert (seen.stalled_seconds, seen.mean_prefills) == (0, 1)
+
+
+def test_a_lease_measures_the_prefills_of_others_meanwhile() -> None:
+    clock = Clock()
+    node = a_node(clock, slots=4)
+    first, second = take(node), take(node)
+    second.content_received(clock.passes(2))
+    first.content_received(clock.passes(2))
+    third = take(node)
+    third.content_received(clock.passes(5))
+    clock.passes(1)
+    for lease in (first, second, third):
+        lease.release()
+    seen = [lease.observed_timing() for lease in (first, second, third)]
+    assert [one and one.mean_prefills for one in seen] == pytest.approx([1.5, 2, 1])
+    assert [one and one.stalled_seconds for one in seen] == pytest.approx([5, 7, 0])
+
+
+def test_an_answer_in_one_piece_has_no_ttft() -> None:
+    clock = Clock()
+    node = a_node(clock, slots=4)
+    lease, other = take(node, stream=False), take(node, stream=False)
+    clock.passes(4)
+    lease.release()
+    other.release()
+    seen = lease.observed_timing()
+    assert seen is not None
+    assert (seen.ttft, seen.duration, seen.busy_slots) == (None, 4, 2)
+
+
+def test_a_lease_without_slots_or_duration_measures_nothing_wrong() -> None:
+    node = a_node()
+    none = take(node, 0)
+    none.release()
+    assert none.observed_timing() is None
+    lease = take(node)
+    lease.release()
+    seen = lease.observed_timing()
+    assert seen is not None
+    assert (seen.duration, seen.busy_slots) == (0, 1)
+
+
+def test_an_abandoned_prefill_counts_until_its_slot_is_free() -> None:
+    clock = Clock()
+    node = a_node(clock, slots=2)
+    left, other = take(node), take(node)
+    other.content_received(clock.passes(1))
+    left.abandon()
+    clock.passes(3)
+    left.release()
+    clock.passes(1)
+    other.release()
+    seen = other.observed_timing()
+    assert seen is not None
+    assert seen.stalled_seconds == pytest.approx(3)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["take", "plain", "move", "leave", "give"]),
+            st.integers(0, 7),
+            st.floats(0, 100),
+        )
+    )
+)
+def test_any_events_leave_the_means_possible(
+    events: list[tuple[str, int, float]],
+) -> None:
+    clock = Clock()
+    node = a_node(clock, slots=8)
+    leases = []
+    for what, which, seconds in events:
+        now = clock.passes(seconds)
+        if what in {"take", "plain"}:
+            leases.append(take(node, 1 + which % 2, stream=what == "take"))
+        elif leases:
+            lease = leases[which % len(leases)]
+            match what:
+                case "move":
+                    lease.content_received(now)
+                case "leave":
+                    lease.abandon()
+                case _:
+                    lease.release()
+    for lease in leases:
+        lease.release()
+        seen = lease.observed_timing()
+        assert seen is not None
+        assert lease.slots - 1e-6 <= seen.busy_slots <= 2 * len(leases) + 1e-6
+        assert 0 <= seen.stalled_seconds <= seen.duration
+        assert 1 - 1e-6 <= seen.mean_prefills <= 2 * len(leases) + 1e-6
+    assert node.occupancy.leased == node.occupancy.prefills == 0

@@ -1,0 +1,568 @@
+"""What is predicted of the nodes' prompt caches."""
+
+from __future__ import annotations
+
+import math
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.lease import PromptKey
+from gateway.nodes.prompt_cache import (
+    DEFAULT_HOST_TOKENS,
+    LEAST_HOST_TOKENS,
+    MOST_COMPARED_PROMPTS,
+    MOST_HOST_BLOCKS,
+    MOST_HOST_PROMPTS,
+    CachedPrompt,
+    FleetPromptCache,
+    PendingPrefixes,
+    PromptTree,
+    common_blocks,
+)
+from tests.calls import count_calls
+from tests.each_case import each_case
+
+BLOCK = 100.0
+FEW = 4
+"""Nodes."""
+
+
+def chain(words: str) -> tuple[int, ...]:
+    """One block for each letter."""
+    last, blocks = 0, []
+    for word in words:
+        last = hash((last, word))
+        blocks.append(last)
+    return tuple(blocks)
+
+
+def a_prompt(words: str) -> PromptKey:
+    return PromptKey(chain(words), BLOCK * len(words))
+
+
+class Scene:
+    """A prompt cache and its requests, which end as predicted unless the test says otherwise."""
+
+    def __init__(self, rows: int = 1, slots: int = 1, host: float | None = None) -> None:
+        self.cache = FleetPromptCache()
+        for row in range(rows):
+            self.cache.resize(row, slots, host)
+
+    def cached(self, words: str, row: int = 0) -> float:
+        return self.cache.lookup(a_prompt(words)).cached.get(row, 0.0)
+
+    def ran(
+        self, words: str, row: int = 0, *, cached: float | None = None, answer: float = 0
+    ) -> None:
+        prompt = a_prompt(words)
+        if cached is None:
+            cached = self.cache.lookup(prompt).cached.get(row, 0.0)
+        self.cache.request_placed(row, prompt)
+        self.cache.request_finished(row, prompt, prompt.tokens, cached, answer)
+
+    def begun(self, words: str, row: int = 0) -> PromptKey:
+        prompt = a_prompt(words)
+        self.cache.request_placed(row, prompt)
+        return prompt
+
+
+def test_a_node_caches_the_prompts_it_has_read() -> None:
+    scene = Scene(rows=2)
+    scene.ran("sabc", row=1)
+    assert scene.cache.lookup(a_prompt("sabcd")).cached == {1: 400}
+    assert scene.cache.lookup(a_prompt("sabx")).cached == {1: 300}
+    assert scene.cache.lookup(a_prompt("xabc")).cached == {}
+
+
+def test_the_last_token_of_a_prompt_is_always_read() -> None:
+    scene = Scene()
+    scene.ran("sabc")
+    assert scene.cached("sabc") == 399
+
+
+def test_the_next_turn_finds_the_answer_too() -> None:
+    scene = Scene()
+    scene.ran("sab", answer=150)
+    assert scene.cached("sabcd") == 450
+    assert scene.cached("saxyz") == 200, "another continuation does not"
+
+
+def test_the_reported_tokens_of_a_prompt_correct_the_estimate() -> None:
+    scene = Scene()
+    prompt = a_prompt("sab")
+    scene.cache.request_placed(0, prompt)
+    scene.cache.request_finished(0, prompt, 360, 0, 0)
+    found = scene.cache.lookup(a_prompt("sabcd"))
+    assert found.cached == {0: 360}
+    assert found.tokens == 360 + 200
+
+
+def test_answers_that_later_prompts_leave_out_count_less_and_less() -> None:
+    scene = Scene()
+    talk = "s"
+    for _ in range(20):
+        expected = 100.0 * len(talk)
+        scene.ran(talk + "ab", cached=expected if len(talk) > 1 else 0, answer=1000)
+        talk += "ab"
+    assert scene.cached(talk + "ab") < 100 * len(talk) + 50
+
+
+def test_a_running_request_is_no_cache_for_another() -> None:
+    scene = Scene(slots=2)
+    scene.ran("sab")
+    running = scene.begun("sabc")
+    assert scene.cached("sabd") == 0
+    scene.cache.request_finished(0, running, 400, 300, 0)
+    assert scene.cached("sabd") == 300
+
+
+def test_a_request_that_ended_without_usage_leaves_nothing() -> None:
+    scene = Scene()
+    scene.ran("sab")
+    scene.cache.request_dropped(0, scene.begun("sabc"))
+    assert scene.cached("sabc") == 0
+
+
+def test_a_cut_answer_leaves_the_prompt_and_the_tokens_written() -> None:
+    scene = Scene()
+    scene.cache.request_dropped(0, scene.begun("sab"), 40)
+    assert scene.cached("sabc") == 340
+
+
+def test_volatile_lines_that_a_server_reads_lower_predictions_for_such_prompts_only() -> None:
+    scene = Scene(slots=2)
+    scene.ran("wxyz")
+    for _ in range(8):
+        prompt = PromptKey(chain("sabc"), 400, omits_volatile=True)
+        scene.cache.request_placed(0, prompt)
+        scene.cache.request_finished(0, prompt, 400, 0, 0)
+    assert scene.cache.lookup(PromptKey(chain("sabcd"), 500, omits_volatile=True)).cached[0] < 20
+    assert scene.cached("sabcd") == 400
+    assert scene.cached("wxyza") == 400
+
+
+def test_a_shared_prefix_is_found_on_every_node_that_caches_it() -> None:
+    scene = Scene(rows=5)
+    for row in range(4):
+        scene.ran(f"sys{row}", row)
+    assert scene.cache.lookup(a_prompt("sysx")).cached == dict.fromkeys(range(4), 300)
+
+
+class TestLikeLlamaCpp:
+    def test_a_replaced_prompt_goes_to_host_memory_and_comes_back(self) -> None:
+        scene = Scene(slots=1)
+        scene.ran("abcd")
+        scene.ran("wxyz")
+        assert scene.cached("abcde") == 400
+        scene.ran("abcde")
+        assert scene.cached("abcdef") == 500
+        assert scene.cached("wxyzw") == 400
+
+    def test_an_empty_slot_goes_first(self) -> None:
+        scene = Scene(slots=2, host=0)
+        scene.ran("abcd")
+        scene.ran("wxyz")
+        assert (scene.cached("abcde"), scene.cached("wxyza")) == (400, 400)
+
+    def test_without_host_memory_the_least_recently_used_slot_loses_its_prompt(self) -> None:
+        scene = Scene(slots=2, host=0)
+        scene.ran("abcd")
+        scene.ran("wxyz")
+        scene.ran("abcde")
+        scene.ran("klmn")
+        assert (scene.cached("abcdef"), scene.cached("wxyza")) == (500, 0)
+
+    def test_a_prompt_that_keeps_half_of_a_slot_overwrites_the_rest(self) -> None:
+        scene = Scene(slots=1)
+        scene.ran("sysabc")
+        scene.ran("sysxyz")
+        assert scene.cached("sysabcd") == 300
+
+    def test_a_similar_slot_hides_host_memory(self) -> None:
+        scene = Scene(slots=1)
+        scene.ran("sysabcdefghijklm")
+        scene.ran("zzzzzzzz")
+        scene.ran("syst")
+        # Three quarters of the slot's prompt would be kept, so nothing is loaded.
+        assert scene.cached("sysabcdefghijklmn") == 300
+
+    def test_a_prompt_of_which_little_would_be_left_is_not_loaded(self) -> None:
+        scene = Scene(slots=1)
+        scene.ran("sabcdefghi")
+        scene.ran("zzzz")
+        assert scene.cached("sx") == 0
+
+    def test_host_memory_keeps_no_prefix_of_its_prompts(self) -> None:
+        scene = Scene(slots=2)
+        scene.ran("abcd")
+        scene.ran("wxyz")
+        one, other = scene.begun("abcde"), scene.begun("wxyzw")
+        scene.cache.request_finished(0, one, 500, 400, 0)
+        scene.cache.request_finished(0, other, 500, 400, 0)
+        for words in ("1111", "2222"):
+            scene.ran(words)
+        # Each longer conversation once, and a copy of the first other prompt, whose slot is idle.
+        assert sum(len(node.host_prompts) for node in scene.cache.nodes.values()) == 3
+
+    def test_the_prompt_of_an_idle_slot_is_copied_when_another_slot_gets_work(self) -> None:
+        scene = Scene(slots=2)
+        scene.ran("sysa")
+        scene.ran("zzzz")
+        scene.begun("sysb")
+        assert scene.cached("sysc") == 300
+
+    def test_without_host_memory_nothing_is_copied(self) -> None:
+        scene = Scene(slots=2, host=0)
+        scene.ran("sysa")
+        scene.ran("zzzz")
+        scene.begun("sysb")
+        assert scene.cached("sysc") == 0
+
+    def test_a_copy_outlives_its_slot_and_a_slot_its_copy(self) -> None:
+        scene = Scene(slots=2)
+        scene.ran("sysa")
+        scene.ran("zzzz")
+        scene.cache.request_dropped(0, scene.begun("sysab"))
+        assert scene.cached("sysabc") == 400
+        for number in range(3):
+            scene.ran(f"zzzz{number}")
+        assert scene.cached("zzzz2z") == 500
+
+
+class TestLearning:
+    def test_prompts_older_than_an_evicted_one_are_evicted_too(self) -> None:
+        scene = Scene(slots=1)
+        for letter in "abcdefghij":
+            scene.ran(letter * 60)
+        assert scene.cached("a" * 61) > 0
+        scene.ran("d" * 61, cached=0)
+        assert scene.cached("a" * 61) == 0
+        assert scene.cached("h" * 61) > 0
+        assert scene.cache.nodes[0].host_capacity < DEFAULT_HOST_TOKENS
+
+    def test_host_memory_that_keeps_more_than_predicted_is_believed_larger(self) -> None:
+        scene = Scene(slots=1)
+        for turn in range(12):
+            for letter in "abcdefghijklmnop":
+                scene.ran(letter * 60, cached=5999 if turn else 0)
+        assert scene.cache.nodes[0].host_capacity > DEFAULT_HOST_TOKENS
+        for letter in "abcdefghijklmnop":
+            assert scene.cached(letter * 61) > 0
+
+    def test_failed_predictions_in_a_row_mean_an_unseen_restart(self) -> None:
+        scene = Scene(slots=4)
+        for words in ("aaaa", "bbbb", "cccc", "dddd"):
+            scene.ran(words)
+        scene.ran("aaaaa", cached=0)
+        assert scene.cached("ccccc") == 400
+        scene.ran("bbbbb", cached=0)
+        assert scene.cached("ccccc") == 0
+        assert scene.cached("bbbbbb") == 500
+
+    def test_the_guess_never_falls_so_low_that_it_can_not_recover(self) -> None:
+        scene = Scene(slots=1)
+        for i in range(200):
+            scene.ran(chr(97 + i % 4) * 10, cached=0)
+        assert scene.cache.nodes[0].host_capacity >= LEAST_HOST_TOKENS
+
+
+def test_a_forgotten_row_may_be_used_again() -> None:
+    scene = Scene(rows=2, slots=1)
+    scene.ran("abcd", row=0)
+    scene.ran("abcd", row=1)
+    running = scene.begun("wxyz", row=0)
+    scene.cache.forget_node(0)
+    assert scene.cache.lookup(a_prompt("abcde")).cached == {1: 400}
+    scene.cache.resize(0, 1)
+    scene.cache.request_finished(0, running, 400, 0, 0)
+    assert scene.cache.lookup(a_prompt("wxyza")).cached == {}, "it ran on the node before"
+    scene.cache.forget_node(1)
+    assert len(scene.cache.tree) == 0
+
+
+def test_a_row_that_was_never_sized_caches_nothing() -> None:
+    cache = FleetPromptCache()
+    prompt = a_prompt("abcd")
+    cache.request_placed(7, prompt)
+    cache.request_finished(7, prompt, 400, 0, 0)
+    cache.request_dropped(7, prompt)
+    cache.forget_node(7)
+    assert cache.lookup(prompt).cached == {}
+
+
+def test_with_fewer_slots_the_other_prompts_go_to_host_memory() -> None:
+    scene = Scene(slots=3)
+    for words in ("aaaa", "bbbb", "cccc"):
+        scene.ran(words)
+    scene.cache.resize(0, 1)
+    node = scene.cache.nodes[0]
+    assert (len(node.slot_prompts), len(node.host_prompts)) == (1, 2)
+
+
+@each_case("lie", [math.nan, -1.0, 0.0, math.inf])
+def test_impossible_figures_are_ignored(lie: float) -> None:
+    scene = Scene(slots=2)
+    scene.ran("abcd")
+    for figures in ((lie, 0, 0), (400, lie, 0), (400, 0, lie), (lie, lie, lie)):
+        prompt = scene.begun("wxyz")
+        scene.cache.request_finished(0, prompt, *figures)
+    found = scene.cache.lookup(PromptKey(chain("abcde"), lie))
+    assert all(0 <= tokens < 1e6 for tokens in found.cached.values())
+    assert scene.cached("abcde") == 400
+
+
+def test_requests_that_never_end_are_forgotten() -> None:
+    scene = Scene(slots=2)
+    for i in range(500):
+        scene.begun(f"x{i}")
+    assert len(scene.cache.nodes[0].running) < 50
+
+
+ROWS, SLOTS = 3, 2
+WORDS = st.text("ab", min_size=1, max_size=8)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["place", "finish", "fail", "drop", "forget", "resize"]),
+        st.integers(0, ROWS - 1),
+        WORDS,
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS, WORDS)
+@settings(max_examples=200)
+def test_any_events_leave_the_sums_consistent(
+    steps: list[tuple[str, int, str]], asked: str
+) -> None:
+    scene = Scene(rows=ROWS, slots=SLOTS, host=2000)
+    cache = scene.cache
+    running: list[tuple[int, PromptKey]] = []
+    for what, row, words in steps:
+        if what == "place":
+            running.append((row, scene.begun(words, row)))
+        elif what == "forget":
+            cache.forget_node(row)
+        elif what == "resize":
+            cache.resize(row, 1 + len(words) % 3)
+        elif running:
+            on, prompt = running.pop(0)
+            if what == "drop":
+                cache.request_dropped(on, prompt)
+            else:
+                cached = 0 if what == "fail" else cache.lookup(prompt).cached.get(on, 0.0)
+                cache.request_finished(on, prompt, prompt.tokens, cached, len(words))
+        for node in cache.nodes.values():
+            assert node.host_used == pytest.approx(sum(held.tokens for held in node.host_prompts))
+            assert node.host_used <= node.host_capacity
+            assert len(node.slot_prompts) <= node.slots
+    found = cache.lookup(a_prompt(asked))
+    assert all(0 < tokens < max(found.tokens, 1.1) for tokens in found.cached.values())
+    for row in range(ROWS):
+        cache.forget_node(row)
+    assert len(cache.tree) == 0
+
+
+def a_full_fleet(
+    rows: int, conversations: int, rng: random.Random
+) -> tuple[FleetPromptCache, PromptKey]:
+    """Conversations of some turns behind shared system prompts; the prompt of one of them."""
+    cache = FleetPromptCache()
+    systems = [chain(f"{i} system") for i in range(200)]
+    prompt = a_prompt("")
+    for row in range(rows):
+        cache.resize(row, 2, 1e9)
+        for i in range(conversations):
+            blocks = list(rng.choice(systems))
+            for turn in range(rng.choice((1, 3, 5))):
+                for part in range(rng.randrange(2, 6)):
+                    blocks.append(hash((blocks[-1], row, i, turn, part)))
+                prompt = PromptKey(tuple(blocks), BLOCK * len(blocks))
+                cached = cache.lookup(prompt).cached.get(row, 0.0)
+                cache.request_placed(row, prompt)
+                cache.request_finished(row, prompt, prompt.tokens, cached, 150)
+    return cache, prompt
+
+
+@pytest.mark.slow
+def test_a_thousand_full_nodes_fit_200_megabytes() -> None:
+    rng = random.Random(1)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    # A few nodes with full caches; they share fewer prefixes than a thousand would.
+    cache, _ = a_full_fleet(FEW, MOST_HOST_PROMPTS + 30, rng)
+    used = (tracemalloc.get_traced_memory()[0] - before) / FEW
+    tracemalloc.stop()
+    assert (
+        sum(len(node.host_prompts) for node in cache.nodes.values()) > FEW * 0.9 * MOST_HOST_PROMPTS
+    )
+    # Besides, the blocks of the longest prompts.
+    used += 8 * MOST_HOST_BLOCKS
+    assert used * 1000 < 200e6, f"{used / 1e3:.0f} MB"
+
+
+@pytest.mark.slow
+def test_a_lookup_over_a_thousand_nodes_is_quick() -> None:
+    cache, prompt = a_full_fleet(1000, 3, random.Random(2))
+    longer = PromptKey((*prompt.blocks, *range(12)), prompt.tokens + 12 * BLOCK)
+    assert len(cache.lookup(longer).cached) > 100
+    # Some 90: the count may grow with the prompt's blocks, but not with the nodes.
+    assert count_calls(lambda: cache.lookup(longer)) < 300
+
+
+def test_a_prompt_that_a_node_reads_now_is_pending_and_not_cached_yet() -> None:
+    cache = FleetPromptCache()
+    for row in (0, 1):
+        cache.resize(row, 2)
+    system = PromptKey((1, 2, 3, 4), 400.0)
+    cache.request_placed(0, PromptKey((1, 2, 3, 4, 50, 51), 600.0))
+    cache.request_placed(1, PromptKey((1, 2, 70), 300.0))
+    found = cache.lookup(system)
+    assert found.cached == {}
+    assert found.pending == {0: 400.0, 1: 200.0}
+    assert cache.lookup(PromptKey((9, 10), 200.0)).pending == {}
+
+
+@pytest.mark.parametrize("how", ["finished", "dropped", "forgotten"])
+def test_an_ended_request_is_not_pending(how: str) -> None:
+    cache = FleetPromptCache()
+    cache.resize(0, 2)
+    running = PromptKey((1, 2), 200.0)
+    cache.request_placed(0, running)
+    if how == "finished":
+        cache.request_finished(0, running, 200.0, 0.0, 10.0)
+    elif how == "dropped":
+        cache.request_dropped(0, running)
+    else:
+        cache.forget_node(0)
+    found = cache.lookup(PromptKey((1, 2, 3), 300.0))
+    assert found.pending == {}
+    assert bool(found.cached) == (how == "finished")
+
+
+@given(st.integers(0, 40), st.integers(0, 20), st.integers(0, 20))
+def test_the_common_blocks_of_two_prompts_are_counted(same: int, one: int, two: int) -> None:
+    shared = list(range(same))
+    first = [*shared, *range(100, 100 + one)]
+    second = [*shared, *range(200, 200 + two)]
+    assert common_blocks(first, second) == same
+
+
+def test_of_several_running_prompts_on_a_node_the_longest_match_counts() -> None:
+    running = PendingPrefixes()
+    running.add(0, PromptKey((1, 2, 70), 300.0))
+    running.add(0, PromptKey((1, 2, 3, 60), 400.0))
+    assert running.pending_tokens(PromptKey((1, 2, 3, 4), 400.0), 400.0) == {0: 300.0}
+
+
+def test_a_prompt_with_another_first_block_is_not_compared() -> None:
+    running = PendingPrefixes()
+    running.add(0, PromptKey((1, 2), 200.0))
+    assert running.pending_tokens(PromptKey((7, 2), 200.0), 200.0) == {}
+    assert running.pending_tokens(PromptKey((), 10.0), 10.0) == {}
+
+
+def test_a_prompt_that_thousands_share_is_compared_with_a_few() -> None:
+    running = PendingPrefixes()
+    prompts = [PromptKey((1, 2), 200.0) for _ in range(2000)]
+    for row, prompt in enumerate(prompts):
+        running.add(row, prompt)
+    assert len(running.pending_tokens(PromptKey((1, 2), 200.0), 200.0)) == MOST_COMPARED_PROMPTS
+    for row, prompt in enumerate(prompts):
+        running.remove(row, prompt)
+    assert running.pending_tokens(PromptKey((1, 2), 200.0), 200.0) == {}
+
+
+# The tree gives the same result as comparing every prompt with every other.
+
+
+def chained(*words: int) -> tuple[int, ...]:
+    last, blocks = 0, []
+    for word in words:
+        last = hash((last, word))
+        blocks.append(last)
+    return tuple(blocks)
+
+
+def in_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def agreed(tree: PromptTree, blocks: tuple[int, ...], row: int, *, idle: bool) -> int:
+    found = tree.match(blocks)
+    return max(
+        (
+            at
+            for edge, at in found.items()
+            if row in (edge.slot_counts if idle else edge.host_counts)
+        ),
+        default=0,
+    )
+
+
+# Few words and lengths, so that prompts share prefixes, branch, and are prefixes of others.
+PROMPTS = st.lists(st.integers(0, 2), max_size=6).map(lambda words: chained(*words))
+TREE_STEPS = st.lists(
+    st.tuples(st.sampled_from(["add", "move", "remove"]), st.integers(0, 2), PROMPTS), max_size=40
+)
+
+
+@given(TREE_STEPS, PROMPTS)
+@settings(max_examples=300)
+def test_the_tree_finds_how_far_each_row_agrees(
+    steps: list[tuple[str, int, tuple[int, ...]]], asked: tuple[int, ...]
+) -> None:
+    tree = PromptTree()
+    kept: list[tuple[CachedPrompt, tuple[int, ...]]] = []
+    for what, row, blocks in steps:
+        if what == "add":
+            held = CachedPrompt(row, None, 1.0, 0.0, ends_on_block=True)
+            tree.add(held, blocks)
+            kept.append((held, blocks))
+        elif kept and what == "move":
+            held = kept[row % len(kept)][0]
+            if held.in_slot:
+                tree.move_to_host(held)
+        elif kept:
+            tree.remove(kept.pop(row % len(kept))[0])
+    for row in range(3):
+        for idle in (True, False):
+            best = max(
+                (in_common(b, asked) for h, b in kept if h.row == row and h.in_slot is idle),
+                default=0,
+            )
+            assert agreed(tree, asked, row, idle=idle) == best
+    for held, _ in kept:
+        tree.remove(held)
+    assert len(tree) == 0
+
+
+def test_a_long_prompt_is_one_edge() -> None:
+    tree = PromptTree()
+    tree.add(CachedPrompt(0, None, 1.0, 0.0, ends_on_block=True), chained(*range(500)))
+    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chained(*range(500)))
+    assert len(tree) == 1
+    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chained(*range(300), 7))
+    assert len(tree) == 3
+
+
+def test_a_prompt_without_ends_has_blocks_of_one_size() -> None:
+    prompt = PromptKey(chained(1, 2, 3, 4), 100.0)
+    assert [prompt.share_of(i) for i in range(5)] == [0, 0.25, 0.5, 0.75, 1]
+    assert prompt.ends_on_block
+
+
+def test_a_prompt_that_goes_on_after_its_last_block_does_not_end_on_a_block() -> None:
+    prompt = PromptKey(chained(1, 2), 100.0, (300, 400), 500)
+    assert [prompt.share_of(i) for i in range(3)] == [0, 0.6, 0.8]
+    assert not prompt.ends_on_block
+    assert PromptKey(chained(1, 2), 100.0, (300, 400), 400).ends_on_block

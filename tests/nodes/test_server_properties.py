@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.nodes.server_properties import (
+    MOST_MODELS,
+    ServerProperties,
+    SlotCounts,
+    count_processing,
+    count_slots,
+    inventory_drift,
+    parse_models,
+    parse_props,
+)
+from tests.each_case import each_case
+from tests.nodes.build import a_spec
+
+PROPS: dict[str, Any] = {
+    "total_slots": 2,
+    "default_generation_settings": {"n_ctx": 4096},
+    "model_alias": "demo",
+    "build_info": "b11549",
+    "chat_template": "{{ messages }}",
+    "modalities": {"vision": False, "audio": True},
+    "endpoint_slots": True,
+}
+META = {"n_params": 900, "size": 3500, "ftype": "all F32", "n_ctx": 4096, "n_ctx_train": 8192}
+MODELS: dict[str, Any] = {"data": [{"id": "demo", "meta": META}]}
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(
+            st.sampled_from([*PROPS, "data", "id", "aliases", "architecture", "input_modalities"]),
+            inner,
+        )
+    ),
+)
+
+
+def test_props_report_slots_context_build_template_and_modalities() -> None:
+    facts = ServerProperties()
+    facts.read_props(PROPS)
+    assert (facts.slots, facts.context, facts.build) == (2, 4096, "b11549")
+    assert (facts.vision, facts.audio, facts.slots_endpoint) == (False, True, True)
+    assert facts.models == ("demo",)
+    assert facts.template is not None
+    assert "messages" not in facts.template
+
+
+def test_models_report_names_and_size() -> None:
+    facts = ServerProperties()
+    facts.read_models(MODELS)
+    assert facts.models == ("demo",)
+    assert (facts.n_params, facts.size, facts.ftype) == (900, 3500, "all F32")
+    assert (facts.context, facts.trained_context) == (4096, 8192)
+
+
+def test_a_model_has_the_names_that_its_server_answers_to() -> None:
+    facts = ServerProperties()
+    entry = {"id": "a", "aliases": ["a", "b", "", 7, "x" * 600, "c"]}
+    facts.read_models({"data": [entry, {"id": "b", "aliases": ["c", "d"]}, {"id": "e"}]})
+    assert facts.models == ("a", "b", "e")
+    assert facts.aliases == {"c": "a", "d": "b"}
+    assert facts.names == ("a", "b", "e", "c", "d")
+    facts.read_models({"data": [{"id": "a", "aliases": [f"n{one}" for one in range(5000)]}]})
+    assert len(facts.names) == MOST_MODELS
+    facts.read_models({"data": [{"id": "a", "aliases": "b"}]})
+    assert not facts.aliases
+
+
+@each_case(
+    ("inputs", "modalities", "found"),
+    [
+        (["text", "image", "video"], None, (True, False, True)),
+        (["text"], {"vision": True, "audio": True, "video": True}, (True, True, True)),
+        (["text", "audio"], {"vision": True}, (True, True, False)),  # builds without video
+        (None, {"vision": False, "audio": True}, (False, True, None)),
+        ("image", {"vision": 1}, (None, None, None)),
+    ],
+)
+def test_what_a_model_reads_is_told_in_either_place(
+    inputs: Any, modalities: Any, found: Any
+) -> None:
+    facts = ServerProperties()
+    facts.read_models({"data": [{"id": "m", "architecture": {"input_modalities": inputs}}]})
+    facts.read_props({"modalities": modalities})
+    assert (facts.vision, facts.audio, facts.video) == found
+
+
+def test_a_purpose_is_known_until_another_process_answers() -> None:
+    facts = ServerProperties()
+    facts.read_props({"media_marker": "1"})
+    facts.purpose_found("rerank")
+    assert facts.all_refused == {"embeddings"}
+    facts.read_props({"media_marker": "1"})
+    facts.clear_remembered()
+    assert facts.all_refused == {"embeddings"}
+    facts.read_props({"media_marker": "2"})
+    assert not facts.all_refused
+
+
+def test_an_endpoint_that_tells_its_context_by_max_model_len_is_believed() -> None:
+    facts = ServerProperties()
+    entry = {"id": "tiny", "owned_by": "vllm", "max_model_len": 1024}
+    facts.read_models({"data": [entry]})
+    assert facts.context == 1024
+    facts.read_models({"data": [{**entry, "max_model_len": 512}]})  # started anew with less
+    assert facts.context == 512
+    facts.read_models({"data": [entry, {"id": "other", "max_model_len": 4096}]})
+    assert facts.context == 512  # several models: no single figure is true
+    facts.read_models({"data": [{**entry, "max_model_len": -1}]})
+    assert facts.context == 512
+
+
+def test_values_that_a_later_answer_leaves_out_are_kept() -> None:
+    facts = ServerProperties()
+    facts.read_props(PROPS)
+    facts.read_models(MODELS)
+    facts.read_props({})
+    facts.read_models({})
+    assert (facts.slots, facts.models, facts.n_params) == (2, ("demo",), 900)
+
+
+def test_another_model_is_another_version() -> None:
+    facts = ServerProperties()
+    facts.read_models(MODELS)
+    before = facts.version_key()
+    facts.read_models({"data": [{"id": "other"}]})
+    assert facts.version_key() != before
+
+
+@each_case("bad", [0, -1, True, "2", 2.5, None, 10**30])
+def test_absurd_figures_are_ignored(bad: Any) -> None:
+    facts = ServerProperties()
+    facts.read_props({"total_slots": bad, "default_generation_settings": {"n_ctx": bad}})
+    assert (facts.slots, facts.context) == (None, None)
+
+
+@given(json)
+def test_any_answer_can_be_read(answer: Any) -> None:
+    facts = ServerProperties()
+    facts.read_props(answer)
+    facts.read_models(answer)
+    data = msgspec.json.encode(answer)
+    facts.read_props(parse_props(data))
+    facts.read_models(parse_models(data))
+    count_slots(data)
+    assert all(isinstance(name, str) for name in facts.models)
+
+
+def test_busy_slots_are_counted() -> None:
+    slots = [
+        {"is_processing": True, "n_prompt_tokens": 7},
+        {"is_processing": False, "n_prompt_tokens": 5},
+        {"is_processing": True, "n_prompt_tokens": "many"},
+    ]
+    assert count_slots(msgspec.json.encode(slots)) == SlotCounts((7, 0), 3)
+
+
+@each_case("answer", [None, {}, [], [1], [{"id": 0}], "x"])
+def test_an_answer_that_is_no_list_of_slots_is_not_counted(answer: Any) -> None:
+    assert count_slots(msgspec.json.encode(answer)) is None
+
+
+def test_busy_slots_are_counted_in_metrics_too() -> None:
+    page = b"# HELP llamacpp:requests_processing 7\nllamacpp:requests_processing 3\nllamacpp:x 1\n"
+    assert count_processing(page) == 3
+    assert count_processing(b"llamacpp:requests_processing much\n") is None
+
+
+def test_drift_names_both_values() -> None:
+    facts = ServerProperties()
+    facts.read_props(PROPS)
+    spec = a_spec(slots=4, context=8192, model={"public": "phi-4"})
+    assert inventory_drift(spec, facts) == (
+        "slots: the inventory says 4, the server has 2",
+        "context: the inventory says 8192 tokens a slot, the server has 4096",
+        "model: the inventory says phi-4, the server serves demo",
+    )
+
+
+def test_undeclared_or_unreported_values_are_no_drift() -> None:
+    facts = ServerProperties()
+    assert inventory_drift(a_spec(slots=4, context=1, model="x"), facts) == ()
+    facts.read_props(PROPS)
+    assert inventory_drift(a_spec(), facts) == ()
+    assert inventory_drift(a_spec(slots=2, context=4096, model={"mine": "demo"}), facts) == ()
+
+
+def test_a_shared_pool_is_known_until_another_process_answers() -> None:
+    properties = ServerProperties()
+    properties.read_props({"media_marker": "<__media_a__>"})
+    assert properties.pool_learnt()
+    assert not properties.pool_learnt()
+    properties.remembered = True
+    properties.process_ended()  # perhaps: its mark will show
+    properties.clear_remembered()
+    properties.read_props({"media_marker": "<__media_a__>", "is_sleeping": True})
+    assert properties.shared_pool
+    properties.read_props({"media_marker": "<__media_b__>"})
+    assert not properties.shared_pool
+
+
+@pytest.mark.parametrize("end", [ServerProperties.process_ended, ServerProperties.clear_remembered])
+def test_where_processes_have_no_mark_a_shared_pool_is_forgotten_sooner(end: Any) -> None:
+    properties = ServerProperties(remembered=True)
+    properties.read_props({"media_marker": "<__media__>"})
+    properties.pool_learnt()
+    properties.purpose_found("rerank")
+    end(properties)
+    assert not properties.shared_pool
+    assert not properties.all_refused
+    assert (properties.purpose, properties.purpose_asked) == ("rerank", False)
+
+
+def test_a_pool_that_was_declared_as_split_is_a_difference() -> None:
+    properties = ServerProperties(shared_pool=True)
+    assert inventory_drift(a_spec(kv="split"), properties) == (
+        "kv: the inventory says split, the server's slots share one pool",
+    )
+    assert inventory_drift(a_spec(), properties) == ()
+
+
+@each_case(
+    ("parse", "answer"),
+    [
+        (parse_props, b'{"total_slots":4,"x":[%b[]]}' % (b"[]," * 1_000_000)),
+        (parse_props, b'{"total_slots":[%b[]]}' % (b"[]," * 1_000_000)),
+        (parse_props, b'{"total_slots":4%b}' % b"".join(b',"f%d":0' % n for n in range(200_000))),
+        (parse_models, b'{"data":[%b{}]}' % (b"{}," * 1_000_000)),
+        (parse_models, b'{"data":[{"id":"m","x":[%b{}]}]}' % (b"{}," * 1_000_000)),
+        (count_slots, b"[%b[]]" % (b"[]," * 1_000_000)),
+        (count_slots, b"[%b{}]" % (b'{"is_processing":true},' * 150_000)),
+    ],
+)
+def test_an_answer_of_a_million_values_takes_no_memory(
+    parse: Callable[[bytes], object], answer: bytes
+) -> None:
+    tracemalloc.start()
+    try:
+        parse(answer)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_fields_of_interest_are_read_whatever_stands_beside_them() -> None:
+    slots = [
+        {"id": n, "is_processing": True, "n_prompt_tokens": n, "x": [[]] * 9} for n in range(9)
+    ]
+    assert count_slots(msgspec.json.encode(slots)) == SlotCounts(tuple(range(9)), 9)
+    facts = ServerProperties()
+    facts.read_props(parse_props(msgspec.json.encode(PROPS | {"x": [[]] * 999, "total_slots": 3})))
+    facts.read_models(parse_models(msgspec.json.encode(MODELS)))
+    assert (facts.slots, facts.context, facts.models, facts.size) == (3, 4096, ("demo",), 3500)
+    long = "{% x %}" * 100_000
+    facts.read_props(parse_props(msgspec.json.encode({"chat_template": long})))
+    other = ServerProperties()
+    other.read_props({"chat_template": long})
+    assert facts.template == other.template

@@ -1,0 +1,270 @@
+"""What the fleet keeps over a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.nodes.node import Node
+from gateway.nodes.server_properties import ServerProperties
+from gateway.nodes.state_files import (
+    LARGEST_NAMES_FILE,
+    LARGEST_PROPERTIES_FILE,
+    DrainedNodes,
+    PausedModels,
+    PropertiesStore,
+)
+from tests.each_case import each_case
+from tests.nodes.build import a_node, a_spec
+
+SAID = ServerProperties(models=("demo",), slots=4, context=4096, vision=False, refused={"rerank"})
+
+
+def saying(facts: ServerProperties, **keys: Any) -> Node:
+    node = a_node(**keys)
+    node.properties = facts
+    return node
+
+
+def written(path: Path, *nodes: Node) -> None:
+    store = PropertiesStore(path)
+    for node in nodes:
+        store.record(node.spec, node.properties)
+    store.save()
+
+
+def test_properties_last_over_a_restart_for_the_same_server_alone(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "seen.json"
+    written(path, saying(SAID))
+    found = PropertiesStore(path).recall(a_spec())
+    assert found == SAID
+    assert found.remembered
+    assert [file.name for file in path.parent.iterdir()] == ["seen.json"]
+    for other in (a_spec(url="http://127.0.0.1:10"), a_spec("b"), a_spec(kind="openai")):
+        assert PropertiesStore(path).recall(other) == ServerProperties()
+
+
+def test_the_file_contains_no_addresses(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    written(path, saying(SAID, url="http://secret.example/prefix"))
+    assert "secret" not in path.read_text()
+
+
+def test_remembered_properties_that_are_not_reported_again_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    written(path, saying(SAID))
+    store = PropertiesStore(path)
+    store.record(a_spec(), store.recall(a_spec()))
+    store.record(a_spec("b"), SAID)
+    store.save()
+    assert PropertiesStore(path).recall(a_spec()) == SAID
+
+
+def test_properties_are_read_from_older_versions_and_kept_readable_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    new = ServerProperties(
+        models=("demo",), aliases={"tiny": "demo"}, video=True, process="p", purpose="embeddings"
+    )
+    written(path, saying(new))
+    assert PropertiesStore(path).recall(a_spec()) == new
+    value = json.loads(path.read_text())
+    facts = value["servers"][0]["facts"]
+    assert facts["models"] == ["demo"]  # all that an older version reads of the names
+    for name in ("aliases", "video", "process", "purpose"):
+        del facts[name]
+    path.write_text(json.dumps(value))
+    assert PropertiesStore(path).recall(a_spec()) == ServerProperties(models=("demo",))
+
+
+@each_case(
+    "damage",
+    [b"", b"{", b"[]", b"null", b'{"version": "1"}', b'{"version": 1}', b"\xff" * 9, b"[" * 9999],
+)
+def test_a_damaged_file_is_set_aside_and_logged(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.clear()
+    path = tmp_path / "seen.json"
+    path.write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        assert PropertiesStore(path).recall(a_spec()) == ServerProperties()
+    assert (tmp_path / "seen.json.bad").read_bytes() == damage
+    assert "seen.json.bad" in caplog.text
+    written(path, saying(SAID))
+    assert PropertiesStore(path).recall(a_spec()) == SAID
+
+
+def test_a_file_of_another_version_is_logged_and_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "seen.json"
+    written(path, saying(SAID))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    with caplog.at_level(logging.WARNING):
+        assert PropertiesStore(path).recall(a_spec()) == ServerProperties()
+    assert "version 2" in caplog.text
+
+
+@each_case(
+    "facts",
+    [
+        {"slots": -1}, {"slots": "many"}, {"context": 1 << 40}, {"models": ["x" * 5000]},
+        {"models": ["m"] * 2000}, {"refused": 7}, {"aliases": {"a": "unknown"}},
+        {"aliases": {f"{n}": "demo" for n in range(1000)}}, {"purpose": "war"},
+    ],
+)  # fmt: skip
+def test_implausible_properties_are_left_out_and_the_rest_is_read(
+    tmp_path: Path, facts: dict[str, Any]
+) -> None:
+    path = tmp_path / "seen.json"
+    path.unlink(missing_ok=True)
+    written(path, saying(SAID), saying(SAID, name="b"))
+    value = json.loads(path.read_text())
+    value["servers"][0]["facts"] |= facts
+    path.write_text(json.dumps(value))
+    seen = PropertiesStore(path)
+    assert seen.recall(a_spec()) == ServerProperties()
+    assert seen.recall(a_spec("b")) == SAID
+
+
+def test_a_folder_that_cannot_be_used_is_logged_and_harmless(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with caplog.at_level(logging.WARNING):
+        written(tmp_path / "file" / "seen.json", saying(SAID))
+    assert "forgotten at a restart" in caplog.text
+    (tmp_path / "folder").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert PropertiesStore(tmp_path / "folder").recall(a_spec()) == ServerProperties()
+    assert "can't be read" in caplog.text
+
+
+def test_nodes_that_report_too_much_do_not_fill_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "seen.json"
+    chatty = [
+        ServerProperties(models=tuple(f"{number}-{name}-{'x' * 490}" for name in range(1000)))
+        for number in range(40)
+    ]
+    with caplog.at_level(logging.WARNING):
+        written(path, *(saying(facts, name=f"n{i}") for i, facts in enumerate(chatty)))
+    assert path.stat().st_size <= LARGEST_PROPERTIES_FILE
+    assert "too much" in caplog.text
+    assert PropertiesStore(path).recall(a_spec("n39")) == chatty[39]
+    assert PropertiesStore(path).recall(a_spec("n0")) == ServerProperties()
+
+
+def test_servers_that_left_long_ago_are_forgotten() -> None:
+    store = PropertiesStore(most_servers=2)
+    for name in "abc":
+        store.record(a_spec(name), SAID)
+    assert store.recall(a_spec("a")) == ServerProperties()
+    assert store.recall(a_spec("c")) == SAID
+
+
+async def test_changes_are_saved_until_a_successor_takes_over(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    store = PropertiesStore(path, save_after=0.0)
+    saving = asyncio.create_task(store.save_loop())
+    store.record(a_spec(), SAID)
+    async with asyncio.timeout(30):
+        while PropertiesStore(path).recall(a_spec()) != SAID:  # noqa: ASYNC110 - a thread writes it
+            await asyncio.sleep(0.005)
+    saving.cancel()
+    await asyncio.gather(saving, return_exceptions=True)
+    store.stop_saving()
+    store.record(a_spec(), ServerProperties(models=("other",)))
+    store.save()
+    assert PropertiesStore(path).recall(a_spec()) == SAID
+
+
+def test_drains_last_over_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "drains.json"
+    drains = DrainedNodes(path)
+    drains.add("a")
+    drains.add("b")
+    drains.remove("b")
+    drains.save()
+    assert "a" in DrainedNodes(path)
+    assert "b" not in DrainedNodes(path)
+    assert [file.name for file in path.parent.iterdir()] == ["drains.json"]
+
+
+def test_without_a_path_drains_are_kept_in_memory() -> None:
+    drains = DrainedNodes()
+    drains.add("a")
+    assert "a" in drains
+    drains.remove("a")
+    assert "a" not in drains
+
+
+@each_case(
+    "damage",
+    [b"", b"{", b"[]", b"null", b'{"drained": "a"}', b'{"drained": [1]}', b"\xff" * 9, b"[" * 9999],
+)
+def test_a_damaged_file_of_drains_is_set_aside_and_logged(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.clear()
+    path = tmp_path / "drains.json"
+    path.write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        drains = DrainedNodes(path)
+    assert "a" not in drains
+    assert (tmp_path / "drains.json.bad").read_bytes() == damage
+    assert "drains.json.bad" in caplog.text
+    drains.add("a")
+    drains.save()
+    assert "a" in DrainedNodes(path)
+
+
+def test_an_enormous_file_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "drains.json"
+    path.write_bytes(b'{"drained": ["' + b"a" * LARGEST_NAMES_FILE + b'"]}')
+    DrainedNodes(path)
+    assert not path.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_logged_and_the_drain_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    drains = DrainedNodes(tmp_path / "file" / "drains.json")
+    with caplog.at_level(logging.WARNING):
+        drains.add("a")
+        drains.save()
+    assert "a" in drains
+    assert "forgotten at a restart" in caplog.text
+
+
+@settings(max_examples=20)
+@given(names=st.sets(st.text(max_size=20), max_size=10))
+def test_any_name_is_read_back(names: set[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("drains") / "drains.json"
+    drains = DrainedNodes(path)
+    for name in names:
+        drains.add(name)
+    drains.save()
+    assert all(name in DrainedNodes(path) for name in names)
+
+
+def test_paused_models_last_over_a_restart_in_a_file_of_their_own(tmp_path: Path) -> None:
+    drains, pauses = tmp_path / "drains.json", tmp_path / "paused.json"
+    nodes, models = DrainedNodes(drains), PausedModels(pauses)
+    nodes.add("a")
+    nodes.save()
+    models.add("org/model:7b")
+    models.add("other")
+    models.remove("other")
+    models.save()
+    assert PausedModels(pauses).names == {"org/model:7b"}
+    assert DrainedNodes(drains).names == {"a"}

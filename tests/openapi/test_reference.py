@@ -1,0 +1,170 @@
+"""docs/reference/http.md documents every path, field and metric, and no others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gateway import errors
+from gateway.events import (
+    AttemptEnded,
+    EventBus,
+    HookEnded,
+    LimitReached,
+    RequestFinished,
+    WebhookAttempted,
+)
+from gateway.openapi.bodies import (
+    ERROR_HEADERS,
+    ERRORS,
+    REQUEST_HEADERS,
+    RESPONSE_HEADERS,
+)
+from gateway.openapi.reference import renewed, tables
+from gateway.watch.metrics import (
+    BatchSample,
+    Histogram,
+    LedgerSample,
+    Metrics,
+    MetricsSnapshot,
+    NodeSample,
+    StoreSample,
+)
+from tests.nodes.build import a_spec
+from tests.web.bare_gateway import bare_gateway
+
+PAGE = (Path(__file__).parents[2] / "docs/reference/http.md").read_text()
+PREFIX = "llama_gateway_"
+# Operators' dashboards and alerts rely on these names: more may be added, none removed.
+PROMISED = {
+    "requests_total": {"class", "model", "code"},
+    "request_duration_seconds": set(),
+    "time_to_first_token_seconds": set(),
+    "queue_seconds": set(),
+    "queue_depth": {"class"},
+    "overhead_seconds": set(),
+    "tokens_total": {"model", "kind"},
+    "attempts_total": {"node", "outcome"},
+    "resumed_streams_total": set(),
+    "yielded_slots_total": set(),
+    "node_state": {"node", "state"},
+    "node_slots_total": {"node"},
+    "node_slots_busy": {"node"},
+    "node_decode_tokens_per_second": {"node"},
+    "node_prefill_tokens_per_second": {"node"},
+    "cost_total": {"tier"},
+}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table that follows a heading, without its first two lines."""
+    section = re.split(rf"^#+ {re.escape(heading)}$", PAGE, flags=re.MULTILINE)[1]
+    lines = re.split(r"^#+ ", section, flags=re.MULTILINE)[0].splitlines()
+    table = [line for line in lines if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+
+def words(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def metrics_told() -> dict[str, tuple[str, set[str]]]:
+    result = {}
+    for name, kind, labels in rows("Metrics"):
+        outside = re.sub(r"\(.*?\)", "", labels)
+        for metric in words(name):
+            result[metric.removeprefix(PREFIX)] = (kind.split(":")[0].split(",")[0], words(outside))
+    return {name: (kind, set(labels)) for name, (kind, labels) in result.items()}
+
+
+def metrics_made() -> dict[str, tuple[str, set[str]]]:
+    """Each family of a page on which every family has a sample."""
+    bus = EventBus()
+    node = NodeSample("a", "ready", 2, 1, decode_tps=10.0, prefill_tps=100.0)
+    snapshot = MetricsSnapshot(
+        [node],
+        paused_models=["demo"],
+        retry_budget=1.0,
+        spill_money_left=1.0,
+        predictions={"completion": Histogram([1.0])},
+        certificate_days_left={"listen.tls": 9.0},
+        store=StoreSample(up=True, waiting=0),
+        ledger=LedgerSample(0, 0, 0, 0),
+        batches=BatchSample(
+            {"completed": 1},
+            {"done": 1},
+            {"line": 1},
+            1,
+            1,
+            deferred=1,
+            retried=1,
+            oldest_seconds=1.0,
+        ),
+    )
+    metrics = Metrics(bus, lambda: snapshot)
+    bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu", ttft=0.1, attempts=1))
+    bus.publish(RequestFinished("r2", "/v1/completions", status=429, reason="queue_full"))
+    bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
+    bus.publish(LimitReached("rpm", "key"))
+    bus.publish(HookEnded("a", "start", "ok", 1.0, ""))
+    bus.publish(WebhookAttempted("delivered"))
+    page = metrics.render().decode()
+    kinds = dict(re.findall(rf"^# TYPE {PREFIX}(\w+) (\w+)$", page, re.MULTILINE))
+    made = {}
+    for name, kind in kinds.items():
+        sample = re.search(rf"^{PREFIX}{name}(?:_count)?(?:{{(.*)}})? \S+$", page, re.MULTILINE)
+        assert sample is not None, f"no sample of {name}: give this test an event that makes one"
+        made[name] = (kind, set(re.findall(r'(\w+)="', sample[1] or "")))
+    return made
+
+
+def test_every_metric_is_documented_with_its_type_and_labels() -> None:
+    assert metrics_told() == metrics_made()
+
+
+def test_the_names_of_opentelemetry_are_documented_with_their_labels() -> None:
+    bus = EventBus()
+    metrics = Metrics(bus, lambda: MetricsSnapshot([]))
+    metrics.configure(gen_ai=True)
+    done = RequestFinished("r1", "/v1/completions", ttft=0.1, prompt_tokens=9, completion_tokens=9)
+    bus.publish(done)
+    made: dict[str, set[str]] = {}
+    for name, labels in re.findall(
+        r"^(gen_ai_\w+)_count\{(.*)\} ", metrics.render().decode(), re.MULTILINE
+    ):
+        made[name] = set(re.findall(r'(\w+)="', labels))
+    shared = {"gen_ai_request_model", "gen_ai_operation_name", "gen_ai_provider_name"}
+    told = {
+        words(name)[0]: shared | set(words(re.sub(r"\(.*?\)", "", labels)))
+        for name, _, labels in rows("OpenTelemetry's names")
+    }
+    assert told == made
+
+
+def test_the_promised_metrics_are_there() -> None:
+    made = {name: labels for name, (_, labels) in metrics_made().items()}
+    assert {name: made.get(name) for name in PROMISED} == PROMISED
+
+
+def test_the_tables_on_the_page_are_up_to_date() -> None:
+    assert renewed(PAGE) == PAGE, "python -m gateway.openapi.reference renews them"
+    assert all(f"openapi.reference: {name} -->" in PAGE for name in tables())
+
+
+def test_every_header_of_the_document_is_on_the_page() -> None:
+    for name in {**REQUEST_HEADERS, **RESPONSE_HEADERS, **ERROR_HEADERS}:
+        assert f"`{name}" in PAGE, name
+
+
+def test_every_error_that_the_code_names_is_on_the_page() -> None:
+    source = (Path(errors.__file__)).read_text()
+    made = set(re.findall(r"GatewayError\(\s*(\d+),\s*\"(\w+)\"", source))
+    told = {(str(row.status), row.code) for row in ERRORS}
+    assert made - told == set()
+
+
+async def test_every_field_of_the_status_is_documented() -> None:
+    async with bare_gateway(a_spec("a", "http://127.0.0.1:9")) as gateway:
+        status = (await gateway.admin.get("/admin/status")).json()
+    result = [word for row in rows("The status") for word in words(row[0])]
+    assert sorted(result) == sorted(status)

@@ -1,0 +1,469 @@
+"""A body's reading: small ones parsed, large ones outlined and edited in place, in short steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.json_values import run_at_once
+from gateway.config.listeners import LimitSettings
+from gateway.config.routing import ModelRule
+from gateway.errors import GatewayError
+from gateway.lease import KeyedHash
+from gateway.request import edits
+from gateway.request.body import (
+    IDENTIFYING_BYTES,
+    LARGE_BODY_BYTES,
+    MISSING,
+    PARSED_FIELD_BYTES,
+    Body,
+    LargeBody,
+    PromptSize,
+    TimeSlicer,
+    estimate_min_tokens,
+    identifying_pieces,
+    measure_prompt,
+    nesting_depth,
+    parse_body,
+    read_large_body,
+)
+from gateway.request.media import find_links
+from gateway.request.preparation import split_prompts
+from gateway.request.prompt_key import (
+    BLOCK_BYTES,
+    MOST_BLOCKS,
+    VolatileLines,
+    build_large_prompt_key,
+    build_prompt_key,
+)
+from gateway.request.routes import ROUTES, can_assemble
+from tests.each_case import each_case
+from tests.forward.pictures import data_url, png
+
+
+def raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(value).encode())
+
+
+@each_case(
+    ("body", "code", "param"),
+    [
+        (b"", "invalid_json", None),
+        (b"  \n", "invalid_json", None),
+        (b"{", "invalid_json", None),
+        (b'{"a":1}}', "invalid_json", None),
+        (b"{'a':1}", "invalid_json", None),
+        (b'{"a":NaN}', "invalid_json", None),
+        (b'{"model":"\xff"}', "invalid_json", None),
+        (b'{"x":"\xed\xa0\x80"}', "invalid_json", None),
+        (b"[]", "invalid_request", None),
+        (b'"text"', "invalid_request", None),
+        (b"null", "invalid_request", None),
+        (b'{"model":7}', "invalid_request", "model"),
+        (b'{"stream":"yes"}', "invalid_request", "stream"),
+        (b'{"n":"2"}', "invalid_request", "n"),
+        (b'{"max_tokens":[1]}', "invalid_request", "max_tokens"),
+    ],
+)
+def test_a_bad_body_is_refused_with_the_contracts_codes(
+    body: bytes, code: str, param: str | None
+) -> None:
+    with pytest.raises(GatewayError) as raised:
+        parse_body(body)
+    assert (raised.value.status, raised.value.code, raised.value.param) == (400, code, param)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_parsed_or_a_400(body: bytes) -> None:
+    with contextlib.suppress(GatewayError):
+        parse_body(body)
+
+
+def test_escaped_and_repeated_keys_are_read_as_the_server_reads_them() -> None:
+    assert parse_body(b'{"\\u006d\\u006fdel":"a"}').model == "a"
+    assert parse_body(b'{"model":"a","model":"b"}').model == "b"
+
+
+def test_token_ids_are_counted_and_text_is_estimated_low() -> None:
+    assert estimate_min_tokens(raw([5, 6, 7])) == 3
+    assert estimate_min_tokens(raw("x" * 400)) == pytest.approx(100, abs=1)
+    assert estimate_min_tokens(msgspec.Raw()) == 0
+
+
+def test_images_count_as_the_fewest_tokens_they_cost_not_by_their_base64() -> None:
+    image = {"image_url": {"url": "data:image/png;base64," + 40_000 * "A"}}
+    assert estimate_min_tokens(raw([image, image])) == pytest.approx(2 * 256, abs=50)
+    small = {"image_url": {"url": data_url(png(56, 56))}}
+    assert estimate_min_tokens(raw([small])) < 50
+
+
+def test_escapes_do_not_lengthen_a_prompt() -> None:
+    assert estimate_min_tokens(raw(100 * "\u4e2d")) <= 100
+
+
+def test_a_prompt_is_measured_in_text_ids_and_media() -> None:
+    assert measure_prompt() == measure_prompt(msgspec.Raw()) == PromptSize(0, 0, 0)
+    assert measure_prompt(raw([5, 6, 7])) == PromptSize(0, 3, 0)
+    assert measure_prompt(raw("x" * 400)) == PromptSize(402, 0, 0)
+    image = {"image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
+    text, ids, media = measure_prompt(raw([{"role": "user", "content": [image]}]))
+    assert (ids, media) == (0, 200)
+    assert text < 100
+
+
+def test_all_parts_of_a_prompt_are_measured_together() -> None:
+    messages, tools = raw([{"role": "user", "content": "hi"}]), raw([{"type": "function"}])
+    assert measure_prompt(messages, tools, msgspec.Raw()).text_bytes == len(messages) + len(tools)
+
+
+def test_text_is_measured_as_the_model_sees_it() -> None:
+    """Three bytes for an escaped Chinese character, one for a line's end or a quote."""
+    assert measure_prompt(raw(100 * "\u4e2d")).text_bytes == 302
+    assert measure_prompt(raw(100 * '\n"')).text_bytes == 202
+
+
+@each_case(
+    ("body", "deep"),
+    [
+        (b'{"a":1}', False),
+        (b'{"a":' + 9 * b"[" + 9 * b"]" + b"}", False),
+        (b'{"a":' + 10 * b"[" + 10 * b"]" + b"}", True),
+        (b'{"a":[' + b",".join(20 * [b"[]"]) + b"]}", False),
+        (b'{"a":"' + 50 * b"[" + b'"}', False),
+        (b'{"a":"\\"' + 50 * b"[" + b'\\\\","b":[]}', False),
+    ],
+)
+def test_only_nesting_counts_as_depth(body: bytes, deep: bool) -> None:
+    assert (nesting_depth(body, 10) > 10) is deep
+
+
+@given(
+    st.recursive(
+        st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+    ),
+    st.integers(0, 6),
+)
+def test_depth_is_that_of_the_parsed_value(value: Any, limit: int) -> None:
+    def deepest(item: Any) -> int:
+        if isinstance(item, dict):
+            item = list(item.values())
+        return 1 + max(map(deepest, item), default=0) if isinstance(item, list) else 0
+
+    assert (nesting_depth(json.dumps(value).encode(), limit) > limit) is (deepest(value) > limit)
+
+
+def test_a_long_text_or_many_brackets_cost_no_time() -> None:
+    body = b'{"a":[' + 200 * b"[]," + b'"' + 8_000_000 * b"A" + b'"]}'
+    began = time.process_time()
+    assert nesting_depth(body, 128) == 3
+    assert nesting_depth(b"[" + 2_000_000 * b"{}," + b"1]", 128) == 2
+    # 0.1 s; hours if the time grew with the square of the length.
+    assert time.process_time() - began < 10
+
+
+LIMITS = LimitSettings()
+HASH = KeyedHash()
+IMAGE = {"type": "image_url", "image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
+LONG = 'Hello «world», \\ "quoted" 😀\n' * 700
+
+
+def counted(work: Generator[None, None, Any]) -> tuple[int, Any]:
+    """How many steps it took, and its result."""
+    steps = 0
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return steps, end.value
+        steps += 1
+
+
+def large(body: dict[str, Any] | bytes) -> tuple[bytes, LargeBody]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return data, run_at_once(read_large_body(data, LIMITS))
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"model": "m", "stream": True, "n": 2, "messages": [
+        {"role": "system", "content": "short"},
+        {"role": "user", "content": LONG},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": [{"type": "text", "text": LONG}, IMAGE]},
+    ], "tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG},
+                                           {"role": "assistant", "content": LONG}]}),
+    ("/v1/messages", {"system": [{"type": "text", "text": LONG}], "max_tokens": 5, "messages": [
+        {"role": "user", "content": LONG}]}),
+    ("/v1/responses", {"instructions": LONG, "input": LONG}),
+    ("/v1/completions", {"prompt": LONG, "echo": True}),
+    ("/v1/completions", {"prompt": [LONG]}),
+    ("/v1/completions", {"prompt": [LONG, "b", "c"]}),
+    ("/v1/completions", {"prompt": list(range(20_000))}),
+    ("/v1/completions", {"prompt": [[1, 2], [3, 4]] * 2000}),
+    ("/v1/completions", {"prompt": ["a", 7] * 9000}),
+    ("/infill", {"input_prefix": LONG, "input_suffix": LONG, "input_extra": [{"text": LONG}]}),
+]  # fmt: skip
+
+
+@each_case(("path", "body"), BODIES)
+def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any]) -> None:
+    data, found = large(body)
+    small, parsed = parse_body(data), found.parse()
+    for name in small.__struct_fields__:
+        a, b = getattr(small, name), getattr(parsed, name)
+        assert bytes(a) == bytes(b) if isinstance(a, msgspec.Raw) else a == b, name
+    route = ROUTES[path]
+    prompt = route.prompt_field if route.prompt_field in {"messages", "prompt", "input"} else None
+    assert found.count_prompts() == max(1, len(split_prompts(small.prompt)))
+    assert can_assemble(route, found, small.messages, 1) == can_assemble(
+        route, data, small.messages, 1
+    )
+    assert found.outline.depth == nesting_depth(data, 1) or found.outline.depth <= 8
+    raw = getattr(small, prompt) if prompt else MISSING
+    small_size = measure_prompt(raw, small.tools, small.system, small.instructions)
+    size = found.measure_prompt(prompt)
+    assert size.exact_tokens == small_size.exact_tokens
+    assert size.media_tokens == small_size.media_tokens
+    assert size.text_bytes == pytest.approx(small_size.text_bytes, rel=0.2, abs=20)
+    if prompt:
+        assert found.estimate_min_tokens(prompt) <= estimate_min_tokens(raw)
+    small_key = build_prompt_key(data, route, "m", VolatileLines(), HASH)
+    key = run_at_once(build_large_prompt_key(found, route, "m", VolatileLines(), HASH))
+    assert (key is None) == (small_key is None)
+    if key is not None and small_key is not None:
+        assert key.blocks == small_key.blocks
+        assert key.size == pytest.approx(small_key.size, rel=0.3)
+
+
+def test_a_prompt_key_has_bounded_blocks_and_the_whole_size() -> None:
+    for content in ("x" * 6_000_000, [{"type": "text", "text": "x" * 1000}] * 6000):
+        data, found = large({"messages": [{"role": "user", "content": content}] * 2})
+        route = ROUTES["/v1/chat/completions"]
+        steps, key = counted(build_large_prompt_key(found, route, "m", VolatileLines(), HASH))
+        whole = build_prompt_key(data, route, "m", VolatileLines(), HASH)
+        assert whole is not None
+        assert len(key.blocks) <= MOST_BLOCKS
+        common = min(len(key.blocks), 2_000_000 // BLOCK_BYTES)
+        assert key.blocks[:common] == whole.blocks[:common]
+        assert key.size == pytest.approx(len(data), rel=0.05)
+        assert steps < 100
+
+
+def test_a_large_body_is_edited_as_a_small_one_is() -> None:
+    body = {"model": "old", "messages": [{"role": "user", "content": LONG * 4}], "priority": "high",
+            "temperature": 1, "stop": ["x"]}  # fmt: skip
+    data, found = large(body)
+    rules = (ModelRule(set={"temperature": 0.2}, default={"max_tokens": 7}, strip=("stop",)),)
+    edit = {"priority": msgspec.UNSET, "n_probs": 3}
+    for one in (data, found):
+        assert edits.apply_rules(one, ()) is one
+    plain = edits.with_model(edits.apply_edit(edits.apply_rules(data, rules), edit), "new")
+    edited = edits.with_model(edits.apply_edit(edits.apply_rules(found, rules), edit), "new")
+    assert isinstance(edited, LargeBody)
+    sent = b"".join(edited.pieces())
+    assert json.loads(sent) == json.loads(plain)
+    assert len(edited) == len(sent) == len(edited.to_bytes())
+    assert edited.parse().model == "new"
+    assert b"".join(found.pieces()) == data, "the client's own bytes, where there is no edit"
+    kept = sum(len(piece) for piece in edited.pieces() if isinstance(piece, bytes))
+    assert kept < 200, "long values are views of the body"
+
+
+def identity(body: Body) -> bytes:
+    return HASH.digest([b"%d " % len(body), *identifying_pieces(body)])
+
+
+def test_bodies_are_told_apart_by_their_bytes_however_they_are_cut() -> None:
+    data, one = large({"messages": [{"role": "user", "content": LONG}]})
+    _, same = large({"messages": [{"role": "user", "content": LONG}]})
+    _, other = large({"messages": [{"role": "user", "content": LONG + "!"}]})
+    assert identity(one) == identity(same) == identity(data) != identity(other)
+    for text in (LONG, LONG * 20):
+        body = json.dumps({"messages": [text], "seed": 1}, separators=(",", ":")).encode()
+        _, found = large({"messages": [text], "seed": 2})
+        edited = edits.apply_edit(found, {"seed": 1})
+        assert isinstance(edited, LargeBody)
+        assert len(edited.pieces()) > 1
+        again = json.dumps(json.loads(edited.to_bytes()), separators=(",", ":")).encode()
+        assert again == body
+        assert identity(edited) == identity(edited.to_bytes()) != identity(found)
+
+
+def test_a_very_large_body_is_told_apart_by_its_ends() -> None:
+    body = bytearray(b"x" * (20 * IDENTIFYING_BYTES))
+    pieces = identifying_pieces(bytes(body))
+    assert sum(map(len, pieces)) == 2 * IDENTIFYING_BYTES
+    for at in (0, -1, IDENTIFYING_BYTES - 1, -IDENTIFYING_BYTES):
+        changed = body.copy()
+        changed[at] = 0
+        assert identity(bytes(changed)) != identity(bytes(body)), at
+
+
+def test_small_fields_can_be_had_alone() -> None:
+    _, found = large({"return_tokens": True, "prompt": "x" * LARGE_BODY_BYTES})
+    assert json.loads(found.without_large_fields()) == {"return_tokens": True}
+    assert len(json.loads(found.bytes_to_parse())) == 2
+
+
+def test_only_small_fields_are_parsed_however_many_there_are() -> None:
+    more = {f"x{number}": "y" * 15_000 for number in range(900)}
+    _, found = large({"model": "m", "return_tokens": True, "priority": "x" * 9000, **more})
+    assert found.parse().model == "m"
+    assert json.loads(found.without_large_fields()) == {"model": "m", "return_tokens": True}
+
+
+@each_case("name", ["stream", "n", "priority", "service_tier", "max_tokens"])
+def test_a_long_value_of_a_short_field_is_refused(name: str) -> None:
+    _, found = large({name: "x" * (PARSED_FIELD_BYTES + 1), "prompt": "x" * LARGE_BODY_BYTES})
+    with pytest.raises(GatewayError) as raised:
+        found.parse()
+    assert (raised.value.code, raised.value.param) == ("invalid_request", name)
+
+
+def test_a_model_name_of_any_length_is_cut() -> None:
+    for letter in ("x", "\\", "😀", "é"):
+        _, found = large({"model": letter * LARGE_BODY_BYTES})
+        model = found.parse().model
+        assert model
+        assert len(model) < PARSED_FIELD_BYTES
+        assert set(model) == {letter}
+
+
+REMOTE = "http://169.254.169.254/x"
+
+
+@each_case(
+    "more",
+    [
+        {"messages": [{"content": [{"type": "image_url", "image_url": {"url": REMOTE}}]}]},
+        {"messages": [{"content": [{"type": "input_image", "image_url": REMOTE}]}]},
+        {"messages": [{"content": [{"source": {"type": "url", "url": REMOTE}}]}]},
+        {"messages": [{"content": [{"source": {"data": "a:b", "type": "text"}}]}]},
+        {"messages": [{"content": [{"input_audio": {"data": "a:b"}}]}]},
+        {"tools": [{"type": "mcp", "server_url": REMOTE}]},
+        {"tools": [{"type": "mcp", "server_url": "internal/x"}]},
+        {"mcp_servers": [{"type": "url", "url": REMOTE}]},
+        {"prompt": {"prompt_string": "x", "multimodal_data": [REMOTE]}},
+        {"messages": [{"content": [{"image_url": {"url": "HTTPS" + "x" * 99_000}}]}]},
+        {"messages": [{"content": [{"image_url": {"url": "no address"}}]}]},
+        {"messages": [{"content": [IMAGE, IMAGE]}]},
+        {"messages": [{"tool_calls": [{"function": {"arguments": {"server_url": REMOTE}}}]}]},
+        {"messages": [{"content": [{"type": "tool_use", "input": {"image_url": REMOTE}}]}]},
+        {"messages": [{"content": [{"type": "tool_result", "content": [{"image_url": REMOTE}]}]}]},
+        {"messages": [{"content": [{"source": {"content": [{"image_url": REMOTE}]}}]}]},
+        {"messages": [{"content": [{"image_url": {"content": [{"image_url": REMOTE}]}}]}]},
+        {"input": [{"output": [{"image_url": REMOTE}]}, {"output": {"image_url": REMOTE}}]},
+        {"input": [{"arguments": {"type": "image", "source": {"type": "url", "url": REMOTE}}}]},
+        {"tools": [{"input_schema": {"type": "image", "image_url": REMOTE, "server_url": REMOTE}}]},
+        {"tools": [[{"server_url": REMOTE}], {"a": {"server_url": REMOTE}}]},
+        {"metadata": {"image_url": REMOTE, "content": [{"image_url": REMOTE}]}},
+        {"image_url": REMOTE, "source": {"url": REMOTE}, "multimodal_data": [REMOTE]},
+    ],
+)  # fmt: skip
+def test_the_same_links_are_found_as_in_a_small_body(more: dict[str, Any]) -> None:
+    for body in (more, {"pad": "x" * 30_000, **more}):
+        data, found = large(body)
+        links, has_images = find_links(data)
+        assert sorted((key, url[:999]) for url, key in found.find_links()) == sorted(
+            (key, url[:999]) for url, key in links if not url.startswith("data:")
+        )
+        assert found.outline.has_images == has_images
+
+
+def test_a_name_spelt_with_escapes_hides_no_link() -> None:
+    url = "\\u0068ttp\\u003a//x"
+    data = b'{"pad":"%b","messages":[{"\\u0069mage_url":{"u\\u0072l":"%b"}}]}' % (
+        b"x" * LARGE_BODY_BYTES, url.encode()
+    )  # fmt: skip
+    assert large(data)[1].find_links() == [("http://x", "image_url")]
+
+
+@each_case(
+    ("value", "is_image"), [(["QUFB"], True), ([], True), ({}, True), ("a", False), (None, False)]
+)
+def test_media_are_seen_alike_in_small_and_large_bodies(value: object, is_image: bool) -> None:
+    data, found = large({"prompt": {"prompt_string": "b", "multimodal_data": value}})
+    assert find_links(data)[1] is found.outline.has_images is is_image
+
+
+class Work:
+    """Work of some steps, which writes down the turn of the event loop in which each ran."""
+
+    def __init__(self, steps: int, turns: list[int]) -> None:
+        self.steps = steps
+        self.turns = turns
+        self.turn = 0
+        self.closed = False
+
+    def run(self) -> Generator[None, None, str]:
+        try:
+            for _ in range(self.steps):
+                self.turns.append(self.turn)
+                yield
+            return "done"
+        finally:
+            self.closed = True
+
+
+async def test_all_work_together_takes_one_step_in_each_turn_of_the_loop() -> None:
+    turns: list[int] = []
+    slicer, works = TimeSlicer(), [Work(5, turns) for _ in range(3)]
+
+    async def count_turns() -> None:
+        while True:
+            for work in works:
+                work.turn += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    results = await asyncio.gather(*(slicer.run(work.run()) for work in works))
+    counting.cancel()
+    assert results == ["done"] * 3
+    assert len(turns) == 15
+    assert len(set(turns)) == 15, "two steps in one turn"
+
+
+async def test_work_of_one_step_waits_its_turn_like_any_other() -> None:
+    turns: list[int] = []
+    slicer, long = TimeSlicer(), Work(3, turns)
+    order: list[str] = []
+
+    async def one(name: str) -> None:
+        await slicer.run_once(lambda: order.append(name))
+
+    await asyncio.gather(slicer.run(long.run()), one("a"), one("b"))
+    assert order == ["a", "b"]
+
+
+async def test_an_error_ends_the_work_and_lets_the_next_run() -> None:
+    slicer = TimeSlicer()
+
+    def fails() -> Generator[None, None, None]:
+        yield
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await slicer.run(fails())
+    assert await slicer.run_once(lambda: 7) == 7
+
+
+async def test_cancelled_work_is_closed_and_blocks_nobody() -> None:
+    slicer, work = TimeSlicer(), Work(1000, [])
+    running = asyncio.create_task(slicer.run(work.run()))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert work.turns, "it has begun"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert work.closed
+    assert len(work.turns) < 1000
+    assert await slicer.run_once(lambda: 7) == 7

@@ -1,0 +1,292 @@
+"""Large bodies are scanned in short steps, and costly shapes meet a limit."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.config.listeners import LimitSettings
+from gateway.errors import GatewayError
+from gateway.request.json_outline import (
+    DEFAULT_SIZES,
+    JsonOutline,
+    OutlineScanner,
+    ScanSizes,
+    read_outline,
+)
+from tests.each_case import each_case
+
+LIMITS = LimitSettings()
+FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def outlined(
+    body: bytes, limits: LimitSettings = LIMITS, sizes: ScanSizes = DEFAULT_SIZES
+) -> JsonOutline:
+    steps = read_outline(body, limits, sizes)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            outline: JsonOutline = end.value
+            return outline
+
+
+def refused(
+    body: bytes, limits: LimitSettings = LIMITS, sizes: ScanSizes = DEFAULT_SIZES
+) -> tuple[str, str]:
+    with pytest.raises(GatewayError) as raised:
+        outlined(body, limits, sizes)
+    return raised.value.code, raised.value.message
+
+
+# Any JSON, cut at any place.
+
+PIECES = ["a", "\\n", "\\u0041", "\\ud83d\\ude00", "\\\\", '\\"', "é", "😀", *"{[,:}] ", "xxxxxxx"]
+NAMES = ["image_url", "url", "type", "role", "data", "source", "server_url", "tools"]
+BROKEN = [b"", b'"', b",", b"}", b"\\", b":", b"[", b"\x80", b"1", b"\x01", b"\0"]
+
+
+class Writer:
+    """Writes objects that hold everything JSON allows, with white space and escapes."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def space(self) -> str:
+        return self.rng.choice(["", "", "", " ", "\n\t "])
+
+    def text(self) -> str:
+        length = self.rng.choice((0, 1, 3, 10, 40, 200))
+        return '"' + "".join(self.rng.choice(PIECES) for _ in range(length)) + '"'
+
+    def value(self, level: int) -> str:
+        kind = self.rng.random()
+        if kind < 0.4 or level > 5:
+            return self.text()
+        if kind < 0.6:
+            return self.rng.choice(["1", "-2.5e3", "true", "null", "0"])
+        if kind < 0.8:
+            return "[" + self.items(lambda: self.value(level + 1)) + "]"
+        return self.object(level + 1)
+
+    def items(self, write: Callable[[], str]) -> str:
+        count = self.rng.randrange(5)
+        return self.space() + ",".join(self.space() + write() + self.space() for _ in range(count))
+
+    def field(self, level: int) -> str:
+        name = self.text() if self.rng.random() < 0.5 else f'"{self.rng.choice(NAMES)}"'
+        return name + self.space() + ":" + self.space() + self.value(level)
+
+    def object(self, level: int = 0) -> str:
+        return "{" + self.items(lambda: self.field(level)) + "}"
+
+
+@each_case("seed", range(3))
+@each_case(
+    "sizes",
+    [
+        ScanSizes(24, 32, 4, longest_name=1 << 20),
+        ScanSizes(40, 64, 10, longest_name=1 << 20),
+        ScanSizes(100, 64, 10, longest_name=1 << 20),
+    ],
+)
+def test_the_outline_does_not_depend_on_where_the_body_is_cut(sizes: ScanSizes, seed: int) -> None:
+    rng = random.Random(seed)
+    writer = Writer(rng)
+    for _ in range(300):
+        body = writer.object().encode()
+        if rng.random() < 0.4:
+            at = rng.randrange(len(body))
+            body = body[:at] + rng.choice(BROKEN) + body[at + rng.randrange(3) :]
+        try:
+            body.decode()
+            fields = FIELDS.decode(body)
+            msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            assert refused(body, sizes=sizes)[0] in {"invalid_json", "invalid_request"}
+            continue
+        try:
+            found = outlined(body, sizes=sizes)
+        except GatewayError as error:
+            assert "white space" in error.message or "name is over" in error.message  # noqa: PT017
+            continue
+        values = {one.name: body[one.start : one.end] for one in found.fields}
+        assert values == {name: bytes(value) for name, value in fields.items()}
+        for one in found.fields:
+            value = json.loads(body[one.start : one.end])
+            if isinstance(value, list):
+                items = [item for item in value if isinstance(item, str | list | dict)]
+                assert (one.item_count, one.has_scalars) == (len(items), len(items) < len(value))
+
+
+# The cost of a scan.
+
+SIZE = 1 << 19
+LOW = LimitSettings(json_containers=10_000, json_strings=50_000)
+
+
+def of(item: bytes, size: int = SIZE) -> bytes:
+    return b",".join([item] * (size // (len(item) + 1)))
+
+
+def chat(content: bytes, more: bytes = b"") -> bytes:
+    return b'{"model":"m","messages":[{"role":"user","content":' + content + b"}]" + more + b"}"
+
+
+def text(escape: bytes) -> bytes:
+    return b'"' + escape * (SIZE // len(escape)) + b'"'
+
+
+SHAPES: dict[str, tuple[bytes, str | None]] = {
+    "a text": (chat(text(b"a")), None),
+    "empty messages": (b'{"messages":[' + of(b"{}") + b"]}", "json_containers"),
+    "parts": (chat(b"[" + of(b'{"type":"text","text":"a"}') + b"]"), "json_containers"),
+    "tools": (chat(b'"a"', b',"tools":[' + of(b'{"type":"function"}') + b"]"), "json_containers"),
+    "objects": (chat(b'"a"', b',"a_url":1,"x":[' + of(b"{}") + b"]"), "json_containers"),
+    "lists": (chat(b'"a"', b',"x":' + b"[" * SIZE), "json_depth"),
+    "nested objects": (chat(b'"a"', b',"x":' + b'{"a":' * (SIZE // 5)), "json_depth"),
+    "quotes": (chat(text(b'\\"'), b',"x":[' + of(b"[]", 600) + b"]"), None),
+    "backslashes": (chat(text(b"\\\\"), b',"x":[' + of(b"[]", 600) + b"]"), None),
+    "line ends": (chat(text(b"\\n"), b',"x":[' + of(b"[]", 600) + b"]"), None),
+    "code points": (chat(text(b"\\u0041")), None),
+    "pairs": (chat(text(b"\\ud83d\\ude00")), None),
+    "astral": (chat(text("😀".encode())), None),
+    "control": (chat(text(b"\x01")), "not valid JSON"),
+    "digits": (chat(b'"a"', b',"n":' + b"1" * SIZE), "one number"),
+    "white space": (chat(b'"a"', b',"n":' + b" " * SIZE + b"1"), "white space"),
+    "fields": (b"{" + of(b'"a":1') + b"}", "json_fields"),
+    "a long name": (b'{"' + b"a" * SIZE + b'":1}', "name"),
+    "a long name within": (chat(b'"a"', b',"x":{"' + b"a" * SIZE + b'":1}'), None),
+    "strings": (b'{"prompt":[' + of(b'""') + b"]}", "json_strings"),
+    "ids": (b'{"prompt":[' + of(b"1") + b"]}", None),
+    "an image": (chat(b'[{"type":"image_url","image_url":{"url":"data:image/png;base64,'
+                       + b"iVBO" * (SIZE // 4) + b'"}}]'), None),
+    "links": (chat(b'"a"', b',"input":{' + of(b'"image_url":"data:"') + b"}"), "images and links"),
+}  # fmt: skip
+
+
+@each_case("shape", SHAPES)
+def test_no_shape_costs_much_memory_and_each_step_is_short(shape: str) -> None:
+    body, problem = SHAPES[shape]
+    if problem is None:
+        outlined(body, LOW)
+    else:
+        assert problem in refused(body, LOW)[1]
+    steps = _measured(body)
+    assert max(peak for _, peak in steps) <= 3 << 20, "bytes that a step holds"
+    assert len(steps) <= len(body) // 4096
+    assert all(length <= DEFAULT_SIZES.string_chunk + DEFAULT_SIZES.chunk for length, _ in steps)
+
+
+def _measured(body: bytes) -> list[tuple[int, int]]:
+    """Of each step: bytes that it scanned, and its peak memory."""
+    found = []
+    scanner = OutlineScanner(body, LOW, DEFAULT_SIZES)
+    at = 0
+    tracemalloc.start()
+    try:
+        while at < len(body):
+            before = at
+            tracemalloc.reset_peak()
+            try:
+                at = scanner.step(at)
+            except GatewayError:
+                at = len(body)
+                found.append((0, tracemalloc.get_traced_memory()[1]))
+                break
+            found.append((at - before, tracemalloc.get_traced_memory()[1]))
+    finally:
+        tracemalloc.stop()
+    return found
+
+
+@each_case("item", [b"{}", b'""', b'{"":""}', b'{"url":""}', b"[1]"])
+def test_a_step_scans_a_bounded_number_of_tokens(item: bytes) -> None:
+    body = b'{"x":[' + of(item, 100_000) + b"]}"
+    for steps in (_measured(body), _measured(body[:50_000])):
+        assert max(length for length, _ in steps) <= DEFAULT_SIZES.chunk
+
+
+def test_the_operators_limits_hold() -> None:
+    body = b'{"prompt":[' + of(b'{"a":[1,2,3]}', 100_000) + b"]}"
+    assert outlined(body).depth == 4
+    low: dict[str, Any] = {
+        "json_containers": 100, "json_strings": 100, "json_numbers": 100, "json_depth": 3,
+    }  # fmt: skip
+    for key, most in low.items():
+        code, message = refused(body, LimitSettings(**{key: most}))
+        assert code == "invalid_request"
+        assert f"'limits.{key}'" in message
+        assert str(most) in message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages":[' + of(b'{"role":"user","content":"' + b"x" * 400 + b'"}', 2 << 20) + b"]}",
+        b'{"prompt":[' + b",".join(b"%d" % (n % 32_000) for n in range(1_000_000)) + b"]}",
+        b'{"input":[' + of(b'"' + b"x" * 2000 + b'"', 4 << 20) + b"]}",
+        b'{"logit_bias":[' + of(b"[12345,-100]", 600_000) + b"]}",
+    ],
+    ids=["chat", "ids", "embeddings", "bias"],
+)
+def test_large_bodies_of_real_clients_pass(body: bytes) -> None:
+    assert outlined(body).fields
+
+
+def spans(body: bytes, found: JsonOutline) -> Iterator[tuple[str, str]]:
+    for start, end, kind, _ in found.links:
+        yield kind, body[start:end].decode()
+
+
+def test_links_are_found_wherever_the_body_is_cut() -> None:
+    sizes = ScanSizes(64, 64, 30)
+    for shift in range(60):
+        body: dict[str, Any] = {
+            "pad": "p" * shift,
+            "messages": [
+                {"type": "image_url", "image_url": {"url": "http://a"}},
+                {"image_url": "http://b" + "b" * 200},
+                {"source": {"type": "base64", "data": "QUFB"}},
+                {"source": {"url": "http://c", "type": "url"}},
+                {"text": "image_url", "url": "http://not"},
+            ],
+            "tools": [{"type": "mcp", "server_url": "http://d"}],
+            "prompt": {"multimodal_data": ["x:y"]},
+            "metadata": {"image_url": "http://not", "multimodal_data": ["x:not"]},
+        }
+        data = json.dumps(body).encode()
+        found = outlined(data, sizes=sizes)
+        assert list(spans(data, found)) == [
+            ("url", "http://a"),
+            ("url", "http://b" + "b" * 200),
+            ("url", "http://c"),
+            ("server", "http://d"),
+            ("data", "x:y"),
+        ]
+        assert found.has_images
+        assert [one.item_count for one in found.fields] == [0, 5, 1, 0, 0]
+
+
+@each_case("sizes", [ScanSizes(24, 32, 4), ScanSizes(40, 64, 10)])
+@each_case("wrong", [b"[,1]", b'{,"id":0}'])
+def test_a_comma_behind_an_opening_bracket_is_no_json_wherever_the_body_is_cut(
+    wrong: bytes, sizes: ScanSizes
+) -> None:
+    for before in range(40):
+        body = b'{"a":[' + b"1," * before + b'1],"b":' + wrong + b',"c":70}'
+        assert refused(body, sizes=sizes)[0] == "invalid_json"
+
+
+def test_much_white_space_ahead_of_a_body_is_refused_for_what_it_is() -> None:
+    for spaces in (DEFAULT_SIZES.chunk, 3 * DEFAULT_SIZES.chunk):
+        code, message = refused(b"\n" * spaces + b'{"a":1}')
+        assert (code, "white space" in message) == ("invalid_request", True)
+    assert outlined(b"\n" * (DEFAULT_SIZES.chunk - 1) + b'{"a":1}').fields[0].name == "a"

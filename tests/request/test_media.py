@@ -1,0 +1,285 @@
+"""Images and audio in a prompt: their cost, and the URLs that a node would fetch."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.request.media import (
+    AUDIO_CHUNK_TOKENS,
+    MOST_IMAGE_TOKENS,
+    SURE_IMAGE_TOKENS,
+    UNREADABLE_IMAGE_TOKENS,
+    MediaCost,
+    find_links,
+    may_have_links,
+    measure_media,
+)
+from tests.each_case import each_case
+from tests.forward.pictures import (
+    bmp,
+    data_url,
+    gif,
+    jpeg,
+    png,
+    wav,
+    webp,
+)
+
+IMAGES = [
+    png(560, 280), gif(560, 280), bmp(560, 280), webp(b"VP8X", 560, 280), webp(b"VP8L", 560, 280),
+    webp(b"VP8 ", 560, 280), jpeg(560, 280), jpeg(560, 280, before=1),
+    jpeg(560, 280, before=60_000, marker=0xC0),
+]  # fmt: skip
+
+
+def text_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def found(value: Any) -> MediaCost:
+    return measure_media(json.dumps(value).encode())
+
+
+@each_case("data", IMAGES)
+def test_an_image_costs_a_token_per_patch(data: bytes) -> None:
+    for padding in range(3):
+        url = data_url(data + bytes(padding), "image/any")
+        media = found([{"type": "image_url", "image_url": {"url": url}}])
+        assert media.tokens == 20 * 10
+        assert media.base64_bytes == len(url) - len("data:image/any;base64,")
+
+
+@each_case(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": data_url(png(560, 280))}},
+        {"type": "image_url", "image_url": data_url(png(560, 280))},
+        {"type": "input_image", "image_url": data_url(png(560, 280))},
+        {"source": {"type": "base64", "data": text_of(png(560, 280)), "media_type": "image/png"}},
+        {"prompt_string": "see", "multimodal_data": [text_of(png(560, 280))]},
+    ],
+)
+def test_images_are_found_in_every_apis_form(part: Any) -> None:
+    assert found([part]).tokens == 200
+    assert found({"content": [part, {"type": "text", "text": "and"}, part]}).tokens == 400
+
+
+def test_all_images_of_a_list_count() -> None:
+    images = [text_of(png(28, 28 * many)) for many in (10, 20, 30)]
+    assert found({"multimodal_data": images}).tokens == 60
+    assert measure_media(json.dumps({"data": images}, indent=1).encode()).tokens == 60
+
+
+def test_escaped_slashes_hide_no_size() -> None:
+    body = json.dumps({"url": data_url(gif(560, 280) + b"\xff" * 3000)}).replace("/", "\\/")
+    assert measure_media(body.encode()).tokens == 200
+
+
+def test_the_cost_is_bounded() -> None:
+    assert found(data_url(png(100_000, 100_000))).tokens == MOST_IMAGE_TOKENS
+    assert found(data_url(png(1, 1))).tokens == 8
+
+
+@each_case(
+    "data",
+    [bytes(3000), b"\xff\xd8\xff" + bytes(3000), b"<svg>" + 99 * b"x", png(0, 0), b"\x89PNG"],
+)
+def test_an_image_of_unreadable_size_costs_a_usual_one(data: bytes) -> None:
+    assert found(data_url(data)) == (len(text_of(data)), UNREADABLE_IMAGE_TOKENS, SURE_IMAGE_TOKENS)
+
+
+def test_the_fewest_tokens_are_less() -> None:
+    assert found(data_url(png(2000, 2000))).min_tokens == SURE_IMAGE_TOKENS
+    assert found(data_url(png(56, 56))).min_tokens == 8
+
+
+def test_audio_costs_by_its_length() -> None:
+    for seconds, chunks in ((1, 1), (29, 1), (31, 2)):
+        part = {"type": "input_audio", "input_audio": {"data": text_of(wav(seconds, 2000))}}
+        assert found([part]).tokens == chunks * AUDIO_CHUNK_TOKENS
+    assert found([{"data": text_of(b"ID3" + bytes(16_000 * 40))}]).tokens == 2 * AUDIO_CHUNK_TOKENS
+
+
+def test_a_text_that_quotes_a_data_url_is_text() -> None:
+    url = data_url(png(560, 280))
+    assert found([{"text": f'<img src="{url}">'}]) == MediaCost()
+    assert found([{"text": f"see {url}"}]) == MediaCost()
+    assert found([{"text": json.dumps({"data": text_of(bytes(999))})}]) == MediaCost()
+
+
+def test_other_data_is_no_image() -> None:
+    assert found([{"data": "the quick brown fox jumps over the lazy dog " * 20}]) == MediaCost()
+    assert found([{"data": {"type": "object"}}, {"data": "short"}]) == MediaCost()
+
+
+@each_case(
+    "body",
+    [
+        b";base64," * 500_000, b'"data:;base64,' * 300_000, b'"data"' + b" " * 4_000_000,
+        b'"data":' * 500_000, b'"data":["' + b"A" * 64 + b'","' * 1_000_000,
+        b'{"data":"' + b"A" * 4_000_000, b'{"data":"' + b"\\/" * 2_000_000 + b'"',
+    ],
+)  # fmt: skip
+def test_measuring_takes_time_linear_in_the_length(body: bytes) -> None:
+    began = time.process_time()
+    measure_media(body)
+    # Half a second; hours if the time grew with the square of the length.
+    assert time.process_time() - began < 20
+
+
+def test_a_jpeg_of_endless_segments_is_given_up() -> None:
+    segments = b"\xff\xe1\x00\x02" * 100_000
+    assert found(data_url(b"\xff\xd8" + segments)).tokens == UNREADABLE_IMAGE_TOKENS
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_cost_something_sane(data: bytes) -> None:
+    for start in (b"", b"\xff\xd8\xff", b"RIFF", b"RIFF0000WEBPVP8 ", b"BM", b"\x89PNG\r\n\x1a\n"):
+        media = found(data_url(start + data))
+        assert 8 <= media.tokens <= max(MOST_IMAGE_TOKENS, 2 * AUDIO_CHUNK_TOKENS)
+        assert 0 < media.min_tokens <= media.tokens
+
+
+@given(st.text(max_size=400) | st.binary(max_size=400).map(lambda data: data.decode("latin-1")))
+def test_any_text_can_be_measured(text: str) -> None:
+    data = text.encode()
+    assert 0 <= measure_media(data).base64_bytes <= len(data)
+    assert (
+        0
+        <= measure_media(b'"data:;base64,' + data + b'","data":"' + data).base64_bytes
+        <= 2 * len(data) + 30
+    )
+
+
+def links_of(value: Any) -> tuple[list[str], bool]:
+    body = json.dumps(value).encode()
+    assert may_have_links(body)
+    links, has_images = find_links(body)
+    return [link.url for link in links], has_images
+
+
+REMOTE = "http://169.254.169.254/latest"
+
+
+@each_case(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": REMOTE}},
+        {"type": "image_url", "image_url": REMOTE},
+        {"type": "video_url", "video_url": {"url": REMOTE}},
+        {"type": "input_audio", "input_audio": {"data": REMOTE, "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"url": REMOTE}},
+        {"type": "input_image", "image_url": REMOTE},
+        {"type": "input_file", "file_url": REMOTE},
+        {"type": "image", "source": {"type": "url", "url": REMOTE}},
+        {"type": "document", "source": {"url": REMOTE}},
+        {"type": "document", "source": {"type": "content", "content": [{"image_url": REMOTE}]}},
+        {"type": "tool_result", "content": [{"source": {"type": "url", "url": REMOTE}}]},
+    ],
+)
+def test_a_link_is_found_in_every_form(part: Any) -> None:
+    for body in (
+        {"messages": [{"content": [part]}]},
+        {"messages": [{"role": "tool", "content": [part]}]},
+        {"messages": [{"content": [{"type": "tool_result", "content": [part]}]}]},
+        {"input": [{"type": "message", "content": [part]}]},
+        {"input": [{"type": "function_call_output", "output": [part]}]},
+        {"input": [{"type": "computer_call_output", "output": part}]},
+        {"documents": [{"content": [part]}]},
+    ):
+        assert links_of(body)[0] == [REMOTE]
+
+
+def test_a_source_that_holds_its_text_or_file_is_no_link() -> None:
+    for kind in ("text", "base64"):
+        source = {"type": kind, "media_type": "text/plain", "data": f"See: {REMOTE}"}
+        part = {"type": "document", "source": source}
+        for one in (part, {"type": "tool_result", "content": [part]}):
+            assert links_of({"messages": [{"content": [one]}]}) == ([], False)
+
+
+@each_case(
+    "elsewhere",
+    [
+        {"image_url": REMOTE},
+        {"type": "image", "image_url": {"url": REMOTE}},
+        {"source": {"type": "url", "url": REMOTE}},
+        {"content": [{"type": "image_url", "image_url": {"url": REMOTE}}]},
+        {"multimodal_data": [REMOTE]},
+        {"server_url": REMOTE},
+    ],
+)
+def test_what_no_server_looks_at_is_no_link(elsewhere: Any) -> None:
+    """Arguments and schemas of tools, and what clients keep beside a prompt."""
+    call = {"type": "tool_use", "id": "1", "name": "open", "input": elsewhere}
+    written = {"type": "function", "function": {"name": "open", "arguments": elsewhere}}
+    schema = {"type": "object", "properties": elsewhere, "default": elsewhere}
+    for body in (
+        {"messages": [{"role": "assistant", "content": [call]}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [written]}]},
+        {"input": [{"type": "function_call", "name": "open", "arguments": elsewhere}]},
+        {"input": [{"type": "web_search_call", "action": elsewhere}]},
+        {"tools": [{"type": "function", "function": {"parameters": schema}}]},
+        {"tools": [{"name": "open", "input_schema": schema}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"metadata": elsewhere},
+        {"chat_template_kwargs": elsewhere},
+    ):
+        assert find_links(json.dumps(body).encode()) == ([], False)
+
+
+@each_case(
+    "body",
+    [
+        b'{"image\\u005furl":"http://a/"}',
+        b'{"\\u0069mage_url":{"u\\u0072l":"http://a/"}}',
+        b'{"sourc\\u0065":{"type":"url","url":"http://a/"}}',
+        b'{"image_url":"\\u0068ttp://a/"}',
+        b'{"image_url":"http:\\/\\/a\\/"}',
+    ],
+)
+def test_an_escape_hides_no_link(body: bytes) -> None:
+    for place in (b'{"input":[%b]}', b'{"\\u006dessages":[{"c\\u006fntent":[%b]}]}'):
+        assert may_have_links(place % body)
+        assert [link.url for link in find_links(place % body)[0]] == ["http://a/"]
+
+
+@each_case("url", ["file:///etc/passwd", "HTTP://a/", "ftp:x", "httpd.internal/x", " http"])
+def test_whatever_a_node_may_fetch_is_a_link(url: str) -> None:
+    assert links_of({"input": [{"image_url": {"url": url}}]})[0] == [url]
+
+
+def test_images_are_seen() -> None:
+    data = "data:image/png;base64,QUFB"
+    source = {"type": "base64", "media_type": "image/png", "data": "QUFB"}
+    for part, links, is_image in (
+        ({"type": "image_url", "image_url": {"url": data}}, [data], True),
+        ({"type": "image", "source": source}, [], True),
+        ({"multimodal_data": ["QUFB"]}, [], True),
+        ({"multimodal_data": ["http://a/"]}, ["http://a/"], True),
+        ({"type": "input_audio", "input_audio": {"data": "QUFB"}}, [], False),
+    ):
+        assert links_of({"prompt": part}) == links_of({"prompt": [part]}) == (links, is_image)
+
+
+def test_a_tools_schema_is_no_image() -> None:
+    schema = {
+        "type": ["object", "null"],
+        "properties": {
+            "source": {"type": "string"},
+            "image_url": {"type": ["string", "null"], "description": "An address"},
+        },
+        "required": ["source", "image_url"],
+    }
+    assert links_of({"tools": [{"function": {"parameters": schema}}]}) == ([], False)
+
+
+def test_text_about_links_is_no_link() -> None:
+    assert links_of({"content": 'see "image_url":"http://a/" and "source"'}) == ([], False)
+    assert not may_have_links(b'{"messages":[{"role":"user","content":"http://a/"}]}')

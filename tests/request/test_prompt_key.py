@@ -1,0 +1,563 @@
+"""Prompt keys: equal beginnings have equal keys, and volatile lines none."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.json_values import run_at_once
+from gateway.config.listeners import LimitSettings
+from gateway.config.prompts import pattern_problem
+from gateway.lease import HASH_KEY_BYTES, KeyedHash, PromptKey
+from gateway.request.body import read_large_body
+from gateway.request.edits import apply_edit
+from gateway.request.prompt_key import (
+    BLOCK_BYTES,
+    BUILT_IN_PATTERNS,
+    IMAGE_BYTES,
+    MOST_BLOCKS,
+    SEARCHED_CHARACTERS,
+    SHORTEST_BODY,
+    LinePatterns,
+    VolatileLines,
+    build_large_prompt_key,
+    build_prompt_key,
+)
+from gateway.request.routes import ROUTES
+from tests.each_case import each_case
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+LONG = "so it is long enough to be worth a thought; " * 20
+NONE = VolatileLines()
+HASH = KeyedHash(bytes(HASH_KEY_BYTES))
+
+
+def key_of(
+    body: dict[str, Any], path: str = CHAT, model: str = "m", volatile: VolatileLines = NONE
+) -> PromptKey:
+    key = maybe_key(json.dumps(body).encode(), path, model, volatile)
+    assert key is not None
+    return key
+
+
+def maybe_key(
+    body: bytes, path: str = CHAT, model: str = "m", volatile: VolatileLines = NONE
+) -> PromptKey | None:
+    return build_prompt_key(body, ROUTES[path], model, volatile, HASH)
+
+
+def chat(*turns: Any, **more: Any) -> dict[str, Any]:
+    roles = ["system", *["user", "assistant"] * len(turns)]
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return {"messages": messages, **more}
+
+
+def shared(one: PromptKey, other: PromptKey) -> int:
+    """Bytes at the beginning that both keys agree on."""
+    size = 0
+    for a, b, end in zip(one.blocks, other.blocks, one.ends, strict=False):
+        if a != b:
+            break
+        size = end
+    return size
+
+
+TEXTS = st.text(max_size=1500)
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=6), TEXTS, TEXTS)
+def test_the_next_turn_begins_with_all_blocks_of_the_turn_before(
+    turns: list[str], answer: str, question: str
+) -> None:
+    before = key_of(chat(LONG, *turns))
+    after = key_of(chat(LONG, *turns, answer, question, stream=True, temperature=0.3))
+    assert after.blocks[: len(before.blocks)] == before.blocks
+    assert after.ends[: len(before.ends)] == before.ends
+    assert before.ends_on_block
+
+
+@given(TEXTS, TEXTS, st.text(max_size=600))
+def test_different_prompts_never_match_beyond_the_difference(
+    one: str, other: str, common: str
+) -> None:
+    first, second = key_of(chat(common + one, LONG)), key_of(chat(common + other, LONG))
+    if one == other:
+        assert first.blocks == second.blocks
+        return
+    at = len(("system\0" + common).encode())
+    for a, b in zip(one.encode(), other.encode(), strict=False):
+        if a != b:
+            break
+        at += 1
+    assert shared(first, second) <= at
+
+
+@given(TEXTS)
+def test_escapes_and_white_space_make_no_difference(text: str) -> None:
+    body = chat(LONG, text)
+    plain = maybe_key(json.dumps(body).encode())
+    for other in (
+        json.dumps(body, ensure_ascii=False).encode(),
+        json.dumps(body, indent=3).encode(),
+        json.dumps(body, separators=(",", ":")).replace("/", "\\/").encode(),
+        json.dumps(body, sort_keys=True).encode(),
+    ):
+        found = maybe_key(other)
+        assert plain is not None
+        assert found is not None
+        assert found.blocks == plain.blocks
+
+
+def test_text_counts_the_same_as_a_string_and_as_a_part() -> None:
+    part = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
+    for path in (CHAT, MESSAGES):
+        one = key_of(chat("be brief", LONG), path)
+        assert key_of(chat("be brief", part), path).blocks == one.blocks
+
+
+def test_fields_that_no_template_uses_make_no_difference() -> None:
+    body = chat(LONG, "a")
+    marked = chat(LONG, "a")
+    for message in marked["messages"]:
+        message |= {"id": "1", "cache_control": {"type": "ephemeral"}, "timestamp": 3}
+    assert key_of(body).blocks == key_of(marked).blocks
+
+
+def test_models_share_nothing() -> None:
+    body = chat(LONG, "a")
+    assert shared(key_of(body, model="a"), key_of(body, model="b")) == 0
+
+
+def test_tools_come_before_everything_else() -> None:
+    tools = [{"type": "function", "function": {"name": "look", "description": LONG}}]
+    one = key_of(chat(LONG, "a", tools=tools))
+    other = key_of(chat("another", LONG, tools=tools))
+    assert shared(one, other) == len(json.dumps(tools))
+    assert shared(one, key_of(chat(LONG, "a"))) == 0
+
+
+def test_roles_and_tool_calls_count() -> None:
+    question = {"role": "user", "content": LONG}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    seen = {
+        key_of({"messages": [question, last]}).blocks
+        for last in (
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "x"},
+            {"role": "assistant", "content": "x", "tool_calls": [call]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "x", "name": "look"},
+        )
+    }
+    assert len(seen) == 5
+
+
+def test_tool_use_in_messages_counts() -> None:
+    question = {"role": "user", "content": LONG}
+    seen = {
+        key_of({"messages": [question, {"role": "user", "content": [part]}]}, MESSAGES).blocks
+        for part in (
+            {"type": "text", "text": "a"},
+            {"type": "tool_use", "id": "1", "name": "a", "input": {"x": 1}},
+            {"type": "tool_use", "id": "1", "name": "a", "input": {"x": 2}},
+            {"type": "tool_result", "tool_use_id": "1", "content": "a"},
+            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text"}]},
+        )
+    }
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        (CHAT, {"type": "image_url", "image_url": {"url": "data:image/png;base64,@"}}),
+        (MESSAGES, {"type": "image", "source": {"type": "base64", "data": "@"}}),
+        (RESPONSES, {"type": "input_image", "image_url": "data:image/png;base64,@"}),
+    ],
+)
+def test_an_image_counts_as_its_tokens_and_differs_from_others(
+    path: str, part: dict[str, Any]
+) -> None:
+    def with_image(data: bytes) -> PromptKey:
+        raw = json.dumps(part).replace("@", base64.b64encode(data).decode())
+        content = [{"type": "text", "text": LONG}, json.loads(raw)]
+        field = "input" if path == RESPONSES else "messages"
+        return key_of({field: [{"role": "user", "content": content}]}, path)
+
+    one, other = with_image(b"a" * 300_000), with_image(b"a" * 299_999 + b"b")
+    assert IMAGE_BYTES <= one.size <= IMAGE_BYTES + len(LONG) + 100
+    assert one.blocks != other.blocks
+    assert shared(one, other) >= len(LONG)
+
+
+def test_an_image_from_a_tool_counts_as_its_tokens() -> None:
+    image = {"type": "image", "source": {"type": "base64", "data": "A" * 100_000}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [image]}
+    prompt = key_of({"messages": [{"role": "user", "content": [result]}]}, MESSAGES)
+    assert prompt.size < IMAGE_BYTES + 100
+
+
+def test_instructions_and_input_are_a_system_prompt_and_messages() -> None:
+    one = key_of({"instructions": LONG, "input": "hello"}, RESPONSES)
+    other = key_of(
+        {"instructions": LONG, "input": [{"role": "user", "content": "hello"}]}, RESPONSES
+    )
+    assert one.blocks == other.blocks
+    assert one.blocks == key_of(chat(LONG, "hello")).blocks
+
+
+def test_a_system_field_is_a_system_message() -> None:
+    turns = [{"role": "user", "content": "hello"}]
+    for system in (LONG, [{"type": "text", "text": LONG}]):
+        one = key_of({"system": system, "messages": turns}, MESSAGES)
+        assert one.blocks == key_of(chat(LONG, "hello")).blocks
+
+
+def test_a_function_s_output_counts() -> None:
+    call = {"type": "function_call", "name": "look", "arguments": LONG}
+    seen = {
+        key_of({"input": [call, {"type": "function_call_output", "output": out}]}, RESPONSES).blocks
+        for out in ("a", "b")
+    }
+    assert len(seen) == 2
+
+
+class TestPlainPrompts:
+    @given(st.text(min_size=SHORTEST_BODY, max_size=4000), st.text(max_size=2000))
+    def test_a_text_that_grows_keeps_its_full_blocks(self, text: str, more: str) -> None:
+        before, after = plain_key(text), plain_key(text + more)
+        if before is None:
+            assert len(text.encode()) < BLOCK_BYTES
+            return
+        assert after is not None
+        assert after.blocks[: len(before.blocks)] == before.blocks
+        assert before.size == len(text.encode())
+        assert before.size - before.ends[-1] < BLOCK_BYTES
+
+    def test_ids_are_counted(self) -> None:
+        ids = list(range(100, 1100))
+        before, after = plain_key(ids), plain_key([*ids, *ids])
+        assert before is not None
+        assert after is not None
+        assert (before.tokens, after.tokens) == (1000, 2000)
+        assert after.blocks[: len(before.blocks)] == before.blocks
+        assert before.share_of(len(before.blocks)) > 0.85
+
+    def test_one_text_in_a_list_is_that_text(self) -> None:
+        one, other = plain_key(LONG), plain_key([LONG])
+        assert one is not None
+        assert other is not None
+        assert one.blocks == other.blocks
+
+    @each_case("prompt", [[LONG, LONG], [[1] * 300, [2]], [1, LONG], None, {}, 3])
+    def test_several_prompts_have_no_key(self, prompt: Any) -> None:
+        assert plain_key(prompt, pad=LONG) is None
+
+    def test_an_infill_keeps_the_text_before_the_cursor(self) -> None:
+        def infill(prefix: str) -> PromptKey:
+            body = {"input_prefix": prefix, "input_suffix": "end", "input_extra": [{"text": LONG}]}
+            return key_of(body, "/infill")
+
+        before, after = infill(LONG), infill(LONG + "more")
+        assert after.blocks == before.blocks
+        assert after.size == before.size + 4
+
+
+def plain_key(prompt: Any, pad: str = "") -> PromptKey | None:
+    return maybe_key(json.dumps({"prompt": prompt, "user": pad}).encode(), "/completion")
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.88.{}; cc_entrypoint=cli; cch={};"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        lambda line: [{"type": "text", "text": line}, {"type": "text", "text": LONG}],
+        lambda line: f"{line}\n{LONG}",
+    ],
+)
+def test_a_billing_line_is_left_out(system: Any) -> None:
+    turns = [{"role": "user", "content": "hello"}]
+
+    def body(line: str) -> dict[str, Any]:
+        return {"system": system(line), "messages": turns}
+
+    one, other = (key_of(body(BILLING.format(*x)), MESSAGES) for x in (("a3f", "1"), ("b7", "2")))
+    assert one.blocks == other.blocks
+    assert one.blocks == key_of({"system": LONG, "messages": turns}, MESSAGES).blocks
+
+
+def test_configured_lines_are_left_out_of_the_system_prompt_alone() -> None:
+    volatile = VolatileLines(["Now: "])
+
+    def blocks(time: str, before: str = "") -> tuple[int, ...]:
+        turns = chat(f"Be brief.\nNow: {time}\n{LONG}", f"{before}Now: hello")
+        return key_of(turns, volatile=volatile).blocks
+
+    assert blocks("12:00") == blocks("12:01")
+    assert blocks("12:00", "Now: 12:01\n") != blocks("12:00", "Now: 12:02\n")
+
+
+def test_a_key_says_if_it_leaves_out_lines_that_the_node_sees() -> None:
+    body = chat(f"{BILLING.format(1, 2)}\n{LONG}", "hello")
+    assert key_of(body).omits_volatile
+    assert not key_of(body, volatile=VolatileLines(strip=BUILT_IN_PATTERNS)).omits_volatile
+    assert not key_of(chat(LONG, "hello")).omits_volatile
+
+
+@each_case("path", ["/v1/embeddings", "/v1/rerank", "/tokenize", "/v1/messages/count_tokens"])
+def test_paths_without_a_prompt_cache_have_no_key(path: str) -> None:
+    assert maybe_key(json.dumps(chat(LONG, "a")).encode(), path) is None
+
+
+def test_a_short_body_has_no_key() -> None:
+    assert maybe_key(json.dumps(chat("be brief", "hello")).encode()) is None
+
+
+@each_case(
+    "body",
+    [
+        b"[]" + b" " * SHORTEST_BODY,
+        b"{" + b" " * SHORTEST_BODY,
+        b"\xff" * SHORTEST_BODY,
+        json.dumps({"messages": 3, "user": LONG}).encode(),
+        json.dumps({"messages": [3], "user": LONG}).encode(),
+        json.dumps({"messages": [], "user": LONG}).encode(),
+        json.dumps({"messages": [{"role": 3}], "user": LONG}).encode(),
+        b'{"messages":' + b"[" * 100_000,
+        b'{"messages":[{"role":"user","content":"\\ud800' + b"a" * 600 + b'"}]}',
+    ],
+)
+def test_an_unknown_form_has_no_key_and_is_no_error(body: bytes) -> None:
+    found = maybe_key(body)
+    assert found is None or found.blocks
+
+
+@given(st.binary(min_size=SHORTEST_BODY, max_size=600))
+def test_bytes_of_any_kind_are_no_error(data: bytes) -> None:
+    for path in (CHAT, MESSAGES, RESPONSES, "/completion", "/infill"):
+        assert maybe_key(data, path) is None
+
+
+@pytest.mark.parametrize("messages", [[{}] * 200, [{"content": []}] * 40, [{"role": ""}] * 200])
+def test_messages_without_text_have_no_key(messages: list[Any]) -> None:
+    # A prompt cache would divide by its size.
+    assert maybe_key(json.dumps({"messages": messages}).encode()) is None
+
+
+def test_a_huge_prompt_has_bounded_blocks() -> None:
+    prompt = key_of(chat(LONG, *["a" * 500_000] * 12))
+    assert len(prompt.blocks) == MOST_BLOCKS
+    assert prompt.size >= 6_000_000
+
+
+def scoped(body: dict[str, Any], scope: str, path: str = CHAT) -> PromptKey:
+    key = build_prompt_key(json.dumps(body).encode(), ROUTES[path], "m", NONE, HASH, scope)
+    assert key is not None
+    return key
+
+
+def test_equal_prompts_of_two_scopes_have_no_block_in_common() -> None:
+    body = chat(LONG, "hello", "hi", "more")
+    keys = [scoped(body, scope) for scope in ("", "group a", "group b", "caller a")]
+    blocks = [block for key in keys for block in key.blocks]
+    assert len(set(blocks)) == len(blocks)
+    assert scoped(body, "group a").blocks == keys[1].blocks
+    assert {key.ends for key in keys} == {keys[0].ends}
+
+
+def test_no_prompt_of_another_scope_can_be_written_like_one_of_this() -> None:
+    """Roles are the client's own words, and stand first."""
+    victim = scoped({"messages": [{"role": "user", "content": LONG}]}, "group a")
+    mark = "\0scope 1 mgroup a"
+    for role in (f"{mark}user", mark, f"1 m{mark}user", "group auser"):
+        for more in ([], [{"role": "user", "content": LONG}]):
+            forged = {"messages": [{"role": role, "content": "" if more else LONG}, *more]}
+            for scope in ("", "group", "group b"):
+                assert not set(scoped(forged, scope).blocks) & set(victim.blocks)
+
+
+def test_a_scope_is_kept_by_large_bodies() -> None:
+    body = chat(LONG, "x" * 200_000)
+    data = json.dumps(body).encode()
+    large = run_at_once(read_large_body(data, LimitSettings()))
+    for scope in ("", "group a"):
+        key = run_at_once(build_large_prompt_key(large, ROUTES[CHAT], "m", NONE, HASH, scope))
+        assert key is not None
+        assert key.blocks == scoped(body, scope).blocks
+
+
+LINE = "x-anthropic-billing-header: cc_version=2.1.88.a3f; cc_entrypoint=cli; cch=fa690;"
+STRIP = VolatileLines(strip=BUILT_IN_PATTERNS)
+
+
+def stripped(body: dict[str, Any], volatile: VolatileLines = STRIP) -> dict[str, Any]:
+    raw = json.dumps(body).encode()
+    edit = volatile.strip_edit(raw)
+    value: dict[str, Any] = json.loads(apply_edit(raw, edit)) if edit else body
+    return value
+
+
+@each_case(
+    ("text", "left"),
+    [
+        (LINE, ""), (f"{LINE}\nYou are", "You are"), (f"{LINE}\r\nYou are", "You are"),
+        (f"You are\n{LINE}\nhere", "You are\nhere"), (f"You are\n{LINE}", "You are\n"),
+        (f"{LINE}\n{LINE}\nYou", "You"), (f"say '{LINE}'", f"say '{LINE}'"),
+        (f" {LINE}", f" {LINE}"), ("You are", "You are"), ("", ""),
+        ("a" * SEARCHED_CHARACTERS + "\n" + LINE, "a" * SEARCHED_CHARACTERS + "\n" + LINE),
+    ],
+)  # fmt: skip
+def test_matching_lines_are_removed_whole(text: str, left: str) -> None:
+    assert LinePatterns(BUILT_IN_PATTERNS).remove_from(text) == left
+
+
+def test_the_text_after_the_literal_prefix_must_match_too() -> None:
+    lines = LinePatterns([r"Now: \d\d:\d\d$"])
+    assert lines.remove_from("Now: 12:34\nNow: or never\nb") == "Now: or never\nb"
+
+
+@given(st.text())
+def test_text_without_such_lines_is_the_same_object(text: str) -> None:
+    assert LinePatterns(["wxyz-never: "]).remove_from(text) is text
+
+
+def test_without_a_pattern_to_strip_the_body_is_not_parsed() -> None:
+    assert VolatileLines().strip_edit(b"no JSON") == {}
+
+
+@each_case(
+    "body",
+    [
+        {"system": "You are", "messages": []},
+        {"system": [{"type": "text", "text": "You are"}], "messages": []},
+        {"messages": [{"role": "system", "content": "You are"}]},
+        {"messages": [{"role": "user", "content": LINE}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": LINE}]},
+        {"messages": "x", "system": 3, "input": None, "prompt": [1, 2], "instructions": {}},
+        {"messages": [3, None], "system": [1, "x", None, {"text": 3}]},
+        {"messages": [{"content": LINE}]},
+    ],
+)
+def test_a_body_without_such_a_line_needs_no_edit(body: dict[str, Any]) -> None:
+    assert STRIP.strip_edit(json.dumps(body).encode()) == {}
+
+
+@each_case("data", [b"", b"[]", b"{", b'{"system":', b"\xff", b"[" * 100_000])
+def test_an_unreadable_body_needs_no_edit(data: bytes) -> None:
+    assert STRIP.strip_edit(data) == {}
+
+
+def test_a_part_that_holds_nothing_else_is_removed() -> None:
+    blocks = [{"type": "text", "text": text} for text in (LINE, "You are", "here")]
+    assert stripped({"system": blocks, "model": "m"}) == {"system": blocks[1:], "model": "m"}
+
+
+def test_a_line_before_others_is_removed_alone() -> None:
+    block = {"type": "text", "text": f"{LINE}\nYou are", "cache_control": {"type": "ephemeral"}}
+    assert stripped({"system": [block]})["system"] == [block | {"text": "You are"}]
+    assert stripped({"system": f"{LINE}\nYou are"}) == {"system": "You are"}
+    assert stripped({"instructions": f"{LINE}\nYou are"}) == {"instructions": "You are"}
+    assert stripped({"prompt": f"{LINE}\nYou are"}) == {"prompt": "You are"}
+
+
+@each_case("field", ["messages", "input"])
+@each_case("role", ["system", "developer"])
+def test_system_messages_lose_the_line_too(field: str, role: str) -> None:
+    turns = [
+        {"role": role, "content": f"{LINE}\nYou are"},
+        {"role": role, "content": [{"type": "text", "text": LINE}, {"type": "text", "text": "a"}]},
+        {"role": "user", "content": LINE},
+    ]
+    assert stripped({field: turns})[field] == [
+        {"role": role, "content": "You are"},
+        {"role": role, "content": [{"type": "text", "text": "a"}]},
+        turns[2],
+    ]
+
+
+def test_everything_else_keeps_its_bytes() -> None:
+    inside = b'{ "role":"user", "content":"\\u00e9 \xc3\xa9\\/", "n":1.50e1 }'
+    block = b'{"text" : "\\u0059ou" ,"x":12345678901234567890}'
+    line = json.dumps(LINE + "\n").encode()
+    body = (
+        b'{"seed":0.10, "system":[{"text":%b},%b], "messages":[ %b ], "prompt": "\\u0061" }'
+    ) % (line, block, inside)
+    edit = STRIP.strip_edit(body)
+    assert set(edit) == {"system"}
+    out = apply_edit(body, edit)
+    for kept in (inside, block, b"0.10", b'"\\u0061"'):
+        assert kept in out
+    assert b"billing" not in out
+
+
+def test_an_escape_hides_no_line() -> None:
+    hidden = "".join(f"\\u{ord(letter):04x}" for letter in LINE)
+    assert STRIP.strip_edit(b'{"system":"%b"}' % hidden.encode()) != {}
+
+
+@given(st.dictionaries(st.text(max_size=5), st.text(max_size=20)), st.text(max_size=50))
+def test_only_the_line_is_removed_whatever_else_there_is(rest: dict[str, str], text: str) -> None:
+    body = rest | {"system": f"{LINE}\n{text}"}
+    assert stripped(body) == rest | {"system": LinePatterns(BUILT_IN_PATTERNS).remove_from(text)}
+
+
+def test_a_stripped_line_is_left_out_of_keys_too() -> None:
+    volatile = VolatileLines(["Now: "], ["Today: "])
+    assert volatile.ignored.remove_from(f"{LINE}\nNow: 1\nToday: 2\nYou") == "You"
+    assert volatile.stripped.remove_from(f"{LINE}\nNow: 1\nToday: 2\nYou") == f"{LINE}\nNow: 1\nYou"
+
+
+@each_case(
+    "pattern",
+    [
+        *BUILT_IN_PATTERNS,
+        "Current time: .*",
+        "Today's date is .*",
+        r"The time is \d{1,2}:\d\d( UTC)?$",
+        r"session (id|number): [0-9a-f-]+",
+        "x-trace: [^;]+;.{0,8}$",
+    ],
+)
+def test_patterns_that_are_accepted(pattern: str) -> None:
+    assert pattern_problem(pattern) is None
+
+
+@each_case(
+    ("pattern", "why"),
+    [
+        ("", "begin with"), (".*time", "begin with"), ("abc", "begin with"),
+        ("(?:time|hour): ", "begin with"), ("(?i)time: ", "flags"),
+        ("time: (", "no regular expression"), ("time: [", "no regular expression"),
+        ("time: (a+)+$", "repeats something"), ("time: (a|a)*$", "repeats something"),
+        ("time: (.*a){12}$", "repeats something"), ("time: .*a.*b.*c$", "too many ways"),
+        ("time: .{0,900}.{0,900}$", "too many ways"), (r"time: (.)\1", "looks"),
+        ("time: (?=a)b", "looks"), ("time: (?<!a)b", "looks"), ("time:\n.*", "one line"),
+        ("time: " + "a" * 300, "longer"), ("time: " + "(" * 120 + ")" * 120, None),
+    ],
+)  # fmt: skip
+def test_patterns_that_are_refused(pattern: str, why: str | None) -> None:
+    problem = pattern_problem(pattern)
+    if why is not None:
+        assert problem is not None
+        assert why in problem
+        with pytest.raises(ValueError, match=why):
+            VolatileLines([pattern])
+
+
+@pytest.mark.parametrize("pattern", ["time: .*a.{0,14}b$", "time: (a|ab)?[a-z]*b$"])
+def test_no_text_makes_a_pattern_run_long(pattern: str) -> None:
+    assert pattern_problem(pattern) is None
+    lines = LinePatterns([pattern])
+    text = ("time: " + "a" * 1017 + "\n") * 100
+    began = time.process_time()
+    assert lines.remove_from(text) == text
+    # 16 lines are matched; about 10 ms.
+    assert time.process_time() - began < 0.3

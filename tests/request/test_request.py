@@ -1,0 +1,511 @@
+"""What a client sent becomes a request: models by their names, edits, several prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.api.json_values import run_at_once
+from gateway.config.listeners import LimitSettings
+from gateway.config.routing import ModelRule
+from gateway.errors import GatewayError
+from gateway.nodes.model_index import ModelIndex
+from gateway.request.body import (
+    LARGE_BODY_BYTES,
+    TimeSlicer,
+    bytes_to_parse,
+    parse_body,
+    read_large_body,
+)
+from gateway.request.preparation import (
+    MOST_PROMPTS_BYTES,
+    MOST_REPEATED_BYTES,
+    MOST_TARGETS,
+    IncomingRequest,
+    ModelAliases,
+    Request,
+    RequestRules,
+    ResolvedModel,
+    Sender,
+    parse_prompt_list,
+    prepare,
+    split_prompts,
+)
+from gateway.request.routes import ROUTES
+from gateway.terms import Caller, Priority
+from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.forward.proxy_over_nodes import BODIES, proxy_over
+from tests.nodes.build import a_node
+from tests.virtual import in_virtual_time
+
+ANYONE = Caller("c", "c", Priority.URGENT)
+PNG = "data:image/png;base64,QUFB"
+
+
+def prepared(
+    body: bytes | dict[str, Any],
+    path: str = "/v1/chat/completions",
+    *,
+    client_timeout: float | None = None,
+    models: dict[str, ModelRule] | None = None,
+    default: str | None = None,
+    known: tuple[str, ...] = ("demo",),
+    caller: Caller = ANYONE,
+    paused: frozenset[str] = frozenset(),
+    most_of_caller: int | None = None,
+    **limits: Any,
+) -> Request:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    incoming = IncomingRequest(
+        id="req_1",
+        x_request_id="tag",
+        route=ROUTES[path],
+        body=data,
+        sender=Sender(
+            caller,
+            b"accept: */*\r\n",
+            client_timeout=client_timeout,
+            plain_client_timeout=client_timeout,
+        ),
+        received_at=100.0,
+        max_tokens=most_of_caller,
+    )
+    rules = RequestRules(LimitSettings(**limits), ModelAliases(models or {}), default)
+    model_index = ModelIndex()
+    model_index.set_nodes([a_node(model=list(known))] if known else [])
+    model_index.set_paused(paused)
+    return prepare(incoming, parse_body(data), Priority.NORMAL, rules, model_index)
+
+
+def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
+    with pytest.raises(GatewayError) as raised:
+        prepared(body, *args, **keys)
+    return raised.value.status, raised.value.code, raised.value.param
+
+
+# Slots.
+
+
+@each_case(
+    ("path", "body", "slots"),
+    [
+        ("/v1/chat/completions", {}, 1),
+        ("/v1/chat/completions", {"n": 3}, 3),
+        ("/v1/chat/completions", {"n": None}, 1),
+        ("/v1/chat/completions", {"n": 0}, 1),
+        ("/v1/chat/completions", {"n": -7}, 1),
+        ("/v1/chat/completions", {"n": 2.0}, 2),
+        ("/v1/chat/completions", {"n_cmpl": 2}, 2),
+        ("/v1/completions", {"prompt": "a"}, 1),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 1),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 3}, 3),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, 1),
+        ("/v1/completions", {"prompt": ["a", 7, "b"]}, 1),
+        ("/v1/completions", {"prompt": [[1, 2], [3]]}, 1),
+        ("/completion", {"prompt": ["a", "b", "c"]}, 1),
+        ("/v1/embeddings", {"input": ["a", "b"]}, 1),
+        ("/v1/embeddings", {"input": "a", "n": 9}, 1),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}, 1),
+        ("/tokenize", {"content": "a"}, 0),
+        ("/v1/messages/count_tokens", {"messages": []}, 0),
+    ],
+)
+def test_a_prompt_takes_a_slot_per_completion(path: str, body: dict[str, Any], slots: int) -> None:
+    assert prepared(body, path).lease_request.size.slots == slots
+
+
+@each_case("n", ["33", "1e9", "1e400", "9" * 30])
+def test_more_completions_than_allowed_are_refused(n: str) -> None:
+    body = f'{{"n":{n}}}'.encode()
+    assert refused(body) == (400, "invalid_request", "n")
+    assert refused(body.replace(b"n", b"n_cmpl"), "/completion")[2] == "n_cmpl"
+
+
+def test_a_rule_that_sets_n_takes_its_slots() -> None:
+    models = {"many": ModelRule(use=("demo",), set={"n": 4})}
+    assert prepared({"model": "many"}, models=models).lease_request.size.slots == 4
+    assert refused({"model": "many"}, models=models, n=2)[0] == 400
+
+
+# Models.
+
+
+def test_a_paused_model_is_refused_and_left_out_where_an_alias_has_others() -> None:
+    models = {"both": ModelRule(use=("a", "b"))}
+    left = prepared({"model": "both"}, models=models, paused=frozenset({"a"}))
+    assert left.lease_request.wanted.model_names == tuple(left.bodies) == ("b",)
+    for paused in (frozenset({"both"}), frozenset({"a", "b"})):
+        assert refused({"model": "both"}, models=models, paused=paused)[:2] == (503, "model_paused")
+
+
+def test_the_model_is_the_named_one_or_the_default_or_the_only_one() -> None:
+    assert prepared({"model": "a"}, default="b").lease_request.wanted.model == "a"
+    assert prepared({}, default="b").lease_request.wanted.model == "b"
+    assert prepared({"model": None}).lease_request.wanted.model == "demo"
+    assert (
+        prepared({}, known=("demo", "x"), caller=caller_of("x")).lease_request.wanted.model == "x"
+    )
+    assert refused({}, known=("a", "b")) == (400, "invalid_request", "model")
+    assert refused({}, known=()) == (400, "invalid_request", "model")
+
+
+def caller_of(*models: str) -> Caller:
+    return Caller("c", "c", Priority.NORMAL, frozenset(models))
+
+
+def test_a_key_may_use_an_alias_without_its_model() -> None:
+    models = {"gpt": ModelRule(use=("demo",))}
+    request = prepared({"model": "gpt"}, models=models, caller=caller_of("gpt"))
+    assert (request.lease_request.wanted.model, request.lease_request.wanted.model_names) == (
+        "gpt",
+        ("demo",),
+    )
+    assert refused({"model": "demo"}, models=models, caller=caller_of("gpt")) == (
+        403,
+        "model_not_allowed",
+        "model",
+    )
+
+
+def test_each_model_has_the_body_that_its_rules_make() -> None:
+    models = {
+        "helper": ModelRule(use=("x", "y"), set={"temperature": 0.5}),
+        "y": ModelRule(max_tokens=10, strip=("seed",)),
+    }
+    request = prepared({"model": "helper", "seed": 1}, models=models)
+    bodies = {name: json.loads(bytes_to_parse(body)) for name, body in request.bodies.items()}
+    assert bodies == {
+        "x": {"model": "helper", "seed": 1, "temperature": 0.5},
+        "y": {"model": "helper", "temperature": 0.5, "max_tokens": 10},
+    }
+
+
+def test_a_body_that_needs_no_edit_is_the_same_object() -> None:
+    body = b'{ "model":"demo", "messages":[] }'
+    request = prepared(body)
+    assert request.bodies["demo"] is body
+
+
+# Limits.
+
+
+def test_a_deadline_counts_from_the_arrival() -> None:
+    assert prepared({}, client_timeout=2.5).deadline == 102.5
+    assert prepared({}).deadline is None
+    assert prepared({}, client_timeout=2.5).lease_request.caller.time_limit == 2.5
+    assert prepared({}).lease_request.caller.time_limit is None
+
+
+@each_case("levels", [200, 2000, 100_000, 1_000_000])
+def test_deep_nesting_is_refused_whatever_this_python_could_read(levels: int) -> None:
+    deep = b'{"a":' + levels * b"[" + levels * b"]" + b"}"
+    assert refused(deep) == (400, "invalid_request", None)
+
+
+def test_nesting_may_be_as_deep_as_the_limit_says() -> None:
+    deep = b'{"a":' + 200 * b"[" + 200 * b"]" + b"}"
+    assert prepared(deep, json_depth=300).bodies["demo"] is deep
+
+
+def test_only_generated_responses_stream() -> None:
+    assert prepared({"stream": True}).stream
+    assert not prepared({"stream": True, "input": "a"}, "/v1/embeddings").stream
+    assert not prepared({"stream": None}).stream
+
+
+@each_case(
+    ("body", "tokens"),
+    [
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 6, "max_tokens": 5}, 6),
+        ({"max_tokens": 5, "n_predict": 16_400}, 16_400),
+        ({"max_tokens": 5, "n_predict": -1}, None),
+        ({"max_output_tokens": 7, "max_tokens": None}, 7),
+        ({"max_tokens": 0}, 1),
+        ({"n_predict": -1}, None),
+        ({}, None),
+    ],
+)
+def test_the_most_tokens_are_known_if_the_body_says_so(
+    body: dict[str, Any], tokens: int | None
+) -> None:
+    assert prepared(body).lease_request.size.max_tokens == tokens
+
+
+@each_case(("of_all", "of_caller", "most"), [(64, 30, 30), (20, 30, 20), (None, 30, 30)])
+def test_an_answer_is_as_long_as_the_settings_and_the_callers_limits_allow(
+    of_all: int | None, of_caller: int, most: int
+) -> None:
+    one = prepared({"max_tokens": 100}, most_of_caller=of_caller, max_tokens=of_all)
+    assert one.lease_request.size.max_tokens == most
+
+
+@each_case(
+    ("path", "asked", "sent"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 5, "n_predict": 9}, {"max_tokens": 9}),
+        ("/v1/chat/completions", {"max_output_tokens": 5}, {"max_tokens": 5}),
+        ("/v1/chat/completions", {"max_tokens": 5, "n_predict": -7}, {"max_tokens": -1}),
+        (
+            "/v1/chat/completions",
+            {"max_tokens": 9, "max_completion_tokens": 5},
+            {"max_completion_tokens": 9},
+        ),
+        ("/v1/completions", {"max_completion_tokens": 5}, {"max_tokens": 5}),
+        ("/v1/messages", {"max_tokens": 5, "n_predict": 9}, {"max_tokens": 9}),
+        ("/v1/responses", {"max_output_tokens": None, "max_tokens": 5}, {"max_output_tokens": 5}),
+        ("/v1/responses", {"max_output_tokens": 5, "n_predict": 5}, {"max_output_tokens": 5}),
+        ("/completion", {"n_predict": 5, "max_tokens": 9}, {"n_predict": 9}),
+        ("/completion", {"n_predict": (1 << 32) + 5}, {"n_predict": (1 << 31) - 1}),
+        ("/completion", {"n_predict": (1 << 32) - 1}, {"n_predict": (1 << 31) - 1}),
+    ],
+)
+def test_a_node_is_sent_one_bound_by_the_name_that_it_obeys(
+    path: str, asked: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    body = json.loads(bytes_to_parse(prepared(BODIES[path] | asked, path).bodies["demo"]))
+    assert body == BODIES[path] | sent
+
+
+def test_a_rule_that_sets_the_bound_is_what_counts() -> None:
+    for rule, tokens in (
+        (ModelRule(set={"max_tokens": 900}), 900),
+        (ModelRule(default={"max_tokens": 900}), 5),
+        (ModelRule(max_tokens=3), 3),
+    ):
+        request = prepared({"model": "demo", "n_predict": 5}, models={"demo": rule})
+        assert request.lease_request.size.max_tokens == tokens
+
+
+# Images.
+
+
+def body_with_image(url: str) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
+def test_an_image_needs_a_vision_node() -> None:
+    assert prepared(body_with_image(PNG)).lease_request.wanted.needs_vision
+    assert not prepared(
+        {"messages": [{"role": "user", "content": "image_url"}]}
+    ).lease_request.wanted.needs_vision
+
+
+@each_case(
+    "url",
+    [
+        "http://a/x.png", "https://a/", "HTTPS://a/", "file:///etc/passwd", "http:/a",
+        "ftp://a", "javascript:x", " http://a", "httpbin.internal/x",
+    ],
+)  # fmt: skip
+def test_a_remote_image_is_refused(url: str) -> None:
+    assert refused(body_with_image(url)) == (400, "invalid_request", "messages")
+
+
+def test_an_operator_may_allow_hosts() -> None:
+    hosts = ("pictures.example",)
+    for url in ("http://pictures.example/x.png", "https://pictures.example:8443/x?y=1"):
+        assert prepared(body_with_image(url), media_hosts=hosts).lease_request.wanted.needs_vision
+    for url in (
+        "http://pictures.example@evil/x",
+        "http://evil\\@pictures.example/",
+        "http://evil#@pictures.example/",
+        "http://pictures.example.evil/",
+        "file://pictures.example/etc/passwd",
+        "http://pictures.example /x",
+        "http://[::1",
+    ):
+        assert refused(body_with_image(url), media_hosts=hosts)[0] == 400
+
+
+# At the node.
+
+
+@in_virtual_time
+async def test_a_node_gets_the_clients_own_bytes(tmp_path: Path) -> None:
+    body = (
+        b'{ "messages":[ {"role":"user", "content":"\\u00e9 \xc3\xa9 \\/ "} ],\n'
+        b'\t"temperature":0.10, "seed":12345678901234567890, "model":"demo", "stream":true }'
+    )
+    one = EmulatedNode()
+    async with proxy_over(tmp_path, one) as proxy:
+        reply = await proxy.running.client.post("/v1/chat/completions", content=body)
+        assert reply.status_code == 200
+        assert one.seen[-1].body == body
+        edited = body.replace(b'"model"', b'"id_slot":1,"model"')
+        await proxy.running.client.post("/v1/chat/completions", content=edited)
+        inside = body[body.index(b"[") : body.index(b"]") + 1]
+        assert inside in one.seen[-1].body
+        assert b'"temperature":0.10,"seed":12345678901234567890' in one.seen[-1].body
+        assert b"id_slot" not in one.seen[-1].body
+
+
+@in_virtual_time
+async def test_a_node_gets_its_own_name_for_the_model(tmp_path: Path) -> None:
+    one = EmulatedNode()
+    nodes = ({"model": {"public": "inner"}},)
+    models = {"gpt-4o-mini": {"use": "public", "set": {"temperature": 0}}}
+    async with proxy_over(tmp_path, one, nodes=nodes, models=models) as proxy:
+        for name in ("public", "gpt-4o-mini"):
+            assert (await proxy.ask(model=name)).status_code == 200
+            assert json.loads(one.seen[-1].body)["model"] == "inner"
+        assert json.loads(one.seen[-1].body)["temperature"] == 0
+        assert (await proxy.ask(model="inner")).status_code == 404
+        assert (await proxy.ask()).status_code == 200
+        assert "model" not in json.loads(one.seen[-1].body)
+
+
+@in_virtual_time
+async def test_a_node_never_gets_a_remote_image(tmp_path: Path) -> None:
+    blind, seeing = EmulatedNode(), EmulatedNode()
+    nodes: tuple[dict[str, Any], ...] = ({}, {"endpoints": ["chat", "vision"]})
+    async with proxy_over(tmp_path, blind, seeing, nodes=nodes) as proxy:
+        reply = await proxy.ask(**body_with_image("http://169.254.169.254/latest"))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
+        assert blind.requests + seeing.requests == 0
+        assert (await proxy.ask(**body_with_image(PNG))).headers["x-gateway-node"] == "b"
+        source = {"type": "url", "url": "http://169.254.169.254/latest"}
+        content = [{"type": "image", "source": source}]
+        reply = await proxy.ask("/v1/messages", messages=[{"role": "user", "content": content}])
+        assert reply.status_code == 400
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert blind.requests + seeing.requests == 1
+
+
+SERVED = ModelIndex()
+
+
+def aliases(**rules: ModelRule) -> ModelAliases:
+    return ModelAliases({name.replace("_", "-"): rule for name, rule in rules.items()})
+
+
+TO_B, TO_BOTH = ModelRule(use=("b",), set={"x": 1}), ModelRule(use=("b", "c"))
+X, SELF, VIA = ModelRule(set={"x": 2}), ModelRule(use=("a", "b")), ModelRule(use=("via", "b"))
+
+
+@each_case(
+    ("rules", "models"),
+    [
+        ({}, [("a", ())]),
+        ({"a": TO_B}, [("b", (TO_B,))]),
+        ({"a": TO_BOTH}, [("b", (TO_BOTH,)), ("c", (TO_BOTH,))]),
+        ({"a": TO_B, "b": X}, [("b", (TO_B, X))]),
+        ({"a": SELF}, [("a", (SELF,)), ("b", (SELF,))]),
+        ({"a": VIA, "via": TO_B}, [("b", (VIA, TO_B))]),  # the first path to a model counts
+    ],
+)
+def test_a_name_resolves_to_the_models_it_uses_with_the_rules_on_the_way(
+    rules: dict[str, ModelRule], models: list[tuple[str, tuple[ModelRule, ...]]]
+) -> None:
+    found = aliases(**rules).resolve("a", SERVED)
+    assert found == tuple(ResolvedModel(name, applied) for name, applied in models)
+
+
+def test_the_models_of_an_alias_are_bounded() -> None:
+    wide = ModelRule(use=tuple(f"m{i}" for i in range(100)))
+    assert len(aliases(wide=wide).resolve("wide", SERVED)) == MOST_TARGETS
+
+
+def test_an_alias_is_resolved_once() -> None:
+    some = aliases(gpt=ModelRule(use=("mistral",)))
+    assert some.resolve("gpt", SERVED) is some.resolve("gpt", SERVED)
+
+
+def test_a_name_of_any_length_resolves_to_itself() -> None:
+    for length in (1, 1_000_000):
+        name = "x" * length
+        assert aliases().resolve(name, SERVED) == (ResolvedModel(name),)
+
+
+def test_the_rules_of_a_model_hold_for_the_further_names_that_its_servers_give_it() -> None:
+    node, served = a_node(), ModelIndex()
+    node.properties.models, node.properties.aliases = ("m",), {"nick": "m", "free": "m"}
+    served.set_nodes([node])
+    capped, own = ModelRule(max_tokens=4), ModelRule(set={"x": 1})
+    some = aliases(m=capped, free=own, gpt=ModelRule(use=("nick",)))
+    assert some.resolve("nick", served) == (ResolvedModel("nick", (capped,)),)
+    assert some.resolve("free", served) == (ResolvedModel("free", (own,)),)
+    assert some.resolve("gpt", served)[0].rules[1:] == (capped,)
+    assert aliases(m=ModelRule(use=("other",))).resolve("nick", served)[0].name == "other"
+    back = ModelRule(use=("nick",))
+    assert aliases(m=back).resolve("nick", served) == (ResolvedModel("nick", (back,)),)
+    assert aliases(m=back).resolve("m", served) == (ResolvedModel("nick", (back,)),)
+    node.properties.aliases = {}
+    served.models_changed()
+    assert some.resolve("nick", served) == (ResolvedModel("nick"),)
+
+
+def raw(value: Any, **layout: Any) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(value, **layout).encode())
+
+
+@each_case(
+    ("prompt", "count"),
+    [
+        ("text", 0), ([], 0), ([1, 2, 3], 0), (["a", 5, "b"], 0), ([5, "a"], 0), (["a"], 0),
+        (["a", "b", "c"], 3), ([[1, 2], [3]], 2), ([["a", 1], "b"], 2),
+        ([{"prompt_string": "a"}, {"prompt_string": "b"}], 2), ({"prompt_string": "a"}, 0),
+        (None, 0),
+    ],
+)  # fmt: skip
+def test_prompts_are_counted_as_the_server_counts_them(prompt: Any, count: int) -> None:
+    assert len(split_prompts(raw(prompt))) == count
+    assert len(split_prompts(raw(prompt, indent=2))) == count
+    assert len(split_prompts(raw(prompt, indent=100))) == count
+
+
+def test_a_missing_prompt_is_not_a_list() -> None:
+    assert split_prompts(msgspec.Raw()) == []
+
+
+def made(body: dict[str, Any], **limits: Any) -> Any:
+    data = json.dumps(body).encode()
+    settings = LimitSettings(**limits)
+    whole: Any = data
+    if len(data) >= LARGE_BODY_BYTES:
+        whole = run_at_once(read_large_body(data, settings))
+    return parse_prompt_list(whole, raw(body["prompt"]), settings, as_it_is)
+
+
+def as_it_is(_: int, part: bytes) -> Any:
+    yield
+    return part
+
+
+@pytest.mark.parametrize("length", [1, LARGE_BODY_BYTES])
+async def test_each_prompt_is_sent_with_all_other_fields(length: int) -> None:
+    body = {"model": "a", "prompt": ["b" * length, [1, 2]], "seed": 7}
+    found = made(body)
+    parts = [json.loads(await found.sub_request(index, TimeSlicer())) for index in range(2)]
+    assert parts == [{**body, "prompt": "b" * length}, {**body, "prompt": [1, 2]}]
+
+
+@pytest.mark.parametrize("length", [1, LARGE_BODY_BYTES])
+def test_too_many_prompts_are_a_bad_request(length: int) -> None:
+    assert made({"prompt": ["a" * length] * 5}, prompts=5) is not None
+    with pytest.raises(GatewayError, match="the most is 5") as caught:
+        made({"prompt": ["a" * length] * 6}, prompts=5)
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+def test_prompts_are_split_up_to_a_limit() -> None:
+    assert made({"prompt": ["a" * (MOST_PROMPTS_BYTES - 100), "b"]}) is not None
+    with pytest.raises(GatewayError, match="Send fewer") as caught:
+        made({"prompt": ["a" * MOST_PROMPTS_BYTES, "b"]})
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+    assert made({"prompt": "a" * 2 * MOST_PROMPTS_BYTES}) is None
+    assert made({"prompt": [7] * (MOST_PROMPTS_BYTES // 2)}) is None
+
+
+def test_fields_repeated_with_each_prompt_are_bounded() -> None:
+    body = {"prompt": ["a"] * 1000, "grammar": "x" * (MOST_REPEATED_BYTES // 1000 - 100)}
+    assert made(body) is not None
+    with pytest.raises(GatewayError, match="sent with each") as caught:
+        made(body | {"grammar": "x" * (MOST_REPEATED_BYTES // 1000)})
+    assert (caught.value.status, caught.value.param) == (400, "prompt")

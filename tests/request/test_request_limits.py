@@ -1,0 +1,650 @@
+"""Limits on what a request can make a node do: grammars, schemas, options of sampling."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.sse import GROWTH_PER_EVENT, EventFramer
+from gateway.config.listeners import LimitSettings
+from gateway.errors import GatewayError
+from gateway.nodes.node import NodeState
+from gateway.request import request_limits
+from gateway.request.body import nesting_depth, parse_body
+from gateway.request.request_limits import (
+    ECHO_FACTOR,
+    longest_row,
+    longest_row_of_pattern,
+    max_event_bytes,
+)
+from gateway.transport.errors import InvalidResponse
+from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.forward.proxy_over_nodes import BODIES, GENERATION_PATHS, proxy_over
+from tests.gateways import running_gateway
+from tests.request.test_edits import result
+from tests.request.test_request import prepared, refused
+from tests.servers import start_demo_servers
+from tests.virtual import in_virtual_time
+
+NO_SCHEMAS: tuple[Any, ...] = (None, "", 3, [], {})
+LIMITS = LimitSettings(grammar_bytes=2000, grammar_depth=12)
+CHAT = "/v1/chat/completions"
+
+
+def checked(body: bytes | dict[str, Any]) -> str | None:
+    """The field that is refused, or None."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    parsed = parse_body(data)
+    if not request_limits.has_grammar(parsed):
+        return "not checked"
+    try:
+        request_limits.check_grammars(parsed, nesting_depth(data, LIMITS.json_depth), LIMITS)
+    except GatewayError as error:
+        return error.param if error.code == "invalid_request" else error.code
+    return None
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"a": schema}
+    return schema
+
+
+def tool(schema: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+WHERE: list[tuple[str, Any, int]] = [
+    ("json_schema", lambda schema: schema, 0),
+    ("response_format", lambda schema: {"json_schema": {"schema": schema}}, 2),
+    ("response_format", lambda schema: {"type": "json_object", "schema": schema}, 1),
+    ("tools", lambda schema: [tool({}), tool(schema)], 3),
+    ("tools", lambda schema: [{"name": "f", "input_schema": schema}], 2),
+    ("text", lambda schema: {"format": {"schema": schema}}, 2),
+    ("output_config", lambda schema: {"format": {"schema": schema}}, 2),
+    ("output_format", lambda schema: {"schema": schema}, 1),
+]
+"""Where APIs have schemas, and the levels of nesting around them."""
+
+
+@pytest.mark.parametrize(("name", "around", "levels"), WHERE)
+def test_schemas_have_a_depth_limit(name: str, around: Any, levels: int) -> None:
+    assert checked({name: around(nested(12 - levels))}) is None
+    assert checked({name: around(nested(13 - levels))}) == name
+    # Also where the whole body is worth counting, and elsewhere it may be deeper.
+    many: dict[str, Any] = {"metadata": [[[]]] * 60}
+    assert checked(many | {name: around(nested(12 - levels))}) is None
+    assert checked(many | {name: around(nested(13 - levels))}) == name
+    assert checked({"x": nested(70), name: around({})}) is None
+
+
+@pytest.mark.parametrize(("name", "around", "levels"), WHERE)
+def test_schemas_have_a_size_limit(name: str, around: Any, levels: int) -> None:
+    assert checked({name: around({"description": "x" * 1500})}) is None
+    assert checked({name: around({"description": "x" * 2000})}) == name
+
+
+def test_many_tools_may_be_larger_together() -> None:
+    assert checked({"tools": [tool({"description": "x" * 500})] * 40}) is None
+
+
+def test_grammars_have_a_size_and_a_depth_limit() -> None:
+    assert checked({"grammar": "root ::= " + '"a" ' * 300}) is None
+    assert checked({"grammar": "root ::= " + '"a" ' * 600}) == "grammar"
+    assert checked({"grammar": "root ::= " + "(" * 12 + '"a"' + ")" * 12}) is None
+    assert checked({"grammar": "root ::= " + "(" * 13 + '"a"' + ")" * 13}) == "grammar"
+    assert checked(b'{"gr\\u0061mmar": "%b"}' % (b"(" * 20)) == "grammar"
+    assert checked(b'{"grammar": "", "grammar": "%b"}' % (b"\\u0028" * 20)) == "grammar"
+
+
+@pytest.mark.parametrize(
+    ("text", "levels"),
+    [
+        (b'root ::= ("a" | ("b" ("c")) ) (("d"))', 3),
+        (b"(()())(())((()))", 3),
+        (b'"((((" [((((] # ((((\n (("\\"((" [\\]((])) # ((', 2),
+        (b'(( "((((', 2),
+        (b"(( [((((", 2),
+        (b"))((", 2),
+        (b")))" * 9 + b"((((", 4),
+        (b"(" * 200, 10),
+        (b"(()" * 200, 10),
+        (b'"\\', 0),
+        (b"# ((\r((((", 4),
+    ],
+)
+def test_only_grouping_parentheses_count(text: bytes, levels: int) -> None:
+    # There must be enough of them to be counted at all.
+    padded = b"# " + b"(" * 10 + b"\n" + text
+    assert min(request_limits.parenthesis_depth(padded, 9), 10) == levels
+    assert request_limits.parenthesis_depth(text, 900) == 0
+
+
+@pytest.mark.parametrize("unit", [b"(", b'"\\"', b"()", b'("")', b"[\\]", b"#("])
+def test_no_grammar_takes_long_to_measure(unit: bytes) -> None:
+    text = unit * (LimitSettings().grammar_bytes // len(unit))
+    began = time.process_time()
+    request_limits.parenthesis_depth(text, 64)
+    # 20 ms; half a minute if the time grew with the square of the length.
+    assert time.process_time() - began < 5
+
+
+def test_a_body_with_neither_is_not_checked() -> None:
+    assert checked({"messages": [], "x": nested(100)}) == "not checked"
+    for value in NO_SCHEMAS:
+        for name in ("grammar", "tools", "response_format"):
+            assert checked({name: value}) is None, "the node reports the error itself"
+
+
+def properties(count: int, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{n}": {"a": 1} for n in range(count)}, **more}
+
+
+NAMED = [f"p{n}" for n in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"json_schema": properties(41)}, "json_schema"),
+        ({"json_schema": properties(40)}, None),
+        ({"json_schema": properties(50, required=NAMED)}, None),
+        ({"json_schema": properties(50, required=NAMED[:5])}, "json_schema"),
+        ({"json_schema": {"items": {"anyOf": [properties(41)]}}}, "json_schema"),
+        ({"json_schema": {"allOf": [properties(20), properties(15), properties(15)]}},
+         "json_schema"),
+        ({"json_schema": {"$defs": {"a": properties(20)}, "allOf": [{"$ref": "#/$defs/a"}] * 3}},
+         "json_schema"),
+        ({"json_schema": {"anyOf": [properties(30), properties(35)]}}, "json_schema"),
+        ({"json_schema": {"anyOf": [properties(30), properties(30)]}}, None),
+        ({"response_format": {"json_schema": {"schema": properties(60)}}}, "response_format"),
+        ({"tools": [tool(properties(41))]}, "tools"),
+        ({"tools": [{"name": "f", "input_schema": properties(50)}]}, "tools"),
+        ({"tools": [tool(properties(30))] * 3}, "tools"),
+        ({"tools": [tool(properties(8))] * 50}, None),
+    ],
+)  # fmt: skip
+def test_optional_properties_are_counted(body: dict[str, Any], field: str | None) -> None:
+    parsed = parse_body(json.dumps(body).encode())
+    limits = LimitSettings(grammar_properties=40)
+    if field is None:
+        request_limits.check_grammars(parsed, 0, limits)
+        return
+    with pytest.raises(GatewayError) as raised:
+        request_limits.check_grammars(parsed, 0, limits)
+    assert raised.value.param == field
+    assert "'limits.grammar_properties'" in raised.value.message
+
+
+def test_fewer_optional_items_mean_fewer_optional_properties() -> None:
+    parsed = parse_body(json.dumps({"json_schema": properties(33)}).encode())
+    request_limits.check_grammars(parsed, 0, LimitSettings(grammar_optionals=3))
+    with pytest.raises(GatewayError, match=r"'limits\.grammar_optionals', 16 of them"):
+        request_limits.check_grammars(parsed, 0, LimitSettings(grammar_optionals=2))
+
+
+ROW = "root ::= " + '"a"? ' * 33 + '"b"'
+PATTERN = {"type": "string", "pattern": "^" + "a?" * 33 + '[\\"]$'}
+
+
+@each_case(
+    ("body", "field"),
+    [
+        ({"grammar": ROW}, "grammar"),
+        ({"grammar": ROW.replace("? ", "? ", 1).replace('"a"? ', "", 1)}, None),
+        ({"grammar": "root ::= [a-z]{0,2000} [.]?"}, None),
+        ({"grammar": f'{ROW}\0\nroot ::= "a"'}, "grammar"),
+        ({"tools": [tool({}), tool({"properties": {"p": PATTERN}})]}, "tools"),
+        ({"tools": [{"name": "f", "input_schema": PATTERN}]}, "tools"),
+        ({"response_format": {"json_schema": {"schema": PATTERN}}}, "response_format"),
+        ({"text": {"format": {"schema": PATTERN}}}, "text"),
+        ({"text": json.dumps(PATTERN)}, None),
+        ({"tools": [tool({"properties": {"pattern": {"description": PATTERN["pattern"]}}})]}, None),
+        ({"tools": [tool({"pattern": "^[a-z]{2,40}$"})] * 900}, None),
+        ({"tools": [tool({"pattern": f"^{'ab' * 30}c?$"})] * 300}, "tools"),  # too long together
+        ({"tools": [tool({"pattern": f"^{'ab' * 30}$"})] * 300}, None),
+    ],
+)
+def test_optional_items_in_a_row_are_counted(body: dict[str, Any], field: str | None) -> None:
+    for spelt in (json.dumps(body), json.dumps(body).replace('"pattern"', '"\\u0070attern"')):
+        try:
+            request_limits.check_grammars(parse_body(spelt.encode()), 0, LimitSettings())
+        except GatewayError as error:
+            found = error.param
+        else:
+            found = None
+        assert found == field
+
+
+DEEP = "root ::= " + "(" * 100 + '"a"' + ")" * 100
+SCHEMA = {"description": "x" * 140_000}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/infill"])
+@in_virtual_time
+async def test_a_refused_request_reaches_no_node(tmp_path: Path, path: str) -> None:
+    async with proxy_over(tmp_path, EmulatedNode(infill=True)) as proxy:
+        for more in (
+            {"grammar": DEEP},
+            {"grammar": ROW},
+            {"json_schema": SCHEMA},
+            {"tools": [tool(SCHEMA)]},
+        ):
+            for stream in (True, False):
+                reply = await proxy.ask(path, stream=stream, **more)
+                assert reply.status_code == 400
+                assert reply.headers["x-gateway-reason"] == "invalid_request"
+                error = reply.json()["error"]
+                assert error["type"] == "invalid_request_error"
+                assert next(iter(more)) in error["message"]
+        assert proxy.servers["a"].requests == 0
+        fine = await proxy.ask(path, grammar='root ::= ("a")', max_tokens=2, n_predict=2)
+        assert fine.status_code == 200
+
+
+@in_virtual_time
+async def test_the_operators_limits_hold(tmp_path: Path) -> None:
+    limits = {"grammar_bytes": "1MiB", "grammar_depth": 120}
+    async with proxy_over(tmp_path, EmulatedNode(), limits=limits) as proxy:
+        reply = await proxy.ask(grammar=DEEP, json_schema=SCHEMA, tools=[tool(SCHEMA)])
+        assert reply.status_code == 200
+
+
+PATHS_WITHOUT_SLOTS = [
+    "/apply-template",
+    "/tokenize",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/input_tokens",
+    "/v1/embeddings",
+]
+
+
+@pytest.mark.parametrize("path", PATHS_WITHOUT_SLOTS)
+@in_virtual_time
+async def test_the_limits_hold_where_nothing_is_generated(tmp_path: Path, path: str) -> None:
+    huge = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(20_000)}}
+    async with proxy_over(tmp_path, EmulatedNode()) as proxy:
+        for more in (
+            {"grammar": DEEP},
+            {"json_schema": SCHEMA},
+            {"tools": [tool(SCHEMA)]},
+            {"tools": [{"name": "f", "input_schema": SCHEMA}]},
+            {"tools": [tool({"a": 1})] * 20_000},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": huge}}},
+            {"text": {"format": {"schema": SCHEMA}}},
+        ):
+            reply = await proxy.ask(path, content="x", input="x", **more)
+            assert reply.status_code == 400
+            assert next(iter(more)) in reply.json()["error"]["message"]
+        assert proxy.servers["a"].requests == 0
+
+
+@in_virtual_time
+async def test_a_text_is_no_schema(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, EmulatedNode()) as proxy:
+        reply = await proxy.ask("/tokenize", content="x", text="x" * 200_000, tools=[tool({})])
+        assert reply.status_code == 200
+
+
+MIB = 1 << 20
+HUGE: dict[str, Any] = {
+    "stop": ["q" * 3 * MIB],
+    "stop_sequences": ["q" * 5000],
+    "logit_bias": [["x" * 100, 1.0]] * 1000,
+    "response_fields": ["a/b"] * 20_000,
+    "samplers": "t" * 60_000,
+    "dry_sequence_breakers": [f"b{number}" for number in range(500)],
+}
+
+
+@each_case("path", GENERATION_PATHS)
+@each_case("field", HUGE)
+def test_options_that_a_node_echoes_are_bounded(path: str, field: str) -> None:
+    body = {"model": "demo", **BODIES[path], field: HUGE[field]}
+    assert refused(body, path) == (400, "invalid_request", field)
+
+
+def test_a_refusal_names_the_setting() -> None:
+    body = {"model": "demo", "prompt": "a", "stop": "q" * 5000}
+    assert refused(body, "/completion")[0] == 400
+    prepared(body, "/completion", stop_bytes=8192)
+
+
+def test_samplers_are_few() -> None:
+    body = {"model": "demo", "prompt": "a"}
+    for value in ("d" * 33, ["dry"] * 33):
+        assert refused(body | {"samplers": value}, "/completion")[2] == "samplers"
+    for most in ("d" * 32, ["dry"] * 32, None, 1):
+        prepared(body | {"samplers": most}, "/completion")
+
+
+@each_case("value", [[{"type": 2, "value": "((.*)*)*b"}], {"type": 2}, "x", 1])
+def test_a_grammar_trigger_is_refused(value: Any) -> None:
+    body = {"model": "demo", "prompt": "a", "grammar_lazy": True, "grammar_triggers": value}
+    assert refused(body, "/completion") == (400, "invalid_request", "grammar_triggers")
+
+
+def test_usual_options_pass() -> None:
+    body = {
+        "model": "demo",
+        "prompt": "a",
+        "stop": ["\n\n", "User:", "</s>"],
+        "logit_bias": {str(token): -100 for token in range(300)},
+        "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"],
+        "dry_sequence_breakers": ["\n", ":", '"', "*"],
+        "grammar_triggers": [],
+    }
+    prepared(body, "/completion")
+
+
+@each_case("value", [65, 100_000, 100_000.5, 1e300, 1 << 70])
+def test_a_number_of_logprobs_is_bounded(value: float) -> None:
+    assert result({"logprobs": value}) == {"logprobs": 64}
+    assert result({"logprobs": value, "n_probs": value, "top_logprobs": value}) == {
+        "logprobs": 64,
+        "n_probs": 64,
+        "top_logprobs": 64,
+    }
+
+
+@each_case("value", [True, False, None, 0, 5, 64, -1])
+def test_other_logprobs_stay_as_they_are(value: object) -> None:
+    assert result({"logprobs": value}) == {"logprobs": value}
+
+
+@pytest.mark.parametrize("value", ["100000", [5], {"n": 5}])
+def test_logprobs_are_a_number_or_a_switch(value: object) -> None:
+    body = {"model": "demo", "prompt": "a", "logprobs": value}
+    assert refused(body, "/v1/completions") == (400, "invalid_request", "logprobs")
+
+
+def test_a_larger_request_may_cause_larger_events() -> None:
+    limits = LimitSettings()
+    assert max_event_bytes(100, limits, logprobs=False) == MIB + ECHO_FACTOR * 100
+    assert max_event_bytes(64 * MIB, limits, logprobs=False) == limits.response_bytes
+    assert max_event_bytes(100, limits, logprobs=True) == limits.response_bytes
+
+
+@each_case(
+    ("field", "value", "logprobs"),
+    [
+        ("logprobs", True, True), ("logprobs", 5, True), ("n_probs", 1, True),
+        ("top_logprobs", 2, True), ("logprobs", False, False), ("logprobs", None, False),
+        ("n_probs", 0, False), ("stop", "a", False),
+    ],
+)  # fmt: skip
+def test_a_request_for_logprobs_is_recognised(field: str, value: object, logprobs: bool) -> None:
+    body = {"model": "demo", "prompt": "a", field: value}
+    assert prepared(body, "/completion").logprobs is logprobs
+
+
+def test_an_event_may_be_larger_after_many() -> None:
+    framer = EventFramer(64, ceiling=4 * GROWTH_PER_EVENT)
+    framer.feed(b"data: {}\n\n" * 3)
+    framer.feed(b"data: " + (3 * GROWTH_PER_EVENT) * b"x")
+    framer.feed(b"\n\n")
+    with pytest.raises(InvalidResponse, match=str(4 * GROWTH_PER_EVENT)):
+        framer.feed(b"data: " + 5 * GROWTH_PER_EVENT * b"x")
+
+
+LOUD: list[dict[str, Any]] = [
+    {"stop": ["q" * 3 * MIB]},
+    {"logprobs": 100_000},
+    {"grammar": "root ::= [a-z]* # " + "x" * 120_000, "verbose": True},
+    {"logit_bias": [["abcdefgh" * 400, 1.5]] * 20, "verbose": True},
+    {"samplers": "t" * 60_000},
+    {"n_probs": 1000, "stop": ["q" * 4000], "grammar": 'root ::= "q"*', "n_predict": 300},
+    {"grammar_lazy": True, "grammar": 'root ::= "q"*',
+     "grammar_triggers": [{"type": 2, "value": "((.*)*)*b{5}$"}]},
+    {"dry_multiplier": 0.8, "dry_sequence_breakers": [f"b{n}" for n in range(5000)]},
+]  # fmt: skip
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_no_request_makes_real_servers_fail(tmp_path: Path) -> None:
+    async with start_demo_servers(2) as urls, running_gateway(tmp_path, urls) as running:
+        nodes = running.gateway.fleet.nodes.values()
+        for extra in LOUD:
+            for path in ("/completion", "/v1/completions", "/v1/chat/completions"):
+                body = {**BODIES[path], "max_tokens": 40, "stream": True, **extra}
+                reply = await running.client.post(path, content=json.dumps(body))
+                assert reply.status_code in {200, 400}, reply.text[:300]
+                assert '"error"' not in reply.text or reply.status_code == 400
+                assert all(node.state is NodeState.READY for node in nodes)
+                assert all(not node.circuit.suspect_callers for node in nodes)
+
+
+DOUBLED = "\n".join(f"r{i + 1} ::= r{i} r{i}" for i in range(2000))
+
+JSON = r"""
+root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws # with "escapes"?
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws     ::= | " " | "\n" [ \t]{0,20}
+"""
+
+
+@each_case(
+    ("grammar", "count"),
+    [
+        ("", 0),
+        ('root ::= "a" [b-z] . root2', 0),
+        ("root ::= " + '"a"? ' * 7 + '"b"', 7),
+        ("root ::= " + '"a"?' * 7, 7),
+        ("root ::= " + '("a" | )' * 7, 7),
+        ('x ::= "a" | ""\nroot ::= ' + "x " * 7, 7),
+        ("root ::= " + "[a-z]* " * 7, 14),
+        ("root ::= " + "[a-z]+ " * 7, 2),  # the rest of each ends before the next one
+        ('root ::= ("a"?){7}', 7),
+        ('root ::= ("a"?){0,7}', 7),
+        ('root ::= ("a"?){7,}', 17),
+        ('root ::= ("a"? "b"?){7}', 14),
+        ('root ::= (("a"?){7}){9}', 63),
+        ("root ::= [a-z]{0,2000}", 10),
+        ("root ::= ([a-z]{0,10}){7}", 14),
+        ('root ::= "a"? "b"? "c" "d"? "e"?', 2),
+        ('root ::= ("c" "a"? "b"?) ("d"? "e"?)', 4),
+        ('root ::= "a"? ("b" | "c"? "d"?) "e"?', 4),
+        ('root ::= ("a" "b"? "c"?)? ("a" "b"? "c"?)?', 3),
+        ("root ::= ([a-z] | [A-Z] | [0-9])? [a-z]?", 4),
+        ('root ::= ("one" | "two" | "three" | "four" | "five")?', 2),
+        ('root ::= "?*{9}" [?*{}] # ????\n', 0),
+        ('root ::= "a"? # ( "b"?\n "c"?', 2),
+        ('root ::=\n  "a"?\n  | "b"? (\n "c"? )', 2),
+        ('ws ::= [ \\t] ws | ""\nroot ::= ws "a"', 2),
+        (f'{DOUBLED}\nr0 ::= "a"?\nroot ::= r3 "b"', 10**9),
+        ("a ::= b?\nb ::= a?", 2),
+        (JSON, 9),
+        ('root ::= ((("a"? "b"?', 2),
+        ('root ::= "a"? # "b"?\r "c"?', 2),
+        ("root ::= " + "[a-z]{0#,9}\n,#\r1} " * 7, 7),
+        ('root ::= "x? y? z? \\', 0),
+        ("root ::= [x? y? z? \\", 0),
+        ("root ::= " + " ".join(f'("field{n}=" [a-z]+ ",")?' for n in range(40)) + '"end"', 10),
+        ("root ::= " + '("the" [a-z])? ' * 40, 40),
+        ("root ::= " + r'("\x61\x62" [a-z])? ' * 40, 40),
+        ('"a"? "b"?', 0),
+    ],
+)
+def test_the_longest_row_is_counted(grammar: str, count: int) -> None:
+    assert longest_row(grammar) == count
+
+
+def test_what_is_above_the_limit_is_not_counted_to_its_end() -> None:
+    assert 100 < longest_row("root ::= " + '"a"? ' * 5000, 100) <= 110
+
+
+@each_case(
+    ("pattern", "count"),
+    [
+        ("", 0),
+        ("^abc$", 0),
+        ("^" + "a?" * 7 + "b$", 7),
+        ("(?:a?){7}b", 7),
+        (r"^\d{4}-\d{2}-\d{2}(T\d{2}:\d{2})?$", 1),
+        (r"^[^@\s]+@[^@\s]+\.[a-z]{2,}$", 2),
+        (r"^[a-zA-Z0-9_-]{1,128}$", 5),
+        (r"a*?b*?", 4),
+        (r"\?\*[?*]{3}[]?]", 0),
+        ("(a?b?", 2),
+        (r"a?[x?y?z?" + "\\", 1),
+        (r"^[a-zA-Z0-9._%+-]+@([a-zA-Z0-9-]+\.)+[a-zA-Z]{2,}$", 2),
+        (r"^((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)$", 3),
+        (r"^P(\d+Y)?(\d+M)?(\d+D)?(T(\d+H)?(\d+M)?(\d+(\.\d+)?S)?)?$", 5),
+    ],
+)
+def test_the_longest_row_of_a_pattern_is_counted(pattern: str, count: int) -> None:
+    assert longest_row_of_pattern(pattern) == count
+
+
+@each_case(
+    "rules",
+    [
+        "a ::= [a-z ] a? a? a?",
+        "a ::= [a-z ] a{0,3}",
+        "a ::= [a-z ] (a a?)*",
+        "a ::= [a-z ] a+ | [a-z ]",
+        "a ::= [a-z ] a a a | [a-z ] a a | [a-z ] a | [a-z ]",
+        "a ::= [a-z ] b b b b b b b b\nb ::= a |",
+        "a ::= [a-z ] b b b\nb ::= [a-z ] a?",
+        "a ::= [a-z ] b b\nb ::= a a |",
+        'a ::= [a-z ] a? a? "!" a? a?',
+        "a ::= [a-z ] a? a? ws\nws ::= [ ]*",
+    ],
+)
+def test_references_of_a_rule_to_itself_in_a_row_are_above_all_limits(rules: str) -> None:
+    for grammar in (rules, f'root ::= a "."\n{rules}', "\n".join(rules.split("\n")[::-1])):
+        assert longest_row(grammar) == 10**9
+
+
+ARITHMETIC = r"""
+root ::= (expr "=" ws term "\n")+
+expr ::= term ([-+*/] term)*
+term ::= ident | num | "-" term | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num ::= [0-9]+ ws
+ws ::= [ \t\n]*
+"""
+
+C = r"""
+root ::= (declaration)*
+declaration ::= type identifier "(" parameter? ")" "{" statement* "}"
+type ::= "int" ws | "float" ws | "char" ws
+identifier ::= [a-zA-Z_] [a-zA-Z_0-9]*
+parameter ::= type identifier
+statement ::= ( type identifier ws "=" ws expression ";" ) |
+    ( identifier ws "=" ws expression ";" ) |
+    ( identifier ws "(" arguments? ")" ";" ) | ( "return" ws expression ";" ) |
+    ( "while" "(" condition ")" "{" statement* "}" ) |
+    ( "if" "(" condition ")" "{" statement* "}" ("else" "{" statement* "}")? )
+condition ::= expression ("==" | "!=" | "<=" | "<") expression
+expression ::= term (("+" | "-") term)*
+term ::= factor (("*" | "/") factor)*
+factor ::= identifier | number | "-" factor | identifier "(" arguments? ")" |
+    "(" ws expression ws ")"
+arguments ::= expression ("," ws expression)*
+number ::= [0-9]+
+ws ::= ([ \t\n]+)
+"""
+
+CHESS = r"""
+root ::= "1. " move " " move "\n" ([1-9] [0-9]? ". " move " " move "\n")+
+move ::= (pawn | nonpawn | castle) [+#]?
+nonpawn ::= [NBKQR] [a-h]? [1-8]? "x"? [a-h] [1-8]
+pawn ::= ([a-h] "x")? [a-h] [1-8] ("=" [NBKQR])?
+castle ::= "O-O" "-O"?
+"""
+
+ENGLISH = r"""
+root ::= en-char+ ([ \t\n] en-char+)*
+en-char ::= letter | digit | punctuation
+letter ::= [a-zA-Z]
+digit ::= [0-9]
+punctuation ::= [!"'(),-./:;?]
+"""
+
+INLINE = r"""
+root ::= (text | bold | slanted)*
+text ::= [a-z ]+
+bold ::= "*" root "*"
+slanted ::= "_" root "_"
+"""
+
+JAPANESE = r"""
+root ::= jp-char+ ([ \t\n] jp-char+)*
+jp-char ::= hiragana | katakana | punctuation | cjk
+hiragana ::= [ぁ-ゟ]
+katakana ::= [ァ-ヿ]
+punctuation ::= [、-〾]
+cjk ::= [一-鿿]
+"""
+
+
+@each_case(
+    "grammar",
+    [
+        ARITHMETIC, C, CHESS, ENGLISH, INLINE, JAPANESE,
+        "root ::= [a-z ] root? root?",
+        'root ::= "(" root{0,9} ")" | [a-z]',
+        'root ::= "(" ws item+ ")" ws\nitem ::= root | [a-z]+ ws\nws ::= [ ]*',
+        'root ::= "<" [a-z]+ ">" (root | [^<]+)* "</" [a-z]+ ">"',
+    ],
+)  # fmt: skip
+def test_grammars_of_every_day_count_little(grammar: str) -> None:
+    upside_down = "\n".join(grammar.replace("|\n", "|").split("\n")[::-1])
+    assert max(longest_row(grammar), longest_row(upside_down)) <= 12
+
+
+_PARTS = st.sampled_from(
+    ['"a"', '"', "[a-z]", "[", "(", ")", "|", "?", "*", "+", "{2}", "{0,99999999999}", "{,}",
+     "{3,1}", "{", "\n", "#", "x", "y ::=", "x ::= ", "\\", " ", "<", ">", ".", "^", "(?:"]
+)  # fmt: skip
+
+
+@given(st.lists(_PARTS, max_size=60).map("".join) | st.text(max_size=60))
+def test_any_text_is_counted(text: str) -> None:
+    for enough in (5.0, float("inf")):
+        assert longest_row(f"x ::= {text}", enough) >= 0
+        assert longest_row_of_pattern(text, enough) >= 0
+
+
+@each_case(
+    "grammar",
+    [
+        "root ::= " + '"a"? "b" ' * 14_000, "root ::= " + '("a"?) "b" ' * 11_000,
+        'root ::= "a"' + "{0,1}" * 25_000, "root ::= " + "x " * 65_000, 'x ::= "a"' + "? " * 65_000,
+        "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(6_500)),
+        "root ::= [" * 13_000, "root ::= " + "!<" * 60_000, "root ::= " + "{0" * 60_000,
+        'root ::= "' + "\\" * 130_000, "root ::= " + '"\\' * 65_533, "root ::= " + "[\\" * 65_533,
+        "root ::= " + "{#\r" * 43_000, "root ::= x " + '("a" | ) "b" ' * 9_000,
+        "\n".join(f"r{i} ::= r{(i + 1) % 5_000} r{(i + 1) % 5_000}" for i in range(5_000)),
+    ],
+)  # fmt: skip
+def test_the_work_is_bounded(grammar: str) -> None:
+    began = time.process_time()
+    longest_row(grammar, 32)
+    assert time.process_time() - began < 1  # 0.04 s on a quiet machine; 4 s if it were not linear
+
+
+@pytest.mark.slow
+def test_no_pair_of_fragments_takes_long() -> None:
+    for pair in itertools.product(['"', "[", "\\", "(", "{", "#", "!<", "x ", "?", "\r"], repeat=2):
+        grammar = "".join(pair) * ((128 << 10) // len("".join(pair)))
+        began = time.process_time()
+        longest_row(f"root ::= {grammar}", 32)
+        longest_row(f"root ::= {grammar}\\", 32)
+        longest_row_of_pattern(grammar[: 16 << 10] + "\\", 32)
+        assert time.process_time() - began < 2, pair  # 0.1 s on a quiet machine

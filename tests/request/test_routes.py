@@ -1,0 +1,93 @@
+"""The route table: each path's API, and which plain responses can be assembled from streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.request.body import parse_body
+from gateway.request.routes import (
+    NATIVE_ROUTE,
+    ROUTES,
+    api_of_path,
+    can_assemble,
+    is_infill,
+)
+from tests.each_case import each_case
+
+HELLO = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/messages": {"messages": HELLO},
+    "/v1/responses": {"input": "hello"},
+    "/completion": {"prompt": "hello"},
+    "/infill": {"input_prefix": "hello"},
+}
+
+
+def test_every_path_that_generates_says_where_its_prompt_and_limit_are() -> None:
+    for route in ROUTES.values():
+        if route.generates:
+            assert route.prompt_field in BODIES[route.path]
+            assert route.api.max_tokens_fields
+    assert NATIVE_ROUTE.path == "/completion"
+
+
+def assembles(path: str, slots: int = 1, **more: Any) -> bool:
+    body = msgspec.json.encode(BODIES.get(path, {}) | more)
+    return can_assemble(ROUTES[path], body, parse_body(body).messages, slots)
+
+
+@each_case("path", BODIES)
+def test_plain_responses_are_assembled_from_streams(path: str) -> None:
+    assert assembles(path)
+    for field in ("response_fields", "return_progress", "timings_per_token", "verbose", "echo"):
+        assert not assembles(path, **{field: True})
+
+
+def test_several_answers_are_assembled_only_where_events_tell_them_apart() -> None:
+    assert [path for path in BODIES if assembles(path, slots=2)] == ["/v1/chat/completions"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_plain_response_that_repeats_the_last_message_is_not_assembled(path: str) -> None:
+    begun = {"role": "assistant", "content": "a"}
+    assert not assembles(path, messages=[*HELLO, begun])
+    assert assembles(path, messages=[*HELLO, begun, *HELLO])
+    assert not assembles(path, messages=["assistant"])
+
+
+def test_relayed_responses_are_not_assembled() -> None:
+    assert not assembles("/v1/embeddings", input="hello")
+
+
+@each_case(
+    ("path", "name"),
+    [
+        ("/api/chat", "ollama"),
+        ("/api/v1/chat", "relayed"),
+        ("/v1/messages/count_tokens", "messages"),
+        ("/v1/nothing", "relayed"),
+    ],
+)
+def test_errors_have_the_form_of_the_paths_api(path: str, name: str) -> None:
+    assert api_of_path(path).name == name
+
+
+@each_case(
+    ("path", "body", "infill"),
+    [
+        ("/infill", b'{"input_prefix":"a"}', True),
+        ("/v1/completions", b'{"prompt":"a","suffix":"b"}', True),
+        ("/completion", b'{"prompt":"a","suffix":"\\u0062"}', True),
+        ("/v1/completions", b'{"prompt":"a"}', False),
+        ("/v1/completions", b'{"prompt":"a","suffix":""}', False),
+        ("/v1/completions", b'{"prompt":"a","suffix":null}', False),
+        ("/v1/chat/completions", b'{"messages":[],"suffix":"b"}', False),
+    ],
+)
+def test_a_suffix_makes_a_completion_an_infill(path: str, body: bytes, infill: bool) -> None:
+    assert is_infill(ROUTES[path], parse_body(body)) is infill

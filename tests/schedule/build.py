@@ -1,0 +1,125 @@
+"""Schedulers over nodes that are not probed, and requests for them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.config.settings import Settings
+from gateway.events import EventBus
+from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.node import Lease, Node
+from gateway.nodes.server_properties import ServerProperties
+from gateway.nodes.state_files import DrainedNodes
+from gateway.schedule.scheduler import LeaseRecord, Scheduler
+from tests.lease_requests import a_lease_request
+from tests.nodes.build import a_node, no_upstream
+
+CALLER = "c"
+_numbers = itertools.count()
+
+
+def node(
+    name: str = "a", *, slots: int = 2, models: tuple[str, ...] = ("demo",), **keys: Any
+) -> Node:
+    """A node that is ready."""
+    made = a_node(name=name, url=f"http://{name}:1", slots=slots, **keys)
+    made.properties = ServerProperties(models=models)
+    return made
+
+
+def a_request(model: str = "demo", *candidates: str, **keys: Any) -> LeaseRequest:
+    fields = {"fairness_key": CALLER, "model_names": candidates or (model,), **keys}
+    return a_lease_request(f"req_{next(_numbers)}", model, **fields)
+
+
+def failed_on(*nodes: str) -> Tried:
+    """These nodes have failed the request."""
+    return Tried(failed_nodes=frozenset(nodes))
+
+
+def refused_by(*nodes: str) -> Tried:
+    """These nodes have refused the request for good."""
+    return Tried(excluded_nodes=frozenset(nodes))
+
+
+def a_scheduler(
+    *nodes: Node,
+    clock: Callable[[], float] | None = None,
+    seed: int = 7,
+    yield_slot: Callable[[str], bool] = lambda _: False,
+    **settings: Any,
+) -> Scheduler:
+    """A scheduler over these nodes; its clock is theirs by default, and stands still."""
+    chosen = clock or (nodes[0].clock if nodes else lambda: 0.0)
+    fleet = Fleet(
+        connect=lambda _: no_upstream(),
+        health=HealthSettings(),
+        timeouts=TimeoutSettings(),
+        bus=EventBus(),
+        clock=chosen,
+        rng=random.Random(seed),
+        drained_nodes=DrainedNodes(None),
+    )
+    for one in nodes:
+        one.clock = chosen
+        one.on_lease_released = fleet.lease_released
+        fleet.nodes[one.name] = one
+    fleet.model_index.set_nodes(nodes)
+    chosen_settings = Settings(**settings)
+    return Scheduler(fleet, chosen_settings, chosen, random.Random(seed), yield_slot=yield_slot)
+
+
+async def settle() -> None:
+    """Let tasks go as far as they can without the clock."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+async def take_lease(
+    scheduler: Scheduler,
+    request: LeaseRequest,
+    tried: Tried = NOTHING_TRIED,
+    age: float = 0.0,
+    *,
+    response_started: bool = False,
+) -> tuple[Lease, str]:
+    """A request's lease as its node knows it, and the model for which it was granted."""
+    granted = scheduler.lease_now(request, tried, age) or await scheduler.wait_for_lease(
+        request, tried, age, response_started=response_started
+    )
+    return scheduler.records[granted.id], granted.model
+
+
+async def take_record(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
+    """The scheduler's record of a request's lease."""
+    granted = scheduler.lease_now(request) or await scheduler.wait_for_lease(request)
+    return scheduler.records[granted.id]
+
+
+def lease_at_once(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
+    """The scheduler's record of a lease for which the request does not have to wait."""
+    granted = scheduler.lease_now(request)
+    assert granted is not None
+    return scheduler.records[granted.id]
+
+
+async def start_lease(
+    scheduler: Scheduler,
+    request: LeaseRequest,
+    tried: Tried = NOTHING_TRIED,
+    age: float = 0.0,
+    *,
+    response_started: bool = False,
+) -> asyncio.Task[tuple[Lease, str]]:
+    """The task of a request's lease, which has been granted or waits."""
+    task = asyncio.create_task(
+        take_lease(scheduler, request, tried, age, response_started=response_started)
+    )
+    await settle()
+    return task

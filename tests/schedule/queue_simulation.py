@@ -1,0 +1,130 @@
+"""A dispatcher over made-up nodes, played through events at times that the test gives."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
+from gateway.schedule.core.placement_state import (
+    NodeSlots,
+    PlacementState,
+    QueuedRequest,
+    TierSets,
+)
+from gateway.terms import Priority
+
+_numbers = itertools.count(1)
+
+
+@dataclass
+class QueueSimulation:
+    """Nodes and a dispatcher. Every request takes as long as predicted, unless a test says else."""
+
+    slots: tuple[int, ...] = (2, 2)
+    rules: DispatchRules = field(default_factory=DispatchRules)
+    seed: int = 0
+    speeds: tuple[float, ...] = ()
+    """Prompt tokens/s; output tokens come at a tenth of it."""
+    state: PlacementState = field(default_factory=PlacementState)
+    running: list[QueuedRequest] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        speeds = self.speeds or (100.0,) * len(self.slots)
+        self.rows: list[NodeSlots] = [
+            self.state.add(f"node-{i}", total=slots, prefill_tps=speed, token_base=10.0 / speed)
+            for i, (slots, speed) in enumerate(zip(self.slots, speeds, strict=True))
+        ]
+        self.candidates = self.state.candidate_set(self.rows)
+        self.groups: tuple[TierSets, ...] = ((self.candidates,),)
+        self.dispatcher = Dispatcher(self.state, self.rules, random.Random(self.seed))
+
+    def request(self, **options: Any) -> QueuedRequest:
+        """A request; by default of class normal, for all nodes."""
+        values: dict[str, Any] = {
+            "id": str(next(_numbers)),
+            "groups": self.groups,
+            "priority": Priority.NORMAL,
+            "fairness_key": "somebody",
+            "received_at": 0.0,
+            "prompt_tokens": 100.0,
+            "completion_tokens": 10.0,
+        }
+        return QueuedRequest(**values | options)
+
+    def arrive(
+        self, now: float = 0.0, **options: Any
+    ) -> tuple[QueuedRequest, QueuedRequest | None]:
+        """A request arrives: it is placed, or queued."""
+        queued = self.request(**{"received_at": now} | options)
+        placement = self.dispatcher.place_or_queue(queued, now)
+        if placement is not None:
+            self.running.append(placement)
+        return queued, placement
+
+    def fill(self, now: float = 0.0, **options: Any) -> list[QueuedRequest]:
+        """Take every free slot."""
+        placements = []
+        while self.state.free_rows:
+            _, placement = self.arrive(now, **options)
+            assert placement is not None
+            placements.append(placement)
+        return placements
+
+    def finish(self, placement: QueuedRequest, now: float) -> list[QueuedRequest]:
+        """End a placement with the tokens that were expected, and give out what is free."""
+        self.running.remove(placement)
+        cached = placement.cached.get(placement.row.index, 0.0)
+        self.dispatcher.finished(
+            placement, now, placement.prompt_tokens, cached, placement.completion_tokens
+        )
+        return self.match(now)
+
+    def match(self, now: float) -> list[QueuedRequest]:
+        """Give free slots to waiting requests."""
+        placements = self.dispatcher.match(now)
+        self.running += placements
+        return placements
+
+    def waiting(self, now: float = 0.0) -> list[QueuedRequest]:
+        """Every request that waits."""
+        return [queued for queued, _ in self.dispatcher.predicted_waits(now)]
+
+    def play(
+        self,
+        arrivals: list[tuple[float, QueuedRequest]],
+        *,
+        until: float = 1e9,
+        lengths: float = 1.0,
+    ) -> dict[QueuedRequest, QueuedRequest]:
+        """Play arrivals to their end; every request takes `lengths` times what is predicted."""
+        placed: dict[QueuedRequest, QueuedRequest] = {}
+        ends: list[tuple[float, int, QueuedRequest]] = []
+        later = sorted(((at, i, one) for i, (at, one) in enumerate(arrivals)), reverse=True)
+
+        def note(placements: list[QueuedRequest], now: float) -> None:
+            for one in placements:
+                placed[one] = one
+                heapq.heappush(ends, (now + (one.ends - now) * lengths, id(one), one))
+
+        for _ in range(1_000_000):
+            wake = self.dispatcher.wake_at()
+            times = [later[-1][0] if later else 1e9, ends[0][0] if ends else 1e9, wake or 1e9]
+            now = min(times)
+            if now >= until:
+                break
+            if now == times[0]:
+                placement = self.dispatcher.place_or_queue(later.pop()[2], now)
+                if placement is not None:
+                    self.running.append(placement)
+                    note([placement], now)
+            elif now == times[1]:
+                note(self.finish(heapq.heappop(ends)[2], now), now)
+            else:
+                note(self.match(now), now)
+        else:
+            raise AssertionError("the simulation never ends")
+        return placed

@@ -1,0 +1,510 @@
+"""Which requests may wait, who is shed for another, and when each falls due."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from typing import Any, Self
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey, Tried
+from gateway.nodes.node import Node
+from gateway.schedule.admission import (
+    DEFAULT_RETRY_AFTER,
+    LONGEST_RETRY_AFTER,
+    MOST_STALE_TIMERS,
+    RATE_WINDOW,
+    Admission,
+    CompletionRate,
+    Waiter,
+    Waiters,
+    class_limits,
+    combine_waits,
+)
+from gateway.schedule.candidates import NodeCandidates
+from gateway.schedule.core.placement_state import QueuedRequest
+from gateway.schedule.scheduler import Scheduler
+from gateway.terms import Priority
+from tests.calls import count_calls
+from tests.each_case import each_case
+from tests.nodes.build import Clock
+from tests.schedule.build import (
+    a_request,
+    a_scheduler,
+    failed_on,
+    node,
+    settle,
+    start_lease,
+    take_lease,
+)
+from tests.virtual import VirtualLoop
+
+NORMAL, BATCH, URGENT = Priority.NORMAL, Priority.BATCH, Priority.URGENT
+
+
+def an_admission(**settings: Any) -> Admission:
+    return Admission(Settings.model_validate(settings))
+
+
+def code(found: GatewayError | None) -> str | None:
+    return None if found is None else found.code
+
+
+def test_lower_classes_are_refused_first_as_the_queue_fills() -> None:
+    admission = an_admission(queue={"max": 100})
+    last = {priority: admission.limits(priority).most_waiting for priority in Priority}
+    assert list(last.values()) == [100, 100, 90, 50]
+
+
+@pytest.mark.parametrize(("most", "counts"), [(0, [0] * 4), (1, [1] * 4), (3, [3, 3, 3, 2])])
+def test_a_short_queue_has_room_for_all_classes(most: int, counts: list[int]) -> None:
+    settings = Settings.model_validate({"queue": {"max": most}})
+    assert [class_limits(settings, priority).most_waiting for priority in Priority] == counts
+
+
+def test_a_full_queue_advises_when_a_place_comes_free() -> None:
+    found = an_admission(queue={"max": 3}).refusal(NORMAL, 3, 0.0, 7.0)
+    assert found is not None
+    assert (found.status, found.code, found.retry_after) == (429, "queue_full", 7.0)
+
+
+def test_a_predicted_wait_beyond_the_classes_limit_is_refused_at_once() -> None:
+    admission = an_admission(queue={"max_wait": 100}, classes={"batch": {"max_wait": 1000}})
+    found = admission.refusal(NORMAL, 1, 101.0, 5.0)
+    assert found is not None
+    assert (found.status, found.code, found.retryable) == (503, "queue_timeout", False)
+    # When the wait has fallen to where the class is admitted again: 0.8 x 0.9 x 100 s.
+    assert found.retry_after == pytest.approx(101.0 - 72.0)
+    assert admission.refusal(BATCH, 1, 101.0, 5.0) is None
+
+
+def test_a_class_refused_for_the_wait_stays_refused_until_the_wait_has_fallen() -> None:
+    admission = an_admission(queue={"max_wait": 100, "reopen": 0.5})
+    assert admission.refusal(NORMAL, 5, 89.0, 5.0) is None
+    refused = admission.refusal(NORMAL, 5, 91.0, 5.0)
+    assert refused is not None
+    assert refused.code == "queue_full"
+    assert refused.retry_after == pytest.approx(91.0 - 45.0)
+    assert code(admission.refusal(NORMAL, 5, 60.0, 5.0)) == "queue_full"
+    assert admission.refusal(URGENT, 5, 60.0, 5.0) is None
+    assert admission.refusal(NORMAL, 5, 45.0, 5.0) is None
+    assert admission.refusal(NORMAL, 5, 60.0, 5.0) is None
+
+
+def test_an_unknown_wait_does_not_count() -> None:
+    admission = an_admission(queue={"max_wait": 100})
+    assert code(admission.refusal(NORMAL, 5, 95.0, 5.0)) == "queue_full"
+    assert admission.refusal(NORMAL, 5, None, 5.0) is None
+    assert admission.refusal(NORMAL, 5, 80.0, 5.0) is None
+
+
+def test_a_reload_changes_the_limits() -> None:
+    admission = an_admission(queue={"max": 3})
+    assert admission.limits(URGENT).most_waiting <= 3
+    admission.configure(Settings.model_validate({"queue": {"max": 4}}))
+    assert admission.limits(URGENT).most_waiting > 3
+
+
+def test_a_deadline_bounds_the_wait_and_is_refused_at_once_if_it_cannot_be_met() -> None:
+    admission = an_admission(queue={"max_wait": 100})
+    request = a_request()
+    assert admission.admit(request, 1, 9.0, 5.0, 1000.0, 1010.0) == 1010.0
+    assert admission.admit(a_request(), 1, 9.0, 5.0, 1000.0) == 1100.0
+    with pytest.raises(GatewayError) as raised:
+        admission.admit(request, 1, 11.0, 5.0, 1000.0, 1010.0)
+    assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
+    assert raised.value.retry_after == 1.0
+    # A deadline in the past: a predicted wait of 0 is too long.
+    with pytest.raises(GatewayError):
+        admission.admit(request, 1, 0.0, 5.0, 1000.0, 999.0)
+
+
+def test_an_admitted_request_is_refused_only_for_its_deadline() -> None:
+    admission = an_admission(queue={"max": 1})
+    assert admission.admit(a_request(), 9, None, 5.0, 0.0, retried=True) > 0
+    with pytest.raises(GatewayError):
+        admission.admit(a_request(), 9, 6.0, 5.0, 0.0, 5.0, retried=True)
+
+
+def test_the_lower_of_two_predictions_counts() -> None:
+    rate = CompletionRate()
+    for moment in range(11):
+        rate.completed(float(moment))
+    # Eleven in ten seconds: four more take less than 4 s.
+    assert combine_waits(rate, 1, 3, None, 10.0) == pytest.approx(4 / 1.1)
+    assert combine_waits(rate, 1, 3, 2.0, 10.0) == 2.0
+    assert combine_waits(rate, 1, 3, 9.0, 10.0) == pytest.approx(4 / 1.1)
+    assert combine_waits(CompletionRate(), 1, 3, 9.0, 10.0) == 9.0
+    assert combine_waits(CompletionRate(), 1, 3, None, 10.0) is None
+
+
+def test_with_nobody_ahead_half_of_one_answers_length_counts() -> None:
+    assert combine_waits(CompletionRate(), 1, 0, 8.0, 0.0) == 4.0
+    assert combine_waits(CompletionRate(), 1, 0, None, 0.0) is None
+
+
+# A caller that fills the queue is shed from it: others get their places.
+
+
+def of(caller: str, user: str = "", **keys: Any) -> LeaseRequest:
+    """A request of a caller, or of a user that it names."""
+    return a_request(caller=caller, fairness_key=f"{caller}/{user}" if user else caller, **keys)
+
+
+class BusyNode:
+    """A node whose one slot is taken, and the requests that wait for it."""
+
+    def __init__(self, **queue: Any) -> None:
+        self.node: Node = node(slots=1)
+        self.scheduler: Scheduler = a_scheduler(self.node, queue=queue)
+        self.tasks: dict[str, tuple[LeaseRequest, asyncio.Task[Any]]] = {}
+
+    async def send(
+        self, request: LeaseRequest, tried: Tried = NOTHING_TRIED, *, response_started: bool = False
+    ) -> str:
+        """Send a request; its `outcome`."""
+        task = await start_lease(self.scheduler, request, tried, response_started=response_started)
+        self.tasks[request.id] = request, task
+        return self.outcome(request)
+
+    def outcome(self, request: LeaseRequest) -> str:
+        """`waits`, or the code of its error."""
+        task = self.tasks[request.id][1]
+        if not task.done():
+            return "waits"
+        error = task.exception()
+        assert isinstance(error, GatewayError), error
+        assert error.retry_after is not None
+        assert error.retry_after >= 1
+        return error.code
+
+    def waiting(self, by: str = "caller") -> Counter[str]:
+        found = [one for one, task in self.tasks.values() if not task.done()]
+        if by == "user":
+            return Counter(one.caller.fairness_key for one in found)
+        return Counter(one.caller.id for one in found)
+
+    async def __aenter__(self) -> Self:
+        self.running = await start_lease(self.scheduler, of("runs"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.scheduler.close()
+        await asyncio.gather(*(task for _, task in self.tasks.values()), return_exceptions=True)
+
+
+async def test_another_callers_requests_wait_where_a_flood_was_refused() -> None:
+    async with BusyNode(max=16) as busy:
+        outcomes = Counter([await busy.send(of("a")) for _ in range(300)])
+        assert outcomes == {"waits": 14, "queue_full": 286}
+        for _ in range(7):
+            assert await busy.send(of("b")) == "waits"
+        assert await busy.send(of("b")) == "queue_full", "it would have more than the other caller"
+        assert await busy.send(of("a")) == "queue_full"
+        assert busy.waiting() == {"a": 8, "b": 7}
+
+
+async def test_the_newest_of_the_largest_caller_is_shed_but_no_retry() -> None:
+    async with BusyNode(max=4) as busy:
+        early, late, retried = of("a"), of("a"), of("a")
+        for request in (early, late, retried, of("c")):
+            tried = failed_on("a") if request is retried else NOTHING_TRIED
+            assert await busy.send(request, tried) == "waits"
+        assert await busy.send(of("b")) == "waits"
+        assert [busy.outcome(one) for one in (early, late, retried)] == [
+            "waits",
+            "queue_full",
+            "waits",
+        ]
+        # "a" has two, each other caller one: nothing is shed for a caller's second.
+        assert await busy.send(of("b")) == "queue_full"
+        assert await busy.send(of("d")) == "waits"
+        assert [busy.outcome(one) for one in (early, retried)] == ["queue_full", "waits"]
+
+
+@each_case("theirs", list(Priority))
+async def test_a_flood_takes_room_from_no_class_of_another_caller(theirs: Priority) -> None:
+    async with BusyNode(max=20) as busy:
+        for _ in range(40):
+            await busy.send(of("a"))
+        for _ in range(5):
+            assert await busy.send(of("b", priority=theirs)) == "waits"
+
+
+async def test_of_the_largest_caller_the_lowest_class_is_shed_first() -> None:
+    async with BusyNode(max=4) as busy:
+        urgent = of("a", priority=Priority.URGENT)
+        batch = of("a", priority=Priority.BATCH)
+        normal = of("a")
+        for request in (batch, normal, urgent, of("a", priority=Priority.URGENT)):
+            assert await busy.send(request) == "waits"
+        assert await busy.send(of("b", priority=Priority.BATCH)) == "waits"
+        assert [busy.outcome(one) for one in (batch, normal, urgent)] == [
+            "queue_full",
+            "waits",
+            "waits",
+        ]
+
+
+async def test_work_that_can_wait_gives_way_to_its_own_callers_requests() -> None:
+    async with BusyNode(max=4) as busy:
+        early, late = of("a", patient=True), of("a", patient=True)
+        sent = [early, of("a"), late, of("a")]
+        assert [await busy.send(one) for one in sent] == ["waits"] * 4
+        assert await busy.send(of("a", patient=True)) == "queue_full"
+        assert await busy.send(of("a")) == "waits"
+        assert [busy.outcome(one) for one in (early, late)] == ["waits", "queue_full"]
+        assert await busy.send(of("a")) == "waits"
+        assert busy.outcome(early) == "queue_full"
+        assert await busy.send(of("a")) == "queue_full"
+        assert busy.waiting() == {"a": 4}
+
+
+async def test_nothing_is_shed_while_the_queue_has_room_for_both() -> None:
+    async with BusyNode(max=100) as busy:
+        first = [of("a", priority=Priority.PREMIUM) for _ in range(60)]
+        for request in first:
+            assert await busy.send(request) == "waits"
+        # More wait than this class's share, but all of one other caller.
+        for _ in range(20):
+            assert await busy.send(of("b", priority=Priority.BATCH)) == "waits"
+        assert all(busy.outcome(one) == "waits" for one in first)
+
+
+async def test_many_callers_with_few_requests_leave_a_higher_class_its_places() -> None:
+    async with BusyNode(max=20) as busy:
+        for number in range(12):
+            outcome_ = await busy.send(of(f"k{number}", priority=Priority.BATCH))
+            assert outcome_ == ("waits" if number < 10 else "queue_full")
+        for number in range(10):
+            assert await busy.send(of(f"n{number}")) == ("waits" if number < 8 else "queue_full")
+        for number in range(2):
+            assert await busy.send(of(f"u{number}", priority=Priority.URGENT)) == "waits"
+
+
+@each_case("begins_later", [False, True])
+async def test_a_request_whose_response_has_begun_is_shed_last(begins_later: bool) -> None:
+    async with BusyNode(max=4) as busy:
+        requests = [of("a") for _ in range(4)]
+        begun = requests[2:]
+        for request in requests:
+            started = request in begun and not begins_later
+            assert await busy.send(request, response_started=started) == "waits"
+        for request in begun if begins_later else ():
+            busy.scheduler.keep_in_queue(request.id)
+        busy.scheduler.keep_in_queue("unknown")
+        for other in ("b", "c"):
+            assert await busy.send(of(other)) == "waits"
+        outcomes = [busy.outcome(one) for one in requests]
+        assert outcomes == ["queue_full", "queue_full", "waits", "waits"]
+        assert await busy.send(of("d")) == "waits"
+        assert [busy.outcome(one) for one in begun] == ["waits", "queue_full"]
+
+
+async def test_a_key_that_names_its_users_has_one_share_which_they_divide() -> None:
+    async with BusyNode(max=16) as busy:
+        for user in range(40):
+            await busy.send(of("web", f"u{user}"))
+        assert busy.waiting() == {"web": 14}
+        for _ in range(7):
+            assert await busy.send(of("b")) == "waits"
+        assert busy.waiting() == {"web": 8, "b": 7}
+    async with BusyNode(max=16) as busy:
+        for _ in range(40):
+            await busy.send(of("web", "anna"))
+        for _ in range(5):
+            assert await busy.send(of("web", "ben")) == "waits"
+        assert busy.waiting("user") == {"web/anna": 9, "web/ben": 5}
+
+
+async def test_the_scheduler_has_room_while_a_new_caller_would_get_a_place() -> None:
+    async with BusyNode(max=2) as busy:
+        for _ in range(2):
+            await busy.send(of("a"))
+        assert busy.scheduler.has_room()
+        await busy.send(of("b"))
+        assert busy.waiting() == {"a": 1, "b": 1}
+        assert not busy.scheduler.has_room()
+
+
+async def test_requests_that_have_left_are_not_counted() -> None:
+    async with BusyNode(max=16) as busy:
+        for _ in range(14):
+            await busy.send(of("a", "anna"))
+        for _, task in list(busy.tasks.values()):
+            task.cancel()
+        await settle()
+        holdings = busy.scheduler.waiters.fair_share
+        assert (holdings.total, holdings.by_caller, holdings.by_user) == (0, {}, {})
+        assert busy.scheduler.waiters.newest_sheddable("a", "a/anna") is None
+
+
+arrivals = st.lists(
+    st.tuples(st.sampled_from("abcde"), st.sampled_from(list(Priority))), max_size=80
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrivals, st.integers(1, 20))
+def test_no_caller_with_fewer_is_shed_for_one_with_more(
+    arrivals: list[tuple[str, Priority]], most: int
+) -> None:
+    async def play() -> None:
+        async with BusyNode(max=most) as busy:
+            for caller, priority in arrivals:
+                before = busy.waiting()
+                outcome_ = await busy.send(of(caller, priority=priority))
+                after = busy.waiting()
+                assert sum(after.values()) <= most
+                for other, held in before.items():
+                    if after[other] < held:
+                        assert outcome_ == "waits"
+                        assert held > after[caller]
+                if outcome_ != "waits" and priority <= Priority.PREMIUM:
+                    assert sum(before.values()) >= most - most // 8
+                    assert max(before.values(), default=0) <= before[caller] + 1
+
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(play())
+    finally:
+        loop.close()
+
+
+# The completion rate, and the `Retry-After` that follows from it.
+
+
+def test_the_rate_is_completions_per_second_of_the_window_and_unknown_at_first() -> None:
+    rate = CompletionRate()
+    assert rate.seconds_until(3, 0.0) is None
+    assert rate.retry_after(3, 0.0) == DEFAULT_RETRY_AFTER
+    for second in range(10):
+        rate.completed(float(second))
+        assert (rate.per_second(float(second)) is None) is (second == 0)
+    assert rate.per_second(10.0) == 1.0
+    assert rate.seconds_until(5, 10.0) == 5.0
+    assert rate.retry_after(5, 10.0) == 5.0
+    assert rate.per_second(10.0 + RATE_WINDOW) is None
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=50), st.integers(0, 10_000), st.floats(0, 1e3))
+def test_retry_after_is_whole_seconds_within_bounds(
+    ends: list[float], ahead: int, later: float
+) -> None:
+    rate = CompletionRate()
+    for end in sorted(ends):
+        rate.completed(end)
+    advice = rate.retry_after(ahead, max(ends, default=0.0) + later)
+    assert advice == int(advice)
+    assert 1 <= advice <= LONGEST_RETRY_AFTER
+
+
+# Waiting requests fall due in time, and many of them cost no more, each, than few.
+
+
+def a_waiter(until: float, open_at: float = math.inf) -> Waiter:
+    request = a_request()
+    candidates = NodeCandidates((), ((),), fallback_at=open_at)
+    ask = QueuedRequest(
+        request.id, candidates.groups, request.caller.priority, "caller", 0.0, 1, 9.0, 9.0, {}, {}
+    )
+    return Waiter(request, NOTHING_TRIED, candidates, ask, 0.0, until, asyncio.Future())
+
+
+async def test_each_waiter_falls_due_once_at_the_sooner_of_its_limits() -> None:
+    rng, waiters = random.Random(1), Waiters()
+    staying = []
+    for number in range(500):
+        waiter = a_waiter(rng.uniform(0, 100), rng.choice([math.inf, rng.uniform(0, 100)]))
+        waiters.add(waiter)
+        if number % 3:
+            staying.append(waiter)
+        else:
+            assert waiters.pop(waiter.queued) is waiter
+            assert waiters.pop(waiter.queued) is None
+    for waiter in staying[::5]:
+        waiters.set_candidates(waiter, NodeCandidates((), ((),), fallback_at=rng.uniform(0, 100)))
+    for until in range(0, 101, 5):
+        expected = {
+            one
+            for one in staying
+            if until - 5 < min(one.expires_at, one.candidates.fallback_at) <= until
+        }
+        found = waiters.pop_due(until)
+        assert set(found) == expected
+        assert len(found) == len(expected)
+        assert all(waiter.queued in waiters for waiter in found)
+    assert waiters.next_due() == math.inf
+    assert list(waiters) == staying
+
+
+async def test_the_timers_of_waiters_that_have_left_are_dropped() -> None:
+    waiters = Waiters()
+    here = a_waiter(1e9)
+    waiters.add(here)
+    for _ in range(1000):
+        waiter = a_waiter(1e9)
+        waiters.add(waiter)
+        waiters.pop(waiter.queued)
+    assert list(waiters) == [here]
+    assert len(waiters.timers) <= MOST_STALE_TIMERS + 3
+    assert waiters.pop_due(1e9) == [here]
+
+
+def long_prompt_request(number: int, time_limit: float | None = None) -> LeaseRequest:
+    """A request with a long prompt of its own, of one of five callers."""
+    blocks = tuple(hash((number, place)) for place in range(20))
+    return a_request(
+        fairness_key=f"caller {number % 5}",
+        prompt_key=PromptKey(blocks, 2500.0, size=10_000),
+        text_bytes=10_000,
+        time_limit=time_limit,
+    )
+
+
+async def costs(waiting: int) -> dict[str, int]:
+    """Calls of an arrival, of a release, and of a wait that expires."""
+    clock = Clock()
+    scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 10_000, "max_wait": 9999})
+    running = [(await take_lease(scheduler, long_prompt_request(-n)))[0] for n in range(4)]
+    tasks = []
+    for number in range(waiting):
+        limit = 0.1 if number == waiting // 2 else 1000.0 + number
+        tasks.append(asyncio.create_task(take_lease(scheduler, long_prompt_request(number, limit))))
+    await settle()
+    assert scheduler.dispatcher.waiting == waiting
+    arrival = scheduler.wait_for_lease(long_prompt_request(waiting))
+
+    def arrives() -> None:
+        arrival.send(None)
+        scheduler.match()
+
+    def leaves() -> None:
+        running[0].release()
+        scheduler.match()
+
+    found = {"comes": count_calls(arrives), "goes": count_calls(leaves)}
+    assert scheduler.dispatcher.waiting == waiting
+    clock.passes(0.2)
+    found["is over"] = count_calls(scheduler.check_due)
+    assert scheduler.dispatcher.waiting == waiting - 1
+    arrival.close()
+    for task in tasks:
+        task.cancel()
+    await settle()
+    assert scheduler.dispatcher.waiting == 0
+    scheduler.close()
+    return found
+
+
+async def test_ten_times_as_many_waiters_cost_no_more_for_each() -> None:
+    few, many = await costs(200), await costs(2000)
+    for what, count in few.items():
+        assert many[what] < 1.25 * count + 20, (what, few, many)

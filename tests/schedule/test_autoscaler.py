@@ -1,0 +1,477 @@
+"""Standby nodes, started and stopped by hooks: behind a whole gateway, then hooks alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from gateway.callers.keys import new_key
+from gateway.config.node import NodeSpec
+from gateway.config.scheduling import Hook
+from gateway.local.server import claim_port, claimed_port
+from gateway.nodes.lifecycle import LifecyclePhase
+from gateway.nodes.node import NodeState
+from gateway.schedule.autoscaler import MOST_OUTPUT, HookResult, run_hook
+from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.schedule import machine
+from tests.schedule.cloud import Cloud
+from tests.schedule.standby_site import (
+    MODEL,
+    ask,
+    metrics,
+    order,
+    settings,
+    shown,
+    until_state,
+)
+from tests.virtual import in_virtual_time, now
+
+LEFT, RIGHT = new_key("left"), new_key("right")
+
+
+@in_virtual_time
+async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(tmp_path: Path) -> None:
+    fast: dict[str, Any] = {"decode_tps": 20.0, "prefill_tps": 500.0}
+    async with Cloud() as cloud, EmulatedNode(slots=1, model=MODEL, **fast) as base:
+        first, second = cloud.machine("spare-1", **fast), cloud.machine("spare-2", **fast)
+        nodes = [
+            {"name": "base", "url": base.url},
+            cloud.node("spare-1"),
+            cloud.node("spare-2", cost_per_hour=1.0),
+        ]
+        async with running_gateway(tmp_path, nodes, settings()) as running:
+            await until_state(running, "spare-1", NodeState.STANDBY)
+            await until_state(running, "spare-2", NodeState.STANDBY)
+            assert first.orders == second.orders == []
+            answers = await asyncio.gather(
+                *(ask(running, f"question {number}", 20) for number in range(16))
+            )
+            assert [answer.status_code for answer in answers] == [200] * 16
+            served = {answer.headers["x-gateway-node"] for answer in answers}
+            assert served >= {"base", "spare-1"}
+            await until_state(running, "spare-1", NodeState.STANDBY)
+            await until_state(running, "spare-2", NodeState.STANDBY)
+            assert first.orders == ["start", "stop"]
+            assert second.orders in ([], ["start", "stop"])
+            told = await shown(running, "spare-1")
+            assert "it has idled" in told["reason"] or "the others could do" in told["reason"]
+            assert told["elastic"]["phase"] == "off"
+            assert told["elastic"]["startup_seconds"] > 0
+            page = await metrics(running)
+            assert 'llama_gateway_hooks_total{node="spare-1",hook="start",outcome="ok"} 1' in page
+
+
+@asynccontextmanager
+async def one_standby(folder: Path, cloud: Cloud, chosen: dict[str, Any]) -> AsyncIterator[Running]:
+    """A gateway whose only node, `spare`, is on standby."""
+    async with running_gateway(folder, [cloud.node("spare")], chosen, wait_ready=False) as running:
+        await until_state(running, "spare", NodeState.STANDBY)
+        yield running
+
+
+@in_virtual_time
+async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(tmp_path: Path) -> None:
+    async with Cloud() as cloud:
+        cloud.machine("spare").answers["start"] = (20.0, 200, "")
+        chosen = settings() | {"queue": {"max_wait": 1.0}}
+        async with one_standby(tmp_path, cloud, chosen) as running:
+            answer = await ask(running)
+            assert answer.status_code == 503
+            assert answer.headers["x-gateway-reason"] == "starting"
+            assert 40 <= int(answer.headers["retry-after"]) <= 60
+            told = await shown(running, "spare")
+            assert told["state"] == "starting"
+            assert "nothing else serves" in told["reason"]
+
+
+@in_virtual_time
+async def test_a_failed_start_hook_is_reported_and_not_tried_again_at_once(tmp_path: Path) -> None:
+    async with Cloud() as cloud:
+        spare = cloud.machine("spare")
+        spare.answers["start"] = (0.1, 503, "no capacity in this zone")
+        chosen = settings(backoff=60.0) | {"retries": {"wait_for_node": 2.0}}
+        async with one_standby(tmp_path, cloud, chosen) as running:
+            answer = await ask(running)
+            assert answer.status_code == 503
+            assert answer.headers["x-gateway-reason"] == "no_node"
+            told = await shown(running, "spare")
+            assert told["state"] == "standby"
+            assert "its start hook failed" in told["reason"]
+            assert "not started again for" in told["reason"]
+            assert told["elastic"]["failures"] == 1
+            page = await metrics(running)
+            assert 'hooks_total{node="spare",hook="start",outcome="failed"} 1' in page
+        # It may be running even so.
+        assert spare.orders == ["start", "stop"]
+    assert "no capacity in this zone" in (tmp_path / "gateway.log").read_text()
+
+
+@in_virtual_time
+async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_running(
+    tmp_path: Path,
+) -> None:
+    async with Cloud() as cloud:
+        spare = cloud.machine("spare")
+        spare.answers["stop"] = (0.1, 503, "not now")
+        async with one_standby(tmp_path, cloud, settings()) as running:
+            assert (await ask(running)).status_code == 200
+            node = running.gateway.fleet.nodes["spare"]
+            await until(lambda: "its stop hook failed" in node.reason)
+            assert node.state is NodeState.DRAINING
+            del spare.answers["stop"]
+            await until_state(running, "spare", NodeState.STANDBY)
+        assert spare.orders[0] == "start"
+        assert set(spare.orders[1:]) == {"stop"}
+
+
+@in_virtual_time
+async def test_a_restarted_gateway_finds_the_running_nodes(tmp_path: Path) -> None:
+    async with Cloud() as cloud:
+        first, second = cloud.machine("spare-1"), cloud.machine("spare-2")
+        nodes = [cloud.node("spare-1"), cloud.node("spare-2")]
+        chosen = settings(min=1)
+        async with running_gateway(tmp_path, nodes, chosen, wait_ready=False) as running:
+            await until(lambda: running.gateway.fleet.nodes["spare-1"].state is NodeState.READY)
+        async with running_gateway(tmp_path, nodes, chosen, wait_ready=False) as running:
+            await until_state(running, "spare-1", NodeState.READY)
+            await until_state(running, "spare-2", NodeState.STANDBY)
+            assert (await ask(running)).status_code == 200
+            power = running.gateway.fleet.nodes["spare-1"].lifecycle
+            await until(lambda: power.phase is LifecyclePhase.ON)
+        assert (first.orders, second.orders) == (["start"], [])
+
+
+@in_virtual_time
+async def test_a_drained_standby_node_is_left_alone_until_it_is_resumed(tmp_path: Path) -> None:
+    async with Cloud() as cloud:
+        spare = cloud.machine("spare")
+        async with running_gateway(
+            tmp_path, [cloud.node("spare")], settings(), wait_ready=False
+        ) as running:
+            await until_state(running, "spare", NodeState.STANDBY)
+            assert (await ask(running)).status_code == 200
+            await order(running, "nodes/spare/drain")
+            assert (await shown(running, "spare"))["state"] == "draining"
+            await asyncio.sleep(10.0)  # far more than `stop_after`
+            assert spare.orders == ["start"]
+            await order(running, "nodes/spare/resume")
+            await until_state(running, "spare", NodeState.STANDBY)
+            assert spare.orders == ["start", "stop"]
+
+
+@in_virtual_time
+async def test_a_node_finishes_its_requests_before_it_is_stopped(tmp_path: Path) -> None:
+    async with Cloud() as cloud, EmulatedNode(slots=2, model=MODEL) as base:
+        spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
+        nodes = [{"name": "base", "url": base.url}, cloud.node("spare")]
+        chosen = settings(min=1, stop_after=0.5)
+        async with running_gateway(tmp_path, nodes, chosen) as running:
+            await until_state(running, "spare", NodeState.READY)
+            await order(running, "nodes/base/drain")
+            node = running.gateway.fleet.nodes["spare"]
+            long = asyncio.create_task(ask(running, "a long story", 80))
+            await until(lambda: node.leases)
+            await order(running, "nodes/base/resume")
+            running.write_settings(settings(min=0, stop_after=0.5))
+            await order(running, "reload")
+            await until_state(running, "spare", NodeState.DRAINING)
+            assert node.leases
+            assert "the others could do its work" in node.reason
+            assert (await ask(running)).headers["x-gateway-node"] == "base"
+            answer = await long
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] == 80
+            await until_state(running, "spare", NodeState.STANDBY)
+        assert spare.orders == ["start", "stop"]
+
+
+@in_virtual_time
+async def test_a_node_with_work_of_other_clients_is_not_stopped(tmp_path: Path) -> None:
+    async with Cloud() as cloud:
+        spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
+        async with running_gateway(
+            tmp_path, [cloud.node("spare")], settings(), wait_ready=False
+        ) as running:
+            await until_state(running, "spare", NodeState.STANDBY)
+            assert (await ask(running, tokens=2)).status_code == 200
+            # Another client, past the gateway.
+            began = now()
+            async with httpx.AsyncClient(
+                base_url=spare.url, trust_env=False, verify=NO_TLS
+            ) as other:
+                body = {"messages": [{"role": "user", "content": "story"}], "max_tokens": 80}
+                answer = await other.post("/v1/chat/completions", json=body, timeout=30)
+            assert answer.json()["usage"]["completion_tokens"] == 80
+            assert now() - began > 3.0  # more than `stop_after`
+            assert spare.orders == ["start"]
+            await until_state(running, "spare", NodeState.STANDBY)
+
+
+@in_virtual_time
+async def test_a_pool_that_is_short_of_slots_starts_its_own_standby_nodes(tmp_path: Path) -> None:
+    pools = [
+        {"cache": {"nodes": {"side": key.id}}, "id": key.id, "sha256": key.sha256}
+        for key in (LEFT, RIGHT)
+    ]
+    fast: dict[str, Any] = {"decode_tps": 20.0, "prefill_tps": 500.0}
+    async with Cloud() as cloud, EmulatedNode(slots=1, model=MODEL, **fast) as base:
+        left, right = cloud.machine("left", **fast), cloud.machine("right", **fast)
+        nodes = [
+            {"name": "base", "url": base.url, "labels": {"side": "right"}},
+            cloud.node("left", labels={"side": "left"}),
+            cloud.node("right", labels={"side": "right"}),
+        ]
+        async with running_gateway(tmp_path, nodes, {**settings(), "keys": pools}) as running:
+            await until_state(running, "left", NodeState.STANDBY)
+            await until_state(running, "right", NodeState.STANDBY)
+            header = {"authorization": f"Bearer {RIGHT.text}"}
+            answers = await asyncio.gather(
+                *(ask(running, f"question {number}", 20, **header) for number in range(12))
+            )
+            assert {answer.status_code for answer in answers} == {200}
+            assert left.orders == []
+            assert right.orders[:1] == ["start"]
+
+
+SPEC = NodeSpec(name="spare", url="http://127.0.0.1:9")
+
+
+def python(code: str, *arguments: str) -> Hook:
+    return Hook(command=(sys.executable, "-c", code, *arguments))
+
+
+async def ran(hook: Hook, timeout: float = 120.0, **options: Any) -> HookResult:
+    return await run_hook(hook, SPEC, timeout, time.monotonic, **options)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def pid_in(path: Path) -> int:
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+@asynccontextmanager
+async def answering(status: int, body: str = "") -> AsyncIterator[tuple[str, list[bytes]]]:
+    """An HTTP server that records its requests."""
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            (
+                int(line[15:])
+                for line in head.lower().split(b"\r\n")
+                if line[:15] == b"content-length:"
+            ),
+            0,
+        )
+        asked.append(head + await reader.readexactly(length))
+        response = (
+            f"HTTP/1.1 {status} X\r\nlocation: /x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+        )
+        writer.write(response.encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/start?token=abc", asked
+
+
+SAY = "import os, sys; print(sys.argv[1], os.environ['LLAMA_GATEWAY_NODE'])"
+
+
+@each_case(
+    ("hook", "outcome", "detail", "output"),
+    [
+        # Without a shell, and it knows its node.
+        (python(SAY, "$HOME; *"), "ok", "", "$HOME; * spare"),
+        (
+            python("import sys; sys.exit('no such machine')"),
+            "failed",
+            "it ended with exit status 1",
+            "no such machine",
+        ),
+        (Hook(command=("/no/such/program",)), "error", "No such file", ""),
+        (Hook(url="http://127.0.0.1:1/start"), "error", "", ""),
+    ],
+)
+async def test_what_a_hook_did_is_told_with_its_last_output(
+    hook: Hook, outcome: str, detail: str, output: str
+) -> None:
+    result = await ran(hook)
+    assert (result.outcome, result.output) == (outcome, output)
+    assert detail in result.detail
+
+
+async def test_output_is_bounded_and_its_end_is_kept() -> None:
+    result = await ran(python("print('x' * 1000000, 'end')"))
+    assert result.ok
+    assert len(result.output) <= MOST_OUTPUT
+    assert result.output.endswith("end")
+
+
+async def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    # A shell, which is quick to start: the child must run within the timeout.
+    code = f"trap '' TERM; sleep 600 & echo $! >{child}; wait"
+    result = await ran(Hook(command=("sh", "-c", code)), timeout=1.0, kill_after=0.2)
+    assert result.outcome == "timeout"
+    assert result.seconds < 300  # the child's 600 are not waited for
+    pid = pid_in(child)
+    await until(lambda: not alive(pid))
+
+
+async def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = (
+        f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
+    task = asyncio.create_task(ran(python(code), timeout=600.0))
+    await until(lambda: pid_in(pid_file))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not alive(pid_in(pid_file))
+
+
+async def test_a_server_that_a_command_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        " start_new_session=True)\n"
+        f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))\n"
+    )
+    assert (await ran(python(code))).ok
+    pid = pid_in(pid_file)
+    try:
+        assert alive(pid)
+    finally:
+        os.kill(pid, 9)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_no_descriptor_is_left_open() -> None:
+    await ran(python("print(1)"))
+    before = open_files()
+    for _ in range(3):
+        await ran(python("print(1)"))
+        await ran(Hook(command=("/no/such/program",)))
+    await until(lambda: open_files() <= before)
+
+
+def secret_hook(url: str, **keys: Any) -> Hook:
+    return Hook(url=url, secrets={"Authorization": SecretStr("Bearer swordfish")}, **keys)
+
+
+async def test_a_call_has_method_headers_secrets_and_body() -> None:
+    async with answering(204) as (url, asked):
+        hook = secret_hook(url, method="PUT", headers={"X-Zone": "b"}, body='{"on": true}')
+        result = await ran(hook)
+    assert result.ok
+    head = asked[0].lower()
+    assert head.startswith(b"put /start?token=abc http/1.1")
+    assert b"x-zone: b" in head
+    assert b"authorization: bearer swordfish" in head
+    assert asked[0].endswith(b'{"on": true}')
+
+
+async def test_a_refused_call_shows_status_and_url_without_secrets() -> None:
+    async with answering(403, "not with Bearer swordfish") as (url, _):
+        result = await ran(secret_hook(url))
+    assert result.outcome == "failed"
+    assert result.detail.endswith("/start answered 403")
+    assert "token" not in result.detail
+    assert result.output == "not with ****"
+
+
+async def test_a_redirect_is_no_success_and_is_not_followed() -> None:
+    async with answering(307) as (url, asked):
+        assert (await ran(secret_hook(url))).outcome == "failed"
+    assert len(asked) == 1
+
+
+# Standby nodes that commands start and stop: real processes, in real time.
+
+
+@dataclass
+class Machines:
+    """Machines that are off until a hook starts them."""
+
+    folder: Path
+    claims: list[socket] = field(default_factory=list)
+    """Reserve their ports while they are off."""
+
+    def node(self, name: str) -> dict[str, Any]:
+        """Add a machine; its entry in the inventory."""
+        self.claims.append(claim_port("127.0.0.1"))
+        port = claimed_port(self.claims[-1])
+        command = [sys.executable, str(Path(machine.__file__))]
+        return {
+            "name": name,
+            "url": f"http://127.0.0.1:{port}",
+            "standby": True,
+            "model": MODEL,
+            "slots": 2,
+            "start": [*command, "start", str(self.folder), str(port)],
+            "stop": [*command, "stop", str(self.folder), str(port)],
+        }
+
+    def orders(self) -> list[str]:
+        """The calls of the hooks, in order."""
+        log = self.folder / "orders"
+        return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else []
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    folder = tmp_path / "machines"
+    folder.mkdir()
+    made = Machines(folder)
+    yield made
+    for claim in made.claims:
+        machine.end(folder, str(claimed_port(claim)))
+        claim.close()
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.timeout(300)
+async def test_a_request_that_only_a_standby_node_serves_starts_it_and_waits(
+    tmp_path: Path, machines: Machines
+) -> None:
+    nodes = [machines.node("spare")]
+    async with running_gateway(tmp_path, nodes, settings(), wait_ready=False) as running:
+        await until_state(running, "spare", NodeState.STANDBY)
+        assert (await running.client.get("/ready")).status_code == 200
+        answer = await ask(running)
+        assert answer.status_code == 200
+        assert answer.headers["x-gateway-node"] == "spare"
+        await until_state(running, "spare", NodeState.STANDBY)
+    assert machines.orders() == ["start", "stop"]

@@ -1,0 +1,499 @@
+"""The room for class `batch`, and which of its requests yield to a higher one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import GatewayError
+from gateway.lease import BatchRoom, LeaseRequest
+from gateway.nodes.node import Node
+from gateway.nodes.speed import SpeedPrior
+from gateway.schedule.core.batch_slots import (
+    ASK_AGAIN_SECONDS,
+    IN_VAIN_SECONDS,
+    LEAST_DECODE_SECONDS,
+    LEAST_SECONDS_LEFT,
+    MOST_YIELDS,
+    YieldCandidate,
+    choose_yields,
+    may_yield,
+    room_for_batch,
+)
+from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
+from gateway.schedule.core.placement_state import CandidateSet, PlacementState, QueuedRequest
+from gateway.schedule.scheduler import LeaseRecord, Scheduler
+from gateway.terms import Priority
+from tests.each_case import each_case
+from tests.nodes.build import Clock
+from tests.schedule.build import (
+    a_request,
+    a_scheduler,
+    lease_at_once,
+    node,
+    settle,
+    start_lease,
+)
+
+RESERVE = {"batch": {"reserve_slots": 0.5}}
+
+
+def told(room: BatchRoom) -> tuple[int, int, int, int, int]:
+    return room.slots, room.free, room.soon, room.waiting, room.ahead
+
+
+def room(scheduler: Scheduler, *names: str, seconds: float = 0.0) -> tuple[int, int, int, int, int]:
+    return told(scheduler.batch_room(names or ("demo",), seconds))
+
+
+def batch(scheduler: Scheduler, count: int) -> None:
+    for _ in range(count):
+        lease_at_once(scheduler, a_request(priority=Priority.BATCH))
+
+
+async def test_the_reserve_is_no_room() -> None:
+    scheduler = a_scheduler(node("a", slots=4), node("b", slots=4), classes=RESERVE)
+    assert room(scheduler) == (4, 4, 0, 0, 0)
+    batch(scheduler, 4)
+    assert room(scheduler) == (4, 0, 0, 0, 0)
+    assert scheduler.lease_now(a_request(priority=Priority.BATCH)) is None
+    scheduler.close()
+
+
+async def test_a_higher_class_in_the_slots_of_batch_leaves_it_less() -> None:
+    scheduler = a_scheduler(node("a", slots=4), classes=RESERVE)
+    for _ in range(3):
+        lease_at_once(scheduler, a_request())
+    assert room(scheduler) == (2, 0, 0, 0, 0)
+    scheduler.close()
+
+
+async def test_what_is_expected_to_end_is_room_soon() -> None:
+    scheduler = a_scheduler(node("a", slots=2))
+    batch(scheduler, 2)
+    assert room(scheduler, seconds=0.0) == (2, 0, 0, 0, 0)
+    assert room(scheduler, seconds=1e6) == (2, 0, 2, 0, 0)
+    scheduler.close()
+
+
+async def test_what_waits_is_told_by_class() -> None:
+    scheduler = a_scheduler(node("a", slots=1), node("b", slots=1, models=("other",)))
+    lease_at_once(scheduler, a_request())
+    tasks = [
+        await start_lease(scheduler, a_request(priority=priority))
+        for priority in (Priority.BATCH, Priority.BATCH, Priority.NORMAL)
+    ]
+    assert room(scheduler) == (1, 0, 0, 2, 1)
+    assert room(scheduler, "other") == (1, 1, 0, 0, 0)
+    scheduler.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_model_that_nobody_serves_has_no_room_and_a_later_name_counts_then() -> None:
+    scheduler = a_scheduler(node("a", slots=2))
+    assert room(scheduler, "nothing") == (0, 0, 0, 0, 0)
+    assert room(scheduler, "nothing", "demo") == (2, 2, 0, 0, 0)
+    scheduler.close()
+
+
+@pytest.mark.parametrize("nodes", [(), (2,), (1, 2)])
+async def test_one_idle_node_has_room_for_one_whatever_the_reserve(nodes: Sequence[int]) -> None:
+    made: list[Node] = [node(f"n{slots}", slots=slots) for slots in nodes]
+    classes = {"batch": {"reserve_slots": 1.0}}
+    scheduler = a_scheduler(*made, classes=classes)
+    assert room(scheduler) == ((1, 1, 0, 0, 0) if nodes else (0, 0, 0, 0, 0))
+    scheduler.close()
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    st.lists(st.sampled_from([Priority.NORMAL, Priority.BATCH]), max_size=12),
+)
+def test_just_as_much_finds_room_as_was_told(
+    slots: list[int], reserve: float, classes: list[Priority]
+) -> None:
+    state = PlacementState()
+    dispatcher = Dispatcher(state, DispatchRules(batch_reserve=reserve), random.Random(1))
+    rows = [state.add(f"n{number}", total=total) for number, total in enumerate(slots)]
+    everywhere: CandidateSet = state.candidate_set(rows)
+
+    def place(priority: Priority) -> bool:
+        queued = QueuedRequest("r", ((everywhere,),), priority, "caller", 0.0)
+        return dispatcher.place(queued, 0.0) is not None
+
+    for priority in classes:
+        place(priority)
+    state.spread_batch_reserve()
+    free = room_for_batch(rows, 0.0, 0.0).free
+    placed = 0
+    while place(Priority.BATCH):
+        placed += 1
+    assert placed == free
+
+
+# Which running batch requests yield: properties of the policy, and of what a waiter lacks.
+
+
+SECONDS = st.floats(0, 100)
+CANDIDATES = st.lists(
+    st.builds(
+        YieldCandidate,
+        lease_id=st.integers(1, 1000),
+        row=st.integers(0, 3),
+        slots=st.just(1),
+        priority=st.sampled_from(Priority),
+        decode_seconds=st.none() | SECONDS,
+        seconds_left=SECONDS,
+        repetition_seconds=st.floats(0.1, 20),
+        times_yielded=st.integers(0, MOST_YIELDS),
+    ),
+    max_size=10,
+    unique_by=lambda one: one.lease_id,
+)
+MISSING = st.dictionaries(st.integers(0, 3), st.integers(1, 3), min_size=1)
+CLASSES = st.sampled_from([Priority.URGENT, Priority.PREMIUM, Priority.NORMAL])
+
+
+def running(lease_id: int = 1, **fields: float | Priority | None) -> YieldCandidate:
+    """A request of the class batch that may yield."""
+    values = {
+        "row": 0, "slots": 1, "priority": Priority.BATCH, "decode_seconds": 20.0,
+        "seconds_left": 60.0, "repetition_seconds": 1.0, "times_yielded": 0,
+    } | fields  # fmt: skip
+    return YieldCandidate(lease_id, **values)  # type: ignore[arg-type]
+
+
+@given(CLASSES, MISSING, CANDIDATES)
+def test_those_that_yield_may_and_give_one_row_just_what_it_lacks(
+    priority: Priority, missing: dict[int, int], candidates: list[YieldCandidate]
+) -> None:
+    chosen = choose_yields(priority, missing, candidates)
+    by_id = {one.lease_id: one for one in candidates}
+    able = [one for one in candidates if one.row in missing and may_yield(one, priority)]
+    if not chosen:
+        for row, lacking in missing.items():
+            assert sum(one.row == row for one in able) < lacking
+        return
+    assert len(set(chosen)) == len(chosen)
+    assert all(by_id[one] in able for one in chosen)
+    (row,) = {by_id[one].row for one in chosen}
+    assert len(chosen) == missing[row]
+
+
+@given(CLASSES, MISSING, CANDIDATES)
+def test_no_other_choice_repeats_less(
+    priority: Priority, missing: dict[int, int], candidates: list[YieldCandidate]
+) -> None:
+    chosen = choose_yields(priority, missing, candidates)
+    costs = [
+        sum(one.repetition_seconds for one in together)
+        for row, lacking in missing.items()
+        for together in combinations(
+            [one for one in candidates if one.row == row and may_yield(one, priority)], lacking
+        )
+    ]
+    by_id = {one.lease_id: one.repetition_seconds for one in candidates}
+    if costs:
+        assert sum(by_id[one] for one in chosen) <= min(costs) + 1e-9
+
+
+@given(CLASSES, MISSING, CANDIDATES)
+def test_the_order_in_which_they_run_decides_nothing(
+    priority: Priority, missing: dict[int, int], candidates: list[YieldCandidate]
+) -> None:
+    cost = {one.lease_id: one.repetition_seconds for one in candidates}
+    one, other = (
+        choose_yields(priority, missing, those) for those in (candidates, candidates[::-1])
+    )
+    assert sorted(cost[lease_id] for lease_id in one) == sorted(
+        cost[lease_id] for lease_id in other
+    )
+
+
+AGAIN = {"times_yielded": 1, "decode_seconds": LEAST_DECODE_SECONDS - 0.1}
+
+
+@each_case(
+    ("fields", "waiting", "yields"),
+    [
+        # Lower classes, in decode.
+        ({}, Priority.NORMAL, True),
+        ({}, Priority.BATCH, False),
+        ({"priority": Priority.NORMAL}, Priority.NORMAL, False),
+        ({"priority": Priority.NORMAL}, Priority.URGENT, True),
+        ({"decode_seconds": None}, Priority.URGENT, False),
+        # Not what ends soon, nor what would take longer to repeat than to end.
+        ({"seconds_left": LEAST_SECONDS_LEFT}, Priority.NORMAL, False),
+        ({"seconds_left": 10.0, "repetition_seconds": 12.0}, Priority.NORMAL, False),
+        ({"seconds_left": 13.0, "repetition_seconds": 12.0}, Priority.NORMAL, True),
+        # One that has yielded gets time to go on, and at last runs to its end.
+        (AGAIN, Priority.NORMAL, False),
+        (AGAIN | {"decode_seconds": LEAST_DECODE_SECONDS}, Priority.NORMAL, True),
+        (AGAIN | {"times_yielded": 0}, Priority.NORMAL, True),
+        (
+            {"times_yielded": MOST_YIELDS, "decode_seconds": 1e6, "seconds_left": 1e6},
+            Priority.URGENT,
+            False,
+        ),
+    ],
+)
+def test_which_requests_may_yield(fields: dict[str, Any], waiting: Priority, yields: bool) -> None:
+    assert may_yield(running(**fields), waiting) is yields
+
+
+# When the scheduler asks running requests to yield, and which of them.
+
+
+@dataclass
+class World:
+    """A scheduler over these nodes; requests that are asked to yield do, unless they are stubborn.
+
+    Their slots are free when `release` is called.
+    """
+
+    nodes: tuple[Node, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+    stubborn: set[str] = field(default_factory=set)
+    asked: list[str] = field(default_factory=list)
+    rows: dict[str, LeaseRecord] = field(default_factory=dict)
+    scheduler: Scheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scheduler = a_scheduler(
+            *self.nodes, clock=self.clock, yield_slot=self.ask, **self.settings
+        )
+
+    def ask(self, request_id: str) -> bool:
+        self.asked.append(request_id)
+        return request_id not in self.stubborn
+
+    def row(self, *, decodes: bool = True, **keys: Any) -> LeaseRequest:
+        """Start a batch request that yields."""
+        keys = {"prompt_tokens": 100, "exact_tokens": 100, "stream": True, **keys}
+        request = a_request(priority=Priority.BATCH, yields=True, **keys)
+        self.rows[request.id] = lease_at_once(self.scheduler, request)
+        if decodes:
+            self.decode(request)
+        return request
+
+    def decode(self, request: LeaseRequest) -> None:
+        lease = self.rows[request.id]
+        lease.head_received(self.clock())
+        lease.content_received(self.clock())
+
+    def release(self, request_id: str) -> None:
+        self.rows[request_id].release()
+
+    async def end(self, *tasks: asyncio.Task[Any]) -> None:
+        self.scheduler.close()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert not isinstance(result, Exception) or isinstance(result, GatewayError)
+
+
+async def test_a_request_that_would_wait_gets_the_slot_of_the_row_that_is_cheapest_to_repeat() -> (
+    None
+):
+    world = World((node("a", slots=3),))
+    long = world.row(exact_tokens=2000, prompt_tokens=2000)
+    short = world.row()
+    other = world.row(exact_tokens=500, prompt_tokens=500)
+    waiting = await start_lease(world.scheduler, a_request())
+    assert world.asked == [short.id]
+    world.release(short.id)
+    await settle()
+    assert waiting.done()
+    second = await start_lease(world.scheduler, a_request())
+    assert world.asked == [short.id, other.id]
+    third = await start_lease(world.scheduler, a_request())
+    assert world.asked == [short.id, other.id, long.id]
+    fourth = await start_lease(world.scheduler, a_request())
+    assert len(world.asked) == 3, "nobody is left"
+    await world.end(waiting, second, third, fourth)
+
+
+async def test_nobody_is_asked_for_a_request_that_finds_room_or_is_of_class_batch() -> None:
+    world = World((node("a", slots=2),))
+    world.row()
+    first = await start_lease(world.scheduler, a_request())
+    assert first.done()
+    second = await start_lease(world.scheduler, a_request(priority=Priority.BATCH))
+    assert not second.done()
+    assert world.asked == []
+    await world.end(first, second)
+
+
+async def test_rows_of_clients_are_not_asked() -> None:
+    world = World((node("a", slots=1),))
+    record = lease_at_once(world.scheduler, a_request(priority=Priority.BATCH, stream=True))
+    record.head_received(world.clock())
+    record.content_received(world.clock())
+    waiting = await start_lease(world.scheduler, a_request())
+    assert world.asked == []
+    await world.end(waiting)
+
+
+async def test_only_nodes_that_serve_the_waiting_request_are_cleared() -> None:
+    world = World((node("a", slots=1), node("b", slots=1, models=("other",))))
+    other = world.row(model="other")
+    row = world.row()
+    waiting = await start_lease(world.scheduler, a_request("other"))
+    assert world.asked == [other.id]
+    assert row.id not in world.asked
+    await world.end(waiting)
+
+
+async def test_a_row_that_refuses_is_not_asked_again_and_the_next_one_is() -> None:
+    world = World((node("a", slots=2),))
+    first = world.row()
+    second = world.row(exact_tokens=300, prompt_tokens=300)
+    world.stubborn.add(first.id)
+    waiting = await start_lease(world.scheduler, a_request())
+    assert world.asked == [first.id, second.id]
+    again = await start_lease(world.scheduler, a_request())
+    assert world.asked == [first.id, second.id]
+    await world.end(waiting, again)
+
+
+async def test_a_row_in_prefill_is_asked_once_it_decodes() -> None:
+    world = World((node("a", slots=1),))
+    row = world.row(decodes=False)
+    waiting = await start_lease(world.scheduler, a_request())
+    assert world.asked == []
+    world.decode(row)
+    world.clock.passes(0.5)
+    world.scheduler.check_all()
+    assert world.asked == [row.id]
+    await world.end(waiting)
+
+
+@each_case(
+    ("passed", "priority", "tried"),
+    [
+        (0.0, Priority.NORMAL, False),
+        (0.0, Priority.URGENT, True),  # another class is another kind
+        (IN_VAIN_SECONDS, Priority.NORMAL, True),
+    ],
+)
+async def test_for_requests_of_one_kind_it_is_tried_in_vain_once_in_a_while(
+    passed: float, priority: Priority, tried: bool
+) -> None:
+    world = World((node("a", slots=1),))
+    row = world.row(decodes=False)
+    first = await start_lease(world.scheduler, a_request())
+    world.decode(row)
+    world.clock.passes(passed)
+    second = await start_lease(world.scheduler, a_request(priority=priority))
+    assert world.asked == [row.id] * tried
+    await world.end(first, second)
+
+
+async def test_others_are_asked_when_the_slot_does_not_come() -> None:
+    one = node("a", slots=2)
+    one.speed.set_prior(SpeedPrior(100.0, 0.1, 0.02))
+    world = World((one,))
+    first, second = world.row(), world.row(exact_tokens=300, prompt_tokens=300)
+    waiting = await start_lease(world.scheduler, a_request())
+    world.clock.passes(ASK_AGAIN_SECONDS - 0.5)
+    world.scheduler.check_all()
+    assert world.asked == [first.id]
+    world.clock.passes(0.5)
+    world.scheduler.check_all()
+    assert world.asked == [first.id, second.id]
+    await world.end(waiting)
+
+
+async def test_a_wide_request_gets_as_many_slots_as_it_lacks_on_one_node() -> None:
+    world = World((node("a", slots=3), node("b", slots=2)))
+    rows = [world.row() for _ in range(5)]
+    waiting = await start_lease(world.scheduler, a_request(slots=2))
+    assert len(world.asked) == 2
+    on = {world.rows[name].node.name for name in world.asked}
+    assert len(on) == 1
+    for name in world.asked:
+        world.release(name)
+    await settle()
+    assert waiting.done()
+    assert len(rows) == 5
+    await world.end(waiting)
+
+
+async def test_a_lease_that_has_ended_is_not_asked() -> None:
+    world = World((node("a", slots=1),))
+    request = a_request(priority=Priority.BATCH, yields=True, stream=True)
+    granted = world.scheduler.lease_now(request)
+    assert granted is not None
+    assert set(world.scheduler.yielding) == {granted.id}
+    world.scheduler.release_unused(granted.id)
+    assert world.scheduler.yielding == {}
+
+
+async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
+    world = World((node("a", slots=1),))
+    running = lease_at_once(world.scheduler, a_request())
+    plain = await start_lease(world.scheduler, a_request(priority=Priority.BATCH))
+    request = a_request(priority=Priority.BATCH, yields=True)
+    raised = await start_lease(world.scheduler, request)
+    unknown = {"row of another process"}
+    assert world.scheduler.raise_class({request.id, *unknown}, Priority.NORMAL) == {request.id}
+    assert world.scheduler.depths()[Priority.NORMAL] == 1
+    assert world.scheduler.raise_class({request.id}, Priority.BATCH) == {request.id}
+    assert world.scheduler.depths()[Priority.NORMAL] == 1, "it never falls"
+    running.release()
+    await settle()
+    assert raised.done()
+    assert not plain.done()
+    assert world.scheduler.raise_class({request.id}, Priority.NORMAL) == set()
+    await world.end(plain, raised)
+
+
+async def test_raised_work_keeps_its_slot() -> None:
+    world = World((node("a", slots=2),))
+    raised, other = world.row(), world.row(prompt_tokens=900, exact_tokens=900)
+    world.scheduler.raise_class({raised.id}, Priority.NORMAL)
+    waiting = await start_lease(world.scheduler, a_request())
+    assert world.asked == [other.id]
+    await world.end(waiting)
+
+
+async def test_patient_work_waits_whatever_is_predicted_until_its_time_limit() -> None:
+    world = World((node("a", slots=1),), {"queue": {"max_wait": 2}})
+    lease_at_once(world.scheduler, a_request())
+    patient = await start_lease(world.scheduler, a_request(patient=True, time_limit=60.0))
+    world.clock.passes(50.0)
+    world.scheduler.check_all()
+    await settle()
+    assert not patient.done()
+    world.clock.passes(10.1)
+    world.scheduler.check_due()
+    await settle()
+    assert patient.done()
+    await world.end(patient)
+
+
+async def test_work_that_yields_waits_longer_than_its_class_may() -> None:
+    world = World((node("a", slots=1),), {"classes": {"batch": {"max_wait": 2}}})
+    lease_at_once(world.scheduler, a_request())
+    plain = await start_lease(world.scheduler, a_request(priority=Priority.BATCH))
+    patient = await start_lease(
+        world.scheduler, a_request(priority=Priority.BATCH, yields=True, time_limit=60.0)
+    )
+    world.clock.passes(3.0)
+    world.scheduler.check_all()
+    await settle()
+    assert plain.done()
+    assert not patient.done()
+    world.clock.passes(58.0)
+    world.scheduler.check_all()
+    await settle()
+    assert patient.done(), "its time limit is over"
+    await world.end(plain, patient)

@@ -1,0 +1,375 @@
+"""Which nodes can serve a request, and rows that show the nodes as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from gateway.errors import GatewayError
+from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey, Tried
+from gateway.nodes.node import Node, NodeState
+from gateway.schedule.candidates import CandidateFinder, NodeCandidates, with_context
+from gateway.schedule.core.placement_state import NodeSlots
+from gateway.schedule.scheduler import Scheduler
+from tests.each_case import each_case
+from tests.nodes.build import take
+from tests.schedule.build import (
+    a_request,
+    a_scheduler,
+    failed_on,
+    node,
+    refused_by,
+    settle,
+    take_lease,
+)
+
+
+def find_candidates(
+    request: LeaseRequest, *nodes: Node, tried: Tried = NOTHING_TRIED
+) -> NodeCandidates:
+    scheduler = a_scheduler(*nodes)
+    return CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync).find(request, tried)
+
+
+def test_a_node_with_too_small_a_context_is_excluded_while_another_fits() -> None:
+    small, large, silent = node("a", context=512), node("b", context=4096), node("c")
+    request = a_request(prompt_tokens=1000)
+    assert with_context([small, large, silent], 1000) == [large, silent]
+    assert with_context([small, node("d", context=700)], 1000)[0].name == "d"
+    assert with_context([small, large], 4096) == [large]
+    (group,) = find_candidates(request, small, large, silent).groups
+    assert [row.name for row in group[0].rows] == ["a", "b", "c"]
+    assert find_candidates(request, small, large, silent).excluded == {0}
+
+
+def test_after_a_failure_the_node_is_avoided_and_its_hosts_others_penalised() -> None:
+    one, same, other = node("a", host="x"), node("b", host="x"), node("c", host="y")
+    found = find_candidates(a_request(), one, same, other, tried=failed_on("a"))
+    assert found.failed == {0}
+    assert set(found.penalties) == {1}
+    assert found.excluded == frozenset()
+
+
+def test_tiers_are_candidate_sets_of_their_own_the_gpu_first() -> None:
+    (group,) = find_candidates(a_request(), node("a"), node("b", tier="gpu")).groups
+    assert [[row.name for row in pool.rows] for pool in group] == [["b"], ["a"]]
+
+
+def test_only_a_node_of_the_same_kind_resumes_a_stream() -> None:
+    same, updated, other = node("a"), node("b"), node("c")
+    for one, build, file in ((same, "b1", "x"), (updated, "b2", "x"), (other, "b1", "y")):
+        one.properties.build, one.properties.file = build, file
+    request = a_request(resume_key=same.properties.resume_key())
+    assert find_candidates(request, same, updated, other).excluded == {1, 2}
+    with pytest.raises(GatewayError) as refused:
+        find_candidates(request, same, updated, other, tried=refused_by("a"))
+    assert refused.value.code == "node_failed"
+    assert find_candidates(a_request(), same, updated, other).excluded == ()
+
+
+def test_a_pool_has_candidate_sets_of_its_own() -> None:
+    one, two = node("a", labels={"side": "left"}), node("b", labels={"side": "right"})
+    scheduler = a_scheduler(one, two)
+    finder = CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync)
+    for labels, rows in (
+        ((("side", "left"),), ["a"]),
+        ((("side", "right"),), ["b"]),
+        ((), ["a", "b"]),
+    ):
+        for tried in (NOTHING_TRIED, failed_on("a")):
+            found = finder.find(a_request(node_labels=labels), tried)
+            (group,) = found.groups
+            assert [row.name for candidates in group for row in candidates.rows] == rows
+            assert not found.excluded
+
+
+def test_a_pool_without_the_model_is_as_if_no_node_had_it() -> None:
+    nodes = node("a", labels={"side": "left"}), node("b")
+    request = a_request(node_labels=(("side", "right"),))
+    with pytest.raises(GatewayError) as caught:
+        find_candidates(request, *nodes)
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+# The rows show the nodes as they are, whatever happens to them.
+
+
+def row_of(scheduler: Scheduler, name: str = "a") -> NodeSlots:
+    return scheduler.dispatcher.placement_state.by_name[name]
+
+
+def check_rows(scheduler: Scheduler) -> None:
+    """Each row has the free slots of its node."""
+    now = scheduler.clock()
+    for one in scheduler.fleet.nodes.values():
+        row = row_of(scheduler, one.name)
+        assert (row.free, row.total) == (one.free_slots(now), one.slots_total)
+
+
+async def test_own_leases_count_once_and_others_work_counts() -> None:
+    one = node(slots=4)
+    scheduler = a_scheduler(one)
+    lease, _ = await take_lease(scheduler, a_request(slots=2))
+    check_rows(scheduler)
+    unplaced = take(one)  # a lease that the scheduler does not know of
+    scheduler.fleet_sync.node_changed(one)
+    check_rows(scheduler)
+    assert (row_of(scheduler).ours, row_of(scheduler).foreign) == (2, 1)
+    one.occupancy.foreign = 1
+    scheduler.fleet_sync.node_changed(one)
+    check_rows(scheduler)
+    assert row_of(scheduler).free == 0
+    lease.release()
+    unplaced.release()
+    check_rows(scheduler)
+    assert row_of(scheduler).free == 3
+
+
+@each_case("state", list(NodeState))
+def test_the_state_decides_what_a_node_takes(state: NodeState) -> None:
+    one = node(state=state)
+    scheduler = a_scheduler(one)
+    check_rows(scheduler)
+    alive = state in {*(NodeState.READY, NodeState.DEGRADED, NodeState.MUTE, NodeState.SLEEPING)}
+    assert row_of(scheduler).alive is alive
+
+
+def test_a_slow_start_opens_a_part_of_the_slots() -> None:
+    one = node(slots=10, health={"slow_start": 100.0})
+    scheduler = a_scheduler(one)
+    one.circuit.open_until = 0.0
+    one.circuit.close(one.clock())
+    for passed in (0.0, 30.0, 40.0, 50.0):
+        one.clock.passes(passed)  # type: ignore[attr-defined]
+        scheduler.fleet_sync.node_changed(one)
+        check_rows(scheduler)
+    assert row_of(scheduler).capacity == 10
+
+
+async def test_an_ejected_node_gets_one_request_on_trial_beside_what_runs() -> None:
+    one = node(slots=3)
+    scheduler = a_scheduler(one)
+    running, _ = await take_lease(scheduler, a_request())
+    one.state, one.circuit.open_until = NodeState.EJECTED, one.clock() - 1.0
+    scheduler.fleet_sync.node_changed(one)
+    check_rows(scheduler)
+    trial, _ = await take_lease(scheduler, a_request())
+    assert trial.trial
+    check_rows(scheduler)
+    assert (row_of(scheduler).free, row_of(scheduler).alive) == (0, True)
+    trial.release()
+    running.release()
+    check_rows(scheduler)
+
+
+def half_open(one: Node) -> Node:
+    """Let the time of its ejection pass."""
+    for _ in range(one.settings.health.failures):
+        one.circuit.record_failure(one.clock())
+    one.state, one.circuit.open_until = NodeState.EJECTED, one.clock() - 1.0
+    return one
+
+
+@pytest.mark.parametrize("nodes", [3, 100])
+async def test_the_first_request_after_an_ejection_is_the_trial_though_others_are_idle(
+    nodes: int,
+) -> None:
+    one = half_open(node(slots=3))
+    scheduler = a_scheduler(one, *(node(f"b{n}") for n in range(nodes)))
+    trial, _ = await take_lease(scheduler, a_request())
+    assert (trial.node, trial.trial) == (one, True)
+    assert row_of(scheduler).penalty > 0
+    other, _ = await take_lease(scheduler, a_request())
+    assert other.node is not one
+    scheduler.fleet.request_succeeded(one, one.clock(), trial.taken_at)
+    trial.release()
+    assert (one.state, row_of(scheduler).penalty) == (NodeState.READY, 0)
+
+
+async def test_a_trial_that_proves_nothing_is_followed_by_the_next() -> None:
+    one = half_open(node(slots=3))
+    scheduler = a_scheduler(one, node("b"))
+    for _ in range(3):
+        trial, _ = await take_lease(scheduler, a_request())
+        assert (trial.node, trial.trial) == (one, True)
+        trial.release()
+
+
+async def test_a_request_that_has_failed_is_no_trial_while_another_node_has_room() -> None:
+    one = half_open(node())
+    scheduler = a_scheduler(one, node("b"), node("c", slots=1))
+    again, _ = await take_lease(scheduler, a_request(), failed_on("b"))
+    assert again.node.name == "c"
+    last, _ = await take_lease(scheduler, a_request(), failed_on("b"))
+    assert (last.node, last.trial) == (one, True)
+
+
+async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
+    slow, fast = half_open(node()), node("b")
+    scheduler = a_scheduler(slow, fast)
+    for one, ms in ((slow, 1000.0), (fast, 10.0)):
+        timings = {"prompt_n": 100, "prompt_ms": 100, "predicted_n": 100, "predicted_ms": 100 * ms}
+        for _ in range(20):
+            scheduler.fleet.learn_timings(one, timings)
+        scheduler.fleet_sync.node_changed(one)
+    lease, _ = await take_lease(scheduler, a_request(max_tokens=20))
+    assert lease.node is fast
+    short, _ = await take_lease(scheduler, a_request(max_tokens=2))
+    assert (short.node, short.trial) == (slow, True)
+
+
+def test_measured_speeds_reach_the_row() -> None:
+    one = node()
+    scheduler = a_scheduler(one)
+    before = row_of(scheduler).prefill_tps
+    timings = {"prompt_n": 1000, "prompt_ms": 2000, "predicted_n": 100, "predicted_ms": 10_000}
+    for _ in range(3):
+        scheduler.fleet.learn_timings(one, timings)
+    scheduler.fleet_sync.node_changed(one)
+    assert row_of(scheduler).prefill_tps == pytest.approx(500.0, rel=0.2) != before
+    assert row_of(scheduler).token_base == pytest.approx(0.1, rel=0.2)
+
+
+def test_a_placement_that_the_node_cannot_take_is_not_granted() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    held = take(one)  # the placement state does not know of it
+    assert row_of(scheduler).free == 1
+    assert scheduler.lease_now(a_request()) is None
+    check_rows(scheduler)
+    assert one.leased == 1
+    held.release()
+
+
+# Nodes that are added and removed.
+
+
+@pytest.fixture
+def three() -> tuple[Scheduler, list[Node]]:
+    nodes = [node(name, slots=1) for name in "abc"]
+    return a_scheduler(*nodes), nodes
+
+
+def put(scheduler: Scheduler, *nodes: Node) -> None:
+    """Put these nodes, and no others, in the inventory."""
+    fleet = scheduler.fleet
+    for name, one in list(fleet.nodes.items()):
+        if one not in nodes:
+            one.removed = True
+            del fleet.nodes[name]
+    for one in nodes:
+        one.on_lease_released = fleet.lease_released
+        fleet.nodes[one.name] = one
+    fleet.model_index.set_nodes(nodes)
+    scheduler.capacity_changed()
+
+
+async def test_a_new_node_serves_waiting_requests(three: tuple[Scheduler, list[Node]]) -> None:
+    scheduler, nodes = three
+    leases = [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
+    waiting = asyncio.create_task(take_lease(scheduler, a_request()))
+    await settle()
+    put(scheduler, *nodes, node("d", slots=1))
+    await settle()
+    assert waiting.result()[0].node.name == "d"
+    for lease in [*leases, waiting.result()[0]]:
+        lease.release()
+    check_rows(scheduler)
+
+
+async def test_leases_of_a_removed_node_end_there_though_its_index_is_reused(
+    three: tuple[Scheduler, list[Node]],
+) -> None:
+    scheduler, nodes = three
+    leases = {
+        lease.node.name: lease
+        for lease in [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
+    }
+    prompt = PromptKey((1, 2), 100.0)
+    scheduler.prompt_cache.request_placed(row_of(scheduler, "a").index, prompt)
+    put(scheduler, *nodes[1:], node("d", slots=1))
+    assert "a" not in scheduler.dispatcher.placement_state.by_name
+    fresh, _ = await take_lease(scheduler, a_request())
+    assert fresh.node.name == "d"
+    leases["a"].release()
+    check_rows(scheduler)
+    assert scheduler.lease_now(a_request()) is None
+    for lease in leases.values():
+        lease.release()
+    fresh.release()
+    check_rows(scheduler)
+
+
+async def test_a_node_that_leaves_and_returns_still_counts_its_leases(
+    three: tuple[Scheduler, list[Node]],
+) -> None:
+    scheduler, nodes = three
+    leases = [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
+    put(scheduler, *nodes[1:])
+    nodes[0].removed = False
+    put(scheduler, *nodes)
+    check_rows(scheduler)
+    assert scheduler.lease_now(a_request()) is None
+    for lease in leases:
+        lease.release()
+    check_rows(scheduler)
+    assert all(row_of(scheduler, name).free == 1 for name in "abc")
+
+
+def test_a_changed_tier_moves_the_node(three: tuple[Scheduler, list[Node]]) -> None:
+    scheduler, nodes = three
+    before = scheduler.fleet_sync.has_gpu_tier
+    nodes[1].spec = nodes[1].spec.model_copy(update={"tier": "gpu"})
+    scheduler.capacity_changed()
+    assert (before, scheduler.fleet_sync.has_gpu_tier) == (False, True)
+    assert [row.name for row in scheduler.dispatcher.placement_state.rows if row.gpu] == ["b"]
+    (pools,) = (
+        CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync)
+        .find(a_request(), NOTHING_TRIED)
+        .groups
+    )
+    assert [[row.name for row in pool.rows] for pool in pools] == [["b"], ["a", "c"]]
+
+
+def test_the_cached_prompts_go_with_the_server() -> None:
+    one = node()
+    one.indexed_models = one.public_models
+    scheduler = a_scheduler(one)
+    index, memory = row_of(scheduler).index, scheduler.prompt_cache
+    numbers = itertools.count()
+
+    def remembers() -> bool:
+        prompt = PromptKey((next(numbers), next(numbers)), 100.0)
+        memory.request_placed(index, prompt)
+        memory.request_finished(index, prompt, 100, 0, 5)
+        return index in memory.lookup(PromptKey(prompt.blocks, 100.0)).cached
+
+    assert remembers()
+    kept = PromptKey((100, 101), 50.0)
+    memory.request_placed(index, kept)
+    memory.request_finished(index, kept, 50, 0, 5)
+    scheduler.fleet_sync.node_changed(one)
+    assert memory.lookup(PromptKey(kept.blocks, 50.0)).cached
+    one.probe_history.up = False
+    scheduler.fleet_sync.node_changed(one)
+    assert not memory.lookup(PromptKey(kept.blocks, 50.0)).cached
+    assert not remembers()
+    one.probe_history.up = True
+    scheduler.fleet_sync.node_changed(one)
+    assert remembers()
+
+
+def test_nodes_out_of_service_are_counted_by_state_and_anew_when_one_changes() -> None:
+    nodes = [node(name) for name in "abc"]
+    scheduler = a_scheduler(*nodes)
+    queued = scheduler.begin(a_request(), NOTHING_TRIED, 0.0, 0.0)[1]
+    candidates = queued.groups[0][0]
+    count = scheduler.fleet_sync.out_of_service
+    assert count(candidates, 0.0) == {}
+    nodes[0].state = NodeState.DOWN
+    scheduler.fleet_sync.node_changed(nodes[0])
+    nodes[1].state = NodeState.DRAINING
+    scheduler.fleet_sync.node_changed(nodes[1])
+    assert count(candidates, 0.0) == {"down": 1, "draining": 1}

@@ -1,0 +1,346 @@
+"""What the scheduler remembers of its decisions, and how well its expectations come true."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway import errors
+from gateway.lease import (
+    NOTHING_TRIED,
+    AttemptReport,
+    GrantedLease,
+    LeaseRequest,
+    PromptKey,
+    Tried,
+    Usage,
+    UsageReport,
+)
+from gateway.nodes.node import NodeState
+from gateway.schedule.decision_log import (
+    LONGEST_REASON,
+    MOST_COLLECTED,
+    MOST_FOLLOWED,
+    RATIO_BOUNDS,
+    Decision,
+    DecisionLog,
+    Grant,
+    Queueing,
+    RatioCounts,
+    Refusal,
+)
+from gateway.schedule.lease_service import LocalLeaseService
+from gateway.schedule.scheduler import Scheduler
+from tests.emulator import EmulatedNode
+from tests.nodes.build import Clock, a_spec
+from tests.schedule.build import (
+    a_request,
+    a_scheduler,
+    failed_on,
+    node,
+    settle,
+    start_lease,
+)
+from tests.virtual import in_virtual_time
+from tests.web.bare_gateway import BareGateway, bare_gateway
+
+
+def lease(
+    scheduler: Scheduler, request: LeaseRequest, tried: Tried = NOTHING_TRIED
+) -> GrantedLease:
+    granted = scheduler.lease_now(request, tried)
+    assert granted is not None
+    return granted
+
+
+def decisions(log: DecisionLog, request: LeaseRequest) -> list[Decision]:
+    return log.find([request.id])[request.id].decisions
+
+
+def only_grant(scheduler: Scheduler, request: LeaseRequest) -> Grant:
+    (grant,) = decisions(scheduler.decision_log, request)
+    assert isinstance(grant, Grant)
+    return grant
+
+
+def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node("a"), node("b"), clock=clock)
+    leases = LocalLeaseService(scheduler, scheduler.fleet)
+    request = a_request(text_bytes=4000, max_tokens=20)
+    granted = lease(scheduler, request)
+    grant = only_grant(scheduler, request)
+    placement = scheduler.records[granted.id].placement
+    assert placement is not None
+    assert grant.at + grant.expected_ttft == pytest.approx(placement.prefill_ends)
+    assert grant.at + grant.expected_seconds == pytest.approx(placement.ends)
+    assert grant.comparison is not None
+    assert grant.comparison.chosen.name == granted.node.name
+    assert len(grant.comparison.others) == 1
+    assert (grant.outcome, grant.used, grant.comparison.chosen.measured) == (None, None, False)
+    clock.passes(2.0)
+    leases.content_began(granted.id)
+    clock.passes(3.0)
+    leases.ended(AttemptReport(granted.id, "ok", 200, True, True, True))
+    usage = Usage(1000, 10, 20)
+    leases.settle(UsageReport(granted.id, usage, usage, 20), request)
+    assert grant.first_content_at == pytest.approx(grant.at + 2.0)
+    assert grant.ended_at == pytest.approx(grant.at + 5.0)
+    assert (grant.outcome, grant.status) == ("ok", 200)
+    assert (grant.used, grant.reported) == ((1000, 10, 20), True)
+
+
+def test_each_attempt_is_a_grant_of_its_own() -> None:
+    scheduler = a_scheduler(node("a"), node("b"))
+    request = a_request()
+    first = lease(scheduler, request)
+    second = lease(scheduler, request, failed_on(first.node.name))
+    one, two = decisions(scheduler.decision_log, request)
+    assert isinstance(one, Grant)
+    assert isinstance(two, Grant)
+    assert (one.tried, two.out) == (None, {"failed": 1})
+    assert two.tried is not None
+    assert two.tried.failed_nodes == {first.node.name}
+    assert second.node.name != first.node.name
+
+
+def test_why_the_others_had_no_room_is_counted() -> None:
+    nodes = [node(name, slots=1) for name in "abcd"]
+    nodes[1].state = NodeState.DRAINING
+    nodes[2].state = NodeState.DOWN
+    scheduler = a_scheduler(*nodes, node("other", models=("another",)))
+    first, second = a_request(), a_request()
+    lease(scheduler, first)
+    lease(scheduler, second)
+    assert only_grant(scheduler, first).out == {"draining": 1, "down": 1}
+    grant = only_grant(scheduler, second)
+    assert grant.out == {"draining": 1, "down": 1, "full": 1}
+    assert grant.fleet_size == 5
+
+
+async def test_a_wait_is_remembered_with_its_prediction_until_the_grant() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(slots=1), clock=clock)
+    leases = LocalLeaseService(scheduler, scheduler.fleet)
+    running = lease(scheduler, a_request())
+    request = a_request()
+    task = await start_lease(scheduler, request)
+    clock.passes(4.0)
+    leases.ended(AttemptReport(running.id, "ok", 200, True, True, True))
+    await settle()
+    assert task.done()
+    queued, granted = decisions(scheduler.decision_log, request)
+    assert isinstance(queued, Queueing)
+    assert (queued.ahead, queued.waiting) == (0, 0)
+    assert isinstance(granted, Grant)
+    assert granted.at - queued.at == pytest.approx(4.0)
+
+
+async def test_a_refusal_is_remembered_at_once_and_after_a_wait() -> None:
+    scheduler = a_scheduler(node(slots=1), queue={"max": 1})
+    lease(scheduler, a_request())
+    waiting, late, unknown = a_request(), a_request(), a_request("nothing")
+    leases = LocalLeaseService(scheduler, scheduler.fleet)
+    task = asyncio.create_task(leases.wait_for_lease(waiting, NOTHING_TRIED, 0.0))
+    await settle()
+    with pytest.raises(errors.GatewayError):
+        await leases.wait_for_lease(late, NOTHING_TRIED, 0.0)
+    with pytest.raises(errors.GatewayError):
+        scheduler.lease_now(unknown)
+    scheduler.refuse(waiting.id, errors.no_node("Gone." + "x" * 1000, 1.0))
+    await settle()
+    assert task.exception() is not None
+    (refused,) = decisions(scheduler.decision_log, late)
+    assert isinstance(refused, Refusal)
+    assert (refused.status, refused.code) == (429, "queue_full")
+    (refused,) = decisions(scheduler.decision_log, unknown)
+    assert isinstance(refused, Refusal)
+    assert refused.code == "model_not_found"
+    _, refused = decisions(scheduler.decision_log, waiting)
+    assert isinstance(refused, Refusal)
+    assert refused.code == "no_node"
+    assert len(refused.message) == LONGEST_REASON
+
+
+def test_a_lease_that_was_not_used_is_told_so() -> None:
+    scheduler = a_scheduler(node())
+    request = a_request()
+    scheduler.release_unused(lease(scheduler, request).id)
+    assert only_grant(scheduler, request).outcome == "cancelled"
+
+
+def test_the_log_is_bounded_and_says_how_far_it_reaches_back() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(slots=64), clock=clock)
+    log = scheduler.decision_log
+    started = clock()
+    assert log.reaches_back_to() == started
+    log.grants = deque(maxlen=3)
+    requests = [a_request() for _ in range(5)]
+    for request in requests:
+        clock.passes(1.0)
+        lease(scheduler, request)
+    assert decisions(log, requests[1]) == []
+    assert decisions(log, requests[4]) != []
+    assert log.reaches_back_to() == pytest.approx(started + 3.0)
+
+
+def test_a_flood_of_refusals_pushes_no_grant_out() -> None:
+    log = DecisionLog(Clock())
+    scheduler = a_scheduler(node())
+    scheduler.decision_log.grants.clear()
+    request = a_request()
+    lease(scheduler, request)
+    log.grants.extend(scheduler.decision_log.grants)
+    for _ in range(2000):
+        log.refused(a_request(), errors.queue_full("Full.", 1.0), 0.0, 1.0)
+    assert decisions(log, request) != []
+    assert len(log.refusals) == log.refusals.maxlen
+
+
+def test_nothing_of_a_prompt_is_kept_alive() -> None:
+    scheduler = a_scheduler(node("a"), node("b"))
+    blocks = tuple(range(1 << 60, (1 << 60) + 1000))
+    request = a_request(prompt_key=PromptKey(blocks, 4000.0), text_bytes=16_000)
+    lease(scheduler, request)
+    kept = msgspec.json.encode(msgspec.to_builtins(only_grant(scheduler, request)))
+    assert str(blocks[0]).encode() not in kept
+    assert len(kept) < 2000
+
+
+def test_what_is_decided_about_a_followed_request_is_collected_with_its_parts() -> None:
+    scheduler = a_scheduler(node("a", slots=8))
+    log, request, other = scheduler.decision_log, a_request(), a_request()
+    log.follow(request.id)
+    granted = lease(scheduler, request)
+    lease(scheduler, other)
+    part = msgspec.structs.replace(request, id=f"{request.id}.1")
+    of_part = lease(scheduler, part)
+    collected = log.take(request.id)
+    assert collected is not None
+    found = [(one.request_id, one.lease_id) for one in collected if isinstance(one, Grant)]
+    assert found == [(request.id, granted.id), (part.id, of_part.id)]
+    assert log.take(request.id) is None
+    lease(scheduler, request)
+    assert log.followed == {}
+
+
+def test_what_is_followed_is_bounded_in_number_and_length() -> None:
+    scheduler = a_scheduler(node("a", slots=1000))
+    log, request = scheduler.decision_log, a_request()
+    log.follow("first")
+    log.follow(request.id)
+    for _ in range(MOST_COLLECTED + 5):
+        lease(scheduler, request)
+    for number in range(MOST_FOLLOWED - 1):
+        log.follow(f"other_{number}")
+    assert len(log.followed) == MOST_FOLLOWED
+    assert log.take("first") is None
+    collected = log.take(request.id)
+    assert collected is not None
+    assert len(collected) == MOST_COLLECTED
+    log.follow_none()
+    assert log.followed == {}
+
+
+def test_a_ratio_counts_in_the_bucket_of_the_first_bound_that_holds_it() -> None:
+    ratios = RatioCounts()
+    for ratio in (0.05, 1.0, 1.05, 99.0):
+        ratios.count(ratio)
+    counted = dict(zip([*RATIO_BOUNDS, "more"], ratios.counts, strict=True))
+    assert {bound: n for bound, n in counted.items() if n} == {0.1: 1, 1.0: 1, 1.1: 1, "more": 1}
+    assert ratios.sum == pytest.approx(101.1)
+
+
+@in_virtual_time
+async def test_a_steady_node_is_predicted_well_once_its_speed_is_known() -> None:
+    async with (
+        EmulatedNode(slots=1, prefill_tps=100, decode_tps=20) as node,
+        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
+    ):
+        prompt = "tell me of the sea " * 60
+        for number in range(12):
+            answer = await gateway.chat(f"{number} {prompt}", max_tokens=40)
+            assert answer.status_code == 200
+        gateway.bus.flush()
+        before = gateway.scheduler.accuracy
+        first_tokens, completions = sum(before.first_token.counts), before.completion.sum
+        for number in range(12, 18):
+            await gateway.chat(f"{number} {prompt}", max_tokens=40)
+        gateway.bus.flush()
+        after = gateway.scheduler.accuracy
+        assert sum(after.first_token.counts) == first_tokens + 6
+        late = (after.completion.sum - completions) / 6
+        assert 0.5 < late < 1.5, "the speed is known by now"
+
+
+@in_virtual_time
+async def test_what_was_cut_short_is_no_sample() -> None:
+    async with (
+        EmulatedNode(slots=1) as node,
+        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
+    ):
+        node.faults.set("status", status=500)
+        assert (await gateway.chat()).status_code >= 500
+        gateway.bus.flush()
+        accuracy = gateway.scheduler.accuracy
+        assert not sum(accuracy.completion.counts + accuracy.first_token.counts)
+
+
+@in_virtual_time
+async def test_the_page_counts_the_cached_tokens_that_were_expected_and_those_found() -> None:
+    async with (
+        EmulatedNode(slots=1, prefill_tps=100, decode_tps=20, cache_ram=1 << 20) as node,
+        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
+    ):
+        prompt = "".join(f"word {number} " for number in range(400))
+        first = await gateway.chat(prompt, max_tokens=10)
+        nothing = await figures(gateway)
+        again = await gateway.chat(prompt, max_tokens=10)
+        page = await figures(gateway)
+    assert (first.status_code, again.status_code) == (200, 200)
+    cached = gateway.ended[-1].cached_tokens
+    assert cached > 50, "else the node had nothing cached"
+    family = "llama_gateway_predicted_cached_tokens_total"
+    assert nothing[family, "expected"] == nothing[family, "found"] == 0
+    assert page[family, "found"] == cached
+    assert page[family, "expected"] == pytest.approx(cached, rel=0.1)
+
+
+@in_virtual_time
+async def test_the_page_has_the_times_to_the_first_token_and_the_end_by_those_expected() -> None:
+    async with (
+        EmulatedNode(slots=1, prefill_tps=100, decode_tps=20) as node,
+        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
+    ):
+        for number in range(4):
+            await gateway.chat(f"{number} " + "hello " * 100, max_tokens=10)
+        before = await figures(gateway)
+        await gateway.chat("5 " + "hello " * 100, max_tokens=10)
+        after = await figures(gateway)
+        id_ = gateway.ended[-1].request_id
+        (remembered,) = gateway.scheduler.decision_log.find([id_]).values()
+        (grant,) = [one for one in remembered.decisions if isinstance(one, Grant)]
+    family = "llama_gateway_prediction_ratio"
+    for of in ("first_token", "completion"):
+        assert after[f"{family}_count", of] == before[f"{family}_count", of] + 1
+    ratio = after[f"{family}_sum", "first_token"] - before[f"{family}_sum", "first_token"]
+    assert grant.first_content_at is not None
+    assert ratio == pytest.approx((grant.first_content_at - grant.at) / grant.expected_ttft)
+    assert 0.5 < ratio < 2.0, "the node's speed is known by now"
+
+
+async def figures(gateway: BareGateway) -> dict[tuple[str, str], float]:
+    """The values of /metrics that tell of predictions, by name and `of`."""
+    gateway.bus.flush()
+    page = (await gateway.admin.get("/metrics")).text
+    return {
+        (sample.name, sample.labels["of"]): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if "of" in sample.labels and not sample.name.endswith("_bucket")
+    }

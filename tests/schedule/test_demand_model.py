@@ -1,0 +1,445 @@
+"""What the demand model predicts, and what it learns."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.lease import LeaseRequest, PromptKey, Usage
+from gateway.nodes.node import Node, NodeState
+from gateway.schedule.core.demand_model import (
+    DEFAULT_ANSWER_TOKENS,
+    LONG_PROMPT_BYTES,
+    MOST_TOKENS,
+    SessionAffinity,
+    TokenEstimates,
+)
+from gateway.schedule.core.placement_state import QueuedRequest
+from gateway.schedule.scheduler import LeaseRecord, Scheduler
+from tests.each_case import each_case
+from tests.schedule.build import (
+    a_request,
+    a_scheduler,
+    lease_at_once,
+    node,
+    settle,
+    start_lease,
+)
+from tests.schedule.queue_simulation import QueueSimulation
+
+
+def serve(
+    scheduler: Scheduler, request: LeaseRequest, reported: Usage | None, **keys: bool
+) -> Node:
+    """Place a request, end it and learn from it; returns its node."""
+    record = lease_at_once(scheduler, request)
+    record.release()
+    scheduler.demand_model.answer_ended(request)
+    complete = keys.pop("complete", reported is not None)
+    scheduler.demand_model.learn(record.placement, request, reported, 30.0, complete=complete)
+    return record.node
+
+
+@pytest.fixture
+def nodes() -> list[Node]:
+    return [node("a"), node("b")]
+
+
+def prompt_request(*blocks: int, size: int = 4000) -> LeaseRequest:
+    prompt = PromptKey(blocks, size / 4, size=size)
+    return a_request(prompt_key=prompt, text_bytes=size, max_tokens=100)
+
+
+def queued(record: LeaseRecord) -> QueuedRequest:
+    """The request in numbers, as it was placed."""
+    assert record.placement is not None
+    return record.placement
+
+
+def believed_cached(scheduler: Scheduler, record: LeaseRecord) -> float:
+    """Prompt tokens that its node was believed to have cached."""
+    row = scheduler.dispatcher.placement_state.by_name[record.node.name]
+    return queued(record).cached.get(row.index, 0.0)
+
+
+def test_lengths_are_learnt_from_reported_tokens(nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*nodes)
+    for _ in range(30):
+        serve(scheduler, a_request(text_bytes=1000, max_tokens=4000), Usage(500, 0, 20))
+    request = a_request(text_bytes=1000, max_tokens=4000)
+    expected = queued(lease_at_once(scheduler, request))
+    assert expected.prompt_tokens == pytest.approx(500.0, rel=0.1)
+    assert expected.completion_tokens == pytest.approx(20.0, rel=0.5)
+
+
+def test_a_request_that_generates_nothing_decodes_nothing(nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*nodes)
+    request = a_request(endpoint="embeddings", generates=False, text_bytes=1000)
+    assert queued(lease_at_once(scheduler, request)).completion_tokens <= 1.0
+
+
+def test_a_node_that_has_a_prompt_cached_gets_the_next_turn(nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*nodes)
+    first_node = serve(scheduler, prompt_request(1, 2, 3), Usage(1000, 0, 20))
+    for _ in range(5):
+        assert serve(scheduler, prompt_request(1, 2, 3, 4), Usage(1100, 1000, 20)) is first_node
+
+
+def test_an_answer_without_reported_tokens_leaves_nothing_cached(nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*nodes)
+    serve(scheduler, prompt_request(1, 2, 3), None)
+    assert scheduler.prompt_cache.lookup(PromptKey((1, 2, 3), 1000.0)).cached == {}
+
+
+def test_ended_answers_are_learnt_before_a_long_prompt_is_placed(nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*nodes)
+    demand_model, first = scheduler.demand_model, prompt_request(1, 2, 3)
+    record = lease_at_once(scheduler, first)
+    scheduler.learn_pending = lambda: demand_model.learn(
+        record.placement, first, Usage(1000, 0, 5), 5.0, complete=True
+    )
+    record.release()
+    demand_model.answer_ended(first)
+    lease_at_once(scheduler, prompt_request(7, size=LONG_PROMPT_BYTES - 1)).release()
+    assert demand_model.learning_pending
+    assert believed_cached(scheduler, lease_at_once(scheduler, prompt_request(1, 2, 3, 4))) > 900
+    assert not demand_model.learning_pending
+
+
+async def test_ended_answers_are_learnt_before_their_slots_are_given_out() -> None:
+    only = node(slots=1)
+    moments = itertools.count()
+    scheduler = a_scheduler(only, clock=lambda: float(next(moments)))
+    demand_model, first = scheduler.demand_model, prompt_request(1, 2, 3)
+    record = lease_at_once(scheduler, first)
+    scheduler.learn_pending = lambda: demand_model.learn(
+        record.placement, first, Usage(1000, 0, 5), 5.0, complete=True
+    )
+    waiting = asyncio.create_task(scheduler.wait_for_lease(prompt_request(1, 2, 3, 4)))
+    await asyncio.sleep(0)
+    record.release()
+    demand_model.answer_ended(first)
+    async with asyncio.timeout(30.0):
+        granted = await waiting
+    assert believed_cached(scheduler, scheduler.records[granted.id]) > 900
+
+
+async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    held = lease_at_once(scheduler, a_request())
+    request = prompt_request(1, 2, 3)
+    waiting = await start_lease(scheduler, request)
+    (waiter,) = scheduler.waiters
+    before = waiter.queued
+    estimate = before.prompt_tokens, before.completion_tokens
+    for _ in range(30):
+        scheduler.demand_model.token_estimates.learn(
+            request.wanted.model, request.caller.fairness_key, 4000.0, 4000.0, 5.0, None
+        )
+    scheduler.fleet.nodes["b"] = node("b", slots=1, state=NodeState.DOWN)
+    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
+    scheduler.capacity_changed()
+    scheduler.match()
+    (waiter,) = scheduler.waiters
+    assert waiter.queued is not before, "rows have changed"
+    assert (waiter.queued.prompt_tokens, waiter.queued.completion_tokens) == estimate
+    held.release()
+    await settle()
+    assert waiting.done()
+
+
+def test_a_short_prompt_leaves_no_learning_pending(nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*nodes)
+    scheduler.demand_model.answer_ended(prompt_request(1, size=LONG_PROMPT_BYTES - 1))
+    assert not scheduler.demand_model.learning_pending
+
+
+def test_an_answer_of_a_removed_node_leaves_nothing_cached(nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*nodes)
+    request = prompt_request(1, 2, 3)
+    record = lease_at_once(scheduler, request)
+    del scheduler.fleet.nodes[record.node.name]
+    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
+    scheduler.capacity_changed()
+    record.release()
+    scheduler.demand_model.answer_ended(request)
+    scheduler.demand_model.learn(record.placement, request, Usage(1000, 0, 5), 5.0, complete=True)
+    assert scheduler.prompt_cache.lookup(PromptKey((1, 2, 3), 1000.0)).cached == {}
+    assert not scheduler.demand_model.learning_pending
+
+
+def test_a_wide_request_takes_the_slots_that_a_learnt_limit_leaves() -> None:
+    one = node(kind="openai")
+    one.spec = one.spec.model_copy(update={"slots": None})
+    scheduler = a_scheduler(one)
+    assert one.most_slots > one.slots_total
+    record = lease_at_once(scheduler, a_request(slots=one.slots_total + 1))
+    assert record.slots == one.slots_total
+
+
+# Token estimates, and how answers correct them.
+
+
+HUGE = 32_768
+
+
+def prompt_of(estimates: TokenEstimates, text: float, model: str = "m", caller: str = "a") -> float:
+    return estimates.expected_tokens(model, caller, text, 0)[0]
+
+
+def answer_of(
+    estimates: TokenEstimates, max_tokens: float | None = HUGE, model: str = "m", caller: str = "a"
+) -> float:
+    return estimates.expected_tokens(model, caller, 100, max_tokens)[1]
+
+
+def learn_answers(
+    estimates: TokenEstimates,
+    *lengths: float,
+    max_tokens: float | None = HUGE,
+    caller: str = "a",
+    complete: bool = True,
+) -> None:
+    for length in lengths:
+        estimates.learn("m", caller, 400, 100, length, max_tokens, complete=complete)
+
+
+def test_the_bytes_of_a_models_tokens_are_learnt_from_four_at_first() -> None:
+    estimates = TokenEstimates()
+    assert prompt_of(estimates, 4000) == pytest.approx(1000)
+    for size in (3000, 300, 30_000, 900):
+        estimates.learn("m", "a", size, size / 3, 50, None)
+    assert prompt_of(estimates, 6000) == pytest.approx(2000, rel=0.05)
+    assert prompt_of(estimates, 6000, caller="b") == pytest.approx(2000, rel=0.05)
+    assert prompt_of(estimates, 6000, model="n") == pytest.approx(1500)
+
+
+def test_a_callers_own_ratio_replaces_the_models() -> None:
+    """One caller writes Chinese (two bytes a token), ten others English."""
+    estimates = TokenEstimates()
+    for turn in range(200):
+        estimates.learn("m", f"english {turn % 10}", 2000, 500, 50, None)
+        if turn % 10 == 0:
+            estimates.learn("m", "chinese", 2000, 1000, 50, None)
+    assert prompt_of(estimates, 3000, caller="chinese") == pytest.approx(1500, rel=0.06)
+    assert prompt_of(estimates, 3000, caller="english 3") == pytest.approx(750, rel=0.06)
+    assert prompt_of(estimates, 3000, caller="new") == pytest.approx(800, rel=0.1)
+
+
+def test_long_prompts_teach_more_than_short_ones() -> None:
+    estimates = TokenEstimates()
+    for _ in range(20):
+        estimates.learn("m", "a", 40, 20, 50, None)
+        estimates.learn("m", "a", 20_000, 5000, 50, None)
+    assert prompt_of(estimates, 20_000) == pytest.approx(5000, rel=0.03)
+
+
+def test_one_wrong_usage_moves_the_ratio_little() -> None:
+    estimates = TokenEstimates()
+    for _ in range(30):
+        estimates.learn("m", "a", 4000, 1000, 50, None)
+    estimates.learn("m", "a", 4000, 10**9, 50, None)
+    assert prompt_of(estimates, 4000) == pytest.approx(1000, rel=0.1)
+
+
+def test_token_ids_count_exactly() -> None:
+    estimates = TokenEstimates()
+    for _ in range(20):
+        estimates.learn("m", "a", 0, 777, 50, None, exact_tokens=777)
+    assert estimates.expected_tokens("m", "a", 0, 10, exact_tokens=777)[0] == 777
+    assert prompt_of(estimates, 4000) == pytest.approx(1000)
+
+
+def test_the_tokens_of_images_are_learnt_apart_from_text() -> None:
+    """A model that makes 256 tokens of any image, each guessed as 1,000."""
+    estimates = TokenEstimates()
+    for count in (1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3):
+        estimates.learn("m", "a", 2000, 500 + 256 * count, 50, None, media_tokens=1000 * count)
+    assert estimates.expected_tokens("m", "b", 400, 0, media_tokens=2000)[0] == pytest.approx(
+        612, rel=0.15
+    )
+    assert prompt_of(estimates, 4000) == pytest.approx(1000)
+
+
+@each_case(
+    ("max_tokens", "expected"),
+    [
+        *((one, DEFAULT_ANSWER_TOKENS) for one in (None, 10**18, 1e300, math.inf, math.nan)),
+        (HUGE, pytest.approx(DEFAULT_ANSWER_TOKENS, rel=0.01)),
+        (16, pytest.approx(16, rel=0.01)),
+        (0, 0),
+        (-1, 0),
+    ],
+)
+def test_an_unknown_answer_has_the_default_length_within_a_limit_that_is_not_absurd(
+    max_tokens: float | None, expected: object
+) -> None:
+    assert answer_of(TokenEstimates(), max_tokens) == expected
+
+
+def test_lengths_far_below_max_tokens_are_learnt() -> None:
+    estimates, rng = TokenEstimates(), random.Random(7)
+    for caller, mean in (("short", 20), ("long", 600)):
+        for _ in range(80):
+            learn_answers(estimates, rng.lognormvariate(math.log(mean), 0.4), caller=caller)
+    assert answer_of(estimates, caller="short") == pytest.approx(21, rel=0.25)
+    assert answer_of(estimates, caller="long") == pytest.approx(650, rel=0.25)
+    assert 21 < answer_of(estimates, caller="new") < 650
+
+
+def test_answers_that_always_reach_their_limit_are_expected_at_the_limit() -> None:
+    estimates = TokenEstimates()
+    for _ in range(10):
+        for length in (20, 80, 200):
+            learn_answers(estimates, length, max_tokens=length)
+    for limit in (20, 80, 200):
+        assert answer_of(estimates, limit) == pytest.approx(limit, rel=0.05)
+
+
+def test_answers_cut_short_teach_no_short_lengths() -> None:
+    estimates = TokenEstimates()
+    learn_answers(estimates, *20 * [300])
+    before = answer_of(estimates)
+    learn_answers(estimates, *20 * [3], complete=False)
+    assert answer_of(estimates) >= before * 0.95
+
+
+@each_case(
+    ("lengths", "expected", "within"),
+    [([40] * 100 + [400] * 100, 400, 0.15), ([50] * 60 + [30_000], 50, 0.3)],
+)
+def test_a_change_of_lengths_is_followed_but_no_runaway_answer(
+    lengths: list[float], expected: float, within: float
+) -> None:
+    estimates = TokenEstimates()
+    learn_answers(estimates, *lengths)
+    assert answer_of(estimates) == pytest.approx(expected, rel=within)
+
+
+def test_memory_is_bounded_and_active_callers_stay() -> None:
+    estimates = TokenEstimates(most_models=10, most_callers=100)
+    for number in range(1000):
+        learn_answers(estimates, 50)
+        estimates.learn(f"m{number}", f"c{number}", 1000, 500, 9, None)
+
+    def known(model: str, caller: str) -> bool:
+        expected = estimates.expected_tokens(model, caller, 1000, None)
+        return expected != estimates.expected_tokens("never seen", "never seen", 1000, None)
+
+    # "m" is the tenth model, and its caller one of the hundred.
+    assert [number for number in range(1000) if known(f"m{number}", "")] == [*range(991, 1000)]
+    callers = [number for number in range(991) if known(f"m{number}", f"c{number}")]
+    assert callers == [*range(901, 991)]
+    assert answer_of(estimates) == pytest.approx(50, rel=0.1)
+
+
+numbers: Any = st.floats() | st.integers(-(10**30), 10**30)
+
+
+@given(st.lists(st.tuples(numbers, numbers, numbers, st.none() | numbers, numbers, numbers)))
+def test_estimates_are_sane_whatever_is_reported(told: list[tuple[Any, ...]]) -> None:
+    estimates = TokenEstimates()
+    for text, prompt, completion, limit, ids, media in told:
+        estimates.learn("m", "a", text, prompt, completion, limit, ids, media)
+        for size in (
+            *estimates.expected_tokens("m", "a", text, limit, ids, media),
+            answer_of(estimates),
+        ):
+            assert 0 <= size <= MOST_TOKENS
+        assert 0 < prompt_of(estimates, 1000) < 10_000
+        assert 0 <= answer_of(estimates, 100) <= 100
+
+
+# Sessions, which a header names, keep their node.
+
+
+def serve_by(scheduler: Scheduler, request: LeaseRequest) -> str:
+    """Serve a request to its end; the name of its node."""
+    lease = lease_at_once(scheduler, request)
+    lease.release()
+    return lease.node.name
+
+
+def session_request(session: str | None, number: int, model: str = "demo") -> LeaseRequest:
+    """A request of a session, with a prompt that no node has cached."""
+    prompt = PromptKey((number,), 100.0, size=400)
+    return a_request(model, prompt_key=prompt, text_bytes=400, max_tokens=100, session=session)
+
+
+@pytest.fixture
+def unequal_nodes() -> list[Node]:
+    return [node(name, models=("demo", "other")) for name in "abcd"]
+
+
+def test_a_session_goes_to_its_last_node(unequal_nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*unequal_nodes)
+    first = {
+        f"s{number}": serve_by(scheduler, session_request(f"s{number}", number))
+        for number in range(20)
+    }
+    assert set(first.values()) == set("abcd")
+    for number, (session, last_node) in enumerate(first.items(), start=100):
+        assert serve_by(scheduler, session_request(session, number)) == last_node
+
+
+def test_a_request_without_a_session_goes_anywhere(unequal_nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*unequal_nodes)
+    assert {serve_by(scheduler, session_request(None, number)) for number in range(40)} == set(
+        "abcd"
+    )
+
+
+def test_a_session_has_a_node_for_each_model(unequal_nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*unequal_nodes)
+    last_nodes = {
+        model: [serve_by(scheduler, session_request(f"s{n}", n, model)) for n in range(20)]
+        for model in ("demo", "other")
+    }
+    assert last_nodes["demo"] != last_nodes["other"]
+
+
+@pytest.mark.parametrize(("times", "stays"), [(1.4, True), (1.6, False)])
+def test_a_session_leaves_a_node_that_is_much_slower_than_another(
+    times: float, stays: bool
+) -> None:
+    scheduler = a_scheduler(node("a"), node("b"))
+    last_node = serve_by(scheduler, session_request("s", 1))
+    for row in scheduler.dispatcher.placement_state.by_name.values():
+        factor = 1.0 if row.name == last_node else times
+        scheduler.dispatcher.placement_state.set_speed(row, 100.0 * factor, 0.1 / factor, 0.0)
+    assert (serve_by(scheduler, session_request("s", 2)) == last_node) is stays
+
+
+def test_a_session_does_not_wait_for_its_node() -> None:
+    one, two = node("one", slots=1), node("two", slots=1)
+    scheduler = a_scheduler(one, two)
+    last_node = serve_by(scheduler, session_request("s", 1))
+    assert lease_at_once(scheduler, session_request("s", 2)).node.name == last_node
+    assert serve_by(scheduler, session_request("s", 3)) != last_node
+
+
+def test_a_session_leaves_a_node_that_takes_no_work(
+    unequal_nodes: list[Node],
+) -> None:
+    scheduler = a_scheduler(*unequal_nodes)
+    last_node = serve_by(scheduler, session_request("s", 1))
+    scheduler.fleet.drain(last_node)
+    assert serve_by(scheduler, session_request("s", 2)) != last_node
+
+
+def test_the_session_that_was_quiet_longest_is_forgotten_first() -> None:
+    sim = QueueSimulation((1,))
+    affinity = SessionAffinity(most_sessions=3)
+    for session in ("a", "b", "c", "a", "d"):
+        affinity.placed(session, "demo", sim.rows[0])
+    queued = sim.request()
+    known = [one for one in "abcd" if affinity.penalties(one, "demo", queued, sim.state)]
+    assert known == ["a", "c", "d"]

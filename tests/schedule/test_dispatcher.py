@@ -1,0 +1,546 @@
+"""Where requests are placed, which wait, and the counts of both under any order of events."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.schedule.core.dispatcher import MOST_DECLINES, DispatchRules, StarvationGuard
+from gateway.schedule.core.placement_state import QueuedRequest
+from gateway.schedule.core.selection import POLICIES
+from gateway.terms import Priority
+from tests.each_case import each_case
+from tests.schedule.queue_simulation import QueueSimulation
+
+
+def test_a_slot_freed_while_nobody_waited_delays_no_arrival() -> None:
+    sim = QueueSimulation((1, 1))
+    other = ((sim.state.candidate_set([sim.state.add("other", total=1)]),),)
+    sim.arrive(groups=other)
+    for placement in sim.fill():
+        sim.dispatcher.released(placement, 1.0)
+    sim.arrive(1.0, groups=other)
+    assert sim.arrive(1.0)[1] is not None
+
+
+def test_of_one_caller_the_request_that_fits_the_free_node_goes() -> None:
+    sim = QueueSimulation((1,))
+    (running,) = sim.fill()
+    sim.arrive(prompt_tokens=5000.0)
+    warm, _ = sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0})
+    assert sim.finish(running, 1.0)[0] is warm
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_later_model_name_counts_only_when_no_node_of_the_first_is_alive_or_takes_work(
+    *, paused: bool
+) -> None:
+    sim = QueueSimulation((1, 1))
+    first, second = (sim.state.candidate_set([row]) for row in sim.rows)
+    groups = ((first,), (second,))
+    _, placement = sim.arrive(groups=groups)
+    assert placement is not None
+    assert placement.group == 0
+    waits, none = sim.arrive(groups=groups)
+    assert none is None
+    sim.state.set_slots(sim.rows[0], 1, 0, 0, alive=paused, paused=paused)
+    (given,) = sim.match(1.0)
+    assert (given, given.group, given.row) == (waits, 1, sim.rows[1])
+
+
+def test_a_node_that_failed_it_is_avoided_while_another_is_alive() -> None:
+    sim = QueueSimulation((1, 1))
+    other = sim.rows[1]
+    _, placement = sim.arrive(failed={0})
+    assert placement is not None
+    assert placement.row is other
+    waits, none = sim.arrive(failed={0})
+    assert none is None
+    sim.state.set_slots(other, 1, 0, 0, alive=False)
+    assert sim.match(1.0) == [waits]
+
+
+def test_requests_without_a_node_hold_up_no_other() -> None:
+    sim = QueueSimulation((1, 1))
+    running = sim.fill()
+    for _ in range(50):
+        sim.arrive(excluded={0, 1})
+    able, _ = sim.arrive()
+    assert sim.finish(running[0], 1.0)[0] is able
+
+
+def test_slotless_requests_are_limited_for_each_node_and_caller() -> None:
+    sim = QueueSimulation((1, 1), DispatchRules(slotless_limit=3))
+    owners = ["a"] * 9 + ["b"] * 9
+    placed = [sim.arrive(slots=0, slotless_caller=owner, fairness_key=owner)[1] for owner in owners]
+    assert [number for number, one in enumerate(placed) if one is not None] == [0, 1, 2, 3, 9, 10]
+    assert [row.slotless_running for row in sim.rows] == [3, 3]
+    assert sim.dispatcher.waiting == 12
+    assert sim.dispatcher.depths()[Priority.NORMAL] == 12
+    served = [one.slotless_caller for _ in range(8) for one in sim.finish(sim.running[0], 1.0)]
+    assert min(Counter(served).values()) >= 3, "in turn"
+    while sim.running:
+        sim.finish(sim.running[0], 2.0)
+    assert sim.dispatcher.waiting == 0
+    assert [(row.slotless_running, row.slotless_by_caller) for row in sim.rows] == [(0, {})] * 2
+
+
+def test_slotless_and_other_requests_do_not_wait_for_each_other() -> None:
+    sim = QueueSimulation((1,), DispatchRules(slotless_limit=1))
+    full, none = sim.fill()[0], sim.arrive(slots=0)[1]
+    assert none is not None
+    narrow, _ = sim.arrive()
+    slotless, _ = sim.arrive(slots=0)
+    wait = sim.dispatcher.predicted_wait(sim.request(), 0.0)
+    for _ in range(50):
+        sim.arrive(slots=0, priority=Priority.URGENT)
+    assert sim.dispatcher.predicted_wait(sim.request(), 0.0) == wait
+    assert sim.finish(full, 1.0) == [narrow]
+    assert [one.slots for one in sim.finish(none, 1.0)] == [0]
+    assert sim.dispatcher.withdraw(slotless)
+    assert {wait for queued, wait in sim.dispatcher.predicted_waits(1.0) if not queued.slots} == {
+        math.inf
+    }
+
+
+def test_a_node_reserved_for_a_wide_request_is_open_to_higher_classes() -> None:
+    sim = QueueSimulation((2,))
+    running = sim.fill()
+    sim.arrive(1.0, slots=2)
+    assert sim.finish(running[0], 2.0) == []
+    assert sim.arrive(2.0)[1] is None
+    assert sim.arrive(2.0, priority=Priority.URGENT)[1] is not None
+
+
+def test_a_warm_request_is_deferred_if_it_ends_sooner_on_its_node() -> None:
+    sim = QueueSimulation((1, 1))
+    (_, first) = sim.arrive(excluded={1}, prompt_tokens=100.0, completion_tokens=10.0)
+    assert first is not None
+    warm, none = sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0})
+    assert none is None
+    assert warm.deferred_to is sim.rows[0]
+    cold, placement = sim.arrive(prompt_tokens=100.0)
+    assert placement is not None, "the free slot is for others meanwhile"
+    assert placement.row is sim.rows[1]
+    assert cold.deferred_to is None
+    assert sim.finish(first, 2.0)[0] is warm
+
+
+def test_a_warm_request_goes_elsewhere_if_that_is_sooner() -> None:
+    sim = QueueSimulation((1, 1))
+    sim.arrive(excluded={1}, prompt_tokens=9000.0, completion_tokens=10.0)
+    _, placement = sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0})
+    assert placement is not None
+    assert placement.row is sim.rows[1]
+
+
+def test_no_more_requests_are_deferred_to_a_node_than_it_has_slots() -> None:
+    sim = QueueSimulation((2, 4))
+    for _ in range(2):
+        sim.arrive(excluded={1}, prompt_tokens=10.0, completion_tokens=10.0)
+    rows = [sim.arrive(prompt_tokens=9000.0, cached={0: 8990.0})[1] for _ in range(4)]
+    assert [placement is None for placement in rows] == [True, True, False, False]
+
+
+def test_a_deferral_ends_in_time() -> None:
+    sim = QueueSimulation((1, 1))
+    sim.arrive(excluded={1}, prompt_tokens=100.0, completion_tokens=10.0)
+    warm, _ = sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0})
+    wake = sim.dispatcher.wake_at()
+    assert wake is not None
+    assert sim.match(wake - 0.01) == []
+    (placement,) = sim.match(wake)
+    assert (placement, placement.row) == (warm, sim.rows[1])
+
+
+def test_a_slot_that_many_declined_is_given_out() -> None:
+    sim = QueueSimulation((1, 20))
+    last = next(one for one in sim.fill() if one.row is sim.rows[1])
+    for _ in range(3 * MOST_DECLINES):
+        sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0}, completion_tokens=1.0)
+    assert len(sim.finish(last, 0.5)) == 1
+
+
+def test_a_waiting_requests_cache_is_looked_up_again_when_slots_have_come_free() -> None:
+    sim = QueueSimulation((1, 1))
+    first, second = sim.fill()
+    queued, _ = sim.arrive(prompt_tokens=5000.0)
+    other, _ = sim.arrive(prompt_tokens=4000.0)
+    looked = []
+
+    def refresh(one: object) -> None:
+        looked.append(one)
+        if one is queued:
+            queued.cached = {second.row.index: 4990.0}
+
+    sim.dispatcher.set_cache_refresh(refresh)
+    assert sim.finish(second, 1.0)[0] is queued
+    assert set(looked) == {queued, other}
+    sim.finish(first, 2.0)
+
+
+def test_a_cancelled_placement_costs_its_caller_nothing() -> None:
+    sim = QueueSimulation((1,))
+    _, placement = sim.arrive()
+    assert placement is not None
+    account = placement.payer
+    assert account is not None
+    assert account.counter > 0
+    for _ in range(2):
+        sim.dispatcher.cancelled(placement, 1.0)
+    assert account.counter == 0
+    assert (sim.rows[0].ours, account.running) == (0, 0)
+
+
+def test_the_first_token_moves_the_expected_end() -> None:
+    sim = QueueSimulation((1,))
+    _, placement = sim.arrive(prompt_tokens=100.0, completion_tokens=10.0)
+    assert placement is not None
+    assert placement.ends == pytest.approx(2.0)
+    sim.dispatcher.prefill_done(placement, 3.0)
+    assert placement.ends == pytest.approx(4.0)
+
+
+def test_positions_and_predicted_waits_follow_the_callers_turns() -> None:
+    sim = QueueSimulation((1,))
+    sim.fill()
+    requests = [sim.arrive(fairness_key="greedy")[0] for _ in range(5)]
+    modest, _ = sim.arrive(fairness_key="modest")
+    urgent, _ = sim.arrive(priority=Priority.URGENT)
+    places = list(sim.dispatcher.predicted_waits(0.0))
+    order = [queued for queued, _ in places]
+    assert order[0] is urgent
+    assert order.index(modest) <= 2
+    assert [queued for queued in order if queued.fairness_key == "greedy"] == requests
+    assert [sim.dispatcher.count_ahead(queued) for queued in order] == list(range(7))
+    waits = [sim.dispatcher.predicted_wait(queued, 0.0) for queued in order]
+    assert waits == sorted(waits) == [wait for _, wait in places]
+
+
+def test_a_new_caller_does_not_wait_for_all_requests_of_another() -> None:
+    sim = QueueSimulation((1,))
+    sim.fill()
+    for _ in range(50):
+        sim.arrive(fairness_key="greedy")
+    ahead, wait = sim.dispatcher.count_ahead, sim.dispatcher.predicted_wait
+    modest, greedy = sim.request(fairness_key="modest"), sim.request(fairness_key="greedy")
+    assert ahead(modest) <= 1
+    assert ahead(greedy) == 50
+    assert wait(modest, 0.0) < wait(greedy, 0.0) / 10
+    assert ahead(sim.request(fairness_key="modest", priority=Priority.BATCH)) == 50
+    assert ahead(sim.request(fairness_key="greedy", priority=Priority.URGENT)) == 0
+
+
+def test_a_measured_speed_changes_all_predicted_waits_at_once() -> None:
+    sim = QueueSimulation((2, 2))
+    for row in sim.rows:
+        sim.state.set_speed(row, 100.0, 0.1, 0.0)
+    sim.fill()
+    for _ in range(50):
+        sim.arrive()
+    guessed = sim.dispatcher.predicted_wait(sim.request(), 0.0)
+    running = min(row.seconds_until_free(1, 0.0) or 0.0 for row in sim.rows)
+    for row in sim.rows:
+        sim.state.set_speed(row, 1000.0, 0.01, 0.0)
+    measured = sim.dispatcher.predicted_wait(sim.request(), 0.0)
+    assert measured - running == pytest.approx((guessed - running) / 10)
+
+
+def test_the_predicted_wait_of_batch_includes_the_reserve() -> None:
+    sim = QueueSimulation((4,), DispatchRules(batch_reserve=0.5))
+    for row in sim.rows:
+        sim.state.set_speed(row, 1000.0, 0.1, 0.0)
+    for tokens in (100.0, 200.0, 300.0, 400.0):
+        sim.arrive(prompt_tokens=1.0, completion_tokens=tokens, priority=Priority.URGENT)
+    urgent = sim.dispatcher.predicted_wait(sim.request(priority=Priority.URGENT), 0.0)
+    batch = sim.dispatcher.predicted_wait(sim.request(priority=Priority.BATCH), 0.0)
+    assert urgent == pytest.approx(10.0, rel=0.05)
+    assert batch == pytest.approx(30.0, rel=0.05)
+    sim.dispatcher.set_rules(DispatchRules())
+    batch = sim.dispatcher.predicted_wait(sim.request(priority=Priority.BATCH), 0.0)
+    assert batch == pytest.approx(urgent)
+
+
+def test_the_predicted_wait_is_infinite_while_every_node_is_down() -> None:
+    sim = QueueSimulation((1,))
+    sim.fill()
+    queued, _ = sim.arrive()
+    sim.state.set_slots(sim.rows[0], 1, 0, 0, alive=False)
+    assert sim.dispatcher.predicted_wait(queued, 0.0) == math.inf
+
+
+def test_usage_as_predicted_changes_no_counter_though_the_token_weight_has_changed() -> None:
+    sim = QueueSimulation((1,))
+    _, placement = sim.arrive(fairness_key="one", prompt_tokens=10.0, completion_tokens=20.0)
+    assert placement is not None
+    account = placement.payer
+    assert account is not None
+    counted = account.counter
+    row = placement.row
+    sim.dispatcher.placement_state.set_speed(
+        row, 30 * row.prefill_tps, row.token_base, row.token_step
+    )
+    for _ in range(300):
+        _, other = sim.arrive(fairness_key="two", slots=0)
+        if other is not None:
+            sim.finish(other, 0.0)
+    sim.dispatcher.settled(placement, 10.0, 0.0, 20.0)
+    assert account.counter == counted
+
+
+@each_case(("share", "rounds"), [(0.1, [False] * 9 + [True]), (0.0, [False] * 10)])
+def test_the_share_of_the_placements_that_overdue_requests_get(
+    share: float, rounds: list[bool]
+) -> None:
+    guard = StarvationGuard(share)
+    given = []
+    for _ in range(30):
+        given.append(guard.overdue_next)
+        guard.placed(to_overdue=guard.overdue_next)
+    assert given == rounds * 3
+
+
+@pytest.mark.parametrize("flood", [Priority.URGENT, Priority.NORMAL])
+def test_the_lowest_class_waits_no_longer_than_the_bound(flood: Priority) -> None:
+    patience = dict.fromkeys(Priority, 30.0)
+    sim = QueueSimulation((2, 2), DispatchRules(overdue_after=patience))
+    service, horizon = 2.0, 400.0
+    rate = 4 / service
+    arrivals = []
+    batch = []
+    for i in range(5):
+        batch.append(
+            sim.request(priority=Priority.BATCH, fairness_key="patient", received_at=0.0 + i)
+        )
+        arrivals.append((float(i), batch[-1]))
+    for i in range(int(1.5 * rate * horizon)):
+        at = i / (1.5 * rate)
+        arrivals.append((at, sim.request(priority=flood, fairness_key=f"{i % 7}", received_at=at)))
+    placed = sim.play(arrivals, until=horizon)
+    for place, queued in enumerate(batch):
+        # Those above are overdue as well after 30 s, and older ones go first.
+        ahead = place + sum(
+            1
+            for other, placement in placed.items()
+            if other.priority is flood
+            and other.arrival_key < queued.arrival_key
+            and placement.placed_at > queued.received_at + 30
+        )
+        bound = 30.0 + (ahead + 1) / (0.1 * rate) + service
+        assert queued in placed
+        assert placed[queued].placed_at - queued.received_at <= bound
+
+
+def test_without_overdue_requests_the_class_decides_alone() -> None:
+    sim = QueueSimulation((1,))
+    (running,) = sim.fill()
+    low = [sim.arrive(priority=Priority.BATCH)[0] for _ in range(3)]
+    high = [sim.arrive(priority=Priority.URGENT)[0] for _ in range(20)]
+    order = []
+    for i in range(20):
+        (running,) = sim.finish(running, i / 10)
+        order.append(running)
+    assert set(order) == set(high)
+    assert sim.waiting() == low
+
+
+def test_callers_of_one_class_share_fairly_however_long_one_of_them_has_waited() -> None:
+    sim = QueueSimulation((1,), DispatchRules(overdue_after=dict.fromkeys(Priority, 30.0)))
+    (running,) = sim.fill()
+    for _ in range(200):
+        sim.arrive(fairness_key="much", completion_tokens=20.0)
+    for _ in range(40):
+        sim.arrive(fairness_key="little", completion_tokens=20.0)
+    callers = []
+    for i in range(60):
+        (running,) = sim.finish(running, 100.0 + i)
+        callers.append(running.fairness_key)
+    assert abs(callers.count("much") - callers.count("little")) <= 4
+
+
+# Under any order of events the counts are right and no slot idles without a reason.
+
+
+NODES = 4
+indexes = st.integers(0, NODES - 1)
+absurd = st.one_of(
+    st.floats(0, 4000), st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e18])
+)
+requests = st.fixed_dictionaries(
+    {
+        "what": st.just("arrive"),
+        "priority": st.sampled_from(Priority),
+        "fairness_key": st.sampled_from("abc"),
+        "slots": st.sampled_from([0, 1, 1, 1, 2, 3]),
+        "prompt_tokens": absurd,
+        "completion_tokens": absurd,
+        "cached": st.dictionaries(indexes, st.floats(0, 5000), max_size=3),
+        "pending": st.dictionaries(indexes, st.floats(0, 5000), max_size=2),
+        "excluded": st.frozensets(indexes, max_size=2),
+        "failed": st.frozensets(indexes, max_size=2),
+        "pool_tokens": st.sampled_from([0.0, 200.0, 700.0, 3000.0, math.inf]),
+    }
+)
+events = st.one_of(
+    requests,
+    requests,
+    st.fixed_dictionaries({"what": st.just("finish"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries({"what": st.just("finish"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries({"what": st.just("withdraw"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries({"what": st.just("cancel"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries(
+        {
+            "what": st.just("slots"),
+            "which": indexes,
+            "capacity": st.integers(0, 3),
+            "foreign": st.integers(0, 2),
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "what": st.just("pool"),
+            "which": indexes,
+            "tokens": st.sampled_from([0, 1000, 4000]),
+            "foreign": st.sampled_from([0, 0, 500]),
+        }
+    ),
+    st.fixed_dictionaries(
+        {"what": st.just("speed"), "which": indexes, "values": st.tuples(absurd, absurd, absurd)}
+    ),
+)
+plays = st.lists(st.tuples(st.floats(0, 20), events), max_size=60)
+
+
+def play(played: list[tuple[float, dict[str, Any]]], rules: DispatchRules) -> list[tuple[str, str]]:
+    """Play the events, with a check after each; returns which request was placed on which row."""
+    sim = QueueSimulation((3, 2, 2, 1), rules, speeds=(600.0, 250.0, 250.0, 100.0))
+    withdrawn: set[QueuedRequest] = set()
+    arrived: list[QueuedRequest] = []
+    order: list[tuple[str, str]] = []
+    now = 0.0
+
+    def note(placements: list[QueuedRequest]) -> None:
+        for one in placements:
+            assert one not in withdrawn
+            assert one.row.index not in one.excluded
+            order.append((str(arrived.index(one)), one.row.name))
+
+    for gap, event in played:
+        now += gap
+        match event["what"]:
+            case "arrive":
+                options = {key: value for key, value in event.items() if key != "what"}
+                queued = sim.request(received_at=now, **options)
+                arrived.append(queued)
+                placement = sim.dispatcher.place_or_queue(queued, now)
+                if placement is not None:
+                    sim.running.append(placement)
+                    note([placement])
+            case "finish" if sim.running:
+                note(sim.finish(sim.running[event["which"] % len(sim.running)], now))
+            case "cancel" if sim.running:
+                placement = sim.running.pop(event["which"] % len(sim.running))
+                sim.dispatcher.cancelled(placement, now)
+                note(sim.match(now))
+            case "withdraw" if arrived:
+                queued = arrived[event["which"] % len(arrived)]
+                if sim.dispatcher.withdraw(queued):
+                    withdrawn.add(queued)
+                note(sim.match(now))
+            case "slots":
+                row = sim.rows[event["which"]]
+                before = row.ours
+                sim.state.set_slots(row, 3, event["capacity"], event["foreign"])
+                assert row.ours == before
+                note(sim.match(now))
+            case "pool":
+                row = sim.rows[event["which"]]
+                sim.state.set_pool(row, event["tokens"], event["foreign"])
+                note(sim.match(now))
+            case "speed":
+                sim.state.set_speed(sim.rows[event["which"]], *event["values"])
+        check(sim, now)
+    return order
+
+
+def check(sim: QueueSimulation, now: float) -> None:
+    dispatcher = sim.dispatcher
+    for row in sim.rows:
+        running = [one for one in sim.running if one.row is row]
+        assert row.running == running
+        assert row.ours == sum(one.slots for one in running)
+        assert row.free == max(0, row.capacity - row.ours - row.foreign)
+        assert (row.index in sim.state.free_rows) == (row.free > 0)
+        assert math.isfinite(row.ends_sum)
+        shares = [min(one.tokens_needed, row.pool) for one in running if one.slots]
+        assert row.pool_reserved == pytest.approx(sum(shares) if row.pool else 0.0)
+        assert row.reserved_for is None or row.reserved_for.account is not None
+    assert sim.state.pools == sum(row.pool > 0 for row in sim.rows)
+    waiting = sim.waiting(now)
+    assert len(waiting) == dispatcher.waiting == sum(dispatcher.depths().values())
+    assert not set(sim.running) & set(waiting)
+    assert len(set(waiting)) == len(waiting)
+    assert all(queued.account is not None for queued in waiting)
+    assert [dispatcher.count_ahead(queued) for queued in waiting] == list(range(len(waiting)))
+    assert all(wait >= 0 for _, wait in dispatcher.predicted_waits(now))
+    for queued in waiting:
+        assert dispatcher.predicted_wait(queued, now) >= 0
+        if queued.deferred_to is None and queued.slots == 1:
+            for row in sim.rows:
+                barred = (
+                    row.index in queued.excluded
+                    or row.index in queued.failed
+                    or row.reserved_for is not None
+                    or row.tokens_short(queued.tokens_needed) > 0.0
+                )
+                spare = row.batch_reserve if queued.priority is Priority.BATCH else 0
+                assert barred or row.free <= spare, "a slot idles"
+        if queued.deferred_to is not None:
+            assert queued in queued.deferred_to.deferred
+            wake = dispatcher.wake_at()
+            assert wake is not None
+            assert wake <= queued.deferred_until
+
+
+@settings(max_examples=300, deadline=None)
+@given(plays, st.sampled_from(sorted(POLICIES)), st.sampled_from([0.0, 0.5]))
+def test_counts_are_right_and_no_slot_idles_without_a_reason(
+    happened: list[tuple[float, dict[str, Any]]], policy: str, reserve: float
+) -> None:
+    play(happened, DispatchRules(policy=policy, batch_reserve=reserve))
+
+
+@settings(max_examples=50, deadline=None)
+@given(plays)
+def test_the_same_seed_places_alike(happened: list[tuple[float, dict[str, Any]]]) -> None:
+    assert play(happened, DispatchRules()) == play(happened, DispatchRules())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0.2, 5.0))
+def test_every_arrival_is_served_in_the_end(seed: int, lengths: float) -> None:
+    rng = random.Random(seed)
+    sim = QueueSimulation((2, 2, 1), seed=seed, speeds=(600.0, 250.0, 100.0))
+    arrivals = []
+    for _ in range(80):
+        at = rng.uniform(0, 100)
+        queued = sim.request(
+            received_at=at,
+            priority=rng.choice(list(Priority)),
+            fairness_key=rng.choice("abcdef"),
+            slots=rng.choice([1, 1, 1, 2]),
+            prompt_tokens=rng.expovariate(1 / 1500),
+            completion_tokens=rng.expovariate(1 / 100),
+            cached={rng.randrange(3): rng.uniform(0, 2000)},
+            pending={rng.randrange(3): rng.uniform(0, 2000)},
+        )
+        arrivals.append((at, queued))
+    assert len(sim.play(arrivals, lengths=lengths)) == len(arrivals)
+    assert not sim.running
+    assert all(row.ours == 0 for row in sim.rows)

@@ -1,0 +1,361 @@
+"""What the reports on a lease teach the fleet and the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gateway.lease import (
+    NOTHING_CHARGED,
+    NOTHING_TRIED,
+    AttemptCharge,
+    AttemptReport,
+    Fault,
+    GrantedLease,
+    LeaseRequest,
+    NodeError,
+    Tried,
+    Usage,
+    UsageReport,
+)
+from gateway.nodes.node import LeasePhase, Node, NodeState
+from gateway.schedule.lease_service import LocalLeaseService
+from tests.each_case import each_case
+from tests.nodes.build import Clock
+from tests.schedule.build import (
+    a_request,
+    a_scheduler,
+    failed_on,
+    node,
+)
+
+USAGE = Usage(100, 20, 50)
+
+
+class World:
+    """A lease service over nodes on a clock that stands still."""
+
+    def __init__(self, *nodes: Node) -> None:
+        self.clock = Clock(100.0)
+        self.nodes = {one.name: one for one in nodes}
+        self.scheduler = a_scheduler(*nodes, clock=self.clock)
+        self.leases = LocalLeaseService(
+            self.scheduler, self.scheduler.fleet, most_failed_requests=3
+        )
+
+    def grant(self, request: LeaseRequest, tried: Tried = NOTHING_TRIED) -> GrantedLease:
+        granted = self.leases.lease_now(request, tried, 0.0)
+        assert granted is not None
+        return granted
+
+    def end(
+        self,
+        lease: GrantedLease,
+        outcome: str = "ok",
+        status: int = 200,
+        *,
+        began: bool = False,
+        fault: Fault = Fault.NOBODY,
+        error: NodeError | None = None,
+    ) -> None:
+        self.leases.ended(AttemptReport(lease.id, outcome, status, True, True, began, fault, error))
+
+    def fail(self, request: LeaseRequest, tried: Tried = NOTHING_TRIED, *, began: bool) -> str:
+        """An attempt at it is reset; returns the node's name."""
+        lease = self.grant(request, tried)
+        self.end(lease, "reset", 0, began=began, fault=Fault.NODE_OR_REQUEST)
+        return lease.node.name
+
+    def failures(self) -> dict[str, int]:
+        """The failures for which nodes were blamed."""
+        return {name: one.circuit.failures for name, one in self.nodes.items()}
+
+
+def test_a_lease_says_what_the_proxy_must_know_of_its_node() -> None:
+    one = node("a", tier="gpu", timeouts={"silence": 7.0}, models=("demo",), context=4096)
+    lease = World(one).grant(a_request(slots=2))
+    assert (lease.node.name, lease.node.tier, lease.node.kind) == ("a", "gpu", "llama.cpp")
+    assert (lease.node.silence_timeout, lease.node.connect_timeout) == (7.0, None)
+    assert (lease.node.context, lease.model, lease.served_name, lease.slots) == (
+        4096, "demo", "demo", 2
+    )  # fmt: skip
+    assert lease.node is one.info
+
+
+def test_a_lease_says_by_which_name_its_node_knows_the_model() -> None:
+    one = node("a", model={"demo": "demo.gguf"})
+    lease = World(one).grant(a_request())
+    assert (lease.model, lease.served_name) == ("demo", "demo.gguf")
+
+
+def test_a_node_is_described_anew_when_its_entry_changes() -> None:
+    one = node("a")
+    before = one.info
+    one.update_info()
+    assert one.info is before
+    one.respecify(one.spec.model_copy(update={"context": 512}), 1.0)
+    assert one.info.context == 512
+    assert before.context is None
+
+
+def test_a_lease_follows_the_reports() -> None:
+    world = World(node("a", slots=1))
+    lease = world.grant(a_request(stream=True))
+    (held,) = world.nodes["a"].leases
+    phases = [held.phase]
+    world.leases.reading_began(lease.id)
+    phases.append(held.phase)
+    world.clock.passes(2.0)
+    world.leases.content_began(lease.id)
+    phases.append(held.phase)
+    assert held.first_content_at == 102.0
+    world.clock.passes(3.0)
+    world.leases.content_went_on(lease.id, 20)
+    assert held.last_content_at == 105.0
+    assert world.leases.lease_now(a_request(), NOTHING_TRIED, 0.0) is None
+    world.leases.response_received(lease.id)
+    phases.append(held.phase)
+    assert [phase.name for phase in phases] == ["WAITING_HEAD", "PREFILL", "DECODE", "RELEASED"]
+    assert world.leases.lease_now(a_request(), NOTHING_TRIED, 0.0) is not None
+    world.end(lease, began=True)
+    world.leases.settle(UsageReport(lease.id, USAGE, USAGE, 50), a_request())
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_node_that_may_be_at_work_keeps_its_slots(began: bool) -> None:
+    world = World(node("a", slots=1))
+    lease = world.grant(a_request())
+    (held,) = world.nodes["a"].leases
+    world.leases.ended(AttemptReport(lease.id, "client_closed", 0, True, False, began))
+    assert held.phase is LeasePhase.RECLAIM
+    assert world.leases.lease_now(a_request(), NOTHING_TRIED, 0.0) is None
+
+
+def test_a_lease_ends_once() -> None:
+    world = World(node("a"))
+    lease = world.grant(a_request())
+    world.end(lease, "reset", 0)
+    with pytest.raises(KeyError):
+        world.end(lease, "reset", 0)
+    lease = world.grant(a_request())
+    world.end(lease, began=True)
+    world.leases.settle(UsageReport(lease.id, USAGE, None, 3), a_request())
+    with pytest.raises(KeyError):
+        world.leases.settle(UsageReport(lease.id, USAGE, None, 3), a_request())
+
+
+@each_case(
+    ("outcome", "status", "error", "learnt"),
+    [
+        ("busy", 503, NodeError(is_loading=True), lambda one: one.state is NodeState.LOADING),
+        ("busy", 502, None, lambda one: one.circuit.suspect_callers == {"c"}),
+        ("busy", 408, None, lambda one: not one.circuit.suspect_callers),
+        (
+            "refused",
+            501,
+            NodeError(lacks_endpoint=True, hint="--rerank"),
+            lambda one: one.refusal_hints == {"chat": "--rerank"},
+        ),
+        (
+            "refused",
+            401,
+            NodeError(key_rejected_at="/v1/chat/completions"),
+            lambda one: one.state is NodeState.DOWN and "401" in one.reason,
+        ),
+        ("server_error", 500, None, lambda one: not one.circuit.suspect_callers),
+    ],
+)
+def test_an_error_response_says_something_of_its_node(
+    outcome: str, status: int, error: NodeError | None, learnt: Callable[[Node], bool]
+) -> None:
+    one = node("a")
+    world = World(one)
+    world.end(world.grant(a_request()), outcome, status, error=error)
+    assert learnt(one)
+    assert one.circuit.failures == 0
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_endpoint_that_refuses_work_is_left_alone_for_a_while(status: int) -> None:
+    one = node("a", kind="openai")
+    world = World(one)
+    lease = world.grant(a_request())
+    world.end(lease, "busy", status, error=NodeError(retry_after=5.0))
+    assert one.paused(world.clock())
+    assert not one.paused(world.clock.passes(6.0))
+
+
+def test_an_unreachable_node_is_to_blame() -> None:
+    world = World(node("a"))
+    lease = world.grant(a_request())
+    world.leases.ended(
+        AttemptReport(
+            lease.id, "connect_failed", 0, False, True, False, Fault.NODE, None, "refused"
+        )
+    )
+    assert world.failures() == {"a": 1}
+    assert world.nodes["a"].probe_history.detail == "refused"
+
+
+def test_nodes_are_blamed_for_a_request_that_another_answers() -> None:
+    world = World(node("a"), node("b"), node("c"))
+    request = a_request()
+    first = world.fail(request, began=False)
+    second = world.fail(request, failed_on(first), began=True)
+    assert set(world.failures().values()) == {0}
+    lease = world.grant(request, failed_on(first, second))
+    world.leases.answered(lease.id)
+    assert world.failures() == {first: 1, second: 0, lease.node.name: 0}
+    world.end(lease, began=True)
+    assert world.failures() == {first: 1, second: 1, lease.node.name: 0}
+
+
+def test_nobody_is_blamed_for_another_request() -> None:
+    world = World(node("a"), node("b"))
+    world.fail(a_request(), began=False)
+    lease = world.grant(a_request())
+    world.leases.answered(lease.id)
+    world.end(lease, began=True)
+    assert set(world.failures().values()) == {0}
+
+
+def test_a_server_error_counts_once_another_node_has_answered() -> None:
+    world = World(node("a"), node("b"))
+    request = a_request()
+    lease = world.grant(request)
+    failed = lease.node.name
+    world.end(lease, "server_error", 500)
+    assert world.nodes[failed].failures == 0
+    lease = world.grant(request, failed_on(failed))
+    world.end(lease, began=True)
+    assert world.nodes[failed].failures == world.failures()[failed] == 1
+
+
+def test_the_oldest_failures_are_forgotten() -> None:
+    world = World(node("a", slots=4), node("b", slots=4))
+    requests = [a_request() for _ in range(4)]
+    failed = [world.fail(request, began=False) for request in requests]
+    for request, name in zip(requests, failed, strict=True):
+        lease = world.grant(request, failed_on(name))
+        world.leases.answered(lease.id)
+    assert sum(world.failures().values()) == 3
+
+
+def test_usage_is_settled_at_the_nodes_price() -> None:
+    prices = {"prompt": 1e6, "completion": 2e6}
+    world = World(node("a", slots=2, cost_per_hour=3600.0, models=("rented",)),
+                  node("b", models=("bought",), cost_per_million_tokens=prices))  # fmt: skip
+    charges = []
+    for model in ("rented", "bought"):
+        request = a_request(model)
+        lease = world.grant(request)
+        world.clock.passes(4.0)
+        world.end(lease, began=True)
+        world.clock.passes(60.0)
+        charges.append(world.leases.settle(UsageReport(lease.id, USAGE, USAGE, 50), request))
+    assert [charge.cost for charge in charges] == [2.0, 200.0]
+    counting = a_request("bought", slots=0)
+    lease = world.grant(counting)
+    world.end(lease, began=True)
+    assert world.leases.settle(UsageReport(lease.id, USAGE, USAGE, 0), counting).cost == 0.0
+    assert [charge.slot_seconds for charge in charges] == [4.0, 4.0]
+
+
+def left(world: World, request: LeaseRequest, seconds: float, **keys: Any) -> AttemptCharge:
+    """What an attempt took that its client left after so many seconds."""
+    lease = world.grant(request)
+    world.clock.passes(seconds)
+    return world.leases.ended(
+        AttemptReport(lease.id, "client_closed", 200, True, False, False, **keys)
+    )
+
+
+def test_what_a_node_said_of_a_prompt_is_what_a_client_pays_that_leaves_in_prefill() -> None:
+    world = World(node("a", slots=2, cost_per_hour=3600.0))
+    request = a_request(prompt_tokens=4000, stream=True)
+    charge = left(world, request, 4.0, prompt_read=(1500, 500))
+    assert charge == AttemptCharge(2.0, 4.0, 1500, 500, 0)
+
+
+def a_measured_world() -> World:
+    """One node that reads about 200 tokens/s and writes about 10."""
+    world = World(node("a", slots=1))
+    timings = {"prompt_n": 200, "prompt_ms": 1000.0, "predicted_n": 10, "predicted_ms": 1000.0}
+    usage = Usage(200, 0, 10, timings)
+    for _ in range(30):
+        request = a_request(prompt_tokens=200, text_bytes=800.0)
+        lease = world.grant(request)
+        world.clock.passes(2.0)
+        world.end(lease, began=True)
+        world.leases.settle(UsageReport(lease.id, usage, usage, 10), request)
+    return world
+
+
+def test_without_that_the_time_and_the_nodes_speed_tell_at_most_the_whole_prompt() -> None:
+    keys: dict[str, Any] = {"prompt_tokens": 4000, "text_bytes": 16_000.0, "stream": True}
+    half = left(a_measured_world(), a_request(**keys), 10.0)
+    whole = left(a_measured_world(), a_request(**keys), 1e6)
+    assert half.prompt_tokens == pytest.approx(2000, rel=0.2)
+    assert whole.prompt_tokens == pytest.approx(4000, rel=0.1)
+    assert half.completion_tokens == whole.completion_tokens == 0
+
+
+def test_a_plain_response_that_shows_nothing_is_estimated_by_the_time() -> None:
+    request = a_request(prompt_tokens=1000, text_bytes=4000.0, max_tokens=100)
+    charge = left(a_measured_world(), request, 9.0)
+    assert charge.prompt_tokens == pytest.approx(1000, rel=0.1)
+    assert charge.completion_tokens == pytest.approx(40, rel=0.3)
+
+
+def test_an_attempt_that_was_never_sent_or_was_refused_takes_nothing() -> None:
+    world = World(node("a"))
+    for status, sent in ((0, False), (400, True)):
+        lease = world.grant(a_request(prompt_tokens=100))
+        world.clock.passes(1.0)
+        report = AttemptReport(lease.id, "client_closed", status, sent, True, False)
+        assert world.leases.ended(report) == NOTHING_CHARGED
+
+
+def test_a_resumed_response_teaches_by_the_clients_own_request() -> None:
+    world = World(node("a"))
+    own = a_request(text_bytes=1000, max_tokens=4000)
+    for _ in range(30):
+        lease = world.grant(a_request(text_bytes=9000, max_tokens=10))
+        world.end(lease, began=True)
+        world.clock.passes(1.0)
+        world.leases.settle(UsageReport(lease.id, USAGE, Usage(500, 0, 20), 5), own)
+    estimates = world.scheduler.demand_model.token_estimates
+    prompt, _ = estimates.expected_tokens("demo", own.caller.fairness_key, 1000, 4000, 0, 0)
+    assert prompt == pytest.approx(500.0, rel=0.1)
+
+
+def test_where_else_a_request_could_go() -> None:
+    gpu, cpu = node("a", tier="gpu", host="one", slots=3), node("b", host="two", slots=4)
+    third = node("c", host="two", slots=1, state=NodeState.DOWN)
+    leases = World(gpu, cpu, third).leases
+    assert leases.has_cpu_node(a_request(), NOTHING_TRIED)
+    assert not leases.has_cpu_node(a_request(), failed_on("b"))
+    assert not leases.has_cpu_node(a_request(node_labels=(("side", "left"),)), NOTHING_TRIED)
+    assert leases.has_other_node(a_request(), failed_on("a"))
+    assert not leases.has_other_node(a_request(), failed_on("a", "b"))
+    assert leases.most_slots_of_a_host() == 5
+    assert leases.unsupported_error(a_request(), NOTHING_TRIED) is None
+
+
+def test_a_node_that_reads_another_prompt_may_be_silent() -> None:
+    world = World(node("a"))
+    lease, other = world.grant(a_request()), world.grant(a_request())
+    world.leases.content_began(lease.id)
+    assert world.leases.is_silence_excused(lease.id)
+    world.leases.content_began(other.id)
+    assert not world.leases.is_silence_excused(lease.id)
+
+
+def test_a_servers_kind_is_read_from_its_properties() -> None:
+    leases = World(node("a")).leases
+    props = {"model_path": "/models/m.gguf", "build_info": "b1", "chat_template": "x"}
+    assert leases.resume_key_of(props) == leases.resume_key_of({**props, "total_slots": 3})
+    assert leases.resume_key_of(props) != leases.resume_key_of({**props, "build_info": "b2"})
+    assert leases.resume_key_of("nonsense") == leases.resume_key_of({})

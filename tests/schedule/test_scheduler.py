@@ -1,0 +1,892 @@
+"""Which requests get a lease, which wait, and which are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway import errors
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.lease import LeaseRequest
+from gateway.nodes.node import Lease, Node, NodeState
+from gateway.nodes.server_properties import ServerProperties
+from gateway.schedule.scheduler import MOST_PLACED_BY_TOKENS, Scheduler
+from gateway.terms import Priority
+from tests.calls import count_calls
+from tests.each_case import each_case
+from tests.nodes.build import Clock, take
+from tests.schedule.build import (
+    CALLER,
+    a_request,
+    a_scheduler,
+    failed_on,
+    lease_at_once,
+    node,
+    refused_by,
+    settle,
+    start_lease,
+    take_lease,
+)
+from tests.virtual import VirtualLoop, in_virtual_time, now
+
+
+def refusal(task: asyncio.Task[Any]) -> GatewayError:
+    assert task.done()
+    error = task.exception()
+    assert isinstance(error, GatewayError)
+    return error
+
+
+async def test_waiting_requests_go_in_the_order_of_arrival() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    first = await start_lease(scheduler, a_request())
+    others = [await start_lease(scheduler, a_request()) for _ in range(5)]
+    assert [place.position for place in scheduler.queue_positions()] == [1, 2, 3, 4, 5]
+    running = first
+    for following in others:
+        assert not following.done()
+        running.result()[0].release()
+        await settle()
+        assert following.done()
+        running = following
+    scheduler.close()
+
+
+async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    early = a_request()
+    running = await start_lease(scheduler, a_request())
+    late = await start_lease(scheduler, a_request())
+    retry = await start_lease(scheduler, early, failed_on(), 1.0)
+    running.result()[0].release()
+    await settle()
+    assert retry.done()
+    assert not late.done()
+    scheduler.close()
+    with pytest.raises(GatewayError):
+        await late
+
+
+async def test_no_one_waits_for_a_model_that_is_free() -> None:
+    busy, idle = node("a", slots=1), node("b", slots=1, models=("other",))
+    scheduler = a_scheduler(busy, idle, queue={"max": 1})
+    await start_lease(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
+    lease, _ = await take_lease(scheduler, a_request("other"))
+    assert lease.node is idle
+    assert not waiting.done()
+    waiting.cancel()
+    await settle()
+
+
+async def test_an_arrival_does_not_pass_a_waiting_request() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    running = await start_lease(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
+    running.result()[0].release()
+    # The slot is free but not yet given out.
+    newcomer = asyncio.create_task(take_lease(scheduler, a_request()))
+    await settle()
+    assert waiting.done()
+    assert not newcomer.done()
+    newcomer.cancel()
+    await settle()
+
+
+async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
+    one = node(slots=2)
+    scheduler = a_scheduler(one)
+    running = [await start_lease(scheduler, a_request()) for _ in range(2)]
+    wide = await start_lease(scheduler, a_request(slots=2))
+    narrow = [await start_lease(scheduler, a_request()) for _ in range(4)]
+    running[0].result()[0].release()
+    await settle()
+    assert not wide.done()
+    assert not any(task.done() for task in narrow), "its reserved slot was taken"
+    late = await start_lease(scheduler, a_request())
+    assert not late.done()
+    running[1].result()[0].release()
+    await settle()
+    assert wide.done()
+    wide.result()[0].release()
+    await settle()
+    assert [task.done() for task in narrow] == [True, True, False, False]
+    scheduler.close()
+    await asyncio.gather(late, *narrow, return_exceptions=True)
+
+
+async def test_when_a_wide_request_leaves_its_reserved_slots_are_free() -> None:
+    one = node(slots=2)
+    scheduler = a_scheduler(one)
+    running = [await start_lease(scheduler, a_request()) for _ in range(2)]
+    request = a_request(slots=2)
+    wide = await start_lease(scheduler, request)
+    narrow = await start_lease(scheduler, a_request())
+    running[0].result()[0].release()
+    await settle()
+    assert not narrow.done()
+    assert scheduler.refuse(request.id, errors.node_failed("cancelled"))
+    await settle()
+    assert refusal(wide).code == "node_failed"
+    assert narrow.done()
+
+
+async def test_a_slotless_request_passes_all_that_wait() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    await start_lease(scheduler, a_request())
+    wide = await start_lease(scheduler, a_request())
+    lease, _ = await take_lease(scheduler, a_request(slots=0))
+    assert (lease.slots, one.leased) == (0, 1)
+    lease.release()
+    wide.cancel()
+    await settle()
+
+
+def unprobed() -> Node:
+    silent = node("b", models=(), state=NodeState.STARTING)
+    silent.probe_history.probed = silent.probe_history.up = False
+    return silent
+
+
+@each_case(
+    ("nodes", "request_", "status", "code"),
+    [
+        ([node()], a_request("nothing"), 404, "model_not_found"),
+        ([node(), unprobed()], a_request("nothing"), 503, "no_node"),
+        ([node(endpoints=["chat"])], a_request(endpoint="embeddings"), 501, "not_supported"),
+        ([node(slots=2), node("b", slots=3)], a_request(slots=4), 400, "invalid_request"),
+        ([node(endpoints=["chat"])], a_request(needs_vision=True), 400, "invalid_request"),
+    ],
+)
+async def test_what_no_node_serves_is_refused_with_a_reason_and_advice_to_wait_if_one_may_yet(
+    nodes: list[Node], request_: LeaseRequest, status: int, code: str
+) -> None:
+    with pytest.raises(GatewayError) as raised:
+        await take_lease(a_scheduler(*nodes), request_)
+    assert (raised.value.status, raised.value.code) == (status, code)
+    assert bool(raised.value.retry_after) is (status == 503)
+    assert raised.value.retryable is (status != 501)
+
+
+@each_case(
+    ("nodes", "request_"),
+    [
+        (lambda: (node(slots=2), node("b", slots=3)), a_request(slots=3)),
+        (
+            lambda: (node(endpoints=["chat"]), node("b", endpoints=["chat", "vision"])),
+            a_request(needs_vision=True),
+        ),
+    ],
+)
+async def test_only_a_node_that_is_wide_enough_or_reads_images_gets_a_request(
+    nodes: Callable[[], tuple[Node, ...]], request_: LeaseRequest
+) -> None:
+    for _ in range(20):
+        lease, _ = await take_lease(a_scheduler(*nodes()), request_)
+        assert lease.node.name == "b"
+
+
+async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
+    first, second = node("a", slots=1, models=("x",)), node("b", slots=1, models=("y",))
+    scheduler = a_scheduler(first, second)
+    lease, model = await take_lease(scheduler, a_request("helper", "gone", "x", "y"))
+    assert (lease.node, model) == (first, "x")
+    # A request waits for a busy node, but not for one that is down.
+    waiting = await start_lease(scheduler, a_request("helper", "x", "y"))
+    assert not waiting.done()
+    first.state = NodeState.DOWN
+    scheduler.capacity_changed()
+    await settle()
+    assert waiting.result()[1] == "y"
+
+
+async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
+    clock = Clock()
+    one = node(clock=clock, slots=1)
+    scheduler = a_scheduler(one, queue={"max": 2})
+    tasks = [await start_lease(scheduler, a_request()) for _ in range(3)]
+    assert scheduler.has_room(), "another caller gets one of the two places"
+    with pytest.raises(GatewayError) as raised:
+        await take_lease(scheduler, a_request())
+    assert (raised.value.status, raised.value.code) == (429, "queue_full")
+    assert raised.value.retry_after == 5.0
+    for _ in range(6):
+        scheduler.completion_rate.completed(scheduler.clock())
+        clock.passes(7.0)
+    with pytest.raises(GatewayError) as raised:
+        await take_lease(scheduler, a_request())
+    assert raised.value.retry_after == 7.0
+    scheduler.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_admitted_request_is_not_refused_by_a_full_queue() -> None:
+    failing, busy = node("a", slots=1), node("b", slots=1)
+    scheduler = a_scheduler(failing, busy, queue={"max": 0})
+    early = a_request()
+    held = take(busy)
+    task = await start_lease(scheduler, early, failed_on("a"))
+    assert not task.done()
+    held.release()
+    await settle()
+    assert task.result()[0].node is busy
+
+
+async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
+    clock = Clock()
+    one = node(clock=clock, slots=1)
+    scheduler = a_scheduler(one)
+    for _ in range(10):
+        scheduler.completion_rate.completed(scheduler.clock())
+        clock.passes(5.0)
+    early = a_request(time_limit=13.0)
+    await take_lease(scheduler, a_request())
+    tasks = [await start_lease(scheduler, a_request()) for _ in range(5)]
+    retry = await start_lease(scheduler, early, age=1.0)
+    assert not retry.done()
+    scheduler.close()
+    await asyncio.gather(retry, *tasks, return_exceptions=True)
+
+
+@in_virtual_time
+async def test_a_wait_ends_in_time() -> None:
+    scheduler = a_scheduler(
+        node(slots=1), clock=now, queue={"max_wait": 0.15}, classes={"batch": {"max_wait": 0.05}}
+    )
+    await take_lease(scheduler, a_request())
+    began = now()
+    normal = await start_lease(scheduler, a_request())
+    batch = await start_lease(scheduler, a_request(priority=Priority.BATCH))
+    with pytest.raises(GatewayError) as raised:
+        await batch
+    assert now() - began == pytest.approx(0.05)
+    assert not normal.done()
+    assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
+    assert raised.value.retry_after
+    assert not raised.value.retryable
+    with pytest.raises(GatewayError):
+        await normal
+    assert now() - began == pytest.approx(0.15)
+    assert scheduler.queue_positions() == []
+
+
+async def test_a_time_limit_counts_from_the_receipt_by_whatever_clock() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(clock=clock, slots=1))
+    await take_lease(scheduler, a_request())
+    old = await start_lease(scheduler, a_request(time_limit=5.0), age=4.0)
+    young = await start_lease(scheduler, a_request(time_limit=5.0), age=1.0)
+    waiters = [waiter for waiter, _ in scheduler.predicted_waits()]
+    assert [waiter.queued.received_at for waiter in waiters] == [clock() - 4.0, clock() - 1.0]
+    clock.passes(1.5)
+    scheduler.check_due()
+    await settle()
+    assert refusal(old).code == "queue_timeout"
+    assert not young.done()
+    scheduler.close()
+    await asyncio.gather(young, return_exceptions=True)
+
+
+async def test_the_place_in_the_queue_is_told_by_the_requests_id() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(clock=clock, slots=1))
+    running = await start_lease(scheduler, a_request())
+    first, second = a_request(), a_request()
+    tasks = [await start_lease(scheduler, request) for request in (first, second)]
+    clock.passes(3.0)
+    place = scheduler.queue_position(second.id)
+    assert place is not None
+    assert (place.request_id, place.position, place.waited_seconds) == (second.id, 2, 3.0)
+    assert scheduler.queue_position("unknown") is None
+    running.result()[0].release()
+    await settle()
+    assert tasks[0].done()
+    scheduler.check_all()
+    assert scheduler.queue_position(first.id) is None
+    place = scheduler.queue_position(second.id)
+    assert place is not None
+    assert place.position == 1
+    scheduler.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(clock=clock, slots=1))
+    for _ in range(10):
+        scheduler.completion_rate.completed(scheduler.clock())
+        clock.passes(5.0)
+    await take_lease(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
+    with pytest.raises(GatewayError) as raised:
+        await take_lease(scheduler, a_request(time_limit=6.0))
+    assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
+    assert not raised.value.retryable
+    patient = await start_lease(scheduler, a_request(time_limit=60.0))
+    assert not patient.done()
+    scheduler.close()
+    await asyncio.gather(waiting, patient, return_exceptions=True)
+
+
+@in_virtual_time
+async def test_when_every_node_is_down_requests_wait_for_the_first_to_return() -> None:
+    one = node(state=NodeState.DOWN)
+    scheduler = a_scheduler(one, clock=now)
+    task = await start_lease(scheduler, a_request())
+    assert not task.done()
+    one.state = NodeState.READY
+    scheduler.capacity_changed()
+    await settle()
+    assert task.done()
+    scheduler.close()
+
+
+@in_virtual_time
+async def test_a_node_on_trial_is_worth_the_ordinary_wait() -> None:
+    one = node(state=NodeState.EJECTED)
+    one.circuit.trial = object()
+    scheduler = a_scheduler(one, clock=now, retries={"wait_for_node": 0.05})
+    waiting = asyncio.create_task(take_lease(scheduler, a_request()))
+    await asyncio.sleep(0)
+    (waiter,) = scheduler.waiters
+    setattr(waiter, "nodes_down_since", now() - 1.0)  # noqa: B010 - mypy would not forget it
+    scheduler.check_all()
+    assert waiter.nodes_down_since is None
+    one.circuit.trial = None
+    with pytest.raises(GatewayError) as raised:
+        await waiting
+    assert raised.value.code == "no_node"
+
+
+@in_virtual_time
+async def test_when_no_node_returns_the_error_is_no_node() -> None:
+    scheduler = a_scheduler(node(state=NodeState.DOWN), clock=now, retries={"wait_for_node": 0.05})
+    with pytest.raises(GatewayError) as raised:
+        await take_lease(scheduler, a_request())
+    assert (raised.value.status, raised.value.code) == (503, "no_node")
+    assert raised.value.retry_after
+
+
+async def test_a_mute_node_is_worth_the_ordinary_wait() -> None:
+    one = node(state=NodeState.MUTE)
+    clock = Clock()
+    scheduler = a_scheduler(one, clock=clock, retries={"wait_for_node": 1.0})
+    task = await start_lease(scheduler, a_request())
+    clock.passes(100.0)
+    scheduler.check_all()
+    await settle()
+    assert not task.done()
+    one.state = NodeState.DOWN
+    scheduler.check_all()
+    clock.passes(1.0)
+    scheduler.check_all()
+    await settle()
+    assert refusal(task).code == "no_node"
+
+
+@pytest.mark.parametrize("state", [NodeState.DRAINING, NodeState.DOWN])
+async def test_a_node_that_is_removed_meanwhile_is_not_used(state: NodeState) -> None:
+    busy, other = node("a", slots=1), node("b", slots=1)
+    scheduler = a_scheduler(busy, other)
+    leases = [await take_lease(scheduler, a_request()) for _ in range(2)]
+    task = await start_lease(scheduler, a_request())
+    by_node = {lease.node.name: lease for lease, _ in leases}
+    busy.state = state
+    by_node["a"].release()
+    await settle()
+    assert not task.done()
+    by_node["b"].release()
+    await settle()
+    assert task.result()[0].node is other
+
+
+async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> None:
+    one, other = node("a", slots=1), node("b", models=("other",))
+    scheduler = a_scheduler(one, other)
+    await take_lease(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
+    del scheduler.fleet.nodes["a"]
+    one.removed = True
+    scheduler.fleet.model_index.set_nodes([other])
+    scheduler.check_all()
+    await settle()
+    assert refusal(task).code == "model_not_found"
+
+
+async def test_after_a_failure_the_next_model_of_the_list_will_do() -> None:
+    failing, other = node("a", models=("x",)), node("b", models=("y",))
+    scheduler = a_scheduler(failing, other)
+    lease, model = await take_lease(scheduler, a_request("helper", "x", "y"), failed_on("a"))
+    assert (lease.node, model) == (other, "y")
+
+
+async def test_the_only_node_is_tried_again() -> None:
+    scheduler = a_scheduler(node("a"))
+    lease, _ = await take_lease(scheduler, a_request(), failed_on("a"))
+    assert lease.node.name == "a"
+
+
+async def test_a_node_that_refused_the_request_is_not_tried_again() -> None:
+    scheduler = a_scheduler(node("a"), node("b"))
+    for _ in range(20):
+        lease, _ = await take_lease(scheduler, a_request(), refused_by("a"))
+        assert lease.node.name == "b"
+        lease.release()
+    with pytest.raises(GatewayError) as raised:
+        await take_lease(scheduler, a_request(), refused_by("a", "b"))
+    assert raised.value.status == 502
+
+
+async def test_requests_wait_for_others_work_on_a_node() -> None:
+    one = node(slots=1)
+    one.occupancy.foreign = 1
+    scheduler = a_scheduler(one)
+    task = await start_lease(scheduler, a_request())
+    assert not task.done()
+    one.occupancy.foreign = 0
+    scheduler.fleet.refresh_state(one)
+    await settle()
+    assert task.done()
+
+
+async def test_a_request_that_leaves_the_queue_leaves_nothing_behind() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    running = await start_lease(scheduler, a_request())
+    waiting = [await start_lease(scheduler, a_request()) for _ in range(3)]
+    waiting[1].cancel()
+    await settle()
+    assert len(scheduler.queue_positions()) == 2
+    # Granted and cancelled at the same time: the slot must not be lost.
+    running.result()[0].release()
+    scheduler.match()
+    assert one.leased == 1
+    waiting[0].cancel()
+    await settle()
+    assert waiting[0].cancelled()
+    assert waiting[2].done()
+    assert (one.leased, len(scheduler.records)) == (1, 2)
+    waiting[2].result()[0].release()
+    assert (one.leased, scheduler.queue_positions()) == (0, [])
+
+
+async def test_a_client_that_leaves_while_the_nodes_change_gets_no_lease() -> None:
+    one, new = node("a", slots=1), node("b", slots=1)
+    scheduler = a_scheduler(one)
+    await take_lease(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
+    new.clock = one.clock
+    scheduler.fleet.nodes["b"] = new
+    scheduler.fleet.model_index.set_nodes([one, new])
+    scheduler.fleet_sync.sync()
+    waiting.cancel()
+    scheduler.match()
+    await settle()
+    assert waiting.cancelled()
+    assert new.leased == 0
+    assert len(scheduler.records) == 1
+    assert not scheduler.queue_positions()
+
+
+async def test_after_close_nothing_waits_and_nothing_is_granted() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    await take_lease(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
+    scheduler.closing = True
+    for slots in (0, 1):
+        with pytest.raises(GatewayError) as raised:
+            await take_lease(scheduler, a_request(slots=slots))
+        assert raised.value.code == "shutting_down"
+    scheduler.close()
+    await settle()
+    assert refusal(waiting).code == "shutting_down"
+    assert scheduler._timer is None
+    assert scheduler._match_handle is None
+
+
+async def test_a_full_queue_is_matched_with_little_work() -> None:
+    nodes = [node(f"n{i}", slots=2) for i in range(50)]
+    scheduler = a_scheduler(*nodes)
+    leases = [(await take_lease(scheduler, a_request()))[0] for _ in range(100)]
+    tasks = [await start_lease(scheduler, a_request(prompt_tokens=i)) for i in range(256)]
+
+    def free_all() -> None:
+        for lease in leases:
+            lease.release()
+            scheduler.match()
+
+    each = count_calls(free_all) / len(leases)
+    assert sum(task.done() for task in tasks) <= 100
+    assert each < 1_500, f"{each:.0f} calls for each slot that came free"
+    scheduler.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Any order of events.
+
+
+@dataclass
+class World:
+    """A scheduler under random events, and the limits that always hold."""
+
+    nodes: list[Node]
+    scheduler: Scheduler
+    tasks: dict[str, tuple[LeaseRequest, asyncio.Task[tuple[Lease, str]]]] = field(
+        default_factory=dict
+    )
+    leases: list[Lease] = field(default_factory=list)
+
+    def collect(self) -> None:
+        for name, (_, task) in list(self.tasks.items()):
+            if task.done():
+                del self.tasks[name]
+                if not task.cancelled() and task.exception() is None:
+                    self.leases.append(task.result()[0])
+
+    def check(self) -> None:
+        for one in self.nodes:
+            held = sum(
+                lease.slots
+                for lease in self.leases
+                if lease.node is one and lease.released_at is None
+            )
+            assert one.leased == held
+            assert one.leased <= one.slots_total
+            assert self.scheduler.dispatcher.placement_state.by_name[one.name].ours == held
+        waiters = [waiter for waiter, _ in self.scheduler.predicted_waits()]
+        waiting = [waiter.request for waiter in waiters]
+        assert {one.id for one in waiting} == set(self.tasks)
+        assert [place.request_id for place in self.scheduler.queue_positions()] == [
+            one.id for one in waiting
+        ]
+        arrivals = [waiter.queued.arrival_key for waiter in waiters]
+        assert arrivals == sorted(arrivals)
+        # No request waits that could go, unless a wide one has reserved the slots.
+        now = self.scheduler.clock()
+        state = self.scheduler.dispatcher.placement_state
+        reserved = {name for name, row in state.by_name.items() if row.reserved_for is not None}
+        for request in waiting:
+            for one in self.nodes:
+                if not one.served_name(request.wanted.model):
+                    continue
+                if request.size.slots:
+                    assert one.name in reserved or one.free_slots(now) < request.size.slots
+                else:
+                    assert not one.capacity(now)
+
+
+MODELS = [("demo",), ("demo", "other"), ("other",)]
+steps = st.one_of(
+    st.tuples(st.just("arrive"), st.integers(0, 3), st.sampled_from(["demo", "other"])),
+    st.tuples(st.just("finish"), st.integers(0, 50), st.booleans()),
+    st.tuples(st.just("cancel"), st.integers(0, 50), st.none()),
+    st.tuples(st.just("state"), st.integers(0, 2), st.sampled_from(list(NodeState))),
+    st.tuples(st.just("foreign"), st.integers(0, 2), st.integers(0, 3)),
+)
+
+
+async def run(script: list[tuple[str, int, Any]]) -> None:
+    clock = Clock()
+    nodes = [
+        node(name, clock=clock, slots=3, models=models)
+        for name, models in zip("abc", MODELS, strict=True)
+    ]
+    world = World(nodes, a_scheduler(*nodes, clock=clock, queue={"max": 6}))
+    for what, number, how in script:
+        if what == "arrive":
+            request = a_request(how, slots=number)
+            task = asyncio.create_task(take_lease(world.scheduler, request))
+            world.tasks[request.id] = (request, task)
+        elif what == "finish" and (
+            held := [lease for lease in world.leases if lease.released_at is None]
+        ):
+            held[number % len(held)].release()
+        elif what == "cancel" and world.tasks:
+            list(world.tasks.values())[number % len(world.tasks)][1].cancel()
+        elif what == "state":
+            nodes[number].state = how
+            world.scheduler.capacity_changed()
+        elif what == "foreign":
+            nodes[number].occupancy.foreign = how
+            world.scheduler.capacity_changed()
+        await settle()
+        world.collect()
+        world.check()
+    for one in nodes:
+        one.state, one.occupancy.foreign = NodeState.READY, 0
+    world.scheduler.capacity_changed()
+    for _ in range(200):
+        await settle()
+        world.collect()
+        if not world.tasks and all(lease.released_at is not None for lease in world.leases):
+            break
+        for lease in world.leases:
+            lease.release()
+    assert world.tasks == {}
+    assert [one.leased for one in nodes] == [0, 0, 0]
+    assert world.scheduler.queue_positions() == []
+    world.scheduler.close()
+
+
+@given(st.lists(steps, max_size=40))
+@settings(max_examples=150)
+def test_no_node_ever_gets_more_than_its_slots_and_all_are_freed(
+    script: list[tuple[str, int, Any]],
+) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run(script))
+
+
+async def test_a_prefill_shorter_than_predicted_brings_the_expected_start_forward() -> None:
+    only = node(slots=1)
+    clock = Clock()
+    scheduler = a_scheduler(only, clock=clock)
+    long = a_request(prompt_tokens=100_000, exact_tokens=100_000, max_tokens=10, stream=True)
+    lease, _ = await take_lease(scheduler, long)
+    waiting = await start_lease(scheduler, a_request())
+    before = scheduler.queue_positions()[0].expected_seconds
+    assert before is not None
+    clock.now += 1.0
+    lease.content_received(clock())
+    after = scheduler.queue_positions()[0].expected_seconds
+    assert after is not None
+    assert after < before
+    lease.release()
+    (await waiting)[0].release()
+
+
+async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_free() -> None:
+    only = node(slots=1)
+    clock = Clock()
+    scheduler = a_scheduler(only, clock=clock)
+    late = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=0.5)
+    unmeasured = scheduler.lease_now(late)
+    assert unmeasured is not None
+    scheduler.release_unused(unmeasured.id)
+    only.speed.learn_timings(
+        {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
+    )
+    scheduler.fleet.refresh_state(only)
+    scheduler.capacity_changed()
+    with pytest.raises(GatewayError) as refused:
+        scheduler.lease_now(late)
+    assert (refused.value.status, refused.value.code) == (503, "queue_timeout")
+    assert refused.value.retry_after is not None
+    patient = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=60.0)
+    assert scheduler.lease_now(patient) is not None
+
+
+async def test_a_prompt_that_is_refused_for_its_deadline_reserves_nothing() -> None:
+    cpu, gpu = node("a", slots=1), node("b", slots=1, tier="gpu")
+    scheduler = a_scheduler(cpu, gpu, hybrid={"spill": {"share": 1, "after": 0}})
+    for one in (cpu, gpu):
+        one.speed.learn_timings(
+            {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
+        )
+    scheduler.capacity_changed()
+    await take_lease(scheduler, a_request())
+    late = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=0.5)
+    with pytest.raises(GatewayError, match="Reading this prompt"):
+        scheduler.lease_now(late)
+    assert running_spills(scheduler) == 0
+    patient = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=600.0)
+    assert scheduler.lease_now(patient) is not None
+    assert running_spills(scheduler) == 1
+
+
+def running_spills(scheduler: Scheduler) -> object:
+    view = scheduler.tier_policy.view(scheduler.clock())["spill"]
+    assert isinstance(view, dict)
+    return view["running"]
+
+
+READ = {"prompt_n": 3000, "prompt_ms": 30_000.0}
+WROTE = {"predicted_n": 300, "predicted_ms": 30_000.0}
+
+
+async def start_burst(scheduler: Scheduler, count: int) -> list[asyncio.Task[Any]]:
+    tasks = []
+    for number in range(count):
+        limit = 90.0 if number % 2 else None
+        request = a_request(prompt_tokens=3000, exact_tokens=3000, time_limit=limit)
+        tasks.append(asyncio.create_task(take_lease(scheduler, request)))
+    await settle()
+    return tasks
+
+
+@each_case(
+    ("answers", "refuses"),
+    [
+        ([], False),
+        ([READ | WROTE], False),
+        ([READ, READ, READ], False),
+        ([WROTE, WROTE, WROTE], False),
+        ([READ | WROTE, READ | WROTE], True),
+    ],
+)
+async def test_a_burst_is_refused_by_prediction_only_with_measured_speeds(
+    answers: list[dict[str, float]], refuses: bool
+) -> None:
+    clock = Clock()
+    one = node(slots=2)
+    scheduler = a_scheduler(one, clock=clock, queue={"max": 50, "max_wait": 120})
+    for timings in answers:
+        scheduler.fleet.learn_timings(one, timings)
+    scheduler.capacity_changed()
+    tasks = await start_burst(scheduler, 40)
+    assert any(task.done() and task.exception() is not None for task in tasks) is refuses
+    # The number of waiting requests is bounded all the same.
+    tasks += await start_burst(scheduler, 40)
+    full = [task for task in tasks if task.done() and task.exception() is not None]
+    assert full
+    if not refuses:
+        assert {refusal(task).code for task in full} == {"queue_full"}
+        assert scheduler.dispatcher.waiting == 44, "one caller gets all places but a reserve"
+    scheduler.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_the_completion_rate_of_a_bursts_first_answers_refuses_nobody() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 50, "max_wait": 120})
+    for _ in range(3):
+        scheduler.completion_rate.completed(clock())
+        clock.passes(20.0)
+    tasks = await start_burst(scheduler, 40)
+    assert not any(task.done() and task.exception() is not None for task in tasks)
+    scheduler.completion_rate.completed(clock())
+    late = await start_burst(scheduler, 2)
+    assert {refusal(task).code for task in late} <= {"queue_full", "queue_timeout"}
+    scheduler.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_another_server_is_measured_anew() -> None:
+    one = node(slots=2)
+    scheduler = a_scheduler(one, queue={"max": 50, "max_wait": 120})
+    for _ in range(2):
+        scheduler.fleet.learn_timings(one, READ | WROTE)
+    one.speed.forget()
+    scheduler.fleet.learn_timings(one, READ | WROTE)
+    scheduler.capacity_changed()
+    tasks = await start_burst(scheduler, 40)
+    assert not any(task.done() and task.exception() is not None for task in tasks)
+    scheduler.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def pooled(slots: int, context: int) -> Node:
+    return node(slots=slots, kv="shared", context=context)
+
+
+async def test_a_request_that_has_come_to_need_most_of_a_pool_is_not_passed_over() -> None:
+    scheduler = a_scheduler(pooled(slots=4, context=1000))
+
+    def learn_answers(tokens: int) -> None:
+        for _ in range(40):
+            scheduler.demand_model.token_estimates.learn("demo", CALLER, 0, 150, tokens, None, 150)
+
+    def small() -> LeaseRequest:
+        return a_request(exact_tokens=200, max_tokens=40)
+
+    learn_answers(20)
+    leases = [(await take_lease(scheduler, small()))[0] for _ in range(4)]
+    grows = await start_lease(scheduler, a_request(exact_tokens=150, max_tokens=800))
+    [waiter] = scheduler.waiters
+    assert not waiter.queued.is_wide
+    learn_answers(400)
+    scheduler.check_all()
+    others = [await start_lease(scheduler, small()) for _ in range(8)]
+    for lease in leases:
+        lease.release()
+        await settle()
+    assert grows.done()
+    scheduler.close()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_next_others() -> None:
+    scheduler = a_scheduler(pooled(slots=32, context=3200))
+
+    def small() -> LeaseRequest:
+        return a_request(exact_tokens=60, max_tokens=20)
+
+    leases = [(await take_lease(scheduler, small()))[0] for _ in range(32)]
+    tasks = [await start_lease(scheduler, small()) for _ in range(32)]
+    for lease in leases:
+        lease.release()
+    scheduler.match()
+    assert scheduler.dispatcher.waiting == 32 - MOST_PLACED_BY_TOKENS
+    assert scheduler.lease_now(small()) is None
+    await settle()
+    assert all(task.done() for task in tasks)
+
+
+# Leases and their records.
+
+
+def test_the_placement_of_a_node_that_has_left_is_forgotten() -> None:
+    scheduler = a_scheduler(node("a"), node("b"))
+    record = lease_at_once(scheduler, a_request())
+    del scheduler.fleet.nodes[record.node.name]
+    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
+    scheduler.capacity_changed()
+    assert record.placement is not None
+    record.release()
+    assert record.placement is None
+
+
+def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:
+    clock = Clock()
+    only = node(state=NodeState.READY)
+    scheduler = a_scheduler(only, clock=clock)
+    request = a_request(exact_tokens=500, prompt_tokens=500)
+    first = scheduler.lease_now(request)
+    assert first is not None
+    assert first.expected_prefill is None
+    assert first.prefill_grace == 4 * 500 / 25.0
+    only.speed.learn_timings(
+        {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
+    )
+    scheduler.release_unused(first.id)
+    scheduler.fleet.refresh_state(only)
+    second = scheduler.lease_now(request)
+    assert second is not None
+    assert second.expected_prefill is not None
+    assert 4.0 < second.expected_prefill < 6.0
+    assert 16.0 < second.prefill_grace < 24.0
+
+
+def test_only_a_llama_cpp_server_is_asked_for_a_stream_to_assemble() -> None:
+    for kind, streams in (("llama.cpp", True), ("openai", False)):
+        one = node(kind=kind)
+        one.properties = ServerProperties(models=("demo",))
+        granted = a_scheduler(one).lease_now(a_request(may_assemble=True))
+        assert granted is not None
+        assert granted.stream is streams
+
+
+def test_another_word_of_policy_means_least_finish_and_warns() -> None:
+    with structlog.testing.capture_logs() as logs:
+        scheduler = a_scheduler(node(), policy="round_robin")
+        assert scheduler.dispatcher.rules.policy == "least_finish"
+        scheduler.configure(Settings(policy="prefix_hash"))
+        scheduler.configure(Settings())
+    assert scheduler.dispatcher.rules.policy == "least_finish"
+    assert [(one["setting"], one["value"]) for one in logs] == [
+        ("policy", "round_robin"),
+        ("policy", "prefix_hash"),
+    ]

@@ -1,0 +1,369 @@
+"""Which row a request gets, and what each would cost."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from gateway.schedule.candidates import HOPE_AWAITED, HOPE_GUESSED, HOPE_UNKNOWN
+from gateway.schedule.core.dispatcher import DispatchRules
+from gateway.schedule.core.placement_state import (
+    EXPLORING_REQUESTS,
+    MOST_COMPARED_ROWS,
+    AvailableRows,
+)
+from gateway.schedule.core.selection import (
+    POLICIES,
+    CostColumns,
+    LeastFinish,
+    available_rows,
+    compare,
+    cost_of_figures,
+    explore,
+    row_cost,
+    row_cost_after,
+    row_costs,
+    row_figures,
+)
+from gateway.terms import Priority
+from tests.each_case import each_case
+from tests.schedule.queue_simulation import QueueSimulation
+
+
+def chosen(sim: QueueSimulation, count: int, **options: Any) -> Counter[str]:
+    names: Counter[str] = Counter()
+    for _ in range(count):
+        _, placement = sim.arrive(**options)
+        assert placement is not None
+        names[placement.row.name] += 1
+    return names
+
+
+def test_a_policy_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        QueueSimulation(rules=DispatchRules(policy="best"))
+
+
+def test_least_finish_prefers_the_fast_node_until_it_is_slower() -> None:
+    sim = QueueSimulation((4, 4), speeds=(300.0, 100.0))
+    names = chosen(sim, 4)
+    assert names["node-0"] > names["node-1"]
+
+
+def test_least_finish_breaks_ties_at_random() -> None:
+    found = {next(iter(chosen(QueueSimulation((1,) * 4, seed=seed), 1))) for seed in range(40)}
+    assert len(found) == 4
+
+
+def test_least_loaded_goes_by_slots_alone() -> None:
+    sim = QueueSimulation((4, 2), DispatchRules(policy="least_loaded"), speeds=(1.0, 1e6))
+    assert chosen(sim, 3) == {"node-0": 2, "node-1": 1}
+
+
+def test_round_robin_takes_every_node_in_turn() -> None:
+    sim = QueueSimulation((3, 3, 3), DispatchRules(policy="round_robin"))
+    order = [next(iter(chosen(sim, 1))) for _ in range(6)]
+    assert order == ["node-0", "node-1", "node-2"] * 2
+
+
+def test_prefix_hash_sends_equal_prefixes_to_one_node_and_on_when_it_is_full() -> None:
+    sim = QueueSimulation((2, 2, 2, 2), DispatchRules(policy="prefix_hash"))
+    names = chosen(sim, 4, affinity_hash=12345)
+    assert sorted(names.values()) == [2, 2]
+    again = chosen(
+        QueueSimulation((2, 2, 2, 2), DispatchRules(policy="prefix_hash")), 4, affinity_hash=12345
+    )
+    assert again == names
+
+
+def test_prefix_hash_spreads_different_prefixes() -> None:
+    sim = QueueSimulation((1,) * 8)
+    rng = random.Random(1)
+    policy = POLICIES["prefix_hash"](sim.state)
+    available = AvailableRows(sim.rows, sim.candidates, 0)
+    counts: Counter[str] = Counter()
+    for _ in range(2000):
+        row = policy.choose(available, sim.request(affinity_hash=rng.getrandbits(63)), 0.0, rng)
+        counts[row.name] += 1
+    assert min(counts.values()) > 150
+
+
+@each_case("nodes", [1, 3, 8, 9, 40, 64, 300])
+@each_case("policy", sorted(POLICIES))
+def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(
+    policy: str, nodes: int
+) -> None:
+    rng = random.Random(nodes)
+    sim = QueueSimulation((2,) * nodes)
+    for row in sim.rows:
+        sim.state.set_speed(row, rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.01)
+    for _ in range(nodes // 2):
+        sim.dispatcher.place(sim.request(prompt_tokens=rng.uniform(1, 900)), 0.0)
+    queued = sim.request(prompt_tokens=400, completion_tokens=80)
+    made = POLICIES[policy](sim.state)
+    available = available_rows(sim.state, queued)
+    assert available is not None
+    row = made.choose(available, queued, 1.0, rng)
+    found = compare(available, queued, row, made, 1.0)
+    names = [found.chosen.name, *(one.name for one in found.others)]
+    assert names[0] == row.name
+    assert len(set(names)) == len(names) == min(len(available.rows), MOST_COMPARED_ROWS)
+    assert (found.with_room, found.candidates) == (len(available.rows), nodes)
+    assert found.by_cost is made.by_cost
+    if found.by_cost:
+        costs = sorted(row_cost(one, queued, 1.0) for one in available.rows)
+        kept = [cost_of_figures(one, 400, 80) for one in (found.chosen, *found.others)]
+        assert kept[0] == pytest.approx(costs[0])
+        assert sorted(kept) == pytest.approx(costs[: len(kept)])
+
+
+def test_a_comparison_after_another_request_was_compared_is_not_mixed_up_with_it() -> None:
+    sim = QueueSimulation((1,) * 20)
+    policy = POLICIES["least_finish"](sim.state)
+    rng = random.Random(1)
+    first = sim.request(cached=dict.fromkeys(range(10), 90.0))
+    second = sim.request(cached=dict.fromkeys(range(10, 20), 90.0))
+    available = available_rows(sim.state, first)
+    assert available is not None
+    row = policy.choose(available, first, 0.0, rng)
+    policy.choose(available, second, 0.0, rng)
+    assert {one.cached for one in compare(available, first, row, policy, 0.0).others} == {90.0}
+
+
+WARM = {"prompt_tokens": 1600.0, "completion_tokens": 40.0}
+"""A chat whose system prompt of 1,500 tokens is cached on the first node."""
+
+
+def unknown(sim: QueueSimulation, *, samples: int = 0, hope: float = HOPE_UNKNOWN) -> None:
+    """Let nothing but this be known of every node but the first."""
+    for row in sim.rows[1:]:
+        sim.state.set_learnt(row, samples, hope, measured=False)
+
+
+def explored(sim: QueueSimulation, times: int = 20, **keys: Any) -> Counter[str]:
+    """How often the other nodes get one of so many requests that come one by one."""
+    names: Counter[str] = Counter()
+    for _ in range(times):
+        _, placement = sim.arrive(cached={0: 1500.0}, **{**WARM, **keys})
+        assert placement is not None
+        names[placement.row.name] += 1
+        sim.finish(placement, 0.0)
+    del names["node-0"]
+    return names
+
+
+def test_nodes_of_unknown_speed_get_a_few_requests_though_the_prompt_is_cached_elsewhere() -> None:
+    sim = QueueSimulation((2,) * 4)
+    assert not explored(sim)
+    unknown(sim)
+    assert explored(sim) == {f"node-{i}": EXPLORING_REQUESTS for i in (1, 2, 3)}
+    assert not sim.state.exploring
+    # Another server, of unknown speed.
+    sim.state.set_learnt(sim.rows[1], EXPLORING_REQUESTS, 1.0, measured=True)
+    sim.state.set_learnt(sim.rows[1], 0, HOPE_UNKNOWN, measured=False)
+    assert explored(sim) == {"node-1": EXPLORING_REQUESTS}
+
+
+@each_case(
+    "keys",
+    [
+        {"priority": Priority.PREMIUM},
+        {"priority": Priority.URGENT},
+        {"deadline": 60.0},
+        {"prompt_tokens": 3000.0},
+    ],
+)
+def test_requests_that_would_suffer_explore_less(keys: dict[str, Any]) -> None:
+    sim = QueueSimulation((2, 2))
+    unknown(sim)
+    assert explored(sim, **keys) == {"node-1": EXPLORING_REQUESTS - 1}, keys
+
+
+@each_case(
+    "keys",
+    [{"priority": Priority.PREMIUM, "prompt_tokens": 4000.0}, {"prompt_tokens": 9000.0}],
+)
+def test_the_dearest_requests_never_explore(keys: dict[str, Any]) -> None:
+    sim = QueueSimulation((2, 2))
+    unknown(sim)
+    assert not explored(sim, **keys), keys
+
+
+@each_case(
+    ("hope", "foreign", "keys"),
+    [
+        (HOPE_UNKNOWN, 0, {"failed": [1]}),  # a request that a node has failed
+        (HOPE_UNKNOWN, 1, {}),  # a node in use
+        (HOPE_AWAITED, 0, {}),  # a node that is about to be calibrated
+    ],
+)
+def test_some_requests_do_not_explore_and_some_nodes_are_not_explored(
+    hope: float, foreign: int, keys: dict[str, Any]
+) -> None:
+    sim = QueueSimulation((2, 2, 2))
+    unknown(sim, hope=hope)
+    for row in sim.rows[1:]:
+        sim.state.set_slots(row, 2, 2, foreign)
+    assert not explored(sim, **keys)
+
+
+def test_a_calibrated_node_is_explored_only_if_it_is_faster() -> None:
+    for speed, count in ((100.0, 0), (110.0, 0), (140.0, EXPLORING_REQUESTS)):
+        sim = QueueSimulation((2, 2), speeds=(100.0, speed))
+        unknown(sim, hope=HOPE_GUESSED)
+        assert explored(sim).total() == count, speed
+
+
+def test_the_more_nodes_are_known_the_fewer_requests_explore() -> None:
+    sim = QueueSimulation((2,) * 101)
+    sim.state.set_learnt(sim.rows[100], 0, HOPE_UNKNOWN, measured=False)
+    # About one of twelve requests explores.
+    assert explored(sim, 4).total() < EXPLORING_REQUESTS
+    assert explored(sim, 200).total() <= EXPLORING_REQUESTS
+
+
+def test_the_figures_of_an_exploring_request_say_why_it_went_there() -> None:
+    sim = QueueSimulation((2, 2))
+    unknown(sim)
+    queued = sim.request(cached={0: 1500.0}, **WARM)
+    available = available_rows(sim.state, queued)
+    assert available is not None
+    row = explore(sim.state, available, queued, sim.rows[0], 0.0, random.Random(1))
+    assert row is sim.rows[1]
+    found = compare(available, queued, row, LeastFinish(sim.state), 0.0)
+    least = cost_of_figures(found.others[0], 1600.0, 40.0)
+    assert cost_of_figures(found.chosen, 1600.0, 40.0) == pytest.approx(least)
+
+
+@each_case(
+    ("completion", "cached", "cost"),
+    [(30, {}, 2.0 + 3.0), (10, {0: 150.0}, 0.5 + 1.0), (10, {0: 200.0}, 0.01 + 1.0)],
+)
+def test_on_an_idle_node_the_cost_is_decoding_and_what_of_the_prompt_is_not_cached(
+    completion: int, cached: dict[int, float], cost: float
+) -> None:
+    """Of a prompt that is cached as a whole one token is read."""
+    sim = QueueSimulation((2,))
+    sim.state.set_speed(sim.rows[0], 100.0, 0.1, 0.05)
+    queued = sim.request(prompt_tokens=200, completion_tokens=completion, cached=cached)
+    assert row_cost(sim.rows[0], queued, 0.0) == pytest.approx(cost)
+
+
+def test_a_neighbour_adds_its_own_delay_and_the_one_it_causes() -> None:
+    sim = QueueSimulation((2,))
+    row = sim.rows[0]
+    sim.state.set_speed(row, 100.0, 0.1, 0.05)
+    _, first = sim.arrive(prompt_tokens=100, completion_tokens=40)
+    assert first is not None
+    assert (first.prefill_ends, first.ends) == pytest.approx((1.0, 5.0))
+    queued = sim.request(prompt_tokens=200, completion_tokens=10)
+    delay, prefill, decoding = 1.0, 2.0, 10 * 0.15
+    stall, slowdown = 2.0, 5.0 * 0.05 / 0.1
+    assert row_cost(row, queued, 0.0) == pytest.approx(
+        delay + prefill + decoding + stall + slowdown
+    )
+
+
+def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> None:
+    sim = QueueSimulation((4,))
+    row = sim.rows[0]
+    sim.state.set_speed(row, 100.0, 0.1, 0.05)
+    _, first = sim.arrive(prompt_tokens=100, completion_tokens=1)
+    _, second = sim.arrive(prompt_tokens=100, completion_tokens=1)
+    assert first is not None
+    assert second is not None
+    assert (first.prefill_ends, second.prefill_ends) == pytest.approx((1.0, 2.0))
+    assert first.ends == pytest.approx(1.1)
+    assert row.ends_sum == pytest.approx(first.ends + second.ends)
+    assert row.decode_slowdown == 0.0
+    sim.dispatcher.released(second, 0.5)
+    assert row.prefill_until == pytest.approx(1.0)
+    assert row.ends_sum == pytest.approx(first.ends)
+    _, writer = sim.arrive(prompt_tokens=100, completion_tokens=40)
+    assert writer is not None
+    assert row.decode_slowdown > 0.0
+    sim.dispatcher.released(writer, 0.5)
+    sim.dispatcher.released(first, 1.0)
+    assert (row.decode_slowdown, row.decoding, row.ends_sum, row.prefill_until) == (
+        0.0,
+        0,
+        0.0,
+        0.0,
+    )
+
+
+def test_penalties_of_a_node_and_of_a_request_add_up() -> None:
+    sim = QueueSimulation((2, 2))
+    sim.state.set_penalty(sim.rows[0], 3.0)
+    plain = row_cost(sim.rows[1], sim.request(), 0.0)
+    assert row_cost(sim.rows[0], sim.request(penalties={0: 4.0}), 0.0) == pytest.approx(plain + 7.0)
+
+
+def test_the_later_cost_counts_the_wait_and_the_pending_tokens() -> None:
+    sim = QueueSimulation((1,))
+    sim.fill()
+    queued = sim.request(
+        prompt_tokens=500, completion_tokens=10, cached={0: 100.0}, pending={0: 400.0}
+    )
+    assert row_cost_after(sim.rows[0], queued, 2.0) == pytest.approx(2.0 + 1.0 + 1.0)
+
+
+@each_case("seed", range(5))
+def test_numpy_and_the_loop_choose_rows_of_the_same_cost(seed: int) -> None:
+    rng = random.Random(seed)
+    sim = QueueSimulation((2,) * 90)
+    for row in sim.rows:
+        speed = rng.uniform(50, 900)
+        sim.state.set_speed(row, speed, 10 / speed, rng.choice([0.0, 1 / speed]))
+        sim.state.set_penalty(row, rng.choice([0.0, 0.0, rng.random()]))
+    columns = CostColumns(sim.state)
+    for i in range(120):
+        now = 0.1 * i
+        cached = {rng.randrange(90): rng.uniform(0, 900) for _ in range(rng.choice([0, 3, 40]))}
+        queued = sim.request(prompt_tokens=rng.uniform(10, 900), cached=cached, penalties={5: 1.0})
+        room = [row for row in sim.candidates.rows if row.free >= 1]
+        chosen = columns.least_finish(sim.candidates, queued, now, rng)
+        assert chosen is not None
+        assert row_cost(chosen, queued, now) == pytest.approx(min(row_costs(room, queued, now)))
+        placement = sim.dispatcher.place(queued, now)
+        if placement is not None:
+            sim.running.append(placement)
+        if rng.random() < 0.4 and sim.running:
+            sim.finish(rng.choice(sim.running), now)
+
+
+def test_kept_figures_give_the_cost_by_which_the_row_was_chosen() -> None:
+    rng = random.Random(5)
+    sim = QueueSimulation((4,) * 6)
+    for row in sim.rows:
+        sim.state.set_speed(row, rng.uniform(50, 500), rng.uniform(0.02, 0.2), rng.uniform(0, 0.02))
+        sim.state.set_penalty(row, rng.choice([0.0, 5.0, -5.0]))
+    for _ in range(30):
+        queued = sim.request(
+            prompt_tokens=rng.uniform(1, 3000),
+            completion_tokens=rng.choice([1.0, rng.uniform(2, 400)]),
+            cached=rng.choice([{}, {0: 50.0, 3: 5000.0}]),
+            penalties=rng.choice([{}, {1: 7.0, 2: -1.5}]),
+        )
+        now = rng.uniform(0, 20)
+        for row in sim.rows:
+            figures = row_figures(row, queued, now)
+            assert cost_of_figures(
+                figures, queued.prompt_tokens, queued.completion_tokens
+            ) == pytest.approx(row_cost(row, queued, now), rel=1e-12)
+        if sim.state.free_rows:
+            sim.dispatcher.place(queued, now)
+
+
+def test_the_rows_of_the_least_cost_are_found_at_once_in_a_large_fleet() -> None:
+    rng = random.Random(6)
+    sim = QueueSimulation((1,) * 200)
+    for row in sim.rows:
+        sim.state.set_speed(row, rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.0)
+    queued = sim.request(prompt_tokens=700, completion_tokens=60, cached={7: 600.0})
+    found = CostColumns(sim.state).least_costs(sim.candidates, queued, 0.0, 8)
+    costs = sorted(row_cost(row, queued, 0.0) for row in sim.rows)
+    assert sorted(row_cost(row, queued, 0.0) for row in found) == pytest.approx(costs[:8])

@@ -1,0 +1,114 @@
+"""A gateway with batches over emulated nodes, and a client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gateway.callers.keys import hash_key
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway
+from tests.stored.virtual_store import store_in_virtual_time
+
+KEY = "lg_k1_" + "s" * 43
+
+
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+CALM: dict[str, Any] = {"health": {"interval": 5, "discover_interval": 30}}
+
+
+def key(**fields: Any) -> dict[str, Any]:
+    return {"id": "k1", "name": "alice", "sha256": hash_key(KEY).sha256, **fields}
+
+
+def lines(number: int, first: int = 0, **body: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "custom_id": f"line-{index}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "messages": [{"role": "user", "content": f"write text {index}"}],
+                "temperature": 0,
+                "max_tokens": 20,
+                **body,
+            },
+        }
+        for index in range(first, first + number)
+    ]
+
+
+@contextlib.asynccontextmanager
+async def gateway_over(
+    folder: Path, *nodes: EmulatedNode, **settings: Any
+) -> AsyncIterator[Running]:
+    async with contextlib.AsyncExitStack() as stack:
+        for node in nodes:
+            await stack.enter_async_context(node)
+        specs = [{"name": f"n{number}", "url": node.url} for number, node in enumerate(nodes)]
+        chosen = {"keys": [key()], **CALM, **settings}
+        running = await stack.enter_async_context(running_gateway(folder, specs, chosen))
+        yield running
+    log = (folder / "gateway.log").read_text()
+    assert "Traceback" not in log, log
+
+
+@contextlib.asynccontextmanager
+async def virtual_gateway_over(
+    folder: Path, *nodes: EmulatedNode, **settings: Any
+) -> AsyncIterator[Running]:
+    """In virtual time, with a store."""
+    store = {"url": f"sqlite:///{folder}/gateway.db"}
+    with store_in_virtual_time():
+        async with gateway_over(folder, *nodes, store=store, **settings) as running:
+            yield running
+
+
+async def submit(running: Running, items: list[dict[str, Any]], **fields: Any) -> str:
+    """The id of a new batch."""
+    data = "".join(json.dumps(item) + "\n" for item in items).encode()
+    files = {"file": ("input.jsonl", data, "application/jsonl")}
+    answer = await running.client.post(
+        "/v1/files", data={"purpose": "batch"}, files=files, headers=HEADERS
+    )
+    assert answer.status_code == 200, answer.text
+    body = {
+        "input_file_id": answer.json()["id"],
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+        **fields,
+    }
+    answer = await running.client.post("/v1/batches", json=body, headers=HEADERS)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["id"])
+
+
+async def show(running: Running, batch: str) -> dict[str, Any]:
+    answer: httpx.Response = await running.client.get(f"/v1/batches/{batch}", headers=HEADERS)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def ended(running: Running, batch: str, seconds: float = 60.0) -> dict[str, Any]:
+    """The batch, once it has ended."""
+    async with asyncio.timeout(seconds):
+        while True:
+            found = await show(running, batch)
+            if found["status"] in {"completed", "failed", "cancelled", "expired"}:
+                return found
+            await asyncio.sleep(0.1)
+
+
+async def output(running: Running, id_: str) -> list[dict[str, Any]]:
+    answer = await running.client.get(f"/v1/files/{id_}/content", headers=HEADERS)
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line) for line in answer.text.splitlines()]

@@ -1,0 +1,147 @@
+"""Batches and lines in a store, as tests of their rows need them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import Connection, select
+
+from gateway.callers.ledger import ROW_COLUMNS
+from gateway.store.failures import StoreLocked
+from gateway.store.schema import stored_requests
+from gateway.store.store import Store
+from gateway.stored import claims
+from gateway.stored.batch_rows import Batch, add_batch, begin_batch
+from gateway.stored.claims import (
+    COLUMNS,
+    Pick,
+    RecordedResult,
+    RequestKind,
+    RequestState,
+    StoredRow,
+    add_rows,
+    job,
+    line_id,
+    new_id,
+    row_of,
+)
+
+NOW = 1_800_000_000.0
+DAY = 86_400.0
+FOLDER = "f" * 32
+PATH = "/v1/chat/completions"
+LEASE = 30.0
+
+P = ParamSpec("P")
+
+T = TypeVar("T")
+
+
+def do(
+    store: Store, job: Callable[Concatenate[Connection, P], T], *args: P.args, **keys: P.kwargs
+) -> T:
+    """Run a job of the store with these arguments."""
+    return store.run_now(lambda connection: job(connection, *args, **keys))
+
+
+def once_unlocked(job: Callable[[], T]) -> T:
+    """Do the job, again and again while it finds the store locked: SQLite's lock is not fair."""
+    while True:
+        with contextlib.suppress(StoreLocked):
+            return job()
+
+
+def batch_id(number: int = 1) -> str:
+    """The id of the batch that was created `number` seconds after `NOW`."""
+    return new_id("batch_", NOW + number, lambda count: "ab" * count)
+
+
+def a_batch(number: int = 1, **values: Any) -> Batch:
+    """A batch of alice."""
+    given: dict[str, Any] = {
+        "owner": "alice", "api": "openai", "endpoint": PATH, "input_file": None,
+        "created_at": NOW, "expires_at": NOW + DAY, "keep_until": NOW + 30 * DAY, "folder": FOLDER,
+    }  # fmt: skip
+    return Batch(batch_id(number), **{**given, **values})
+
+
+def a_line(number: int, batch: Batch | None = None, **values: Any) -> StoredRow:
+    """A line of the batch."""
+    batch = batch or a_batch()
+    given: dict[str, Any] = {
+        "kind": RequestKind.LINE, "owner": batch.owner, "path": PATH, "place": "file-1",
+        "offset": 100 * number, "length": 100, "created_at": NOW, "keep_until": NOW + 30 * DAY,
+        "folder": batch.folder, "batch": batch.id, "number": number, "custom_id": f"c{number}",
+        "model": "demo", "prompt_tokens": 10, "max_tokens": 20, "deadline": batch.expires_at,
+    }  # fmt: skip
+    return StoredRow(line_id(batch.id, number), **{**given, **values})
+
+
+def alone(number: int, **values: Any) -> StoredRow:
+    """A request in the background, of no batch."""
+    given: dict[str, Any] = {
+        "kind": RequestKind.RESPONSE, "owner": "alice", "path": "/v1/responses",
+        "place": "requests-1", "offset": 0, "length": 100, "created_at": NOW,
+        "keep_until": NOW + DAY, "folder": FOLDER, "class_": "normal", "model": "demo",
+    }  # fmt: skip
+    id_ = new_id("resp_", NOW + number, lambda count: "cd" * count)
+    return StoredRow(id_, **{**given, **values})
+
+
+def to_run(id_: str, owner: str, path: str, **values: Any) -> StoredRow:
+    """A request that is run without a store."""
+    return StoredRow(
+        id_, RequestKind.DEFERRED, owner, path, "requests-1", 0, 0, NOW, NOW + DAY, FOLDER, **values
+    )
+
+
+def find_row(connection: Connection, owner: str, id_: str, kind: RequestKind) -> StoredRow | None:
+    """The owner's stored request."""
+    row = stored_requests.c
+    asked = select(*COLUMNS).where(row.id == id_, row.owner == owner, row.kind == kind.value)
+    found = connection.execute(asked).one_or_none()
+    return None if found is None else row_of(found)
+
+
+def begin(store: Store, batch: Batch, lines: list[StoredRow], model: str | None = "demo") -> None:
+    """Add a batch with its lines, and let them run."""
+    assert store.run_now(job(add_batch, batch, 1000, 1 << 40)).outcome == "added"
+    for at in range(0, len(lines), 500):
+        some = lines[at : at + 500]
+        assert do(store, add_rows, some)
+    failed = sum(one.state is RequestState.FAILED for one in lines)
+    store.run_now(
+        lambda connection: begin_batch(connection, batch.id, len(lines), failed, model, NOW)
+    )
+
+
+def claim(
+    store: Store, process: str = "p1", limit: int = 10, *, now: float = NOW, **values: Any
+) -> list[StoredRow]:
+    """Claim lines, or what `values` of a `Pick` say."""
+    pick = Pick(limit, **{"kind": RequestKind.LINE, **values})
+    return do(store, claims.claim, FOLDER, process, [pick], now, LEASE)
+
+
+def numbers(rows: list[StoredRow]) -> list[int | None]:
+    """The lines' numbers."""
+    return [row.number for row in rows]
+
+
+def a_result(row: StoredRow, **values: Any) -> RecordedResult:
+    """A response to a stored request, with its usage."""
+    usage = {
+        "id": row.id, "process": "p1", "started_at": NOW, "ended_at": NOW + 1, "key": row.owner,
+        "group_name": None, "user": None, "model": row.model, "class": "batch", "tier": "cpu",
+        "node": "a", "path": row.path, "stream": False, "prompt_tokens": 10, "cached_tokens": 4,
+        "completion_tokens": 5, "slot_seconds": 0.5, "cost": 0.25, "gpu_cost": None,
+        "attempts": 1, "status": 200, "outcome": "ok",
+    }  # fmt: skip
+    given: dict[str, Any] = {
+        "state": RequestState.DONE, "status": 200, "place": "results-1",
+        "offset": 100 * (row.number or 0), "length": 100,
+        "usage": tuple(usage[name] for name in ROW_COLUMNS),
+    }  # fmt: skip
+    return RecordedResult(row.id, **{**given, **values})

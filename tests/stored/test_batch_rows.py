@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from gateway.store.store import Store
+from gateway.stored import batch_rows, files
+from gateway.stored.batch_rows import (
+    Batch,
+    DueBatch,
+    add_batch,
+    read_batches,
+)
+from gateway.stored.claims import (
+    BatchState,
+    RequestKind,
+    RequestState,
+    StoredRow,
+    add_rows,
+    job,
+    record,
+    work_left,
+)
+from gateway.stored.files import StoredFile
+from tests.stored.stored_rows import (
+    DAY,
+    FOLDER,
+    NOW,
+    a_batch,
+    a_line,
+    a_result,
+    alone,
+    batch_id,
+    begin,
+    claim,
+    do,
+    find_row,
+)
+
+
+def find(store: Store, id_: str | None = None) -> Batch:
+    batch = store.run_now(lambda c: batch_rows.find_batch(c, "alice", id_ or batch_id(), "openai"))
+    assert batch is not None
+    return batch
+
+
+def a_file(id_: str = "file-1", **values: Any) -> StoredFile:
+    given: dict[str, Any] = {
+        "owner": "alice", "name": "x.jsonl", "purpose": "batch", "bytes": 9, "sha256": "",
+        "created_at": NOW, "expires_at": None, "folder": FOLDER,
+    }  # fmt: skip
+    return StoredFile(id_, **{**given, **values})
+
+
+def end_lines(store: Store, rows: list[StoredRow], **values: Any) -> None:
+    results = [a_result(row, **values) for row in rows]
+    store.run_now(lambda c: record(c, "p1", results, NOW))
+
+
+# Adding.
+
+
+def test_a_batch_comes_back_as_it_was_added(store: Store) -> None:
+    batch = a_batch(
+        metadata={"team": "ü"}, errors=[{"code": "x", "line": None}], idempotency_key="k",
+        request_digest="d", webhook_url="https://example.org/", output_seconds=3600.0, user="ann",
+    )  # fmt: skip
+    assert store.run_now(job(add_batch, batch, 1, 1 << 40))[:2] == ("added", batch)
+    assert find(store) == batch
+    assert store.run_now(job(add_batch, batch, 1, 1 << 40))[:2] == ("added", batch)
+    assert store.run_now(lambda c: batch_rows.unfinished(c, FOLDER)) == [batch]
+    assert store.run_now(lambda c: batch_rows.unfinished(c, "other")) == []
+
+
+def test_another_key_or_api_has_no_such_batch(store: Store) -> None:
+    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
+    for owner, api in (("bob", "openai"), ("alice", "anthropic")):
+        assert do(store, batch_rows.find_batch, owner, batch_id(), api) is None
+        page = store.run_now(job(read_batches, owner, api, 9))
+        assert (page.batches, page.has_more) == ([], False)
+    assert store.run_now(lambda c: batch_rows.pause_batch(c, "bob", batch_id(), NOW, "")) is None
+    cancel = store.run_now(lambda c: batch_rows.cancel_batch(c, "bob", batch_id(), "openai", NOW))
+    assert cancel is None
+    assert find(store).paused_at is None
+
+
+def test_the_same_idempotency_key_gives_the_earlier_batch_or_a_conflict(store: Store) -> None:
+    first = a_batch(1, idempotency_key="k", request_digest="d1")
+    assert store.run_now(job(add_batch, first, 1, 1 << 40)).outcome == "added"
+    again = a_batch(2, idempotency_key="k", request_digest="d1")
+    assert store.run_now(job(add_batch, again, 1, 1 << 40))[:2] == ("again", first)
+    other = a_batch(3, idempotency_key="k", request_digest="d2")
+    assert store.run_now(job(add_batch, other, 1, 1 << 40))[:2] == ("conflict", first)
+    of_bob = a_batch(4, idempotency_key="k", request_digest="d2", owner="bob")
+    assert store.run_now(job(add_batch, of_bob, 1, 1 << 40)).outcome == "added"
+
+
+def test_an_owner_has_at_most_so_many_unfinished_batches(store: Store) -> None:
+    assert store.run_now(job(add_batch, a_batch(1), 2, 1 << 40)).outcome == "added"
+    assert store.run_now(job(add_batch, a_batch(2), 2, 1 << 40)).outcome == "added"
+    assert store.run_now(job(add_batch, a_batch(3), 2, 1 << 40))[:2] == ("too_many", None)
+    assert store.run_now(job(add_batch, a_batch(4, owner="bob"), 2, 1 << 40)).outcome == "added"
+    store.run_now(lambda c: batch_rows.fail_batch(c, batch_id(1), [], NOW))
+    assert store.run_now(job(add_batch, a_batch(3), 2, 1 << 40)).outcome == "added"
+
+
+def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: Store) -> None:
+    for file in (
+        a_file("file-1"),
+        a_file("file-2", purpose="user_data"),
+        a_file("file-3", owner="bob"),
+        a_file("file-4", folder="elsewhere"),
+        a_file("file-5", expires_at=NOW),
+    ):
+        do(store, files.add_file, file)
+
+    def outcome(number: int) -> str:
+        batch = a_batch(number, input_file=f"file-{number}")
+        return store.run_now(job(add_batch, batch, 9, 1 << 40)).outcome
+
+    assert [outcome(number) for number in range(1, 7)] == [
+        "added", "wrong_purpose", "no_file", "elsewhere", "no_file", "no_file",
+    ]  # fmt: skip
+    deleted = store.run_now(job(files.delete_file, "alice", "file-1", NOW))
+    assert deleted.used_by_batch == batch_id(1)
+
+
+def test_lists_are_read_page_by_page_though_batches_vanish(store: Store) -> None:
+    ids = [batch_id(number) for number in range(1, 8)]
+    for number in range(1, 8):
+        store.run_now(job(add_batch, a_batch(number), 9, 1 << 40))
+
+    def page(**values: Any) -> tuple[list[int], bool]:
+        found = store.run_now(job(read_batches, "alice", "openai", 3, **values))
+        return [ids.index(one.id) + 1 for one in found.batches], found.has_more
+
+    assert page() == ([7, 6, 5], True)
+    store.run_now(lambda c: batch_rows.fail_batch(c, ids[4], [], NOW))
+    assert store.run_now(lambda c: batch_rows.delete_batch(c, "alice", ids[4], "openai")) == []
+    assert page(after=ids[4]) == ([4, 3, 2], True)
+    assert page(after=ids[1]) == ([1], False)
+    assert page(before=ids[0]) == ([4, 3, 2], True)
+    assert page(before=ids[4]) == ([7, 6], False)
+
+
+# From the beginning to the end.
+
+
+def test_a_batch_with_lines_begins_once(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2, state=RequestState.FAILED)])
+    batch = find(store)
+    assert (batch.state, batch.total, batch.failed) == (BatchState.IN_PROGRESS, 2, 1)
+    assert (batch.in_progress_at, batch.model) == (NOW, "demo")
+    again = store.run_now(lambda c: batch_rows.begin_batch(c, batch.id, 9, 9, None, NOW + 1))
+    assert again == batch
+
+
+def test_a_batch_of_broken_lines_goes_straight_on_to_its_end(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1, state=RequestState.FAILED)])
+    assert find(store).state is BatchState.FINALIZING
+    assert store.run_now(lambda c: batch_rows.begin_finalizing(c, batch_id(), NOW)) is not None
+    ended = store.run_now(lambda c: batch_rows.end_batch(c, batch_id(), None, None, NOW))
+    assert ended is not None
+    assert (ended.state, ended.failed, ended.completed) == (BatchState.COMPLETED, 1, 0)
+
+
+def test_a_batch_that_fails_as_a_whole_tells_its_listener_once(store: Store) -> None:
+    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
+    errors = [{"code": "empty_file", "message": "…", "param": None, "line": None}]
+    told: list[Batch] = []
+
+    def fail(connection: Any) -> Batch | None:
+        return batch_rows.fail_batch(
+            connection, batch_id(), errors, NOW, lambda _, batch: told.append(batch)
+        )
+
+    first, again = store.run_now(fail), store.run_now(fail)
+    assert first == again == find(store)
+    assert told == [first]
+    assert (find(store).state, find(store).errors, find(store).ended_at) == (
+        BatchState.FAILED, errors, NOW,
+    )  # fmt: skip
+    begun = store.run_now(lambda c: batch_rows.begin_batch(c, batch_id(), 1, 0, None, NOW))
+    assert begun is not None
+    assert begun.state is BatchState.FAILED
+
+
+def test_a_batch_is_finalized_when_no_line_waits_or_runs(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2)])
+    rows = claim(store)
+    finalize = lambda c: batch_rows.begin_finalizing(c, batch_id(), NOW + 9)  # noqa: E731
+    end = lambda c: batch_rows.end_batch(c, batch_id(), None, None, NOW)  # noqa: E731
+    assert store.run_now(finalize) is None
+    end_lines(store, rows[:1])
+    assert store.run_now(finalize) is None
+    assert store.run_now(end) is None
+    end_lines(store, rows[1:], state=RequestState.FAILED)
+    finalizing = store.run_now(finalize)
+    assert finalizing is not None
+    assert (finalizing.state, finalizing.finalizing_at) == (BatchState.FINALIZING, NOW + 9)
+    assert store.run_now(finalize) == finalizing
+
+
+def test_a_batch_ends_once_and_the_loser_hears_of_it(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1)])
+    end_lines(store, claim(store))
+    store.run_now(lambda c: batch_rows.begin_finalizing(c, batch_id(), NOW))
+    output = a_file("file-out", purpose="batch_output")
+    told: list[Batch] = []
+
+    def end(file: StoredFile | None) -> Batch | None:
+        return store.run_now(
+            lambda c: batch_rows.end_batch(
+                c, batch_id(), file, None, NOW + 1, lambda _, batch: told.append(batch)
+            )
+        )
+
+    ended = end(output)
+    assert ended is not None
+    assert (ended.state, ended.output_file, ended.error_file, ended.ended_at) == (
+        BatchState.COMPLETED, "file-out", None, NOW + 1,
+    )  # fmt: skip
+    assert end(output) == ended, "a commit that nobody knows of is done again"
+    assert end(a_file("file-late")) is None
+    assert told == [ended]
+    assert store.run_now(lambda c: files.find_file(c, "alice", "file-out", NOW)) == output
+    assert store.run_now(lambda c: files.find_file(c, "alice", "file-late", NOW)) is None
+
+
+def test_late_lines_expire_and_so_does_their_batch(store: Store) -> None:
+    batch = a_batch(expires_at=NOW + 60)
+    begin(store, batch, [a_line(number, batch) for number in range(1, 5)])
+    rows = claim(store, limit=1)
+    store.run_now(lambda c: add_rows(c, [alone(1, deadline=NOW + 60), alone(2)]))
+    expire = lambda c: batch_rows.expire_lines(c, FOLDER, NOW + 60, limit=3)  # noqa: E731
+    assert store.run_now(lambda c: batch_rows.expire_lines(c, FOLDER, NOW + 59)) == 0
+    assert [store.run_now(expire) for _ in range(3)] == [3, 1, 0]
+    assert find(store).expired == 3
+    kept = store.run_now(lambda c: find_row(c, "alice", alone(2).id, RequestKind.RESPONSE))
+    assert kept is not None
+    assert kept.state is RequestState.WAITING
+    end_lines(store, rows)
+    store.run_now(lambda c: batch_rows.begin_finalizing(c, batch_id(), NOW))
+    ended = store.run_now(lambda c: batch_rows.end_batch(c, batch_id(), None, None, NOW))
+    assert ended is not None
+    assert (ended.state, ended.completed, ended.expired) == (BatchState.EXPIRED, 1, 3)
+
+
+# Cancelling, in every state.
+
+
+def cancel(store: Store, now: float = NOW) -> Batch:
+    batch = store.run_now(lambda c: batch_rows.cancel_batch(c, "alice", batch_id(), "openai", now))
+    assert batch is not None
+    return batch
+
+
+def test_a_batch_that_is_read_can_be_cancelled_and_ends_so(store: Store) -> None:
+    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
+    store.run_now(lambda c: add_rows(c, [a_line(1), a_line(2, state=RequestState.FAILED)]))
+    batch = cancel(store)
+    assert (batch.state, batch.total, batch.cancelled, batch.failed) == (
+        BatchState.CANCELLING, 2, 1, 1,
+    )  # fmt: skip
+    begun = store.run_now(lambda c: batch_rows.begin_batch(c, batch_id(), 9, 0, None, NOW))
+    assert begun == batch
+    assert cancel(store, NOW + 5) == batch
+    ready = store.run_now(lambda c: batch_rows.begin_finalizing(c, batch_id(), NOW))
+    assert ready is not None
+    assert ready.state is BatchState.CANCELLING
+    ended = store.run_now(lambda c: batch_rows.end_batch(c, batch_id(), None, None, NOW))
+    assert ended is not None
+    assert ended.state is BatchState.CANCELLED
+    assert cancel(store, NOW + 9) == ended
+
+
+def test_a_batch_that_is_being_finalized_can_be_cancelled(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1)])
+    end_lines(store, claim(store))
+    store.run_now(lambda c: batch_rows.begin_finalizing(c, batch_id(), NOW))
+    assert cancel(store).state is BatchState.CANCELLING
+    ended = store.run_now(lambda c: batch_rows.end_batch(c, batch_id(), None, None, NOW))
+    assert ended is not None
+    assert (ended.state, ended.completed) == (BatchState.CANCELLED, 1)
+
+
+def test_a_batch_that_has_ended_is_not_cancelled(store: Store) -> None:
+    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
+    failed = store.run_now(lambda c: batch_rows.fail_batch(c, batch_id(), [], NOW))
+    assert cancel(store) == failed
+
+
+def test_very_many_waiting_lines_are_cancelled_in_steps(store: Store) -> None:
+    begin(store, a_batch(), [a_line(number) for number in range(1, 21)])
+    cancelled = do(store, batch_rows.cancel_batch, "alice", batch_id(), "openai", NOW, limit=8)
+    assert cancelled is not None
+    assert cancelled.cancelled == 8
+    assert do(store, batch_rows.begin_finalizing, batch_id(), NOW, limit=8) is None
+    assert find(store).cancelled == 16
+    assert do(store, batch_rows.begin_finalizing, batch_id(), NOW, limit=8) is not None
+    assert find(store).cancelled == 20
+
+
+def test_a_pause_keeps_its_first_reason_until_it_is_over(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1)])
+    pause = batch_rows.pause_batch
+    first = store.run_now(lambda c: pause(c, "alice", batch_id(), NOW, "its owner"))
+    again = store.run_now(lambda c: pause(c, "alice", batch_id(), NOW + 5, "no room"))
+    assert first == again
+    assert first is not None
+    assert (first.paused_at, first.pause_reason) == (NOW, "its owner")
+    resumed = store.run_now(lambda c: batch_rows.resume_batch(c, "alice", batch_id()))
+    assert resumed == replace(first, paused_at=None, pause_reason=None)
+
+
+# The end of all.
+
+
+def ended_batch(store: Store, number: int = 1, **values: Any) -> Batch:
+    batch = a_batch(number, **values)
+    begin(store, batch, [a_line(n, batch) for n in range(1, 6)])
+    end_lines(store, claim(store, batch=batch.id), place=f"results-{number}")
+    store.run_now(lambda c: batch_rows.begin_finalizing(c, batch.id, NOW))
+    ended = store.run_now(lambda c: batch_rows.end_batch(c, batch.id, None, None, NOW))
+    assert ended is not None
+    return ended
+
+
+def test_a_deleted_batch_is_gone_at_once_and_removed_with_its_lines(store: Store) -> None:
+    batch = ended_batch(store, idempotency_key="k")
+    delete = lambda c: batch_rows.delete_batch(c, "alice", batch.id, "openai")  # noqa: E731
+    assert store.run_now(delete) == ["file-1", "results-1"]
+    assert store.run_now(delete) is None
+    assert store.run_now(job(read_batches, "alice", "openai", 9)).batches == []
+    assert (
+        store.run_now(job(add_batch, a_batch(2, idempotency_key="k"), 9, 1 << 40)).outcome
+        == "added"
+    )
+    remove = lambda c: batch_rows.remove_batches(c, [batch.id], limit=3)  # noqa: E731
+    assert [store.run_now(remove) for _ in range(3)] == [False, True, True]
+    assert store.run_now(lambda c: find_row(c, "alice", a_line(1).id, RequestKind.LINE)) is None
+
+
+def test_an_unfinished_batch_is_neither_deleted_nor_removed(store: Store) -> None:
+    begin(store, a_batch(keep_until=NOW), [a_line(1)])
+    deleted = store.run_now(lambda c: batch_rows.delete_batch(c, "alice", batch_id(), "openai"))
+    assert deleted is None
+    assert store.run_now(lambda c: batch_rows.take_due_batches(c, FOLDER, NOW + DAY, 9)) == []
+    assert store.run_now(lambda c: batch_rows.remove_batches(c, [batch_id()]))
+    assert store.run_now(lambda c: work_left(c, batch_id())).waiting == 1
+
+
+def test_batches_are_due_when_their_time_is_over_without_their_owners_file(store: Store) -> None:
+    store.run_now(lambda c: files.add_file(c, a_file("file-1")))
+    ended_batch(store, 1, keep_until=NOW + 10, input_file="file-1")
+    ended_batch(store, 2, keep_until=NOW + 20)
+
+    def due(now: float) -> list[DueBatch]:
+        return do(store, batch_rows.take_due_batches, FOLDER, now, 9)
+
+    assert due(NOW + 9) == []
+    assert due(NOW + 10) == due(NOW + 11) == [(batch_id(1), ["results-1"])]
+    assert due(NOW + 20)[1:] == [(batch_id(2), ["file-1", "results-2"])]
+    assert store.run_now(lambda c: batch_rows.remove_batches(c, [batch_id(1), batch_id(2)]))
+    assert due(NOW + 20) == []

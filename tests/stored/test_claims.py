@@ -1,0 +1,764 @@
+""""""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import pytest
+from sqlalchemy import Connection, func, select
+
+from gateway.callers.ledger import Ledger, UsageRow
+from gateway.callers.processes import ProcessIdentity, register
+from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.schema import stored_requests, usage
+from gateway.store.store import Store
+from gateway.stored.batch_rows import (
+    Batch,
+    begin_finalizing,
+    cancel_batch,
+    end_batch,
+    expire_lines,
+    find_batch,
+    pause_batch,
+)
+from gateway.stored.claims import (
+    CALM_SECONDS,
+    BatchState,
+    ClockJumps,
+    Pick,
+    RecordedResult,
+    RequestKind,
+    RequestState,
+    RowLeases,
+    StoredRow,
+    WorkLeft,
+    add_rows,
+    paused,
+    put_back,
+    record,
+    release_lost,
+    renew,
+    work_left,
+)
+from gateway.stored.claims import claim as claim_picks
+from gateway.stored.folder import DiskThreads, Folder, FolderError
+from tests.processes import gone
+from tests.store.stores import opened
+from tests.stored.stored_rows import (
+    DAY,
+    FOLDER,
+    LEASE,
+    NOW,
+    a_batch,
+    a_line,
+    a_result,
+    alone,
+    begin,
+    claim,
+    do,
+    find_row,
+    numbers,
+    once_unlocked,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+LIMIT = 120.0
+
+
+def left(store: Store, number: int = 1) -> tuple[int, int]:
+    """How many lines of the batch wait, and run."""
+    work: WorkLeft = store.run_now(lambda c: work_left(c, a_batch(number).id))
+    return work.waiting, work.running
+
+
+def found(store: Store, row: StoredRow) -> StoredRow:
+    again = store.run_now(lambda c: find_row(c, row.owner, row.id, row.kind))
+    assert again is not None
+    return again
+
+
+def test_lines_that_begin_alike_come_together_the_longest_first(store: Store) -> None:
+    lengths = {1: (5, 10), 2: (9, 30), 3: (5, 40), 4: (9, 10), 5: (5, 10)}
+    lines = [a_line(n, prefix=p, max_tokens=most) for n, (p, most) in lengths.items()]
+    begin(store, a_batch(), lines)
+    taken = claim(store)
+    assert numbers(taken) == [3, 1, 5, 2, 4]
+    assert {(row.claimed_by, row.claimed_until, row.started_at) for row in taken} == {
+        ("p1", NOW + LEASE, NOW)
+    }
+
+
+def test_a_pick_names_batch_owner_model_and_prefix(store: Store) -> None:
+    mine, other = a_batch(1), a_batch(2, owner="bob")
+    lines = [a_line(n, mine, model=f"m{n % 2}", prefix=n % 3) for n in range(1, 7)]
+    begin(store, mine, lines, model=None)
+    begin(store, other, [a_line(n, other) for n in range(1, 4)])
+    assert numbers(claim(store, model="m0", prefix=1)) == [4]
+    assert [row.owner for row in claim(store, owner="bob", limit=2)] == ["bob", "bob"]
+    assert numbers(claim(store, batch=mine.id, prefix=0)) == [3, 6]
+    assert claim(store, batch=mine.id, owner="bob") == []
+    assert [row.batch for row in claim(store)] == [mine.id] * 3 + [other.id]
+
+
+def test_the_nearest_deadline_comes_first_where_that_is_asked(store: Store) -> None:
+    calm, urgent = a_batch(1), a_batch(2, expires_at=NOW + 60)
+    begin(store, calm, [a_line(1, calm)])
+    begin(store, urgent, [a_line(1, urgent)])
+    assert [row.batch for row in claim(store, limit=1, by_deadline=True)] == [urgent.id]
+    rows = [alone(1), alone(2, deadline=NOW + 9), alone(3, deadline=NOW + 5)]
+    store.run_now(lambda c: add_rows(c, rows))
+    kind = RequestKind.RESPONSE
+    assert [row.id for row in claim(store, kind=kind, limit=1)] == [rows[0].id]
+    taken = claim(store, kind=kind, by_deadline=True)
+    assert [row.id for row in taken] == [rows[2].id, rows[1].id]
+
+
+def test_several_picks_take_each_row_once(store: Store) -> None:
+    begin(store, a_batch(), [a_line(n, prefix=n % 2) for n in range(1, 7)])
+    picks = [
+        Pick(2, RequestKind.LINE, prefix=1),
+        Pick(9, RequestKind.LINE),
+        Pick(1, RequestKind.LINE),
+    ]
+    taken = do(store, claim_picks, FOLDER, "p1", picks, NOW, LEASE)
+    assert numbers(taken) == [1, 3, 2, 4, 6, 5]
+
+
+def test_nothing_of_a_paused_batch_is_claimed(store: Store) -> None:
+    batch = a_batch()
+    begin(store, batch, [a_line(1)])
+    store.run_now(lambda c: pause_batch(c, "alice", batch.id, NOW, "by its owner"))
+    assert claim(store) == claim(store, batch=batch.id) == []
+
+
+def test_what_is_put_off_is_not_claimed_before_its_time(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1)])
+    (row,) = claim(store)
+    store.run_now(lambda c: put_back(c, "p1", [row.id], NOW + 60, failed=True))
+    assert claim(store, now=NOW + 59) == []
+    (again,) = claim(store, now=NOW + 60)
+    assert (again.id, again.attempts) == (row.id, 1)
+
+
+def test_only_the_process_that_has_a_row_renews_it_or_puts_it_back(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2)])
+    mine, other = claim(store, "p1", 1), claim(store, "p2", 1)
+    ids = [mine[0].id, other[0].id, "batch_req_unknown"]
+    assert store.run_now(lambda c: renew(c, "p1", ids, NOW + 20, LEASE)) == {mine[0].id}
+    assert found(store, mine[0]).claimed_until == NOW + 20 + LEASE
+    assert found(store, other[0]).claimed_until == NOW + LEASE
+    for _ in range(2):
+        store.run_now(lambda c: put_back(c, "p1", ids, NOW, failed=True))
+        assert left(store) == (1, 1)
+    assert found(store, mine[0]).attempts == 1
+
+
+def test_running_lines_of_a_cancelled_batch_are_not_wanted_and_end_when_put_back(
+    store: Store,
+) -> None:
+    batch = a_batch()
+    begin(store, batch, [a_line(number) for number in range(1, 6)])
+    ids = [row.id for row in claim(store, limit=2)]
+    cancelled = store.run_now(lambda c: cancel_batch(c, "alice", batch.id, "openai", NOW + 3))
+    assert cancelled is not None
+    assert (cancelled.state, cancelled.cancelled) == (BatchState.CANCELLING, 3)
+    assert store.run_now(lambda c: renew(c, "p1", ids, NOW, LEASE)) == set()
+    assert store.run_now(lambda c: begin_finalizing(c, batch.id, NOW)) is None
+    for _ in range(2):
+        store.run_now(lambda c: put_back(c, "p1", ids, NOW))
+        now = store.run_now(lambda c: find_batch(c, "alice", batch.id, "openai"))
+        assert now is not None
+        assert (now.cancelled, left(store)) == (5, (0, 0))
+    row = store.run_now(lambda c: find_row(c, "alice", ids[0], RequestKind.LINE))
+    assert row is not None
+    assert (row.state, row.ended_at) == (RequestState.CANCELLED, NOW + 3)
+    assert store.run_now(lambda c: begin_finalizing(c, batch.id, NOW)) is not None
+
+
+OWN = ProcessIdentity("own.0", "host-1", 1, NOW)
+
+
+def release(store: Store, now: float = NOW, own: ProcessIdentity = OWN) -> int:
+    return store.run_now(lambda c: release_lost(c, FOLDER, own, now))
+
+
+def test_rows_wait_again_when_their_lease_is_over(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2)])
+    other = ProcessIdentity("other.0", "host-2", 1, NOW)
+    store.run_now(lambda c: register(c, other, NOW))
+    claim(store, other.id, 1)
+    claim(store, OWN.id, 1, now=NOW + 10)
+    assert release(store, NOW + LEASE - 1) == 0
+    assert release(store, NOW + LEASE) == 1
+    assert left(store) == (1, 1)
+    assert release(store, NOW + LEASE + 10) == 1
+    assert left(store) == (2, 0)
+
+
+def test_rows_of_a_process_that_is_not_registered_wait_again_at_once(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2)])
+    claim(store, "unknown", 1)
+    claim(store, OWN.id, 1)
+    assert release(store) == 1
+    assert left(store) == (1, 1)
+
+
+@pytest.mark.slow
+def test_rows_of_a_killed_process_wait_again_at_once(store_url: str, store: Store) -> None:
+    begin(store, a_batch(), [a_line(number) for number in range(1, 41)])
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.stored.claimer", store_url, "7", "hold"],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            ids = process.stdout.readline().split()
+            assert len(ids) == 7
+            assert release(store, own=ProcessIdentity.of_this_process(NOW)) == 0
+            assert left(store) == (33, 7)
+        finally:
+            process.kill()
+    assert gone(process.pid)
+    assert release(store, own=ProcessIdentity.of_this_process(NOW)) == 7
+    assert left(store) == (40, 0)
+
+
+def test_lost_lines_of_a_cancelled_batch_end_as_cancelled(store: Store) -> None:
+    batch = a_batch()
+    begin(store, batch, [a_line(1)])
+    claim(store, "unknown")
+    store.run_now(lambda c: cancel_batch(c, "alice", batch.id, "openai", NOW))
+    assert release(store) == 1
+    now = store.run_now(lambda c: find_batch(c, "alice", batch.id, "openai"))
+    assert now is not None
+    assert (now.cancelled, left(store)) == (1, (0, 0))
+
+
+def test_threads_that_claim_at_once_take_every_row_once(store_url: str) -> None:
+    count = 600
+    taken: list[list[str]] = [[] for _ in range(4)]
+    with opened(store_url) as store:
+        begin(store, a_batch(), [a_line(n, prefix=n % 7) for n in range(1, count + 1)])
+        start = threading.Barrier(len(taken))
+
+        def work(number: int) -> None:
+            with opened(store_url) as own:
+                start.wait(LIMIT)
+                # A row that another claims at this moment is passed over, so one look may be vain.
+                empty = 0
+                while empty < 20:
+                    rows = once_unlocked(lambda: claim(own, f"p{number}", 1 + number * 3))
+                    taken[number] += [row.id for row in rows]
+                    empty = 0 if rows else empty + 1
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(len(taken))]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(LIMIT)
+        assert left(store) == (0, count)
+    assert set(Counter(id_ for ids in taken for id_ in ids).values()) == {1}
+    assert sum(map(len, taken)) == count
+
+
+@pytest.mark.slow
+def test_processes_that_claim_at_once_take_every_row_once(store_url: str) -> None:
+    count = 300
+    with opened(store_url) as store:
+        begin(store, a_batch(), [a_line(n) for n in range(1, count + 1)])
+        command = [sys.executable, "-m", "tests.stored.claimer", store_url, "5"]
+        processes = [
+            subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+            )
+            for _ in range(3)
+        ]
+        told = [process.communicate(timeout=LIMIT)[0].split() for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0]
+        assert left(store) == (0, count)
+    assert sorted(id_ for ids in told for id_ in ids) == sorted(
+        a_line(n).id for n in range(1, count + 1)
+    )
+
+
+def test_own_requests_of_other_kinds_keep_their_claims_though_their_leases_are_over(
+    store: Store,
+) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2)])
+    claim(store, OWN.id, 2)
+    late = NOW + LEASE + 1
+    others = [RequestKind.RESPONSE, RequestKind.DEFERRED]
+    assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, late, others)) == 0
+    assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, late, [RequestKind.LINE])) == 2
+
+
+def test_lines_are_not_claimed_behind_their_deadline(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1, deadline=NOW), a_line(2, deadline=NOW + 1)])
+    assert numbers(claim(store)) == [2]
+    assert left(store) == (1, 1)
+
+
+def test_paused_batches_are_known(store: Store) -> None:
+    begin(store, a_batch(1), [a_line(1)])
+    begin(store, a_batch(2), [a_line(1, batch=a_batch(2))])
+    ids = [a_batch(1).id, a_batch(2).id, "batch_unknown"]
+    assert store.run_now(lambda c: paused(c, ids)) == set()
+    store.run_now(lambda c: pause_batch(c, a_batch(2).owner, ids[1], NOW, "paused"))
+    assert store.run_now(lambda c: paused(c, ids)) == {ids[1]}
+
+
+def batch_now(store: Store) -> Batch:
+    found = store.run_now(lambda c: find_batch(c, "alice", a_batch().id, "openai"))
+    assert found is not None
+    return found
+
+
+def counts(store: Store) -> dict[str, int]:
+    batch = batch_now(store)
+    return {
+        name: getattr(batch, name)
+        for name in ("total", "completed", "failed", "cancelled", "expired")
+        if getattr(batch, name)
+    }
+
+
+def recorded(store: Store, results: list[RecordedResult], process: str = "p1") -> list[str]:
+    return sorted(store.run_now(lambda c: record(c, process, results, NOW + 5)))
+
+
+def test_results_are_recorded_and_counted_once_however_often_it_is_tried(store: Store) -> None:
+    begin(store, a_batch(), [a_line(number) for number in range(1, 6)])
+    rows = claim(store, limit=4)
+    states = [
+        RequestState.DONE, RequestState.FAILED, RequestState.EXPIRED, RequestState.CANCELLED,
+    ]  # fmt: skip
+    results = [a_result(row, state=state) for row, state in zip(rows, states, strict=True)]
+    for _ in range(3):
+        assert recorded(store, results) == sorted(row.id for row in rows)
+        assert counts(store) == {
+            "total": 5, "completed": 1, "failed": 1, "expired": 1, "cancelled": 1
+        }  # fmt: skip
+        batch = batch_now(store)
+        sums = batch.prompt_tokens, batch.cached_tokens, batch.completion_tokens, batch.cost
+        assert sums == (40, 16, 20, 1.0)
+    row = store.run_now(lambda c: find_row(c, "alice", rows[0].id, RequestKind.LINE))
+    assert row is not None
+    assert (row.state, row.status, row.ended_at) == (RequestState.DONE, 200, NOW + 5)
+    assert (row.result_place, row.result_offset, row.result_length) == ("results-1", 100, 100)
+
+
+def test_a_result_without_a_place_or_usage_is_recorded_too(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1)])
+    (row,) = claim(store)
+    result = RecordedResult(row.id, RequestState.EXPIRED)
+    assert recorded(store, [result]) == recorded(store, [result]) == [row.id]
+    assert counts(store) == {"total": 1, "expired": 1}
+
+
+def test_the_result_of_a_row_that_another_has_taken_does_not_count(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2)])
+    rows = claim(store, "p1")
+    store.run_now(lambda c: put_back(c, "p1", [rows[0].id], NOW))
+    assert recorded(store, [a_result(row) for row in rows]) == [rows[1].id]
+    (again,) = claim(store, "p2")
+    assert recorded(store, [a_result(rows[0], place="results-9")], "p1") == []
+    assert recorded(store, [a_result(again)], "p2") == [again.id]
+    assert recorded(store, [a_result(again, place="results-9")], "p1") == []
+    assert counts(store) == {"total": 2, "completed": 2}
+
+
+def test_another_result_of_the_same_process_is_not_taken_for_the_first_one(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1)])
+    (row,) = claim(store)
+    assert recorded(store, [a_result(row)]) == [row.id]
+    assert recorded(store, [a_result(row, offset=7)]) == []
+    assert recorded(store, [a_result(row, state=RequestState.FAILED)]) == []
+
+
+def test_a_line_that_ends_while_its_batch_is_being_cancelled_keeps_its_result(
+    store: Store,
+) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2)])
+    rows = claim(store, limit=1)
+    store.run_now(lambda c: cancel_batch(c, "alice", a_batch().id, "openai", NOW))
+    assert recorded(store, [a_result(rows[0])]) == [rows[0].id]
+    assert counts(store) == {"total": 2, "completed": 1, "cancelled": 1}
+
+
+def test_a_request_without_a_batch_has_its_result_alone(store: Store) -> None:
+    store.run_now(lambda c: add_rows(c, [alone(1)]))
+    rows = claim(store, kind=RequestKind.RESPONSE)
+    assert recorded(store, [a_result(rows[0])]) == [rows[0].id]
+
+
+class LossyStore:
+    """A store whose jobs fail before or after they are committed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.failures: list[str] = []
+
+    async def run(self, job: Any, *, write: bool = True) -> Any:
+        failure = self.failures.pop(0) if self.failures else ""
+        if failure == "before":
+            raise StoreUnavailable("gone", "wait")
+        result = await self._store.run(job, write=write)
+        if failure == "after":
+            raise StoreUnavailable("gone", "wait")
+        return result
+
+
+@asynccontextmanager
+async def a_ledger(store: Store) -> AsyncIterator[tuple[Ledger, LossyStore]]:
+    lossy = LossyStore(store)
+    own = ProcessIdentity("p1", "host", 1, NOW)
+    ledger = Ledger(lossy, own, lambda: NOW, lambda: NOW, lambda _: [])
+    await ledger.start(60.0)
+    yield ledger, lossy
+    await ledger.close(60.0)
+
+
+async def test_exactly_one_row_of_the_ledger_for_each_recorded_result(store: Store) -> None:
+    begin(store, a_batch(), [a_line(number) for number in range(1, 41)])
+    rows = claim(store, limit=40)
+    store.run_now(lambda c: put_back(c, "p1", [row.id for row in rows[30:]], NOW))
+    async with a_ledger(store) as (ledger, lossy):
+
+        async def write(some: list[StoredRow]) -> None:
+            """Record as often as needed until it is known to have happened."""
+            by_id = {one.id: a_result(one) for one in some}
+
+            def job(connection: Connection) -> list[UsageRow]:
+                kept = record(connection, "p1", list(by_id.values()), NOW)
+                return [row for id_ in kept if (row := by_id[id_].usage) is not None]
+
+            while True:
+                try:
+                    await ledger.write_with(job)
+                except StoreUnavailable:
+                    continue
+                return
+
+        lossy.failures = ["after", "before", "", "after"]
+        await write(rows[:20])
+        await write(rows[20:])
+    assert counts(store) == {"total": 40, "completed": 30}
+    asked = select(usage.c.id, usage.c.sequence).order_by(usage.c.sequence)
+    in_ledger = store.run_now(lambda c: c.execute(asked).all())
+    assert sorted(id_ for id_, _ in in_ledger) == sorted(row.id for row in rows[:30])
+    assert len({number for _, number in in_ledger}) == 30
+
+
+ANY = [Pick(10, RequestKind.LINE)]
+
+
+BODIES = [b"one", b"two and more", b"three"]
+
+
+def leases_of(store: Store, path: Path) -> RowLeases:
+    """Leases of this process in a new folder; a batch of three lines waits there."""
+    folder = Folder(path / "batches", most_bytes=lambda: 1 << 30)
+    opened_as = folder.open()
+    new = folder.open_new("file")
+    new.write(b"".join(BODIES))
+    place, offset, lines = new.finish(), 0, []
+    batch = replace(a_batch(), folder=opened_as)
+    for number, body in enumerate(BODIES, 1):
+        line = a_line(number, batch, place=place, offset=offset, length=len(body))
+        lines.append(line)
+        offset += len(body)
+    begin(store, batch, lines)
+    own = ProcessIdentity.of_this_process(time.time())
+    do(store, register, own, NOW)
+    return RowLeases(store, folder, DiskThreads(), own, lambda: NOW)
+
+
+def states(store: Store) -> list[RequestState]:
+    rows = [do(store, find_row, "alice", a_line(n).id, RequestKind.LINE) for n in (1, 2, 3)]
+    return [row.state for row in rows if row is not None]
+
+
+async def test_rows_come_with_their_bodies(store: Store, tmp_path: Path) -> None:
+    leases = leases_of(store, tmp_path)
+    claimed = await leases.claim(ANY, 1000)
+    assert [body for _, body in claimed] == BODIES
+    ids = {row.id for row, _ in claimed}
+    assert await leases.renew([*ids, "other"]) == ids
+    assert await leases.claim(ANY, 1000) == []
+
+
+async def test_no_more_bodies_are_read_than_there_is_room_for(store: Store, tmp_path: Path) -> None:
+    leases = leases_of(store, tmp_path)
+    assert [body for _, body in await leases.claim(ANY, 15)] == BODIES[:2]
+    assert leases.has_put_back
+    assert await leases.write()
+    assert states(store) == [RequestState.RUNNING, RequestState.RUNNING, RequestState.WAITING]
+    assert [body for _, body in await leases.claim(ANY, 1)] == BODIES[2:]
+    assert not leases.has_put_back
+
+
+async def test_a_row_whose_file_is_gone_has_no_body(store: Store, tmp_path: Path) -> None:
+    leases = leases_of(store, tmp_path)
+    for file in leases.folder.files("file"):
+        leases.folder.delete(file.name)
+    assert [body for _, body in await leases.claim(ANY, 1000)] == [None] * 3
+
+
+async def test_rows_are_put_back_when_the_store_takes_them_again(
+    store: Store, tmp_path: Path
+) -> None:
+    leases = leases_of(store, tmp_path)
+    ids = [row.id for row, _ in await leases.claim(ANY, 1000)]
+    leases.put_back(ids[:1], NOW + 5, failed=True)
+    leases.put_back(ids[1:], NOW)
+    leases.store = Store(store.location)
+    assert leases.store.close(1.0)
+    with pytest.raises(StoreError):
+        await leases.write()
+    leases.store = store
+    assert await leases.renew(ids) == set(ids)
+    assert await leases.write()
+    assert not await leases.write()
+    assert states(store) == [RequestState.WAITING] * 3
+    row = do(store, find_row, "alice", ids[0], RequestKind.LINE)
+    assert row is not None
+    assert (row.attempts, row.not_before) == (1, NOW + 5)
+
+
+async def test_rows_of_lost_processes_wait_again(store: Store, tmp_path: Path) -> None:
+    leases = leases_of(store, tmp_path)
+    other = replace(leases.process, id="gone.1")
+    lost = RowLeases(store, leases.folder, leases.threads, other, lambda: NOW)
+    assert len(await lost.claim(ANY, 1000)) == 3
+    assert await leases.release_lost() == 3
+    assert len(await leases.claim(ANY, 1000)) == 3
+    assert await lost.renew([a_line(1).id]) == set()
+
+
+async def test_a_row_that_is_claimed_anew_is_not_put_back_for_its_earlier_claim(
+    store: Store, tmp_path: Path
+) -> None:
+    leases = leases_of(store, tmp_path)
+    ids = [row.id for row, _ in await leases.claim(ANY, 1000)]
+    do(store, put_back, leases.process.id, ids[:1], NOW)  # Somebody else has, as it was lost.
+    leases.put_back(ids[:2], NOW)
+    assert [row.id for row, _ in await leases.claim(ANY, 1000)] == ids[:1]
+    assert await leases.write()
+    assert states(store) == [RequestState.RUNNING, RequestState.WAITING, RequestState.RUNNING]
+
+
+async def test_rows_of_a_claim_that_nobody_was_told_of_wait_again_at_once(
+    store: Store, tmp_path: Path
+) -> None:
+    leases = leases_of(store, tmp_path)
+
+    class Deaf(Store):
+        """Its answers to claims are lost."""
+
+        async def run(self, job: Any, **options: Any) -> Any:
+            await store.run(job, **options)
+            raise StoreUnavailable("the store does not answer", "wait")
+
+    leases.store = Deaf(store.location)
+    with pytest.raises(StoreError):
+        await leases.claim(ANY, 1000)
+    assert states(store) == [RequestState.RUNNING] * 3
+    leases.store = store
+    assert await leases.write()
+    assert states(store) == [RequestState.WAITING] * 3
+    assert not await leases.write()
+    assert len(await leases.claim(ANY, 1000)) == 3
+
+
+async def test_a_clock_that_is_set_forward_ends_no_lease(store: Store, tmp_path: Path) -> None:
+    leases = leases_of(store, tmp_path)
+    other = replace(leases.process, id="other.1", host="elsewhere")
+    do(store, register, other, NOW)
+    neighbour = RowLeases(store, leases.folder, leases.threads, other, lambda: NOW)
+    assert len(await neighbour.claim(ANY, 1000)) == 3
+    assert await leases.release_lost() == 0
+    leases.now = lambda: NOW + 3600
+    assert await leases.release_lost() == 0
+    assert states(store) == [RequestState.RUNNING] * 3
+
+
+def test_a_jump_of_the_clock_matters_until_all_have_renewed_their_leases() -> None:
+    clock = 0.0
+    jumps = ClockJumps(lambda: clock)
+    assert not jumps.jumped(NOW)
+    clock = 5.0
+    assert not jumps.jumped(NOW + 5)
+    clock = 10.0
+    assert jumps.jumped(NOW + 3610)
+    clock = 10.0 + CALM_SECONDS
+    assert not jumps.jumped(NOW + 3610 + CALM_SECONDS)
+    clock += 5.0
+    assert not jumps.jumped(NOW)  # Set back: leases hold for longer than they should.
+
+
+async def test_lines_whose_folder_is_not_mounted_are_not_missing(
+    store: Store, tmp_path: Path
+) -> None:
+    leases = leases_of(store, tmp_path)
+    location = leases.folder.location
+    location.rename(tmp_path / "elsewhere")
+    location.mkdir(mode=0o700)
+    with pytest.raises(FolderError):
+        await leases.claim(ANY, 1000)
+    assert await leases.write()
+    assert states(store) == [RequestState.WAITING] * 3
+
+
+P = ParamSpec("P")
+
+
+T = TypeVar("T")
+
+
+WORKERS, BATCHES, LINES = 3, 6, 60
+
+
+CANCELLED = {1, 2}
+
+
+def do_unlocked(
+    store: Store, job: Callable[Concatenate[Connection, P], T], *args: P.args, **keys: P.kwargs
+) -> T:
+    return once_unlocked(lambda: do(store, job, *args, **keys))
+
+
+def claim_unlocked(store: Store, process: str, limit: int, *, model: str | None) -> list[StoredRow]:
+    return once_unlocked(lambda: claim(store, process, limit, model=model))
+
+
+class Trouble:
+    """Works on all batches as one of several processes, and forgets some rows that it has."""
+
+    def __init__(self, url: str, number: int, batches: list[Batch], seed: int) -> None:
+        self.url = url
+        self.own = ProcessIdentity(f"p{number}.0", "host", 1, NOW)
+        self.rng = random.Random(10 * seed + number)
+        self.batches = batches
+        self.recorded: Counter[str] = Counter()
+        self.ended: list[str] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with opened(self.url) as store:
+                left = {one.id for one in self.batches}
+                while left:
+                    self._step(store)
+                    for id_ in sorted(left):
+                        if self._try_to_end(store, id_):
+                            left.discard(id_)
+        except BaseException as error:  # noqa: BLE001 - told by the test's own thread
+            self.error = error
+
+    def _step(self, store: Store) -> None:
+        rng, own = self.rng, self.own
+        rows = claim_unlocked(store, own.id, rng.randint(1, 12), model=rng.choice([None, "demo"]))
+        ids = [row.id for row in rows]
+        if rng.random() < 0.3:
+            do_unlocked(store, renew, own.id, ids, NOW, LEASE)
+        forgotten = ids[:1] if rng.random() < 0.2 else []
+        back = [id_ for id_ in ids if id_ not in forgotten and rng.random() < 0.2]
+        do_unlocked(store, put_back, own.id, back, NOW, failed=rng.random() < 0.5)
+        states = [RequestState.DONE, RequestState.DONE, RequestState.FAILED]
+        results = [
+            a_result(row, state=rng.choice(states), place=f"results-{own.id}")
+            for row in rows
+            if row.id not in forgotten
+        ]
+        first = do_unlocked(store, record, own.id, results, NOW)
+        assert sorted(do_unlocked(store, record, own.id, results, NOW)) == sorted(first)
+        self.recorded.update(first)
+        if rng.random() < 0.2:
+            # Far behind all leases: what others hold at this moment is taken from them.
+            do_unlocked(store, release_lost, FOLDER, own, NOW + rng.choice([0.0, 10 * LEASE]))
+        if rng.random() < 0.1:
+            number = rng.choice(sorted(CANCELLED))
+            do_unlocked(
+                store, cancel_batch, "alice", self.batches[number].id, "openai", NOW, limit=7
+            )
+        do_unlocked(store, expire_lines, FOLDER, NOW, limit=5)
+
+    def _try_to_end(self, store: Store, id_: str) -> bool:
+        do_unlocked(store, begin_finalizing, id_, NOW, limit=7)
+        if do_unlocked(store, end_batch, id_, None, None, NOW, lambda *_: self.ended.append(id_)):
+            return True
+        batch = do_unlocked(store, find_batch, "alice", id_, "openai")
+        return batch is not None and batch.state.ended
+
+
+def batch_unlocked(store: Store, batch: Batch) -> Batch:
+    found = do_unlocked(store, find_batch, "alice", batch.id, "openai")
+    assert found is not None
+    return found
+
+
+def states_of(store: Store, batch: Batch) -> dict[str, int]:
+    column = stored_requests.c.state
+    asked = select(column, func.count()).where(stored_requests.c.batch == batch.id)
+    found = store.run_now(lambda c: c.execute(asked.group_by(column)).all())
+    return {str(state): int(number) for state, number in found}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+)
+def test_counts_stay_exact_while_several_processes_work_and_cancel(
+    store_url: str, seed: int
+) -> None:
+    # The first one is late from the start: its lines expire, a few at a time.
+    batches = [
+        a_batch(number, expires_at=NOW if number == 0 else NOW + DAY) for number in range(BATCHES)
+    ]
+    with opened(store_url) as store:
+        for batch in batches:
+            begin(store, batch, [a_line(number, batch) for number in range(1, LINES + 1)])
+        workers = [Trouble(store_url, number, batches, seed) for number in range(WORKERS)]
+        threads = [threading.Thread(target=one.run) for one in workers]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(LIMIT)
+        assert [one.error for one in workers] == [None] * WORKERS
+        assert not any(one.is_alive() for one in threads)
+        recorded = sum((one.recorded for one in workers), Counter[str]())
+        assert set(recorded.values()) == {1}
+        counted = 0
+        for number, before in enumerate(batches):
+            batch = batch_unlocked(store, before)
+            counts = {
+                "done": batch.completed, "failed": batch.failed,
+                "cancelled": batch.cancelled, "expired": batch.expired,
+            }  # fmt: skip
+            assert states_of(store, batch) == {k: v for k, v in counts.items() if v}
+            assert sum(counts.values()) == batch.total == LINES
+            has_result = batch.completed + batch.failed
+            assert batch.completion_tokens == 5 * has_result
+            assert batch.cost == pytest.approx(0.25 * has_result)
+            counted += has_result
+            if number not in CANCELLED:
+                assert not batch.cancelled
+                last = BatchState.EXPIRED if batch.expired else BatchState.COMPLETED
+                assert batch.state is last
+        assert counted == len(recorded)
+        # Each was ended by one of them, though all had tried.
+        ends = Counter(id_ for one in workers for id_ in one.ended)
+        assert ends == {batch.id: 1 for batch in batches}

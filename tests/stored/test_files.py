@@ -1,0 +1,557 @@
+"""The registry of files over real stores of both kinds and a real folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, create_engine, func, insert, select, text
+
+from gateway.config.batches import BatchSettings
+from gateway.errors import GatewayError
+from gateway.store.database import locate_store
+from gateway.store.schema import batches, files
+from gateway.store.store import Store
+from gateway.stored.background_requests import add_background, delete_background
+from gateway.stored.batch_registry import NewBatch
+from gateway.stored.batch_rows import Batch
+from gateway.stored.claims import (
+    BatchState,
+    RequestKind,
+    StoredRow,
+    job,
+)
+from gateway.stored.files import (
+    ORPHAN_SECONDS,
+    FileRegistry,
+    Kept,
+    correct_log_sizes,
+    full_owners,
+    kept_by,
+    note_log_sizes,
+)
+from gateway.stored.folder import ID_FILE, Folder
+from tests.store.stores import LIMIT, opened
+from tests.stored.batch_place import (
+    HOUR,
+    BatchPlace,
+    answer,
+    batch_place,
+    count,
+    jsonl,
+    line,
+)
+
+DAY = 86400.0
+
+
+@dataclass
+class Place:
+    """A registry, its folder and its store, with a clock of its own."""
+
+    registry: FileRegistry
+    folder: Folder
+    store: Store
+    settings: BatchSettings
+    time: list[float] = field(default_factory=lambda: [1_800_000_000.0])
+
+    def pass_(self, seconds: float) -> None:
+        self.time[0] += seconds
+
+    async def add(self, owner: str = "alice", content: bytes = b"x", **more: Any) -> str:
+        async with self.registry.uploading(owner, None) as upload:
+            await self.registry.on_disk(upload.write, content)
+            given = {"name": "a", "purpose": "batch", "seconds": None, **more}
+            return (await self.registry.keep(upload, **given)).id
+
+    async def rows(self) -> int:
+        return await self.store.run(
+            lambda c: c.scalar(select(func.count()).select_from(files)) or 0
+        )
+
+    def kept(self) -> list[str]:
+        return sorted(p.name for p in self.folder.location.iterdir() if p.name != ID_FILE)
+
+    async def ids(self, owner: str = "alice") -> list[str]:
+        return [file.id for file in (await self.registry.page(owner, 100)).files]
+
+
+@asynccontextmanager
+async def place(url: str, path: Path, **settings: Any) -> AsyncIterator[Place]:
+    chosen, time = BatchSettings(**settings), [1_800_000_000.0]
+    store = Store(locate_store(url, path))
+    store.start()
+    try:
+        assert await store.wait_opened(LIMIT)
+        folder = Folder(path, most_bytes=lambda: chosen.folder_bytes, now=lambda: time[0])
+        registry = FileRegistry(store, folder, lambda: chosen, lambda: time[0])
+        yield Place(registry, folder, store, chosen, time)
+        registry.close()
+    finally:
+        await store.aclose(LIMIT)
+
+
+async def refused(asked: Any) -> tuple[int, str]:
+    with pytest.raises(GatewayError) as error:
+        await asked
+    return error.value.status, error.value.code
+
+
+async def test_an_expired_file_is_gone_at_once_and_its_bytes_soon(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with place(store_url, tmp_path / "kept", keep=10 * DAY) as here:
+        long, short = await here.add(), await here.add(seconds=3600)
+        here.pass_(3600)
+        assert await here.ids() == [long]
+        assert await refused(here.registry.find("alice", short)) == (404, "file_not_found")
+        assert await refused(here.registry.open_content("alice", short)) == (404, "file_not_found")
+        assert len(here.kept()) == 2
+        assert await here.registry.clean() == 1
+        assert (here.kept(), await here.rows()) == ([long], 1)
+        here.pass_(10 * DAY)
+        assert await here.registry.clean() == 1
+        assert (here.kept(), await here.rows()) == ([], 0)
+
+
+def a_batch(file: str, *, ended_at: float | None) -> Any:
+    def job(connection: Connection) -> None:
+        connection.execute(
+            insert(batches).values(
+                id=f"batch-of-{file}", owner="alice", api="openai", endpoint="/v1/embeddings",
+                input_file=file, created_at=1.0, expires_at=2.0, ended_at=ended_at, state="s",
+                keep_until=3.0, class_="batch", folder="f",
+            )
+        )  # fmt: skip
+
+    return job
+
+
+async def test_a_file_that_a_batch_reads_stays(store_url: str, tmp_path: Path) -> None:
+    async with place(store_url, tmp_path / "kept") as here:
+        read, done = await here.add(), await here.add()
+        await here.store.run(a_batch(read, ended_at=None))
+        await here.store.run(a_batch(done, ended_at=5.0))
+        assert await refused(here.registry.delete("alice", read)) == (409, "file_in_use")
+        await here.registry.delete("alice", done)
+        here.pass_(100 * DAY)
+        assert await here.registry.clean() == 0
+        assert here.kept() == [read]
+
+
+async def test_a_deletion_that_was_cut_short_is_finished_later(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with place(store_url, tmp_path / "kept") as here:
+        id_ = await here.add()
+        here.folder.location.rename(tmp_path / "away")
+        await here.registry.delete("alice", id_)
+        assert await here.ids() == []
+        assert await refused(here.registry.delete("alice", id_)) == (404, "file_not_found")
+        (tmp_path / "away").rename(here.folder.location)
+        assert (here.kept(), await here.rows()) == ([id_], 1)
+        assert await here.registry.clean() == 1
+        assert (here.kept(), await here.rows()) == ([], 0)
+
+
+async def test_a_complete_file_without_a_row_is_removed_when_it_is_old(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with place(store_url, tmp_path / "kept") as here:
+        id_ = await here.add()
+        new = here.folder.open_new("file")
+        spool = here.folder.open_new("spool")
+        new.finish()
+        spool.finish()
+        for path in here.folder.location.iterdir():
+            os.utime(path, (here.time[0], here.time[0]))
+        here.pass_(ORPHAN_SECONDS)
+        assert await here.registry.clean() == 0
+        here.pass_(1)
+        assert await here.registry.clean(orphans=False) == 0
+        assert await here.registry.clean() == 1
+        assert here.kept() == sorted([id_, spool.name])
+
+
+async def test_a_file_of_another_host_is_listed_and_not_read(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with (
+        place(store_url, tmp_path / "one") as one,
+        place(store_url, tmp_path / "two") as two,
+    ):
+        id_ = await one.add()
+        assert await two.ids() == [id_]
+        assert await refused(two.registry.open_content("alice", id_)) == (503, "file_elsewhere")
+        # Deleted here, removed there.
+        await two.registry.delete("alice", id_)
+        assert await two.registry.clean() == 0
+        assert one.kept() == [id_]
+        assert await one.registry.clean() == 1
+        assert one.kept() == []
+
+
+async def test_the_limit_of_files_holds_for_uploads_that_end_together(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with place(store_url, tmp_path / "kept", files_per_key=3) as here:
+        ended = await asyncio.gather(*(here.add() for _ in range(8)), return_exceptions=True)
+        made = sorted(one for one in ended if isinstance(one, str))
+        wrong = [one for one in ended if not isinstance(one, str)]
+        assert len(made) == 3
+        assert {(e.status, e.code) for e in wrong if isinstance(e, GatewayError)} == {
+            (429, "insufficient_quota")
+        }
+        assert (here.kept(), await here.rows()) == (made, 3)
+
+
+async def test_the_limit_holds_for_two_gateways_of_one_store(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with (
+        place(store_url, tmp_path / "one", files_per_key=4) as one,
+        place(store_url, tmp_path / "two", files_per_key=4) as two,
+    ):
+        adding = [here.add() for _ in range(6) for here in (one, two)]
+        ended = await asyncio.gather(*adding, return_exceptions=True)
+        assert len([made for made in ended if isinstance(made, str)]) == 4
+        assert len(one.kept()) + len(two.kept()) == await one.rows() == 4
+
+
+async def test_an_upload_that_fails_leaves_nothing(store_url: str, tmp_path: Path) -> None:
+    async with place(store_url, tmp_path / "kept", file_bytes=10) as here:
+
+        async def fail() -> None:
+            async with here.registry.uploading("alice", 5) as upload:
+                await here.registry.on_disk(upload.write, b"12345")
+                raise RuntimeError
+
+        with pytest.raises(RuntimeError):
+            await fail()
+        assert await refused(here.add(content=b"12345678901")) == (413, "request_too_large")
+        assert (here.kept(), await here.rows()) == ([], 0)
+
+
+async def test_an_upload_that_is_cancelled_leaves_nothing(store_url: str, tmp_path: Path) -> None:
+    async with place(store_url, tmp_path / "kept") as here:
+        begun = asyncio.Event()
+
+        async def send() -> None:
+            async with here.registry.uploading("alice", None) as upload:
+                begun.set()
+                while True:
+                    await here.registry.on_disk(upload.write, bytes(1 << 16))
+
+        sending = asyncio.create_task(send())
+        await begun.wait()
+        assert len(here.kept()) == 1
+        sending.cancel()
+        await asyncio.wait([sending])
+        assert sending.cancelled()
+        assert here.kept() == []
+
+
+async def test_a_store_that_is_away_is_told_and_nothing_is_lost(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with place(store_url, tmp_path / "kept") as here:
+        id_ = await here.add()
+        async with here.registry.uploading("alice", None) as upload:
+            await here.registry.on_disk(upload.write, b"text")
+            await here.store.aclose(LIMIT)
+            keeping = here.registry.keep(upload, name="a", purpose="batch", seconds=None)
+            assert await refused(keeping) == (503, "store_unavailable")
+            # Whether it has a row can't be told, so the file stays until that is known.
+            assert len(here.kept()) == 2
+        assert await refused(here.registry.find("alice", id_)) == (503, "store_unavailable")
+        assert await refused(here.add()) == (503, "store_unavailable")
+
+
+async def test_files_are_shown_and_listed_while_another_process_writes(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with place(store_url, tmp_path / "kept") as here:
+        id_ = await here.add()
+        engine = create_engine(here.store.location.url)
+        is_sqlite = here.store.location.path is not None
+        lock = "BEGIN IMMEDIATE" if is_sqlite else "LOCK TABLE files IN EXCLUSIVE MODE"
+        try:
+            with engine.connect() as connection:
+                connection.execute(text(lock))
+                async with asyncio.timeout(2.0):
+                    assert await here.ids() == [id_]
+                    assert (await here.registry.find("alice", id_)).id == id_
+                connection.rollback()
+        finally:
+            engine.dispose()
+
+
+async def test_the_row_says_what_came(store_url: str, tmp_path: Path) -> None:
+    async with place(store_url, tmp_path / "kept") as here:
+        id_ = await here.add(content=b"abc", name="ä.jsonl", purpose="user_data")
+        found = await here.registry.find("alice", id_)
+        assert (found.name, found.purpose, found.bytes) == ("ä.jsonl", "user_data", 3)
+        assert found.sha256.startswith("ba7816bf")
+        assert found.folder == here.folder.id
+        content = await here.registry.open_content("alice", id_)
+        assert b"".join([piece async for piece in content.pieces()]) == b"abc"
+        await content.close()
+        plan = await here.store.run(partial(_plan_of_a_page, url=store_url))
+        assert "ix_files_owner_id" in plan or "postgresql" in store_url
+
+
+def _plan_of_a_page(connection: Connection, url: str) -> str:
+    if "postgresql" in url:
+        return ""
+    asked = "EXPLAIN QUERY PLAN SELECT * FROM files WHERE owner = 'a' AND id < 'b' ORDER BY id DESC"
+    return str(connection.exec_driver_sql(asked).all())
+
+
+KB = 1000
+
+
+async def kept(here: BatchPlace, owner: str = "alice") -> int:
+    job = partial(kept_by, owner=owner, now=here.time[0])
+    return (await here.store.run(job, write=False)).bytes
+
+
+def on_disk(here: BatchPlace) -> int:
+    return sum(path.stat().st_size for path in here.folder.location.iterdir()
+               if not path.name.endswith(ID_FILE))  # fmt: skip
+
+
+async def refusal_of(asked: Any) -> GatewayError:
+    with pytest.raises(GatewayError) as error:
+        await asked
+    return error.value
+
+
+async def messages(here: BatchPlace, lines: int, *, owner: str = "alice", **more: Any) -> Batch:
+    """A message batch with a body of its own."""
+    new = await here.batches.new_requests()
+    await here.batches.on_disk(
+        new.write, jsonl([line(f"c{n}", url="/v1/messages") for n in range(lines)])
+    )
+    size = new.size
+    name = await here.batches.on_disk(new.finish)
+    given = {"owner": owner, "api": "anthropic", "endpoint": "/v1/messages", **more}
+    return await here.batches.create(NewBatch(**given, requests=name, requests_bytes=size))
+
+
+async def answer_some(here: BatchPlace, api: str, limit: int, *, size: int = 10) -> int:
+    """Claim so many lines at most, and record answers of this size; how many."""
+    task = asyncio.create_task(here.results.run())
+    rows = await here.claim(limit)
+    content = b'"%b"' % (b"x" * size)
+    added = [here.results.add(r, api, answer(r, here.process.id, content=content)) for r in rows]
+    assert all(await asyncio.gather(*added))
+    task.cancel()
+    return len(rows)
+
+
+async def test_the_rows_say_what_the_folder_holds_at_every_step(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        seen = [(await kept(here), on_disk(here))]
+        await here.upload(b"x" * 700, purpose="user_data")
+        seen.append((await kept(here), on_disk(here)))
+        of_messages = await messages(here, 3)
+        seen.append((await kept(here), on_disk(here)))
+        of_lines = await here.create([line("a"), line("b"), "broken"])
+        seen.append((await kept(here), on_disk(here)))
+        await here.settle()
+        seen.append((await kept(here), on_disk(here)))
+        assert await answer_some(here, "anthropic", 2, size=300) == 2
+        seen.append((await kept(here), on_disk(here)))
+        assert all(counted == held for counted, held in seen), seen
+        assert sorted(seen) == seen
+        assert len({counted for counted, _ in seen}) == len(seen)
+        assert await kept(here, "bob") == 0
+        # After the end results are in files with rows, and of the rest nothing is left.
+        while await answer_some(here, "openai", 10):
+            await here.settle()
+        assert {(await here.find(one)).state for one in (of_messages, of_lines)} == {
+            BatchState.COMPLETED
+        }
+        assert here.kept("requests") == []
+        await here.results.close(HOUR)
+        await here.batches.upkeep.clean()
+        assert here.kept("results") == []
+        assert await kept(here) == on_disk(here) > 0
+        await here.batches.delete("alice", of_messages.id, "anthropic")
+        assert await kept(here) == on_disk(here)
+        for file in (await here.files.page("alice", 100)).files:
+            await here.files.delete("alice", file.id)
+        assert (await kept(here), on_disk(here)) == (0, 0)
+
+
+async def test_what_expires_is_released_but_an_input_that_is_read_is_not(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept", keep=HOUR) as here:
+        await here.upload(b"x" * 700)
+        batch = await here.create([line("a")])
+        size = await kept(here) - 700
+        here.pass_(HOUR)
+        assert await kept(here) == size
+        await here.files.clean()
+        assert on_disk(here) == size
+        await here.batches.cancel("alice", batch.id, "openai")
+        await here.settle()
+        await here.files.clean()
+        assert (await kept(here), on_disk(here)) == (0, 0)
+
+
+async def test_a_key_at_its_bound_gets_429_for_everything_and_others_do_not(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": 2 * KB, "bytes_per_key": 2 * KB}
+    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
+        input_file = await here.upload(jsonl([line("a")]))
+        await here.upload(b"x" * (2 * KB - await kept(here)), purpose="user_data")
+        given: dict[str, Any] = {
+            "owner": "alice", "api": "openai", "endpoint": "/v1/chat/completions",
+        }  # fmt: skip
+        for asked in (
+            here.upload(b"x"),
+            messages(here, 1),
+            here.batches.create(NewBatch(**given, input_file=input_file)),
+            here.batches.check_room("alice", 0),
+        ):
+            error = await refusal_of(asked)
+            assert (error.status, error.code, error.retryable) == (429, "insufficient_quota", False)
+            assert "2000 bytes ('batches.bytes_per_key'): delete" in error.message
+        assert here.kept("requests") == []
+        await here.batches.check_room("bob", 2 * KB)
+        await messages(here, 1, owner="bob")
+
+
+async def test_an_upload_of_unknown_size_is_stopped_at_the_key_s_bound(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": 9 * KB, "bytes_per_key": 10 * KB}
+    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
+        await here.upload(b"x" * 8 * KB)
+        async with here.files.uploading("alice", None) as upload:
+            await here.files.on_disk(upload.write, b"x" * 2 * KB)
+            error = await refusal_of(here.files.on_disk(upload.write, b"x"))
+        assert (error.status, error.code) == (429, "insufficient_quota")
+        assert on_disk(here) == 8 * KB
+
+
+async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": 9 * KB, "bytes_per_key": 10 * KB}
+    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
+        batch = await here.create([line(f"c{n}") for n in range(4)])
+        room = await here.upload(b"x" * 6 * KB, purpose="user_data")
+        await here.settle()
+        # Its results bring the key to its bound; those that ran meanwhile are recorded.
+        task = asyncio.create_task(here.results.run())
+        for row in await here.claim(3):
+            content = b'"%b"' % (b"x" * 2 * KB)
+            done = answer(row, here.process.id, content=content)
+            assert await here.results.add(row, "openai", done)
+            await here.batches.upkeep.round()
+        task.cancel()
+        paused = await here.find(batch)
+        assert (paused.pause_reason, paused.completed) == ("key_storage_full", 3)
+        assert here.batches.upkeep.full_owners == {"alice"}
+        assert await kept(here) > 10 * KB
+        other = await here.create([line("a")], owner="bob")
+        await here.settle()
+        assert (await here.find(other)).paused_at is None
+        assert await answer_some(here, "openai", 9) == 1  # bob's
+        # By hand it goes on for a moment only.
+        await here.batches.resume("alice", batch.id, "openai")
+        await here.batches.upkeep.round()
+        assert (await here.find(batch)).pause_reason == "key_storage_full"
+        await here.files.delete("alice", room)
+        await here.batches.upkeep.round()
+        assert (await here.find(batch)).paused_at is None
+        assert here.batches.upkeep.full_owners == frozenset()
+        assert await answer_some(here, "openai", 9) == 1
+        await here.settle()
+        assert [one["custom_id"] for one in await here.output(batch)] == ["c0", "c1", "c2", "c3"]
+
+
+async def test_a_pause_by_the_caller_outlives_one_for_want_of_room(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": 9 * KB, "bytes_per_key": 9 * KB}
+    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
+        batch = await here.create([line("a")])
+        await here.settle()
+        await here.batches.pause("alice", batch.id, "openai")
+        id_ = await here.upload(b"x" * (9 * KB - await kept(here)))
+        await here.batches.upkeep.round()
+        await here.files.delete("alice", id_)
+        await here.batches.upkeep.round()
+        assert (await here.find(batch)).pause_reason == "paused"
+
+
+def a_request(number: int, length: int = 10) -> StoredRow:
+    return StoredRow(
+        f"resp_{number:032x}", RequestKind.RESPONSE, "alice", "/v1/responses",
+        f"request-{number:032x}", 0, length, float(number), 10**10, "folder", "normal",
+        deadline=10**9, result_place=f"events-{number:032x}", result_offset=0, result_length=90,
+    )  # fmt: skip
+
+
+def test_requests_in_the_background_count_with_their_logs(store_url: str) -> None:
+    with opened(store_url) as store:
+
+        def bytes_of(owner: str = "alice") -> int:
+            return store.run_now(partial(kept_by, owner=owner, now=1.0)).bytes
+
+        for _ in range(2):  # Done again it counts once.
+            assert store.run_now(job(add_background, a_request(1), 9, 1 << 30, 200)) is None
+        assert store.run_now(job(add_background, a_request(2, 11), 9, 1 << 30, 200)) == Kept(0, 100)
+        assert store.run_now(job(add_background, a_request(2), 9, 1 << 30, 200)) is None
+        assert (bytes_of(), bytes_of("bob")) == (200, 0)
+        sizes = {a_request(1).id: 500, "resp_unknown": 9}
+        store.run_now(partial(note_log_sizes, sizes=sizes, running=True))
+        assert bytes_of() == 200  # It does not run.
+        store.run_now(partial(note_log_sizes, sizes=sizes))
+        assert bytes_of() == 610
+        full = partial(full_owners, owners=["alice", "bob"], now=1.0)
+        assert store.run_now(partial(full, most_bytes=610)) == {"alice"}
+        assert store.run_now(partial(full, most_bytes=611)) == set()
+        found = {str(a_request(1).result_place): 70, str(a_request(2).result_place): 90}
+        correct = partial(correct_log_sizes, folder="folder", sizes=found)
+        store.run_now(correct)
+        assert bytes_of() == 180
+        delete = partial(delete_background, owner="alice", kind=RequestKind.RESPONSE, now=1.0)
+        store.run_now(partial(delete, id_=a_request(1).id))
+        assert bytes_of() == 100
+
+
+async def test_two_processes_together_keep_no_more_than_one_may(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": KB, "bytes_per_key": KB}
+    async with (
+        batch_place(store_url, tmp_path / "one", **bounds) as one,
+        batch_place(store_url, tmp_path / "two", **bounds) as two,
+    ):
+        places = (one, two)
+        uploads = [here.upload(b"x" * 100) for _ in range(8) for here in places]
+        requests = [
+            places[n % 2].store.run(job(add_background, a_request(n), 99, 1 << 30, KB))
+            for n in range(8)
+        ]  # fmt: skip
+        ended = await asyncio.gather(*uploads, *requests, return_exceptions=True)
+        made = sum(isinstance(one, str) or one is None for one in ended)
+        assert made == 10
+        assert await kept(one) == await kept(two) == KB
+        kept_files = await one.store.run(count(files))
+        assert kept_files == len(one.kept("file")) + len(two.kept("file"))

@@ -1,0 +1,448 @@
+""""""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gateway.stored.folder import (
+    FULL_SECONDS,
+    ID_FILE,
+    STEP_BYTES,
+    DiskThreads,
+    Folder,
+    FolderError,
+    FolderFull,
+    is_file_name,
+)
+
+LIMIT = 60.0
+
+
+def a_folder(path: Path, *, most: int = 1 << 40, spare: int = 0) -> Folder:
+    folder = Folder(path / "kept", most_bytes=lambda: most, spare_bytes=spare)
+    folder.open()
+    return folder
+
+
+def names(folder: Folder) -> list[str]:
+    return sorted(path.name for path in folder.location.iterdir() if path.name != ID_FILE)
+
+
+def test_a_file_appears_whole_under_its_name_and_for_its_owner_alone(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    new = folder.open_new("file")
+    new.write(b"one ")
+    assert not folder.path(new.name).exists()
+    new.write(b"two")
+    assert new.finish() == new.name
+    assert is_file_name(new.name)
+    assert names(folder) == [new.name]
+    assert folder.path(new.name).read_bytes() == b"one two"
+    assert stat.S_IMODE(folder.path(new.name).stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.location.stat().st_mode) == 0o700
+    assert folder.read(new.name, 4, 2) == b"tw"
+    assert [(f.name, f.size) for f in folder.files("file")] == [(new.name, 7)]
+    assert list(folder.files("spool")) == []
+    new.discard()  # It is finished already.
+    assert folder.delete(new.name)
+    assert not folder.delete(new.name)
+
+
+def test_an_open_file_stays_readable_when_it_is_deleted(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    new = folder.open_new("file")
+    new.write(b"text")
+    with folder.open_to_read(new.finish()) as file:
+        folder.delete(new.name)
+        assert file.read() == b"text"
+    with pytest.raises(FileNotFoundError):
+        folder.open_to_read(new.name)
+
+
+def test_names_grow_with_time(tmp_path: Path) -> None:
+    times = iter([1_000.001, 1_000.002, 99_999_999_999.0])
+    folder = Folder(tmp_path / "kept", most_bytes=lambda: 1 << 40, now=lambda: next(times))
+    folder.open()
+    made = [folder.open_new("file") for _ in range(3)]
+    assert [new.name for new in made] == sorted(new.name for new in made)
+    for new in made:
+        new.discard()
+    assert names(folder) == []
+
+
+@pytest.mark.parametrize("name", ["..", "file-x", "/etc/passwd", "file-" + "0" * 31, ID_FILE, ""])
+def test_nothing_but_its_files_is_reached(tmp_path: Path, name: str) -> None:
+    folder = a_folder(tmp_path)
+    for reach in (folder.open_to_read, folder.delete, folder.path):
+        with pytest.raises(ValueError, match="not a file's name"):
+            reach(name)
+
+
+def test_the_folder_keeps_its_id(tmp_path: Path) -> None:
+    first = a_folder(tmp_path)
+    assert first.id == a_folder(tmp_path).id
+    (tmp_path / "other").mkdir()
+    assert a_folder(tmp_path / "other").id != first.id
+
+
+def test_a_damaged_id_is_told_and_not_replaced(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    (folder.location / ID_FILE).write_text("")
+    with pytest.raises(FolderError, match="put it back"):
+        folder.open()
+    assert (folder.location / ID_FILE).read_text() == ""
+
+
+def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir(mode=0o755)
+    with pytest.raises(FolderError, match="chmod 700"):
+        a_folder(tmp_path)
+
+
+def test_a_folder_that_vanishes_is_told(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    shutil.rmtree(folder.location)
+    with pytest.raises(FolderError, match="is gone"):
+        folder.open_new("file")
+
+
+def test_nothing_is_written_into_another_folder_that_takes_its_place(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    folder.location.rename(tmp_path / "unmounted")
+    folder.location.mkdir(mode=0o700)
+    with pytest.raises(FolderError, match="another folder"):
+        folder.open_new("file")
+    assert list(folder.location.iterdir()) == []
+    folder.open()
+    folder.open_new("file").discard()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from gateway.stored.folder import Folder
+folder = Folder(Path(sys.argv[1]), most_bytes=lambda: 1 << 40, spare_bytes=0)
+folder.open()
+new = folder.open_new("file")
+new.write(b"half")
+print(new.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    mine = folder.open_new("file")
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, folder.location],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as writer:
+        try:
+            assert writer.stdout is not None
+            theirs = writer.stdout.readline().strip()
+            a_folder(tmp_path)  # A process that starts while both write.
+            assert names(folder) == sorted(f".new-{name}" for name in (mine.name, theirs))
+        finally:
+            writer.kill()
+    a_folder(tmp_path)
+    assert names(folder) == [f".new-{mine.name}"]
+    mine.write(b"whole")
+    mine.finish()
+    a_folder(tmp_path)
+    assert names(folder) == [mine.name]
+
+
+def test_all_files_together_stay_within_the_limit(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path, most=1000)
+    used = folder.used_bytes()  # Its id.
+    first = folder.open_new("file", 600)
+    # What the first one will have counts, although nothing of it has come.
+    with pytest.raises(FolderFull, match="1000 bytes together"):
+        folder.open_new("file", 1000 - 600 - used + 1)
+    second = folder.open_new("file", 1000 - 600 - used)
+    first.discard()
+    third = folder.open_new("file", 600)
+    for new in (second, third):
+        new.discard()
+    assert folder.used_bytes() == used
+
+
+def test_a_file_of_unknown_size_is_stopped_on_its_way(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path, most=2 * STEP_BYTES)
+    new = folder.open_new("file")
+    with pytest.raises(FolderFull):
+        new.write(bytes(2 * STEP_BYTES))
+    assert new.size <= 2 * STEP_BYTES
+    new.discard()
+    assert names(folder) == []
+
+
+def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path, spare=1 << 60)
+    with pytest.raises(FolderFull, match="disk of the files is full"):
+        folder.open_new("file")
+
+
+def test_it_is_full_until_there_is_room_for_what_was_refused(tmp_path: Path) -> None:
+    most = [1000]
+    folder = Folder(tmp_path / "kept", most_bytes=lambda: most[0])
+    folder.open()
+    folder.look_for_room()
+    assert folder.full is None
+    with pytest.raises(FolderFull):
+        folder.check_room(2000)
+    folder.check_room(1)
+    folder.look_for_room()
+    assert "raise batches.folder_bytes" in str(folder.full)
+    most[0] = 10_000
+    folder.look_for_room()
+    assert folder.full is None
+    assert folder.refusals == 1
+
+
+def test_a_file_that_was_too_large_is_forgotten_after_a_while(tmp_path: Path) -> None:
+    time = [1000.0]
+    folder = Folder(tmp_path / "kept", most_bytes=lambda: 1000, now=lambda: time[0])
+    folder.open()
+    with pytest.raises(FolderFull):
+        folder.check_room(2000)
+    time[0] += FULL_SECONDS - 1
+    folder.look_for_room()
+    assert folder.full is not None
+    time[0] += 1
+    folder.look_for_room()
+    assert folder.full is None
+
+
+ON_A_FULL_DISK = """
+import sys
+from pathlib import Path
+from gateway.stored.folder import Folder, FolderFull
+place = Path(sys.argv[1])
+folder = Folder(place / "kept", most_bytes=lambda: 1 << 40, spare_bytes=0)
+folder.open()
+new = folder.open_new("file")
+try:
+    while True:
+        new.write(bytes(100_000))
+except FolderFull as error:
+    assert "free space" in error.remedy, error
+new.discard()
+assert [path.name for path in folder.location.iterdir()] == ["folder-id"]
+other = folder.open_new("file")
+other.write(bytes(100_000))
+other.finish()
+print("done", end="")
+"""
+
+
+def test_a_disk_that_fills_in_the_middle_is_told_and_nothing_stays(tmp_path: Path) -> None:
+    # A small file system of its own, in a namespace of its own.
+    mount = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1"'
+    unshare = shutil.which("unshare")
+    start: list[str | Path] = [str(unshare), "-rm", "sh", "-c", mount, "sh", tmp_path]
+    start.append(sys.executable)
+    if unshare is None or subprocess.run([*start, "pass"], check=False).returncode:
+        pytest.skip("this machine lets us mount no file system")
+    done = subprocess.run(
+        [*start, ON_A_FULL_DISK], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.stdout == "done", done.stderr
+
+
+def test_a_discard_waits_for_a_write_that_runs(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    new = folder.open_new("file")
+    stopped = threading.Event()
+
+    def write() -> None:
+        try:
+            while True:
+                new.write(bytes(1 << 16))
+        except ValueError:
+            stopped.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    until = time.monotonic() + LIMIT
+    while not new.size:
+        assert time.monotonic() < until
+    new.discard()
+    assert stopped.wait(LIMIT)
+    thread.join()
+    assert names(folder) == []
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - nothing but their number counts
+    for _ in range(20):
+        new = folder.open_new("file")
+        new.write(b"x")
+        new.finish()
+        folder.read(new.name, 0, 1)
+        folder.open_new("file").discard()
+        folder.open()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_an_appended_file_has_its_name_from_the_start_and_grows(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    file = folder.open_appended("results")
+    assert names(folder) == [file.name]
+    assert stat.S_IMODE(folder.path(file.name).stat().st_mode) == 0o600
+    assert [file.append(data) for data in (b"one\n", b"", b"two\n")] == [0, 4, 4]
+    assert folder.read(file.name, 4, 4) == b"two\n"
+    assert file.size == 8
+    assert folder.is_written(file.name)
+    file.close()
+    file.close()
+    assert not folder.is_written(file.name)
+    with pytest.raises(ValueError, match="closed"):
+        file.append(b"three\n")
+    # A restart removes nothing of it.
+    a_folder(tmp_path)
+    assert folder.read(file.name, 0, 8) == b"one\ntwo\n"
+    with pytest.raises(FileNotFoundError):
+        folder.is_written("results-" + "0" * 32)
+
+
+def test_what_does_not_fit_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
+    def at_a_limit() -> None:
+        import resource
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+
+    script = """
+import sys
+from pathlib import Path
+from gateway.stored.folder import Folder, FolderFull
+folder = Folder(Path(sys.argv[1]), most_bytes=lambda: 1 << 40, spare_bytes=0)
+folder.open()
+file = folder.open_appended("results")
+assert file.append(b"1" * 35) == 0
+try:
+    file.append(b"abcdefgh")
+except FolderFull:
+    pass
+else:
+    raise AssertionError
+assert folder.path(file.name).read_bytes() == b"1" * 35
+assert file.append(b"9") == 35
+print("done", end="")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "kept"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        preexec_fn=at_a_limit,
+    )
+    assert done.stdout == "done", done.stderr
+
+
+def test_an_appended_file_stays_within_the_limit_of_all(tmp_path: Path) -> None:
+    most = 2 * STEP_BYTES
+    folder = a_folder(tmp_path, most=most)
+    file = folder.open_appended("results")
+
+    def fill() -> None:
+        for _ in range(100):
+            file.append(b"x" * (STEP_BYTES // 8))
+
+    with pytest.raises(FolderFull):
+        fill()
+    assert file.size <= most
+    file.close()
+    full = a_folder(tmp_path, most=1)
+    with pytest.raises(FolderFull):
+        full.open_appended("results")
+
+
+def test_nothing_is_appended_to_a_folder_that_is_gone(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    file = folder.open_appended("results")
+    shutil.rmtree(folder.location)
+    with pytest.raises(FolderError):
+        file.append(b"x")
+    file.close()
+
+
+async def test_work_runs_beside_the_event_loop() -> None:
+    threads = DiskThreads(1)
+    assert await threads.run(threading.current_thread) is not threading.current_thread()
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0)
+    threads.close()
+
+
+async def test_a_disk_that_hangs_is_told_and_does_not_hold_its_caller() -> None:
+    threads, release = DiskThreads(1, seconds=0.05), threading.Event()
+    with pytest.raises(FolderError, match="has not answered"):
+        await threads.run(release.wait)
+    release.set()
+    threads.close()
+
+
+async def test_work_ends_although_its_caller_was_cancelled() -> None:
+    threads, begun, release = DiskThreads(1), threading.Event(), threading.Event()
+    ended = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        release.wait(60)
+        ended.set()
+        raise ValueError  # Nobody is left to see it.
+
+    caller = asyncio.create_task(threads.run(work))
+    await asyncio.to_thread(begun.wait, 60)
+    caller.cancel()
+    await asyncio.wait([caller])
+    assert caller.cancelled()
+    release.set()
+    assert await asyncio.to_thread(ended.wait, 60)
+    await threads.run(lambda: None)
+    threads.close()
+
+
+async def test_what_a_lost_caller_has_opened_is_closed() -> None:
+    threads, begun, release = DiskThreads(1), threading.Event(), threading.Event()
+    closed: list[str] = []
+
+    def work() -> str:
+        begun.set()
+        release.wait(60)
+        return "opened"
+
+    caller = asyncio.create_task(threads.open(work, close=closed.append))
+    await asyncio.to_thread(begun.wait, 60)
+    caller.cancel()
+    await asyncio.wait([caller])
+    release.set()
+    await threads.run(lambda: None)
+    assert closed == ["opened"]
+    assert await threads.open(lambda: "kept", close=closed.append) == "kept"
+    with pytest.raises(ZeroDivisionError):
+        await threads.open(_fails, close=closed.append)
+    assert closed == ["opened"]
+    threads.close()
+
+
+def _fails() -> str:
+    raise ZeroDivisionError

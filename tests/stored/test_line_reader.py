@@ -1,0 +1,356 @@
+"""The lines of a batch's input: what they are must never depend on how the bytes were cut."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.stored.line_reader import (
+    CHUNK_BYTES,
+    CHUNK_LINES,
+    HEAD_BYTES,
+    LONGEST_CUSTOM_ID,
+    Line,
+    LineError,
+    LineReader,
+    LineSpec,
+    LineSplitter,
+    RawLine,
+    TooManyLines,
+    check_line_count,
+)
+from tests.stored.batch_place import CHAT, jsonl, line
+
+BOM = b"\xef\xbb\xbf"
+
+BODY = '{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":%s}'
+
+
+class Pieces:
+    """A file whose bytes come in given pieces, then whole."""
+
+    def __init__(self, content: bytes, cuts: list[int]) -> None:
+        self._file = io.BytesIO(content)
+        self._cuts = iter(cuts)
+
+    def read(self, size: int, /) -> bytes:
+        return self._file.read(min(size, next(self._cuts, size)))
+
+
+def read(content: bytes, *cuts: int, most_lines: int = 1000, line_bytes: int = 2000) -> list[Line]:
+    reader = LineReader(
+        Pieces(content, list(cuts)),
+        CHAT,
+        most_lines=most_lines,
+        line_bytes=line_bytes,
+        rest=lambda: None,
+    )
+    found: list[Line] = []
+    while some := reader.read_some():
+        found += some
+    return found
+
+
+def only(content: bytes | str | dict[str, Any], **options: Any) -> Line:
+    if isinstance(content, dict):
+        content = json.dumps(content)
+    data = content.encode() if isinstance(content, str) else content
+    (found,) = read(data, **options)
+    return found
+
+
+def spec(content: bytes | str | dict[str, Any], **options: Any) -> LineSpec:
+    found = only(content, **options)
+    assert isinstance(found, LineSpec), found
+    return found
+
+
+def error(content: bytes | str | dict[str, Any], **options: Any) -> LineError:
+    found = only(content, **options)
+    assert isinstance(found, LineError), found
+    return found
+
+
+def test_a_line_is_found_with_its_body() -> None:
+    first, second = read(content := jsonl([line("a"), line("b")]))
+    assert isinstance(first, LineSpec)
+    assert isinstance(second, LineSpec)
+    for one in (first, second):
+        body = json.loads(content[one.offset : one.offset + one.length])
+        assert body == line(one.custom_id)["body"]
+    assert (first.number, second.number, second.custom_id, second.model) == (1, 2, "b", "m")
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\r\n\r\n \t\n", b" \n\n\n"])
+@pytest.mark.parametrize("begin", [b"", BOM, BOM + b"\n", b"\n\r\n", b"  "])
+def test_marks_empty_lines_and_any_end_make_no_difference(begin: bytes, end: bytes) -> None:
+    text = json.dumps(line("a")).encode()
+    content = begin + text + end
+    found = spec(content)
+    assert found.number == 1 + begin.count(b"\n")
+    assert (
+        content[found.offset : found.offset + found.length]
+        == json.dumps(line("a")["body"]).encode()
+    )
+
+
+pieces = st.lists(
+    st.one_of(
+        st.binary(max_size=30),
+        st.sampled_from(
+            [b"\n", b"\r\n", BOM, b"\xe2\x80\xa8", b" ", b"{", b"x" * 150, b'{"custom_id":"a",']
+            + [json.dumps(line(one)).encode() for one in ("a", "b", "ä", "\u2028")]
+            + [json.dumps(line("long", more="x" * 200)).encode()]
+        ),
+    ),
+    max_size=20,
+)
+
+
+@given(pieces, st.lists(st.integers(1, 40), max_size=40))
+def test_lines_do_not_depend_on_the_cuts(parts: list[bytes], cuts: list[int]) -> None:
+    content = b"".join(parts)
+    assert read(content, *cuts, line_bytes=200) == read(content, line_bytes=200)
+
+
+@given(pieces, st.lists(st.integers(1, 40), max_size=40), st.sampled_from([1, 10, 5000]))
+def test_split_lines_are_those_of_the_file(parts: list[bytes], cuts: list[int], most: int) -> None:
+    content, splitter = b"".join(parts), LineSplitter(most)
+    found: list[RawLine] = []
+    file = Pieces(content, cuts)
+    while piece := file.read(100):
+        found += splitter.feed(piece)
+    last = splitter.end()
+    found += [] if last is None else [last]
+    expected = content.split(b"\n")
+    if not expected[-1]:
+        del expected[-1]
+    assert [one.number for one in found] == list(range(1, len(expected) + 1))
+    for one, text in zip(found, expected, strict=True):
+        assert content[one.offset : one.offset + one.length] == text
+        if len(text) > most:
+            assert (one.data, one.head) == (None, text[:HEAD_BYTES])
+        else:
+            assert (one.data, one.head) == (text, b"")
+
+
+@given(pieces, st.integers(0, 8))
+def test_counting_agrees_with_reading(parts: list[bytes], most: int) -> None:
+    content = b"".join(parts)
+    total = len(read(content, line_bytes=200))
+    if total > most:
+        with pytest.raises(TooManyLines):
+            check_line_count(io.BytesIO(content), most, 200)
+        with pytest.raises(TooManyLines):
+            read(content, line_bytes=200, most_lines=most)
+    else:
+        check_line_count(file := io.BytesIO(content), most, 200)
+        assert file.tell() == 0
+
+
+def test_a_file_of_empty_lines_takes_no_time() -> None:
+    with pytest.raises(TooManyLines):
+        check_line_count(io.BytesIO(b"\n" * (32 << 20)), 50_000, 100)
+
+
+@given(pieces)
+def test_each_custom_id_has_one_line(parts: list[bytes]) -> None:
+    found = read(b"\n".join(parts))
+    specs = [one for one in found if isinstance(one, LineSpec)]
+    assert len({one.custom_id for one in specs}) == len(specs)
+    # A row may have the `custom_id` of its line only if no other has it.
+    known = [one.custom_id for one in found if isinstance(one, LineSpec) or one.is_first]
+    assert len(set(known)) == len(known)
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "param"),
+    [
+        (b'{"custom_id": "\xff"}', "invalid_json_line", None),
+        (b"[1]", "invalid_json_line", None),
+        (b"null", "invalid_json_line", None),
+        (b'"text"', "invalid_json_line", None),
+        (b"{}{}", "invalid_json_line", None),
+        (b"{'a': 1}", "invalid_json_line", None),
+        (b'{"custom_id": "\\ud800"}', "invalid_json_line", None),
+        (b"{" * 1500, "invalid_json_line", None),
+        (b'{"x":' + b"[" * 900 + b"]" * 900 + b"}", "missing_required_parameter", "custom_id"),
+        (b'{"x":' + b"9" * 1500 + b"}", "missing_required_parameter", "custom_id"),
+        (b'{"custom_id": 7}', "invalid_type", "custom_id"),
+        (b'{"custom_id": null}', "invalid_type", "custom_id"),
+        (b'{"custom_id": ""}', "missing_required_parameter", "custom_id"),
+        (b'{"custom_id": "a\\u0000"}', "invalid_custom_id", "custom_id"),
+        (BODY.replace("POST", "GET") % "{}", "invalid_method", "method"),
+        (BODY.replace('"POST"', "1") % "{}", "invalid_method", "method"),
+        (BODY.replace("chat/", "") % "{}", "invalid_url", "url"),
+        (BODY.replace("/v1", "http://x/v1") % "{}", "invalid_url", "url"),
+        (BODY % "[]", "invalid_type", "body"),
+        (BODY % '"{}"', "invalid_type", "body"),
+        (BODY % '{"stream": true}', "streaming_unsupported", "body.stream"),
+        (BODY % '{"stream": tru}', "invalid_json_line", None),
+        (BODY % '{"a": 1,}', "invalid_json_line", None),
+    ],
+)
+def test_a_broken_line_has_an_error_of_its_own(
+    content: bytes | str, code: str, param: str | None
+) -> None:
+    found = error(content)
+    assert (found.code, found.param) == (code, param)
+    before, itself, after = read(
+        json.dumps(line("1")).encode() + b"\n"
+        + (content.encode() if isinstance(content, str) else content) + b"\n"
+        + json.dumps(line("2")).encode()
+    )  # fmt: skip
+    assert isinstance(before, LineSpec)
+    assert isinstance(after, LineSpec)
+    assert itself.number == 2
+    assert after.number == 3
+
+
+@pytest.mark.parametrize("name", ["custom_id", "method", "url", "body"])
+def test_a_line_without_a_field_is_told_which(name: str) -> None:
+    without = line("a")
+    del without[name]
+    found = error(without)
+    assert (found.code, found.param) == ("missing_required_parameter", name)
+    assert found.message == f"Missing required parameter: '{name}'."
+    assert found.custom_id == (None if name == "custom_id" else "a")
+
+
+def test_the_first_line_with_a_custom_id_has_it_and_later_ones_get_errors() -> None:
+    a, b, c, d = read(jsonl([line("a"), line("b", url="x"), line("a"), line("b")]))
+    assert isinstance(a, LineSpec)
+    assert isinstance(b, LineError)
+    assert b.is_first
+    for again in (c, d):
+        assert isinstance(again, LineError)
+        assert (again.code, again.is_first) == ("duplicate_custom_id", False)
+
+
+@pytest.mark.parametrize("custom_id", [" ", " a ", "ä/—\u2028", "a" * LONGEST_CUSTOM_ID, "\n"])
+def test_a_custom_id_is_kept_as_it_is(custom_id: str) -> None:
+    assert spec(line(custom_id)).custom_id == custom_id
+
+
+def test_a_very_long_custom_id_is_an_error_that_repeats_it() -> None:
+    custom_id = "a" * (LONGEST_CUSTOM_ID + 1)
+    found = error(line(custom_id))
+    assert (found.code, found.custom_id) == ("invalid_custom_id", custom_id)
+    assert not found.is_first
+
+
+def test_a_line_that_is_too_long_is_an_error_with_its_custom_id() -> None:
+    long = line("a", more="x" * 5000)
+    first, second = read(jsonl([long, line("b")]))
+    assert isinstance(first, LineError)
+    assert (first.code, first.custom_id, first.is_first) == ("line_too_long", "a", True)
+    assert first.length == len(json.dumps(long))
+    assert isinstance(second, LineSpec)
+    assert error(b"x" * 2001).custom_id is None
+    assert error(b'{"custom_id": "' + b"x" * 5000).custom_id is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
+        ({"max_output_tokens": 5}, 5),
+        ({}, 0),
+        ({"max_tokens": None}, 0),
+        ({"max_tokens": -1}, 0),
+        ({"max_tokens": "7"}, 0),
+        ({"max_tokens": 10**18}, 1_000_000_000),
+        ({"max_tokens": 10**300}, 0),
+        ({"max_tokens": 1e300}, 1_000_000_000),
+        ({"max_tokens": 7, "n_predict": 12}, 12),
+        ({"max_tokens": 7, "n_predict": -1}, 0),
+    ],
+)
+def test_the_longest_answer_is_estimated(fields: dict[str, Any], expected: int) -> None:
+    assert spec(line("a", body={"messages": [], **fields})).max_tokens == expected
+
+
+def test_any_model_can_be_kept() -> None:
+    def model(value: Any) -> str | None:
+        return spec(line("a", body={"model": value})).model
+
+    assert model("m") == "m"
+    assert model(7) is None
+    assert model("a\0b") == "ab"
+    assert model("x" * 1000) == "x" * 256
+
+
+def test_prompts_that_begin_alike_share_a_number() -> None:
+    def prefix(*texts: str, **more: Any) -> int:
+        messages = [{"role": "user", "content": text} for text in texts]
+        body = {"model": "m", "messages": messages, **more}
+        return spec(line("a", body=body), line_bytes=10_000).prefix
+
+    long = "word " * 250
+    assert prefix("short") == 0
+    assert prefix(long, "one") == prefix(long, "two", temperature=0.5) > 0
+    assert prefix("other " + long) != prefix(long)
+    assert prefix(long, "one", tools=[{"a": long}]) == prefix("x", tools=[{"a": long}])
+    assert prefix(long) < 1 << 63
+
+
+def test_prompts_are_measured() -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 4000}]}
+    assert 950 < spec(line("a", body=body), line_bytes=10_000).prompt_tokens < 1100
+    ids = BODY.replace("chat/completions", "completions") % '{"prompt": [1, 2, 3]}'
+    reader = LineReader(io.BytesIO(ids.encode()), "/v1/completions", most_lines=1, line_bytes=9999)
+    (found,) = reader.read_some()
+    assert isinstance(found, LineSpec)
+    assert found.prompt_tokens == 3
+
+
+def test_a_batch_of_one_model_tells_it() -> None:
+    def model(*names: str | None) -> str | None:
+        content = jsonl(line(str(n), body={"model": name}) for n, name in enumerate(names))
+        reader = LineReader(io.BytesIO(content), CHAT, most_lines=9, line_bytes=999)
+        assert len(reader.read_some()) == reader.total == len(names)
+        return reader.model
+
+    assert model("a", "a") == "a"
+    assert model("a", "b", "c") is None
+    assert model(None, "a") is None
+
+
+def test_memory_is_bounded_whatever_the_file_holds() -> None:
+    class Zeros:
+        """A line without an end."""
+
+        left = 64 << 20
+
+        def read(self, size: int, /) -> bytes:
+            size = min(size, self.left)
+            self.left -= size
+            return b"x" * size
+
+    reader = LineReader(Zeros(), CHAT, most_lines=9, line_bytes=1 << 20, rest=lambda: None)
+    tracemalloc.start()
+    (found,) = reader.read_some()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (found.length, isinstance(found, LineError)) == (64 << 20, True)
+    assert peak < 4 << 20
+
+
+def test_one_call_returns_some_lines_only() -> None:
+    many = LineReader(
+        io.BytesIO(jsonl(line(str(n)) for n in range(3 * CHUNK_LINES))), CHAT,
+        most_lines=9999, line_bytes=9999, rest=lambda: None,
+    )  # fmt: skip
+    assert len(many.read_some()) == CHUNK_LINES
+    long = (line(str(n), more="x" * (CHUNK_BYTES // 4)) for n in range(20))
+    few = LineReader(
+        io.BytesIO(jsonl(long)), CHAT, most_lines=99, line_bytes=CHUNK_BYTES, rest=lambda: None
+    )
+    assert len(few.read_some()) < 20

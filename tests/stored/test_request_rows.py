@@ -1,0 +1,314 @@
+""""""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, update
+
+from gateway.store.schema import batches, stored_requests
+from gateway.store.store import Store
+from gateway.stored.background_requests import add_background
+from gateway.stored.batch_rows import add_batch, pause_batch, resume_batch
+from gateway.stored.claims import (
+    BEFORE,
+    BUSY_SECONDS,
+    LONGEST_UNREAD,
+    UNTOLD_SECONDS,
+    BatchState,
+    RequestKind,
+    RequestState,
+    UnfinishedWork,
+    WaitingLines,
+    WorkLeft,
+    add_rows,
+    job,
+    line_id,
+    new_id,
+    put_back,
+    record,
+    result_rows,
+    waiting_by_kind,
+    waiting_lines,
+    work_left,
+)
+from gateway.stored.folder import ID_FILE, DiskThreads, Folder
+from tests.polling import eventually
+from tests.store.stores import opened, wait_until
+from tests.stored.stored_rows import (
+    DAY,
+    FOLDER,
+    NOW,
+    PATH,
+    a_batch,
+    a_line,
+    a_result,
+    alone,
+    begin,
+    claim,
+    do,
+    find_row,
+    numbers,
+)
+
+
+def token(count: int) -> str:
+    return "ab" * count
+
+
+def test_ids_grow_with_time() -> None:
+    times = [0.0, 1.0, 1_780_000_000.123, 1_780_000_000.124, 4_000_000_000.0]
+    ids = [new_id("batch_", at, token) for at in times]
+    assert ids == sorted(set(ids))
+    assert new_id("batch_", 1_780_000_000.123, token) == f"batch_019e7044887b{'ab' * 10}"
+
+
+def test_a_line_has_the_same_id_however_often_its_input_is_read() -> None:
+    batch = new_id("msgbatch_", 1.0, token)
+    assert line_id(batch, 7) == line_id(batch, 7) == f"batch_req_0000000003e8{'ab' * 10}_7"
+    assert line_id(batch, 7) != line_id(batch, 71)
+
+
+def test_a_state_that_has_ended_is_followed_by_none() -> None:
+    before = {state for states in BEFORE.values() for state in states}
+    assert set(BEFORE) == set(BatchState)
+    assert {state for state in BatchState if state.ended} == set(BatchState) - before
+
+
+def test_every_state_of_a_batch_can_be_reached() -> None:
+    reached = {BatchState.VALIDATING}
+    for _ in BatchState:
+        reached |= {state for state, before in BEFORE.items() if reached.intersection(before)}
+    assert reached == set(BatchState)
+
+
+def groups(store: Store, now: float = NOW) -> list[WaitingLines]:
+    return store.run_now(lambda c: list(waiting_lines(c, FOLDER, now)), write=False)
+
+
+def kinds(store: Store) -> dict[str, int]:
+    return do(store, waiting_by_kind, FOLDER, NOW)
+
+
+def test_a_row_comes_back_as_it_was_added(store: Store) -> None:
+    line = a_line(1, custom_id="ü\u2028/1", prefix=-(1 << 62), stream=True, user="ann")
+    begin(store, a_batch(), [line])
+    kind = RequestKind.LINE
+    assert store.run_now(lambda c: find_row(c, "alice", line.id, kind)) == line
+    assert store.run_now(lambda c: find_row(c, "bob", line.id, kind)) is None
+    assert store.run_now(lambda c: find_row(c, "alice", line.id, RequestKind.DEFERRED)) is None
+
+
+def test_lines_that_are_added_again_stay_as_they_are(store: Store) -> None:
+    batch, lines = a_batch(), [a_line(number) for number in range(1, 4)]
+    begin(store, batch, lines)
+    (first,) = claim(store, limit=1)
+    assert store.run_now(lambda c: add_rows(c, lines))
+    assert store.run_now(lambda c: work_left(c, batch.id)) == WorkLeft(2, 1, 30, 60)
+    assert store.run_now(lambda c: find_row(c, "alice", first.id, first.kind)) == first
+
+
+def test_groups_are_sums_of_what_may_run_now(store: Store) -> None:
+    first, second = a_batch(1), a_batch(2, owner="bob", class_="normal", expires_at=NOW + 60)
+    begin(store, first, [a_line(n, first, max_tokens=10 * n) for n in range(1, 5)])
+    several = [a_line(n, second, model=f"m{n % 2}" if n > 1 else None) for n in range(1, 6)]
+    begin(store, second, several, model=None)
+    store.run_now(lambda c: add_rows(c, [alone(1), alone(2, deadline=NOW + 5, max_tokens=7)]))
+    found = sorted(groups(store), key=lambda one: (one.owner, one.model or ""))
+    assert found == [
+        WaitingLines(first.id, "alice", PATH, "demo", "batch", 4, NOW + DAY),
+        WaitingLines(second.id, "bob", PATH, None, "normal", 1, NOW + 60),
+        WaitingLines(second.id, "bob", PATH, "m0", "normal", 2, NOW + 60),
+        WaitingLines(second.id, "bob", PATH, "m1", "normal", 2, NOW + 60),
+    ]
+    assert kinds(store) == {"response": 2}
+
+
+def test_what_runs_is_put_off_or_paused_is_in_no_group(store: Store) -> None:
+    batch = a_batch()
+    begin(store, batch, [a_line(number) for number in range(1, 4)])
+    taken = claim(store, limit=2)
+    store.run_now(lambda c: put_back(c, "p1", [taken[0].id], NOW + 60))
+    assert [one.rows for one in groups(store)] == [1]
+    assert [one.rows for one in groups(store, NOW + 60)] == [2]
+    store.run_now(lambda c: pause_batch(c, "alice", batch.id, NOW, "by its owner"))
+    assert groups(store) == []
+    store.run_now(lambda c: resume_batch(c, "alice", batch.id))
+    assert [one.rows for one in groups(store)] == [1]
+
+
+def test_another_folders_requests_are_not_seen(store: Store) -> None:
+    other = a_batch(1, folder="e" * 32)
+    begin(store, other, [a_line(1, other)])
+    store.run_now(lambda c: add_rows(c, [alone(1, folder="e" * 32)]))
+    assert groups(store) == []
+    assert kinds(store) == {}
+    assert claim(store) == claim(store, kind=RequestKind.RESPONSE) == []
+
+
+def test_results_come_page_by_page_in_the_order_of_the_lines(store: Store) -> None:
+    batch = a_batch()
+    broken = a_line(3, state=RequestState.FAILED, error_code="invalid_json_line")
+    begin(store, batch, [a_line(1), a_line(2), broken, a_line(4), a_line(5)])
+    rows = {row.number: row for row in claim(store, limit=3)}
+    assert sorted(rows, key=str) == [1, 2, 4]
+
+    def end(connection: Connection) -> None:
+        record(connection, "p1", [a_result(rows[4]), a_result(rows[1])], NOW)
+
+    store.run_now(end)
+    first = store.run_now(lambda c: result_rows(c, batch.id, 0, 2))
+    assert numbers(first) == [1, 3]
+    assert (first[0].result_place, first[0].result_offset) == ("results-1", 100)
+    assert numbers(store.run_now(lambda c: result_rows(c, batch.id, 3, 2))) == [4]
+
+
+def test_sqlite_reads_waiting_lines_by_their_index(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'gateway.db'}") as store:
+
+        def plan(connection: Connection, sql: str) -> str:
+            return " ".join(r[3] for r in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}"))
+
+        for state, index in (("waiting", "waiting_lines"), ("running", "running_lines")):
+            sql = f"SELECT id FROM stored_requests WHERE batch = 'b' AND state = '{state}' LIMIT 9"
+            assert index in do(store, plan, sql)
+        order = "ORDER BY prefix, max_tokens DESC, number LIMIT 9"
+        sql = f"SELECT id FROM stored_requests WHERE batch = 'b' AND state = 'waiting' {order}"
+        found = do(store, plan, sql)
+        assert "waiting_lines" in found
+        assert "TEMP B-TREE" not in found
+
+
+class CountingStore(Store):
+    """Counts the jobs that it is asked for."""
+
+    jobs = 0
+
+    async def run(self, *values: Any, **named: Any) -> Any:
+        self.jobs += 1
+        return await super().run(*values, **named)
+
+
+@dataclass(slots=True)
+class Place:
+    """A folder whose work is looked for, by a clock that stands still."""
+
+    store: CountingStore
+    folder: Folder
+    seconds: list[float] = field(default_factory=lambda: [time.monotonic()])
+
+    def work(self) -> UnfinishedWork:
+        return UnfinishedWork(self.store, self.folder, DiskThreads(), lambda: self.seconds[0])
+
+
+def a_folder(path: Path, id_: str) -> Folder:
+    path.mkdir(0o700)
+    (path / ID_FILE).write_text(id_)
+    folder = Folder(path, most_bytes=lambda: 1 << 30)
+    assert folder.open() == id_
+    return folder
+
+
+@pytest.fixture
+def place(store_url: str, tmp_path: Path) -> Iterator[Place]:
+    with opened(store_url) as plain:
+        made = CountingStore(plain.location, look_seconds=0.01)
+        made.start()
+        try:
+            # It is open, and has looked at its version for the first time.
+            wait_until(lambda: made.status().up and made.changes >= 2, made)
+            yield Place(made, a_folder(tmp_path / "batches", FOLDER))
+        finally:
+            made.close(30.0)
+
+
+def add_request(store: Store, number: int = 1) -> None:
+    assert store.run_now(job(add_background, alone(number), 100, 1 << 20, 1 << 30)) is None
+
+
+async def test_the_store_is_not_asked_again_until_this_process_has_added_something(
+    place: Place,
+) -> None:
+    work = place.work()
+    assert not await work.exists()
+    asked = place.store.jobs
+    for _ in range(100):
+        assert not await work.exists()
+    # PostgreSQL does not tell what it has, but then the clock decides.
+    assert place.store.jobs == asked
+    add_request(place.store)
+    work.added()
+    assert await work.exists()
+    assert await work.exists()
+    assert place.store.jobs == asked + 1
+    do(place.store, set_state, "done")
+    assert await work.exists()
+    place.seconds[0] += BUSY_SECONDS
+    assert not await work.exists()
+
+
+async def test_what_another_process_adds_is_seen(place: Place, store_url: str) -> None:
+    work = place.work()
+    assert not await work.exists()
+    with opened(store_url) as other:
+        add_request(other)
+    if place.store.location.path is None:
+        assert not await work.exists()
+        place.seconds[0] += UNTOLD_SECONDS
+
+    async def seen() -> bool | None:
+        return await work.exists() or None
+
+    assert await eventually(seen)
+
+
+async def test_the_store_is_read_now_and_then_though_nothing_is_new(place: Place) -> None:
+    work = place.work()
+    assert not await work.exists()
+    add_request(place.store)
+    assert not await work.exists()
+    place.seconds[0] += LONGEST_UNREAD
+    assert await work.exists()
+
+
+async def test_what_waits_runs_or_has_not_ended_is_work(place: Place) -> None:
+    store, work = place.store, place.work()
+
+    async def exists() -> bool:
+        work.added()
+        return await work.exists()
+
+    assert store.run_now(job(add_batch, a_batch(), 10, 1 << 30)).outcome == "added"
+    assert await exists()
+    do(store, end_batches)
+    assert not await exists()
+    # Left over by a process that was killed, or by one that still runs it.
+    assert do(store, add_rows, [a_line(1)])
+    do(store, set_state, "running")
+    assert await exists()
+    do(store, set_state, "done")
+    assert not await exists()
+    add_request(store)
+    assert await exists()
+    assert len(claim(store, kind=RequestKind.RESPONSE)) == 1
+    assert await exists()
+
+
+async def test_work_of_another_folder_is_none(place: Place, tmp_path: Path) -> None:
+    place.folder = a_folder(tmp_path / "another", "e" * 32)
+    begin(place.store, a_batch(), [a_line(1)])
+    add_request(place.store)
+    assert not await place.work().exists()
+
+
+def end_batches(connection: Connection) -> None:
+    connection.execute(update(batches).values(ended_at=NOW))
+
+
+def set_state(connection: Connection, state: str) -> None:
+    connection.execute(update(stored_requests).values(state=state))

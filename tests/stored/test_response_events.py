@@ -1,0 +1,386 @@
+"""A second run takes the place of the first only as long as it repeats it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.api import sse
+from gateway.api.resuming import named_event
+from gateway.app.assembly import Gateway
+from gateway.errors import GatewayError
+from gateway.stored.response_events import (
+    NotRepeated,
+    Repetition,
+    ResponseEvents,
+    partial_output,
+    queued_response,
+)
+from tests.emulator import EmulatedNode
+from tests.forward.proxy_over_nodes import A_FIRST, proxy_over
+from tests.gateways import until
+from tests.stored.responses_over_nodes import (
+    begin,
+    check_whole,
+    finish,
+    logged,
+    now,
+    open_logs,
+    run,
+    text_of,
+)
+from tests.stored.test_runner import key
+
+TEXT = "response.output_text.delta"
+
+
+def deltas(text: str, rng: random.Random) -> list[dict[str, Any]]:
+    """Deltas of this text, cut at random."""
+    values = []
+    while text:
+        size = rng.randint(1, 5)
+        values.append({"type": TEXT, "sequence_number": 7, "item_id": "i", "delta": text[:size]})
+        text = text[size:]
+    return values
+
+
+def a_run(text: str, rng: random.Random) -> list[dict[str, Any]]:
+    added = {"type": "response.output_item.added", "item": {"id": "i"}}
+    done = {"type": "response.output_item.done", "item": {"id": "i", "text": text}}
+    return [added, *deltas(text, rng), done]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_text_passes_however_it_is_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choice("ab ") for _ in range(60))
+    first, second = a_run(text, rng), a_run(text, rng)
+    seen = first[: rng.randrange(1, len(first) + 1)]
+    repetition = Repetition(seen)
+    new = [part for value in second if (part := repetition.new_part(value)) is not None]
+    assert repetition.done
+    parts = [value.get("delta", "") for value in (*seen, *new)]
+    assert "".join(parts) == text
+    kinds = [value["type"] for value in (*seen, *new) if value["type"] != TEXT]
+    assert kinds == ["response.output_item.added", "response.output_item.done"]
+
+
+def test_another_text_is_noticed() -> None:
+    rng = random.Random(1)
+    repetition = Repetition(a_run("one text", rng)[:4])
+    with pytest.raises(NotRepeated):
+        list(map(repetition.new_part, a_run("other text", rng)))
+
+
+def test_a_text_that_ends_earlier_or_goes_on_is_noticed() -> None:
+    for text in ("one", "one text more"):
+        rng = random.Random(1)
+        repetition = Repetition(a_run("one text", rng))
+        with pytest.raises(NotRepeated):
+            list(map(repetition.new_part, a_run(text, rng)))
+
+
+def test_another_event_is_noticed() -> None:
+    repetition = Repetition([{"type": "response.output_item.added", "item": {"id": "i"}}])
+    with pytest.raises(NotRepeated):
+        repetition.new_part({"type": "response.output_item.added", "item": {"id": "other"}})
+
+
+_RESPONSE = {"id": "resp_n", "object": "response", "status": "in_progress"}
+
+
+def node_events(count: int = 5, prefix: str = "n", *, tools: bool = False) -> bytes:
+    """The events of a node, as llama.cpp writes them."""
+    message = {"id": f"msg_{prefix}", "type": "message", "role": "assistant", "content": []}
+    words = [f"w{number} " for number in range(count)]
+    part = {"type": "output_text", "text": "".join(words), "annotations": [], "logprobs": []}
+    done = message | {"content": [part], "status": "completed"}
+    values: list[dict[str, Any]] = [
+        {"type": "response.created", "response": _RESPONSE},
+        {"type": "response.in_progress", "response": _RESPONSE},
+        {"type": "response.output_item.added", "item": message | {"status": "in_progress"}},
+        {"type": "response.content_part.added", "item_id": f"msg_{prefix}",
+         "part": {"type": "output_text", "text": ""}},
+    ]  # fmt: skip
+    kind = "response.output_text.delta"
+    values += [{"type": kind, "item_id": f"msg_{prefix}", "delta": word} for word in words]
+    output: list[dict[str, Any]] = [done]
+    values += [
+        {"type": "response.output_text.done", "item_id": f"msg_{prefix}", "text": part["text"]},
+        {"type": "response.content_part.done", "item_id": f"msg_{prefix}", "part": part},
+        {"type": "response.output_item.done", "item": done},
+    ]
+    if tools:
+        call: dict[str, Any] = {"id": f"fc_{prefix}", "type": "function_call", "name": "f"}
+        call |= {"call_id": f"call_{prefix}", "arguments": "{}"}
+        output.append(call)
+        values += [
+            {"type": "response.output_item.added", "item": call | {"arguments": ""}},
+            {"type": "response.function_call_arguments.delta", "item_id": f"fc_{prefix}",
+             "delta": "{}"},
+            {"type": "response.output_item.done", "item": call},
+        ]  # fmt: skip
+    usage = {"input_tokens": 3, "output_tokens": count, "total_tokens": count + 3}
+    end = {**_RESPONSE, "status": "completed", "output": output, "usage": usage, "model": "m"}
+    values.append({"type": "response.completed", "response": end})
+    return b"".join(map(named_event, values))
+
+
+async def test_events_get_our_numbers_and_ids(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        events = await begin(logs)
+        await events.write(node_events(tools=True))
+        await events.close()
+        values = await logged(logs, events.name)
+        response = check_whole_tools(values)
+        assert response["usage"]["output_tokens"] == 5
+        kinds = [value["type"].removeprefix("response.") for value in values[:4]]
+        assert kinds == ["created", "queued", "in_progress", "output_item.added"]
+        assert [values[n]["response"]["status"] for n in range(3)] == [
+            "queued", "queued", "in_progress",
+        ]  # fmt: skip
+        call = response["output"][1]
+        assert call["id"] == "fc_00000000000aff0001"
+        assert call["call_id"] == "call_00000000000aff0001"
+        assert b"msg_n" not in json.dumps(values).encode()
+
+
+def check_whole_tools(values: list[dict[str, Any]]) -> dict[str, Any]:
+    assert [value["sequence_number"] for value in values] == list(range(len(values)))
+    assert values[-1]["type"] == "response.completed"
+    response: dict[str, Any] = values[-1]["response"]
+    return response
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_any_cut_of_the_bytes_gives_the_same_log(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    whole = node_events(30, tools=seed % 2 == 0)
+    pieces = list(sse.split(whole))
+    async with open_logs(tmp_path) as logs:
+        found = []
+        for cuts in (0, rng.randrange(1, len(pieces))):
+            events = await begin(logs)
+            at = sorted(rng.sample(range(1, len(pieces)), cuts))
+            for start, end in zip([0, *at], [*at, len(pieces)], strict=True):
+                await events.write(b"".join(pieces[start:end]))
+                if rng.random() < 0.1:
+                    await events._log.flush()
+            await events.close()
+            found.append(logs.folder.path(events.name).read_bytes())
+        assert found[0] == found[1]
+
+
+async def test_what_comes_behind_the_end_is_dropped(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        events = await begin(logs)
+        await events.write(node_events() + node_events(2, "x"))
+        await events.write(node_events())
+        await events.fail("server_error", "too late")
+        await events.cancel()
+        await events.close()
+        check_whole(await logged(logs, events.name))
+
+
+async def test_a_cancelled_response_ends_as_failed_with_what_it_has(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        events = await begin(logs)
+        await events.write(b"".join(list(sse.split(node_events()))[:7]))
+        await events.cancel()
+        values = await logged(logs, events.name)
+        response = check_whole(values, "response.failed")
+        assert (response["status"], response["error"]) == ("cancelled", None)
+        assert response["output"][0]["content"][0]["text"] == text_of(values) == "w0 w1 w2 "
+        assert await events.response() == response
+        await events.close()
+
+
+async def test_of_two_that_end_a_response_at_the_same_time_one_is_first(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        first = await begin(logs)
+        name = first.name
+        await first.close()
+        both = [await ResponseEvents.reopen(logs, name, now) for _ in range(2)]
+        ends = [events.fail("server_error", "an end") for events in both]
+        await asyncio.gather(*ends)
+        for events in both:
+            await events.close()
+        values = await logged(logs, name)
+        assert [one["type"] for one in values].count("response.failed") == 1
+
+
+async def test_a_response_that_never_ran_is_cancelled_too(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        events = await begin(logs)
+        assert (await events.response())["status"] == "queued"
+        assert (await events.response())["output"] == []
+        name = events.name
+        await events.close()
+        events = await ResponseEvents.reopen(logs, name, now)
+        assert events.begun is None
+        await events.cancel()
+        await events.close()
+        kinds = [value["type"] for value in await logged(logs, name)]
+        assert kinds == ["response.created", "response.queued", "response.failed"]
+
+
+async def test_an_error_event_becomes_a_failed_response(tmp_path: Path) -> None:
+    async with (
+        proxy_over(tmp_path, node := EmulatedNode(), keys=[key()]) as proxy,
+        open_logs(tmp_path) as logs,
+    ):
+        events = await begin(logs, tools=[{"type": "function", "name": "f"}])
+        node.faults.next("reset", after_events=8)
+        outcome = await run(proxy.app, events, tools=[{"type": "function", "name": "f"}])
+        assert outcome.failed_on_nodes
+        assert not events.ended
+        await finish(events, outcome)
+        await events.close()
+        values = await logged(logs, events.name)
+        response = check_whole(values, "response.failed")
+        assert (response["status"], response["error"]["code"]) == ("failed", "node_failed")
+        assert all("error" not in value for value in values)
+
+
+async def test_a_refused_request_becomes_a_failed_response(tmp_path: Path) -> None:
+    async with (
+        proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy,
+        open_logs(tmp_path) as logs,
+    ):
+        events = await begin(logs)
+        await finish(events, await run(proxy.app, events, model="gpt-nothing"))
+        response = check_whole(await logged(logs, events.name), "response.failed")
+        assert response["error"]["code"] == "model_not_found"
+        assert response["output"] == []
+        await events.close()
+
+
+async def test_a_response_beyond_the_limit_fails_and_says_why(tmp_path: Path) -> None:
+    async with open_logs(tmp_path, most=6000) as logs:
+        events = await begin(logs)
+
+        async def fill() -> None:
+            for number in range(100):
+                await events.write(b"".join(list(sse.split(node_events(5, str(number))))[2:8]))
+
+        with pytest.raises(GatewayError, match=r"limits\.response_bytes"):
+            await fill()
+        await events.close()
+        values = await logged(logs, events.name)
+        assert values[-1]["response"]["error"]["code"] == "response_too_large"
+        assert logs.folder.path(events.name).stat().st_size < 20_000
+
+
+@pytest.mark.parametrize("cut", [1, 4, 9, 25])
+async def test_a_lost_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None:
+    """The process is gone after `cut` tokens: the next goes on from what was written."""
+    nodes = (EmulatedNode(), EmulatedNode())
+    async with (
+        proxy_over(tmp_path, *nodes, keys=[key()], nodes=A_FIRST) as proxy,
+        open_logs(tmp_path) as logs,
+    ):
+        whole = await begin(logs)
+        outcome = await run(proxy.app, whole)
+        await whole.close()
+        expected = text_of(await logged(logs, whole.name))
+        events = await begin(logs)
+        await cut_run(proxy.app, events, cut)
+        events = await ResponseEvents.reopen(logs, events.name, now)
+        assert events.begun is not None
+        again = await run(proxy.app, events)
+        await finish(events, again)
+        await events.close()
+        values = await logged(logs, events.name)
+        response = check_whole(values, "response.completed")
+        assert text_of(values) == expected
+        first = (await logged(logs, whole.name))[-1]["response"]
+        for name in ("input_tokens", "output_tokens", "total_tokens"):
+            assert response["usage"][name] == first["usage"][name]
+        assert response["model"] == first["model"] == "demo"
+        assert again.usage is not None
+        assert outcome.record.completion_tokens == again.record.completion_tokens
+        assert outcome.record.prompt_tokens == again.record.prompt_tokens
+
+
+async def cut_run(app: Gateway, events: ResponseEvents, tokens: int, **body: Any) -> None:
+    """Run it, and end the run after so many tokens as the end of the process does."""
+    stopped = asyncio.Event()
+    written = events.write
+
+    async def write(events: bytes) -> None:
+        for event in sse.split(events):
+            if stopped.is_set():
+                return
+            await written(event)
+            count = sum(b".delta\n" in one for one in seen) + (b".delta\n" in event)
+            seen.append(event)
+            if count >= tokens:
+                stopped.set()
+
+    seen: list[bytes] = []
+    events.write = write  # type: ignore[method-assign]
+    running = asyncio.create_task(run(app, events, **body))
+    await until(stopped.is_set)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await events.close()
+
+
+TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+
+
+async def test_what_no_node_can_continue_is_run_anew_and_must_be_the_same(tmp_path: Path) -> None:
+    async with (
+        proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy,
+        open_logs(tmp_path) as logs,
+    ):
+        whole = await begin(logs)
+        await run(proxy.app, whole, tools=TOOLS)
+        await whole.close()
+        events = await begin(logs)
+        await cut_run(proxy.app, events, 7, tools=TOOLS)
+        events = await ResponseEvents.reopen(logs, events.name, now)
+        await finish(events, await run(proxy.app, events, tools=TOOLS))
+        await events.close()
+        values = await logged(logs, events.name)
+        check_whole(values, "response.completed")
+        assert text_of(values) == text_of(await logged(logs, whole.name))
+
+
+async def test_what_may_come_out_otherwise_fails(tmp_path: Path) -> None:
+    async with (
+        proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy,
+        open_logs(tmp_path) as logs,
+    ):
+        events = await begin(logs)
+        await cut_run(proxy.app, events, 7, tools=TOOLS, temperature=1)
+        events = await ResponseEvents.reopen(logs, events.name, now)
+        outcome = await run(proxy.app, events, tools=TOOLS, temperature=1)
+        assert outcome.error_code == "response_interrupted"
+        await finish(events, outcome)
+        await events.close()
+        values = await logged(logs, events.name)
+        response = check_whole(values, "response.failed")
+        assert response["error"]["code"] == "response_interrupted"
+        assert response["output"][0]["content"][0]["text"] == text_of(values) != ""
+
+
+def test_a_partial_output_has_all_text_that_came() -> None:
+    item = {"id": "i", "type": "function_call", "arguments": ""}
+    values = [
+        {"type": "response.output_item.added", "output_index": 0, "item": item},
+        {"type": "response.function_call_arguments.delta", "output_index": 0, "delta": '{"a"'},
+        {"type": "response.function_call_arguments.delta", "output_index": 0, "delta": ":1"},
+    ]
+    assert partial_output(values) == [item | {"arguments": '{"a":1', "status": "incomplete"}]
+
+
+def test_a_queued_response_repeats_its_request() -> None:
+    found = queued_response("resp_1", 7.9, {"model": "m", "background": True, "temperature": 0})
+    assert (found["created_at"], found["status"], found["output"]) == (7, "queued", [])
+    assert (found["background"], found["temperature"], found["tools"]) == (True, 0, [])

@@ -1,0 +1,607 @@
+"""The file of an event log: what is found in it, whatever a crash has left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.api import sse
+from gateway.api.resuming import named_event
+from gateway.stored import response_log
+from gateway.stored.folder import DiskThreads, Folder, FolderError
+from gateway.stored.response_log import (
+    Extent,
+    LogBroken,
+    LogEnded,
+    LogFull,
+    LogTaken,
+    ResponseLog,
+    ResponseLogs,
+    Write,
+    event_data,
+    split_events,
+)
+from tests.gateways import until
+from tests.stored.log_writer import delta
+from tests.stored.responses_over_nodes import logged, open_logs
+from tests.stored.virtual_store import store_in_virtual_time
+from tests.virtual import in_virtual_time
+
+
+def a_folder(path: Path) -> Folder:
+    folder = Folder(path / "folder", most_bytes=lambda: 1 << 30, spare_bytes=0)
+    folder.open()
+    return folder
+
+
+def events(first: int, count: int, size: int = 10, last: str = "x") -> bytes:
+    kinds = ["x"] * (count - 1) + [last]
+    return b"".join(
+        named_event({"type": f"response.{kind}", "sequence_number": first + at, "d": "a" * size})
+        for at, kind in enumerate(kinds)
+    )
+
+
+def put(folder: Folder, name: str, parts: Sequence[bytes]) -> Extent:
+    extent = Extent()
+    for part in parts:
+        response_log.write_log(folder, Write(name, extent.size, part))
+        extent.add(part)
+    return extent
+
+
+def test_a_scan_finds_what_was_written(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    name = response_log.create_log(folder)
+    assert response_log.scan_log(folder, name) == Extent()
+    parts = [events(0, 3), events(3, 2000, 100), events(2003, 1, 600_000), events(2004, 2)]
+    extent = put(folder, name, [*parts, events(2006, 1, last="completed")])
+    found = response_log.scan_log(folder, name)
+    assert (found.events, found.size, found.ended) == (2007, extent.size, True)
+    assert found.last_offset == extent.last_offset
+    path = folder.path(name)
+    assert path.stat().st_mode & 0o777 == 0o600
+    for index in (found.index, extent.index):
+        for number, offset in index:
+            event = path.read_bytes()[offset:].split(b"\n\n")[0]
+            assert b'"sequence_number":%d,' % number in event
+
+
+def test_each_event_is_found_from_each_entry_of_the_index(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    name = response_log.create_log(folder)
+    put(
+        folder, name, [events(0, 40), events(40, 1, 700_000), events(41, 1, 300_000), events(42, 9)]
+    )
+    data = folder.path(name).read_bytes()
+    for number in (0, 1, 39, 40, 41, 42, 50):
+        offset = response_log.find_event(folder, name, 0, number)
+        assert data[offset:].split(b"\n")[1].find(b'"sequence_number":%d,' % number) > 0
+
+
+def test_whatever_is_torn_off_the_whole_events_before_it_stay(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    name = response_log.create_log(folder)
+    whole = events(0, 4)
+    ends = [0, *(at + 2 for at in range(len(whole)) if whole.startswith(b"\n\n", at))]
+    for size in range(len(whole) + 1):
+        folder.path(name).write_bytes(whole[:size])
+        found = response_log.scan_log(folder, name)
+        assert found.size == max(end for end in ends if end <= size)
+        assert found.events == ends.index(found.size)
+
+
+@pytest.mark.parametrize("junk", [b"\0" * 5000, b"junk\n\n", events(9, 1), b": note\n\n"])
+def test_what_is_no_next_event_ends_the_log(tmp_path: Path, junk: bytes) -> None:
+    folder = a_folder(tmp_path)
+    name = response_log.create_log(folder)
+    folder.path(name).write_bytes(events(0, 3) + junk + events(3, 3))
+    found = response_log.scan_log(folder, name)
+    assert (found.events, found.size) == (3, len(events(0, 3)))
+
+
+def test_a_comment_may_precede_an_event(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    name = response_log.create_log(folder)
+    folder.path(name).write_bytes(events(0, 1) + b": run {}\n" + events(1, 2))
+    assert response_log.scan_log(folder, name).events == 3
+
+
+def test_what_another_process_adds_is_seen(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    name = response_log.create_log(folder)
+    extent = put(folder, name, [events(0, 3)])
+    with folder.path(name).open("ab") as file:
+        file.write(events(3, 3, last="failed")[:-4])
+        file.flush()
+        response_log.grow_log(folder, name, extent)
+        assert (extent.events, extent.ended) == (5, False)
+        file.write(events(3, 3, last="failed")[-4:])
+        file.flush()
+    response_log.grow_log(folder, name, extent)
+    assert (extent.events, extent.ended) == (6, True)
+
+
+def test_two_writers_are_noticed(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    name = response_log.create_log(folder)
+    put(folder, name, [events(0, 3)])
+    with pytest.raises(LogTaken):
+        response_log.write_log(folder, Write(name, 0, events(0, 1)))
+    results = response_log.write_logs(
+        folder, [Write(name, 0, b"x"), Write(f"events-{'0' * 32}", 0, b"")]
+    )
+    assert [type(result) for result in results] == [LogTaken, FileNotFoundError]
+    assert response_log.scan_log(folder, name).events == 3
+
+
+def test_a_full_folder_takes_no_new_log(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "folder", most_bytes=lambda: 10, spare_bytes=0)
+    folder.open()
+    with pytest.raises(FolderError, match="folder_bytes"):
+        response_log.create_log(folder)
+
+
+END: dict[str, Any] = {"type": "response.completed", "response": {}}
+
+
+def values(count: int, size: int = 3) -> list[dict[str, Any]]:
+    return [{"type": "response.x", "d": "a" * size} for _ in range(count)]
+
+
+async def test_events_are_numbered_and_kept(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        await log.append(values(2))
+        assert (log.extent.events, log.next_number) == (0, 2)
+        await log.flush()
+        assert log.extent.events == 2
+        await log.append(values(1))
+        await log.append([END])
+        await log.flush()
+        assert log.ended
+        assert await log.last_event() == END | {"sequence_number": 3}
+        with pytest.raises(LogEnded):
+            await log.append(values(1))
+        await log.release()
+        assert len(logs) == 0
+        found = await logged(logs, log.name)
+        assert [value["sequence_number"] for value in found] == [0, 1, 2, 3]
+        assert [value["type"] for value in found][2:] == ["response.x", "response.completed"]
+
+
+async def test_a_log_has_a_limit_which_its_end_may_pass(tmp_path: Path) -> None:
+    async with open_logs(tmp_path, most=1000) as logs:
+        log = await logs.create()
+        await log.append(values(2, 300))
+        with pytest.raises(LogFull, match=r"1000 bytes \(limits\.response_bytes\)"):
+            await log.append(values(1, 300))
+        await log.append([END | {"response": {"text": "a" * 900}}])
+        await log.flush()
+        assert (log.ended, log.extent.events) == (True, 3)
+        await log.release()
+
+
+async def test_pending_bytes_are_bounded(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        for _ in range(200):
+            await log.append(values(1, 4000))
+            waiting = log.next_number - log.extent.events
+            assert waiting * 4000 <= response_log.MOST_PENDING_BYTES + 8000
+        await log.release()
+
+
+@in_virtual_time
+async def test_many_logs_are_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = 0
+    write_all = response_log.write_logs
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal rounds
+        rounds += 1
+        return write_all(*arguments)
+
+    monkeypatch.setattr(response_log, "write_logs", counted)
+    with store_in_virtual_time():
+        async with open_logs(tmp_path) as logs:
+            open_ones = [await logs.create() for _ in range(100)]
+            for _ in range(20):
+                for log in open_ones:
+                    await log.append(values(1))
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*(log.flush() for log in open_ones))
+            assert all(log.extent.events == 20 for log in open_ones)
+            assert rounds <= 15
+            for log in open_ones:
+                await log.release()
+
+
+async def test_a_disk_that_fails_fails_the_log_and_no_other(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        broken, good = await logs.create(), await logs.create()
+        await broken.append(values(1))
+        await broken.flush()
+        with logs.folder.path(broken.name).open("ab") as file:
+            file.write(b"of another process")
+        await broken.append(values(1))
+        await good.append(values(1))
+        with pytest.raises(FolderError, match="another size"):
+            await broken.flush()
+        with pytest.raises(FolderError):
+            await broken.append(values(1))
+        assert broken.broken
+        await good.flush()
+        assert good.extent.events == 1
+        await broken.release()
+        await good.release()
+
+
+async def test_what_was_written_is_brought_to_the_disk_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[list[str]] = []
+
+    def sync_logs(_: Folder, names: list[str]) -> None:
+        rounds.append(names)
+        if len(rounds) == 1:
+            raise FolderError("the disk is away", "mount it")
+
+    monkeypatch.setattr(response_log, "sync_logs", sync_logs)
+    monkeypatch.setattr(response_log, "SYNC_SECONDS", 0.1)
+    async with open_logs(tmp_path) as logs:
+        first, second = await logs.create(), await logs.create()
+        for log in (second, first, second):
+            await log.append(values(1))
+            await log.flush()
+        await until(lambda: rounds == [sorted([first.name, second.name])])
+        await second.append(values(1))
+        await until(lambda: rounds[1:] == [[second.name]])
+        await first.release()
+        await second.release()
+
+
+async def test_what_is_pending_is_written_at_the_end_of_the_process(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        await log.append(values(3))
+    async with open_logs(tmp_path) as logs:
+        assert len(await logged(logs, log.name)) == 3
+
+
+async def test_a_deleted_log_is_gone(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        await log.append(values(3))
+        await log.flush()
+        await logs.delete(log.name)
+        assert log.broken
+        await log.release()
+        assert not logs.folder.path(log.name).exists()
+        with pytest.raises(FileNotFoundError):
+            await logs.open(log.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+async def test_what_was_seen_survives_kills_of_the_writer(tmp_path: Path, seed: int) -> None:
+    rng, seen, names = random.Random(seed), dict[str, int](), list[str]()
+    for _ in range(3):
+        writer = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.stored.log_writer", str(tmp_path), *names,
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert writer.stdout is not None
+        before, deadline = dict(seen), time.monotonic() + rng.uniform(0.2, 0.6)
+        async with asyncio.timeout(60):
+            while time.monotonic() < deadline or seen == before:
+                name, count = (await writer.stdout.readline()).decode().split()
+                assert int(count) >= seen.get(name, 0)
+                if seen == before:
+                    deadline = time.monotonic() + rng.uniform(0.2, 0.6)
+                seen[name] = int(count)
+            writer.kill()
+            await writer.wait()
+        names = list(seen)
+        # As a power cut may leave it, too.
+        torn = tmp_path / "folder" / rng.choice(names)
+        with torn.open("ab") as file:
+            file.write(os.urandom(rng.randrange(300)).replace(b"\n", b""))
+    async with open_logs(tmp_path) as logs:
+        assert names
+        for name in names:
+            found = await logged(logs, name)
+            assert len(found) >= seen[name] > 0
+            for number, value in enumerate(found):
+                assert value == delta(name, number) | {"sequence_number": number}
+
+
+async def test_two_openings_are_one_log(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        await log.append(values(1))
+        await log.flush()
+        await log.stop_writing()
+        await log.release()
+        one, other = await asyncio.gather(logs.open(log.name), logs.open(log.name, to_write=True))
+        assert one is other
+        await one.append([END])
+        await other.flush()
+        for opened in (one, other):
+            await opened.release()
+        assert len(logs) == 0
+
+
+async def test_the_end_is_on_the_disk_before_it_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        await log.append(values(1))
+        await log.append([END])
+        await until(lambda: log.ended)
+        assert log.size in synced
+        await log.release()
+
+
+@in_virtual_time
+async def test_what_was_written_is_synced_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
+    with store_in_virtual_time():
+        async with open_logs(tmp_path) as logs:
+            log = await logs.create()
+            await log.append(values(1))
+            await until(lambda: log.size in synced and log.size > 0, 10)
+            await log.release()
+
+
+def test_the_limits_are_what_the_words_say() -> None:
+    assert response_log.COMMIT_SECONDS <= 0.05
+    assert response_log.TAIL_BYTES * 1000 <= 64 << 20
+    assert ResponseLogs is not None
+
+
+async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs, asyncio.timeout(60):
+        early = await logs.create()
+        await logs.close()
+        late = await logs.create()
+        for log in (early, late):
+            with pytest.raises(LogBroken):
+                await log.append(values(1))
+            await log.flush()
+            await log.release()
+
+
+async def test_a_log_whose_flush_is_late_takes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_log, "FLUSH_SECONDS", 0.1)
+    folder = Folder(tmp_path / "folder", most_bytes=lambda: 1 << 30, spare_bytes=0)
+    folder.open()
+    logs = ResponseLogs(folder, DiskThreads(), lambda: 1 << 20)
+    log = await logs.create()
+    await log.append(values(1))
+    with pytest.raises(LogBroken):
+        await log.flush()
+    with pytest.raises(LogBroken):
+        await log.append(values(1))
+    await log.release()
+    logs.threads.close()
+
+
+def value(number: int) -> dict[str, Any]:
+    return {"type": "response.output_text.delta", "delta": f"{number} " * (number % 5)}
+
+
+async def write(log: ResponseLog, count: int, rng: random.Random) -> None:
+    """Write so many events and the end, in groups and with pauses."""
+    while log.next_number < count:
+        group = rng.randint(1, 9)
+        await log.append([value(log.next_number + at) for at in range(group)])
+        if rng.random() < 0.3:
+            await asyncio.sleep(rng.random() * 0.02)
+    await log.append([END])
+    await log.flush()
+
+
+async def read(logs: ResponseLogs, name: str, after: int = -1) -> bytes:
+    return b"".join([piece async for piece in logs.follow(name, after)])
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def numbers(data: bytes) -> list[int]:
+    return [event_data(event)["sequence_number"] for event in split_events(data)]
+
+
+@pytest.mark.parametrize("tail", [500, response_log.TAIL_BYTES])
+async def test_each_sees_all_events_once_from_any_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: int
+) -> None:
+    monkeypatch.setattr(response_log, "TAIL_BYTES", tail)
+    monkeypatch.setattr(response_log, "SILENCE_SECONDS", 600.0)  # the machine may stand still
+    rng = random.Random(tail)
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        writing = asyncio.create_task(write(log, 600, rng))
+        readers: dict[asyncio.Task[bytes], int] = {}
+        while not writing.done():
+            after = rng.choice([-1, 0, rng.randint(-1, 600)])
+            readers[asyncio.create_task(read(logs, log.name, after))] = after
+            await asyncio.sleep(0.02)
+        last = log.next_number - 1
+        for after in (-1, 0, last - 1, last, last + 5):
+            readers[asyncio.create_task(read(logs, log.name, after))] = after
+        whole = logs.folder.path(log.name).read_bytes()
+        for reader, after in readers.items():
+            data = await reader
+            assert numbers(data) == list(range(after + 1, last + 1))
+            assert whole.endswith(data)
+        await log.release()
+        assert (logs.followers, len(logs)) == (0, 0)
+
+
+async def test_a_follower_that_waits_gets_each_event_when_it_is_written(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        pieces = logs.follow(log.name)
+        for number in range(5):
+            await log.append([value(number)])
+            piece = await anext(pieces)
+            assert numbers(piece) == [number]
+            assert log.extent.events == number + 1
+        waiting = asyncio.ensure_future(anext(pieces))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await log.append([END])
+        assert numbers(await waiting) == [5]
+        with pytest.raises(StopAsyncIteration):
+            await anext(pieces)
+        await log.release()
+
+
+async def test_silence_is_broken_by_a_comment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_log, "SILENCE_SECONDS", 0.05)
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        pieces = logs.follow(log.name, 3)
+        assert await anext(pieces) == sse.HEARTBEAT
+        await log.append([value(number) for number in range(4)])
+        assert await anext(pieces) == sse.HEARTBEAT
+        await log.append([value(4)])
+        while (piece := await anext(pieces)) == sse.HEARTBEAT:
+            pass
+        assert numbers(piece) == [4]
+        await pieces.aclose()
+        await log.release()
+
+
+async def test_without_an_end_the_followers_break(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        await log.append([value(0)])
+        one = asyncio.create_task(read(logs, log.name))
+        other = asyncio.create_task(read(logs, log.name, 7))
+        await until(lambda: logs.followers == 2)
+        await log.release()
+    for reader in (one, other):
+        with pytest.raises(LogBroken):
+            await reader
+
+
+async def test_a_log_of_another_process_is_followed_too(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as ours, open_logs(tmp_path) as theirs:
+        log = await theirs.create()
+        await log.append([value(0)])
+        await log.flush()
+        reader = asyncio.create_task(read(ours, log.name))
+        await write(log, 200, random.Random(1))
+        data = await reader
+        assert numbers(data) == list(range(log.next_number))
+        await log.release()
+
+
+@pytest.mark.slow
+async def test_one_that_reads_nothing_holds_nobody_up(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        log = await logs.create()
+        slow = logs.follow(log.name)
+        await log.append([value(3)])
+        first = await anext(slow)
+        reader = asyncio.create_task(read(logs, log.name))
+        await write(log, 20_000, random.Random(2))
+        data = await reader
+        rest = [first, *[piece async for piece in slow]]
+        assert b"".join(rest) == data
+        assert max(map(len, rest)) <= response_log.READ_BYTES + response_log.TAIL_BYTES
+        await log.release()
+
+
+async def test_many_logs_with_clients_that_reconnect_at_random(tmp_path: Path) -> None:
+    rng, count = random.Random(5), 100
+    files = open_files()
+    most = 0
+
+    async def client(logs: ResponseLogs, name: str) -> bytes:
+        """Follow to the end, and leave now and then."""
+        data = b""
+        while True:
+            after = numbers(data)[-1] if data else -1
+            stay = rng.choice([0.02, 0.1, 1.0])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(stay):
+                    async with contextlib.aclosing(logs.follow(name, after)) as pieces:
+                        async for piece in pieces:
+                            data += piece
+                    return data
+            # Within an event, as a connection breaks.
+            data = data[: data.rfind(b"\n\n") + 2]
+
+    async with open_logs(tmp_path) as logs:
+        open_ones = [await logs.create() for _ in range(count)]
+        writers = [
+            asyncio.create_task(write(log, 100, random.Random(log.name))) for log in open_ones
+        ]
+        clients = [
+            asyncio.create_task(client(logs, log.name)) for log in open_ones for _ in range(2)
+        ]
+        everything = asyncio.gather(*writers, *clients)
+        while not everything.done():
+            most = max(most, open_files())
+            await asyncio.sleep(0.05)
+        await everything
+        results = [one.result() for one in clients]
+        for at, log in enumerate(open_ones):
+            assert results[2 * at] == results[2 * at + 1]
+            assert numbers(results[2 * at]) == list(range(log.next_number))
+            await log.release()
+        assert (logs.followers, len(logs)) == (0, 0)
+    assert most <= files + 40
+    assert isinstance(logs, ResponseLogs)
+
+
+async def test_followers_that_can_return_are_cut_the_others_stay(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        log, done = await logs.create(), await logs.create()
+        await log.append([value(0)])
+        await done.append([value(0), END])
+        await done.flush()
+        cut, kept = logs.follow(log.name), logs.follow(log.name, can_return=False)
+        for pieces in (cut, kept):
+            assert numbers(await anext(pieces)) == [0]
+        ahead = logs.follow(log.name, 7)
+        waits = [asyncio.ensure_future(anext(pieces)) for pieces in (cut, kept, ahead)]
+        await until(lambda: len(log.waiters) == 3)
+        logs.cut()
+        for wait in (waits[0], waits[2]):
+            with pytest.raises(LogBroken):
+                await wait
+        with pytest.raises(LogBroken):
+            await read(logs, log.name, -1)
+        assert numbers(await read(logs, done.name, -1)) == [0, 1]
+        await log.append([END])
+        assert numbers(await waits[1]) == [1]
+        await kept.aclose()
+        for one in (log, done):
+            await one.release()

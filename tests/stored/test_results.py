@@ -1,0 +1,459 @@
+"""The lines of output and error files, as clients read them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection
+
+from gateway.callers.ledger import Ledger, UsageRow
+from gateway.store.failures import StoreUnavailable
+from gateway.store.schema import usage
+from gateway.stored.batch_rows import Batch
+from gateway.stored.claims import (
+    BatchState,
+    RequestState,
+    put_back,
+    release_lost,
+)
+from gateway.stored.line_reader import LineError
+from gateway.stored.results import (
+    ROW_BYTES,
+    broken_line,
+    is_output,
+    response_line,
+    unanswered_line,
+)
+from tests.gateways import until
+from tests.store.stores import LIMIT
+from tests.stored.batch_place import (
+    BatchPlace,
+    answer,
+    batch_place,
+    count,
+    killed,
+    line,
+)
+
+BROKEN = LineError(3, 10, 5, "ä", True, "invalid_url", "It does not match.", "url")
+
+
+def read(line: bytes) -> Any:
+    """The value of a line, read as Python's clients do: by `str.splitlines`."""
+    (text,) = line.decode().splitlines()
+    assert line.endswith(b"\n")
+    return json.loads(text)
+
+
+def response(content: bytes, api: str = "openai", status: int = 200) -> Any:
+    return read(response_line("r1", "c", api, status=status, request_id="q", content=content))
+
+
+def test_an_answer_is_an_output_line() -> None:
+    found = response(b'{"a": 1,\n "b": [1.10, 1e400]}\r\n')
+    assert list(found) == ["id", "custom_id", "response", "error"]
+    assert found["response"]["status_code"] == 200
+    assert found["response"]["request_id"] == "q"
+    assert found["error"] is None
+    line = response_line(
+        "r", "c", "openai", status=200, request_id="q", content=b'{"n": 0.10000000000000000001}'
+    )
+    assert b"0.10000000000000000001" in line
+
+
+@pytest.mark.parametrize(
+    "end", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"]
+)
+def test_no_character_divides_a_line(end: str) -> None:
+    escaped = json.dumps({"text": f"a{end}b"}).encode()
+    assert response(escaped)["response"]["body"] == {"text": f"a{end}b"}
+    raw = json.dumps({"text": f"a{end}b"}, ensure_ascii=False).encode()
+    assert response(raw)["response"]["body"] == {"text": f"a{end}b"}
+    line = response_line("r", f"a{end}b", "openai", status=200, request_id="q", content=b"{}")
+    assert read(line)["custom_id"] == f"a{end}b"
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing\n", b'{"a": "\xff"}', b'{"a": 1} x', b"[1,]"])
+def test_what_is_no_json_becomes_a_text(content: bytes) -> None:
+    assert response(content)["response"]["body"] == content.decode("utf-8", "replace")
+
+
+def test_an_error_s_response_is_an_error_line() -> None:
+    content = json.dumps({"error": {"message": "no", "type": "t", "param": None, "code": "c"}})
+    found = response(content.encode(), status=404)
+    assert (found["error"], found["response"]["status_code"]) == (None, 404)
+    assert found["response"]["body"]["error"]["message"] == "no"
+    assert is_output("openai", 200)
+    assert not is_output("openai", 404)
+    assert not is_output("openai", None)
+    assert is_output("anthropic", 404)
+    assert is_output("anthropic", None)
+
+
+def test_a_broken_line_names_its_number() -> None:
+    found = read(broken_line("r1", "openai", BROKEN))
+    assert (found["custom_id"], found["response"]) == ("ä", None)
+    assert found["error"] == {
+        "code": "invalid_url", "message": "It does not match.", "param": "url", "line": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "type_"),
+    [
+        (RequestState.EXPIRED, "batch_expired", "expired"),
+        (RequestState.CANCELLED, "batch_cancelled", "canceled"),
+        (RequestState.DONE, "result_lost", "errored"),
+    ],
+)
+def test_a_line_without_an_answer_says_why(state: RequestState, code: str, type_: str) -> None:
+    found = read(unanswered_line("r1", "c", "openai", 3, state))
+    assert found["custom_id"] == "c"
+    assert found["response"] is None
+    assert found["error"]["code"] == code
+    assert "line" in read(unanswered_line("r1", None, "openai", 3, state))["error"]
+    found = read(unanswered_line("r1", "c", "anthropic", 3, state))
+    assert (found["custom_id"], found["result"]["type"]) == ("c", type_)
+
+
+def test_anthropic_s_errors_are_nested_twice() -> None:
+    own = {"type": "error", "error": {"type": "overloaded_error", "message": "later"}}
+    found = response(json.dumps(own).encode(), "anthropic", 529)
+    assert found["custom_id"] == "c"
+    assert found["result"]["type"] == "errored"
+    assert found["result"]["error"]["error"] == own["error"]
+    assert found["result"]["error"]["request_id"] == "q"
+    broken = read(broken_line("r1", "anthropic", BROKEN))
+    assert broken["result"]["error"]["error"]["type"] == "invalid_request_error"
+    message = {"type": "message", "content": []}
+    succeeded = response(json.dumps(message).encode(), "anthropic")
+    assert succeeded["result"] == {"type": "succeeded", "message": message}
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "type_", "message"),
+    [
+        (b'{"error": {"message": "m"}}', 404, "not_found_error", "m"),
+        (b'{"error": "m"}', 400, "invalid_request_error", "m"),
+        (b"<html>", 502, "api_error", "The request failed with status 502."),
+        (b"[]", 418, "invalid_request_error", "The request failed with status 418."),
+        (b'{"error": {"message": 7}}', 429, "rate_limit_error", "The request failed with status"),
+    ],
+)
+def test_other_errors_are_told_in_anthropic_s_form(
+    content: bytes, status: int, type_: str, message: str
+) -> None:
+    error = response(content, "anthropic", status)["result"]["error"]
+    assert error["type"] == "error"
+    assert error["error"]["type"] == type_
+    assert error["error"]["message"].startswith(message)
+
+
+LINES = 2000
+
+
+RUNS = """
+import asyncio, sys
+from pathlib import Path
+from tests.stored.batch_place import answer, batch_place
+
+async def main(url, path):
+    async with batch_place(url, Path(path)) as here:
+        task = asyncio.create_task(here.results.run())
+        print("runs", flush=True)
+        while rows := await here.claim(100):
+            added = [here.results.add(r, "openai", answer(r, here.process.id)) for r in rows]
+            assert all(await asyncio.gather(*added))
+        print("done", flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+class AwayLedger:
+    """A ledger whose store does not answer at first."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.is_away = True
+
+    async def write_with(self, job: Callable[[Connection], Sequence[UsageRow]]) -> None:
+        if self.is_away:
+            raise StoreUnavailable("it is away", "wait")
+        await self._ledger.write_with(job)
+
+
+async def begun(here: BatchPlace, lines: int) -> Batch:
+    batch = await here.create([line(f"c{n}") for n in range(lines)])
+    await here.settle()
+    return batch
+
+
+async def run_rest(here: BatchPlace) -> int:
+    """Answer what can be claimed; returns how many those were."""
+    task, ran = asyncio.create_task(here.results.run()), 0
+    while rows := await here.claim(200):
+        added = [here.results.add(r, "openai", answer(r, here.process.id)) for r in rows]
+        assert all(await asyncio.gather(*added))
+        ran += len(rows)
+    task.cancel()
+    return ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 700, 1500])
+async def test_a_killed_process_leaves_every_result_whole_and_once(
+    store_url: str, tmp_path: Path, rows: int
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await begun(here, LINES)
+        await killed(here, RUNS, [store_url, str(tmp_path / "kept")], usage, rows)
+        recorded = (await here.find(batch)).completed
+        assert rows <= recorded < LINES
+
+        def release(connection: Connection) -> int:
+            return release_lost(connection, here.folder.id or "", here.process, here.time[0])
+
+        await here.store.run(release)
+        assert await run_rest(here) == LINES - recorded
+        await here.settle()
+        ended = await here.find(batch)
+        assert (ended.state, ended.completed) == (BatchState.COMPLETED, LINES)
+        found = await here.output(batch)
+        assert [one["custom_id"] for one in found] == [f"c{n}" for n in range(LINES)]
+        assert all(one["response"]["body"] == {"answer to": one["custom_id"]} for one in found)
+        # Paid once.
+        assert await here.store.run(count(usage)) == LINES
+        assert (ended.completion_tokens, ended.cost) == (3 * LINES, LINES / 2)
+
+
+async def test_a_result_that_nobody_wants_any_more_is_not_recorded(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await begun(here, 2)
+        task = asyncio.create_task(here.results.run())
+        first, second = await here.claim()
+        assert await here.results.add(first, "openai", answer(first, here.process.id))
+        await here.batches.cancel(batch.owner, batch.id, batch.api)
+
+        def end(connection: Connection) -> None:
+            put_back(connection, here.process.id, [second.id], here.time[0])
+
+        await here.store.run(end)
+        assert not await here.results.add(second, "openai", answer(second, here.process.id))
+        task.cancel()
+        await here.settle()
+        ended = await here.find(batch)
+        assert (ended.state, ended.completed, ended.cancelled) == (BatchState.CANCELLED, 1, 1)
+        assert await here.store.run(count(usage)) == 1
+        assert len(await here.output(batch)) == 1
+
+
+async def test_results_wait_for_a_store_that_is_away(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.stored.results.RETRY_SECONDS", 0.01)
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        await begun(here, 10)
+        rows = await here.claim()
+        ledger = AwayLedger(here.ledger)
+        here.results.ledger = ledger  # type: ignore[assignment]
+        # Four of them fill what may wait.
+        here.results.most_bytes = 4 * ROW_BYTES
+        task = asyncio.create_task(here.results.run())
+        added = [
+            asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id)))
+            for r in rows
+        ]
+        await until(lambda: here.results.problem is not None)
+        assert here.results.pending == 4
+        ledger.is_away = False
+        assert all(await asyncio.gather(*added))
+        await until(lambda: here.results.problem is None)
+        task.cancel()
+        assert await here.store.run(count(usage)) == 10
+
+
+async def test_a_result_that_can_not_be_recorded_keeps_no_other_from_it(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await begun(here, 5)
+        rows = await here.claim()
+        task = asyncio.create_task(here.results.run())
+        outcomes = [answer(row, here.process.id) for row in rows]
+        outcomes[2] = replace(outcomes[2], usage=("too", "short"))
+        added = [
+            here.results.add(row, "openai", outcome)
+            for row, outcome in zip(rows, outcomes, strict=True)
+        ]
+        ends = await asyncio.gather(*added, return_exceptions=True)
+        task.cancel()
+        assert [one is True for one in ends] == [True, True, False, True, True]
+        assert isinstance(ends[2], Exception)
+        assert (await here.find(batch)).completed == 4
+
+
+async def test_what_waits_at_the_end_is_kept_within_the_time(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await begun(here, 5)
+        rows = await here.claim()
+        added = [
+            asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id)))
+            for r in rows
+        ]
+        await until(lambda: here.results.pending == 5)
+        await here.results.close(LIMIT)
+        assert all(await asyncio.gather(*added))
+        assert (await here.find(batch)).completed == 5
+
+
+class SilentLedger:
+    """A ledger that writes, and never tells that it has."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.has_written = asyncio.Event()
+
+    async def write_with(self, job: Callable[[Connection], Sequence[UsageRow]]) -> None:
+        await self._ledger.write_with(job)
+        self.has_written.set()
+        await asyncio.Event().wait()
+
+
+async def test_what_may_have_been_recorded_is_recorded_once(store_url: str, tmp_path: Path) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await begun(here, 5)
+        rows = await here.claim()
+        here.results.ledger = silent = SilentLedger(here.ledger)  # type: ignore[assignment]
+        running = asyncio.create_task(here.results.run())
+        added = [
+            asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id)))
+            for r in rows
+        ]
+        await silent.has_written.wait()
+        running.cancel()
+        assert (await here.find(batch)).completed == 5
+        here.results.ledger = here.ledger
+        await here.results.close(LIMIT)
+        assert all(await asyncio.gather(*added))
+        found = await here.find(batch)
+        assert (found.completed, found.cost) == (5, 2.5)
+        assert await here.store.run(count(usage)) == 5
+
+
+async def test_results_of_many_batches_need_few_open_files(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.stored.results.MOST_FILES", 3)
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        many = [await begun(here, 2) for _ in range(8)]
+        assert await run_rest(here) == 16
+        written = [name for name in here.kept("results") if here.folder.is_written(name)]
+        assert len(written) == 3
+        await here.settle()
+        for batch in many:
+            assert len(await here.output(batch)) == 2
+
+
+async def test_runners_need_not_wait_for_a_group_to_fill(tmp_path: Path) -> None:
+    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
+        await begun(here, 1)
+        task = asyncio.create_task(here.results.run())
+        (row,) = await here.claim()
+        async with asyncio.timeout(60):
+            assert await here.results.add(row, "openai", answer(row, here.process.id))
+        task.cancel()
+
+
+ON_A_FULL_DISK = """
+import asyncio, sys
+from pathlib import Path
+from gateway.stored import results
+from gateway.stored.claims import BatchState
+from gateway.store.schema import usage
+from tests.stored.batch_place import answer, batch_place, count, line
+
+results.RETRY_SECONDS = 0.05
+
+async def main(kept, elsewhere):
+    url = f"sqlite:///{elsewhere}/gateway.db"
+    async with batch_place(url, Path(kept) / "kept", folder_options={"spare_bytes": 0}) as here:
+        batch = await here.create([line(f"c{n}") for n in range(40)])
+        await here.settle()
+        task = asyncio.create_task(here.results.run())
+        rows, content = await here.claim(), b'{"x":"%s"}' % (b"x" * 50_000)
+        added = [
+            asyncio.create_task(
+                here.results.add(row, "openai", answer(row, here.process.id, content=content))
+            )
+            for row in rows[:20]
+        ]
+        while here.results.problem is None:
+            await asyncio.sleep(0.01)
+        ballast = Path(kept) / "ballast"
+        paused = await here.find(batch)
+        assert paused.pause_reason == "storage_full", paused
+        await here.settle()
+        assert (await here.find(batch)).pause_reason == "storage_full"
+        assert not all(one.done() for one in added)
+        ballast.unlink()
+        assert all(await asyncio.gather(*added))
+        # The other half is as much as there is left: the final file finds no room.
+        assert all(await asyncio.gather(*(
+            here.results.add(row, "openai", answer(row, here.process.id)) for row in rows[20:]
+        )))
+        big = Path(kept) / "big"
+        big.write_bytes(b"0" * (3_000_000))
+        await here.settle()
+        full = await here.find(batch)
+        assert (full.state, full.pause_reason) == (BatchState.FINALIZING, "storage_full"), full
+        assert here.kept("file") == [batch.input_file]
+        big.unlink()
+        from gateway.stored import batch_upkeep
+        batch_upkeep.STEP_BYTES = 1 << 20
+        await here.settle()
+        ended = await here.find(batch)
+        assert (ended.state, ended.completed) == (BatchState.COMPLETED, 40), ended
+        found = await here.output(batch)
+        assert [one["custom_id"] for one in found] == [f"c{n}" for n in range(40)]
+        assert await here.store.run(count(usage)) == 40
+        task.cancel()
+
+kept, elsewhere = sys.argv[1:]
+(Path(kept) / "ballast").write_bytes(b"0" * 3_200_000)
+asyncio.run(main(kept, elsewhere))
+print("done", end="")
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_in_the_middle_delays_results_and_loses_none(tmp_path: Path) -> None:
+    # A small file system of its own, in a namespace of its own.
+    mount = 'mount -t tmpfs -o size=4m none "$1" && exec "$3" -c "$4" "$1" "$2"'
+    unshare = shutil.which("unshare")
+    small, elsewhere = tmp_path / "small", tmp_path / "elsewhere"
+    small.mkdir()
+    elsewhere.mkdir()
+    start = [
+        str(unshare), "-rm", "sh", "-c", mount, "sh", str(small), str(elsewhere), sys.executable,
+    ]  # fmt: skip
+    if unshare is None or subprocess.run([*start, "pass"], check=False).returncode:
+        pytest.skip("this machine lets us mount no file system")
+    done = subprocess.run(
+        [*start, ON_A_FULL_DISK], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.stdout.endswith("done"), done.stdout + done.stderr
+    assert done.stdout.count("results wait for the disk") == 1

@@ -1,0 +1,388 @@
+"""Stored requests run as clients' requests do, and their usage comes back with their result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gateway import errors
+from gateway.api import sse
+from gateway.callers.keys import hash_key
+from gateway.callers.ledger import ROW_COLUMNS
+from gateway.request.body import LARGE_BODY_BYTES
+from gateway.stored.claims import StoredRow
+from gateway.stored.runner import (
+    HeldRow,
+    Outcome,
+    RowDeferred,
+    RowExpired,
+    RowRuns,
+)
+from tests.emulator import EmulatedNode
+from tests.forward.proxy_over_nodes import (
+    A_FIRST,
+    BODIES,
+    ProxyOverNodes,
+    proxy_over,
+)
+from tests.gateways import until
+from tests.stored.stored_rows import to_run
+from tests.virtual import in_virtual_time
+
+CHAT = "/v1/chat/completions"
+KEY = "lg_k1_" + "s" * 43
+SHA256 = hash_key(KEY).sha256
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 20}
+
+
+def key(**fields: Any) -> dict[str, Any]:
+    return {"id": "k1", "name": "alice", "sha256": SHA256, **fields}
+
+
+def a_row(path: str = CHAT, **fields: Any) -> StoredRow:
+    return to_run(**{"id_": "row_1", "owner": "k1", "path": path, **fields})
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+
+    async def write(self, events: bytes) -> None:
+        await asyncio.sleep(0)
+        self.writes.append(events)
+
+
+async def run(
+    proxy: ProxyOverNodes, row: StoredRow | None = None, sink: Kept | None = None, **body: Any
+) -> Outcome:
+    row = row or a_row()
+    value = {**BODIES.get(row.path, {}), **GREEDY, **body}
+    return await proxy.app.background.runner.run(row, json.dumps(value).encode(), sink)
+
+
+def usage_of(outcome: Outcome) -> dict[str, Any]:
+    assert outcome.usage is not None
+    return dict(zip(ROW_COLUMNS, outcome.usage, strict=True))
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"])
+@in_virtual_time
+async def test_a_row_has_the_response_that_a_client_would_get(tmp_path: Path, path: str) -> None:
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
+        outcome = await run(proxy, a_row(path))
+        headers = {"authorization": f"Bearer {KEY}"}
+        client = await proxy.ask(path, headers, **GREEDY)
+        assert (outcome.status, outcome.error_code) == (client.status_code, None) == (200, None)
+        ours, theirs = json.loads(outcome.content), client.json()
+        assert set(ours) == set(theirs)
+        texts = [
+            value.get("choices") or value.get("content") or value.get("output")[0]["content"]
+            for value in (ours, theirs)
+        ]
+        assert texts[0] == texts[1]
+        row = usage_of(outcome)
+        assert (row["id"], row["key"], row["class"], row["path"]) == ("row_1", "k1", "batch", path)
+        assert (row["status"], row["outcome"], row["completion_tokens"]) == (200, "ok", 20)
+        assert len(proxy.app.registry) == 0
+
+
+@in_virtual_time
+async def test_embeddings_and_several_prompts_are_run_too(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, EmulatedNode(embeddings=True), keys=[key()]) as proxy:
+        outcome = await proxy.app.background.runner.run(
+            a_row("/v1/embeddings"), b'{"input": "some text"}'
+        )
+        assert outcome.status == 200
+        assert len(json.loads(outcome.content)["data"]) == 1
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
+        outcome = await run(proxy, a_row("/v1/completions"), prompt=["one", "two"])
+        assert len(json.loads(outcome.content)["choices"]) == 2
+        assert usage_of(outcome)["completion_tokens"] == 40
+
+
+@in_virtual_time
+async def test_the_class_is_at_most_the_highest_of_the_key(tmp_path: Path) -> None:
+    limited = key(**{"class": "batch", "max_class": "normal"})
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[limited]) as proxy:
+        assert usage_of(await run(proxy))["class"] == "batch"
+        raised = await run(proxy, a_row(class_="urgent"))
+        assert usage_of(raised)["class"] == "normal"
+
+
+@in_virtual_time
+async def test_an_event_sink_gets_whole_events_to_the_end(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
+        sink = Kept()
+        outcome = await run(proxy, a_row(class_="normal"), sink, stream=True)
+        assert (outcome.status, outcome.content) == (200, b"")
+        assert all(part.endswith(b"\n\n") for part in sink.writes)
+        assert sse.payload(list(sse.split(b"".join(sink.writes)))[-1]) == b"[DONE]"
+        assert usage_of(outcome)["stream"] is True
+
+
+@in_virtual_time
+async def test_a_stream_without_a_sink_is_refused(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
+        outcome = await run(proxy, stream=True)
+        assert (outcome.status, outcome.error_code) == (400, "invalid_request")
+        assert outcome.usage is None
+
+
+@in_virtual_time
+async def test_an_error_is_a_result_in_the_form_of_its_api(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
+        outcome = await run(proxy, model="gpt-nothing")
+        assert (outcome.status, outcome.error_code) == (404, "model_not_found")
+        assert json.loads(outcome.content)["error"]["code"] == "model_not_found"
+        outcome = await run(proxy, a_row("/v1/messages"), max_tokens="many")
+        assert outcome.status == 400
+        assert json.loads(outcome.content)["type"] == "error"
+        outcome = await proxy.app.background.runner.run(a_row(), b'{"messages": ')
+        assert (outcome.status, outcome.error_code) == (400, "invalid_json")
+        outcome = await run(proxy, a_row("/v1/audio/transcriptions"))
+        assert (outcome.status, outcome.error_code) == (404, "not_found")
+
+
+@in_virtual_time
+async def test_a_nodes_error_is_a_result(tmp_path: Path) -> None:
+    said = '{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'
+    async with proxy_over(tmp_path, node := EmulatedNode(), keys=[key()]) as proxy:
+        node.faults.next("status", status=400, body=said)
+        outcome = await run(proxy)
+        assert (outcome.status, outcome.content) == (400, said.encode())
+        assert (outcome.error_code, outcome.failed_on_nodes) == ("invalid_request", False)
+
+
+@in_virtual_time
+async def test_a_caller_without_a_key_owns_rows_only_where_no_key_is_needed(tmp_path: Path) -> None:
+    row = a_row(owner="anonymous:127.0.0.1")
+    async with proxy_over(tmp_path, EmulatedNode()) as proxy:
+        assert usage_of(await run(proxy, row))["key"] == "anonymous:127.0.0.1"
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
+        assert (await run(proxy, row)).status == 401
+
+
+@in_virtual_time
+async def test_a_row_waits_while_a_limit_of_its_caller_is_reached(tmp_path: Path) -> None:
+    limited = key(limits={"rpm": 1})
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[limited]) as proxy:
+        assert (await run(proxy)).status == 200
+        with pytest.raises(RowDeferred) as deferred:
+            await run(proxy)
+        assert deferred.value.reason == "rate_limit_exceeded"
+        assert deferred.value.concerns_owner
+        assert not deferred.value.is_out_of_quota
+        assert 0 < deferred.value.seconds <= 60
+        await asyncio.sleep(deferred.value.seconds + 1)
+        assert (await run(proxy)).status == 200
+        proxy.app.bus.flush()
+        assert [one.status for one in proxy.finished] == [200, 200]
+
+
+@in_virtual_time
+async def test_a_row_of_a_caller_out_of_quota_waits_for_the_next_day(tmp_path: Path) -> None:
+    limited = key(limits={"tokens_per_day": 40})
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[limited]) as proxy:
+        assert (await run(proxy)).status == 200
+        proxy.app.bus.flush()
+        with pytest.raises(RowDeferred) as deferred:
+            await run(proxy)
+        assert deferred.value.is_out_of_quota
+
+
+@in_virtual_time
+async def test_a_row_that_no_limit_can_ever_admit_fails(tmp_path: Path) -> None:
+    limited = key(limits={"tokens_per_day": 10})
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[limited]) as proxy:
+        assert (await run(proxy)).status == 400
+
+
+@in_virtual_time
+async def test_a_row_waits_while_its_node_is_down_and_costs_nothing(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "keys": [key(limits={"concurrency": 1})],
+        "retries": {"wait_for_node": 0.5},
+    }
+    async with proxy_over(tmp_path, node := EmulatedNode(), **options) as proxy:
+        await node.kill()
+        await until(lambda: proxy.node("a").state.value == "down")
+        with pytest.raises(RowDeferred) as deferred:
+            await run(proxy)
+        assert deferred.value.reason == "no_node"
+        assert not deferred.value.concerns_owner
+        await node.revive()
+        await until(lambda: proxy.node("a").state.value == "ready")
+        assert (await run(proxy)).status == 200
+
+
+@in_virtual_time
+async def test_a_row_of_a_paused_model_waits_and_costs_nothing(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
+        proxy.app.fleet.pause_model("demo")
+        with pytest.raises(RowDeferred) as deferred:
+            await run(proxy)
+        assert (deferred.value.reason, deferred.value.concerns_owner) == ("model_paused", False)
+        assert deferred.value.seconds == 30
+        proxy.app.fleet.resume_model("demo")
+        assert (await run(proxy)).status == 200
+
+
+@in_virtual_time
+async def test_a_node_that_dies_is_no_matter(tmp_path: Path) -> None:
+    one, two = (EmulatedNode(answer_tokens=200) for _ in range(2))
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, keys=[key()]) as proxy:
+        whole = await run(proxy, max_tokens=100)
+        one.faults.next("close", after_events=10)
+        outcome = await run(proxy, max_tokens=100)
+        assert usage_of(outcome)["node"] == "b"
+        assert json.loads(outcome.content)["choices"] == json.loads(whole.content)["choices"]
+        assert usage_of(outcome)["completion_tokens"] == 100
+
+
+@in_virtual_time
+async def test_a_row_whose_deadline_passes_has_expired(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
+    async with proxy_over(tmp_path, node, keys=[key()]) as proxy:
+        with pytest.raises(RowExpired):
+            await run(proxy, a_row(deadline=time.time() - 1))
+        assert node.requests == 0
+        with pytest.raises(RowExpired):
+            await run(proxy, a_row(deadline=time.time() + 5), max_tokens=1000)
+        assert node.requests == 1
+        await proxy.settled()
+
+
+@in_virtual_time
+async def test_a_running_row_is_seen_and_can_be_cancelled(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
+    async with proxy_over(tmp_path, node, keys=[key()]) as proxy:
+        running = asyncio.create_task(run(proxy, max_tokens=1000))
+        waiting = asyncio.create_task(run(proxy, a_row(id_="row_2")))
+        await until(lambda: len(proxy.app.registry) == 2 and node.busy == 1)
+        url = f"{proxy.running.admin_url}/admin/requests"
+        listed = (await proxy.running.client.get(url)).json()["requests"]
+        assert [(one["id"], one["state"]) for one in listed] == [
+            ("row_1", "running"), ("row_2", "waiting")
+        ]  # fmt: skip
+        for name in ("row_2", "row_1"):
+            await proxy.running.client.delete(f"{url}/{name}")
+        outcomes = await asyncio.gather(running, waiting)
+        assert [(one.status, one.error_code) for one in outcomes] == [(503, "cancelled")] * 2
+        assert usage_of(outcomes[0])["outcome"] == "cancelled"
+
+
+@in_virtual_time
+async def test_a_row_whose_task_is_cancelled_frees_its_slot_and_its_limits(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
+    async with proxy_over(tmp_path, node, keys=[key(limits={"concurrency": 1})]) as proxy:
+        task = asyncio.create_task(run(proxy, max_tokens=1000))
+        await until(lambda: node.busy == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await proxy.settled()
+        assert (await run(proxy, max_tokens=5)).status == 200
+
+
+@in_virtual_time
+async def test_a_row_that_the_shutdown_ends_is_run_again(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
+    async with proxy_over(tmp_path, node, keys=[key()]) as proxy:
+        for sink in (None, Kept()):
+            more = {} if sink is None else {"stream": True}
+            task = asyncio.create_task(run(proxy, None, sink, max_tokens=1000, **more))
+            await until(lambda: node.busy == 1)
+            await asyncio.sleep(2.0)
+            proxy.app.registry.cancel_where(lambda _: True, errors.shutting_down())
+            with pytest.raises(RowDeferred) as deferred:
+                await task
+            assert deferred.value.reason == "shutting_down"
+            if sink is not None:
+                assert sink.writes
+                assert not any(b"error" in part for part in sink.writes)
+            await proxy.settled()
+
+
+@in_virtual_time
+async def test_figures_of_prompt_caches_are_hidden_where_the_settings_want_that(
+    tmp_path: Path,
+) -> None:
+    node = EmulatedNode(cache_ram=1 << 20)
+    async with proxy_over(tmp_path, node, keys=[key(cache={"hide": True})]) as proxy:
+        await run(proxy)
+        outcome = await run(proxy)
+        told = json.loads(outcome.content)
+        assert "cache_n" not in told.get("timings", {})
+        assert usage_of(outcome)["cached_tokens"] > 0
+        assert not told["usage"].get("prompt_tokens_details", {}).get("cached_tokens")
+
+
+@in_virtual_time
+async def test_a_large_body_is_run(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, EmulatedNode(context=100_000), keys=[key()]) as proxy:
+        text = "word " * (LARGE_BODY_BYTES // 4)
+        outcome = await run(proxy, messages=[{"role": "user", "content": text}])
+        assert outcome.status == 200
+        assert usage_of(outcome)["prompt_tokens"] > 10_000
+
+
+class Runs(RowRuns[HeldRow]):
+    """One that holds a row whose run never ends by itself."""
+
+    def __init__(self) -> None:
+        self.put_back: list[str] = []
+        self.told: list[str] = []
+        self.fails = False  # whether the end of a cancelled run does
+        leases = SimpleNamespace(put_back=lambda ids, _, **__: self.put_back.extend(ids))
+        anything: Any = None
+        super().__init__(cast("Any", leases), anything, anything, lambda: 0.0, 1.0)
+
+    def begin(self) -> asyncio.Task[None]:
+        held = self._held["row_1"] = HeldRow(a_row())
+        self._begin(held)
+        assert held.task is not None
+        return held.task
+
+    async def _run(self, held: HeldRow) -> None:
+        await asyncio.Event().wait()
+
+    async def _cancelled(self, held: HeldRow) -> None:
+        if self.fails:
+            raise ValueError
+        self.leases.put_back([held.row.id], 0.0)
+
+    def _tell_failed(self, id_: str) -> None:
+        self.told.append(id_)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_row_whose_run_is_cancelled_waits_again_though_it_had_not_begun(
+    has_begun: bool,
+) -> None:
+    runs = Runs()
+    task = runs.begin()
+    if has_begun:
+        await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(5):
+        await runs.ended()
+    assert runs.put_back == ["row_1"]
+
+
+async def test_a_row_whose_cancelled_run_fails_to_end_waits_again_and_is_told() -> None:
+    runs = Runs()
+    runs.fails = True
+    task = runs.begin()
+    await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(5):
+        await runs.ended()
+    assert runs.put_back == runs.told == ["row_1"]

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from sqlalchemy import Connection, func, select
+
+from gateway.events import InventoryChanged
+from gateway.store.database import locate_store
+from gateway.store.failures import StoreUnavailable
+from gateway.store.schema import audit as audit_table
+from gateway.store.store import Store
+from gateway.watch.audit import (
+    MOST_PENDING,
+    MOST_REFUSED_PENDING,
+    AuditQuery,
+    AuditTrail,
+)
+
+LIMIT = 60.0
+T = TypeVar("T")
+S = TypeVar("S", bound=Store)
+
+
+@contextmanager
+def running(store: S) -> Iterator[S]:
+    store.start()
+    try:
+        yield store
+    finally:
+        store.close(LIMIT)
+
+
+def opened(url: str) -> AbstractContextManager[Store]:
+    return running(Store(locate_store(url, Path())))
+
+
+def ticking(start: float = 1_000.0) -> Callable[[], float]:
+    times = iter(range(10**6))
+    return lambda: start + next(times)
+
+
+def rows(connection: Connection) -> int:
+    return int(connection.execute(select(func.count()).select_from(audit_table)).scalar_one())
+
+
+async def test_changes_are_kept_in_the_store_and_shown_the_latest_first(store_url: str) -> None:
+    with opened(store_url) as store:
+        trail = AuditTrail(ticking(), store)
+        trail.record("alice", "operator", "drain", "a", details={"deadline": "5"})
+        trail.record("file", None, "inventory", outcome="invalid_configuration")
+        newest, oldest = await trail.entries(AuditQuery())
+        assert (oldest.at, oldest.actor, oldest.role, oldest.action) == (
+            1_000.0,
+            "alice",
+            "operator",
+            "drain",
+        )
+        assert (oldest.target, oldest.outcome, oldest.details) == ("a", "done", {"deadline": "5"})
+        assert (newest.role, newest.outcome) == (None, "invalid_configuration")
+        assert newest.id > oldest.id
+        # Another process, or this one after a restart, adds to the same log.
+        again = AuditTrail(ticking(2_000.0), store)
+        again.record("gateway", None, "start")
+        assert len(await again.entries(AuditQuery())) == 3
+
+
+async def test_time_page_and_limit_bound_what_is_shown(store_url: str) -> None:
+    with opened(store_url) as store:
+        for trail in (AuditTrail(ticking(), store), AuditTrail(ticking())):
+            for number in range(10):
+                trail.record("alice", "admin", "probe", str(number))
+
+            async def targets(query: AuditQuery, trail: AuditTrail = trail) -> str:
+                return "".join(one.target for one in await trail.entries(query))
+
+            assert await targets(AuditQuery(limit=3)) == "987"
+            assert await targets(AuditQuery(since=1_007.0)) == "987"
+            assert await targets(AuditQuery(until=1_002.0)) == "10"
+            last = (await trail.entries(AuditQuery(limit=3)))[-1]
+            assert await targets(AuditQuery(before=last.id, limit=3)) == "654"
+
+
+class StoreWithLostAnswers(Store):
+    """Does each job; the answers to the first ones get lost on their way back."""
+
+    lost_answers = 2
+
+    async def run(
+        self, job: Callable[[Connection], T], *, write: bool = True, seconds: float = LIMIT
+    ) -> T:
+        result = await super().run(job, write=write, seconds=seconds)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise StoreUnavailable("no answer", "wait")
+        return result
+
+
+async def test_a_write_whose_answer_is_lost_is_repeated_and_done_once(store_url: str) -> None:
+    with running(StoreWithLostAnswers(locate_store(store_url, Path()))) as store:
+        trail = AuditTrail(ticking(), store, retry_seconds=0.01)
+        work = asyncio.create_task(trail.run())
+        for number in range(3):
+            trail.record("alice", "admin", "probe", str(number))
+        async with asyncio.timeout(LIMIT):
+            while store.lost_answers:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await trail.flush()
+        assert await store.run(rows, write=False) == 3
+        work.cancel()
+
+
+async def test_a_store_that_stays_away_costs_bounded_memory_and_is_told(store_url: str) -> None:
+    with opened(store_url) as store:
+        pass
+    trail = AuditTrail(ticking(), store)
+    for number in range(MOST_PENDING + 5):
+        trail.record("alice", "admin", "probe", str(number))
+    assert trail.lost == 5
+    with pytest.raises(StoreUnavailable):
+        await trail.flush()
+    with pytest.raises(StoreUnavailable):
+        await trail.entries(AuditQuery())
+
+
+async def test_the_store_keeps_a_bounded_number(store_url: str) -> None:
+    with opened(store_url) as store:
+        trail = AuditTrail(ticking(), store, most_rows=5)
+        for number in range(12):
+            trail.record("alice", "admin", "probe", str(number))
+            await trail.flush()
+        assert await store.run(rows, write=False) == 5
+        assert (await trail.entries(AuditQuery()))[0].target == "11"
+
+
+async def test_refused_attempts_push_no_change_out_of_the_store(store_url: str) -> None:
+    with opened(store_url) as store:
+        trail = AuditTrail(ticking(), store, most_rows=5, most_refused_rows=3)
+        for number in range(5):
+            trail.record("alice", "admin", "probe", str(number))
+        for number in range(40):
+            trail.record("bob", "viewer", "drain", str(number), "role_required", refused=True)
+            if number % 3 == 0:
+                await trail.flush()
+        found = await trail.entries(AuditQuery())
+        assert [one.target for one in found if not one.refused] == ["4", "3", "2", "1", "0"]
+        assert [one.target for one in found if one.refused] == ["39", "38", "37"]
+        assert (found[0].outcome, found[0].details) == ("role_required", {})
+        trail.record("alice", "admin", "probe", "5")
+        found = await trail.entries(AuditQuery())
+        assert [one.target for one in found if not one.refused] == ["5", "4", "3", "2", "1"]
+        assert len(found) == 8
+
+
+async def test_refused_attempts_push_no_change_out_of_memory(store_url: str) -> None:
+    with opened(store_url) as store:
+        pass  # It is closed: what is recorded waits.
+    for trail in (AuditTrail(ticking(), store), AuditTrail(ticking())):
+        trail.record("alice", "admin", "probe", "a")
+        for number in range(2 * MOST_PENDING):
+            trail.record("bob", "viewer", "drain", str(number), "role_required", refused=True)
+        assert trail.lost == 0
+    # The last of them has no store.
+    found = await trail.entries(AuditQuery(limit=10 * MOST_PENDING))
+    assert (len(found), found[-1].target) == (MOST_REFUSED_PENDING + 1, "a")
+    assert found[0].id > found[1].id
+
+
+async def test_entries_are_found_by_action_and_target(store_url: str) -> None:
+    with opened(store_url) as store:
+        for trail in (AuditTrail(ticking(), store), AuditTrail(ticking())):
+            for action in ("keys.create", "keys.revoke", "keysize", "drain"):
+                trail.record("alice", "admin", action, "a")
+                trail.record("alice", "admin", action, "b%")
+
+            async def found(
+                trail: AuditTrail = trail, *, action: str | None = None, target: str | None = None
+            ) -> list[str]:
+                query = AuditQuery(action=action, target=target)
+                return [f"{one.action} {one.target}" for one in await trail.entries(query)]
+
+            assert await found(action="drain", target="a") == ["drain a"]
+            assert len(await found(action="keys")) == 4
+            assert await found(action="keys.revoke") == ["keys.revoke b%", "keys.revoke a"]
+            assert await found(action="k%") == await found(target="%") == []
+
+
+async def test_a_target_that_no_database_can_store_is_recorded(store_url: str) -> None:
+    with opened(store_url) as store:
+        trail = AuditTrail(ticking(), store)
+        trail.record("bob", "viewer", "drain", "a\0b\ud800c", "role_required", refused=True)
+        await trail.flush()
+        assert [one.target for one in await trail.entries(AuditQuery())] == ["a?b?c"]
+
+
+async def test_without_a_store_the_last_changes_are_shown() -> None:
+    trail = AuditTrail(ticking())
+    for number in range(MOST_PENDING + 5):
+        trail.record("alice", "admin", "probe", str(number))
+    found = await trail.entries(AuditQuery(limit=10 * MOST_PENDING))
+    assert (len(found), found[0].target, found[-1].target) == (
+        MOST_PENDING,
+        str(MOST_PENDING + 4),
+        "5",
+    )
+    assert trail.lost == 0
+
+
+async def test_long_texts_are_shortened_and_nothing_is_told_of_files_that_did_not_change() -> None:
+    trail = AuditTrail(ticking())
+    trail.record("alice", "admin", "cancel", "x" * 10_000, details={"y" * 10_000: "z" * 10_000})
+    (entry,) = await trail.entries(AuditQuery())
+    assert len(entry.target) < 300
+    assert all(len(key + value) < 600 for key, value in entry.details.items())
+    trail.record_settings("file", [], invalid=False)
+    trail.record_inventory("file", InventoryChanged())
+    assert len(await trail.entries(AuditQuery())) == 1
+    trail.record_settings("file", ["queue", "keys"], invalid=False)
+    trail.record_inventory("file", None)
+    newest, before, _ = await trail.entries(AuditQuery())
+    assert before.details == {"changed": "queue, keys"}
+    assert newest.outcome == "invalid_configuration"

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import random
+import statistics
+from typing import Any
+
+import pytest
+
+from gateway.events import EventBus, RequestFinished
+from gateway.watch.history import (
+    COLUMNS,
+    MOST_CALLERS,
+    MOST_FAILURES,
+    MOST_MODELS,
+    FleetHistory,
+    Gauges,
+    HistoryPoint,
+)
+
+IDLE = Gauges(0, 0, 0)
+
+
+def ended(**values: Any) -> RequestFinished:
+    event = RequestFinished("an-id", "/v1/chat/completions")
+    given = {"model": "m", "tier": "cpu", "node": "a", "caller": "alice", **values}
+    for name, value in given.items():
+        setattr(event, name, value)
+    return event
+
+
+class Counted:
+    """A history with its bus, and the time of its steps."""
+
+    def __init__(self, **options: Any) -> None:
+        self.bus = EventBus()
+        self.history = FleetHistory(self.bus, **options)
+        self.now = 0.0
+
+    def step(self, *events: RequestFinished, gauges: Gauges = IDLE) -> HistoryPoint:
+        for event in events:
+            self.bus.publish(event)
+        self.now += self.history.step_seconds
+        return self.history.close_step(1e9 + self.now, self.now, gauges)
+
+
+def test_a_step_counts_what_ended_in_it_and_whether_it_failed() -> None:
+    counted = Counted()
+    point = counted.step(
+        ended(),
+        ended(status=502, reason="node_failed"),
+        ended(status=429, reason="queue_full", tier=None),
+        ended(status=499),
+    )
+    assert (point.requests, point.failed, point.refused) == (3, 1, 1)
+    assert counted.step().requests == 0
+    assert counted.history.recent().refused == {"queue_full": 1}
+
+
+def test_failures_are_counted_by_reason_and_node_up_to_a_bound() -> None:
+    counted = Counted()
+    failed = {"status": 502, "reason": "node_failed"}
+    counted.step(ended(**failed), ended(**failed), ended(status=500, reason=None, node=None))
+    assert counted.history.recent().failures == {("node_failed", "a"): 2, ("status 500", ""): 1}
+    counted.step(*(ended(**failed, node=f"n{number}") for number in range(2 * MOST_FAILURES)))
+    recent = counted.history.recent()
+    assert recent.failed == 3 + 2 * MOST_FAILURES
+    assert len(recent.failures) == 2 + MOST_FAILURES
+
+
+def test_an_hour_is_kept_and_no_more() -> None:
+    counted = Counted()
+    for _ in range(1000):
+        counted.step()
+    points = counted.history.points
+    assert len(points) == 720
+    assert points[-1].at - points[0].at == 719 * 5
+    told = counted.history.as_json()
+    assert told["columns"] == COLUMNS
+    assert len(told["points"]) == 720
+
+
+def test_percentiles_are_of_the_last_minute_and_within_five_percent() -> None:
+    counted, rng = Counted(), random.Random(7)
+    times = [rng.lognormvariate(1.0, 0.8) for _ in range(2000)]
+    points = [
+        counted.step(*(ended(ttft=one) for one in times[chunk : chunk + 200]))
+        for chunk in range(0, 2000, 200)
+    ]
+    point = points[-1]
+    cuts = statistics.quantiles(times, n=20)
+    assert point.ttft_p50 == pytest.approx(statistics.median(times), rel=0.06)
+    assert point.ttft_p95 == pytest.approx(cuts[18], rel=0.06)
+    for _ in range(12):
+        point = counted.step()
+    assert point.ttft_p50 is None
+
+
+def test_tokens_are_counted_while_they_are_written_not_when_the_request_ends() -> None:
+    counted = Counted()
+    assert counted.step(gauges=Gauges(0, 1, 50)).tokens_per_second == 10
+    assert counted.step(gauges=Gauges(0, 1, 150)).tokens_per_second == 20
+    # It ends with 160 tokens: only the ten that were not counted yet are new.
+    assert counted.step(ended(completion_tokens=160)).tokens_per_second == 2
+    assert counted.step().tokens_per_second == 0
+
+
+def test_shares_of_caches_and_of_gpu_nodes() -> None:
+    counted = Counted()
+    assert counted.step().cached_share is None
+    point = counted.step(
+        ended(prompt_tokens=100, cached_tokens=50),
+        ended(prompt_tokens=300, cached_tokens=50, tier="gpu"),
+    )
+    assert (point.cached_share, point.gpu_share) == (0.25, 0.5)
+
+
+def test_money_is_compared_with_the_gpu_tier_only_if_every_price_is_known() -> None:
+    def price(model: str, prompt: int, cached: int, completion: int) -> float | None:
+        return None if model == "unpriced" else (prompt - cached + 2 * completion) / 1000
+
+    counted = Counted(gpu_cost=price)
+    used = {"prompt_tokens": 100, "cached_tokens": 20, "completion_tokens": 10, "cost": 0.01}
+    point = counted.step(ended(**used), ended(**used))
+    assert (point.cost, point.gpu_cost) == (0.02, 0.2)
+    point = counted.step(ended(**used), ended(**used, model="unpriced"))
+    assert (point.cost, point.gpu_cost) == (0.02, None)
+
+
+def test_models_and_callers_of_strangers_take_bounded_memory() -> None:
+    counted = Counted(gpu_cost=lambda *_: 1.0)
+    for number in range(2000):
+        counted.bus.publish(ended(model=f"m{number}", caller=f"c{number}", prompt_tokens=1))
+    step = counted.history._step
+    assert len(step.models) == MOST_MODELS
+    assert len(step.callers) == MOST_CALLERS + 1
+    assert counted.step().gpu_cost is None
+
+
+def test_the_busiest_callers_of_the_last_minute_are_known() -> None:
+    counted = Counted()
+    counted.step(*[ended(caller="alice") for _ in range(5)], ended(caller="bob"))
+    counted.bus.publish(ended(caller="alice"))
+    assert counted.history.recent().callers == {"alice": 6, "bob": 1}
+
+
+def test_who_is_refused_by_limits_is_told_from_who_sends_most() -> None:
+    counted = Counted()
+    refused = {"status": 429, "reason": "rate_limit_exceeded", "tier": None}
+    counted.step(*[ended(caller="alice") for _ in range(5)], ended(caller="bob", **refused))
+    counted.bus.publish(ended(caller="bob", status=429, reason="queue_full"))
+    assert counted.history.recent().limited == {"bob": 1}
+
+
+def test_an_ended_request_is_found_before_its_event_is_due() -> None:
+    bus = EventBus(lambda _seconds, _work: None)
+    history = FleetHistory(bus)
+    bus.publish_deferred(RequestFinished("it", "/v1/chat/completions"))
+    assert [one.x_request_id for one in history.find("it")] == ["it"]

@@ -1,0 +1,411 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestFinished
+from gateway.terms import Priority
+from gateway.watch.metrics import (
+    MOST_LABEL_SETS,
+    MOST_MODELS,
+    MOST_REFUSED,
+    NODE_STATES,
+    Histogram,
+    Metrics,
+    MetricsPage,
+    MetricsSnapshot,
+    NodeSample,
+    labels,
+    outcome_of,
+)
+from tests.each_case import each_case
+
+P = "llama_gateway_"
+
+
+def finished(**changes: object) -> RequestFinished:
+    values: dict[str, object] = {
+        "x_request_id": "r1",
+        "path": "/v1/chat/completions",
+        "model": "mistral-7b",
+        "priority": Priority.NORMAL,
+        "caller": "team",
+        "status": 200,
+        "reason": None,
+        "stream": True,
+        "node": "a",
+        "tier": "cpu",
+        "attempts": 1,
+        "queue_seconds": 0.0,
+        "ttft": 0.4,
+        "duration_seconds": 2.0,
+        "overhead_seconds": 0.0003,
+    }
+    return RequestFinished(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Scraped:
+    """A page as Prometheus parses it."""
+
+    def __init__(self, page: bytes) -> None:
+        self.families: dict[str, Metric] = {}
+        for family in text_string_to_metric_families(page.decode()):
+            assert family.name not in self.families, "a family may be there once"
+            self.families[family.name] = family
+        self.values = {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in self.families.values()
+            for sample in family.samples
+        }
+
+    def value(self, name: str, **wanted: str) -> float | None:
+        return self.values.get((P + name, tuple(sorted(wanted.items()))))
+
+    def count(self, name: str) -> int:
+        return sum(1 for sample, _ in self.values if sample == P + name)
+
+
+class Gateway:
+    """A bus, its metrics and the snapshot of a scrape."""
+
+    def __init__(self) -> None:
+        self.bus = EventBus()
+        self.snapshot = MetricsSnapshot()
+        self.metrics = Metrics(self.bus, lambda: self.snapshot)
+
+    def publish(self, *events: object) -> None:
+        for event in events:
+            self.bus.publish(event)
+
+    def nodes(self, *names: str) -> None:
+        self.snapshot.nodes = [NodeSample(name, "ready", 2, 0) for name in names]
+
+    def scrape(self) -> Scraped:
+        return Scraped(self.metrics.render())
+
+
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+def test_every_name_of_the_contract_is_on_a_busy_gateway_s_page(gateway: Gateway) -> None:
+    gateway.snapshot = MetricsSnapshot(nodes=[NodeSample("a", "ready", 2, 1, 16.5, 250.0)])
+    gateway.publish(finished(prompt_tokens=3), AttemptEnded("r1", "a", "ok", 1.0))
+    kinds = {name: family.type for name, family in gateway.scrape().families.items()}
+    # The parser takes the _total off the names of counters.
+    for name in ("requests", "tokens", "attempts", "cost"):
+        assert kinds[P + name] == "counter"
+    for name in ("request_duration", "time_to_first_token", "queue", "overhead"):
+        assert kinds[f"{P}{name}_seconds"] == "histogram"
+    for name in (
+        "queue_depth",
+        "node_state",
+        "node_slots_total",
+        "node_slots_busy",
+        "node_decode_tokens_per_second",
+        "node_prefill_tokens_per_second",
+        "in_flight",
+        "inventory_error",
+        "build_info",
+    ):
+        assert kinds[P + name] == "gauge"
+    assert kinds["process_resident_memory_bytes"] == "gauge"
+    assert kinds["process_open_fds"] == "gauge"
+
+
+def test_names_units_and_help_are_as_promtool_wants_them(gateway: Gateway) -> None:
+    gateway.snapshot = MetricsSnapshot(
+        nodes=[NodeSample("a", "ready", 2, 1, 1.0, 1.0)], retry_budget=9
+    )
+    gateway.publish(finished(), AttemptEnded("r1", "a", "ok", 1.0))
+    for family in gateway.scrape().families.values():
+        assert family.documentation, f"{family.name} has no help"
+        assert not any(unit in family.name for unit in ("milliseconds", "minutes", "_ms", "_kb"))
+        for sample in family.samples:
+            if family.type == "counter":
+                assert sample.name.endswith("_total")
+            elif sample.name != P + "node_slots_total":  # a gauge that the contract names so
+                assert not sample.name.endswith("_total")
+            assert all(len(label) > 1 for label in sample.labels)
+
+
+def test_requests_are_counted_by_class_model_and_true_code(gateway: Gateway) -> None:
+    gateway.publish(
+        finished(),
+        finished(),
+        finished(status=499),
+        finished(priority=Priority.URGENT),
+        finished(model="unknown", status=404),
+    )
+    page = gateway.scrape()
+    count = page.value("requests_total", **{"class": "normal"}, model="mistral-7b", code="200")
+    assert count == 2
+    assert page.value("requests_total", **{"class": "normal"}, model="mistral-7b", code="499") == 1
+    assert page.value("requests_total", **{"class": "urgent"}, model="mistral-7b", code="200") == 1
+    assert page.value("requests_total", **{"class": "normal"}, model="unknown", code="404") == 1
+
+
+def test_tokens_and_cost_add_up(gateway: Gateway) -> None:
+    once = finished(prompt_tokens=100, cached_tokens=60, completion_tokens=7, cost=0.25)
+    gateway.publish(once, once, finished(tier="gpu", cost=1.5), finished(tier=None, status=429))
+    page = gateway.scrape()
+    assert page.value("tokens_total", model="mistral-7b", kind="prompt") == 200
+    assert page.value("tokens_total", model="mistral-7b", kind="cached") == 120
+    assert page.value("tokens_total", model="mistral-7b", kind="completion") == 14
+    assert page.value("cost_total", tier="cpu") == 0.5
+    assert page.value("cost_total", tier="gpu") == 1.5
+    assert page.count("cost_total") == 2
+
+
+def test_histograms_take_what_was_measured_and_leave_out_what_was_not(gateway: Gateway) -> None:
+    gateway.publish(
+        finished(duration_seconds=0.3, ttft=None, overhead_seconds=None, attempts=0),
+        finished(duration_seconds=3000.0, queue_seconds=12.0),
+        finished(duration_seconds=5000.0, queue_seconds=12.0, attempts=0),
+    )
+    page = gateway.scrape()
+    assert page.value("request_duration_seconds_count") == 3
+    assert page.value("request_duration_seconds_sum") == 8000.3
+    assert page.value("request_duration_seconds_bucket", le="0.25") == 0
+    assert page.value("request_duration_seconds_bucket", le="0.5") == 1
+    assert page.value("request_duration_seconds_bucket", le="3600.0") == 2
+    assert page.value("request_duration_seconds_bucket", le="+Inf") == 3
+    assert page.value("time_to_first_token_seconds_count") == 2
+    assert page.value("overhead_seconds_count") == 2
+    assert page.value("queue_seconds_count") == 2
+    assert page.value("queue_seconds_bucket", le="20.0") == 2
+
+
+@each_case(
+    "name",
+    [
+        "request_duration_seconds",
+        "time_to_first_token_seconds",
+        "queue_seconds",
+        "overhead_seconds",
+    ],
+)
+def test_every_histogram_reaches_one_hour_and_is_there_before_the_first_request(
+    gateway: Gateway, name: str
+) -> None:
+    page = gateway.scrape()
+    assert page.value(f"{name}_bucket", le="3600.0") == 0
+    assert page.value(f"{name}_count") == 0
+
+
+def test_a_node_is_in_one_state_and_every_other_reads_zero(gateway: Gateway) -> None:
+    gateway.snapshot = MetricsSnapshot(
+        nodes=[NodeSample("a", "ready", 2, 1, 16.5, 250.0), NodeSample("b", "down", 4, 0)]
+    )
+    page = gateway.scrape()
+    for state in NODE_STATES:
+        assert page.value("node_state", node="a", state=state) == int(state == "ready")
+        assert page.value("node_state", node="b", state=state) == int(state == "down")
+    assert page.value("node_slots_total", node="b") == 4
+    assert page.value("node_slots_busy", node="a") == 1
+    assert page.value("node_decode_tokens_per_second", node="a") == 16.5
+    assert page.value("node_prefill_tokens_per_second", node="a") == 250.0
+    assert page.value("node_decode_tokens_per_second", node="b") is None
+
+
+def test_a_removed_nodes_series_disappear(gateway: Gateway) -> None:
+    gateway.nodes("a", "b")
+    gateway.publish(AttemptEnded("r", "a", "ok", 1.0), AttemptEnded("r", "b", "reset", 1.0))
+    assert gateway.scrape().value("attempts_total", node="b", outcome="reset") == 1
+    gateway.nodes("a")
+    gateway.publish(NodeChanged("b", "ready", None, "removed from the inventory"))
+    gateway.publish(AttemptEnded("r", "b", "ok", 1.0))  # its last attempt ends after it has left
+    page = gateway.scrape()
+    assert not [key for key in page.values if ("node", "b") in key[1]]
+    assert page.value("attempts_total", node="a", outcome="ok") == 1
+
+
+def test_a_node_that_comes_back_counts_from_zero(gateway: Gateway) -> None:
+    gateway.nodes("a")
+    gateway.publish(AttemptEnded("r", "a", "ok", 1.0), NodeChanged("a", "ready", None, "removed"))
+    gateway.publish(NodeChanged("a", None, "starting", "added"), AttemptEnded("r", "a", "ok", 1.0))
+    assert gateway.scrape().value("attempts_total", node="a", outcome="ok") == 1
+
+
+def test_depth_and_age_of_the_queue_have_every_class(gateway: Gateway) -> None:
+    gateway.snapshot = MetricsSnapshot(
+        queue={Priority.BATCH: 3},
+        oldest={Priority.BATCH: 61.5},
+        in_flight=5,
+        inventory_error=True,
+    )
+    page = gateway.scrape()
+    assert page.value("queue_oldest_seconds", **{"class": "batch"}) == 61.5
+    assert page.value("queue_oldest_seconds", **{"class": "urgent"}) == 0
+    assert page.count("queue_oldest_seconds") == 4
+    assert page.value("queue_depth", **{"class": "batch"}) == 3
+    assert page.value("queue_depth", **{"class": "urgent"}) == 0
+    assert page.count("queue_depth") == 4
+    assert page.value("in_flight") == 5
+    assert page.value("inventory_error") == 1
+    assert page.value("retry_budget") is None
+
+
+def test_refusals_are_told_by_caller_within_a_bound(gateway: Gateway) -> None:
+    for number in range(MOST_REFUSED + 5):
+        gateway.publish(finished(caller=f"key-{number}", status=429, reason="queue_full"))
+    gateway.publish(finished(caller="key-0", status=429, reason="queue_full"), finished(status=503))
+    page = gateway.scrape()
+    refused = "refused_requests_total"
+    assert page.value(refused, caller="key-0", reason="queue_full") == 2
+    assert page.value(refused, caller="other", reason="queue_full") == 5
+    assert page.count(refused) == MOST_REFUSED + 1
+
+
+def test_events_between_the_steps_of_a_page_leave_it_readable(gateway: Gateway) -> None:
+    gateway.nodes(*(f"node-{n}" for n in range(400)))
+    gateway.publish(finished(), AttemptEnded("r", "node-1", "ok", 1.0))
+    text = bytearray()
+    steps = 0
+    for step in gateway.metrics.steps():
+        text += step
+        steps += 1
+        gateway.publish(finished(model=f"m{steps}", tier=f"t{steps}"))
+        gateway.publish(AttemptEnded("r", f"node-{steps}", f"o{steps}", 1.0))
+        gateway.publish(NodeChanged(f"node-{steps}", "ready", None, "removed"))
+    assert steps > 5
+    page = Scraped(bytes(text))
+    assert page.value("node_slots_total", node="node-399") == 2
+    count = page.value("request_duration_seconds_count")
+    assert page.value("request_duration_seconds_bucket", le="+Inf") == count
+
+
+def test_models_beyond_the_cap_are_counted_as_other(gateway: Gateway) -> None:
+    gateway.publish(*(finished(model=f"m{n}", prompt_tokens=1) for n in range(MOST_MODELS + 50)))
+    page = gateway.scrape()
+    assert page.count("requests_total") == MOST_MODELS + 1
+    assert page.count("tokens_total") == 3 * (MOST_MODELS + 1)
+    assert page.value("requests_total", **{"class": "normal"}, model="other", code="200") == 50
+    assert page.value("tokens_total", model="other", kind="prompt") == 50
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=5))
+def test_any_name_survives_the_text_format(names: list[str]) -> None:
+    gateway = Gateway()
+    gateway.publish(*(finished(model=name) for name in names))
+    page = gateway.scrape()
+    for name in names:
+        count = page.value("requests_total", **{"class": "normal"}, model=name, code="200")
+        assert count == names.count(name)
+
+
+def test_a_counter_on_which_an_alert_looks_is_there_before_its_first_event(
+    gateway: Gateway,
+) -> None:
+    outcomes = ("delivered", "failed", "refused", "given_up")
+    values = [gateway.scrape().value("webhook_attempts_total", outcome=one) for one in outcomes]
+    assert values == [0, 0, 0, 0]
+
+
+# Times of requests by their labels.
+
+
+@each_case(
+    ("status", "outcome"),
+    [(200, "ok"), (400, "rejected"), (429, "rejected"), (499, "client_closed"), (502, "failed")],
+)
+def test_an_outcome_says_whose_fault_it_was(status: int, outcome: str) -> None:
+    assert outcome_of(status) == outcome
+
+
+def test_times_are_told_by_model_class_tier_and_outcome() -> None:
+    gateway = Gateway()
+    gateway.publish(
+        finished(duration_seconds=2.0, ttft=0.4, queue_seconds=3.0),
+        finished(duration_seconds=9.0, ttft=None, tier="gpu", priority=Priority.URGENT, status=502),
+        finished(duration_seconds=0.1, ttft=None, tier=None, attempts=0, status=429),
+    )
+    page = gateway.scrape()
+    normal = {"model": "mistral-7b", "class": "normal", "tier": "cpu"}
+    urgent = {**normal, "class": "urgent", "tier": "gpu"}
+    assert page.value("response_seconds_sum", **normal, outcome="ok") == 2.0
+    assert page.value("response_seconds_bucket", **normal, outcome="ok", le="2.5") == 1
+    assert page.value("response_seconds_count", **urgent, outcome="failed") == 1
+    refused = {**normal, "tier": "none", "outcome": "rejected"}
+    assert page.value("response_seconds_count", **refused) == 1
+    assert page.value("first_token_seconds_sum", **normal) == 0.4
+    assert page.value("first_token_seconds_count", **urgent) is None
+    assert page.value("slot_wait_seconds_sum", **normal) == 3.0
+    assert page.value("slot_wait_seconds_count", **{**normal, "tier": "none"}) is None
+
+
+def test_models_beyond_the_bound_are_counted_together() -> None:
+    gateway = Gateway()
+    gateway.publish(*(finished(model=f"m{n}") for n in range(MOST_LABEL_SETS + 50)))
+    page = gateway.scrape()
+    assert page.count("first_token_seconds_count") == MOST_LABEL_SETS + 1
+    other = {"model": "other", "class": "normal", "tier": "cpu"}
+    assert page.value("first_token_seconds_count", **other) == 50
+
+
+def test_open_telemetrys_names_are_there_only_if_they_are_asked_for() -> None:
+    gateway = Gateway()
+    once = finished(prompt_tokens=40, completion_tokens=11, ttft=0.5, duration_seconds=2.5)
+    gateway.publish(once)
+    assert "gen_ai_server_request_duration_seconds" not in gateway.scrape().families
+    gateway.metrics.configure(gen_ai=True)
+    gateway.publish(
+        once, finished(path="/v1/embeddings", ttft=None, status=503), finished(path="/tokenize")
+    )
+    values = gateway.scrape().values
+    chat = {
+        "gen_ai_request_model": "mistral-7b",
+        "gen_ai_operation_name": "chat",
+        "gen_ai_provider_name": "llama.cpp",
+    }
+
+    def value(name: str, **named: str) -> float | None:
+        return values.get((name, tuple(sorted(named.items()))))
+
+    assert value("gen_ai_server_request_duration_seconds_sum", **chat, error_type="") == 2.5
+    assert value("gen_ai_server_time_to_first_token_seconds_sum", **chat) == 0.5
+    per_token = value("gen_ai_server_time_per_output_token_seconds_sum", **chat)
+    assert per_token == pytest.approx(0.2)
+    assert value("gen_ai_client_token_usage_sum", **chat, gen_ai_token_type="input") == 40
+    assert value("gen_ai_client_token_usage_sum", **chat, gen_ai_token_type="output") == 11
+    failed = {**chat, "gen_ai_operation_name": "embeddings", "error_type": "503"}
+    assert value("gen_ai_server_request_duration_seconds_count", **failed) == 1
+    durations = [key for key in values if key[0] == "gen_ai_server_request_duration_seconds_count"]
+    assert len(durations) == 2, "what generates nothing is left out"
+
+
+# The text.
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1e6), max_size=50))
+def test_a_histograms_buckets_hold_values_up_to_their_bound(values: list[float]) -> None:
+    histogram = Histogram([0.1, 1, 10])
+    for value in values:
+        histogram.observe(value)
+    page = MetricsPage("")
+    page.add_histogram("h", "meaning", [({}, histogram)])
+    (family,) = text_string_to_metric_families(page.render())
+    read = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
+    for bound in (0.1, 1.0, 10.0, math.inf):
+        name = "+Inf" if bound == math.inf else repr(bound)
+        assert read[name] == sum(value <= bound for value in values)
+    assert read["h_count"] == len(values)
+    assert read["h_sum"] == pytest.approx(sum(values))
+
+
+def test_values_that_are_not_finite_are_written_as_prometheus_reads_them() -> None:
+    def written(values: Iterable[float]) -> list[float]:
+        page = MetricsPage("")
+        page.add_family("g", "gauge", "m", [(labels(n=str(n)), v) for n, v in enumerate(values)])
+        (family,) = text_string_to_metric_families(page.render())
+        return [sample.value for sample in family.samples]
+
+    assert written([math.inf, -math.inf, 1e-7, 3]) == [math.inf, -math.inf, 1e-7, 3]
+    assert math.isnan(written([math.nan])[0])

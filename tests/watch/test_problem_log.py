@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gateway.watch.logs import set_up_logging
+from gateway.watch.problems import (
+    OVER_SECONDS,
+    Problem,
+    ProblemLog,
+    Severity,
+)
+
+DOWN = Problem(
+    "down:a",
+    Severity.WARNING,
+    "a is down",
+    "Connection refused.",
+    "Look at the machine.",
+    ("llama-gateway nodes probe a",),
+    ("a",),
+)
+
+
+class Looks:
+    """Looks at the problems, a second apart."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.log = ProblemLog(lambda: self.now)
+
+    def see(self, *problems: Problem, times: int = 1) -> list[dict[str, Any]]:
+        """What the log is told meanwhile."""
+        with capture_logs() as told:
+            for _ in range(times):
+                self.now += 1
+                self.log.take(problems)
+        return [dict(line) for line in told]
+
+
+@pytest.fixture
+def looks() -> Looks:
+    return Looks()
+
+
+def test_a_problem_is_told_once_with_cause_and_remedy(looks: Looks) -> None:
+    (line,) = looks.see(DOWN, times=20)
+    assert line["event"] == "problem"
+    assert line["log_level"] == "warning"
+    assert line["title"] == "a is down"
+    assert line["cause"] == "Connection refused."
+    assert line["remedy"] == "Look at the machine."
+    assert line["commands"] == "llama-gateway nodes probe a"
+    assert line["nodes"] == "a"
+    assert "caller" not in line
+
+
+def test_its_end_is_told_once_with_how_long_it_lasted(looks: Looks) -> None:
+    looks.see(DOWN, times=11)
+    (line,) = looks.see(times=30)
+    assert line == {
+        "event": "problem is over",
+        "log_level": "info",
+        "id": "down:a",
+        "title": "a is down",
+        "seconds": 10.0,
+    }
+
+
+def test_a_problem_that_comes_and_goes_is_told_once(looks: Looks) -> None:
+    assert len(looks.see(DOWN)) == 1
+    for _ in range(20):
+        assert looks.see(times=int(OVER_SECONDS) - 1) == []
+        assert looks.see(DOWN) == []
+
+
+def test_one_that_gets_worse_is_told_again_and_one_that_gets_better_is_not(looks: Looks) -> None:
+    worse = replace(DOWN, severity=Severity.CRITICAL)
+    looks.see(DOWN)
+    assert [line["severity"] for line in looks.see(worse, times=3)] == ["critical"]
+    assert looks.see(DOWN, times=3) == []
+
+
+def test_a_notice_is_no_warning(looks: Looks) -> None:
+    (line,) = looks.see(replace(DOWN, severity=Severity.NOTICE))
+    assert line["log_level"] == "info"
+
+
+def test_control_characters_in_names_are_escaped(looks: Looks, tmp_path: Path) -> None:
+    evil = "a\x9b31m\u202e\nb"
+    problem = replace(
+        DOWN, title=f"{evil} is down", nodes=(evil,), commands=(f"probe {evil}",), caller=evil
+    )
+    path = tmp_path / "log"
+    with path.open("ab") as file, set_up_logging("info", "json", fd=file.fileno()):
+        looks.log.take([problem])
+    (line,) = path.read_text().splitlines()
+    assert line.isprintable()
+    assert line.count("u202e") == 4

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway.cli import app
+from gateway.watch.problems import (
+    MOST_NAMED_MODELS,
+    MOST_NAMED_NODES,
+    MOST_PROBLEMS,
+    FleetCondition,
+    ModelNodes,
+    NodeCondition,
+    Problem,
+    QueueCondition,
+    Severity,
+    SpillCondition,
+    StorageCondition,
+    TrafficCondition,
+    find_problems,
+)
+from tests.each_case import each_case
+
+REFUSED = "connection refused"
+WELL = FleetCondition(
+    hosts={"epyc-a": 2, "epyc-b": 2},
+    in_service=4,
+    usable=4,
+    models={"m": ModelNodes(4, 4)},
+    store={"state": "up"},
+)
+PROGRAMS = {"journalctl", "df", "openssl", "llama-gateway"}
+
+
+def out(name: str, state: str = "down", host: str = "epyc-a") -> NodeCondition:
+    return NodeCondition(name, host, state, REFUSED)
+
+
+def only(condition: FleetCondition) -> Problem:
+    problems = find_problems(condition)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+FAULTS = {
+    "node killed": replace(WELL, nodes=[out("a-0")], usable=3),
+    "node slow": replace(
+        WELL, nodes=[NodeCondition("a-0", "epyc-a", "degraded", "writes at 30 % of its usual")]
+    ),
+    "model swapped": replace(
+        WELL,
+        nodes=[
+            NodeCondition("a-0", "epyc-a", "ready", "", drift=("model: wanted m, serves other",))
+        ],
+    ),
+    "queue flood": replace(WELL, queue=QueueCondition(waiting=240, oldest_seconds=60.0)),
+    "GPU budget spent": replace(WELL, spill=SpillCondition(paid=0.9, reserved=0.2, money=1.0)),
+    "disk full": replace(
+        WELL, store={"state": "full", "error": "the disk is full", "remedy": "free some space"}
+    ),
+    "folder full": replace(
+        WELL,
+        storage=StorageCondition("the disk of the files is full; free space on it", is_full=True),
+    ),
+    "folder broken": replace(
+        WELL, storage=StorageCondition("/srv/batches is gone; put it back", results=3)
+    ),
+    "key's room used up": replace(WELL, storage=StorageCondition(full_callers=["team-a"])),
+    "one key flooding": replace(
+        WELL, queue=QueueCondition(waiting=40, top_caller="team-a", top_waiting=38, callers=2)
+    ),
+    "ejected": replace(WELL, nodes=[out("a-0", "ejected")], usable=3),
+    "loading": replace(WELL, nodes=[out("a-0", "loading")], usable=3),
+    "drained": replace(WELL, nodes=[out("a-0", "draining")]),
+    "start failed": replace(
+        WELL, nodes=[NodeCondition("s-0", "s", "standby", "the hook failed", start_failures=2)]
+    ),
+    "model out": replace(WELL, models={"m": ModelNodes(4, 4), "rare": ModelNodes(1, 0)}),
+    "model paused": replace(WELL, paused_models={"org/m 1"}),
+    "models differ": replace(
+        WELL, differing_models={"m": ("m: build of llama.cpp: 1 on a; 2 on b",)}
+    ),
+    "requests fail": replace(WELL, traffic=TrafficCondition(requests=20, failed=5)),
+    "keys lost": replace(WELL, keys_lost="a reload took the last key away"),
+    "inventory": replace(WELL, inventory_error="nodes.yaml:3: no such key 'slotz'"),
+    "settings": replace(WELL, settings_error="gateway.yaml:3: no such key"),
+    "certificate": replace(WELL, certificate_error="the key does not match"),
+    "certificate expires": replace(WELL, certificates={"listen.tls": 2.0}),
+    "ledger": replace(WELL, ledger={"dropped": 3, "error": None}),
+    "audit": replace(WELL, audit_lost=2),
+    "limits": replace(
+        WELL, traffic=TrafficCondition(50, 0, {"rate_limit_exceeded": 30}, "team-a", 30, 2)
+    ),
+}
+
+
+def test_a_fleet_that_works_has_no_problem() -> None:
+    assert find_problems(WELL) == []
+    assert find_problems(FleetCondition()) == []
+
+
+@each_case("fault", FAULTS)
+def test_each_fault_is_one_problem_with_cause_and_remedy(fault: str) -> None:
+    problem = only(FAULTS[fault])
+    for text in (problem.title, problem.cause, problem.remedy):
+        assert text
+    assert problem.cause.endswith((".", ")"))
+    assert problem.commands
+    assert "below" not in problem.remedy, "it points to a place of the page"
+
+
+def test_commands_of_remedies_exist() -> None:
+    commands = {line for fault in FAULTS.values() for line in only(fault).commands}
+    for line in commands:
+        program, *words = shlex.split(line)
+        assert program in PROGRAMS, line
+        if program != "llama-gateway":
+            continue
+        names = [word for word in words if re.fullmatch(r"[a-z]+", word)]
+        result = CliRunner().invoke(app, [*_subcommand(names), "--help"])
+        assert result.exit_code == 0, line
+        for flag in (word for word in words if word.startswith("--")):
+            assert flag in result.output, line
+
+
+def _subcommand(names: list[str]) -> list[str]:
+    return names[:2] if names[0] == "keys" else names[:1]
+
+
+def test_a_killed_node_is_named_with_its_reason_and_its_probe() -> None:
+    problem = only(FAULTS["node killed"])
+    assert problem.title == "a-0 is down"
+    assert problem.cause == "Connection refused."
+    assert problem.nodes == ("a-0",)
+    assert "llama-gateway nodes probe a-0" in problem.commands
+    assert problem.severity is Severity.WARNING
+
+
+def test_nodes_of_one_host_are_one_problem_and_critical_if_half_the_fleet_is_out() -> None:
+    both = [out("a-0"), out("a-1")]
+    problem = only(replace(WELL, nodes=both, usable=2))
+    assert problem.title == "All 2 nodes of epyc-a are down"
+    assert problem.severity is Severity.CRITICAL
+    apart = [out("a-0"), out("b-0", host="epyc-b")]
+    assert len(find_problems(replace(WELL, nodes=apart, usable=2))) == 2
+
+
+def test_a_fleet_without_a_working_node_says_so_first() -> None:
+    nodes = [out(f"a-{number}") for number in range(4)]
+    dead = replace(WELL, nodes=nodes, hosts={"epyc-a": 4}, usable=0, models={"m": ModelNodes(4, 0)})
+    first = find_problems(dead)[0]
+    assert first.title == "No node can take work"
+    assert "4 down" in first.cause
+
+
+def test_the_most_severe_come_first_and_a_thousand_dead_hosts_are_bounded() -> None:
+    nodes = [out(f"n{number}", host=f"h{number}") for number in range(1000)]
+    nodes += [out(f"many-{number}", host="many") for number in range(100)]
+    nodes.append(out("drained", "draining"))
+    found = find_problems(
+        replace(WELL, nodes=nodes, in_service=5000, usable=4000, keys_lost="gone")
+    )
+    assert len(found) == MOST_PROBLEMS
+    order = [list(Severity).index(problem.severity) for problem in found]
+    assert order == sorted(order)
+    assert found[0].id == "keys_lost"
+    assert max(len(problem.nodes) for problem in found) <= MOST_NAMED_NODES
+
+
+def test_a_paused_model_is_a_warning_with_the_command_that_resumes_it() -> None:
+    problem = only(FAULTS["model paused"])
+    assert problem.severity is Severity.WARNING
+    assert problem.commands[0] == "llama-gateway models resume 'org/m 1'"
+
+
+def test_nodes_that_differ_are_told_in_the_words_of_the_difference() -> None:
+    problem = only(FAULTS["models differ"])
+    assert problem.severity is Severity.NOTICE
+    assert problem.cause == "m: build of llama.cpp: 1 on a; 2 on b."
+
+
+def test_hundreds_of_paused_and_differing_models_leave_room_for_other_problems() -> None:
+    names = [f"m{number:03}" for number in range(300)]
+    found = find_problems(
+        replace(
+            WELL,
+            paused_models=names,
+            differing_models={name: (f"{name}: context of a slot: 1; 2",) for name in names},
+        )
+    )
+    assert len(found) == 2 * (MOST_NAMED_MODELS + 1)
+    titles = [problem.title for problem in found]
+    assert "Further models are paused: 292" in titles
+    assert "The nodes of further models differ: 292" in titles
+
+
+def test_one_command_is_for_all_nodes_of_a_problem() -> None:
+    drained = only(replace(WELL, nodes=[out("a-0", "draining"), out("a 1", "draining")]))
+    assert drained.commands == ("llama-gateway nodes resume a-0 'a 1'",)
+    down = only(replace(WELL, nodes=[out("a-0"), out("a-1")], usable=2))
+    assert down.commands[0] == "llama-gateway nodes probe a-0 a-1"
+
+
+def test_many_nodes_are_chosen_by_their_hosts() -> None:
+    drained = [out(f"a-{number}", "draining", f"epyc-{number % 2}") for number in range(40)]
+    problem = only(replace(WELL, nodes=drained))
+    assert problem.commands == ("llama-gateway nodes resume --host epyc-0 --host epyc-1",)
+    everywhere = [out(f"a-{number}", "draining", f"epyc-{number}") for number in range(1000)]
+    problem = only(replace(WELL, nodes=everywhere))
+    assert problem.commands[0].count("--host") == MOST_NAMED_NODES
+    assert f"the first {MOST_NAMED_NODES} hosts" in problem.remedy
+    assert problem.commands[1] == "llama-gateway nodes"
+
+
+def test_failed_requests_name_the_most_frequent_reason_and_node() -> None:
+    failures = {("node_failed", "a-0"): 3, ("node_timeout", "a-1"): 1, ("internal_error", ""): 4}
+    failures[("node_failed", "a-1")] = 2
+    problem = only(replace(WELL, traffic=TrafficCondition(20, 10, failures=failures)))
+    assert "the most frequent reason is node_failed (5 times)" in problem.cause
+    assert "a-0 was the last node of 3" in problem.cause
+    assert problem.nodes == ("a-0",)
+    assert "llama-gateway nodes probe a-0" in problem.commands
+
+
+def test_a_full_queue_is_critical_and_a_long_wait_is_a_warning() -> None:
+    assert only(FAULTS["queue flood"]).severity is Severity.CRITICAL
+    waits = replace(WELL, queue=QueueCondition(waiting=3, oldest_seconds=200.0))
+    assert only(waits).severity is Severity.WARNING
+    refused = replace(WELL, traffic=TrafficCondition(9, 0, {"queue_full": 4}))
+    assert "4 were refused" in only(refused).cause
+
+
+def test_the_flooding_caller_is_named_to_operators_alone() -> None:
+    problem = only(FAULTS["one key flooding"])
+    assert "team-a" not in problem.title + problem.cause + problem.remedy
+    assert problem.as_json(may_name_callers=True)["caller"] == "team-a"
+    shown = problem.as_json(may_name_callers=False)
+    assert "team-a" not in str(shown)
+
+
+@pytest.mark.parametrize("fault", ["one key flooding", "limits"])
+def test_a_key_of_the_settings_is_to_be_changed_there_and_not_by_a_command(fault: str) -> None:
+    problem = only(replace(FAULTS[fault], settings_keys={"team-a": 3}))
+    assert "in gateway.yaml, at keys[3] (id: team-a)" in problem.remedy
+    assert not any("keys set" in command for command in problem.commands)
+    shown = problem.as_json(may_name_callers=False)
+    assert "at its entry of keys" in shown["remedy"]
+    assert "team-a" not in str(shown)
+
+
+def test_a_caller_that_its_limits_refuse_is_not_to_be_given_one() -> None:
+    problem = only(FAULTS["limits"])
+    assert "Give" not in problem.remedy
+    assert "tell its user to send less" in problem.remedy
+    assert problem.commands == ("llama-gateway keys show team-a",)
+
+
+@each_case("caller", ["a", "keys", "llama-gateway", "--rpm", "NAME"])
+def test_a_command_is_whole_for_those_who_may_not_know_the_caller(caller: str) -> None:
+    flood = QueueCondition(waiting=40, top_caller=caller, top_waiting=38, callers=2)
+    shown = only(replace(WELL, queue=flood)).as_json(may_name_callers=False)
+    assert shown["commands"] == (
+        "llama-gateway keys show NAME",
+        "llama-gateway keys set NAME --rpm 60",
+    )
+
+
+def test_a_caller_that_waits_much_is_not_said_to_flood_the_queue_when_its_limits_refuse_it() -> (
+    None
+):
+    queue = QueueCondition(waiting=100, top_caller="desk", top_waiting=20, callers=9)
+    traffic = TrafficCondition(50, 0, {"rate_limit_exceeded": 30}, "team-a", 30, 2)
+    problem = only(replace(WELL, queue=queue, traffic=traffic))
+    assert (problem.caller, problem.title) == (
+        "team-a",
+        "One caller sends more than its limits allow",
+    )
+
+
+def test_a_caller_alone_floods_nobody() -> None:
+    alone = QueueCondition(waiting=40, top_caller="team-a", top_waiting=40, callers=1)
+    assert find_problems(replace(WELL, queue=alone)) == []
+
+
+def test_a_budget_with_something_left_is_no_problem() -> None:
+    for spill in (
+        SpillCondition(paid=0.5, reserved=0.2, money=1.0),
+        SpillCondition(paid=5.0, reserved=0.0, money=None),
+    ):
+        assert find_problems(replace(WELL, spill=spill)) == []
+
+
+def test_a_hostile_name_can_not_end_the_command_of_a_remedy() -> None:
+    caller = "x; rm -rf /"
+    flood = QueueCondition(waiting=40, top_caller=caller, top_waiting=38, callers=2)
+    problem = only(replace(WELL, queue=flood))
+    assert all(caller in shlex.split(line) for line in problem.commands)
+
+
+def test_a_full_folder_names_the_cause_the_waiting_results_and_the_settings() -> None:
+    storage = StorageCondition("the disk is full; free space on it", is_full=True, results=7)
+    problem = only(replace(WELL, storage=storage))
+    assert "no room" in problem.title
+    assert problem.cause.startswith("The disk is full; free space on it. 7 results wait")
+    assert "batches.folder_bytes" in problem.remedy
+    assert "df -h" in problem.commands
+
+
+def test_a_key_that_keeps_too_much_is_named_to_operators_alone() -> None:
+    problem = only(FAULTS["key's room used up"])
+    assert problem.severity is Severity.NOTICE
+    assert problem.as_json(may_name_callers=True)["caller"] == "team-a"
+    assert "team-a" not in str(problem.as_json(may_name_callers=False))

@@ -1,0 +1,405 @@
+"""Traces of a whole gateway over emulated nodes, as a collector gets them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+from tests.watch.tracing.collector import Collector, ReceivedSpan, running_collector
+
+CHAT = "/v1/chat/completions"
+SECRET = "a word that nobody may see"
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 8, **more}
+
+
+@contextlib.asynccontextmanager
+async def traced(
+    folder: Path, nodes: Sequence[EmulatedNode], traces: dict[str, Any] | None = None, **more: Any
+) -> AsyncIterator[tuple[Running, Collector]]:
+    """A gateway that traces every request, and its collector."""
+    async with running_collector() as collector:
+        settings = {
+            "telemetry": {"traces": {"endpoint": collector.url, "share": 1, **(traces or {})}},
+            **more,
+        }
+        async with running_gateway(folder, [node.url for node in nodes], settings) as running:
+            yield running, collector
+
+
+def names(spans: Sequence[ReceivedSpan]) -> list[str]:
+    return [span.name for span in spans]
+
+
+async def the_root(collector: Collector) -> ReceivedSpan:
+    (root,) = await collector.until_roots(1)
+    return root
+
+
+async def stream(running: Running, **more: Any) -> str:
+    answer = await running.client.post(CHAT, json=chat(stream=True, **more))
+    assert answer.status_code == 200
+    return answer.text
+
+
+async def test_a_chat_is_one_trace_with_its_attempt(tmp_path: Path) -> None:
+    began = time.time_ns()
+    async with EmulatedNode() as node, traced(tmp_path, [node]) as (running, collector):
+        answer = await running.client.post(CHAT, json=chat())
+        root = await the_root(collector)
+    assert root.name == f"POST {CHAT}"
+    assert root.parent_id == ""
+    assert began <= root.start < root.end <= time.time_ns()
+    usage = answer.json()["usage"]
+    assert root.attributes == {
+        "http.request.method": "POST",
+        "http.route": CHAT,
+        "http.response.status_code": 200,
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "llama.cpp",
+        "gen_ai.request.model": "demo",
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "llama_gateway.request_id": answer.headers["x-request-id"],
+        "llama_gateway.class": "normal",
+        "llama_gateway.caller": root.attributes["llama_gateway.caller"],
+        "llama_gateway.stream": False,
+        "llama_gateway.attempts": 1,
+        "llama_gateway.queue_seconds": 0.0,
+        "llama_gateway.node": "node-0",
+        "llama_gateway.tier": "cpu",
+    }
+    assert root.service == "llama-gateway"
+    (attempt,) = collector.children(root)
+    assert (attempt.name, attempt.kind) == ("attempt", "client")
+    assert attempt.attributes["llama_gateway.node"] == "node-0"
+    assert attempt.attributes["llama_gateway.outcome"] == "ok"
+    assert attempt.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+    assert names(collector.children(attempt)) == ["prefill", "decode"]
+    assert not any(span.failed for span in collector.spans)
+
+
+async def test_a_streams_prefill_and_decode_take_what_its_node_took(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(prefill_tps=200, decode_tps=100) as node,
+        traced(tmp_path, [node]) as (running, collector),
+    ):
+        await stream(running)
+        root = await the_root(collector)
+    (attempt,) = collector.children(root)
+    prefill, decode = collector.children(attempt)
+    assert decode.seconds >= 0.06
+    assert prefill.seconds > 0
+    assert prefill.start == attempt.start
+    assert prefill.end == decode.start
+    assert decode.end == attempt.end
+    assert root.start <= attempt.start
+    assert root.attributes["llama_gateway.time_to_first_token"] >= prefill.seconds
+
+
+async def test_no_span_has_any_text_of_prompt_or_answer(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, traced(tmp_path, [node]) as (running, collector):
+        text = (await running.client.post(CHAT, json=chat())).json()["choices"][0]["message"]
+        await running.client.post(CHAT, json=chat(response_format={"type": SECRET}))
+        await collector.until_roots(2)
+    assert text["content"].split()[0].encode() not in b"".join(collector.bodies)
+    for word in SECRET.split():
+        assert word == "a" or word.encode() not in b"".join(collector.bodies)
+
+
+async def test_a_wait_for_a_slot_is_a_span_before_its_attempt(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=20, answer_tokens=5000) as node,
+        traced(tmp_path, [node]) as (running, collector),
+    ):
+        first = asyncio.create_task(stream(running, max_tokens=5000))
+        await until(lambda: node.busy == 1)
+        second = asyncio.create_task(stream(running, max_tokens=1))
+        await until(lambda: len(running.gateway.scheduler.waiters) == 1)
+        first.cancel()
+        await second
+        await collector.until_roots(2)
+    (queue,) = collector.named("queue")
+    root = next(span for span in collector.roots() if span.span_id == queue.parent_id)
+    assert names(collector.children(root)) == ["queue", "attempt"]
+    assert queue.seconds == pytest.approx(root.attributes["llama_gateway.queue_seconds"], abs=0.05)
+    assert queue.end <= collector.children(root)[1].start
+    assert queue.attributes["llama_gateway.ahead"] == 0
+
+
+async def test_a_node_that_fails_is_an_attempt_beside_the_one_that_answered(
+    tmp_path: Path,
+) -> None:
+    async with (
+        EmulatedNode() as one,
+        EmulatedNode() as other,
+        traced(tmp_path, [one, other]) as (running, collector),
+    ):
+        one.faults.share_next(other.faults)
+        one.faults.next("status", status=500)
+        assert (await running.client.post(CHAT, json=chat())).status_code == 200
+        root = await the_root(collector)
+    failed, good = collector.named("attempt")
+    assert failed.failed
+    assert failed.attributes["error.type"] == failed.attributes["llama_gateway.outcome"]
+    assert not good.failed
+    assert good.attributes["llama_gateway.failed_nodes"] == [
+        failed.attributes["llama_gateway.node"]
+    ]
+    assert good.attributes["llama_gateway.attempt"] == 2
+    assert not root.failed
+    assert failed.parent_id == good.parent_id == root.span_id
+
+
+async def test_a_stream_of_a_killed_node_has_its_resumption(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(decode_tps=100, answer_tokens=40) as one,
+        EmulatedNode(decode_tps=100, answer_tokens=40) as other,
+        traced(tmp_path, [one, other]) as (running, collector),
+    ):
+        body = chat(stream=True, max_tokens=40)
+        async with running.client.stream("POST", CHAT, json=body) as answer:
+            killed, done = None, False
+            async for line in answer.aiter_lines():
+                if killed is None and '"content":"' in line:
+                    killed = one if one.busy else other
+                    await killed.kill()
+                done = done or line == "data: [DONE]"
+        assert done
+        root = await the_root(collector)
+        rest = other if killed is one else one
+        told = rest.seen[-1].headers["traceparent"]
+    failed, resumed = collector.named("attempt")
+    (resume,) = collector.named("resume")
+    assert failed.failed
+    assert resumed.attributes["llama_gateway.resumes"] is True
+    assert told == f"00-{root.trace_id}-{resumed.span_id}-01"
+    assert resume.parent_id == root.span_id
+    assert failed.end <= resume.start + 1
+    assert resume.end == collector.children(resumed)[0].end
+    assert resume.attributes["llama_gateway.reason"] == failed.attributes["llama_gateway.outcome"]
+
+
+async def test_a_refused_request_is_a_trace_without_attempts(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=20, answer_tokens=5000) as node,
+        traced(tmp_path, [node], queue={"max": 1}) as (running, collector),
+    ):
+        first = asyncio.create_task(stream(running, max_tokens=5000))
+        await until(lambda: node.busy == 1)
+        second = asyncio.create_task(stream(running, max_tokens=1))
+        await until(lambda: len(running.gateway.scheduler.waiters) == 1)
+        assert (await running.client.post(CHAT, json=chat())).status_code == 429
+        first.cancel()
+        await second
+        await collector.until_roots(3)
+    (refused,) = (
+        root for root in collector.roots() if root.attributes["http.response.status_code"] == 429
+    )
+    assert refused.attributes["error.type"] == "queue_full"
+    assert not refused.failed  # To a server, that is its client's matter.
+    assert collector.children(refused) == []
+
+
+async def test_a_client_that_leaves_is_told(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(decode_tps=5, answer_tokens=100) as node,
+        traced(tmp_path, [node]) as (running, collector),
+    ):
+        body = chat(stream=True, max_tokens=100)
+        async with running.client.stream("POST", CHAT, json=body) as answer:
+            await anext(answer.aiter_lines())
+        root = await the_root(collector)
+    assert root.attributes["http.response.status_code"] == 499
+    assert root.attributes["error.type"] == "client_closed"
+    (attempt,) = collector.children(root)
+    assert attempt.attributes["llama_gateway.outcome"] == "client_closed"
+    assert not attempt.failed
+
+
+async def test_each_of_several_prompts_has_a_span_with_its_attempt(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, traced(tmp_path, [node]) as (running, collector):
+        body = {"prompt": ["one", "two", "three"], "max_tokens": 4}
+        assert (await running.client.post("/v1/completions", json=body)).status_code == 200
+        root = await the_root(collector)
+        told = [request.headers["traceparent"] for request in node.seen]
+    prompts = collector.children(root)
+    assert names(prompts) == ["prompt"] * 3
+    assert {span.attributes["llama_gateway.prompt"] for span in prompts} == {0, 1, 2}
+    # One of them may have waited in the queue besides.
+    spans = [span for prompt in prompts for span in collector.children(prompt)]
+    attempts = [span for span in spans if span.name == "attempt"]
+    assert len(attempts) == 3
+    assert sorted(told) == sorted(f"00-{root.trace_id}-{one.span_id}-01" for one in attempts)
+
+
+async def test_a_clients_trace_goes_on_in_the_gateway_and_on_the_node(tmp_path: Path) -> None:
+    headers = {"traceparent": TRACEPARENT, "tracestate": "vendor=1"}
+    async with EmulatedNode() as node, traced(tmp_path, [node]) as (running, collector):
+        await running.client.post(CHAT, json=chat(), headers=headers)
+        root = await the_root(collector)
+        seen = node.seen[-1].headers
+    (attempt,) = collector.children(root)
+    assert (root.trace_id, root.parent_id) == (TRACE, PARENT)
+    assert seen["traceparent"] == f"00-{TRACE}-{attempt.span_id}-01"
+    assert seen["tracestate"] == "vendor=1"
+    line = next(
+        json.loads(line)
+        for line in (tmp_path / "gateway.log").read_text().splitlines()
+        if '"event":"request"' in line
+    )
+    assert line["trace_id"] == TRACE
+
+
+async def test_a_traceparent_that_is_not_valid_begins_a_new_trace(tmp_path: Path) -> None:
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}", "tracestate": "vendor=1"}
+    async with EmulatedNode() as node, traced(tmp_path, [node]) as (running, collector):
+        await running.client.post(CHAT, json=chat(), headers=headers)
+        root = await the_root(collector)
+        seen = node.seen[-1].headers
+    assert root.trace_id != TRACE
+    assert root.parent_id == ""
+    assert seen["traceparent"].startswith(f"00-{root.trace_id}-")
+    assert "tracestate" not in seen
+
+
+@pytest.mark.parametrize("traces", [{"share": 0, "beyond_share": 0}, {"endpoint": None}])
+async def test_without_a_trace_a_clients_traceparent_passes_as_it_came(
+    traces: dict[str, Any], tmp_path: Path
+) -> None:
+    headers = {"traceparent": TRACEPARENT, "tracestate": "vendor=1"}
+    async with EmulatedNode() as node, traced(tmp_path, [node], traces) as (running, collector):
+        await running.client.post(CHAT, json=chat(), headers=headers)
+        await running.client.post(CHAT, json=chat())
+        first, second = (request.headers for request in node.seen)
+    assert (first["traceparent"], first["tracestate"]) == (TRACEPARENT, "vendor=1")
+    assert "traceparent" not in second
+    assert collector.spans == []  # The gateway has ended, and would have sent them.
+
+
+async def test_a_share_of_the_requests_is_traced(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=8) as node,
+        traced(tmp_path, [node], {"share": 0.3}) as (running, collector),
+    ):
+        for _ in range(10):
+            await asyncio.gather(*(running.client.post(CHAT, json=chat()) for _ in range(10)))
+    assert 9 <= len(collector.roots()) <= 51  # 30 expected, with a deviation of 4.6
+    assert len({root.trace_id for root in collector.roots()}) == len(collector.roots())
+
+
+async def test_clients_can_have_no_more_traced_than_a_few_a_second(tmp_path: Path) -> None:
+    began = time.monotonic()
+    async with (
+        EmulatedNode(slots=8) as node,
+        traced(tmp_path, [node], {"share": 0, "beyond_share": 2}) as (running, collector),
+    ):
+        for _ in range(60):
+            await running.client.post(CHAT, json=chat(), headers={"traceparent": TRACEPARENT})
+        seconds = time.monotonic() - began
+    assert 2 <= len(collector.roots()) <= 2 + 2 * seconds
+
+
+async def test_a_failed_request_is_traced_though_it_was_not_meant_to_be(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as node,
+        traced(tmp_path, [node], {"share": 0}, retries={"attempts": 1}) as (running, collector),
+    ):
+        assert (await running.client.post(CHAT, json=chat())).status_code == 200
+        node.faults.next("reset", 10)
+        answer = await running.client.post(CHAT, json=chat())
+        assert answer.status_code == 502
+        root = await the_root(collector)
+    assert root.failed
+    assert root.attributes["llama_gateway.request_id"] == answer.headers["x-request-id"]
+    assert names(collector.children(root)) == ["attempt"]
+
+
+async def test_the_collector_gets_its_header_and_no_answer_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTLP_HEADER", "Authorization: Bearer s3cret")
+    async with (
+        EmulatedNode() as node,
+        traced(tmp_path, [node], {"header_env": "OTLP_HEADER", "service_name": "site-a"}) as (
+            running,
+            collector,
+        ),
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
+    ):
+        shown = (await admin.get("/admin/config")).text
+        await running.client.post(CHAT, json=chat())
+        root = await the_root(collector)
+        await until(lambda: running.gateway.tracing.counts.exported == 1)
+        page = (await admin.get("/metrics")).text
+    assert root.service == "site-a"
+    assert "Authorization: Bearer s3cret" in collector.heads[0]
+    assert "OTLP_HEADER" in shown
+    assert "s3cret" not in shown
+    assert "s3cret" not in (tmp_path / "gateway.log").read_text()
+    assert "llama_gateway_traces_exported_total 1" in page
+
+
+async def test_work_without_a_waiting_client_and_chats_of_the_playground_are_traced_too(
+    tmp_path: Path,
+) -> None:
+    line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": chat()}
+    async with (
+        EmulatedNode() as node,
+        traced(tmp_path, [node]) as (running, collector),
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
+    ):
+        uploaded = await running.client.post(
+            "/v1/files",
+            data={"purpose": "batch"},
+            files={"file": ("in.jsonl", json.dumps(line).encode())},
+        )
+        batch = {"input_file_id": uploaded.json()["id"], "endpoint": CHAT}
+        batch["completion_window"] = "24h"
+        assert (await running.client.post("/v1/batches", json=batch)).status_code == 200
+        (of_line,) = await collector.until_roots(1)
+        asked = {"model": "demo", "input": "Hello", "background": True, "max_output_tokens": 8}
+        assert (await running.client.post("/v1/responses", json=asked)).status_code == 200
+        _, accepted, of_response = await collector.until_roots(3)
+        assert (await admin.post("/admin/chat", json=chat(), timeout=60)).status_code == 200
+        *_, of_playground = await collector.until_roots(4)
+    assert of_line.attributes["llama_gateway.class"] == "batch"
+    assert collector.children(accepted) == []
+    assert of_response.attributes["llama_gateway.request_id"].startswith("resp_")
+    assert of_playground.attributes["llama_gateway.caller"] == "playground:local"
+    for root in (of_line, of_response, of_playground):
+        assert names(collector.children(root)) == ["attempt"]
+        assert root.attributes["gen_ai.usage.output_tokens"] > 0
+
+
+async def test_a_reload_turns_traces_on_and_off(tmp_path: Path) -> None:
+    async with (
+        running_collector() as collector,
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url]) as running,
+    ):
+        tracing = running.gateway.tracing
+        await running.client.post(CHAT, json=chat())
+        running.write_settings({"telemetry": {"traces": {"endpoint": collector.url, "share": 1}}})
+        await until(lambda: tracing.active)
+        await running.client.post(CHAT, json=chat())
+        await collector.until_roots(1)
+        running.write_settings({})
+        await until(lambda: not tracing.active)
+        await running.client.post(CHAT, json=chat())
+    assert len(collector.roots()) == 1

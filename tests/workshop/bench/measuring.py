@@ -1,0 +1,64 @@
+"""Benchmarks of servers in this process, among them such as answer as no server should."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from gateway.workshop.bench.exchange import CHAT
+from gateway.workshop.bench.load import Load, RequestPattern, closed_loads
+from gateway.workshop.bench.report import BenchReport
+from gateway.workshop.bench.session import BenchPlan, BenchSession
+from tests.virtual import now
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+
+
+def plan(url: str, loads: list[Load] | None = None, **options: Any) -> BenchPlan:
+    """A plan of a few small requests."""
+    options.setdefault("pattern", RequestPattern(64, 8))
+    options.setdefault("endpoint", CHAT)
+    options.setdefault("warm_up", 1)
+    return BenchPlan(url=url, loads=loads or closed_loads("2", 4, None), **options)
+
+
+async def measure(url: str, loads: list[Load] | None = None, **options: Any) -> BenchReport:
+    """Measure a server."""
+    session = BenchSession(plan(url, loads, **options), clock=now)
+    await session.run()
+    return session.report()
+
+
+@asynccontextmanager
+async def odd_server(answer: Handler) -> AsyncGenerator[str, None]:
+    """A server that answers each request as `answer` does, on a connection of its own; its URL."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            for line in head.lower().split(b"\r\n"):
+                if line.startswith(b"content-length:"):
+                    await reader.readexactly(int(line.split(b":")[1]))
+            await answer(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def answers(data: bytes) -> Handler:
+    """Answers these bytes."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        await writer.drain()
+
+    return answer

@@ -1,0 +1,164 @@
+"""Questions to servers are asked in whole runs: `test_session.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import takewhile
+
+import pytest
+
+from gateway.transport.pool import ConnectionPool
+from gateway.workshop.bench.exchange import CHAT, RequestResult, RequestSender
+from gateway.workshop.bench.target import (
+    Baseline,
+    Calibration,
+    PromptWriter,
+    describe_server,
+    fit,
+    is_this_machine,
+    server_address,
+)
+from gateway.workshop.simulate.trace import TracePrompt
+from tests.emulator import EmulatedNode
+from tests.workshop.bench.measuring import answers, measure, odd_server
+
+
+def test_an_address_keeps_a_prefix_and_has_the_key() -> None:
+    address = server_address("http://epyc-a:8080/llm", "secret", None)
+    assert (address.host, address.port, address.path_prefix) == ("epyc-a", 8080, b"/llm")
+    assert address.header_lines == b"host: epyc-a:8080\r\nauthorization: Bearer secret\r\n"
+    assert server_address("https://epyc-a", None, None).port == 443
+    assert server_address("http://[::1]:80", None, None).host == "::1"
+
+
+def test_only_own_addresses_are_this_machine() -> None:
+    assert is_this_machine("127.0.0.1")
+    assert is_this_machine("localhost")
+    assert not is_this_machine("192.0.2.1")  # of no machine at all: RFC 5737
+    assert not is_this_machine("no-such-host.invalid")
+    assert not is_this_machine("a" * 300)
+
+
+def test_a_request_alone_is_the_median_without_the_first_of_several() -> None:
+    requests = [
+        RequestResult(1, 0.0, first=first, last=first + 1, events=11, ended=first + 1)
+        for first in (9.0, 1.0, 2.0, 3.0)
+    ]
+    assert Baseline.of(requests) == Baseline(2.0, 0.1, 3)
+    assert Baseline.of(requests[:1]).ttft == 9.0
+    requests[1].error = "reset"
+    assert Baseline.of(requests).ttft == 2.5
+    assert Baseline.of([]) == Baseline()
+
+
+async def test_slots_context_and_distance_are_asked_for() -> None:
+    async with EmulatedNode(slots=3, context=2048) as node:
+        pool = ConnectionPool(server_address(node.url, None, None))
+        found = await describe_server(RequestSender(pool, CHAT, 5.0, 15.0), None)
+        pool.close()
+    assert (found.slots, found.context, found.model, found.ignores_eos) == (3, 2048, "demo", True)
+    assert found.round_trip is not None
+    assert 0 < found.round_trip < 1
+    assert found.notes == []
+
+
+async def test_nonsense_about_itself_is_not_believed() -> None:
+    body = json.dumps(
+        {
+            "data": [{"id": 7}, "x", {"id": "real", "owned_by": ["a"]}],
+            "total_slots": -4,
+            "default_generation_settings": {"n_ctx": "many"},
+        }
+    ).encode()
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+    async with odd_server(answers(head + body)) as url:
+        pool = ConnectionPool(server_address(url, None, None))
+        found = await describe_server(RequestSender(pool, CHAT, 5.0, 15.0), None)
+        pool.close()
+    assert (found.model, found.slots, found.context, found.ignores_eos) == (
+        "real", None, None, False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+async def test_token_counts_come_from_tokenize_where_a_server_has_no_usage() -> None:
+    """A server without `usage`, whose `/tokenize` counts two tokens for each word."""
+    seen: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            (int(x.split(b":")[1]) for x in head.lower().split(b"\r\n") if b"content-length" in x),
+            0,
+        )
+        body = json.loads(await reader.readexactly(length) or b"{}")
+        if b"/tokenize" in head:
+            tokens = json.dumps({"tokens": [1, 2] * len(body["content"].split())}).encode()
+            reply = b"content-length: %d\r\n\r\n" % len(tokens) + tokens
+        elif b"/chat/completions" in head:
+            seen.append(len(body["messages"][0]["content"].split()))
+            reply = (
+                b"content-type: text/event-stream\r\n\r\n"
+                b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
+            )
+        else:
+            reply = b"content-length: 2\r\n\r\n{}"
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n" + reply)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        report = await measure(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    assert report.client["prompt_lengths_by"] == "/tokenize, without the chat template"
+    assert seen[-4:] == [32] * 4
+    assert any("sends no usage" in note for note in report.notes)
+    assert any("names no model" in note for note in report.server.notes)
+
+
+def words(text: TracePrompt, seed: int = 1, calibration: Calibration | None = None) -> list[str]:
+    return PromptWriter(seed, calibration or Calibration()).write(text).split()
+
+
+def shared(one: list[str], other: list[str]) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def test_a_prompt_has_as_many_words_as_the_calibration_says() -> None:
+    calibration = fit((16, 30), (116, 180), "test")
+    assert (calibration.tokens_per_word, calibration.overhead) == (1.5, 6.0)
+    for tokens in (30, 180, 1000):
+        count = len(words(TracePrompt(1, tokens), calibration=calibration))
+        assert 6 + count * 1.5 == pytest.approx(tokens, abs=1)
+    assert len(words(TracePrompt(1, 1), calibration=calibration)) == 1
+
+
+def test_a_calibration_needs_a_longer_prompt_with_more_tokens() -> None:
+    with pytest.raises(ValueError, match="not more tokens"):
+        fit((16, 30), (116, 30), "test")
+
+
+def test_the_seed_decides_the_words_and_two_texts_differ_from_the_first_words_on() -> None:
+    assert words(TracePrompt(1, 500)) == words(TracePrompt(1, 500))
+    assert words(TracePrompt(1, 500)) != words(TracePrompt(1, 500), seed=2)
+    assert shared(words(TracePrompt(1, 500)), words(TracePrompt(2, 500))) < 5
+
+
+def test_prompts_of_one_prefix_have_it_in_common_and_no_more() -> None:
+    one, other = words(TracePrompt(1, 200, 7, 150)), words(TracePrompt(2, 300, 7, 150))
+    assert 150 <= shared(one, other) < 155
+    assert shared(one, words(TracePrompt(1, 200, 8, 150))) < 5
+
+
+def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
+    calibration = Calibration(1.7, 9.0)
+    earlier = words(TracePrompt(3, 400, 7, 150), calibration=calibration)
+    later = words(TracePrompt(3, 700, 7, 150), calibration=calibration)
+    assert later[: len(earlier)] == earlier
+    assert len(later) > len(earlier)
+
+
+def test_a_prompt_may_be_its_prefix_alone() -> None:
+    assert words(TracePrompt(1, 100, 7, 100)) == words(TracePrompt(2, 100, 7, 100))

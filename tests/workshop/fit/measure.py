@@ -1,0 +1,293 @@
+"""Compares `llama-gateway fit` with real servers, and prints the tables of docs/fit.md.
+
+    python -m tests.workshop.fit.measure memory [NAME ...]
+    python -m tests.workshop.fit.measure speed [NAME ...]
+    python -m tests.workshop.fit.measure clock [NAME ...]
+    python -m tests.workshop.fit.measure rates [TYPE ...]
+
+It writes models of more than 1 GB with random weights into a folder under /tmp, one at a time, and
+removes each. `memory` takes about ten minutes on two cores, the others two each. `speed` and
+`rates` measure one core by the time that it worked, so that other work there matters little;
+`clock` measures all cores and needs an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+
+from gateway.local.gguf import (
+    ModelShape,
+    model_parts,
+    model_shape,
+    read_headers,
+)
+from gateway.local.memory import ServerSettings, repacked_types, server_memory
+from gateway.local.topology import read_topology
+from gateway.workshop.fit import (
+    Cores,
+    expected_speed,
+    instruction_set,
+    measure_bandwidth,
+)
+from tests.workshop.fit.random_models import Recipe, write
+from tests.workshop.fit.real_server import RealServer, python, real_server
+
+MIB = 1 << 20
+TINY = Recipe("tiny", layers=1, width=64, heads=2, kv_heads=2, feed_forward=64)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, and how a server runs it."""
+
+    recipe: Recipe
+    slots: int = 1
+    context: int = 2048
+    key_type: str = "f16"
+    value_type: str = "f16"
+    no_mmap: bool = False
+
+
+GROUPED = Recipe("gqa-f16", 8, 2048, 16, 4, 4096, vocabulary=100_000)
+PLAIN = Recipe("mha-f16", 6, 2048, 16, 16, 4096, vocabulary=100_000)
+MIXTURE = Recipe(
+    "moe-q4_k", 20, 1024, 16, 16, 1024, experts=32, experts_used=4, weights=Type.Q4_K,
+    vocabulary=32_000, output=Type.Q6_K,
+)  # fmt: skip
+WINDOWED = Recipe(
+    "window-f16", 12, 1536, 8, 4, 3072, architecture="gemma3", window=512, head_size=256,
+    vocabulary=150_000,
+)  # fmt: skip
+HYBRID = Recipe(
+    "hybrid-q8_0", 14, 2048, 32, 8, 5632, architecture="lfm2", attention_every=3,
+    weights=Type.Q8_0, vocabulary=150_000,
+)  # fmt: skip
+QUANTIZED = Recipe(
+    "gqa-q4_0", 24, 2048, 32, 8, 6144, weights=Type.Q4_0, output=Type.Q6_K, vocabulary=150_000
+)
+
+MEMORY_CASES = (
+    Case(QUANTIZED, context=256),
+    Case(HYBRID, slots=2, context=256),
+    Case(PLAIN, slots=4, context=256),
+    Case(GROUPED, context=512),
+    Case(GROUPED, slots=4, context=256, key_type="q8_0", value_type="q8_0"),
+    Case(MIXTURE, context=2048),
+    Case(MIXTURE, slots=4, context=512, key_type="q8_0", value_type="q4_0"),
+    Case(MIXTURE, context=1024, key_type="f32", value_type="f32"),
+    Case(MIXTURE, context=512, no_mmap=True),
+    Case(WINDOWED, context=1024),
+)
+
+
+RATE_TYPES = (
+    Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q6_K, Type.Q5_K, Type.Q4_K, Type.Q4_0, Type.Q3_K,
+    Type.Q2_K,
+)  # fmt: skip
+SPEED_MODELS = (
+    Recipe("dense-f16", 10, 1024, 16, 4, 4096, vocabulary=32_000),
+    Recipe("dense-q8_0", 12, 1536, 12, 4, 4096, weights=Type.Q8_0, vocabulary=32_000),
+    Recipe(
+        "dense-q4_k", 16, 2048, 16, 8, 5632, weights=Type.Q4_K, output=Type.Q6_K,
+        vocabulary=32_000,
+    ),
+    Recipe("dense-q4_0", 16, 2048, 16, 8, 5632, weights=Type.Q4_0, vocabulary=32_000),
+    Recipe(
+        "moe-q4_k", 12, 1024, 16, 4, 1024, experts=32, experts_used=4, weights=Type.Q4_K,
+        output=Type.Q6_K, vocabulary=32_000,
+    ),
+)  # fmt: skip
+CLOCK_ROUNDS = 5
+LEAST_PROMPT = 8
+STREAM_BYTES = 256 * MIB
+WARM_UP = 8
+PROMPT = 64
+ANSWER = 16
+
+
+# Of a prompt's last layer only keys and values, and queries, are computed for every token.
+FOR_EVERY_TOKEN = re.compile(r"blk\.([01]\.|2\.attn_[qkv]\.)")
+
+
+def shape_of(path: Path) -> ModelShape:
+    """The shape of the model in a file."""
+    return model_shape(read_headers(model_parts(path)))
+
+
+def memory(names: list[str], folder: Path) -> None:
+    """Print predicted against resident memory."""
+    with _written(TINY, folder) as tiny:
+        with real_server(tiny, context=256) as server:
+            server.fill()
+            baseline = server.resident()
+        shape = shape_of(tiny)
+        settings = ServerSettings(1, 256, repacked=_repacked())
+        found = server_memory(shape, settings)
+        own = baseline - (found.resident - found.process)
+    print(f"baseline {baseline / MIB:.0f} MiB, of it the process {own / MIB:.0f} MiB")
+    print("| model | file MiB | slots x context | KV | predicted MiB | measured MiB | error |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for case in MEMORY_CASES:
+        if names and case.recipe.name not in names:
+            continue
+        with _written(case.recipe, folder) as path:
+            shape = shape_of(path)
+            settings = ServerSettings(
+                case.slots,
+                case.context,
+                key_type=case.key_type,
+                value_type=case.value_type,
+                mapped=not case.no_mmap,
+                repacked=_repacked(),
+            )
+            told = server_memory(shape, settings)
+            predicted = told.resident - told.process
+            with real_server(
+                path,
+                slots=case.slots,
+                context=case.context,
+                threads=1,  # two would wait for each other where other work takes turns
+                no_mmap=case.no_mmap,
+                more=("--cache-type-k", case.key_type, "--cache-type-v", case.value_type),
+            ) as server:
+                server.fill()
+                measured = server.resident() - own
+            size = path.stat().st_size
+        kv = case.key_type if case.key_type == case.value_type else (
+            f"{case.key_type}, {case.value_type}"
+        )  # fmt: skip
+        print(
+            f"| {case.recipe.name}{' (no mmap)' if case.no_mmap else ''} | {size / MIB:.0f} | "
+            f"{case.slots} x {case.context} | {kv} | {predicted / MIB:.0f} | "
+            f"{measured / MIB:.0f} | {predicted / measured - 1:+.1%} |",
+            flush=True,
+        )
+
+
+def rates(names: list[str], folder: Path) -> None:
+    """Print what one core takes up of each type of weights, with a model that fits the caches."""
+    with _written(TINY, folder) as path, real_server(path, context=1024) as server:
+        overhead = 1 / server.cpu_speeds(LEAST_PROMPT, 200)[1]
+    print(f"a token of a tiny model takes {overhead * 1e6:.0f} us")
+    print("| type | decode, GB/s of a core | prefill, 10^9 operations/s of a core |")
+    print("| --- | --- | --- |")
+    for kind in RATE_TYPES:
+        if names and kind.name.lower() not in names:
+            continue
+        elements = 14 * MIB * GGML_QUANT_SIZES[kind][0] // GGML_QUANT_SIZES[kind][1]
+        hidden = max(256, (elements // 4 // 768 - 2560) // 3 // 256 * 256)
+        with _written(Recipe("cached", 4, 768, 12, 4, hidden, weights=kind), folder) as path:
+            read = sum(t.size for t in shape_of(path).tensors if t.name != "token_embd.weight")
+            with real_server(path, context=512) as server:
+                decode = read / (1 / server.cpu_speeds(LEAST_PROMPT, 50)[1] - overhead)
+        # Prefill with matrices as wide as those of real models.
+        with _written(Recipe("wide", 3, 2048, 16, 8, 5632, weights=kind), folder) as path:
+            tensors = shape_of(path).tensors
+            active = sum(t.elements for t in tensors if FOR_EVERY_TOKEN.match(t.name))
+            with real_server(path, context=512) as server:
+                prefill = 2 * active * server.cpu_speeds(256, 1)[0]
+        print(f"| {kind.name.lower()} | {decode / 1e9:.1f} | {prefill / 1e9:.0f} |", flush=True)
+
+
+def speed(names: list[str], folder: Path) -> None:
+    """Print expected against measured speed of one core, by the time that it worked."""
+    _print_speeds(names, folder, 1, 1, _core_bandwidth, RealServer.cpu_speeds)
+
+
+def clock(names: list[str], folder: Path) -> None:
+    """Print expected against measured speed of all cores by the clock. The machine must be idle."""
+    machine = read_topology()
+    threads = machine.threads_per_server(machine.nodes[0])
+    _print_speeds(
+        names, folder, threads, CLOCK_ROUNDS, lambda: measure_bandwidth(machine), RealServer.speeds
+    )
+
+
+def _print_speeds(
+    names: list[str],
+    folder: Path,
+    threads: int,
+    rounds: int,
+    bandwidth_now: Callable[[], float],
+    speeds: Callable[[RealServer, int, int], tuple[float, float]],
+) -> None:
+    flags = read_topology().processor.flags
+    print(f"{threads} threads")
+    print("| model | file MiB | memory GB/s | decode: expected | measured | error | "
+          "prefill: expected | measured | error |")  # fmt: skip
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for recipe in SPEED_MODELS:
+        if names and recipe.name not in names:
+            continue
+        with _written(recipe, folder) as path:
+            shape = shape_of(path)
+            bandwidth, read, wrote = 0.0, 0.0, 0.0
+            with real_server(path, context=512, threads=threads) as server:
+                server.complete(32, WARM_UP)
+                for _ in range(rounds):  # in turn, so that both see the same neighbours
+                    bandwidth = max(bandwidth, bandwidth_now())
+                    prefill, decode = speeds(server, PROMPT, ANSWER)
+                    read, wrote = max(read, prefill), max(wrote, decode)
+            cores = Cores(threads, instruction_set(flags), bandwidth)
+            expected = expected_speed(shape, ServerSettings(1, 512), cores, used=PROMPT)
+            size = path.stat().st_size
+        print(
+            f"| {recipe.name} | {size / MIB:.0f} | {bandwidth / 1e9:.1f} | "
+            f"{expected.decode:.1f} | {wrote:.1f} | {expected.decode / wrote - 1:+.0%} | "
+            f"{expected.prefill:.0f} | {read:.0f} | {expected.prefill / read - 1:+.0%} |",
+            flush=True,
+        )
+
+
+def _core_bandwidth() -> float:
+    """Bytes/s that one core reads while it has a CPU."""
+    data = np.ones(STREAM_BYTES, dtype=np.int8)
+    best = 0.0
+    for _ in range(8):
+        began = time.thread_time()
+        data.max()
+        best = max(best, STREAM_BYTES / (time.thread_time() - began))
+    return best
+
+
+def _repacked() -> Mapping[str, int]:
+    return repacked_types(read_topology().processor.flags)
+
+
+@contextmanager
+def _written(recipe: Recipe, folder: Path) -> Iterator[Path]:
+    path = write(recipe, folder)
+    try:
+        yield path
+    finally:
+        path.unlink()
+
+
+MEASUREMENTS = {"memory": memory, "rates": rates, "speed": speed, "clock": clock}
+
+
+def main() -> None:
+    """Run one of the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=list(MEASUREMENTS))
+    parser.add_argument("names", nargs="*", help="of the models; default: all")
+    options = parser.parse_args()
+    processor = read_topology().processor
+    print(f"{processor.name} ({processor.architecture}), Python {python()}")
+    with tempfile.TemporaryDirectory(prefix="llama-gateway-fit-") as folder:
+        MEASUREMENTS[options.what](options.names, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from gateway.local.gguf import ModelFile, ModelShape, read_model
+from gateway.local.memory import (
+    GIB,
+    MEMORY_RESERVE,
+    ServerSettings,
+    server_memory,
+    slot_bytes,
+)
+from gateway.local.topology import read_topology
+from gateway.workshop.fit import (
+    INSTRUCTION_FACTORS,
+    LAYER_WAIT_SECONDS,
+    MOST_SLOTS,
+    QUANTIZATIONS,
+    Cores,
+    Machine,
+    Place,
+    StreamError,
+    bandwidth_of_modules,
+    expected_speed,
+    fit,
+    instruction_set,
+    largest_context,
+    largest_slots,
+    measure_bandwidth,
+    quantizations,
+)
+from tests.local.machine import make_machine
+from tests.local.small_models import (
+    MODELS,
+    Published,
+    types,
+    weights,
+    write_hollow,
+)
+from tests.workshop.fit.choosing import rows
+from tests.workshop.fit.shapes import LLAMA_8B, MISTRAL_7B, MIXTRAL
+
+MODEL = ModelFile(Path("m.gguf"), "m", 16 * GIB, 32_768, LLAMA_8B)
+SETTINGS = ServerSettings(2, 4096)
+NEEDED = server_memory(LLAMA_8B, SETTINGS).needed
+
+
+def machine(*places: Place, bandwidth: float | None = None) -> Machine:
+    return Machine(places, 8, "AVX2", bandwidth, "told")
+
+
+def one(available: int) -> Machine:
+    return machine(Place("this machine", 1, available))
+
+
+def test_a_server_fits_where_the_reserve_stays_free() -> None:
+    assert fit(MODEL, LLAMA_8B, SETTINGS, one(NEEDED + MEMORY_RESERVE)).fits
+    assert not fit(MODEL, LLAMA_8B, SETTINGS, one(NEEDED + MEMORY_RESERVE - 1)).fits
+
+
+def test_each_numa_node_must_hold_its_server() -> None:
+    room = NEEDED + MEMORY_RESERVE
+    whole = Place("this machine", 2, 3 * room)
+    even = machine(whole, Place("NUMA node 0", 1, room), Place("NUMA node 1", 1, room))
+    assert fit(MODEL, LLAMA_8B, SETTINGS, even).fits
+    odd = machine(whole, Place("NUMA node 0", 1, room), Place("NUMA node 1", 1, room - 1))
+    assert not fit(MODEL, LLAMA_8B, SETTINGS, odd).fits
+
+
+@pytest.mark.parametrize("gib", [19, 20, 22])
+def test_the_largest_context_fits_and_no_larger_one_does(gib: int) -> None:
+    room = gib * GIB
+    found = largest_context(LLAMA_8B, SETTINGS, room)
+    assert 0 < found < 32_768
+    assert server_memory(LLAMA_8B, replace(SETTINGS, context=found)).needed <= room
+    assert server_memory(LLAMA_8B, replace(SETTINGS, context=found + 256)).needed > room
+
+
+def test_no_context_is_longer_than_the_model_was_trained_on() -> None:
+    assert largest_context(LLAMA_8B, SETTINGS, 1 << 50) == 32_768
+    short = replace(LLAMA_8B, trained_context=1000)
+    assert largest_context(short, SETTINGS, 1 << 50) == 1000
+    assert largest_context(LLAMA_8B, SETTINGS, GIB) == 0
+
+
+def test_the_most_slots_fit_and_no_more_do() -> None:
+    room = 24 * GIB
+    found = largest_slots(LLAMA_8B, SETTINGS, room)
+    assert server_memory(LLAMA_8B, replace(SETTINGS, slots=found)).needed <= room
+    assert server_memory(LLAMA_8B, replace(SETTINGS, slots=found + 1)).needed > room
+    assert largest_slots(LLAMA_8B, SETTINGS, 1 << 50) == MOST_SLOTS
+
+
+def test_smaller_quantisations_fit_where_larger_ones_do_not() -> None:
+    found = fit(MODEL, LLAMA_8B, SETTINGS, one(10 * GIB))
+    verdicts = [choice.fits for choice in found.choices]
+    assert verdicts == sorted(verdicts, reverse=True)
+    assert set(verdicts) == {True, False}
+    contexts = [choice.largest_context for choice in found.choices]
+    assert contexts == sorted(contexts, reverse=True)
+
+
+def test_speed_needs_the_bandwidth_and_servers_share_it() -> None:
+    place = Place("this machine", 1, 64 * GIB)
+    assert fit(MODEL, LLAMA_8B, SETTINGS, machine(place)).speed is None
+    alone = fit(MODEL, LLAMA_8B, SETTINGS, machine(place, bandwidth=50e9)).speed
+    halves = (replace(place, servers=2), place, place)
+    shared = fit(MODEL, LLAMA_8B, SETTINGS, machine(*halves, bandwidth=100e9)).speed
+    assert alone is not None
+    assert alone == shared
+
+
+PUBLISHED = {  # bytes of files published under these names, as rounded on their pages
+    "llama-3.1-8b": (
+        LLAMA_8B,
+        {
+            "Q2_K": 3.18e9,
+            "Q3_K_M": 4.02e9,
+            "Q4_0": 4.66e9,
+            "Q4_K_M": 4.92e9,
+            "Q5_K_M": 5.73e9,
+            "Q6_K": 6.60e9,
+            "Q8_0": 8.54e9,
+            "F16": 16.07e9,
+        },
+    ),
+    "mistral-7b": (
+        MISTRAL_7B,
+        {"Q3_K_M": 3.52e9, "Q4_0": 4.11e9, "Q4_K_M": 4.37e9, "Q5_K_M": 5.13e9, "Q8_0": 7.70e9},
+    ),
+    "mixtral": (MIXTRAL, {"Q4_0": 26.44e9, "Q8_0": 49.62e9}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_are_those_of_published_files(name: str) -> None:
+    shape, published = PUBLISHED[name]
+    found = {one.name: one.size for one in quantizations(shape)}
+    for quantization, size in published.items():
+        assert found[quantization] == pytest.approx(size, rel=0.01), quantization
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_the_types_of_a_published_file_are_told_from_its_own_tensors(
+    model: Published, tmp_path: Path
+) -> None:
+    shape = read_model(write_hollow(model, tmp_path)).shape
+    assert shape is not None
+    found = next(one for one in quantizations(shape) if one.name == "Q4_K_M")
+    assert found.size == pytest.approx(weights(model), rel=0.02)
+    if model.width % 256 == 0:
+        assert Counter(Type(tensor.kind) for tensor in found.shape.tensors) == types(model)
+
+
+def test_each_is_larger_than_the_one_before() -> None:
+    sizes = [one.size for one in quantizations(LLAMA_8B)]
+    assert sizes == sorted(sizes)
+    assert [one.name for one in quantizations(LLAMA_8B)] == list(QUANTIZATIONS)
+
+
+def test_rows_that_no_block_divides_keep_sixteen_bits() -> None:
+    from dataclasses import replace
+
+    odd = replace(
+        LLAMA_8B.tensors[1], name="blk.0.attn_q.weight", shape=(100, 64), kind=int(Type.F32)
+    )
+    shape: ModelShape = replace(LLAMA_8B, tensors=(odd,))
+    assert {one.size for one in quantizations(shape)} == {2 * 6400}
+
+
+SPEED_SETTINGS = ServerSettings(1, 4096)
+MANY = Cores(64, "AVX2", 100e9)
+
+
+def test_a_token_reads_every_weight_but_the_embedding() -> None:
+    found = expected_speed(MISTRAL_7B, SPEED_SETTINGS, MANY, used=0)
+    embedding = next(t.size for t in MISTRAL_7B.tensors if t.name == "token_embd.weight")
+    assert found.weight_bytes == sum(t.size for t in MISTRAL_7B.tensors) - embedding
+    assert found.kv_bytes == 0
+    assert found.limit == "memory"
+    assert found.decode == pytest.approx(MANY.bandwidth / found.weight_bytes, rel=0.05)
+
+
+def test_an_embedding_that_is_the_output_too_is_read() -> None:
+    tied = replace(
+        MISTRAL_7B, tensors=tuple(t for t in MISTRAL_7B.tensors if t.name != "output.weight")
+    )
+    found = expected_speed(tied, SPEED_SETTINGS, MANY)
+    assert found.weight_bytes == sum(t.size for t in tied.tensors)
+
+
+def test_a_token_reads_its_own_experts_alone() -> None:
+    found = expected_speed(MIXTRAL, SPEED_SETTINGS, MANY)
+    # 12.9 of 46.7 billion weights are said to be active.
+    assert found.weight_bytes / 2 == pytest.approx(12.9e9, rel=0.03)
+
+
+def test_a_full_slot_is_slower_by_its_cache() -> None:
+    empty = expected_speed(MISTRAL_7B, SPEED_SETTINGS, MANY, used=0)
+    full = expected_speed(MISTRAL_7B, SPEED_SETTINGS, MANY, used=4096)
+    assert full.kv_bytes == slot_bytes(MISTRAL_7B, SPEED_SETTINGS)
+    assert 1 / full.decode - 1 / empty.decode == pytest.approx(full.kv_bytes / MANY.bandwidth)
+    assert full.prefill < empty.prefill
+
+
+def test_few_cores_wait_for_themselves() -> None:
+    found = expected_speed(MISTRAL_7B, SPEED_SETTINGS, replace(MANY, count=2))
+    assert found.limit == "cores"
+    assert found.decode < expected_speed(MISTRAL_7B, SPEED_SETTINGS, MANY).decode
+
+
+def test_threads_of_several_cores_wait_for_each_other_in_each_layer() -> None:
+    one, two = (expected_speed(MISTRAL_7B, SPEED_SETTINGS, Cores(n, "AVX2", 1e9)) for n in (1, 2))
+    waited = 1 / two.decode - 1 / one.decode
+    assert waited == pytest.approx(len(MISTRAL_7B.layers) * LAYER_WAIT_SECONDS)
+
+
+def test_prefill_goes_by_cores_and_instructions_not_by_memory() -> None:
+    two = expected_speed(MISTRAL_7B, SPEED_SETTINGS, replace(MANY, count=2)).prefill
+    assert expected_speed(
+        MISTRAL_7B, SPEED_SETTINGS, replace(MANY, count=4)
+    ).prefill == pytest.approx(2 * two)
+    slow = Cores(2, "AVX2", MANY.bandwidth / 10)
+    assert expected_speed(MISTRAL_7B, SPEED_SETTINGS, slow).prefill == pytest.approx(two)
+    amx = expected_speed(
+        MISTRAL_7B, SPEED_SETTINGS, replace(MANY, count=2, instructions="AMX")
+    ).prefill
+    assert amx == pytest.approx(two * INSTRUCTION_FACTORS["AMX"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({"avx2", "avx512f", "avx512_vnni", "amx_int8"}, "AMX"),
+        ({"avx2", "avx512f"}, "AVX-512"),
+        ({"avx2"}, "AVX2"),
+        ({"asimd", "asimddp", "i8mm"}, "i8mm"),
+        ({"asimd", "asimddp"}, "dot product"),
+        ({"sse2"}, "none"),
+    ],
+)
+def test_the_best_instruction_set_counts(flags: set[str], name: str) -> None:
+    assert instruction_set(frozenset(flags)) == name
+
+
+def test_experts_with_few_tokens_of_a_batch_read_prompts_slower() -> None:
+    tokens = [16, 64, 256]
+    speeds = [expected_speed(MIXTRAL, SPEED_SETTINGS, MANY, used=count).prefill for count in tokens]
+    assert speeds == sorted(speeds)
+    dense = [
+        expected_speed(MISTRAL_7B, SPEED_SETTINGS, MANY, used=count).prefill for count in tokens
+    ]
+    assert dense == sorted(dense, reverse=True)  # by attention alone
+
+
+def test_modules_give_three_quarters_of_their_peak() -> None:
+    assert bandwidth_of_modules(12, 4800) == pytest.approx(345.6e9)
+
+
+def test_memory_is_read_at_a_plausible_speed() -> None:
+    assert 1e8 < measure_bandwidth(read_topology()) < 1e13
+
+
+def test_a_machine_without_room_is_not_filled(tmp_path: Path) -> None:
+    machine = read_topology(make_machine(tmp_path, [[[0], [1]]]))
+    with pytest.raises(StreamError, match="--channels and --mt-per-s"):
+        measure_bandwidth(replace(machine, memory_available=1 << 20))
+
+
+PAGE = Path(__file__).parents[3] / "docs/choosing-a-model.md"
+
+
+def test_the_page_has_the_figures_that_fit_computes() -> None:
+    page = PAGE.read_text().splitlines()
+    missing = [row for row in rows() if row not in page]
+    assert not missing, "python -m tests.workshop.fit.choosing prints the table"

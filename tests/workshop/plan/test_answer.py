@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.workshop.plan.answer import (
+    Deployment,
+    PlanAnswer,
+    break_even,
+    compare_deployments,
+)
+from gateway.workshop.plan.search import Goal, TimeLimit
+from gateway.workshop.plan.workload import Workload
+from tests.workshop.plan.build import (
+    CPU,
+    GPU,
+    a_type,
+    planned,
+)
+
+
+def test_the_cheapest_that_meets_the_goal_is_first() -> None:
+    dear = a_type("dear", slots=2, price_per_hour=0.5)
+    found = planned(Workload(500, 100, 100), dear, CPU)
+    assert [one.parts[0].node_type.name for one in found.options] == ["cpu", "dear"]
+    assert found.best is found.options[0]
+    assert found.best.trial is not None
+
+
+def test_a_type_that_can_not_meet_the_goal_comes_last_with_its_reason() -> None:
+    found = planned(Workload(500, 100, 100), CPU, GPU, goal=Goal(completion_p95=12.0))
+    assert found.best is not None
+    assert found.best.name == "1 x gpu"
+    rejected = next(one for one in found.options if one.rejected)
+    assert "decode_tps 10 and prefill_tps 100" in rejected.rejected
+
+
+def test_without_prices_the_fewest_machines_are_best() -> None:
+    fast = a_type("fast", decode_tps=40, prefill_tps=400, price_per_hour=None)
+    slow = a_type("slow", price_per_hour=None)
+    best = planned(Workload(1500, 100, 100), slow, fast).best
+    assert best is not None
+    assert best.parts[0].node_type.name == "fast"
+    assert best.price.per_hour is None
+
+
+def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
+    flat, peaky = (planned(Workload(300, 100, 100, peak=peak), CPU).best for peak in (1.0, 4.0))
+    assert flat is not None
+    assert peaky is not None
+    assert peaky.machines > flat.machines
+    assert peaky.price.per_million is not None
+    assert flat.price.per_million is not None
+    assert peaky.price.per_million / peaky.machines == pytest.approx(
+        flat.price.per_million / flat.machines
+    )
+
+
+def rows(found: PlanAnswer) -> dict[str, Deployment]:
+    return {row.way: row for row in compare_deployments(found, TimeLimit(120.0))}
+
+
+def test_a_hybrid_says_that_both_of_its_machines_run() -> None:
+    found = planned(Workload(1500, 100, 100), CPU, GPU)
+    hybrid = rows(found)["hybrid"]
+    assert hybrid.verdict in {"works", "best"}
+    assert "both run, used or not: 2.20" in hybrid.reason
+
+
+def test_little_work_needs_one_node_and_no_queue() -> None:
+    found = rows(planned(Workload(20, 100, 100), CPU))
+    assert found["single"].verdict == "best"
+    assert "wait, 0.0 s in the mean; simplest" in found["single"].reason
+    assert "one is enough" in found["balanced"].reason
+    assert found["hybrid"].verdict == "no"
+
+
+def test_waits_need_a_queue_that_orders_them() -> None:
+    found = rows(planned(Workload(350, 100, 100), CPU))
+    assert found["single"].verdict == "no"
+    assert "nothing orders or bounds it" in found["single"].reason
+    assert found["queue"].verdict == "best"
+
+
+def test_more_than_one_node_can_do_is_balanced() -> None:
+    found = rows(planned(Workload(1500, 100, 100), CPU))
+    assert found["balanced"].verdict == "best"
+    for way in ("single", "queue"):
+        assert found[way].verdict == "no"
+        assert "the queue grows by" in found[way].reason
+
+
+def test_a_peak_that_only_batches_can_wait_out_is_said() -> None:
+    found = rows(planned(Workload(350, 100, 100, peak=3.0), CPU))
+    assert "so only for work that can wait (class batch)" in found["queue"].reason
+
+
+def test_gpus_become_cheaper_where_they_are_used() -> None:
+    found = break_even(planned(Workload(1000, 500, 100), CPU, GPU))
+    assert found is not None
+    gpu = found.crossings[0]
+    assert (gpu.cheaper, gpu.than) == ("GPU nodes", "CPU nodes")
+    assert gpu.first is not None
+    assert gpu.stays is not None
+    cpu_curve, gpu_curve = found.curves[:2]
+    for rate, cpu_price, gpu_price in zip(
+        cpu_curve.rates, cpu_curve.prices, gpu_curve.prices, strict=True
+    ):
+        if rate < gpu.first:
+            assert cpu_price <= gpu_price
+        if rate >= gpu.stays:
+            assert gpu_price < cpu_price
+    assert cpu_curve.prices[0] == pytest.approx(0.2 * 730)
+
+
+def test_there_is_no_break_even_of_one_tier_or_without_prices() -> None:
+    assert break_even(planned(Workload(300, 100, 100), CPU)) is None
+    free = a_type("free", price_per_hour=None)
+    assert break_even(planned(Workload(300, 100, 100), free, GPU)) is None

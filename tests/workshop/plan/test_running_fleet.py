@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from gateway.workshop.plan.running_fleet import (
+    FleetAnswer,
+    MeasuredFleet,
+    UnmeasuredFleetError,
+    busiest_hour,
+    measured_fleet,
+    traffic_of,
+    what_if,
+)
+from gateway.workshop.plan.search import (
+    FleetPart,
+    Goal,
+    PlanQuestion,
+    TimeLimit,
+)
+from gateway.workshop.plan.workload import Workload
+from tests.each_case import each_case
+from tests.workshop.plan.build import a_type
+
+
+def node(name: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "tier": "cpu",
+        "slots_total": 2,
+        "prefill_tps": 100.0,
+        "decode_tps": 10.0,
+        "cost_per_hour": 0.2,
+        **fields,
+    }
+
+
+def test_nodes_of_about_equal_speed_are_of_one_kind() -> None:
+    nodes = [node("a"), node("b", decode_tps=11.0), node("c", decode_tps=40.0)]
+    found = measured_fleet(nodes)
+    assert [(part.node_type.name, part.count) for part in found.parts] == [("a", 2), ("c", 1)]
+    assert found.parts[0].node_type.decode_tps == pytest.approx(10.5)
+    assert found.notes == ()
+
+
+def test_slots_tiers_and_prices_tell_kinds_apart() -> None:
+    nodes = [
+        node("a"),
+        node("b", slots_total=4),
+        node("c", tier="gpu"),
+        node("d", cost_per_hour=0.5),
+        node("e", cost_per_million_tokens={"prompt": 0.1, "completion": 0.4}),
+    ]
+    parts = measured_fleet(nodes).parts
+    assert len(parts) == 5
+    assert parts[4].node_type.price.per_million_completion == 0.4
+
+
+def test_nodes_that_get_no_work_are_left_out() -> None:
+    nodes = [node("a"), node("b", enabled=False), node("c", standby=True), node("d", draining=True)]
+    nodes.append(node("e", state="down"))
+    found = measured_fleet(nodes)
+    assert [part.count for part in found.parts] == [1]
+    assert found.notes == ("e is down: left out",)
+    with pytest.raises(UnmeasuredFleetError, match="no node that gets work"):
+        measured_fleet(nodes[1:])
+
+
+@each_case("speed", [None, 0, -3.0, float("nan"), "fast", True, 1e99])
+def test_an_unmeasured_node_is_taken_to_be_like_the_others(speed: object) -> None:
+    found = measured_fleet([node("a"), node("b", decode_tps=speed)])
+    assert [part.count for part in found.parts] == [2]
+    assert found.notes == ("b is not measured yet: taken to be like a",)
+    with pytest.raises(UnmeasuredFleetError, match="no node's speed is measured yet"):
+        measured_fleet([node("b", decode_tps=speed)])
+
+
+def test_a_node_without_a_price_makes_the_price_unknown() -> None:
+    assert measured_fleet([node("a", cost_per_hour=0)]).parts[0].node_type.price.per_hour is None
+
+
+def told(*rows: tuple[float, dict[str, Any]], requests: int | None = None) -> dict[str, Any]:
+    """What `GET /admin/usage/arrivals` answers, by times of arrival and what is unlike."""
+    columns = {
+        "model": "mistral",
+        "class": "normal",
+        "node": "a",
+        "prompt_tokens": 100,
+        "cached_tokens": 0,
+        "completion_tokens": 90,
+        "slot_seconds": 10.0,
+        "lasted": 10.0,
+        "unserved": False,
+    }
+    return {
+        "since": "2026-11-21T00:00:00Z",
+        "until": "2026-11-28T15:00:00Z",
+        "first": "2026-11-28T05:00:00Z",
+        "requests": len(rows) if requests is None else requests,
+        "hour": {"from": "2026-11-28T14:00:00Z", "to": "2026-11-28T15:00:00Z", "seconds": 3600.0},
+        "columns": ["seconds", *columns],
+        "arrivals": [[at, *{**columns, **more}.values()] for at, more in rows],
+    }
+
+
+def slow(name: str, **fields: Any) -> dict[str, Any]:
+    return node(name, **{"prefill_tps": 20.0, "decode_tps": 2.0, **fields})
+
+
+def even(requests: int, **more: Any) -> dict[str, Any]:
+    return told(*((n * 3600 / requests, more) for n in range(requests)))
+
+
+def answer(
+    arrivals: dict[str, Any], *nodes: dict[str, Any], peak: float = 1.0, **goal: float
+) -> FleetAnswer:
+    fleet = measured_fleet(nodes)
+    traffic = busiest_hour(arrivals, fleet, peak)
+    question = PlanQuestion(
+        traffic.workload, Goal(**goal), (), warm=True, recorded=traffic.recorded
+    )
+    return what_if(question, fleet, traffic, TimeLimit(120.0))
+
+
+def test_the_busiest_hour_is_played_as_it_was() -> None:
+    fleet = measured_fleet([node("a", models=["mistral"]), node("b", models=["mistral"])])
+    late = {"class": "urgent", "prompt_tokens": 300, "cached_tokens": 250, "completion_tokens": 40}
+    traffic = busiest_hour(told((5.0, {}), (65.0, late), requests=1000), fleet, 1.0)
+    assert traffic.recorded is not None
+    assert [
+        (job.time, job.prompt.tokens, job.output, job.priority_label, job.model)
+        for job in traffic.recorded.jobs
+    ] == [(0.0, 100, 90, "normal", "mistral"), (60.0, 50, 40, "urgent", "mistral")]
+    # Prices are those of the mean hour: 1,000 requests in ten hours.
+    assert traffic.workload.requests_per_hour == pytest.approx(100)
+    assert traffic.workload.repeat == pytest.approx(250 / 400)
+    assert traffic.workload.arrivals == pytest.approx(2 / 60)
+    faster = busiest_hour(told((5.0, {}), (65.0, late), requests=1000), fleet, 4.0)
+    assert faster.recorded is not None
+    assert faster.recorded.jobs[1].time == 15.0
+    assert faster.workload.arrivals == pytest.approx(8 / 60)
+
+
+def test_a_burst_of_an_idle_week_is_a_peak_of_any_height() -> None:
+    fleet = measured_fleet([node("a", models=["mistral"])])
+    for requests in range(20, 80):
+        burst = told(*((n * 0.13, {"model": "gone"}) for n in range(requests)))
+        burst["first"] = burst["since"]
+        traffic = busiest_hour(burst, fleet, 10.0)
+        assert traffic.workload.peak == pytest.approx(1000)
+        assert f"{requests} are of models that no node names" in traffic.notes[1]
+
+
+def test_what_found_no_slot_is_taken_to_be_like_the_others() -> None:
+    none = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"))
+    refused = {**none, "slot_seconds": 0.0, "unserved": True}
+    found = answer(told(*((n * 18.0, refused if n % 2 else {}) for n in range(200))), slow("a"))
+    assert found.traffic.recorded is not None
+    assert {(job.prompt.tokens, job.output) for job in found.traffic.recorded.jobs} == {(100, 90)}
+    assert found.advice.verdict == "saturated"
+    many = told(*((n * 0.6, refused if n % 2 else {}) for n in range(6000)))
+    began = time.process_time()
+    busiest_hour(many, found.fleet, 1.0)
+    assert time.process_time() - began < 1.0
+
+
+@each_case(
+    "told", [told(), even(3, completion_tokens=None), {}, {"arrivals": [[1]], "columns": ["a"]}]
+)
+def test_an_empty_ledger_says_what_to_do(told: dict[str, Any]) -> None:
+    with pytest.raises(UnmeasuredFleetError, match=r"give --requests-per-hour|another version"):
+        busiest_hour(told, measured_fleet([node("a")]), 1.0)
+
+
+def test_a_saturated_fleet_is_called_saturated_and_told_what_to_add() -> None:
+    # A request reads 5 s and writes 45 s: two slots end some 0.03 a second.
+    found = answer(even(180), slow("a"))
+    now = found.changes[0]
+    assert 1.4 < now.use < 1.8
+    assert now.trial is not None
+    assert now.trial.wait.p95 > 600
+    advice = found.advice
+    assert (advice.verdict, advice.add_like, advice.add_count) == ("saturated", "a", 1)
+    assert advice.sentence.startswith(
+        "the fleet is saturated: its busiest hour (2026-11-28T14:00:00Z to 15:00:00Z) asked for 1"
+    )
+    assert "add one node like a: then it is 7" in advice.sentence
+
+
+def test_slots_that_were_never_free_are_believed_more_than_measured_speeds() -> None:
+    # By its speeds the node would be used to a fifth; its two slots were held all the time.
+    busy = even(360, slot_seconds=20.0, lasted=60.0)
+    found = answer(busy, node("a", prefill_tps=300.0, decode_tps=30.0))
+    assert found.advice.verdict == "saturated"
+    assert found.advice.add_count >= 1
+    assert found.changes[0].use > 0.95
+    assert "times slower" in found.notes[0]
+
+
+def test_a_node_that_was_added_since_ends_the_saturation() -> None:
+    full = even(180, slot_seconds=60.0, lasted=300.0)
+    assert answer(full, slow("a")).advice.verdict == "saturated"
+    found = answer(full, slow("a"), slow("b"), slow("c"))
+    assert found.advice.verdict == "enough"
+    assert found.traffic.hour is not None
+    assert found.traffic.hour.added == ("b", "c")
+    # A node of another model could not have served.
+    other = slow("b", models=["other"])
+    assert answer(full, slow("a", models=["mistral"]), other).advice.verdict == "saturated"
+
+
+def test_a_node_that_was_removed_since_is_no_slowness_of_the_others() -> None:
+    where = {"slot_seconds": 60.0, "lasted": 65.0}
+    full = told(*((n * 20.0, {**where, "node": "gone" if n % 2 else "a"}) for n in range(180)))
+    found = answer(full, slow("a"))
+    assert found.advice.verdict == "saturated"
+    assert found.notes == ()
+    assert found.traffic.hour is not None
+    assert found.traffic.hour.removed == ("gone",)
+
+
+def test_waits_of_a_burst_saturate_a_fleet_that_is_idle_before_and_after() -> None:
+    burst = [(float(n), {"lasted": 10.0 + n}) for n in range(1, 100)]
+    found = answer(told((0.0, {}), *burst, (3500.0, {})), node("a"))
+    assert found.changes[0].use < 0.5
+    assert found.advice.verdict == "saturated"
+    assert found.advice.add_count > 1
+
+
+def test_a_fleet_with_room_is_enough_and_says_what_could_go() -> None:
+    found = answer(even(60), node("a"), node("b"))
+    assert found.advice.verdict == "enough"
+    assert found.advice.sentence == (
+        f"the fleet is {found.changes[0].use:.0%} used in its busiest hour "
+        "(2026-11-28T14:00:00Z to 15:00:00Z): enough, even with one less like a "
+        f"({found.changes[2].use:.0%})"
+    )
+
+
+@pytest.mark.parametrize("requests", [40, 200, 400])
+def test_a_smaller_fleet_is_never_predicted_to_be_better(requests: int) -> None:
+    nodes = [node("a"), node("b"), node("slow", decode_tps=1.0, prefill_tps=10.0, slots_total=4)]
+    found = {row.change: row for row in answer(even(requests), *nodes).changes}
+    now = found["as it is"]
+    for name, row in found.items():
+        larger, smaller = (row, now) if "more" in name else (now, row)
+        assert smaller.use >= larger.use, name
+        assert smaller.trial is not None, name
+        assert larger.trial is not None, name
+        for of in ("wait", "ttft", "completion"):
+            slower, faster = getattr(smaller.trial, of), getattr(larger.trial, of)
+            assert (slower.mean, slower.p95) >= (faster.mean, faster.p95), (name, of)
+
+
+def test_a_model_is_served_by_its_own_nodes() -> None:
+    nodes = [slow("a", models=["small"]), slow("b", models=["large"], slots_total=4)]
+    kinds = ({"model": "large", "node": "b"}, {"model": "small", "node": "a"})
+    arrivals = told(*((n * 15.0, kinds[not n % 4]) for n in range(240)))
+    found = answer(arrivals, *nodes)
+    rows = {row.change: row for row in found.changes}
+    # The nodes of `large` are the busiest place, whatever the others have left.
+    assert rows["one more like a"].use == rows["as it is"].use > rows["one more like b"].use
+    assert rows["one less like a"].missed == ("no node is left for a model",)
+    assert found.advice.add_like == "b"
+
+
+def test_an_addition_to_many_kinds_is_found_in_short_time() -> None:
+    nodes = [
+        slow(
+            f"n{n}",
+            decode_tps=0.1 * 1.3 ** (n % 10),
+            prefill_tps=9 * 1.3 ** (n // 10),
+            models=[f"m{n % 10}"],
+        )
+        for n in range(30)
+    ]
+    asked = told(*((n * 0.9, {"model": f"m{n % 10}"}) for n in range(4000)))
+    fleet = measured_fleet(nodes)
+    traffic = busiest_hour(asked, fleet, 1.0)
+    question = PlanQuestion(traffic.workload, Goal(), (), recorded=traffic.recorded)
+    began = time.process_time()
+    found = what_if(question, fleet, traffic, TimeLimit(1e-3))
+    assert found.advice.verdict == "saturated"
+    assert time.process_time() - began < 1.5
+
+
+def test_one_more_and_one_less_and_the_goal_moved() -> None:
+    fleet = MeasuredFleet((FleetPart(a_type("a", slots=2), 2),), ())
+    workload = Workload(600, 100, 100)
+    question = PlanQuestion(workload, Goal(completion_p95=40.0), (), requests=1500)
+    answered = what_if(question, fleet, traffic_of(workload), TimeLimit(120.0))
+    rows = {row.change: row for row in answered.changes}
+    assert list(rows) == [
+        "as it is",
+        "one more like a",
+        "one less like a",
+        "goal x 0.75",
+        "goal x 1.5",
+    ]
+    now, more, less = (rows[name] for name in ("as it is", "one more like a", "one less like a"))
+    assert now.trial is not None
+    assert more.trial is not None
+    assert more.trial.completion.p95 < now.trial.completion.p95
+    assert more.price.per_hour == pytest.approx(0.6)
+    assert less.trial is None
+    assert less.missed[0].startswith("overloaded: 1.")
+    assert rows["goal x 0.75"].missed != ()
+    assert rows["goal x 1.5"].missed == ()
+    assert answered.advice.verdict == "enough"

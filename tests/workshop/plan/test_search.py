@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import fmean, pvariance
+from typing import Any
+
+import pytest
+
+from gateway.workshop.plan.search import (
+    DIRECT,
+    FleetOption,
+    FleetPart,
+    Goal,
+    NodeTimes,
+    OutOfTimeError,
+    PlanQuestion,
+    TimeLimit,
+    allen_cunneen,
+    alone,
+    erlang_c,
+    error_of_mean,
+    estimate,
+    find_fleet,
+    fleet_name,
+    least_count,
+    least_that,
+    node_times,
+    try_fleet,
+    why_impossible,
+)
+from gateway.workshop.plan.workload import LENGTHS_SCV, Workload, make_trace
+from gateway.workshop.simulate.simulation import SimulatedMachine, SimulatedServer
+from gateway.workshop.simulate.trace import (
+    Job,
+    TracePrompt,
+    build_trace,
+    random_length,
+)
+from tests.each_case import each_case
+from tests.workshop.plan.accuracy import SHAPES, Shape, both
+from tests.workshop.plan.build import a_type
+
+WORKLOAD = Workload(600, 100, 100)
+
+
+def machine(slots: int = 1, decode: float = 10, prefill: float = 100) -> SimulatedMachine:
+    return SimulatedMachine("m", slots, prefill, decode)
+
+
+@each_case(
+    ("servers", "offered", "probability"),
+    [
+        # By the definition: a^c/c! c/(c-a) over the sum of the states.
+        (1, 0.3, 0.3), (2, 1.0, 1 / 3), (3, 2.0, 4 / 9), (10, 8.0, 0.40918),
+        (3, 3.0, 1.0), (3, 70.0, 1.0), (100_000, 99_900.0, 0.658),
+    ],
+)  # fmt: skip
+def test_erlang_c_is_that_of_the_tables(servers: int, offered: float, probability: float) -> None:
+    assert erlang_c(servers, offered) == pytest.approx(probability, rel=1e-3)
+
+
+def test_allen_cunneen_is_exact_for_one_server() -> None:
+    # Pollaczek-Khinchine: wait = rho / (mu - lambda) (1 + Cs²) / 2.
+    assert allen_cunneen(0.8, 0.8, 1.0) == pytest.approx(4.0)
+    assert allen_cunneen(0.8, 0.8, 1.0, service_scv=0.0) == pytest.approx(2.0)
+    assert allen_cunneen(1.0, 1.0, 1.0) == math.inf
+
+
+@each_case(
+    ("call", "problem"),
+    [
+        *((lambda n=n: erlang_c(n, 0.5), "servers must be from 1") for n in (0, -1, 10_000_000)),
+        *((lambda a=a: erlang_c(2, a), "finite number of erlangs") for a in (-1.0, math.inf)),
+        *(
+            (lambda n=n, a=a: estimate(NodeTimes(1, 0.5, 0.5, 0.1), n, a), "needs a node")
+            for n, a in ((0, 1.0), (1, -1.0), (1, math.nan))
+        ),
+        *((lambda s=s: Goal(ttft_p95=s), "positive number") for s in (0.0, -1.0, math.nan)),
+        (lambda: Goal(completion_p95=math.inf), "positive number of seconds"),
+    ],
+)
+def test_figures_that_are_none_are_refused(call: Callable[[], Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        call()
+
+
+def test_made_up_lengths_vary_as_the_estimate_takes_them_to() -> None:
+    rng = random.Random(1)
+    lengths = [random_length(rng, 1000) for _ in range(100_000)]
+    assert pvariance(lengths) / fmean(lengths) ** 2 == pytest.approx(LENGTHS_SCV, rel=0.02)
+
+
+def test_one_slot_is_the_queue_of_the_books() -> None:
+    times = node_times(machine(), 300, 100)
+    assert times.alone == times.full == pytest.approx(3.0 + 9.9)
+    arrivals = 0.6 * 3 * times.capacity
+    found = estimate(times, 3, arrivals)
+    assert found.waiting_share == erlang_c(3, arrivals * times.full)
+    assert found.completion == pytest.approx(found.wait + times.full)
+
+
+@pytest.mark.parametrize(("slots", "batch_cost"), [(16, 0.05), (4, 1.5)], ids=str)
+def test_a_node_that_is_not_full_is_faster_than_a_full_one(slots: int, batch_cost: float) -> None:
+    node_type = a_type(slots=slots, decode_tps=20, prefill_tps=500, batch_cost=batch_cost)
+    parts, limit = (FleetPart(node_type, 2),), TimeLimit(60.0)
+    times = node_times(node_type.machine("m"), 400, 200)
+    arrivals = 0.5 * 2 * times.capacity
+    workload = Workload(arrivals * 3600, 400, 200)
+    found = estimate(times, 2, arrivals, lengths_scv=workload.lengths_scv)
+    trial = try_fleet(parts, make_trace(workload, 1000, seed=1), limit, warm=True)
+    assert found.service == pytest.approx(trial.service, rel=0.1)
+
+
+def test_times_are_those_of_the_simulated_server() -> None:
+    """A full node, kept full, ends as many requests as the formula says."""
+    one = machine(slots=4, decode=40, prefill=600)
+    times = node_times(one, 700, 100)
+    server = SimulatedServer(one)
+    now, ended = 0.0, 0
+    rng = random.Random(3)
+    for number in range(400):
+        # Lengths differ, or all would read and write in step.
+        tokens, written = rng.randrange(600, 801), rng.randrange(60, 141)
+        server.take(Job(number, 0.0, TracePrompt(-1 - number, tokens), written), 0.0)
+    while server.next_end >= 0:
+        now = server.next_end
+        ended += len(server.end_steps(now)[1])
+    assert ended == 400
+    assert ended / now == pytest.approx(times.capacity, rel=0.05)
+
+
+def test_more_nodes_wait_less_and_more_traffic_waits_more() -> None:
+    single, times = node_times(machine(1), 300, 100), node_times(machine(2), 300, 100)
+    assert single.capacity < times.capacity < 2 * single.capacity
+    waits = [estimate(times, nodes, 0.1).wait for nodes in (1, 2, 3, 8, 50)]
+    assert all(more < less for less, more in pairwise(waits))
+    waits = [estimate(times, 2, use * 2 * times.capacity).wait for use in (0.1, 0.5, 0.9, 0.99)]
+    assert all(less < more for less, more in pairwise(waits))
+    found = estimate(times, 1, times.capacity)
+    assert (found.utilisation, found.wait) == (1.0, math.inf)
+    assert found.waiting_share == pytest.approx(1.0)
+    assert estimate(times, 1, 0.0).wait == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES[1:5], ids=str)
+@pytest.mark.parametrize("use", [0.6, 0.8])
+def test_the_estimate_of_the_wait_is_too_long_rather_than_too_short(
+    shape: Shape, use: float
+) -> None:
+    """By less than a third, or than the simulator can tell, at 95 % confidence."""
+    found, trial = both(shape, use, requests=10_000, seed=11)
+    assert found.wait >= trial.wait.mean - trial.wait_error
+    assert found.wait <= trial.wait.mean * 1.33 + trial.wait_error
+    assert found.service == pytest.approx(trial.service, rel=0.15)
+
+
+def test_the_first_tenth_of_the_requests_is_not_counted_and_parts_share_the_rest() -> None:
+    parts = (FleetPart(a_type("slow"), 1), FleetPart(a_type("fast", decode_tps=80.0), 1))
+    trial = try_fleet(parts, make_trace(Workload(300, 100, 100), 500, seed=1), TimeLimit(60.0))
+    assert trial.requests == 450
+    slow, fast = trial.shares
+    assert slow.requests + fast.requests == pytest.approx(1.0)
+    assert fast.completion_tokens > slow.completion_tokens
+    assert fleet_name(parts) == "1 x slow + 1 x fast"
+
+
+def test_without_the_gateway_requests_wait_inside_the_node() -> None:
+    trace = make_trace(Workload(300, 100, 100), 500, seed=1)
+    trial = try_fleet((FleetPart(a_type(), 1),), trace, TimeLimit(60.0), policy=DIRECT)
+    assert trial.waiting_share > 0.5
+    assert trial.wait.mean > 0
+
+
+def test_a_backlog_grows_from_its_sample() -> None:
+    workload = Workload(1000, 100, 100, backlog_hours=5.0)
+    parts = (FleetPart(a_type(slots=2), 2),)
+    whole = try_fleet(parts, make_trace(workload, 1000, 1), TimeLimit(60.0), backlog=1000)
+    sample = try_fleet(parts, make_trace(workload, 250, 1), TimeLimit(60.0), backlog=1000)
+    assert sample.seconds == pytest.approx(whole.seconds, rel=0.1)
+    assert sample.completion.mean == pytest.approx(whole.completion.mean, rel=0.1)
+
+
+def test_the_error_of_a_mean_holds_the_true_mean() -> None:
+    rng = random.Random(5)
+    held = 0
+    for _ in range(200):
+        values = [rng.expovariate(1.0) for _ in range(400)]
+        held += abs(sum(values) / 400 - 1.0) <= error_of_mean(values)
+    assert 180 <= held <= 199
+    assert error_of_mean([1.0] * 39) == math.inf
+
+
+def test_trials_end_when_the_time_is_used_up() -> None:
+    now = [0.0]
+    told: list[tuple[str, float]] = []
+    limit = TimeLimit(
+        10.0, clock=lambda: now[0], on_trial=lambda name, share: told.append((name, share))
+    )
+    trace = make_trace(WORKLOAD, 100, seed=1)
+    try_fleet((FleetPart(a_type(), 2),), trace, limit)
+    now[0] = 10.0
+    with pytest.raises(OutOfTimeError, match="10 s for simulations are used up"):
+        try_fleet((FleetPart(a_type(), 3),), trace, limit)
+    assert told == [("2 x node", 0.0), ("3 x node", 1.0)]
+    assert limit.trials == 1
+
+
+def test_no_fleet_is_faster_than_a_node_alone() -> None:
+    trace = make_trace(WORKLOAD, 800, seed=1)
+    ttft, completion = alone(trace.jobs, a_type())
+    trial = try_fleet((FleetPart(a_type(), 50),), trace, TimeLimit(60.0))
+    assert trial.ttft.p95 == pytest.approx(ttft, rel=0.05)
+    assert trial.completion.p95 == pytest.approx(completion, rel=0.05)
+
+
+def test_what_an_earlier_turn_has_read_needs_no_reading() -> None:
+    turns = [Job(0, n * 100.0, TracePrompt(7, 1000 + n * 20), 10) for n in range(40)]
+    ttft, _ = alone(build_trace(turns).jobs, a_type())
+    assert ttft < 1.0
+
+
+@each_case("answer", [1, 2, 7, 31, 100])
+def test_the_least_number_is_found_in_few_steps(answer: int) -> None:
+    asked: list[int] = []
+
+    def holds(count: int) -> bool:
+        asked.append(count)
+        return count >= answer
+
+    assert least_that(holds, 1, 100) == answer
+    assert len(asked) <= 15
+    assert len(asked) == len(set(asked))
+
+
+def test_a_number_that_never_holds_is_none() -> None:
+    assert least_that(lambda count: False, 1, 100) is None
+
+
+def test_without_a_goal_the_use_decides() -> None:
+    assert least_count(a_type(), WORKLOAD, Goal()) == math.ceil(600 / 3600 * 10.9 / 0.8)
+    assert least_count(a_type(), WORKLOAD, Goal(most_use=1.0)) == 2
+    assert least_count(a_type(servers=2), WORKLOAD, Goal()) == 2
+
+
+def found_for(
+    goal: Goal, workload: Workload = WORKLOAD, *, seconds: float = 120.0, **node: Any
+) -> FleetOption:
+    question = PlanQuestion(workload, goal, (), requests=1500)
+    return find_fleet(question, a_type(**node), TimeLimit(seconds))
+
+
+def test_a_goal_takes_more_nodes_than_the_work_and_no_more_than_it_must() -> None:
+    tight, loose = found_for(Goal(ttft_p95=5.0)), found_for(Goal(completion_p95=120.0))
+    assert loose.trial is not None
+    assert tight.trial is not None
+    assert loose.trial.completion.p95 <= 120.0
+    assert tight.trial.ttft.p95 <= 5.0
+    least = least_count(a_type(), WORKLOAD, Goal(ttft_p95=5.0))
+    assert max(loose.machines, least) < tight.machines
+    fewer = (FleetPart(a_type(), tight.machines - 1),)
+    trial = try_fleet(fewer, make_trace(WORKLOAD, 1500, seed=1), TimeLimit(120.0))
+    assert Goal(ttft_p95=5.0).misses(trial) != []
+
+
+def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
+    trace = make_trace(WORKLOAD, 1500, seed=1)
+    found = why_impossible(a_type(), trace, Goal(ttft_p95=1.0))
+    assert found.startswith("prefill_tps 100 makes a TTFT p95 of 2.")
+    assert "s above the goal of 1 s: it would take 2" in found
+    found = why_impossible(a_type(), trace, Goal(completion_p95=10.0))
+    assert found.startswith("decode_tps 10 and prefill_tps 100 make a completion p95 of ")
+    assert "times as fast" in found
+    assert why_impossible(a_type(), trace, Goal(ttft_p95=60.0)) == ""
+
+
+def test_a_backlog_is_done_in_time() -> None:
+    found = found_for(Goal(), Workload(2000, 100, 100, backlog_hours=2.0), slots=2)
+    assert found.trial is not None
+    assert found.trial.seconds <= 7200
+    assert found.use <= 1
+
+
+def test_out_of_time_the_estimate_is_left() -> None:
+    found = found_for(Goal(ttft_p95=5.0), seconds=1e-9)
+    assert found.trial is None
+    assert found.why_estimated == "1e-09 s for simulations are used up"
+
+
+def test_a_fleet_of_millions_is_not_simulated() -> None:
+    huge = Workload(1e9, 100, 1000)
+    found = found_for(Goal(), huge)
+    assert found.trial is None
+    assert "it would take 35" in found.rejected
+    assert found_for(Goal(), huge, slots=200).rejected
+    found = found_for(Goal(), Workload(1e6, 100, 1000))
+    assert found.why_estimated == "more than 2000 nodes are not simulated"

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.schedule.core.autoscaling_policy import AutoscalingRules
+from gateway.schedule.core.selection import POLICIES
+from gateway.workshop.simulate.comparison import (
+    OTHER_PROXIES,
+    UnknownPolicyError,
+    build_front,
+    compare,
+    compare_elastic,
+    known_policies,
+)
+from gateway.workshop.simulate.fronts import LearntKnowledge
+from gateway.workshop.simulate.simulation import SimulatedMachine, simulate
+from gateway.workshop.simulate.trace import Trace, Traffic, generate
+from tests.calls import count_calls
+from tests.workshop.simulate.build import job, machine, trace
+
+FLEET = [SimulatedMachine(f"fast{i}", 2, 600.0, 40.0) for i in range(4)] + [
+    SimulatedMachine(f"slow{i}", 2, 250.0, 16.0) for i in range(2)
+]
+
+
+def test_every_policy_and_both_other_proxies_can_be_compared() -> None:
+    assert set(known_policies()) == {*POLICIES, *OTHER_PROXIES}
+    reports = compare(generate(Traffic(requests=150, rate=1.0), 1), FLEET, known_policies())
+    assert [report.policy for report in reports] == list(known_policies())
+    for report in reports:
+        assert report.requests == 150
+        assert 0 < report.bound <= report.completion.mean
+        assert 0 < report.utilisation < 1
+        assert 0 < report.cached_share < 1
+        assert report.ttft.p50 <= report.ttft.p95 <= report.ttft.p99
+        assert report.wait.mean + report.service == pytest.approx(report.completion.mean)
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    def played() -> float:
+        trace = generate(Traffic(requests=100, rate=1.0), 5)
+        return compare(trace, FLEET, ["least_finish"], seed=3)[0].completion.mean
+
+    assert played() == played()
+
+
+def test_an_unknown_policy_is_an_error_before_anything_is_played() -> None:
+    reported: list[str] = []
+    with pytest.raises(UnknownPolicyError, match="no policy 'best'; known: least_finish, "):
+        compare(
+            generate(Traffic(requests=10, rate=1.0), 1),
+            FLEET,
+            ["nginx", "best"],
+            progress=lambda name, _: reported.append(name),
+        )
+    assert reported == []
+    with pytest.raises(UnknownPolicyError):
+        build_front("best", FLEET)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_least_finish_is_well_ahead_of_counting_connections(exact: bool) -> None:
+    trace = generate(Traffic(requests=1500, rate=1.0), 1)
+    ours, nginx = compare(trace, FLEET, ["least_finish", "nginx"], exact=exact)
+    assert ours.completion.mean < 0.85 * nginx.completion.mean
+    assert ours.ttft.p95 < 0.85 * nginx.ttft.p95
+    assert ours.cached_share > nginx.cached_share
+
+
+def test_no_node_gets_more_than_it_has_slots_for() -> None:
+    trace = generate(Traffic(requests=600, rate=4.0), 1)
+    simulate(trace, FLEET, build_front("least_finish", FLEET))
+    assert all(job.began == job.sent for job in trace.jobs)
+    ends = sorted(
+        [(job.began, 1, job.node) for job in trace.jobs]
+        + [(job.ended, 0, job.node) for job in trace.jobs]
+    )
+    busy = [0] * len(FLEET)
+    for _, begins, node in ends:
+        busy[node] += 1 if begins else -1
+        assert 0 <= busy[node] <= 2
+
+
+def test_urgent_requests_go_before_batch() -> None:
+    jobs = [job(time=i * 0.01, label="batch", output=50) for i in range(40)]
+    jobs += [job(time=1.0 + i * 0.01, label="urgent", output=50) for i in range(5)]
+    machines = [machine(2)]
+    simulate(trace(jobs), machines, build_front("least_finish", machines))
+    last = max(one.began for one in jobs if one.priority_label == "urgent")
+    assert sum(one.began > last for one in jobs if one.priority_label == "batch") > 20
+
+
+def test_learnt_speeds_are_near_the_real_ones() -> None:
+    from gateway.workshop.simulate.fronts import GatewayFront
+
+    learnt = LearntKnowledge()
+    front = GatewayFront(FLEET, knowledge=learnt)
+    simulate(generate(Traffic(requests=1000, rate=1.0), 2), FLEET, front)
+    for node, row in zip(FLEET, front.state.rows, strict=True):
+        assert row.token_base == pytest.approx(node.token_base, rel=0.3)
+        assert row.prefill_tps == pytest.approx(node.prefill_tps, rel=0.4)
+
+
+def test_prompts_believed_cached_mostly_are() -> None:
+    """What the gateway believes to be cached when it places a request, compared with what was."""
+    from gateway.workshop.simulate.fronts import ExpectedRequest, GatewayFront
+    from gateway.workshop.simulate.trace import Job
+
+    believed: list[tuple[float, int]] = []
+
+    class Watched(LearntKnowledge):
+        def ended(self, job: Job, known: ExpectedRequest, now: float) -> None:
+            believed.append((known.cached.get(job.node, 0.0), job.cached))
+            super().ended(job, known, now)
+
+    front = GatewayFront(FLEET, knowledge=Watched())
+    simulate(generate(Traffic(requests=1500, rate=0.8), 2), FLEET, front)
+    wrong = sum(abs(guess - real) for guess, real in believed)
+    assert wrong < 0.2 * sum(real for _, real in believed)
+
+
+@pytest.mark.slow
+def test_a_request_costs_little_more_among_ten_times_the_nodes() -> None:
+    """So an hour of a thousand nodes is played in minutes: docs/simulation.md has the figures."""
+
+    def work(nodes: int) -> float:
+        fleet = [SimulatedMachine(f"fast{i}", 2, 700.0, 48.0) for i in range(7 * nodes // 10)]
+        fleet += [SimulatedMachine(f"slow{i}", 2, 240.0, 16.0) for i in range(3 * nodes // 10)]
+        traffic = Traffic(requests=400, rate=0.16 * nodes, answer=172.0, tenants=120)
+        trace = generate(traffic, 1)
+        # Warm: each node is calibrated once, however few requests come.
+        front = build_front("least_finish", fleet, warm=True)
+        return count_calls(lambda: simulate(trace, fleet, front)) / 400
+
+    assert work(1000) < 1.5 * work(100)
+
+
+RULES = AutoscalingRules(start_above=2, start_after=1, stop_after=60, cooldown=10)
+
+
+def bursts() -> Trace:
+    """A request now and then, and forty at once after five minutes."""
+    quiet = [job(time=30.0 * number) for number in range(40)]
+    return trace([*quiet, *(job(time=300.0 + number / 10, output=60) for number in range(40))])
+
+
+def test_a_burst_is_served_with_fewer_machine_hours_than_always_on() -> None:
+    base, standby = [machine()], [machine(), machine(), machine()]
+    always, elastic, alone = compare_elastic(bursts(), base, standby, RULES, startup=20)
+    assert (always.starts, alone.starts) == (0, 0)
+    assert 1 <= elastic.starts <= 3
+    assert alone.machine_hours < elastic.machine_hours < 0.6 * always.machine_hours
+    assert always.report.wait.mean < elastic.report.wait.mean < alone.report.wait.mean
+
+
+def test_a_machine_is_paid_from_its_start_to_its_stop() -> None:
+    work = trace([job(time=0.0, output=10), job(time=600.0, output=10)])
+    always, elastic = compare_elastic(work, [], [machine()], RULES, startup=20)
+    assert always.machine_hours == pytest.approx(always.report.seconds / 3600)
+    assert elastic.starts == 2
+    # Twice: 20 s to start, a second of work, 60 s until it is stopped.
+    assert elastic.machine_hours * 3600 == pytest.approx(2 * 81, abs=4)
+    assert elastic.report.wait.mean == pytest.approx(20, abs=3)
+
+
+def test_a_machine_that_was_stopped_has_lost_its_caches() -> None:
+    turns = [job(time=0.0, prompt=1000, stream=1), job(time=600.0, prompt=1200, stream=1)]
+    always, elastic = compare_elastic(trace(turns), [], [machine()], RULES, startup=20)
+    assert always.report.cached_share > 0.4
+    assert elastic.report.cached_share == 0
+
+
+def test_bursts_raise_the_rate_for_a_time_and_keep_the_mean() -> None:
+    traffic = Traffic(requests=20_000, rate=2.0, turns=1, burst=8.0, every=1000.0, lasting=200.0)
+    jobs = generate(traffic, 3).jobs
+    assert len(jobs) / jobs[-1].time == pytest.approx(2.0, rel=0.1)
+    inside = sum(0.5 <= (one.time / 1000.0) % 1.0 < 0.7 for one in jobs)
+    assert inside / len(jobs) == pytest.approx(8 * 0.2 / (0.8 + 8 * 0.2), abs=0.05)
+
+
+@pytest.mark.parametrize("text", ["burst=0.5", "lasting=4000", "lasting=0"])
+def test_impossible_bursts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="burst must be"):
+        Traffic.from_text(text)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.config.inventory import Inventory, load_inventory
+from gateway.workshop.simulate.fleets import (
+    FleetError,
+    NodeSpeeds,
+    ServerSetup,
+    from_inventory,
+    from_text,
+    read_speeds,
+)
+from tests.each_case import each_case
+
+USUAL = NodeSpeeds(100.0, 10.0, 0.2)
+
+
+def inventory(folder: Path, text: str) -> Inventory:
+    path = folder / "nodes.yaml"
+    path.write_text(text)
+    return load_inventory(path)
+
+
+def test_a_fleet_is_read_from_text() -> None:
+    machines = from_text("2x2@40:600, 1x4@16.5:250+0.3", ServerSetup(batch_tokens=256))
+    assert [(m.name, m.slots, m.decode_tps, m.prefill_tps) for m in machines] == [
+        ("node-1", 2, 40.0, 600.0),
+        ("node-2", 2, 40.0, 600.0),
+        ("node-3", 4, 16.5, 250.0),
+    ]
+    assert [m.batch_cost for m in machines] == [0.15, 0.15, 0.3]
+    assert machines[0].batch_tokens == 256
+    assert machines[0].token_step == pytest.approx(0.15 / 40)
+
+
+@each_case(
+    ("text", "message"),
+    [
+        ("", "write COUNTxSLOTS@DECODE:PREFILL, such as 4x2@40:600"),
+        ("4x2", "write COUNTxSLOTS"),
+        ("4x2@4.0.0:600", "no number"),
+        ("0x2@40:600", "1 to 100000 nodes"),
+        ("1x0@40:600", "needs a slot"),
+        ("1x2@0:600", "speeds must be positive"),
+    ],
+)
+def test_an_impossible_fleet_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(FleetError, match=message):
+        from_text(text, ServerSetup())
+
+
+def test_an_inventory_with_measured_speeds(tmp_path: Path) -> None:
+    nodes = inventory(
+        tmp_path,
+        """
+nodes:
+  - {name: a, url: http://a, slots: 2}
+  - {name: b, url: http://b, speed_hint: 3.0}
+  - {name: c, url: http://c, enabled: false}
+  - {name: d, url: http://d, standby: true}
+""",
+    )
+    speeds = {"a": NodeSpeeds(700.0, 44.0), "b": NodeSpeeds(slots=4)}
+    machines, notes = from_inventory(nodes, speeds, USUAL, ServerSetup())
+    assert [(m.name, m.slots, m.prefill_tps, m.decode_tps) for m in machines] == [
+        ("a", 2, 700.0, 44.0),
+        ("b", 4, 300.0, 30.0),
+    ]
+    assert notes == [
+        "assumed 10 and 100 tokens/s times `speed_hint` for b: --speeds FILE tells more"
+    ]
+
+
+def test_assumptions_are_noted(tmp_path: Path) -> None:
+    text = "nodes:\n" + "".join(f"  - {{name: n{i}, url: http://n{i}}}\n" for i in range(5))
+    machines, notes = from_inventory(inventory(tmp_path, text), {}, USUAL, ServerSetup())
+    assert {machine.slots for machine in machines} == {1}
+    assert notes[0].startswith("assumed one slot for n0, n1, n2 and 2 more")
+
+
+def test_an_inventory_without_working_nodes_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match="no node that gets work"):
+        from_inventory(inventory(tmp_path, "nodes: []"), {}, USUAL, ServerSetup())
+
+
+def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
+    message = {
+        "nodes": [
+            {"name": "a", "prefill_tps": 600.5, "decode_tps": 40, "slots_total": 2, "state": "up"},
+            {"name": "b", "prefill_tps": None, "decode_tps": None, "slots_total": None},
+        ]
+    }
+    path = tmp_path / "speeds.json"
+    path.write_text(json.dumps(message))
+    assert read_speeds(path) == {"a": NodeSpeeds(600.5, 40.0, None, 2), "b": NodeSpeeds()}
+
+
+@each_case(
+    ("name", "text", "message"),
+    [
+        ("s.json", "{,", "s.json:1:2: "),
+        ("s.yaml", "a: [", "s.yaml:1:"),
+        ("s.json", "3", "holds no list of nodes"),
+        ("s.json", '{"nodes": [3]}', r"nodes\[0\]: has no name"),
+        ("s.json", '[{"name": "a", "decode_tps": 0}]', r"nodes\[0\].decode_tps: must be a posit"),
+        ("s.json", '[{"name": "a", "prefill_tps": NaN}]', "must be a positive number"),
+    ],
+)
+def test_wrong_speeds_are_errors_with_their_place(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(FleetError, match=message):
+        read_speeds(path)
+
+
+def test_a_missing_speeds_file_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    with pytest.raises(
+        FleetError, match=r"none\.json: can't be read: No such file.*check the path"
+    ):
+        read_speeds(path)
+
+
+def test_host_memory_is_counted_in_tokens() -> None:
+    assert ServerSetup(cache_ram_mib=8192).cache_tokens == 65_536
+    assert from_text("1x1@1:1", ServerSetup(cache_ram_mib=0))[0].cache_tokens == 0

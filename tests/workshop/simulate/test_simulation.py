@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from gateway.workshop.simulate.fronts import LeastConn
+from gateway.workshop.simulate.simulation import (
+    Front,
+    SimulatedFleet,
+    SimulatedMachine,
+    SimulatedPromptCache,
+    StuckError,
+    simulate,
+)
+from gateway.workshop.simulate.trace import (
+    Job,
+    TracePrompt,
+    Traffic,
+    common_tokens,
+    generate,
+)
+from tests.each_case import each_case
+from tests.workshop.simulate.build import job, machine, trace
+
+
+def play(jobs: list[Job], *, on: SimulatedMachine | None = None) -> list[Job]:
+    """Send all jobs to one node at their times; returns them in the order given."""
+    simulate(trace(jobs), [on or machine()], LeastConn(1))
+    return jobs
+
+
+def test_a_single_request_prefills_and_decodes_token_by_token() -> None:
+    (one,) = play([job(prompt=1000, output=11)])
+    # Two steps read 512 and 488 tokens; the second gives the first token, ten more follow.
+    assert one.first == pytest.approx(1.0)
+    assert one.ended == pytest.approx(1.0 + 10 * 0.1)
+
+
+def test_a_step_is_never_shorter_than_reading_the_weights() -> None:
+    (one,) = play([job(prompt=5, output=1)])
+    assert one.ended == pytest.approx(0.1)
+
+
+def test_two_decoding_slots_share_a_step_that_is_little_longer() -> None:
+    one, two = play([job(prompt=100, output=21), job(prompt=100, output=21)])
+    # The second arrives during the first one's prefill, and prefills while that decodes a token.
+    assert one.first == pytest.approx(0.1)
+    assert two.first == pytest.approx(0.1 + 0.11)
+    assert one.ended == pytest.approx(0.21 + 19 * 0.11)
+    assert two.ended == pytest.approx(one.ended + 0.1)
+
+
+def test_prefill_holds_decoding_neighbours_to_one_token_a_step() -> None:
+    writer, reader = play([job(prompt=100, output=101), job(time=2.05, prompt=5110, output=2)])
+    # Ten steps of 511 tokens (the batch less the decoded one), each 0.511 + 0.01 s.
+    assert reader.began == pytest.approx(2.05)
+    assert reader.first == pytest.approx(2.1 + 10 * 0.521)
+    # Ten tokens in 5.21 s; a token alone takes 0.1 s, one beside the reader's second token 0.11.
+    assert writer.ended == pytest.approx(0.1 + 10.0 - 11 * 0.1 + 10 * 0.521 + 0.11)
+
+
+def test_prompts_are_read_in_the_order_of_their_slots() -> None:
+    first, second = play([job(prompt=1024, output=1), job(prompt=1024, output=1)])
+    # The first got the last slot, idle longest; the next one's slot comes before it.
+    assert second.slot < first.slot
+    assert second.first == pytest.approx(0.512 + 1.024)
+    assert first.first == pytest.approx(2.048)
+
+
+def test_requests_beyond_the_slots_wait_inside_first_in_first_out() -> None:
+    jobs = play([job(time=i / 100, prompt=100, output=50) for i in range(4)], on=machine(1))
+    assert [one.node for one in jobs] == [0] * 4
+    for earlier, later in pairwise(jobs):
+        assert later.began == pytest.approx(earlier.ended)
+
+
+def test_the_next_turn_finds_prompt_and_answer_but_the_last_token() -> None:
+    _, turn = play(
+        [job(prompt=500, output=50, stream=1), job(prompt=600, output=5, stream=1, pause=3.0)]
+    )
+    assert turn.cached == 549
+
+
+def test_a_turn_waits_for_the_one_before_it() -> None:
+    first, turn = play(
+        [
+            job(prompt=100, output=101, stream=1),
+            job(time=1.0, prompt=300, output=5, stream=1, pause=3.0),
+        ]
+    )
+    assert turn.arrived == pytest.approx(first.ended + 3.0)
+
+
+def test_every_token_of_a_busy_node_is_accounted_for() -> None:
+    jobs = [
+        job(time=i * 0.37, prompt=50 + 97 * (i % 7), output=1 + (i * 13) % 40) for i in range(200)
+    ]
+    result = simulate(trace(jobs), [machine(3)], LeastConn(1))
+    server = result.servers[0]
+    least = sum(one.prompt.tokens - one.cached for one in jobs) / 1000
+    assert least < server.busy_seconds <= result.ended - result.began + 1e-6
+    for one in jobs:
+        assert one.arrived <= one.began < one.first <= one.ended
+        assert one.to_read == one.to_write == 0
+        # No faster than alone.
+        assert one.ended - one.first >= (one.output - 1) * 0.1 - 1e-9
+    assert server.slots == [None] * 3
+    assert not server.queue
+
+
+@each_case(
+    ("key", "value"),
+    [("prefill", 0.0), ("decode", float("nan")), ("batch_cost", -1.0), ("batch", 2)],
+)
+def test_an_impossible_machine_is_refused(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=r"must|needs"):
+        machine(2, **{key: value})
+
+
+def serve(
+    cache: SimulatedPromptCache, prompt: TracePrompt, now: float, slots: int = 2
+) -> tuple[int, int]:
+    """Send a single request: its slot, and the tokens that the slot had cached."""
+    slot, cached = cache.choose_slot(prompt, list(range(slots)))
+    cache.save_idle([number == slot for number in range(slots)])
+    cache.store(slot, prompt, now)
+    return slot, cached
+
+
+def test_prompts_of_one_stream_have_the_shorter_in_common() -> None:
+    assert common_tokens(TracePrompt(1, 300), TracePrompt(1, 200)) == 200
+    assert common_tokens(TracePrompt(1, 300), TracePrompt(2, 300)) == 0
+
+
+def test_prompts_with_one_prefix_have_that_in_common() -> None:
+    assert common_tokens(TracePrompt(1, 300, 7, 100), TracePrompt(2, 200, 7, 100)) == 100
+    assert common_tokens(TracePrompt(1, 300, 7, 100), TracePrompt(2, 200, 8, 100)) == 0
+    assert common_tokens(TracePrompt(1, 300, 0, 0), TracePrompt(2, 200, 0, 0)) == 0
+
+
+def test_one_token_is_always_read() -> None:
+    cache = SimulatedPromptCache(1, 0)
+    serve(cache, TracePrompt(1, 100), 0.0, 1)
+    assert serve(cache, TracePrompt(1, 100), 1.0, 1) == (0, 99)
+
+
+def test_the_slot_with_most_of_the_prompt_takes_it() -> None:
+    cache = SimulatedPromptCache(2, 0)
+    serve(cache, TracePrompt(1, 100), 0.0)
+    other, _ = serve(cache, TracePrompt(2, 100), 1.0)
+    assert serve(cache, TracePrompt(2, 200), 2.0) == (other, 100)
+    assert serve(cache, TracePrompt(1, 200), 3.0) == (1 - other, 100)
+
+
+def test_with_a_tenth_in_common_the_slot_idle_longest_takes_the_prompt() -> None:
+    cache = SimulatedPromptCache(2, 0)
+    first, _ = serve(cache, TracePrompt(1, 500, 7, 50), 0.0)
+    serve(cache, TracePrompt(2, 500), 1.0)
+    assert serve(cache, TracePrompt(3, 500, 7, 50), 2.0) == (first, 50)
+    assert serve(cache, TracePrompt(4, 501, 7, 50), 3.0)[1] == 0
+
+
+def test_a_prompt_that_lost_its_slot_comes_back_from_host_memory() -> None:
+    cache = SimulatedPromptCache(1, 10_000)
+    serve(cache, TracePrompt(1, 1000), 0.0, 1)
+    serve(cache, TracePrompt(2, 1000), 1.0, 1)
+    assert cache.host_prompts == [TracePrompt(1, 1000)]
+    assert serve(cache, TracePrompt(1, 1200), 2.0, 1) == (0, 1000)
+    assert TracePrompt(1, 1000) not in cache.host_prompts
+
+
+def test_without_host_memory_an_evicted_prompt_is_lost() -> None:
+    cache = SimulatedPromptCache(1, 0)
+    serve(cache, TracePrompt(1, 1000), 0.0, 1)
+    serve(cache, TracePrompt(2, 1000), 1.0, 1)
+    assert serve(cache, TracePrompt(1, 1200), 2.0, 1) == (0, 0)
+
+
+def test_host_memory_drops_the_oldest_and_takes_no_prompt_that_is_too_large() -> None:
+    cache = SimulatedPromptCache(1, 2000)
+    for stream, tokens in enumerate((900, 900, 900, 2500, 10), start=1):
+        serve(cache, TracePrompt(stream, tokens), float(stream), 1)
+    assert cache.host_prompts == [TracePrompt(2, 900), TracePrompt(3, 900)]
+
+
+def test_a_longer_prompt_replaces_its_own_beginning() -> None:
+    cache = SimulatedPromptCache(2, 10_000)
+    serve(cache, TracePrompt(1, 500), 0.0)
+    serve(cache, TracePrompt(2, 500), 1.0)
+    serve(cache, TracePrompt(1, 800), 2.0)
+    serve(cache, TracePrompt(2, 600), 3.0)
+    assert cache.host_prompts == [TracePrompt(2, 500), TracePrompt(1, 800)]
+
+
+def test_a_large_prompt_is_not_loaded_for_a_small_part() -> None:
+    cache = SimulatedPromptCache(1, 10_000)
+    serve(cache, TracePrompt(1, 1000, 7, 200), 0.0, 1)
+    serve(cache, TracePrompt(2, 1000), 1.0, 1)
+    assert serve(cache, TracePrompt(3, 1000, 7, 200), 2.0, 1) == (0, 0)
+    assert serve(SimulatedPromptCache(1, 0), TracePrompt(1, 10), 0.0, 1) == (0, 0)
+
+
+class Keeper(Front):
+    """A front that sends nothing."""
+
+    alarm = math.inf
+
+    def arrive(self, job: Job, fleet: SimulatedFleet) -> None: ...
+
+    def ended(self, job: Job, fleet: SimulatedFleet) -> None: ...
+
+
+class Delayer(Keeper):
+    """A front that sends each request a second later."""
+
+    def __init__(self) -> None:
+        self.alarm = math.inf
+        self._kept: list[Job] = []
+
+    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+        self._kept.append(job)
+        self.alarm = self._kept[0].arrived + 1.0
+
+    def wake(self, fleet: SimulatedFleet) -> None:
+        fleet.send(self._kept.pop(0), 0)
+        self.alarm = self._kept[0].arrived + 1.0 if self._kept else math.inf
+
+
+def test_a_front_that_serves_nothing_is_an_error() -> None:
+    with pytest.raises(StuckError, match="2 of 2 requests were never served"):
+        simulate(trace([job(), job()]), [machine()], Keeper())
+
+
+def test_a_front_whose_alarm_never_ends_is_an_error() -> None:
+    ringing = Keeper()
+    ringing.alarm = 0.0
+    with pytest.raises(StuckError, match="for ever"):
+        simulate(trace([job(time=1.0)]), [machine()], ringing)
+
+
+def test_a_front_is_woken_at_its_alarm() -> None:
+    jobs = [job(time=2.0), job(time=2.25)]
+    simulate(trace(jobs), [machine()], Delayer())
+    assert [one.sent for one in jobs] == [3.0, 3.25]
+
+
+def test_a_trace_can_be_played_again() -> None:
+    played = generate(Traffic(requests=300, rate=1.0), seed=3)
+    machines = [machine(2, str(i)) for i in range(3)]
+    first = [(one.node, one.ended) for one in simulate(played, machines, LeastConn(3)).jobs]
+    again = [(one.node, one.ended) for one in simulate(played, machines, LeastConn(3)).jobs]
+    assert first == again
+
+
+def test_progress_is_reported() -> None:
+    reported: list[int] = []
+    played = generate(Traffic(requests=4100, rate=50.0), seed=3)
+    machines = [machine(4, str(i)) for i in range(40)]
+    simulate(played, machines, LeastConn(40), reported.append)
+    assert reported == [2000, 4000]

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.config.errors import ConfigError
+from gateway.workshop.simulate.trace import (
+    TRACE_KEYS,
+    TracePrompt,
+    Traffic,
+    generate,
+    read_trace,
+)
+from tests.each_case import each_case
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2225670,879,55
+"""
+
+
+def written(folder: Path, *lines: object, name: str = "trace.jsonl") -> Path:
+    path = folder / name
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def problems(path: Path) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        read_trace(path)
+    return [str(problem).replace(str(path), path.name) for problem in raised.value.problems]
+
+
+def test_a_line_needs_only_its_tokens(tmp_path: Path) -> None:
+    path = written(tmp_path, {"prompt_tokens": 10, "output_tokens": 5})
+    (job,) = read_trace(path).jobs
+    assert (job.time, job.prompt.tokens, job.output, job.max_tokens) == (0.0, 10, 5, None)
+    assert (job.priority_label, job.caller, job.is_later_turn) == ("normal", "", False)
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    one = {
+        "time": 1700000000.5,
+        "prompt_tokens": 1800,
+        "output_tokens": 120,
+        "max_tokens": 512,
+        "class": "batch",
+        "caller": "team-a",
+        "session": "s12",
+        "pause": 8.0,
+        "prefix": "assistant-v3",
+        "prefix_tokens": 1500,
+    }
+    assert set(one) == TRACE_KEYS
+    trace = read_trace(written(tmp_path, one, one | {"time": 1700000010.5, "prompt_tokens": 2000}))
+    first, second = trace.jobs
+    assert (first.time, second.time) == (0.0, 10.0)
+    assert first.prompt == TracePrompt(first.prompt.stream, 1800, first.prompt.prefix, 1500)
+    assert (first.max_tokens, first.priority_label, first.caller) == (512, "batch", "team-a")
+    assert trace.next_turns == {0: 1}
+    assert (second.is_later_turn, second.pause) == (True, 8.0)
+
+
+def test_requests_without_a_session_share_no_more_than_their_prefix(tmp_path: Path) -> None:
+    line = {"prompt_tokens": 90, "output_tokens": 5, "prefix": "p", "prefix_tokens": 40}
+    one, two = read_trace(written(tmp_path, line, line)).jobs
+    assert one.prompt.stream != two.prompt.stream
+    assert one.prompt.prefix == two.prompt.prefix
+
+
+def test_lines_are_sorted_by_their_times(tmp_path: Path) -> None:
+    lines = [{"time": t, "prompt_tokens": 10, "output_tokens": 1} for t in (5, 3.5, 4)]
+    assert [job.time for job in read_trace(written(tmp_path, *lines)).jobs] == [0.0, 0.5, 1.5]
+
+
+def test_an_answer_ends_at_max_tokens(tmp_path: Path) -> None:
+    line = {"prompt_tokens": 10, "output_tokens": 50, "max_tokens": 20}
+    assert read_trace(written(tmp_path, line)).jobs[0].output == 20
+
+
+@each_case(
+    ("line", "message"),
+    [
+        ('{"prompt_tokens": 3,', "trace.jsonl:2:21: Expecting property name"),
+        ("hello", "trace.jsonl:2:1: Expecting value (write one JSON object a line)"),
+        ("[1]", 'trace.jsonl:2: is no JSON object (write {"prompt_tokens": ...} on each line)'),
+        ("9" * 5000, "trace.jsonl:2: can't be read"),
+        ('{"prompt_tokens": 3}', "trace.jsonl:2: output_tokens: is missing"),
+        (
+            '{"prompt_tokens": 0, "output_tokens": 1}',
+            "trace.jsonl:2:2: prompt_tokens: 0 is not valid (write a whole number from 1",
+        ),
+        (
+            '{"prompt_tokens": 1, "output_tokens": true}',
+            "trace.jsonl:2:22: output_tokens: true is not valid",
+        ),
+        (
+            '{"prompt_tokens": 1, "output_tokens": 1, "time": NaN}',
+            "trace.jsonl:2:42: time: NaN is not valid (write seconds, such as 12.5)",
+        ),
+        (
+            '{"prompt_tokens": 1, "output_tokens": 1, "class": "vip"}',
+            "trace.jsonl:2:42: class: 'vip' is no class (urgent, premium, normal, batch)",
+        ),
+        (
+            '{"prompt_tokens": 1, "output_tokens": 1, "session": 7}',
+            "trace.jsonl:2:42: session: 7 is not valid (write a text in quotes)",
+        ),
+        (
+            '{"prompt_tokens": 1, "output_tokens": 1, "tokens": 7}',
+            "trace.jsonl:2:42: tokens: unknown key (known: caller, class",
+        ),
+        (
+            '{"prompt_tokens": 1, "output_tokens": 1, "prefix": "a", "prefix_tokens": 2}',
+            "trace.jsonl:2:57: prefix_tokens: more than prompt_tokens",
+        ),
+    ],
+)
+def test_a_broken_line_is_an_error_with_line_column_and_remedy(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = written(tmp_path, {"prompt_tokens": 1, "output_tokens": 1}, line)
+    (problem,) = problems(path)
+    assert problem.startswith(message)
+    assert "(" in problem
+
+
+def test_broken_lines_are_reported_up_to_a_limit(tmp_path: Path) -> None:
+    good = {"prompt_tokens": 1, "output_tokens": 1}
+    assert len(problems(written(tmp_path, good, "x", good, "y", "z"))) == 3
+    assert len(problems(written(tmp_path, *["x"] * 1000))) == 20
+
+
+def test_broken_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
+    good = {"prompt_tokens": 1, "output_tokens": 1}
+    trace = read_trace(written(tmp_path, "x", good, '{"a": 1}', good), skip_broken=True)
+    assert (len(trace.jobs), trace.skipped) == (2, 2)
+
+
+def test_a_request_without_a_time_comes_with_the_one_before_that_is_not_broken(
+    tmp_path: Path,
+) -> None:
+    good = {"prompt_tokens": 1, "output_tokens": 1}
+    lines = {**good, "time": 1}, {**good, "time": 900, "pause": -1}, good
+    trace = read_trace(written(tmp_path, *lines), skip_broken=True)
+    assert [job.time for job in trace.jobs] == [0, 0]
+
+
+def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
+    assert problems(written(tmp_path, "")) == ["trace.jsonl: holds no request (write one a line)"]
+
+
+def test_the_azure_layout_is_read(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, AZURE, name="azure.csv"))
+    assert [(job.prompt.tokens, job.output) for job in trace.jobs] == [
+        (374, 44),
+        (396, 109),
+        (879, 55),
+    ]
+    assert [job.time for job in trace.jobs] == pytest.approx([0.0, 4.314579, 4.541977], abs=1e-5)
+    assert len({job.prompt.stream for job in trace.jobs}) == 3
+
+
+def test_time_zones_of_later_azure_traces_are_understood(tmp_path: Path) -> None:
+    stamps = ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 00:00:02.5+00:00")
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{stamp},5,1" for stamp in stamps)]
+    times = [job.time for job in read_trace(written(tmp_path, *lines, name="a.csv")).jobs]
+    assert times == pytest.approx([0.0, 2.49007], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("soon,3,4", "a.csv:5:1: TIMESTAMP: 'soon' is not valid (write it as 2023-11-16"),
+        ("2023-11-16 18:15:46,-3,4", "a.csv:5:21: ContextTokens: '-3' is not valid"),
+        ("2023-11-16 18:15:46,3", "a.csv:5: has 2 cells"),
+    ],
+)
+def test_a_broken_line_of_a_csv_file_is_an_error(tmp_path: Path, line: str, message: str) -> None:
+    (problem,) = problems(written(tmp_path, AZURE.strip(), line, name="a.csv"))
+    assert problem.startswith(message)
+
+
+def test_a_csv_file_without_its_head_line_is_not_read_further(tmp_path: Path) -> None:
+    path = written(tmp_path, "time,tokens", "1,2", "3,4", name="a.csv")
+    (problem,) = problems(path)
+    assert problem.startswith("a.csv:1:1: the head line has no TIMESTAMP, ContextTokens, Generat")
+    with pytest.raises(ConfigError):
+        read_trace(path, skip_broken=True)
+
+
+def test_only_the_first_requests_are_read(tmp_path: Path) -> None:
+    assert len(read_trace(written(tmp_path, AZURE, name="a.csv"), limit=2).jobs) == 2
+
+
+def test_the_same_seed_makes_the_same_trace() -> None:
+    def drawn(seed: int) -> list[tuple[float, int, int]]:
+        jobs = generate(Traffic(requests=500, rate=2.0), seed).jobs
+        return [(job.time, job.prompt.tokens, job.output) for job in jobs]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_traffic_has_the_requested_rate_and_means() -> None:
+    traffic = Traffic(requests=20_000, rate=5.0, answer=200.0, turns=3.0)
+    trace = generate(traffic, 1)
+    jobs = trace.jobs
+    assert len(jobs) == 20_000
+    assert jobs[-1].time - jobs[0].time == pytest.approx(4000, rel=0.05)
+    # From the first tenth on: earlier conversations are under way.
+    assert sum(job.time < 400 for job in jobs) == pytest.approx(2000, rel=0.12)
+    assert sum(job.output for job in jobs) / len(jobs) == pytest.approx(200, rel=0.05)
+    conversations = len({job.prompt.stream for job in jobs})
+    assert len(jobs) / conversations == pytest.approx(3.0, rel=0.1)
+
+
+def test_every_turn_continues_the_one_before() -> None:
+    trace = generate(Traffic(requests=2000, rate=5.0), 1)
+    assert trace.next_turns
+    for before, after in trace.next_turns.items():
+        one, next_one = trace.jobs[before], trace.jobs[after]
+        assert one.prompt.stream == next_one.prompt.stream
+        assert next_one.prompt.tokens > one.prompt.tokens + one.output
+        assert next_one.time > one.time
+        assert next_one.is_later_turn
+
+
+def test_tenants_share_their_system_prompts_and_classes_their_part() -> None:
+    jobs = generate(Traffic(requests=5000, rate=5.0, tenants=3, system=700, batch=0.3), 1).jobs
+    assert {job.prompt.prefix for job in jobs} == {1, 2, 3}
+    assert {job.prompt.prefix_tokens for job in jobs} == {700}
+    assert sum(job.priority_label == "batch" for job in jobs) / 5000 == pytest.approx(0.3, abs=0.05)
+
+
+def test_traffic_is_read_from_text() -> None:
+    traffic = Traffic.from_text("rate=2.5, requests=100,turns=1")
+    assert (traffic.rate, traffic.requests, traffic.turns) == (2.5, 100, 1.0)
+
+
+@each_case(
+    ("text", "message"),
+    [
+        ("speed=1", "'speed' is nothing to set; known: requests, rate"),
+        ("rate=fast", "write a number"),
+        ("requests=1.5", "write a whole number"),
+        ("rate=0", "rate and lengths must be positive"),
+        ("rate=inf", "rate and lengths must be positive"),
+        ("requests=0", "at least 1"),
+        ("turns=nan", "at least 1"),
+        ("pause=-1", "not be negative"),
+        ("batch=0.7,urgent=0.7", "shares of the classes"),
+    ],
+)
+def test_invalid_traffic_is_an_error_with_an_explanation(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Traffic.from_text(text)

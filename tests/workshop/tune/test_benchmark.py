@@ -1,0 +1,388 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+
+import httpx
+import psutil
+import pytest
+
+from gateway.local.energy import open_meter
+from gateway.local.plan import LocalFleetPlan, plan_local_fleet
+from gateway.local.topology import read_topology
+from gateway.workshop.tune.benchmark import (
+    BenchmarkError,
+    MachineBenchmark,
+    ServerBenchmark,
+    StreamSample,
+    combined_throughput,
+    longest_silence,
+    measurement_subject,
+    other_work_between,
+    peak_memory,
+    read_cpu_times,
+)
+from gateway.workshop.tune.search import (
+    BenchmarkRequest,
+    Figures,
+    Setting,
+    SettingFailedError,
+    rule_of_thumb,
+)
+from tests.local.machine import make_machine, write
+from tests.local.powercap import PowercapTree
+from tests.servers import demo_servers, server_path
+
+REQUEST = BenchmarkRequest(prompt=400, answer=24)
+CONTEXT = 2048
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalFleetPlan:
+    monkeypatch.setenv("PATH", server_path())
+    return plan_local_fleet(cache=tmp_path)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_servers_are_started_with_the_setting_measured_and_ended(
+    plan: LocalFleetPlan, tmp_path: Path
+) -> None:
+    machine = MachineBenchmark(plan, REQUEST, context=CONTEXT)
+    # One thread: two of them wait for each other while other tests use the CPUs.
+    start = rule_of_thumb(read_topology()).with_knob("threads", 1)
+    two = await machine.measure(start, 200)
+    assert two.figures.decode_joules is None
+    tree = PowercapTree(tmp_path)
+    tree.add("intel-rapl:0", "package-0", 0)
+    with tree.drawing("intel-rapl:0", 50.0):
+        meter = open_meter(tree.root)
+        metered = MachineBenchmark(plan, REQUEST, context=CONTEXT, meter=meter)
+        one = await metered.measure(start.with_knob("slots", 1), 200)
+    # The demo model's tokens take less time than a step of the counter, so not more than this.
+    assert one.figures.decode_joules is not None
+    assert one.figures.prefill_joules is not None
+    assert (meter.joules() or 0.0) > 0
+    assert two.figures.stall is not None
+    assert one.figures.stall is None
+    for measured in (one, two):
+        assert measured.figures.prefill > 0
+        assert (measured.figures.memory or 0) > 3 << 20
+        assert measured.other_work is not None
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_the_servers_of_a_machine_are_measured_at_the_same_time(
+    plan: LocalFleetPlan, tmp_path: Path
+) -> None:
+    several = plan_local_fleet(servers=2, cache=tmp_path)
+    start = rule_of_thumb(read_topology()).with_knob("threads", 1)
+    alone = await MachineBenchmark(plan, REQUEST, context=CONTEXT).measure(start, 200)
+    both = await MachineBenchmark(several, REQUEST, context=CONTEXT).measure(start, 200)
+    assert alone.figures.memory is not None
+    assert both.figures.memory is not None
+    assert both.figures.memory > 1.5 * alone.figures.memory
+
+
+@pytest.mark.real
+async def test_a_setting_that_takes_too_long_is_given_up_and_its_server_ended(
+    plan: LocalFleetPlan,
+) -> None:
+    machine = MachineBenchmark(plan, REQUEST, context=CONTEXT)
+    with pytest.raises(TimeoutError):
+        await machine.measure(rule_of_thumb(read_topology()), 0.2)
+
+
+@pytest.mark.real
+async def test_a_server_that_does_not_start_is_no_crash(
+    plan: LocalFleetPlan, tmp_path: Path
+) -> None:
+    model = tmp_path / "broken.gguf"
+    model.write_bytes(plan.model.path.read_bytes()[:200_000])
+    broken = LocalFleetPlan(
+        plan.model,  # `up` and `tune` refuse what is cut short; this one breaks after they looked
+        False,
+        tuple(replace(spec, model=model) for spec in plan.specs),
+        None,
+        plan.log_folder,
+    )
+    machine = MachineBenchmark(broken, REQUEST, context=CONTEXT)
+    with pytest.raises(SettingFailedError, match="before it was ready"):
+        await machine.measure(rule_of_thumb(read_topology()), 60)
+
+
+async def test_a_setting_with_too_much_memory_is_not_started(
+    plan: LocalFleetPlan, tmp_path: Path
+) -> None:
+    machine = read_topology(make_machine(tmp_path / "machine", [[[0], [1]]], memory_gib=16))
+    start = Setting(1, 512, 256, 2, "free")
+    measured = MachineBenchmark(
+        plan, REQUEST, context=CONTEXT, known_memory=(start, 3 << 30), read_machine=lambda: machine
+    )
+    # 12 GiB are free: 3 GiB with two slots may become 12 with eight.
+    with pytest.raises(
+        SettingFailedError, match=r"may take 12\.0 GiB, and 2\.0 GiB must stay free"
+    ):
+        await measured.measure(start.with_knob("slots", 8), 60)
+    assert not plan.log_folder.exists()
+
+
+def test_figures_depend_on_model_server_machine_and_request(plan: LocalFleetPlan) -> None:
+    topology = read_topology()
+    about = measurement_subject(plan, topology, REQUEST, CONTEXT)
+    assert about["model_bytes"] == plan.model.size
+    assert "xllamacpp" in about["server"]
+    assert about != measurement_subject(plan, topology, BenchmarkRequest(500, 24), CONTEXT)
+
+
+CPUS = {0, 1}
+
+
+def machine(root: Path, busy: tuple[int, int], idle: int, **processes: int) -> Path:
+    """Write `/proc` with the ticks of two usable CPUs, of a third, and of processes."""
+    lines = [f"cpu{cpu} {ticks // 2} {ticks - ticks // 2} 0 {idle} 0 0 0 0 0 0" for cpu, ticks in
+             enumerate(busy)]  # fmt: skip
+    write(
+        root, "proc/stat", "\n".join(["cpu 1 2 3 4", *lines, "cpu2 9999 0 0 1 0 0 0 0", "intr 5"])
+    )
+    for pid, (name, ticks) in enumerate(processes.items(), start=100):
+        fields = ["S", *["0"] * 10, str(ticks), "0", *["0"] * 30]
+        write(root, f"proc/{pid}/stat", f"{pid} ({name}) {' '.join(fields)}")
+    return root
+
+
+def test_work_is_time_that_cpus_were_not_idle(tmp_path: Path) -> None:
+    before = read_cpu_times(CPUS, machine(tmp_path, (100, 100), 1000, make=50, idler=7))
+    after = read_cpu_times(CPUS, machine(tmp_path, (160, 100), 1040, make=110, idler=7))
+    # CPU 0 was busy for 60 of 100 ticks, CPU 1 for none of 40.
+    found = other_work_between(before, after)
+    assert found.busy_cpus == pytest.approx(60 / 70)
+    assert found.cpus == 2
+    assert [(pid, name) for pid, name, _ in found.top_processes] == [(100, "make")]
+    assert str(found) == "0.9 of 2 CPUs are busy: make (100) 86%"
+
+
+def test_own_work_is_not_counted(tmp_path: Path) -> None:
+    before = read_cpu_times(CPUS, machine(tmp_path, (100, 100), 1000, make=50, server=0))
+    after = read_cpu_times(CPUS, machine(tmp_path, (190, 110), 1005, make=60, server=90))
+    found = other_work_between(before, after, own={101})
+    assert found.busy_cpus == pytest.approx(10 / 55)
+    assert [name for _, name, _ in found.top_processes] == ["make"]
+
+
+def test_a_process_name_may_hold_brackets_and_blanks(tmp_path: Path) -> None:
+    before = read_cpu_times(CPUS, machine(tmp_path, (0, 0), 0))
+    after = read_cpu_times(CPUS, machine(tmp_path, (90, 90), 10, **{"a) R (b": 90}))
+    assert other_work_between(before, after).top_processes[0][1] == "a) R (b"
+
+
+def test_a_system_without_proc_has_no_known_work(tmp_path: Path) -> None:
+    times = read_cpu_times(CPUS, tmp_path)
+    assert times.cpus == 0
+    assert other_work_between(times, times).busy_cpus == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_busy_process_of_this_machine_is_found() -> None:
+    cpus = os.sched_getaffinity(0)
+    code = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
+    with Popen([sys.executable, "-c", code], stdout=DEVNULL) as busy:
+        try:
+            before, process = read_cpu_times(cpus), psutil.Process(busy.pid)
+            spent = process.cpu_times().user
+            while process.cpu_times().user < spent + 0.5:
+                assert busy.poll() is None
+            after = read_cpu_times(cpus)
+            found = other_work_between(before, after, own={os.getpid()})
+            seconds = (after.total - before.total) / after.cpus / os.sysconf("SC_CLK_TCK")
+            assert found.busy_cpus * seconds > 0.25  # of the half that it has used
+            assert (
+                other_work_between(before, after, own={os.getpid(), busy.pid}).busy_cpus
+                < found.busy_cpus
+            )
+            assert (peak_memory(busy.pid) or 0) > 1 << 20
+        finally:
+            busy.kill()
+
+
+def test_a_process_that_has_ended_has_no_memory(tmp_path: Path) -> None:
+    assert peak_memory(4711, tmp_path) is None
+
+
+SMALL_REQUEST = BenchmarkRequest(prompt=400, answer=24)
+SLOT_CONTEXT = 2048
+
+
+def stream(*steps: tuple[float, int], speed: float = 1000.0) -> list[StreamSample]:
+    return [StreamSample(at, tokens, speed) for at, tokens in steps]
+
+
+class TestThroughput:
+    def test_all_tokens_over_all_time(self) -> None:
+        streams = [stream((0, 1), (1, 11), (2, 21)), stream((0.5, 1), (2.5, 21))]
+        assert combined_throughput(streams) == 40 / 2.5
+
+    def test_tokens_that_arrive_in_a_bunch_do_not_count_as_fast(self) -> None:
+        late = [stream((5.0, 1), (5.001, 41), speed=20.0)] * 2
+        assert combined_throughput(late) == 40.0
+
+    def test_a_stream_of_one_chunk_has_no_speed(self) -> None:
+        with pytest.raises(BenchmarkError, match="one piece"):
+            combined_throughput([stream((0, 1), (1, 2)), stream((0, 30))])
+
+
+def test_silence_counts_from_the_neighbour_s_prompt_on() -> None:
+    times = [0.0, 5.0, 5.1, 5.2, 7.2, 7.3]
+    assert longest_silence(times, since=5.1) == pytest.approx(2.0)
+    assert longest_silence(times, since=4.0) == 5.0
+    assert longest_silence(times, since=9.0) == 0.0
+
+
+async def benchmark(
+    answers: dict[str, httpx.Response],
+    slots: int = 2,
+    read_joules: Callable[[], float | None] = lambda: None,
+    servers: int = 1,
+) -> Figures:
+    def answer(request: httpx.Request) -> httpx.Response:
+        found = answers[request.url.path]
+        return httpx.Response(found.status_code, content=found.content)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        return await ServerBenchmark(
+            "http://node", client, SMALL_REQUEST, slots=slots, context=SLOT_CONTEXT,
+            read_joules=read_joules, servers=servers,
+        ).run()  # fmt: skip
+
+
+IDLE = httpx.Response(200, json=[{"is_processing": False}])
+TOKENS = httpx.Response(200, json={"tokens": list(range(1000))})
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"/tokenize": httpx.Response(200, json={"tokens": [1, 2]})}, "/tokenize answered"),
+        ({"/tokenize": httpx.Response(200, text="<html>")}, "not JSON"),
+        (
+            {"/tokenize": TOKENS, "/completion": httpx.Response(503, text="Loading model")},
+            "HTTP 503: Loading model",
+        ),
+        (
+            {"/tokenize": TOKENS, "/completion": httpx.Response(200, text="data: {}\n\n")},
+            "no usable `timings`",
+        ),
+        (
+            {
+                "/tokenize": TOKENS,
+                "/completion": httpx.Response(200, text='data: {"error": "context"}\n\n'),
+            },
+            "context",
+        ),
+    ],
+)
+async def test_an_odd_response_is_reported(
+    answers: dict[str, httpx.Response], message: str
+) -> None:
+    with pytest.raises(BenchmarkError, match=message):
+        await benchmark(answers)
+
+
+async def test_prefill_and_decode_speeds_are_the_server_s_own() -> None:
+    timings = {"prompt_n": 400, "prompt_per_second": 900.0, "predicted_per_second": 30.0}
+    message = httpx.Response(200, text=f"data: {json.dumps({'timings': timings})}\n\n")
+    found = await benchmark({"/tokenize": TOKENS, "/completion": message}, slots=1)
+    assert found == Figures(900.0, 30.0, 30.0, None, None)
+
+
+def chunks(*written: int) -> httpx.Response:
+    timings = {"prompt_n": 400, "prompt_per_second": 900.0, "predicted_per_second": 30.0}
+    text = "".join(
+        f"data: {json.dumps({'timings': {**timings, 'predicted_n': number}})}\n\n"
+        for number in written
+    )
+    return httpx.Response(200, text=text)
+
+
+class TestEnergy:
+    async def test_each_server_takes_its_share_of_the_machines_energy(self) -> None:
+        """200 J for reading 400 tokens and 60 J for writing 6, by two servers at a time."""
+        readings = iter([0.0, 5.0, 5.0] + [100.0, 300.0, 360.0] * 3)
+        found = await benchmark(
+            {"/tokenize": TOKENS, "/completion": chunks(1, 4, 7)},
+            slots=1,
+            read_joules=lambda: next(readings),
+            servers=2,
+        )
+        assert (found.prefill_joules, found.decode_joules) == (0.25, 5.0)
+
+    async def test_all_busy_slots_share_the_energy(self) -> None:
+        readings = iter(range(0, 100_000, 10))  # 10 J from reading to reading
+        found = await benchmark(
+            {"/tokenize": TOKENS, "/completion": chunks(*range(1, 12)), "/slots": IDLE},
+            slots=2,
+            read_joules=lambda: next(readings),
+        )
+        assert found.decode_joules == 10 / 20
+
+    async def test_a_counter_that_fails_costs_only_the_energy(self) -> None:
+        readings = iter([0.0, 1.0, 2.0, 3.0] + [None] * 100)
+        found = await benchmark(
+            {"/tokenize": TOKENS, "/completion": chunks(1, 4, 7)},
+            slots=1,
+            read_joules=lambda: next(readings),
+        )
+        assert (found.prefill_joules, found.decode_joules) == (None, None)
+        assert found.prefill == 900.0
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with demo_servers(1, slots=2, context=SLOT_CONTEXT) as (url,):
+        yield url
+
+
+def unshared_client() -> httpx.AsyncClient:
+    """A connection for each request: the server closes those that were idle for 5 s."""
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.AsyncClient(timeout=120, trust_env=False, limits=limits)
+
+
+@pytest.mark.real
+class TestReal:
+    @pytest.mark.smoke
+    async def test_a_server_is_measured_and_left_idle(self, url: str) -> None:
+        async with unshared_client() as client:
+            benchmark = ServerBenchmark(url, client, SMALL_REQUEST, slots=2, context=SLOT_CONTEXT)
+            figures = await benchmark.run()
+            slots = (await client.get(f"{url}/slots")).json()
+        assert figures.prefill > 0
+        assert figures.decode > 0
+        assert figures.decode_busy > 0
+        assert figures.stall is not None
+        assert figures.stall > 0
+        assert not any(slot["is_processing"] for slot in slots)
+
+    async def test_each_prompt_is_prefilled_whole(self, url: str) -> None:
+        async with unshared_client() as client:
+            before = await prompt_tokens(client, url)
+            benchmark = ServerBenchmark(url, client, SMALL_REQUEST, slots=1, context=SLOT_CONTEXT)
+            await benchmark.run()
+            read = await prompt_tokens(client, url) - before
+        repeats, remainder = divmod(read, SMALL_REQUEST.prompt)
+        assert repeats in {1, 2, 3}
+        assert remainder == 32  # the warm-up's
+
+
+async def prompt_tokens(client: httpx.AsyncClient, url: str) -> int:
+    for line in (await client.get(f"{url}/metrics")).text.splitlines():
+        if line.startswith("llamacpp:prompt_tokens_total "):
+            return int(float(line.split()[1]))
+    raise AssertionError("no llamacpp:prompt_tokens_total")

@@ -1,0 +1,483 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from gateway.local.gguf import ModelFile
+from gateway.local.plan import plan_servers
+from gateway.local.topology import Topology, read_topology
+from gateway.workshop.tune.report import build_report
+from gateway.workshop.tune.search import (
+    BATCH_SIZES,
+    MICRO_BATCH_SIZES,
+    REPEATS,
+    BenchmarkRequest,
+    BenchmarkResult,
+    Figures,
+    Measurement,
+    MeasurementLog,
+    ScoreHistory,
+    Search,
+    SearchSpace,
+    Setting,
+    combine_servers,
+    median_figures,
+    rule_of_thumb,
+    score,
+    search_space,
+    server_spec,
+)
+from tests.local.machine import make_machine, two_sockets_with_smt, write
+from tests.workshop.tune.fake_machine import (
+    EACH,
+    SUBJECT,
+    Bench,
+    reported,
+)
+
+SPACE = SearchSpace(
+    threads=(8, 12, 15, 16),
+    batch=BATCH_SIZES,
+    micro_batch=MICRO_BATCH_SIZES,
+    slots=(1, 2, 3, 4, 6, 8),
+    pinning=("free", "cores"),
+)
+START = Setting(16, 512, 256, 2, "free")
+MOST = 75  # measurements that a search may take; the full grid has 2,000 settings
+
+Surface = Callable[[Setting], float]
+
+
+def towards(best: Setting, steep: float = 0.15) -> Surface:
+    """A surface that gets worse by a share with each step away from the best value of a knob."""
+
+    def seconds(setting: Setting) -> float:
+        away = (
+            abs(SPACE.threads.index(setting.threads) - SPACE.threads.index(best.threads))
+            + abs(math.log2(setting.batch / best.batch))
+            + abs(math.log2(setting.micro_batch / best.micro_batch))
+            + abs(SPACE.slots.index(setting.slots) - SPACE.slots.index(best.slots))
+            + (setting.pinning != best.pinning)
+        )
+        return float(30 * (1 + steep) ** away)
+
+    return seconds
+
+
+def run(
+    surface: Surface, *, noise: float = 0.0, seed: int = 1, space: SearchSpace = SPACE
+) -> tuple[Search, int]:
+    rng = random.Random(seed)
+    search = Search(space, START)
+    measured = 0
+    for setting in search.settings_to_measure():
+        measured += 1
+        assert measured <= 10 * MOST, "it does not end"
+        search.history.add(setting, surface(setting) * math.exp(rng.gauss(0, noise)))
+    return search, measured
+
+
+@pytest.mark.parametrize(
+    "best",
+    [
+        START,
+        Setting(12, 512, 256, 2, "free"),
+        Setting(15, 1024, 512, 4, "cores"),
+        Setting(8, 128, 64, 1, "free"),
+        Setting(16, 2048, 1024, 8, "cores"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_the_best_of_a_surface_is_found(best: Setting, noise: float) -> None:
+    search, measured = run(towards(best), noise=noise)
+    assert search.best == best
+    assert measured <= MOST
+    assert search.unsearched_knobs() == []
+
+
+def test_noise_rarely_hides_the_best_or_makes_the_result_worse_than_the_start() -> None:
+    best = Setting(12, 512, 512, 4, "free")
+    surface = towards(best, steep=0.25)
+    ends = [run(surface, noise=0.04, seed=seed) for seed in range(40)]
+    assert sum(search.best == best for search, _ in ends) >= 34
+    assert all(surface(search.best) < surface(START) for search, _ in ends)
+    assert max(measured for _, measured in ends) <= MOST
+
+
+def test_on_a_flat_surface_the_rule_of_thumb_stays() -> None:
+    unchanged = sum(
+        run(lambda _: 30.0, noise=0.03, seed=seed)[0].best == START for seed in range(60)
+    )
+    assert unchanged >= 54
+
+
+def test_without_any_difference_nothing_is_changed_and_little_is_measured() -> None:
+    search, measured = run(lambda _: 30.0)
+    assert search.best == START
+    rivals = sum(len(SPACE.values(knob)) - 1 for knob in SPACE.__slots__)
+    again = len(SPACE.__slots__) - 1  # the first setting, before each further knob
+    assert measured == REPEATS + rivals + again
+
+
+def test_a_machine_that_gets_slower_does_not_hide_the_best() -> None:
+    best = Setting(16, 512, 256, 4, "cores")
+    surface, search, rng = towards(best, steep=0.4), Search(SPACE, START), random.Random(3)
+    for number, setting in enumerate(search.settings_to_measure()):
+        slower = 1 + 0.003 * number  # 10 % within the search
+        search.history.add(setting, surface(setting) * slower * math.exp(rng.gauss(0, 0.01)))
+    assert search.best == best
+
+
+def test_knobs_that_depend_on_each_other_are_turned_again() -> None:
+    def surface(setting: Setting) -> float:
+        # Fewer threads are better, but only once there are many slots.
+        right = 12 if setting.slots >= 4 else 16
+        return 30 * (1 + 0.05 * abs(setting.threads - right)) / math.sqrt(setting.slots)
+
+    search, measured = run(surface, noise=0.01)
+    assert (search.best.threads, search.best.slots) == (12, 8)
+    assert search.searched_knobs.count("threads") == 2
+    assert measured <= 1.5 * MOST
+
+
+def test_a_direction_that_gets_clearly_worse_is_left() -> None:
+    search, _ = run(towards(Setting(16, 512, 256, 1, "free"), steep=1.0), noise=0.01)
+    assert {setting.slots for setting in search.history.scores} == {1, 2, 3}
+
+
+def test_a_setting_that_does_not_run_ends_its_direction_only() -> None:
+    search = Search(SPACE, START)
+    surface = towards(Setting(16, 512, 256, 8, "free"))
+    for setting in search.settings_to_measure():
+        search.history.add(setting, None if setting.slots > 3 else surface(setting))
+    assert search.best.slots == 3
+    assert {setting.slots for setting in search.history.failed} == {4}
+
+
+def test_a_first_setting_that_does_not_run_ends_the_search() -> None:
+    search = Search(SPACE, START)
+    measured = []
+    for setting in search.settings_to_measure():
+        measured.append(setting)
+        search.history.add(setting, None)
+    assert measured == [START]
+
+
+def test_a_stopped_search_knows_its_unsearched_knobs() -> None:
+    search = Search(SPACE, START)
+    for number, setting in enumerate(search.settings_to_measure()):
+        if number == 4:
+            break
+        search.history.add(setting, 30.0)
+    assert search.best == START
+    assert search.unsearched_knobs() == ["threads", "micro_batch", "slots", "batch", "pinning"]
+
+
+def test_the_same_scores_give_the_same_search() -> None:
+    first, _ = run(towards(Setting(12, 256, 128, 4, "cores")), noise=0.03)
+    second, _ = run(towards(Setting(12, 256, 128, 4, "cores")), noise=0.03)
+    assert list(first.history.scores) == list(second.history.scores)
+
+
+def test_no_setting_has_a_micro_batch_larger_than_its_batch() -> None:
+    for best in (Setting(16, 128, 128, 2, "free"), Setting(16, 1024, 1024, 2, "free")):
+        search, _ = run(towards(best))
+        assert all(one.micro_batch <= one.batch for one in search.history.scores)
+        assert search.best == best
+
+
+def test_the_size_of_the_grid_counts_settings_that_are_possible() -> None:
+    possible = [one for one in product(*astuple(SPACE)) if one[2] <= one[1]]
+    assert SPACE.size == len(possible)
+
+
+async def test_a_search_ends_with_the_best_and_says_by_how_much(bench: Bench) -> None:
+    session = bench.session()
+    await bench.run(session)
+    found = reported(session)
+    assert session.end_reason == "complete"
+    assert found.best.setting == Setting(4, 128, 128, 4, "free")
+    assert found.best.gain > 0.1
+    assert found.best.significant
+    assert "less than that of the rule of thumb" in found.verdict()[0]
+    assert "smaller differences than" in found.verdict()[1]
+    assert found.results[0].score == min(row.score for row in found.results)
+
+
+async def test_no_measurement_begins_that_would_end_too_late(bench: Bench) -> None:
+    session = bench.session()
+    steps = await bench.run(session, minutes=5)
+    assert session.end_reason == "time"
+    assert bench.time <= 5 * 60
+    assert [step.number for step in steps] == list(range(1, 10))
+    assert steps[0].seconds_each is None
+    assert steps[1].seconds_each == EACH
+    found = reported(session)
+    assert "the time was over" in " ".join(found.verdict())
+    assert found.as_dict()["not_searched"]
+
+
+async def test_the_time_may_end_within_the_first(bench: Bench) -> None:
+    async def slow(setting: Setting, seconds: float) -> BenchmarkResult:
+        raise TimeoutError
+
+    session = bench.session()
+    await session.run(slow, seconds=60, record=bench.records.append)
+    assert session.end_reason == "time"
+    assert build_report(session) is None
+
+
+async def test_a_later_run_goes_on_where_the_first_one_stopped(
+    bench: Bench, tmp_path: Path
+) -> None:
+    whole = Bench(tmp_path / "whole")
+    at_once = whole.session()
+    await whole.run(at_once)
+    await bench.run(bench.session(), minutes=4)
+    second = bench.session()
+    await bench.run(second)
+    assert bench.measured == whole.measured
+    assert len(second.measurements) == len(at_once.measurements)
+    assert reported(second).best == reported(at_once).best
+    third = bench.session()
+    assert await bench.run(third) == []
+    assert third.end_reason == "complete"
+
+
+async def test_another_goal_uses_the_same_measurements(bench: Bench) -> None:
+    await bench.run(bench.session())
+    before = len(bench.measured)
+    session = bench.session()
+    session.goal = "throughput"
+    await bench.run(session)
+    assert len(session.measurements) > session.new_measurements
+    assert session.new_measurements == len(bench.measured) - before
+
+
+async def test_cancelling_keeps_the_measurements(bench: Bench) -> None:
+    session = bench.session()
+
+    async def until_cancelled(setting: Setting, seconds: float) -> BenchmarkResult:
+        if len(bench.measured) == 5:
+            raise asyncio.CancelledError
+        return await bench.measure(setting, seconds)
+
+    with pytest.raises(asyncio.CancelledError):
+        await session.run(until_cancelled, seconds=600, record=bench.records.append)
+    assert session.end_reason == "interrupted"
+    assert len(bench.records.read()[0]) == 5
+    assert reported(session).best.repeats >= 3
+
+
+async def test_a_setting_that_fails_is_reported_and_tried_again_by_a_later_run(
+    bench: Bench,
+) -> None:
+    bench.fails = lambda setting: setting.slots > 2
+    session = bench.session()
+    await bench.run(session)
+    failed = reported(session).as_dict()["failed"]
+    assert {one["error"] for one in failed} == {"not enough memory"}
+    assert {one["setting"]["slots"] for one in failed} == {3}
+    assert reported(session).best.setting.slots <= 2
+    bench.fails = lambda _: False
+    again = bench.session()
+    await bench.run(again)
+    assert reported(again).best.setting.slots == 4
+
+
+class TestRecords:
+    ONE = Measurement(
+        Setting(4, 512, 256, 2, "free"), Figures(1.0, 2.0, 3.0, None, None), None, 9.5, 1e9, 0.1
+    )
+    FAILED = Measurement(Setting(4, 512, 256, 8, "free"), None, "no memory", 1.0, 1e9)
+
+    def test_measurements_are_read_back(self, tmp_path: Path) -> None:
+        records = MeasurementLog(tmp_path / "new" / "t.jsonl", SUBJECT)
+        assert records.read() == ([], 0)
+        records.append(self.ONE)
+        records.append(self.FAILED)
+        assert records.read() == ([self.ONE, self.FAILED], 0)
+
+    def test_other_models_and_machines_are_left_alone(self, tmp_path: Path) -> None:
+        ours, other = (
+            MeasurementLog(tmp_path / "t.jsonl", SUBJECT | {"model": name}) for name in ("a", "b")
+        )
+        ours.append(self.ONE)
+        assert other.read() == ([], 0)
+        other.append(self.FAILED)
+        assert ours.read() == ([self.ONE], 0)
+
+    def test_a_line_that_a_kill_cut_short_costs_itself_only(self, tmp_path: Path) -> None:
+        records = MeasurementLog(tmp_path / "t.jsonl", SUBJECT)
+        records.append(self.ONE)
+        with records.path.open("a") as file:
+            file.write('{"subject": {"mod')
+        records.append(self.FAILED)
+        assert records.read() == ([self.ONE, self.FAILED], 1)
+
+    def test_a_new_log_keeps_the_old_one(self, tmp_path: Path) -> None:
+        records = MeasurementLog(tmp_path / "t.jsonl", SUBJECT)
+        records.rotate()
+        records.append(self.ONE)
+        records.rotate()
+        assert records.read() == ([], 0)
+        assert len((tmp_path / "t.jsonl.1").read_text().splitlines()) == 1
+
+
+def test_figures_without_energy_do_not_hide_those_with_it() -> None:
+    """Measurements of an earlier run, from before the counters could be read, have none."""
+    old = Figures(1.0, 2.0, 3.0, None, None)
+    new = [Figures(1.0, 2.0, 3.0, None, None, 0.2, joules) for joules in (4.0, 6.0)]
+    assert median_figures([old, *new]).decode_joules == 5.0
+    assert combine_servers(new).prefill_joules == pytest.approx(0.2)
+    assert median_figures([old]).decode_joules is None
+
+
+MEASURED = Setting(16, 512, 256, 2, "free")
+
+
+class TestHistory:
+    def test_noise_is_found_from_repeats(self) -> None:
+        rng = random.Random(2)
+        history = ScoreHistory()
+        for slots in range(1, 41):
+            setting = MEASURED.with_knob("slots", slots)
+            for _ in range(3):
+                history.add(setting, slots * math.exp(rng.gauss(0, 0.05)))
+        assert history.noise() == pytest.approx(0.05, rel=0.15)
+
+    def test_two_equal_repeats_do_not_mean_no_noise(self) -> None:
+        history = ScoreHistory()
+        for _ in range(2):
+            history.add(MEASURED, 30.0)
+        assert history.noise() > 0.01
+
+    def test_one_outlier_does_not_move_a_setting(self) -> None:
+        history = ScoreHistory()
+        for seconds in (30.0, 90.0, 30.3):
+            history.add(MEASURED, seconds)
+        assert history.median_score(MEASURED) == 30.3
+
+    def test_fewer_seconds_are_better(self) -> None:
+        history, other = ScoreHistory(), MEASURED.with_knob("threads", 12)
+        for _ in range(3):
+            history.add(MEASURED, 30.0)
+            history.add(other, 20.0)
+        assert history.clearly_better(other, MEASURED)
+        assert not history.clearly_better(MEASURED, other)
+        assert history.gain(other, MEASURED) == pytest.approx(1 / 3)
+
+
+MODEL = ModelFile(Path("/models/m.gguf"), "m", 4 << 30, 32_768)
+FIGURES = Figures(prefill=100.0, decode=10.0, decode_busy=16.0, stall=4.0, memory=None)
+REQUEST = BenchmarkRequest(prompt=1000, answer=100)
+
+
+@pytest.fixture
+def two_sockets(tmp_path: Path) -> Topology:
+    return read_topology(make_machine(tmp_path, two_sockets_with_smt()))
+
+
+@pytest.fixture
+def smt(tmp_path: Path) -> Topology:
+    return read_topology(make_machine(tmp_path, two_sockets_with_smt()[:1]))
+
+
+def test_the_search_begins_with_the_setting_of_up(two_sockets: Topology) -> None:
+    start = rule_of_thumb(two_sockets)
+    assert start == Setting(4, 512, 256, 2, "node")
+    planned = plan_servers(two_sockets, MODEL)
+    for spec in planned:
+        changed = server_spec(start, spec, two_sockets, spec.context)
+        same = replace(
+            spec,
+            name=changed.name,
+            batch=512,
+            micro_batch=256,
+            prompt_cache_bytes=changed.prompt_cache_bytes,
+        )
+        assert changed == same
+
+
+def test_the_start_is_in_the_space(two_sockets: Topology, smt: Topology) -> None:
+    for topology in (two_sockets, smt):
+        start, space = rule_of_thumb(topology), search_space(topology, context=256, max_slots=1)
+        for knob in ("threads", "batch", "micro_batch", "slots", "pinning"):
+            assert getattr(start, knob) in space.values(knob)
+
+
+def test_threads_are_physical_cores_at_most(smt: Topology) -> None:
+    assert search_space(smt, context=4096, max_slots=8).threads == (2, 3, 4)
+
+
+def test_a_quota_bounds_the_threads(smt: Topology) -> None:
+    assert search_space(replace(smt, cpu_quota=2.0), context=4096, max_slots=8).threads == (1, 2)
+
+
+def test_one_thread_of_each_core_is_tried_where_cores_have_several(
+    smt: Topology, tmp_path: Path
+) -> None:
+    assert search_space(smt, context=4096, max_slots=8).pinning == ("free", "cores")
+    spec = plan_servers(smt, MODEL)[0]
+    pinned = server_spec(Setting(4, 512, 256, 2, "cores"), spec, smt, 4096)
+    assert pinned.cpus == (0, 1, 2, 3)
+    plain = read_topology(make_machine(tmp_path / "plain", [[[0], [1]]]))
+    assert search_space(plain, context=4096, max_slots=8).pinning == ("free",)
+
+
+def test_servers_of_several_nodes_are_always_pinned(two_sockets: Topology) -> None:
+    assert search_space(two_sockets, context=4096, max_slots=8).pinning == ("node",)
+    specs = [
+        server_spec(rule_of_thumb(two_sockets), spec, two_sockets, 4096)
+        for spec in plan_servers(two_sockets, MODEL)
+    ]
+    assert [(spec.memory_node, spec.no_mmap) for spec in specs] == [(0, True), (1, True)]
+    assert [spec.cpus for spec in specs] == [
+        (0, 1, 2, 3, 8, 9, 10, 11),
+        (4, 5, 6, 7, 12, 13, 14, 15),
+    ]
+
+
+def test_efficiency_cores_are_left_out(tmp_path: Path) -> None:
+    root = make_machine(tmp_path, [[[0, 1], [2], [3]]])
+    write(root, "sys/devices/cpu_core/cpus", "0-1\n")
+    write(root, "sys/devices/cpu_atom/cpus", "2-3\n")
+    assert rule_of_thumb(read_topology(root)) == Setting(1, 512, 256, 2, "node")
+
+
+def test_batch_and_micro_batch_follow_each_other() -> None:
+    start = Setting(4, 512, 256, 2, "free")
+    assert start.with_knob("micro_batch", 1024) == Setting(4, 1024, 1024, 2, "free")
+    assert start.with_knob("batch", 128) == Setting(4, 128, 128, 2, "free")
+    assert start.with_knob("batch", 2048) == Setting(4, 2048, 256, 2, "free")
+
+
+class TestGoals:
+    def test_latency_is_a_request_alone_and_the_stall(self) -> None:
+        assert score(FIGURES, REQUEST, "latency") == 10 + 10 + 4
+
+    def test_with_one_slot_a_request_waits_for_its_neighbour(self) -> None:
+        alone = replace(FIGURES, stall=None)
+        assert score(alone, REQUEST, "latency") == (10 + 10) * 1.5
+
+    def test_throughput_is_time_of_a_busy_server(self) -> None:
+        assert score(FIGURES, REQUEST, "throughput") == 10 + 100 / 16
+
+    def test_balanced_prefers_the_setting_that_is_better_in_both(self) -> None:
+        better = replace(FIGURES, prefill=120.0)
+        assert score(better, REQUEST, "balanced") < score(FIGURES, REQUEST, "balanced")
+        assert score(FIGURES, REQUEST, "balanced") == pytest.approx((24 * 16.25) ** 0.5)
+
+    def test_repeats_give_medians_and_servers_give_means(self) -> None:
+        slow = Figures(80.0, 8.0, 14.0, 6.0, 100)
+        fast = Figures(120.0, 30.0, 20.0, 1.0, 300)
+        assert median_figures([FIGURES, slow, fast]) == Figures(100.0, 10.0, 16.0, 4.0, 300)
+        assert combine_servers([slow, fast]) == Figures(100.0, 19.0, 17.0, 6.0, 400)
