@@ -109,6 +109,19 @@ def test_slotless_and_other_requests_do_not_wait_for_each_other() -> None:
     }
 
 
+def test_slotless_requests_do_not_change_the_predicted_waits_of_others() -> None:
+    sim = QueueSimulation((1,), DispatchRules(slotless_limit=1))
+    sim.fill()
+    sim.arrive(slots=0)
+    sim.arrive(prompt_tokens=500.0)
+    before = [list(sums) for sums in sim.candidates.queued_tokens]
+    queued, placement = sim.arrive(slots=0, prompt_tokens=500.0)
+    assert placement is None
+    assert [list(sums) for sums in sim.candidates.queued_tokens] == before
+    sim.dispatcher.withdraw(queued)
+    assert [list(sums) for sums in sim.candidates.queued_tokens] == before
+
+
 def test_a_node_reserved_for_a_wide_request_is_open_to_higher_classes() -> None:
     sim = QueueSimulation((2,))
     running = sim.fill()
