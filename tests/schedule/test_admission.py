@@ -289,16 +289,23 @@ async def test_many_callers_with_few_requests_leave_a_higher_class_its_places() 
             assert await busy.send(of(f"u{number}", priority=Priority.URGENT)) == "waits"
 
 
-async def test_a_request_whose_response_has_begun_is_shed_last() -> None:
+@each_case("begins_later", [False, True])
+async def test_a_request_whose_response_has_begun_is_shed_last(begins_later: bool) -> None:
     async with BusyNode(max=4) as busy:
-        outcome_ = [of("a"), of("a")]
-        for request in (of("a"), of("a"), *outcome_):
-            assert await busy.send(request, response_started=request in outcome_) == "waits"
+        requests = [of("a") for _ in range(4)]
+        begun = requests[2:]
+        for request in requests:
+            started = request in begun and not begins_later
+            assert await busy.send(request, response_started=started) == "waits"
+        for request in begun if begins_later else ():
+            busy.scheduler.keep_in_queue(request.id)
+        busy.scheduler.keep_in_queue("unknown")
         for other in ("b", "c"):
             assert await busy.send(of(other)) == "waits"
-        assert [busy.outcome(one) for one in outcome_] == ["waits", "waits"]
+        outcomes = [busy.outcome(one) for one in requests]
+        assert outcomes == ["queue_full", "queue_full", "waits", "waits"]
         assert await busy.send(of("d")) == "waits"
-        assert [busy.outcome(one) for one in outcome_] == ["waits", "queue_full"]
+        assert [busy.outcome(one) for one in begun] == ["waits", "queue_full"]
 
 
 async def test_a_key_that_names_its_users_has_one_share_which_they_divide() -> None:
@@ -371,49 +378,19 @@ def test_no_caller_with_fewer_is_shed_for_one_with_more(
         loop.close()
 
 
-async def test_a_request_whose_response_begins_while_it_waits_is_shed_last() -> None:
-    async with BusyNode(max=4) as busy:
-        requests = [of("a") for _ in range(4)]
-        for request in requests:
-            assert await busy.send(request) == "waits"
-        for request in requests[2:]:
-            busy.scheduler.keep_in_queue(request.id)
-        busy.scheduler.keep_in_queue("unknown")
-        for other in ("b", "c"):
-            assert await busy.send(of(other)) == "waits"
-        assert [busy.outcome(one) for one in requests] == [
-            "queue_full",
-            "queue_full",
-            "waits",
-            "waits",
-        ]
-
-
 # The completion rate, and the `Retry-After` that follows from it.
 
 
-def test_no_rate_is_known_at_first() -> None:
+def test_the_rate_is_completions_per_second_of_the_window_and_unknown_at_first() -> None:
     rate = CompletionRate()
-    assert rate.per_second(10.0) is None
-    assert rate.seconds_until(3, 10.0) is None
-    assert rate.retry_after(3, 10.0) == DEFAULT_RETRY_AFTER
-    rate.completed(10.0)
-    assert rate.per_second(10.0) is None
-
-
-def test_the_rate_is_completions_per_second() -> None:
-    rate = CompletionRate()
+    assert rate.seconds_until(3, 0.0) is None
+    assert rate.retry_after(3, 0.0) == DEFAULT_RETRY_AFTER
     for second in range(10):
         rate.completed(float(second))
+        assert (rate.per_second(float(second)) is None) is (second == 0)
     assert rate.per_second(10.0) == 1.0
     assert rate.seconds_until(5, 10.0) == 5.0
     assert rate.retry_after(5, 10.0) == 5.0
-
-
-def test_completions_before_the_window_are_forgotten() -> None:
-    rate = CompletionRate()
-    for second in range(10):
-        rate.completed(float(second))
     assert rate.per_second(10.0 + RATE_WINDOW) is None
 
 
@@ -531,22 +508,3 @@ async def test_ten_times_as_many_waiters_cost_no_more_for_each() -> None:
     few, many = await costs(200), await costs(2000)
     for what, count in few.items():
         assert many[what] < 1.25 * count + 20, (what, few, many)
-
-
-async def test_deadlines_are_kept_between_two_ticks() -> None:
-    clock = Clock()
-    scheduler = a_scheduler(node(slots=1), clock=clock)
-    await take_lease(scheduler, a_request())
-    first = await start_lease(scheduler, a_request(time_limit=0.1))
-    other = await start_lease(scheduler, a_request(time_limit=0.2))
-    clock.passes(0.1)
-    scheduler.check_due()
-    await settle()
-    assert (first.done(), other.done()) == (True, False)
-    clock.passes(0.1)
-    scheduler.check_due()
-    await settle()
-    assert other.done()
-    for task in (first, other):
-        assert getattr(task.exception(), "code", None) == "queue_timeout"
-    scheduler.close()

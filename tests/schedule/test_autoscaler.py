@@ -24,6 +24,7 @@ from gateway.local.server import claim_port, claimed_port
 from gateway.nodes.lifecycle import LifecyclePhase
 from gateway.nodes.node import NodeState
 from gateway.schedule.autoscaler import MOST_OUTPUT, HookResult, run_hook
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 from tests.schedule import machine
@@ -135,20 +136,6 @@ async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_runn
             await until_state(running, "spare", NodeState.STANDBY)
         assert spare.orders[0] == "start"
         assert set(spare.orders[1:]) == {"stop"}
-
-
-@in_virtual_time
-async def test_limits_are_reloaded(tmp_path: Path) -> None:
-    async with Cloud() as cloud:
-        spare = cloud.machine("spare")
-        async with one_standby(tmp_path, cloud, settings()) as running:
-            running.write_settings(settings(min=1))
-            await order(running, "reload")  # virtual time does not wait for the file watcher
-            await until_state(running, "spare", NodeState.READY)
-            running.write_settings(settings())
-            await order(running, "reload")
-            await until_state(running, "spare", NodeState.STANDBY)
-        assert spare.orders == ["start", "stop"]
 
 
 @in_virtual_time
@@ -312,22 +299,30 @@ async def answering(status: int, body: str = "") -> AsyncIterator[tuple[str, lis
         yield f"http://127.0.0.1:{port}/start?token=abc", asked
 
 
-async def test_a_command_is_run_without_a_shell_and_knows_its_node() -> None:
-    code = "import os, sys; print(sys.argv[1], os.environ['LLAMA_GATEWAY_NODE'])"
-    result = await ran(python(code, "$HOME; *"))
-    assert (result.outcome, result.output) == ("ok", "$HOME; * spare")
+SAY = "import os, sys; print(sys.argv[1], os.environ['LLAMA_GATEWAY_NODE'])"
 
 
-async def test_a_failed_command_shows_its_status_and_last_output() -> None:
-    result = await ran(python("import sys; sys.exit('no such machine')"))
-    assert (result.outcome, result.detail) == ("failed", "it ended with exit status 1")
-    assert result.output == "no such machine"
-
-
-async def test_a_missing_command_is_an_error() -> None:
-    result = await ran(Hook(command=("/no/such/program",)))
-    assert result.outcome == "error"
-    assert "No such file" in result.detail
+@each_case(
+    ("hook", "outcome", "detail", "output"),
+    [
+        # Without a shell, and it knows its node.
+        (python(SAY, "$HOME; *"), "ok", "", "$HOME; * spare"),
+        (
+            python("import sys; sys.exit('no such machine')"),
+            "failed",
+            "it ended with exit status 1",
+            "no such machine",
+        ),
+        (Hook(command=("/no/such/program",)), "error", "No such file", ""),
+        (Hook(url="http://127.0.0.1:1/start"), "error", "", ""),
+    ],
+)
+async def test_what_a_hook_did_is_told_with_its_last_output(
+    hook: Hook, outcome: str, detail: str, output: str
+) -> None:
+    result = await ran(hook)
+    assert (result.outcome, result.output) == (outcome, output)
+    assert detail in result.detail
 
 
 async def test_output_is_bounded_and_its_end_is_kept() -> None:
@@ -420,10 +415,6 @@ async def test_a_redirect_is_no_success_and_is_not_followed() -> None:
     async with answering(307) as (url, asked):
         assert (await ran(secret_hook(url))).outcome == "failed"
     assert len(asked) == 1
-
-
-async def test_a_call_without_a_listener_is_an_error() -> None:
-    assert (await ran(Hook(url="http://127.0.0.1:1/start"))).outcome == "error"
 
 
 # Standby nodes that commands start and stop: real processes, in real time.

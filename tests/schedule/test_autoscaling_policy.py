@@ -1,7 +1,10 @@
+"""Which standby nodes the autoscaling policy starts, keeps, retires and stops."""
+
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +17,7 @@ from gateway.schedule.core.autoscaling_policy import (
     StandbyNode,
     WaitingDemand,
 )
+from tests.each_case import each_case
 
 RULES = AutoscalingRules(start_above=10, start_after=5, stop_after=60, cooldown=30)
 ALL = frozenset({"a", "b"})
@@ -35,104 +39,90 @@ def verbs(actions: list[ScalingAction]) -> list[tuple[str, str]]:
     return [(action.verb, action.name) for action in actions]
 
 
-def test_a_wait_above_the_limit_starts_a_node_only_when_it_lasts() -> None:
+def phase(phase: LifecyclePhase, name: str = "a", **keys: object) -> StandbyNode:
+    return replace(StandbyNode(name, phase), **keys)  # type: ignore[arg-type]
+
+
+STARTING, RETIRING = LifecyclePhase.STARTING, LifecyclePhase.RETIRING
+UNSERVED = waits(0, slots=0)
+CHEAP: dict[str, Any] = {"other_slots": (8, 1)}
+NEEDED: dict[str, Any] = {"other_slots": (2, 1)}
+
+Step = tuple[float, list[StandbyNode], list[WaitingDemand], str]
+"""Seconds, the nodes and what waits, and the action that is decided, or none."""
+STORIES: dict[str, list[Step]] = {
+    "a wait above the limit starts a node only when it lasts": [
+        (0, [off()], [waits(11)], ""),
+        (4, [off()], [waits(11)], ""),
+        (5, [off()], [waits(11)], "start a"),
+    ],
+    "a wait that falls below the limit starts over": [
+        (0, [off()], [waits(11)], ""),
+        (3, [off()], [waits(9)], ""),
+        (6, [off()], [waits(11)], ""),
+    ],
+    "a node that is starting counts as if it worked": [
+        (0, [phase(STARTING, slots=4), off("b")], [waits(19)], ""),
+        (6, [phase(STARTING, slots=4), off("b")], [waits(19)], ""),
+        (7, [phase(STARTING, slots=4), off("b")], [waits(21)], ""),
+        (13, [phase(STARTING, slots=4), off("b")], [waits(21)], "start b"),
+    ],
+    "a model that nothing serves starts one node at once": [
+        (0, [off(), off("b")], [UNSERVED], "start a"),
+        (1, [phase(STARTING), off("b")], [UNSERVED], ""),
+    ],
+    "the cheapest node is started first": [
+        (0, [off(cost=0.4), off("b", cost=0.2)], [UNSERVED], "start b")
+    ],
+    "an idle node is retired and then stopped": [
+        (0, [on()], [], ""),
+        (59, [on()], [], ""),
+        (60, [on()], [], "retire a"),
+        (61, [phase(RETIRING, busy=1)], [], ""),
+        (62, [phase(RETIRING)], [], "stop a"),
+    ],
+    "a node whose work the others could do is retired, the dearest first, one after the other": [
+        (0, [on(busy=1, **CHEAP), on("b", busy=1, cost=1.0, **CHEAP)], [], ""),
+        (60, [on(busy=1, **CHEAP), on("b", busy=1, cost=1.0, **CHEAP)], [], "retire b"),
+        (61, [on(busy=1, **CHEAP), phase(RETIRING, "b", busy=1, **CHEAP)], [], ""),
+    ],
+    "a node that is needed stays": [
+        (0, [on(busy=1, **NEEDED)], [], ""),
+        (50, [on(busy=1, other_slots=(0, 0))], [], ""),
+        (100, [on(busy=1, **NEEDED)], [], ""),
+        (150, [on(busy=1, other_slots=(0, 0))], [], ""),
+    ],
+    "a retiring node is kept when it is needed again": [
+        (0, [off("b"), phase(RETIRING, busy=1)], [UNSERVED], "keep a")
+    ],
+    "a drained node is left alone": [
+        (0, [on(drained=True)], [], ""),
+        (100, [on(drained=True)], [], ""),
+        (101, [off(drained=True)], [UNSERVED], ""),
+    ],
+    "a failed hook is not run again before its retry time": [
+        (49, [off(retry_at=50)], [UNSERVED], ""),
+        (50, [off(retry_at=50)], [UNSERVED], "start a"),
+    ],
+}
+
+
+@each_case("story", STORIES)
+def test_what_is_decided_as_load_and_nodes_change(story: str) -> None:
     policy = AutoscalingPolicy()
-    assert not policy.decide([off()], [waits(11)], RULES, 0)
-    assert not policy.decide([off()], [waits(11)], RULES, 4)
-    assert verbs(policy.decide([off()], [waits(11)], RULES, 5)) == [("start", "a")]
+    for now, nodes, demands, action in STORIES[story]:
+        decided = policy.decide(nodes, demands, RULES, now)
+        assert [f"{one.verb} {one.name}" for one in decided] == [action] * bool(action), now
 
 
-def test_a_wait_that_falls_below_the_limit_starts_over() -> None:
+def test_the_minimum_runs_whatever_the_load_is_and_a_lower_maximum_retires_the_surplus() -> None:
+    least, most = replace(RULES, min=1), replace(RULES, max=1)
     policy = AutoscalingPolicy()
-    policy.decide([off()], [waits(11)], RULES, 0)
-    policy.decide([off()], [waits(9)], RULES, 3)
-    assert not policy.decide([off()], [waits(11)], RULES, 6)
-
-
-def test_a_node_that_is_starting_counts_as_if_it_worked() -> None:
-    nodes = [StandbyNode("a", LifecyclePhase.STARTING, slots=4), off("b")]
-    policy = AutoscalingPolicy()
-    for now in (0, 6):
-        assert not policy.decide(nodes, [waits(19, slots=4)], RULES, now)
-    policy.decide(nodes, [waits(21, slots=4)], RULES, 7)
-    assert verbs(policy.decide(nodes, [waits(21, slots=4)], RULES, 13)) == [("start", "b")]
-
-
-def test_a_model_that_nothing_serves_starts_one_node_at_once() -> None:
-    policy = AutoscalingPolicy()
-    assert verbs(policy.decide([off(), off("b")], [waits(0, slots=0)], RULES, 0)) == [
-        ("start", "a")
-    ]
-    nodes = [StandbyNode("a", LifecyclePhase.STARTING), off("b")]
-    assert not policy.decide(nodes, [waits(0, slots=0)], RULES, 1)
-
-
-def test_the_cheapest_node_is_started_first() -> None:
-    nodes = [off("a", cost=0.4), off("b", cost=0.2)]
-    assert verbs(AutoscalingPolicy().decide(nodes, [waits(0, slots=0)], RULES, 0)) == [
-        ("start", "b")
-    ]
-
-
-def test_the_minimum_runs_whatever_the_load_is() -> None:
-    rules = replace(RULES, min=1)
-    assert verbs(AutoscalingPolicy().decide([off(), off("b")], [], rules, 0)) == [("start", "a")]
-    policy = AutoscalingPolicy()
+    assert verbs(policy.decide([off(), off("b")], [], least, 0)) == [("start", "a")]
     for now in (0, 100):
-        assert not policy.decide([on(), off("b")], [], rules, now)
-
-
-def test_an_idle_node_is_retired_and_then_stopped() -> None:
-    policy = AutoscalingPolicy()
-    assert not policy.decide([on()], [], RULES, 0)
-    assert not policy.decide([on()], [], RULES, 59)
-    assert verbs(policy.decide([on()], [], RULES, 60)) == [("retire", "a")]
-    leaving = StandbyNode("a", LifecyclePhase.RETIRING)
-    assert not policy.decide([replace(leaving, busy=1)], [], RULES, 61)
-    assert verbs(policy.decide([leaving], [], RULES, 62)) == [("stop", "a")]
-
-
-def test_a_node_whose_work_the_others_could_do_is_retired_one_after_the_other() -> None:
-    nodes = [on(busy=1, other_slots=(8, 1)), on("b", busy=1, other_slots=(8, 1), cost=1.0)]
-    policy = AutoscalingPolicy()
-    policy.decide(nodes, [], RULES, 0)
-    assert verbs(policy.decide(nodes, [], RULES, 60)) == [("retire", "b")]
-    nodes[1] = replace(nodes[1], phase=LifecyclePhase.RETIRING)
-    assert not policy.decide(nodes, [], RULES, 61)
-
-
-def test_a_node_that_is_needed_stays() -> None:
-    policy = AutoscalingPolicy()
-    for now in (0, 100):
-        assert not policy.decide([on(busy=1, other_slots=(2, 1))], [], RULES, now)
-        assert not policy.decide([on(busy=1, other_slots=(0, 0))], [], RULES, now)
-
-
-def test_a_retiring_node_is_kept_when_it_is_needed_again() -> None:
-    nodes = [off("b"), StandbyNode("a", LifecyclePhase.RETIRING, busy=1)]
-    assert verbs(AutoscalingPolicy().decide(nodes, [waits(0, slots=0)], RULES, 0)) == [
-        ("keep", "a")
-    ]
-
-
-def test_a_drained_node_is_left_alone() -> None:
-    policy = AutoscalingPolicy()
-    for now in (0, 100):
-        assert not policy.decide([on(drained=True)], [], RULES, now)
-    assert not policy.decide([off(drained=True)], [waits(0, slots=0)], RULES, 0)
-
-
-def test_a_failed_hook_is_not_run_again_before_its_retry_time() -> None:
-    node = off(retry_at=50)
-    assert not AutoscalingPolicy().decide([node], [waits(0, slots=0)], RULES, 49)
-    assert AutoscalingPolicy().decide([node], [waits(0, slots=0)], RULES, 50)
-
-
-def test_a_lower_maximum_retires_the_surplus() -> None:
-    nodes = [on(busy=1), on("b", busy=1)]
-    assert verbs(AutoscalingPolicy().decide(nodes, [], replace(RULES, max=1), 0)) == [
-        ("retire", "a")
-    ]
+        assert not policy.decide([on(), off("b")], [], least, now)
+    surplus = [on(busy=1), on("b", busy=1)]
+    assert verbs(AutoscalingPolicy().decide(surplus, [], most, 0)) == [("retire", "a")]
 
 
 @dataclass

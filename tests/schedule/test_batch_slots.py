@@ -32,6 +32,7 @@ from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
 from gateway.schedule.core.placement_state import CandidateSet, PlacementState, QueuedRequest
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Priority
+from tests.each_case import each_case
 from tests.nodes.build import Clock
 from tests.schedule.build import (
     a_request,
@@ -218,29 +219,35 @@ def test_the_order_in_which_they_run_decides_nothing(
     )
 
 
-def test_only_lower_classes_in_decode_yield() -> None:
-    assert may_yield(running(), Priority.NORMAL)
-    assert not may_yield(running(), Priority.BATCH)
-    assert not may_yield(running(priority=Priority.NORMAL), Priority.NORMAL)
-    assert may_yield(running(priority=Priority.NORMAL), Priority.URGENT)
-    assert not may_yield(running(decode_seconds=None), Priority.URGENT)
+AGAIN = {"times_yielded": 1, "decode_seconds": LEAST_DECODE_SECONDS - 0.1}
 
 
-def test_what_ends_soon_is_left_alone() -> None:
-    assert not may_yield(running(seconds_left=LEAST_SECONDS_LEFT), Priority.NORMAL)
-    # Nor what would take longer to repeat than to end.
-    assert not may_yield(running(seconds_left=10.0, repetition_seconds=12.0), Priority.NORMAL)
-    assert may_yield(running(seconds_left=13.0, repetition_seconds=12.0), Priority.NORMAL)
-
-
-def test_one_that_has_yielded_gets_time_to_go_on_and_at_last_runs_to_its_end() -> None:
-    again = running(times_yielded=1, decode_seconds=LEAST_DECODE_SECONDS - 0.1)
-    assert not may_yield(again, Priority.NORMAL)
-    assert may_yield(again._replace(decode_seconds=LEAST_DECODE_SECONDS), Priority.NORMAL)
-    assert may_yield(again._replace(times_yielded=0), Priority.NORMAL)
-    assert not may_yield(
-        running(times_yielded=MOST_YIELDS, decode_seconds=1e6, seconds_left=1e6), Priority.URGENT
-    )
+@each_case(
+    ("fields", "waiting", "yields"),
+    [
+        # Lower classes, in decode.
+        ({}, Priority.NORMAL, True),
+        ({}, Priority.BATCH, False),
+        ({"priority": Priority.NORMAL}, Priority.NORMAL, False),
+        ({"priority": Priority.NORMAL}, Priority.URGENT, True),
+        ({"decode_seconds": None}, Priority.URGENT, False),
+        # Not what ends soon, nor what would take longer to repeat than to end.
+        ({"seconds_left": LEAST_SECONDS_LEFT}, Priority.NORMAL, False),
+        ({"seconds_left": 10.0, "repetition_seconds": 12.0}, Priority.NORMAL, False),
+        ({"seconds_left": 13.0, "repetition_seconds": 12.0}, Priority.NORMAL, True),
+        # One that has yielded gets time to go on, and at last runs to its end.
+        (AGAIN, Priority.NORMAL, False),
+        (AGAIN | {"decode_seconds": LEAST_DECODE_SECONDS}, Priority.NORMAL, True),
+        (AGAIN | {"times_yielded": 0}, Priority.NORMAL, True),
+        (
+            {"times_yielded": MOST_YIELDS, "decode_seconds": 1e6, "seconds_left": 1e6},
+            Priority.URGENT,
+            False,
+        ),
+    ],
+)
+def test_which_requests_may_yield(fields: dict[str, Any], waiting: Priority, yields: bool) -> None:
+    assert may_yield(running(**fields), waiting) is yields
 
 
 # When the scheduler asks running requests to yield, and which of them.
@@ -369,26 +376,24 @@ async def test_a_row_in_prefill_is_asked_once_it_decodes() -> None:
     await world.end(waiting)
 
 
-async def test_for_requests_of_one_kind_it_is_tried_in_vain_once_in_a_while() -> None:
+@each_case(
+    ("passed", "priority", "tried"),
+    [
+        (0.0, Priority.NORMAL, False),
+        (0.0, Priority.URGENT, True),  # another class is another kind
+        (IN_VAIN_SECONDS, Priority.NORMAL, True),
+    ],
+)
+async def test_for_requests_of_one_kind_it_is_tried_in_vain_once_in_a_while(
+    passed: float, priority: Priority, tried: bool
+) -> None:
     world = World((node("a", slots=1),))
     row = world.row(decodes=False)
     first = await start_lease(world.scheduler, a_request())
     world.decode(row)
-    second = await start_lease(world.scheduler, a_request())
-    assert world.asked == []
-    other = await start_lease(world.scheduler, a_request(priority=Priority.URGENT))
-    assert world.asked == [row.id], "another class is another kind"
-    await world.end(first, second, other)
-
-
-async def test_what_was_in_vain_a_while_ago_is_tried_again_at_once() -> None:
-    world = World((node("a", slots=1),))
-    row = world.row(decodes=False)
-    first = await start_lease(world.scheduler, a_request())
-    world.decode(row)
-    world.clock.passes(IN_VAIN_SECONDS)
-    second = await start_lease(world.scheduler, a_request())
-    assert world.asked == [row.id]
+    world.clock.passes(passed)
+    second = await start_lease(world.scheduler, a_request(priority=priority))
+    assert world.asked == [row.id] * tried
     await world.end(first, second)
 
 

@@ -57,35 +57,6 @@ def test_tiers_are_candidate_sets_of_their_own_the_gpu_first() -> None:
     assert [[row.name for row in pool.rows] for pool in group] == [["b"], ["a"]]
 
 
-def test_each_model_name_is_a_group() -> None:
-    found = find_candidates(
-        a_request("helper", "x", "y"), node("a", models=("y",)), node("b", models=("x",))
-    )
-    assert [name for name, _ in found.by_model] == ["x", "y"]
-    assert [[row.name for row in pool.rows] for (pool,) in found.groups] == [["b"], ["a"]]
-
-
-@each_case(
-    ("state", "alive"),
-    [
-        (NodeState.READY, True),
-        (NodeState.MUTE, True),
-        (NodeState.DOWN, False),
-        (NodeState.DRAINING, False),
-    ],
-)
-def test_a_node_that_is_down_is_not_alive(state: NodeState, alive: bool) -> None:
-    assert find_candidates(a_request(), node(state=state)).any_alive() is alive
-
-
-def test_images_need_a_node_that_reads_them() -> None:
-    blind = node()
-    blind.properties.vision = False
-    with pytest.raises(GatewayError) as raised:
-        find_candidates(a_request(needs_vision=True), blind)
-    assert raised.value.status == 400
-
-
 def test_only_a_node_of_the_same_kind_resumes_a_stream() -> None:
     same, updated, other = node("a"), node("b"), node("c")
     for one, build, file in ((same, "b1", "x"), (updated, "b2", "x"), (other, "b1", "y")):
@@ -247,15 +218,6 @@ async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
     assert lease.node is fast
     short, _ = await take_lease(scheduler, a_request(max_tokens=2))
     assert (short.node, short.trial) == (slow, True)
-
-
-def test_failures_in_a_row_are_penalised() -> None:
-    one = node()
-    scheduler = a_scheduler(one)
-    scheduler.fleet.request_failed(one, one.clock())
-    assert row_of(scheduler).penalty > 0
-    scheduler.fleet.request_succeeded(one, one.clock())
-    assert row_of(scheduler).penalty == 0
 
 
 def test_measured_speeds_reach_the_row() -> None:

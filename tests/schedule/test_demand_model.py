@@ -212,12 +212,9 @@ def learn_answers(
         estimates.learn("m", caller, 400, 100, length, max_tokens, complete=complete)
 
 
-def test_four_bytes_are_a_token_at_first() -> None:
-    assert prompt_of(TokenEstimates(), 4000) == pytest.approx(1000)
-
-
-def test_the_bytes_of_a_models_tokens_are_learnt() -> None:
+def test_the_bytes_of_a_models_tokens_are_learnt_from_four_at_first() -> None:
     estimates = TokenEstimates()
+    assert prompt_of(estimates, 4000) == pytest.approx(1000)
     for size in (3000, 300, 30_000, 900):
         estimates.learn("m", "a", size, size / 3, 50, None)
     assert prompt_of(estimates, 6000) == pytest.approx(2000, rel=0.05)
@@ -272,10 +269,20 @@ def test_the_tokens_of_images_are_learnt_apart_from_text() -> None:
     assert prompt_of(estimates, 4000) == pytest.approx(1000)
 
 
-def test_an_unknown_answer_has_the_default_length_within_its_limit() -> None:
-    assert answer_of(TokenEstimates(), None) == DEFAULT_ANSWER_TOKENS
-    assert answer_of(TokenEstimates(), HUGE) == pytest.approx(DEFAULT_ANSWER_TOKENS, rel=0.01)
-    assert answer_of(TokenEstimates(), 16) == pytest.approx(16, rel=0.01)
+@each_case(
+    ("max_tokens", "expected"),
+    [
+        *((one, DEFAULT_ANSWER_TOKENS) for one in (None, 10**18, 1e300, math.inf, math.nan)),
+        (HUGE, pytest.approx(DEFAULT_ANSWER_TOKENS, rel=0.01)),
+        (16, pytest.approx(16, rel=0.01)),
+        (0, 0),
+        (-1, 0),
+    ],
+)
+def test_an_unknown_answer_has_the_default_length_within_a_limit_that_is_not_absurd(
+    max_tokens: float | None, expected: object
+) -> None:
+    assert answer_of(TokenEstimates(), max_tokens) == expected
 
 
 def test_lengths_far_below_max_tokens_are_learnt() -> None:
@@ -305,27 +312,16 @@ def test_answers_cut_short_teach_no_short_lengths() -> None:
     assert answer_of(estimates) >= before * 0.95
 
 
-def test_a_change_of_lengths_is_followed() -> None:
+@each_case(
+    ("lengths", "expected", "within"),
+    [([40] * 100 + [400] * 100, 400, 0.15), ([50] * 60 + [30_000], 50, 0.3)],
+)
+def test_a_change_of_lengths_is_followed_but_no_runaway_answer(
+    lengths: list[float], expected: float, within: float
+) -> None:
     estimates = TokenEstimates()
-    learn_answers(estimates, *100 * [40])
-    learn_answers(estimates, *100 * [400])
-    assert answer_of(estimates) == pytest.approx(400, rel=0.15)
-
-
-def test_one_runaway_answer_moves_it_little() -> None:
-    estimates = TokenEstimates()
-    learn_answers(estimates, *60 * [50], 30_000)
-    assert answer_of(estimates) == pytest.approx(50, rel=0.3)
-
-
-def test_max_tokens_of_zero_means_no_answer() -> None:
-    assert answer_of(TokenEstimates(), 0) == 0
-    assert answer_of(TokenEstimates(), -1) == 0
-
-
-@each_case("absurd", [10**18, 1e300, math.inf, math.nan, None])
-def test_an_absurd_max_tokens_counts_as_none(absurd: float | None) -> None:
-    assert answer_of(TokenEstimates(), absurd) == DEFAULT_ANSWER_TOKENS
+    learn_answers(estimates, *lengths)
+    assert answer_of(estimates) == pytest.approx(expected, rel=within)
 
 
 def test_memory_is_bounded_and_active_callers_stay() -> None:

@@ -15,26 +15,8 @@ from gateway.schedule.core.dispatcher import MOST_DECLINES, DispatchRules, Starv
 from gateway.schedule.core.placement_state import QueuedRequest
 from gateway.schedule.core.selection import POLICIES
 from gateway.terms import Priority
+from tests.each_case import each_case
 from tests.schedule.queue_simulation import QueueSimulation
-
-
-def test_place_never_queues() -> None:
-    sim = QueueSimulation((1,))
-    sim.fill()
-    assert sim.dispatcher.place(sim.request(), 0.0) is None
-    assert sim.dispatcher.waiting == 0
-
-
-def test_waiting_requests_go_before_arrivals_when_a_slot_is_free() -> None:
-    sim = QueueSimulation((1,))
-    (running,) = sim.fill()
-    waits, _ = sim.arrive()
-    sim.dispatcher.released(running, 1.0)
-    late, placement = sim.arrive(1.0)
-    assert placement is None
-    (given,) = sim.match(1.0)
-    assert given is waits
-    assert sim.waiting() == [late]
 
 
 def test_a_slot_freed_while_nobody_waited_delays_no_arrival() -> None:
@@ -45,18 +27,6 @@ def test_a_slot_freed_while_nobody_waited_delays_no_arrival() -> None:
         sim.dispatcher.released(placement, 1.0)
     sim.arrive(1.0, groups=other)
     assert sim.arrive(1.0)[1] is not None
-
-
-def test_a_higher_class_goes_first() -> None:
-    sim = QueueSimulation((1,))
-    (running,) = sim.fill()
-    for priority in (Priority.BATCH, Priority.NORMAL, Priority.URGENT, Priority.PREMIUM):
-        sim.arrive(priority=priority)
-    order = []
-    for now in range(4):
-        (running,) = sim.finish(running, float(now))
-        order.append(running.priority)
-    assert order == sorted(Priority)
 
 
 def test_of_one_caller_the_request_that_fits_the_free_node_goes() -> None:
@@ -84,27 +54,6 @@ def test_a_later_model_name_counts_only_when_no_node_of_the_first_is_alive_or_ta
     assert (given, given.group, given.row) == (waits, 1, sim.rows[1])
 
 
-def test_a_tier_without_room_is_passed_over() -> None:
-    sim = QueueSimulation((1, 1))
-    gpu, cpu = (sim.state.candidate_set([row]) for row in sim.rows)
-    rows = [sim.arrive(groups=((gpu, cpu),))[1] for _ in range(2)]
-    assert [placement and placement.row for placement in rows] == sim.rows
-
-
-def test_the_reserve_of_many_nodes_is_made_of_whole_ones() -> None:
-    sim = QueueSimulation((4,) * 100, DispatchRules(batch_reserve=0.5))
-    placed = [sim.arrive(priority=Priority.BATCH)[1] for _ in range(201)]
-    assert [row.total - row.free for row in sim.rows] == [0] * 50 + [4] * 50
-    assert placed[-1] is None
-
-
-def test_batch_leaves_the_reserve_free() -> None:
-    sim = QueueSimulation((4,), DispatchRules(batch_reserve=0.5))
-    placed = [sim.arrive(priority=Priority.BATCH)[1] for _ in range(4)]
-    assert [placement is not None for placement in placed] == [True, True, False, False]
-    assert sim.arrive()[1] is not None
-
-
 def test_a_node_that_failed_it_is_avoided_while_another_is_alive() -> None:
     sim = QueueSimulation((1, 1))
     other = sim.rows[1]
@@ -115,14 +64,6 @@ def test_a_node_that_failed_it_is_avoided_while_another_is_alive() -> None:
     assert none is None
     sim.state.set_slots(other, 1, 0, 0, alive=False)
     assert sim.match(1.0) == [waits]
-
-
-def test_an_excluded_node_is_never_used() -> None:
-    sim = QueueSimulation((2,))
-    queued, placement = sim.arrive(excluded={0})
-    assert placement is None
-    assert sim.match(1.0) == []
-    assert sim.dispatcher.withdraw(queued)
 
 
 def test_requests_without_a_node_hold_up_no_other() -> None:
@@ -347,11 +288,6 @@ def test_the_predicted_wait_is_infinite_while_every_node_is_down() -> None:
     assert sim.dispatcher.predicted_wait(queued, 0.0) == math.inf
 
 
-def test_the_predicted_wait_is_zero_where_there_is_room() -> None:
-    sim = QueueSimulation((1,))
-    assert sim.dispatcher.predicted_wait(sim.request(), 0.0) == 0.0
-
-
 def test_usage_as_predicted_changes_no_counter_though_the_token_weight_has_changed() -> None:
     sim = QueueSimulation((1,))
     _, placement = sim.arrive(fairness_key="one", prompt_tokens=10.0, completion_tokens=20.0)
@@ -371,20 +307,16 @@ def test_usage_as_predicted_changes_no_counter_though_the_token_weight_has_chang
     assert account.counter == counted
 
 
-def test_one_placement_in_ten_is_for_overdue_requests() -> None:
-    guard = StarvationGuard(0.1)
+@each_case(("share", "rounds"), [(0.1, [False] * 9 + [True]), (0.0, [False] * 10)])
+def test_the_share_of_the_placements_that_overdue_requests_get(
+    share: float, rounds: list[bool]
+) -> None:
+    guard = StarvationGuard(share)
     given = []
     for _ in range(30):
         given.append(guard.overdue_next)
         guard.placed(to_overdue=guard.overdue_next)
-    assert given == ([False] * 9 + [True]) * 3
-
-
-def test_with_a_share_of_zero_overdue_requests_get_no_preference() -> None:
-    guard = StarvationGuard(0.0)
-    for _ in range(100):
-        guard.placed(to_overdue=False)
-    assert not guard.overdue_next
+    assert given == rounds * 3
 
 
 @pytest.mark.parametrize("flood", [Priority.URGENT, Priority.NORMAL])

@@ -36,22 +36,6 @@ def test_a_name_that_is_added_again_keeps_its_row() -> None:
     assert row.total == row.free == 3
 
 
-def test_foreign_and_own_slots_are_not_free() -> None:
-    sim = QueueSimulation((4,))
-    sim.arrive()
-    sim.state.set_slots(sim.rows[0], 4, 4, 2)
-    assert (sim.rows[0].busy, sim.rows[0].free) == (3, 1)
-
-
-def test_capacity_limits_the_free_slots() -> None:
-    sim = QueueSimulation((4,))
-    sim.state.set_slots(sim.rows[0], 4, 1, 0)
-    assert sim.rows[0].free == 1
-    sim.arrive()
-    assert sim.rows[0].free == 0
-    assert not sim.state.free_rows
-
-
 def test_a_removed_row_leaves_its_candidate_sets_and_its_index_is_reused() -> None:
     sim = QueueSimulation((1, 1))
     first, second = sim.rows
@@ -129,27 +113,19 @@ def test_absurd_speeds_and_slots_are_clamped(nonsense: float) -> None:
 
 
 @each_case(
-    ("given", "kept"),
+    ("size", "given", "kept"),
     [
-        (1e18, MOST_TOKENS_PER_REQUEST),
-        (math.inf, MOST_TOKENS_PER_REQUEST),
-        (-3.0, 1.0),
-        (math.nan, DEFAULT_COMPLETION_TOKENS),
+        ("completion_tokens", 1e18, MOST_TOKENS_PER_REQUEST),
+        ("completion_tokens", math.inf, MOST_TOKENS_PER_REQUEST),
+        ("completion_tokens", -3.0, 1.0),
+        ("completion_tokens", math.nan, DEFAULT_COMPLETION_TOKENS),
+        ("prompt_tokens", math.inf, MOST_TOKENS_PER_REQUEST),
+        ("prompt_tokens", -1.0, 0.0),
+        ("prompt_tokens", math.nan, 0.0),
     ],
 )
-def test_absurd_completion_tokens_are_clamped(given: float, kept: float) -> None:
-    assert QueueSimulation().request(completion_tokens=given).completion_tokens == kept
-
-
-@pytest.mark.parametrize("given", [-1.0, math.nan])
-def test_an_invalid_prompt_size_counts_as_zero(given: float) -> None:
-    assert QueueSimulation().request(prompt_tokens=given).prompt_tokens == 0.0
-
-
-def test_an_infinite_prompt_is_clamped() -> None:
-    assert (
-        QueueSimulation().request(prompt_tokens=math.inf).prompt_tokens == MOST_TOKENS_PER_REQUEST
-    )
+def test_absurd_numbers_of_tokens_are_clamped(size: str, given: float, kept: float) -> None:
+    assert getattr(QueueSimulation().request(**{size: given}), size) == kept
 
 
 # The reserve of class `batch` is whole nodes, and `batch` keeps off them.
@@ -189,12 +165,6 @@ def test_the_reserve_is_the_share_that_is_asked_for_and_leaves_one_slot(
     reserve = spread_reserve(share, totals)
     assert all(0 <= slots <= total for slots, total in zip(reserve, totals, strict=True))
     assert sum(reserve) == min(int(share * sum(totals) + 1e-9), max(0, sum(totals) - 1))
-
-
-def test_batch_stays_off_the_reserved_node_though_it_is_idle() -> None:
-    sim = QueueSimulation((2,) * 4, DispatchRules(batch_reserve=0.25))
-    assert batch_on(sim) == [f"node-{number}" for number in (1, 1, 2, 2, 3, 3)]
-    assert sim.match(1.0) == []
 
 
 @pytest.mark.parametrize("nodes", [4, 80])

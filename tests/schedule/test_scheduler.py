@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,14 +43,6 @@ def refusal(task: asyncio.Task[Any]) -> GatewayError:
     error = task.exception()
     assert isinstance(error, GatewayError)
     return error
-
-
-async def test_a_free_slot_is_granted_at_once() -> None:
-    one = node(slots=1)
-    scheduler = a_scheduler(one)
-    lease, model = await take_lease(scheduler, a_request())
-    assert (lease.node, model, one.leased) == (one, "demo", 1)
-    assert scheduler.queue_positions() == []
 
 
 async def test_waiting_requests_go_in_the_order_of_arrival() -> None:
@@ -161,46 +154,48 @@ async def test_a_slotless_request_passes_all_that_wait() -> None:
     await settle()
 
 
-async def test_more_slots_than_any_node_has_is_the_clients_mistake() -> None:
-    scheduler = a_scheduler(node("a", slots=2), node("b", slots=3))
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(scheduler, a_request(slots=4))
-    assert (raised.value.status, raised.value.code) == (400, "invalid_request")
-    lease, _ = await take_lease(scheduler, a_request(slots=3))
-    assert lease.node.name == "b"
-
-
-async def test_an_unknown_model_is_404() -> None:
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(a_scheduler(node()), a_request("nothing"))
-    assert (raised.value.status, raised.value.code) == (404, "model_not_found")
-
-
-async def test_a_model_that_an_unprobed_node_may_serve_is_503() -> None:
+def unprobed() -> Node:
     silent = node("b", models=(), state=NodeState.STARTING)
     silent.probe_history.probed = silent.probe_history.up = False
+    return silent
+
+
+@each_case(
+    ("nodes", "request_", "status", "code"),
+    [
+        ([node()], a_request("nothing"), 404, "model_not_found"),
+        ([node(), unprobed()], a_request("nothing"), 503, "no_node"),
+        ([node(endpoints=["chat"])], a_request(endpoint="embeddings"), 501, "not_supported"),
+        ([node(slots=2), node("b", slots=3)], a_request(slots=4), 400, "invalid_request"),
+        ([node(endpoints=["chat"])], a_request(needs_vision=True), 400, "invalid_request"),
+    ],
+)
+async def test_what_no_node_serves_is_refused_with_a_reason_and_advice_to_wait_if_one_may_yet(
+    nodes: list[Node], request_: LeaseRequest, status: int, code: str
+) -> None:
     with pytest.raises(GatewayError) as raised:
-        await take_lease(a_scheduler(node(), silent), a_request("nothing"))
-    assert (raised.value.status, raised.value.code) == (503, "no_node")
-    assert raised.value.retry_after
+        await take_lease(a_scheduler(*nodes), request_)
+    assert (raised.value.status, raised.value.code) == (status, code)
+    assert bool(raised.value.retry_after) is (status == 503)
+    assert raised.value.retryable is (status != 501)
 
 
-async def test_an_endpoint_that_no_node_of_the_model_supports_is_501() -> None:
-    one = node(endpoints=["chat"])
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(a_scheduler(one), a_request(endpoint="embeddings"))
-    assert (raised.value.status, raised.value.retryable) == (501, False)
-
-
-async def test_an_image_goes_to_a_node_that_reads_images_or_nowhere() -> None:
-    blind, seeing = node("a", endpoints=["chat"]), node("b", endpoints=["chat", "vision"])
+@each_case(
+    ("nodes", "request_"),
+    [
+        (lambda: (node(slots=2), node("b", slots=3)), a_request(slots=3)),
+        (
+            lambda: (node(endpoints=["chat"]), node("b", endpoints=["chat", "vision"])),
+            a_request(needs_vision=True),
+        ),
+    ],
+)
+async def test_only_a_node_that_is_wide_enough_or_reads_images_gets_a_request(
+    nodes: Callable[[], tuple[Node, ...]], request_: LeaseRequest
+) -> None:
     for _ in range(20):
-        lease, _ = await take_lease(a_scheduler(blind, seeing), a_request(needs_vision=True))
-        assert lease.node is seeing
-        lease.release()
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(a_scheduler(blind), a_request(needs_vision=True))
-    assert (raised.value.status, raised.value.code) == (400, "invalid_request")
+        lease, _ = await take_lease(a_scheduler(*nodes()), request_)
+        assert lease.node.name == "b"
 
 
 async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
@@ -263,14 +258,6 @@ async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
     assert not retry.done()
     scheduler.close()
     await asyncio.gather(retry, *tasks, return_exceptions=True)
-
-
-async def test_no_queue_at_all_is_possible() -> None:
-    scheduler = a_scheduler(node(slots=1), queue={"max": 0})
-    await take_lease(scheduler, a_request())
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(scheduler, a_request())
-    assert raised.value.code == "queue_full"
 
 
 @in_virtual_time
@@ -490,7 +477,7 @@ async def test_a_request_that_leaves_the_queue_leaves_nothing_behind() -> None:
     await settle()
     assert waiting[0].cancelled()
     assert waiting[2].done()
-    assert one.leased == 1
+    assert (one.leased, len(scheduler.records)) == (1, 2)
     waiting[2].result()[0].release()
     assert (one.leased, scheduler.queue_positions()) == (0, [])
 
@@ -851,13 +838,6 @@ async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_nex
 # Leases and their records.
 
 
-def test_leases_have_numbers_of_their_own() -> None:
-    scheduler = a_scheduler(node(slots=4))
-    ids = [granted.id for _ in range(4) if (granted := scheduler.lease_now(a_request()))]
-    assert len(set(ids)) == 4
-    assert set(scheduler.records) == set(ids)
-
-
 def test_the_placement_of_a_node_that_has_left_is_forgotten() -> None:
     scheduler = a_scheduler(node("a"), node("b"))
     record = lease_at_once(scheduler, a_request())
@@ -867,20 +847,6 @@ def test_the_placement_of_a_node_that_has_left_is_forgotten() -> None:
     assert record.placement is not None
     record.release()
     assert record.placement is None
-
-
-async def test_a_lease_that_its_request_does_not_take_is_given_back() -> None:
-    only = node(slots=1)
-    scheduler = a_scheduler(only)
-    held = lease_at_once(scheduler, a_request())
-    waiting = asyncio.create_task(scheduler.wait_for_lease(a_request()))
-    await settle()
-    held.release()
-    scheduler.match()
-    waiting.cancel()  # after the grant, before the task has gone on
-    await asyncio.gather(waiting, return_exceptions=True)
-    assert waiting.cancelled()
-    assert (only.leased, len(scheduler.records)) == (0, 1)
 
 
 def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:

@@ -192,17 +192,22 @@ def test_the_dearest_requests_never_explore(keys: dict[str, Any]) -> None:
     assert not explored(sim, **keys), keys
 
 
-def test_a_request_that_a_node_has_failed_does_not_explore() -> None:
+@each_case(
+    ("hope", "foreign", "keys"),
+    [
+        (HOPE_UNKNOWN, 0, {"failed": [1]}),  # a request that a node has failed
+        (HOPE_UNKNOWN, 1, {}),  # a node in use
+        (HOPE_AWAITED, 0, {}),  # a node that is about to be calibrated
+    ],
+)
+def test_some_requests_do_not_explore_and_some_nodes_are_not_explored(
+    hope: float, foreign: int, keys: dict[str, Any]
+) -> None:
     sim = QueueSimulation((2, 2, 2))
-    unknown(sim)
-    assert not explored(sim, failed=[1])
-
-
-def test_a_node_in_use_is_not_explored() -> None:
-    sim = QueueSimulation((2, 2))
-    unknown(sim)
-    sim.state.set_slots(sim.rows[1], 2, 2, 1)
-    assert not explored(sim)
+    unknown(sim, hope=hope)
+    for row in sim.rows[1:]:
+        sim.state.set_slots(row, 2, 2, foreign)
+    assert not explored(sim, **keys)
 
 
 def test_a_calibrated_node_is_explored_only_if_it_is_faster() -> None:
@@ -210,12 +215,6 @@ def test_a_calibrated_node_is_explored_only_if_it_is_faster() -> None:
         sim = QueueSimulation((2, 2), speeds=(100.0, speed))
         unknown(sim, hope=HOPE_GUESSED)
         assert explored(sim).total() == count, speed
-
-
-def test_a_node_that_is_about_to_be_calibrated_is_not_explored() -> None:
-    sim = QueueSimulation((2, 2))
-    unknown(sim, hope=HOPE_AWAITED)
-    assert not explored(sim)
 
 
 def test_the_more_nodes_are_known_the_fewer_requests_explore() -> None:
@@ -239,18 +238,18 @@ def test_the_figures_of_an_exploring_request_say_why_it_went_there() -> None:
     assert cost_of_figures(found.chosen, 1600.0, 40.0) == pytest.approx(least)
 
 
-def test_on_an_idle_node_the_cost_is_prefill_and_decoding() -> None:
+@each_case(
+    ("completion", "cached", "cost"),
+    [(30, {}, 2.0 + 3.0), (10, {0: 150.0}, 0.5 + 1.0), (10, {0: 200.0}, 0.01 + 1.0)],
+)
+def test_on_an_idle_node_the_cost_is_decoding_and_what_of_the_prompt_is_not_cached(
+    completion: int, cached: dict[int, float], cost: float
+) -> None:
+    """Of a prompt that is cached as a whole one token is read."""
     sim = QueueSimulation((2,))
     sim.state.set_speed(sim.rows[0], 100.0, 0.1, 0.05)
-    assert row_cost(
-        sim.rows[0], sim.request(prompt_tokens=200, completion_tokens=30), 0.0
-    ) == pytest.approx(5.0)
-
-
-def test_cached_tokens_are_not_read_except_one() -> None:
-    sim = QueueSimulation((2,))
-    queued = sim.request(prompt_tokens=200, completion_tokens=10, cached={0: 200.0})
-    assert row_cost(sim.rows[0], queued, 0.0) == pytest.approx(0.01 + 1.0)
+    queued = sim.request(prompt_tokens=200, completion_tokens=completion, cached=cached)
+    assert row_cost(sim.rows[0], queued, 0.0) == pytest.approx(cost)
 
 
 def test_a_neighbour_adds_its_own_delay_and_the_one_it_causes() -> None:

@@ -127,19 +127,16 @@ def test_the_charge_is_replaced_by_the_real_usage() -> None:
     assert sim.match(1.0)[0] is other
 
 
-def test_a_caller_that_was_idle_has_saved_up_no_credit() -> None:
+def test_a_caller_that_was_idle_has_no_credit_and_one_that_was_served_more_keeps_its_counter() -> (
+    None
+):
     counters = VirtualTokenCounters()
     busy = counters.account("busy")
     busy.counter = 1000.0
     counters.started(busy, 50.0)
     assert counters.account("new").counter == 1000.0
-
-
-def test_a_caller_that_was_served_more_keeps_its_counter() -> None:
-    counters = VirtualTokenCounters()
-    counters.account("busy").counter = 1000.0
-    counters.start_counter = 10.0
-    assert counters.account("busy").counter == 1000.0
+    counters.account("new").counter = 5000.0
+    assert counters.account("new").counter == 5000.0
 
 
 def test_idle_accounts_are_dropped_but_no_running_ones() -> None:
