@@ -13,12 +13,10 @@ import os.path
 from collections.abc import Iterable, Sequence
 from typing import Self
 
+# Seconds. Official SDKs repeat 429 and 5xx by themselves; with a longer wait they should not.
 LONGEST_RETRYABLE_WAIT = 60.0
-"""Seconds. Official SDKs repeat 429 and 5xx by themselves; with a longer wait they should not."""
-
+# `Retry-After` in seconds while a node has not reported its models: about one probe interval.
 UNREPORTED_RETRY_AFTER = 5.0
-"""`Retry-After` in seconds while a node has not reported its models: about one probe interval."""
-
 LONGEST_ECHO = 200  # most characters of a client's own text that an error message repeats
 PAUSED_RETRY_SECONDS = 30.0  # seconds after which a request for a paused model is worth another try
 
@@ -97,11 +95,10 @@ def drop_traceback(error: BaseException) -> None:
         cause = cause.__cause__ or cause.__context__
 
 
+# In logs, metrics and records only: the client left before its response was complete. nginx's.
 CLIENT_CLOSED_STATUS = 499
-"""In logs, metrics and records only: the client left before its response was complete. nginx's."""
-
+# Codes of requests that a limit of their caller refused.
 LIMIT_CODES = frozenset({"rate_limit_exceeded", "insufficient_quota"})
-"""Codes of requests that a limit of their caller refused."""
 
 
 class ClientClosed(Exception):  # noqa: N818 - not an error: nobody is left to read one
@@ -507,13 +504,13 @@ def not_supported(endpoint: str, path: str, model: str, hint: str | None) -> Gat
     )
 
 
+# By endpoint: its name in a sentence, and the remedy where no node has given a hint.
 _FEATURES = {
     "embeddings": ("embeddings", "Start a node's server with `--embeddings`."),
     "rerank": ("reranking", "Start a node's server with `--reranking`."),
     "infill": ("infill", "It needs a model that was trained to fill in the middle."),
     "audio": ("audio", "It needs a model that hears; llama.cpp's server wants its `--mmproj`."),
 }
-"""By endpoint: its name in a sentence, and the remedy where no node has given a hint."""
 
 
 def node_failed(message: str) -> GatewayError:
@@ -531,8 +528,8 @@ def truncate_echo(text: str) -> str:
     return text if len(text) <= LONGEST_ECHO else text[:LONGEST_ECHO] + "..."
 
 
+# Names that are compared letter by letter; with a thousand, that would take the loop 50 ms.
 MOST_COMPARED = 64
-"""Names that are compared letter by letter; with a thousand, that would take the loop 50 ms."""
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:

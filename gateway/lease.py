@@ -21,7 +21,6 @@ from gateway.errors import GatewayError
 from gateway.terms import Endpoint, Priority
 
 HASH_KEY_BYTES = 32
-
 _DIGEST_BYTES = 8
 
 
@@ -78,12 +77,10 @@ class PromptKey(msgspec.Struct, frozen=True, eq=False):
 
     blocks: tuple[int, ...]
     """Each stands for the prompt up to its end, never for itself alone; 64 bits, signed."""
-    tokens: float
-    """An estimate of the whole prompt's tokens."""
+    tokens: float  # an estimate of the whole prompt's tokens
     ends: tuple[int, ...] = ()
     """The prompt's size at the end of each block, bytes; empty: blocks of one size."""
-    size: int = 0
-    """Bytes of the whole prompt; 0: it ends where its last block does."""
+    size: int = 0  # bytes of the whole prompt; 0: it ends where its last block does
     omits_volatile: bool = False
     """Whether the blocks leave out lines that the node gets, and may ignore or not."""
 
@@ -107,8 +104,7 @@ class LeaseCaller(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Who asks, with which priority, and how long the request may wait."""
 
     id: str
-    fairness_key: str
-    """Who shares fairly: the caller, or the end user that a trusted caller names."""
+    fairness_key: str  # who shares fairly: the caller, or the end user that a trusted caller names
     priority: Priority = Priority.NORMAL
     session: str | None = None
     """The session that a header names, within its fairness key; None: no header does."""
@@ -122,54 +118,41 @@ class LeaseCaller(msgspec.Struct, frozen=True, eq=False, gc=False):
     yields: bool = False
     """Whether it gives up its slot to a higher class that would have to wait, and goes on later. It
     is patient, too."""
-    times_yielded: int = 0
-    """How often it has done so."""
+    times_yielded: int = 0  # how often it has done so
 
 
 class WantedNode(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What a node must have and be able to do."""
 
-    model: str
-    """The public name that the client asked for, or the default."""
+    model: str  # the public name that the client asked for, or the default
     model_names: tuple[str, ...]
     """The names that `model` stands for once aliases are resolved, in order of preference."""
     endpoint: Endpoint = "chat"
     needs_vision: bool = False
-    llama_cpp_only: bool = False
-    """Whether only llama.cpp's own server will do."""
-    node_labels: NodeLabels = ()
-    """Labels that its node must have: its pool. Empty: any node."""
+    llama_cpp_only: bool = False  # whether only llama.cpp's own server will do
+    node_labels: NodeLabels = ()  # labels that its node must have: its pool. Empty: any node.
     stream: bool = False
     may_assemble: bool = False
     """Whether a plain response may be assembled from the events of a stream."""
-    prompt_cache: bool = True
-    """Whether a node may serve its prompt from its cache."""
+    prompt_cache: bool = True  # whether a node may serve its prompt from its cache
     resume_key: tuple[object, ...] | None = None
     """For a node of the same kind: its `ServerProperties.resume_key`; None: any will do."""
-    feature: str = ""
-    """What the error calls it if no node supports it; no decision depends on it."""
-    prompt_field: str | None = None
-    """The body's field that holds the prompt, for errors."""
-    slots_field: str = "n"
-    """The body's field that asks for so many slots, for errors."""
+    feature: str = ""  # what the error calls it if no node supports it; no decision depends on it
+    prompt_field: str | None = None  # the body's field that holds the prompt, for errors
+    slots_field: str = "n"  # the body's field that asks for so many slots, for errors
 
 
 class RequestSize(msgspec.Struct, frozen=True, eq=False, gc=False):
     """How much work the request is for a node."""
 
     slots: int = 1
-    generates: bool = True
-    """Whether tokens are generated; embeddings, for one, only read a prompt."""
-    prompt_tokens: int = 0
-    """Estimated tokens of the prompt; rather too few than too many."""
+    generates: bool = True  # whether tokens are generated; embeddings, for one, only read a prompt
+    prompt_tokens: int = 0  # estimated tokens of the prompt; rather too few than too many
     text_bytes: float = 0
-    exact_tokens: int = 0
-    """Tokens of the prompt that are known exactly, as they were sent as ids."""
-    media_tokens: int = 0
-    """Most tokens of its images and sounds."""
+    exact_tokens: int = 0  # tokens of the prompt that are known exactly, as they were sent as ids
+    media_tokens: int = 0  # most tokens of its images and sounds
     max_tokens: int | None = None
-    body_bytes: int = 0
-    """Bytes of the whole body, a bound of the prompt's tokens."""
+    body_bytes: int = 0  # bytes of the whole body, a bound of the prompt's tokens
     prompt_key: PromptKey | None = None
     """Identifies the prompt's prefixes; None: too short to be cached."""
 
@@ -177,8 +160,7 @@ class RequestSize(msgspec.Struct, frozen=True, eq=False, gc=False):
 class LeaseRequest(msgspec.Struct, frozen=True, eq=False, gc=False):
     """All that the scheduler may know of a request; it does not change while the request waits."""
 
-    id: str
-    """The request's, unique in this process."""
+    id: str  # the request's, unique in this process
     caller: LeaseCaller
     wanted: WantedNode
     size: RequestSize
@@ -194,8 +176,7 @@ class Tried:
     """Nodes that can't serve this request; never tried again."""
     unsupported_nodes: frozenset[str] = frozenset()
     """Those of `excluded_nodes` that answered with 501: they lack the feature."""
-    unsupported_hint: str | None = None
-    """The advice of the last node that answered with 501."""
+    unsupported_hint: str | None = None  # the advice of the last node that answered with 501
     min_context: int = 0
     """Tokens of context that a node must have, known from an overflow elsewhere."""
     statuses: tuple[int, ...] = ()
@@ -263,28 +244,21 @@ class QueuePosition(msgspec.Struct, frozen=True, eq=False):
     """The place of one waiting request in the queue."""
 
     request_id: str
-    position: int
-    """1: it is likely to go first."""
+    position: int  # 1: it is likely to go first
     waited_seconds: float
-    expected_seconds: float | None = None
-    """Seconds until it is expected to start; None: unknown."""
+    expected_seconds: float | None = None  # seconds until it is expected to start; None: unknown
 
 
 class BatchRoom(msgspec.Struct, frozen=True, eq=False):
     """The room for requests of class `batch` on the nodes that serve one model."""
 
-    slots: int
-    """Slots that the class may use at all: those outside the reserve, busy ones included."""
-    free: int
-    """Of them, those that it could take now."""
+    slots: int  # slots that the class may use at all: those outside the reserve, busy ones included
+    free: int  # of them, those that it could take now
     soon: int
     """Of them, those that are expected to come free within the seconds that were asked for."""
-    waiting: int
-    """Slots for which requests of this class wait already."""
-    ahead: int
-    """Slots for which requests of higher classes wait."""
-    nodes: int = 1
-    """Nodes that have these slots."""
+    waiting: int  # slots for which requests of this class wait already
+    ahead: int  # slots for which requests of higher classes wait
+    nodes: int = 1  # nodes that have these slots
 
 
 class BatchRoomService(Protocol):
@@ -320,21 +294,16 @@ class NodeInfo(msgspec.Struct, frozen=True, eq=False):
     """
 
     name: str
-    tier: str
-    """`cpu` or `gpu`."""
-    kind: str
-    """`llama.cpp` or `openai`."""
-    connect_timeout: float | None
-    """Seconds; None: as the settings say. So are the next three."""
+    tier: str  # `cpu` or `gpu`
+    kind: str  # `llama.cpp` or `openai`
+    connect_timeout: float | None  # seconds; None: as the settings say. So are the next three.
     first_byte_timeout: float | None
     silence_timeout: float | None
     total_timeout: float | None
-    context: int | None
-    """Tokens of one slot; None: unknown."""
+    context: int | None  # tokens of one slot; None: unknown
     resume_key: tuple[object, ...]
     """Equal on two nodes if one can resume the other's stream; see `WantedNode.resume_key`."""
-    started_by_up: bool = False
-    """Whether `llama-gateway up` started its server."""
+    started_by_up: bool = False  # whether `llama-gateway up` started its server
     connections: object = None
     """The node's `transport.pool.ConnectionPool`, which rides along within one process. It is no
     part of the message: another process would open connections of its own."""
@@ -345,10 +314,8 @@ class GrantedLease(msgspec.Struct, frozen=True, eq=False):
 
     id: int
     node: NodeInfo
-    model: str
-    """The one of the request's `model_names` for which it was granted."""
-    served_name: str
-    """The node's own name for this model."""
+    model: str  # the one of the request's `model_names` for which it was granted
+    served_name: str  # the node's own name for this model
     slots: int
     stream: bool
     """Whether the node must be asked for a stream; False also where it is known not to stream."""
@@ -360,8 +327,7 @@ class GrantedLease(msgspec.Struct, frozen=True, eq=False):
     """Why the node is not of the tier that the request's class belongs to."""
     wake: float = 0.0
     """Seconds that the node may take besides, since its server sleeps or may have fallen asleep."""
-    prompt_tokens: int = 0
-    """Tokens of the prompt, as they are expected."""
+    prompt_tokens: int = 0  # tokens of the prompt, as they are expected
 
 
 # What is reported.
@@ -381,12 +347,9 @@ class NodeError(msgspec.Struct, frozen=True, eq=False):
     """What the error response of a node shows about the node."""
 
     is_loading: bool = False
-    retry_after: float | None = None
-    """Seconds for which it wants no request; None: it does not say."""
-    lacks_endpoint: bool = False
-    """Whether it would refuse all requests of this endpoint."""
-    hint: str | None = None
-    """Its advice with that refusal."""
+    retry_after: float | None = None  # seconds for which it wants no request; None: it does not say
+    lacks_endpoint: bool = False  # whether it would refuse all requests of this endpoint
+    hint: str | None = None  # its advice with that refusal
     key_rejected_at: str | None = None
     """The path for which it rejected the gateway's key; None: it did not."""
 
@@ -395,10 +358,8 @@ class AttemptReport(msgspec.Struct, frozen=True, eq=False):
     """How the attempt under a lease ended."""
 
     lease_id: int
-    outcome: str
-    """The word of metrics and logs: `ok`, or the failure."""
-    status: int
-    """The response's; 0: its head had not come."""
+    outcome: str  # the word of metrics and logs: `ok`, or the failure
+    status: int  # the response's; 0: its head had not come
     sent: bool
     node_done: bool
     """Whether the node has nothing left to do for it. Else its slots are held until they are seen
@@ -406,15 +367,12 @@ class AttemptReport(msgspec.Struct, frozen=True, eq=False):
     response_began: bool
     """Whether its response was the client's, or the beginning of it. `settle` follows then."""
     fault: Fault = Fault.NOBODY
-    error: NodeError | None = None
-    """What its error response shows about the node."""
-    unreachable: str | None = None
-    """Why no connection could be made, in words."""
+    error: NodeError | None = None  # what its error response shows about the node
+    unreachable: str | None = None  # why no connection could be made, in words
     prompt_read: tuple[int, int] | None = None
     """Tokens of the prompt that the node had read or cached by then, and those that it had cached,
     as it said itself; None: it did not."""
-    came_plain: bool = False
-    """Whether the response came plain though a stream was asked for."""
+    came_plain: bool = False  # whether the response came plain though a stream was asked for
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -423,32 +381,26 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    timings: dict[str, Any] | None = None
-    """llama.cpp's own figures of the generation, unchecked."""
+    timings: dict[str, Any] | None = None  # llama.cpp's own figures of the generation, unchecked
 
 
 class UsageReport(msgspec.Struct, frozen=True, eq=False):
     """What the response of an ended attempt took."""
 
     lease_id: int
-    attempt: Usage
-    """Of this attempt: as the node reported it, else as it was counted."""
+    attempt: Usage  # of this attempt: as the node reported it, else as it was counted
     reported: Usage | None
     """Of the client's own prompt and the whole response, resumed or not, as nodes reported it;
     None: this node reported nothing."""
-    sent_tokens: int
-    """Tokens of this attempt that went to the client, as counted."""
-    complete: bool = True
-    """Whether the response ended by itself."""
+    sent_tokens: int  # tokens of this attempt that went to the client, as counted
+    complete: bool = True  # whether the response ended by itself
 
 
 class AttemptCharge(msgspec.Struct, frozen=True, gc=False):
     """What an ended attempt took of its node."""
 
-    cost: float = 0.0
-    """In the settings' currency."""
-    slot_seconds: float = 0.0
-    """Seconds for which it held its slots, times their number."""
+    cost: float = 0.0  # in the settings' currency
+    slot_seconds: float = 0.0  # seconds for which it held its slots, times their number
     prompt_tokens: int = 0
     """Tokens of the prompt that the node has read, as far as is known. It is 0 where the node has
     reported its tokens, as are the next two."""

@@ -144,11 +144,11 @@ INDEX_PAGE = "llama-gateway, admin listener\n\n" + "".join(
     for route in ADMIN_ROUTES
 )
 
+# Paths that need no key: load balancers, supervisors and browsers use them, and they reveal
+# nothing. So do the files of the dashboard.
 KEYLESS_PATHS = frozenset(
     route.path for route in ADMIN_ROUTES if route.role is None and "{" not in route.path
 )
-"""Paths that need no key: load balancers, supervisors and browsers use them, and they reveal
-nothing. So do the files of the dashboard."""
 
 
 def is_keyless(path: str) -> bool:
@@ -231,8 +231,8 @@ def admin_app(
     return asgi_app(routes, lambda: f"adm_{next(numbers):x}", [guard])
 
 
+# Parameters of queries that the audit log tells; others are unknown, and might be secrets.
 AUDITED_PARAMETERS = ("deadline",)
-"""Parameters of queries that the audit log tells; others are unknown, and might be secrets."""
 
 
 def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) -> Endpoint:
@@ -279,26 +279,24 @@ def _audit_target(request: Request) -> str:
 
 
 STATIC_FOLDER = Path(__file__).parent / "static"
-
 PAGE = "index.html"
-
 FILES_PATH = "/dashboard/"  # the path of the page's files
 
+# By suffix; files with another one are not served.
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""By suffix; files with another one are not served."""
 
+# No inline script or style, no other origin, and no text that becomes markup but lit's own
+# templates.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types lit-html"
 )
-"""No inline script or style, no other origin, and no text that becomes markup but lit's own
-templates."""
 
 SECURITY_HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,

@@ -35,7 +35,6 @@ from gateway.store.failures import StoreError
 from gateway.web.asgi import JsonResponse, read_fields, store_unavailable
 
 T = TypeVar("T")
-
 LARGEST_KEY_BODY = 64 << 10  # bytes of a request about one key
 LARGEST_IMPORT = 16 << 20  # bytes of an import
 MOST_IMPORTED = 10_000  # keys of one import

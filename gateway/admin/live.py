@@ -87,7 +87,6 @@ REQUEST_FIELDS = (
 """The fields of a request, in the order of its row."""
 
 Row = tuple[Any, ...]
-
 T = TypeVar("T")
 
 

@@ -24,9 +24,7 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.web.asgi import JsonResponse
 
 Json = dict[str, Any]
-
 MOST_PAUSED = 1000  # models that may be paused at the same time; each is a series of the metrics
-
 log = structlog.get_logger()
 
 

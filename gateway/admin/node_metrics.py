@@ -30,16 +30,13 @@ from gateway.watch.metrics import (
     labels,
 )
 
+# Nodes that are asked at the same time, but for those that are late. To read the answers of more in
+# one turn of the event loop would hold up requests.
 AT_ONCE = 8
-"""Nodes that are asked at the same time, but for those that are late. To read the answers of more
-in one turn of the event loop would hold up requests."""
-
+# A node that has not answered for so long keeps no place from others: it may read a prompt.
 LATE_SECONDS = 0.03
-"""A node that has not answered for so long keeps no place from others: it may read a prompt."""
-
+# Time for all nodes; Prometheus waits 10 seconds for a page unless told otherwise.
 WHOLE_SECONDS = 6.0
-"""Time for all nodes; Prometheus waits 10 seconds for a page unless told otherwise."""
-
 FRESH_SECONDS = 5.0  # for so long a page is shown again instead of asking the nodes anew
 LARGEST_PAGE = 64 << 10  # bytes of a node's page; llama.cpp's has 4,000
 

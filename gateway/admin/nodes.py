@@ -20,7 +20,6 @@ from gateway.schedule.core.placement_state import NodeSlots
 from gateway.web.asgi import JsonResponse, number_parameter
 
 LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0  # seconds
-
 log = structlog.get_logger()
 
 

@@ -38,13 +38,10 @@ from gateway.web.asgi import read_fields
 from gateway.web.handler import ProxyHandler
 
 PATH = "/v1/chat/completions"
-
 MOST_BODY_BYTES = 256 * 1024  # most bytes of a chat
-
+# Seconds between two events that say how far a request is that waits; what fails within the first
+# of them gets an error response instead of an event.
 PROGRESS_SECONDS = 1.0
-"""Seconds between two events that say how far a request is that waits; what fails within the first
-of them gets an error response instead of an event."""
-
 CHAT_STALL_SECONDS = 60.0  # seconds after which a page that reads nothing is cut off
 HEADERS: Headers = [(b"content-type", b"application/json")]  # the header fields that nodes get
 

@@ -27,9 +27,7 @@ from gateway.watch.audit import LONGEST_TEXT, AuditQuery, AuditTrail
 from gateway.web.asgi import JsonResponse, large_json, number_parameter, store_unavailable
 
 PARAMETERS = frozenset({"by", "since", "until", "limit", "format"})
-
 ARRIVALS_PARAMETERS = frozenset({"since", "until"})
-
 T = TypeVar("T")
 
 
@@ -99,13 +97,10 @@ def _parameters(request: Request, known: frozenset[str]) -> dict[str, str]:
     return given
 
 
+# Key of the change's target in the ASGI scope, where no parameter of the path is it.
 AUDIT_TARGET_KEY = "gateway.audit_target"
-"""Key of the change's target in the ASGI scope, where no parameter of the path is it."""
-
 MOST_LISTED = 1000  # most changes of one response
-
 DEFAULT_LISTED = 100
-
 LARGEST_ID = 2**63 - 1
 
 

@@ -43,7 +43,6 @@ from gateway.web.asgi import JsonResponse
 MOST_MATCHES = 20  # requests of one `X-Request-ID` that are explained
 MOST_DECISIONS = 50  # decisions about one request that are told, the newest
 MOST_PARTS = 100  # parts of a request of several prompts that are named
-
 Json = dict[str, Any]
 
 
@@ -52,8 +51,8 @@ class _Found:
     """A request of the id that was asked for."""
 
     id: str
-    record: RequestFinished | None  # none: only the scheduler remembers it
-    ended_at: float | None  # none: it waits or runs
+    record: RequestFinished | None  # None: only the scheduler remembers it
+    ended_at: float | None  # None: it waits or runs
     caller: str | None = None
 
 
@@ -361,11 +360,10 @@ def _rounded(value: float | None) -> float | None:
 
 # Sentences, made of the figures above.
 
+# Share of the better cost by which two nodes differ at least for one reason to be named.
 LEAST_DIFFERENCE = 0.05
-"""Share of the better cost by which two nodes differ at least for one reason to be named."""
-
+# Tokens, and share of the prompt, by which the cache must have been mistaken to be named.
 LEAST_CACHE_MISS, LEAST_CACHE_MISS_SHARE = 64, 0.2
-"""Tokens, and share of the prompt, by which the cache must have been mistaken to be named."""
 
 _OUTCOMES = {
     "ok": "answered",

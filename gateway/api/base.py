@@ -35,16 +35,11 @@ from gateway.lease import NodeInfo, Usage
 from gateway.terms import SegmentedBody
 from gateway.transport.errors import InvalidResponse
 
-RawFields = dict[str, msgspec.Raw]
-"""A JSON object whose values are not decoded."""
-
-
+RawFields = dict[str, msgspec.Raw]  # a JSON object whose values are not decoded
 _ITEMS = msgspec.json.Decoder(list[RawFields])
-
 _INDEX = msgspec.json.Decoder(int)
-
+# Data of events that are left out: the end comes once, and llama.cpp may begin with `null`.
 _NO_EVENTS = frozenset({b"", b"[DONE]", b"null"})
-"""Data of events that are left out: the end comes once, and llama.cpp may begin with `null`."""
 
 
 class ResponseMerger(ABC):
@@ -55,8 +50,7 @@ class ResponseMerger(ABC):
         self._request_fields = request_fields
         self._answers_per_prompt = answers_per_prompt
         self._items_by_prompt: dict[int, bytes] = {}
-        self.size = 0
-        """Bytes of the plain responses added."""
+        self.size = 0  # bytes of the plain responses added
 
     def add(self, index: int, response: bytes) -> None:
         """Add the plain response to one prompt. Raises: InvalidResponse."""
@@ -130,21 +124,12 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw) -> An
 
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
-
-LARGEST_ANSWER_BYTES = 4 << 20
-"""Bytes of a plain response that are decoded at once: up to 10 ms."""
-
-EDGE_BYTES = 1024
-"""Bytes at the beginning and the end of a longer one that are looked at."""
-
+LARGEST_ANSWER_BYTES = 4 << 20  # bytes of a plain response that are decoded at once: up to 10 ms
+EDGE_BYTES = 1024  # bytes at the beginning and the end of a longer one that are looked at
 _JSON_BEGINS = (b"{", b"[")
-
 _JSON_EDGES = (b"{}", b"[]")
-
 _KEEPALIVE = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":%d}\n\n'
-
 _EVENT_NUMBER = re.compile(rb'("sequence_number": ?)(\d{1,15})')
-
 _NO_ERROR = sse.ordinary_events(after_brace=rb'(?!"error":)')
 
 
@@ -159,9 +144,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 Bodies = Iterable[bytes | SegmentedBody]
-
-IsModel = Callable[[str], bool]
-"""Whether there is a model of a name."""
+IsModel = Callable[[str], bool]  # whether there is a model of a name
 
 
 class StreamEventKind(enum.Enum):
@@ -210,8 +193,7 @@ class NumberedHeartbeats(ResponseRewriter):
     def __init__(self) -> None:
         self._inner: ResponseRewriter | None = None
         self._next_number = 0
-        self._is_first = True
-        """Whether the events still have the numbers that they came with."""
+        self._is_first = True  # whether the events still have the numbers that they came with
 
     def wrap(self, inner: ResponseRewriter | None) -> None:
         """Number what `inner` makes of the node's events; None: those themselves."""
@@ -252,11 +234,9 @@ class NumberedHeartbeats(ResponseRewriter):
 class Translation:
     """A client's request in another API, by which nodes are asked."""
 
-    path: str
-    """The routed path whose API it is; the client's own: it is not translated after all."""
+    path: str  # the routed path whose API it is; the client's own: it is not translated after all
     body: bytes
-    rewriter: ResponseRewriter
-    """Translates the response back."""
+    rewriter: ResponseRewriter  # translates the response back
     reply: bytes | None = None
     """The response, if no node need be asked: only the model's name is checked."""
 
@@ -266,19 +246,14 @@ class ModelSummary:
     """A model as its nodes have reported it; None: they have not."""
 
     name: str
-    created: int
-    """Seconds since 1970."""
+    created: int  # seconds since 1970
     endpoints: AbstractSet[str]
     """What its nodes are known to serve: `chat`, `embeddings`, `vision` and so on."""
-    is_up: bool
-    """Whether a node with it is up."""
-    on_gpu: bool
-    """Whether a node with it computes on a GPU."""
-    context: int | None = None
-    """Tokens of one slot."""
+    is_up: bool  # whether a node with it is up
+    on_gpu: bool  # whether a node with it computes on a GPU
+    context: int | None = None  # tokens of one slot
     parameters: int | None = None
-    size: int | None = None
-    """Bytes of its tensors."""
+    size: int | None = None  # bytes of its tensors
     quantization: str | None = None
     file: str | None = None
 
@@ -304,8 +279,7 @@ class Page:
     path: str
     respond: Callable[[VisibleCatalog, JsonObject], JsonObject | str]
     method: Literal["GET", "POST"] = "GET"
-    needs_models: bool = True
-    """False: it may be read without a key."""
+    needs_models: bool = True  # False: it may be read without a key
 
 
 class Api:
@@ -315,8 +289,7 @@ class Api:
 
     # The request
 
-    prompt_field: str | None = None
-    """The body's field that holds the prompt."""
+    prompt_field: str | None = None  # the body's field that holds the prompt
     max_tokens_fields: ClassVar[tuple[str, ...]] = ()
     """The body's fields that bound the response in tokens, the usual one first."""
     clients_add_v1: ClassVar[bool] = False
@@ -404,8 +377,7 @@ class Api:
     """Bytes in the terminal event, and in hardly any other."""
     terminal_mark_nested: ClassVar[bool] = False
     """Whether `terminal_mark` stands within an object, where `ordinary_events` can't see it."""
-    stream_end: ClassVar[bytes] = b""
-    """Bytes behind the last event that end the stream."""
+    stream_end: ClassVar[bytes] = b""  # bytes behind the last event that end the stream
     terminal_event: ClassVar[bytes] = b""
     """The event that ends a stream whose answers have all given a reason for their end."""
     ordinary_events = staticmethod(_NO_ERROR)
@@ -511,10 +483,8 @@ class Api:
 
     answer: msgspec.json.Decoder[Any]
     """Decodes a plain response, and raises for all that is none of this API's."""
-    answers_json: ClassVar[bool] = True
-    """Whether all plain responses are JSON."""
-    answer_mark: bytes
-    """Bytes near the beginning of each plain response that is long."""
+    answers_json: ClassVar[bool] = True  # whether all plain responses are JSON
+    answer_mark: bytes  # bytes near the beginning of each plain response that is long
     decoded_bytes: ClassVar[int] = LARGEST_ANSWER_BYTES
     """Bytes of a plain response up to which it is decoded to be checked."""
 
@@ -705,8 +675,8 @@ class AssemblyError(Exception):
     """The events don't make a whole response. Its text never quotes them."""
 
 
+# Makes a plain response, of which parts may be undecoded, of a stream's events.
 Assembly = Generator[None, bytes | None, JsonObject]
-"""Makes a plain response, of which parts may be undecoded, of a stream's events."""
 
 
 class ResponseAssembler:
@@ -727,8 +697,7 @@ class ResponseAssembler:
         self._bytes_left = max_bytes
         self._error: AssemblyError | None = None
         self._chunks: list[bytes] = []
-        self._unread = 0
-        """Bytes of them."""
+        self._unread = 0  # bytes of them
         self.add(first_chunk)
 
     @property
@@ -773,9 +742,7 @@ class ResponseAssembler:
         raise _other_form()
 
 
-MOST_UNREAD_BYTES = 16 * 1024
-"""Bytes of events that are read together: some hundred tokens."""
-
+MOST_UNREAD_BYTES = 16 * 1024  # bytes of events that are read together: some hundred tokens
 _OTHER_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError, *JSON_ERRORS)
 
 

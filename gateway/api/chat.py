@@ -46,11 +46,9 @@ _FIELD_ORDER = (
     "timings",
 )
 
-MOST_OPTIONS_BYTES = 1024
-"""Bytes of `stream_options` that are looked at."""
-
+MOST_OPTIONS_BYTES = 1024  # bytes of `stream_options` that are looked at
+# Fields that all chunks of one response repeat.
 IDENTITY_FIELDS = ("id", "created", "model", "system_fingerprint")
-"""Fields that all chunks of one response repeat."""
 
 
 class ChoicesApi(Api):
@@ -65,12 +63,9 @@ class ChoicesApi(Api):
         "stream_options": {"include_usage": True},
     }
     answer_mark = b'"choices"'
-    response_object: ClassVar[str]
-    """The `object` of a plain response."""
-    chunk_object: ClassVar[str]
-    """That of a chunk."""
-    _END: ClassVar[JsonObject]
-    """What the last chunk of a choice has in place of content."""
+    response_object: ClassVar[str]  # the `object` of a plain response
+    chunk_object: ClassVar[str]  # that of a chunk
+    _END: ClassVar[JsonObject]  # what the last chunk of a choice has in place of content
 
     def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
         chunk: JsonObject = {**read_fields(content), "object": self.chunk_object}
@@ -202,8 +197,7 @@ class AnswerParts:
         self._texts: list[str] = []
         self.reasoning: list[str] = []
         self.role = "assistant"
-        self.calls: list[JsonObject] = []
-        """Parts of tool calls."""
+        self.calls: list[JsonObject] = []  # parts of tool calls
         self._reason: object = None
         self._logprobs: list[bytes] | None = None
         """Of each chunk the probabilities of its tokens, with commas between them."""
@@ -252,18 +246,12 @@ class AnswerParts:
         return {"content": msgspec.Raw(b"[%b]" % b",".join(self._logprobs))}
 
 
-LEAST_RUN = 4
-"""Events that come together, from which on it is tried to read them as a run."""
-
+LEAST_RUN = 4  # events that come together, from which on it is tried to read them as a run
 MOST_RUN_TRIES = 8
-
 _TEXT = re.compile(rb'"(?:content|reasoning_content|text)": ?("(?:[^"\\]|\\.)*")')
-
 _REASONING = [ChunkChoice(delta=_Delta(reasoning_content=""))]
-
+# The choices of a chunk that has a text and nothing else.
 _TEXT_ALONE = (_REASONING, [ChunkChoice(delta=_Delta(content=""))], [ChunkChoice(text="")])
-"""The choices of a chunk that has a text and nothing else."""
-
 _TEXTS = msgspec.json.Decoder(list[str])
 
 

@@ -14,26 +14,17 @@ import msgspec
 from gateway import errors
 
 T = TypeVar("T")
-
 S = TypeVar("S", bound=msgspec.Struct)
-
-JsonObject = dict[str, Any]
-"""A JSON object."""
-
+JsonObject = dict[str, Any]  # a JSON object
 VALUE_DECODER = msgspec.json.Decoder()
-
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
-
+# Decodes an object's fields; each value stays bytes.
 FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
-"""Decodes an object's fields; each value stays bytes."""
-
+# Decodes a list's items; each item stays bytes.
 ITEMS_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
-"""Decodes a list's items; each item stays bytes."""
-
 TEXT_DECODER = msgspec.json.Decoder(str)
-
+# What decoding raises for bytes that are no JSON, not UTF-8, or nested too deeply.
 JSON_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are no JSON, not UTF-8, or nested too deeply."""
 
 
 class InvalidJson(Exception):  # noqa: N818 - the name says it
@@ -66,38 +57,21 @@ def check_object(data: bytes) -> None:
 
 # Large bodies: their long strings are cut out before they are parsed, and put back at the end.
 
-SHORT_BODY_BYTES = 64 * 1024
-"""Bytes of a body up to which it is parsed with all its strings."""
-
-LONG_STRING_BYTES = 256
-"""Bytes of a string from which it is cut out of a larger body."""
-
+SHORT_BODY_BYTES = 64 * 1024  # bytes of a body up to which it is parsed with all its strings
+LONG_STRING_BYTES = 256  # bytes of a string from which it is cut out of a larger body
+# Bytes of a body that may be left without its long strings: some milliseconds to parse.
 MOST_PARSED_BYTES = 1 << 20
-"""Bytes of a body that may be left without its long strings: some milliseconds to parse."""
-
-WINDOW_BYTES = 64 * 1024
-"""Bytes that one step reads."""
-
-STEP_BYTES = 256 * 1024
-"""Bytes that one step writes."""
-
-STEP_PIECES = 500
-"""Pieces of a new body that one step writes."""
-
+WINDOW_BYTES = 64 * 1024  # bytes that one step reads
+STEP_BYTES = 256 * 1024  # bytes that one step writes
+STEP_PIECES = 500  # pieces of a new body that one step writes
+# Messages, images, tool calls and other parts of a conversation that is translated: some megabytes
+# of objects while it is.
 MOST_PARTS = 20_000
-"""Messages, images, tool calls and other parts of a conversation that is translated: some
-megabytes of objects while it is."""
-
-MOST_MESSAGE_PARTS = 1000
-"""Parts of one message: some milliseconds to translate."""
-
-STEP_PARTS = 100
-"""Parts that are translated in one step, besides the last message's."""
-
+MOST_MESSAGE_PARTS = 1000  # parts of one message: some milliseconds to translate
+STEP_PARTS = 100  # parts that are translated in one step, besides the last message's
 Piece = bytes | memoryview
-
+# The fields of a new body; values are JSON, whole or in pieces.
 FieldPieces = dict[str, list[bytes] | bytes | msgspec.Raw]
-"""The fields of a new body; values are JSON, whole or in pieces."""
 
 
 def raw_head(raw: msgspec.Raw, size: int) -> bytes:
@@ -110,12 +84,10 @@ class CutBody:
     """A body whose long strings have been replaced by marks."""
 
     body: bytes
-    rest: bytes
-    """The body with the marks."""
+    rest: bytes  # the body with the marks
     mark: re.Pattern[bytes] | None = None
     """Matches a mark with the string's number; None: there is none."""
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """The strings' places in `body`."""
+    spans: list[tuple[int, int]] = field(default_factory=list)  # the strings' places in `body`
 
     def decode(self, decoder: msgspec.json.Decoder[S]) -> S:
         """The body's fields. Raises: GatewayError 400."""

@@ -109,8 +109,7 @@ class MessagesRewriter(EventRewriter):
             if transcript.block_is_open or not transcript.token_count
             else transcript.block_index + 1
         )
-        self._skip_start = transcript.block_is_open
-        """Whether the next block continues the open one."""
+        self._skip_start = transcript.block_is_open  # whether the next block continues the open one
 
     def rewrite(self, value: JsonObject) -> bytes:
         kind = value.get("type")
@@ -421,13 +420,13 @@ class MessagesApi(Api):
         return sum(as_count(reported.get(name)) for name in names)
 
 
+# Of each type of deltas the field of their block to which they add, and their own.
 _DELTA_FIELDS = {
     "text_delta": ("text", "text"),
     "thinking_delta": ("thinking", "thinking"),
     "signature_delta": ("signature", "signature"),
     "input_json_delta": ("input", "partial_json"),
 }
-"""Of each type of deltas the field of their block to which they add, and their own."""
 
 
 def _add_delta(texts: dict[tuple[int, str], list[str]], index: int, delta: JsonObject) -> None:
@@ -462,7 +461,6 @@ def _tool_input(text: str) -> object:
 
 
 _FORMAT_MARKS = (b'"output_config"', b'"output_format"')
-
 _STOP_MARK = b'"stop_sequences"'
 
 
@@ -580,7 +578,6 @@ class CountTokensApi(MessagesApi):
 
 
 MESSAGES = MessagesApi()
-
 COUNT_TOKENS = CountTokensApi()
 
 
@@ -589,12 +586,8 @@ SAME_FIELDS = (
 )  # fmt: skip
 """Fields that mean the same in a chat; the others of messages are converted, or unknown to it."""
 
-DEFAULT_MAX_TOKENS = 4096
-"""llama.cpp's, for a body without `max_tokens`."""
-
-DEFAULT_THINKING_TOKENS = 10_000
-"""llama.cpp's, for `thinking` without `budget_tokens`."""
-
+DEFAULT_MAX_TOKENS = 4096  # llama.cpp's, for a body without `max_tokens`
+DEFAULT_THINKING_TOKENS = 10_000  # llama.cpp's, for `thinking` without `budget_tokens`
 _BILLING_LINE, _STAMP = "x-anthropic-billing-header:", "cch="
 
 
@@ -761,17 +754,16 @@ def _result_content(content: object) -> str | list[JsonObject]:
     return parts
 
 
+# Reasons by the chat's; all others are the end of the turn.
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-"""Reasons by the chat's; all others are the end of the turn."""
-
 _SAME_ERROR_TYPES = frozenset({"invalid_request_error", "authentication_error", "rate_limit_error"})
 
+# Types by the codes of the gateway's errors that may end a stream.
 _TYPES_OF_CODES = {
     "node_timeout": "timeout_error",
     "request_too_large": "request_too_large",
     **dict.fromkeys(("queue_timeout", "no_node", "starting", "shutting_down"), "overloaded_error"),
 }
-"""Types by the codes of the gateway's errors that may end a stream."""
 
 
 class ChatToMessage(ResponseRewriter):
@@ -780,10 +772,8 @@ class ChatToMessage(ResponseRewriter):
     __slots__ = ("_block", "_index", "_stop_reason", "_usage")
 
     def __init__(self) -> None:
-        self._block = ""
-        """The type of the open block; empty: none is open."""
-        self._index = -1
-        """The number of the newest block; -1: the message has not begun."""
+        self._block = ""  # the type of the open block; empty: none is open
+        self._index = -1  # the number of the newest block; -1: the message has not begun
         self._stop_reason = "end_turn"
         self._usage: JsonObject = {"output_tokens": 0}
 

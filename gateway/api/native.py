@@ -96,8 +96,7 @@ class NativeMerger(ResponseMerger):
 
 
 class _NativeAnswer(Answer, kw_only=True):
-    stop: bool
-    """Also where the client has selected fields (`edits.required_edit`)."""
+    stop: bool  # also where the client has selected fields (`edits.required_edit`)
 
 
 _PART_FIELDS = (
@@ -218,5 +217,4 @@ def native_body(body: JsonObject, prompt: str | list[int], max_tokens: int | Non
 
 
 NATIVE = NativeApi()
-
 INFILL = InfillApi()

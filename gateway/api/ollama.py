@@ -52,15 +52,10 @@ CHAT_PATH, COMPLETION_PATH, INFILL_PATH, EMBEDDINGS_PATH = (
     "/v1/chat/completions", "/v1/completions", "/infill", "/v1/embeddings",
 )  # fmt: skip
 
+# Tool calls without an answer of which a later message may still answer one; the newest.
 MOST_UNANSWERED = 1000
-"""Tool calls without an answer of which a later message may still answer one; the newest."""
-
-MOST_OPTIONS_BYTES = 64 * 1024
-"""Bytes of `options`, besides strings that were cut out of them."""
-
-DEFAULT_TAG = ":latest"
-"""Ollama's tag of a name without one."""
-
+MOST_OPTIONS_BYTES = 64 * 1024  # bytes of `options`, besides strings that were cut out of them
+DEFAULT_TAG = ":latest"  # ollama's tag of a name without one
 MISSING = msgspec.Raw()
 
 
@@ -144,14 +139,10 @@ class TranslatedRequest:
     path: str
     body: bytes
     model: str | None
-    load: str | None = None
-    """`load` or `unload`: it has no prompt, and asks for nothing else."""
-    top_logprobs: int = 0
-    """How many probabilities the client asked for besides the chosen token's."""
-    dimensions: int = 0
-    """Of an embedding that is to be shortened; 0: it is not."""
-    single: bool = False
-    """Whether it is for one embedding, as `/api/embeddings` gives it."""
+    load: str | None = None  # `load` or `unload`: it has no prompt, and asks for nothing else
+    top_logprobs: int = 0  # how many probabilities the client asked for besides the chosen token's
+    dimensions: int = 0  # of an embedding that is to be shortened; 0: it is not
+    single: bool = False  # whether it is for one embedding, as `/api/embeddings` gives it
 
 
 Translating = Generator[None, None, TranslatedRequest]
@@ -307,10 +298,10 @@ _NUMBERS = frozenset(
     }
 )  # fmt: skip
 
+# With llama.cpp's names. Other options concern how Ollama loads a model, and are ignored.
 _INTEGERS = {name: name for name in ("top_k", "seed", "repeat_last_n", "mirostat")} | {
     "num_keep": "n_keep"
 }
-"""With llama.cpp's names. Other options concern how Ollama loads a model, and are ignored."""
 
 
 def _options(raw: msgspec.Raw, texts: CutBody) -> JsonObject:
@@ -442,8 +433,7 @@ class _CallIds:
     """Ids of a chat's tool calls: Ollama's clients may leave them out, templates may want them."""
 
     _count: int = 0
-    _unanswered: list[tuple[str, str]] = field(default_factory=list)
-    """(tool's name, id)."""
+    _unanswered: list[tuple[str, str]] = field(default_factory=list)  # (tool's name, id)
 
     def openai_call(self, call: _MessageCall) -> JsonObject:
         """The call as in a chat completion: with an id, and its arguments as a text."""
@@ -470,9 +460,8 @@ class _CallIds:
         return self._unanswered.pop(0)[1] if self._unanswered else f"call_{self._count or 1}"
 
 
+# Image types by the first characters of the base64.
 _IMAGE_TYPES = {b"/9j/": b"jpeg", b"iVBO": b"png", b"R0lG": b"gif", b"UklG": b"webp"}
-"""Image types by the first characters of the base64."""
-
 _BASE64_START = re.compile(rb'"[A-Za-z0-9+/_=-]{4,}"?')
 
 
@@ -523,9 +512,8 @@ def _unsupported(name: str, remedy: str) -> GatewayError:
     return errors.invalid_request(f"'{name}' is not supported. {remedy}.", name)
 
 
+# The version of Ollama whose API this is; tools ask whether it is new enough for them.
 VERSION = "0.33.0"
-"""The version of Ollama whose API this is; tools ask whether it is new enough for them."""
-
 _NANOSECONDS = 1_000_000_000
 
 
@@ -576,8 +564,7 @@ class _TranslatedApi(OllamaApi):
     """A path whose requests reach nodes. The clocks are for durations and for dates."""
 
     translates = True
-    asked: Callable[[bytes, IsModel], Translating]
-    """Makes the request to nodes of the body."""
+    asked: Callable[[bytes, IsModel], Translating]  # makes the request to nodes of the body
     rewriter: ClassVar[type[_Rewriter]]
 
     def __init__(
@@ -669,13 +656,9 @@ class _Output(msgspec.Struct):
 
 
 _OUTPUT = msgspec.json.Decoder(_Output)
-
 _TOKEN = msgspec.json.Decoder(_Token)
-
 _RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw] | None)
-
-STEP_TOKENS = 500
-"""Tokens whose probabilities are rewritten in one step."""
+STEP_TOKENS = 500  # tokens whose probabilities are rewritten in one step
 
 
 def _decode(data: bytes) -> _Output:
@@ -724,8 +707,7 @@ class _TextRewriter(_Rewriter):
         self._reason: str | None = None
         self._usage = _Usage()
         self._timings: _Timings | None = None
-        self._calls: list[JsonObject] = []
-        """Tool calls of which more may come."""
+        self._calls: list[JsonObject] = []  # tool calls of which more may come
         self._call_count = 0
 
     def loaded(self, reason: str) -> bytes:
@@ -969,11 +951,8 @@ class _EmbedRewriter(_Rewriter):
 
 # Descriptions of models, from what their nodes have reported.
 
-_NEVER = "9999-12-31T00:00:00Z"
-"""When a model is unloaded: nodes keep theirs."""
-
-_ARCHITECTURE = "llama"
-"""Nodes don't report it, and clients look for the context under its name."""
+_NEVER = "9999-12-31T00:00:00Z"  # when a model is unloaded: nodes keep theirs
+_ARCHITECTURE = "llama"  # nodes don't report it, and clients look for the context under its name
 
 
 def _list_models(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:

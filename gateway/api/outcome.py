@@ -40,15 +40,15 @@ class ResponseOutcome(enum.Enum):
 LONGEST_RETRY_AFTER = 86_400.0  # Seconds for which a node is believed to want no request
 MOST_MESSAGE_CHARACTERS = 1024  # Characters of a node's message that are read
 
+# The message for a prompt that is too long, of llama.cpp before it had an error type for that, of
+# vLLM, SGLang and other servers with OpenAI's API.
 _CONTEXT = re.compile(
     r"exceeds? the available context size|maximum context length (?:is|of) \d"
     r"|model's context length (?:is only |\()\d|maximum model length of \d"
 )
-"""The message for a prompt that is too long, of llama.cpp before it had an error type for that, of
-vLLM, SGLang and other servers with OpenAI's API."""
 
+# The message with which llama.cpp ends all that runs when its slots have used up its context.
 _POOL_FULL = "Context size has been exceeded"
-"""The message with which llama.cpp ends all that runs when its slots have used up its context."""
 
 _TOKENS = re.compile(
     r"^(?:request|(?:The )?input) \((\d{1,9}) tokens\)"
@@ -64,25 +64,26 @@ _MOST = re.compile(
     r"|model's context length \((\d{1,9})|maximum model length of (\d{1,9})"
 )
 
+# Tokens of the prompt, of its limit and of the answer that was asked for, in messages without
+# fields for them.
 _ANSWER = re.compile(
     r"\b(\d{1,9}) (?:tokens )?(?:in|for) the completion"
     r"|requested (\d{1,9}) output tokens|is too large: (\d{1,9})"
 )
-"""Tokens of the prompt, of its limit and of the answer that was asked for, in messages without
-fields for them."""
 
+# The beginning of the 500 with which llama.cpp refuses messages and tools that it can't read, and
+# those for which a chat template raises an error, as of old its engine minja says it.
 _REFUSED_REQUESTS = re.compile(
     r"Failed to parse (?:tool call arguments as JSON|messages|tools): "
     r"|\n-+\nWhile executing CallExpression at line \d+, column \d+ in source:\n"
     r"(?s:.{0,500})\nError: Jinja Exception: "
     r"|[^\n]{1,500} at row \d+, column \d+:\n(?s:.{0,500})\braise_exception\("
 )
-"""The beginning of the 500 with which llama.cpp refuses messages and tools that it can't read, and
-those for which a chat template raises an error, as of old its engine minja says it."""
 
 _REFUSED = frozenset({401, 403, 404, 405, 501}) | (DECLINED - {402})
 _BUSY = frozenset({402, 408, 429, 502, 503, 504})
 
+# Statuses of the error types of llama.cpp, OpenAI and Anthropic.
 _STATUSES = {
     "invalid_request_error": 400,
     "exceed_context_size_error": 400,
@@ -98,7 +99,6 @@ _STATUSES = {
     "unavailable_error": 503,
     "timeout_error": 504,
 }
-"""Statuses of the error types of llama.cpp, OpenAI and Anthropic."""
 
 
 class _Error(msgspec.Struct):
@@ -146,6 +146,10 @@ def is_refused_request(status: int, content: bytes) -> bool:
     )
 
 
+# Outcomes that blame no node: the client left, the gateway or a drain ended the request, it gave up
+# its slot to another, this machine had no descriptor left, the slots of the node had no room left
+# for their tokens together, every node would report that error, or the node refused to resume a
+# stream.
 _BLAMELESS_OUTCOMES = frozenset(
     {
         "client_closed",
@@ -158,10 +162,6 @@ _BLAMELESS_OUTCOMES = frozenset(
         "refused",
     }
 )
-"""Outcomes that blame no node: the client left, the gateway or a drain ended the request, it gave
-up its slot to another, this machine had no descriptor left, the slots of the node had no room left
-for their tokens together, every node would report that error, or the node refused to resume a
-stream."""
 
 _UNREACHED_OUTCOMES = frozenset({"connect_failed", "connect_timeout"})
 
@@ -320,6 +320,8 @@ def is_resumable(failure: UpstreamError | None) -> bool:
     return not isinstance(failure, RequestCancelled)
 
 
+# Statuses of a node's error event that the client gets as they are, with their error codes. All
+# others concern only the gateway and the node.
 _FORWARDED_ERRORS = {
     400: "invalid_request",
     413: "request_too_large",
@@ -329,8 +331,6 @@ _FORWARDED_ERRORS = {
     504: "node_timeout",
     529: "node_failed",
 }
-"""Statuses of a node's error event that the client gets as they are, with their error codes. All
-others concern only the gateway and the node."""
 
 
 def to_gateway_error(failure: UpstreamError | None) -> GatewayError:

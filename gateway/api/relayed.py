@@ -13,10 +13,7 @@ from gateway.lease import Usage
 from gateway.transport.errors import InvalidResponse
 
 _EMBEDDINGS_USAGE = re.compile(rb'"usage":\s*\{"prompt_tokens":(\d{1,9}),"total_tokens":\d{1,9}\}')
-
-EMBEDDINGS_USAGE_WITHIN = 512
-"""Bytes; llama.cpp writes the usage of embeddings before the vectors."""
-
+EMBEDDINGS_USAGE_WITHIN = 512  # bytes; llama.cpp writes the usage of embeddings before the vectors
 _SOME = msgspec.Meta(min_length=1)
 
 
@@ -34,8 +31,7 @@ class _Ranked(msgspec.Struct):
 
 class _Ranking(Answer, kw_only=True):
     results: list[_Ranked] | None = None
-    data: Annotated[list[_Ranked], _SOME] | None = None
-    """Voyage's name of the list."""
+    data: Annotated[list[_Ranked], _SOME] | None = None  # voyage's name of the list
 
     def __post_init__(self) -> None:
         if self.results is self.data is None:
@@ -43,9 +39,8 @@ class _Ranking(Answer, kw_only=True):
 
 
 _NATIVE_EMBEDDINGS = Annotated[list[_Embedding], _SOME] | _Embedding
-
+# The list is TEI's form, in which llama.cpp's server answers TEI's requests.
 _RANKINGS = Annotated[list[_Ranked], _SOME] | _Ranking
-"""The list is TEI's form, in which llama.cpp's server answers TEI's requests."""
 
 
 def _answer_with(name: str, kind: Any) -> type[msgspec.Struct]:
@@ -53,8 +48,7 @@ def _answer_with(name: str, kind: Any) -> type[msgspec.Struct]:
     return msgspec.defstruct("Answer", [(name, kind)], bases=(Answer,), kw_only=True)
 
 
-INPUT_TOKENS = _answer_with("input_tokens", int)
-"""A count of a prompt's tokens."""
+INPUT_TOKENS = _answer_with("input_tokens", int)  # a count of a prompt's tokens
 
 
 class RelayedApi(Api):
@@ -101,9 +95,7 @@ class TranscriptionsApi(RelayedApi):
             raise InvalidResponse("The node's answer is no transcription")
 
 
-RELAYED = RelayedApi()
-"""Any other request."""
-
+RELAYED = RelayedApi()  # any other request
 EMBEDDINGS = EmbeddingsApi("input", "embedding", _Embeddings)
 NATIVE_EMBEDDINGS = EmbeddingsApi("content", "embedding", _NATIVE_EMBEDDINGS)
 RANKING = RelayedApi("documents", "index", _RANKINGS)

@@ -63,13 +63,9 @@ _NO_CONTENT_TYPES = frozenset(
 )
 
 _TERMINAL_TYPES = ("response.completed", "response.incomplete", "response.failed")
-
 _TERMINAL_NAMES = tuple(name.encode() for name in _TERMINAL_TYPES)
-
-
 # How a stream is resumed: by llama.cpp's `/completion`, written as this API's events. llama.cpp
 # continues no message here, so a response goes on from its prompt as the template renders it.
-
 _TEXT_ENDS = ("response.output_text.done", "response.content_part.done")
 
 
@@ -377,12 +373,12 @@ class ResponsesApi(Api):
         )
 
 
+# The events of each type of content, and the field that they tell.
 _PARTS = {
     "output_text": ("response.output_text", "text"),
     "reasoning_text": ("response.reasoning_text", "text"),
     "refusal": ("response.refusal", "refusal"),
 }
-"""The events of each type of content, and the field that they tell."""
 
 
 def _item_events(item: JsonObject) -> Iterator[JsonObject]:
@@ -414,9 +410,8 @@ def _item_events(item: JsonObject) -> Iterator[JsonObject]:
 
 # The repair of a request: what llama.cpp b11669 refuses, though it has all that it needs.
 
+# Of an `input`: it is read in two passes of some milliseconds.
 MOST_REPAIRED_BYTES, MOST_REPAIRED_COMMAS, MOST_REPAIRED_ITEMS = 4 << 20, 100_000, 2000
-"""Of an `input`: it is read in two passes of some milliseconds."""
-
 _REPAIRABLE = re.compile(rb'"assistant"|"reasoning"|custom_tool_')
 
 
@@ -484,23 +479,20 @@ def _as_plain(response: JsonObject) -> JsonObject:
 # The repair of what llama.cpp b11549 leaves out: most numbers of its streams' events, and that a
 # response was cut off. `tests/clients/test_server_gaps.py` tells when a server has caught up.
 
+# Items of one response, each a message, reasoning or a tool call, whose places are remembered.
 MOST_ITEMS = 1024
-"""Items of one response, each a message, reasoning or a tool call, whose places are remembered."""
-
 _LIFECYCLE_TYPES = frozenset({"response.created", "response.in_progress", "response.queued"})
 
+# The type of the deltas that make up an item of each type.
 _DELTA_TYPES = {
     "message": "response.output_text.delta",
     "reasoning": "response.reasoning_text.delta",
     "function_call": "response.function_call_arguments.delta",
 }
-"""The type of the deltas that make up an item of each type."""
 
+# Beginnings of the types of events about a part of an item's content.
 _CONTENT_EVENTS = ("response.output_text.", "response.reasoning_text.", "response.content_part.")
-"""Beginnings of the types of events about a part of an item's content."""
-
-_COMPLETED = b'"status":"completed"'
-"""Bytes in each event that says that something is complete."""
+_COMPLETED = b'"status":"completed"'  # bytes in each event that says that something is complete
 
 
 def _token_limits(bodies: Bodies, context: int | None) -> TokenLimits:
@@ -519,8 +511,7 @@ class TokenLimits:
     """Tokens at which a node cuts a response off; None: there is no limit, or none is known."""
 
     output: float | None = None
-    context: int | None = None
-    """Most tokens of the prompt and the response."""
+    context: int | None = None  # most tokens of the prompt and the response
 
     def are_reached(self, usage: object) -> bool:
         """Whether the response with this `usage` was cut off.
@@ -562,8 +553,7 @@ class ResponsesRepair(ResponseRewriter):
         self._model = model
         self._created_at = created_at
         self._next_number = 0
-        self._indices: dict[str, int] = {}
-        """Places in the output by the items' ids."""
+        self._indices: dict[str, int] = {}  # places in the output by the items' ids
         self._mark = self._item_mark = b""
         """What the newest item's deltas begin with, and the bytes that name the item in each;
         empty: there is no item yet."""

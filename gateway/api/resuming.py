@@ -67,8 +67,7 @@ class NativeEventRewriter(EventRewriter):
     """Rewrites the events of llama.cpp's `/completion` as those of another API."""
 
     reasoning_kind: ClassVar[str] = ""
-    content_kind: ClassVar[str]
-    """The API's words for what a text is."""
+    content_kind: ClassVar[str]  # the API's words for what a text is
 
     def rewrite(self, value: JsonObject) -> bytes:
         reasoning, content = self._splitter.feed(self._new_text(value.get("content")))
@@ -143,8 +142,7 @@ class ReasoningEndMark:
     """The mark that ends reasoning in a node's template."""
 
     mark: str
-    whitespace: str = "\n\n"
-    """White space behind the mark that is no part of the content."""
+    whitespace: str = "\n\n"  # white space behind the mark that is no part of the content
 
 
 class ReasoningSplitter:
@@ -195,15 +193,11 @@ def _overlap_length(text: str, mark: str) -> int:
 
 
 _SEVERAL_ANSWERS = ("n", "n_cmpl", "best_of")
-
+# Fields that ask for more than text, which the replacement node lacks for the earlier tokens.
 _MORE_THAN_TEXT = ("logprobs", "top_logprobs", "n_probs", "echo", "suffix", "audio")
-"""Fields that ask for more than text, which the replacement node lacks for the earlier tokens."""
-
+# Fields that bind the output to a grammar, whose state no other node has.
 _GRAMMAR = ("grammar", "json_schema")
-"""Fields that bind the output to a grammar, whose state no other node has."""
-
 BOUND_TO_GRAMMAR = "the output is bound to a grammar"
-
 REASONING_LIMITED = "the length of its reasoning is limited"
 
 

@@ -12,35 +12,22 @@ from collections.abc import Callable, Iterator
 from gateway.api import json_values
 from gateway.transport.errors import InvalidResponse
 
+# Lines that are worked on in one turn of the event loop: some milliseconds, whatever they hold.
 MOST_STEP_LINES = 2000
-"""Lines that are worked on in one turn of the event loop: some milliseconds, whatever they hold."""
-
+# Lines of one event. A node's events have one or two, and comments in between.
 MOST_EVENT_LINES = 4096
-"""Lines of one event. A node's events have one or two, and comments in between."""
-
+# Objects and lists of one event that are decoded, in some milliseconds. Only an event with the
+# probabilities of many tokens has more.
 MOST_DENSE_OBJECTS = 20_000
-"""Objects and lists of one event that are decoded, in some milliseconds. Only an event with the
-probabilities of many tokens has more."""
-
-HEARTBEAT = b":\n"
-"""A comment between events; a blank line behind it would break a Go client."""
-
-ERROR_LINE = b"error:"
-"""How the line of an error event of older llama.cpp begins."""
-
+HEARTBEAT = b":\n"  # a comment between events; a blank line behind it would break a Go client
+ERROR_LINE = b"error:"  # how the line of an error event of older llama.cpp begins
 _DATA_LINES = (b"data:", ERROR_LINE)
-
 _COMMENTS = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))(?::[^\n]*\n(?:\r?\n)*)+")
-
 _ONLY_COMMENTS = re.compile(rb"(?::[^\n]*\n(?:\r?\n)*)+\Z")
-
 _BOUNDARY = re.compile(rb"\n\r?\n")
-
 _STEP = re.compile(rb"(?:[^\n]*\n){%d}" % MOST_STEP_LINES)
-
-
+# Matches, from the beginning, all whole events that are ordinary; possibly none.
 EventMatcher = Callable[[bytes], re.Match[bytes] | None]
-"""Matches, from the beginning, all whole events that are ordinary; possibly none."""
 
 
 def ordinary_events(*, line: bytes = b"", after_brace: bytes = b"") -> EventMatcher:
@@ -54,15 +41,12 @@ def ordinary_events(*, line: bytes = b"", after_brace: bytes = b"") -> EventMatc
 
 
 ANY_OBJECT = ordinary_events()
-
+# Bytes from the first brace on that decide whether an event is ordinary: more than any
+# `after_brace` looks at.
 BEGIN_BYTES = 16
-"""Bytes from the first brace on that decide whether an event is ordinary: more than any
-`after_brace` looks at."""
-
-
+# Bytes that each event adds to the size limit: `/v1/responses` ends with an event that repeats the
+# whole response, and no token of today's vocabularies is longer, escaped.
 GROWTH_PER_EVENT = 1024
-"""Bytes that each event adds to the size limit: `/v1/responses` ends with an event that repeats the
-whole response, and no token of today's vocabularies is longer, escaped."""
 
 
 class EventFramer:
@@ -90,14 +74,10 @@ class EventFramer:
         self._matcher = matcher
         self._comment = HEARTBEAT if keep_comments else b""
         self._tail = bytearray()
-        self._lines = 0
-        """Lines in `_tail`."""
-        self.begin = b""
-        """How the last ordinary event that came alone begins; empty: none has."""
-        self.event_count = 0
-        """Events that have passed."""
-        self.special_bytes = 0
-        """Bytes at the end of the last output that are not ordinary events."""
+        self._lines = 0  # lines in `_tail`
+        self.begin = b""  # how the last ordinary event that came alone begins; empty: none has
+        self.event_count = 0  # events that have passed
+        self.special_bytes = 0  # bytes at the end of the last output that are not ordinary events
 
     @property
     def tail(self) -> bytes:

@@ -25,16 +25,10 @@ from gateway.api.json_values import InvalidJson, JsonObject, parse_object
 from gateway.lease import GrantedLease, Usage
 
 MOST_CLOSING_BRACKETS = 16
-
-MOST_OBJECT_BYTES = 16 * 1024
-"""Bytes; `usage` and `timings` have a few hundred."""
-
-MOST_PLAUSIBLE_TOKENS = 1 << 31
-"""Tokens of one response; a larger figure is wrong."""
-
-
+MOST_OBJECT_BYTES = 16 * 1024  # bytes; `usage` and `timings` have a few hundred
+MOST_PLAUSIBLE_TOKENS = 1 << 31  # tokens of one response; a larger figure is wrong
+# Reads an API's `usage` object, and takes from the timings' figures what it does not report.
 UsageReader = Callable[[JsonObject, Usage], Usage]
-"""Reads an API's `usage` object, and takes from the timings' figures what it does not report."""
 
 
 def read_openai_usage(usage: JsonObject, timed: Usage) -> Usage:
@@ -150,16 +144,11 @@ class UsageOptions:
 
 
 Number = int | float | None
-
 BOUND_NAMES = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
-
+# llama.cpp's numbers have 32 bits: of a larger one it would take the lower bits.
 MOST_TOKENS = (1 << 31) - 1
-"""llama.cpp's numbers have 32 bits: of a larger one it would take the lower bits."""
-
 UNBOUNDED = -1
-
-SMALL_BOUND = 4096
-"""Tokens; hardly a server refuses such a bound as larger than its answers may be."""
+SMALL_BOUND = 4096  # tokens; hardly a server refuses such a bound as larger than its answers may be
 
 
 def largest_bound(values: Iterable[int | float]) -> int | None:

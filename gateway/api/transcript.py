@@ -30,23 +30,17 @@ from gateway.api.json_values import (
     parse_object,
 )
 
-MOST_RAW_BYTES = 32 * 1024
-"""Bytes of events that are kept unparsed: about 150 tokens."""
-
+MOST_RAW_BYTES = 32 * 1024  # bytes of events that are kept unparsed: about 150 tokens
+# Chunks that are kept unparsed. A slow stream sends one token per chunk and stays open for long;
+# thousands of them must take little memory. A fast stream sends fewer, larger chunks.
 MOST_RAW_CHUNKS = 64
-"""Chunks that are kept unparsed. A slow stream sends one token per chunk and stays open for long;
-thousands of them must take little memory. A fast stream sends fewer, larger chunks."""
-
+# Bytes of the newest events that stay unparsed after that: finding the splice point needs their
+# tokens one by one.
 KEPT_RAW_BYTES = 8 * 1024
-"""Bytes of the newest events that stay unparsed after that: finding the splice point needs their
-tokens one by one."""
-
+# Bytes of text that are compressed together. Smaller blocks compress badly, larger ones leave more
+# text uncompressed.
 COMPRESSION_BLOCK_BYTES = 4 * 1024
-"""Bytes of text that are compressed together. Smaller blocks compress badly, larger ones leave
-more text uncompressed."""
-
 _TEXTS = msgspec.json.Decoder(list[str])
-
 _OBJECTS = msgspec.json.Decoder(list[JsonObject])
 
 
@@ -59,26 +53,21 @@ class Transcript:
     reasoning_pieces: list[str] = field(default_factory=list)
     content_pieces: list[str] = field(default_factory=list)
     """The text of each token, in order; many older tokens may be joined into one piece."""
-    token_count: int = 0
-    """Tokens that had text."""
+    token_count: int = 0  # tokens that had text
     token_ids: list[int] = field(default_factory=list)
     """Token ids, where the stream reports them: of all tokens or of none."""
-    block_index: int = 0
-    """Index of the newest content block (`/v1/messages`)."""
+    block_index: int = 0  # index of the newest content block (`/v1/messages`)
     open_blocks: dict[int, str] = field(default_factory=dict)
     """Types of the open content blocks by index; `signed`: reasoning that has its signature."""
     item_types: dict[str, str] = field(default_factory=dict)
     """Types of the output's items by id, in order (`/v1/responses`)."""
     sent_ends: list[str] = field(default_factory=list)
     """Types and items of the events that have ended items or their parts (`/v1/responses`)."""
-    last_number: int | None = None
-    """Number of the newest event; None: they have none."""
+    last_number: int | None = None  # number of the newest event; None: they have none
     finish_reason: str | None = None
     """Why the response ended, if it has: then only the end of the stream is missing."""
-    usage_sent: bool = False
-    """Whether `usage` has been sent."""
-    unresumable: str | None = None
-    """Why no other node may continue it."""
+    usage_sent: bool = False  # whether `usage` has been sent
+    unresumable: str | None = None  # why no other node may continue it
 
     @property
     def block_is_open(self) -> bool:
@@ -140,8 +129,7 @@ class Transcript:
         self.unresumable = reason
 
 
-TranscriptReader = Callable[[Transcript, JsonObject], None]
-"""Adds one event's data to a transcript."""
+TranscriptReader = Callable[[Transcript, JsonObject], None]  # adds one event's data to a transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +142,7 @@ class EventTemplate:
 
     before: bytes
     after: bytes
-    reasoning: bool
-    """Whether the text is reasoning; else content."""
+    reasoning: bool  # whether the text is reasoning; else content
 
     @classmethod
     def of(cls, event: bytes, read: TranscriptReader, first: JsonObject) -> EventTemplate | None:
@@ -196,19 +183,14 @@ class EventTemplate:
         return texts if len(texts) == len(strings) else None
 
 
-_JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"(?=[,}\]])')
-"""A string that is no field's name."""
-
+_JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"(?=[,}\]])')  # a string that is no field's name
 _PROBE_TEXT = "\x00"
-
 _PROBE = b'"\\u0000"'
-
+# An event with a token's text has some 300 bytes and 10 strings. Each string is tried in turn, and
+# the event parsed each time.
 MOST_TEMPLATE_BYTES, MOST_TEMPLATE_STRINGS = 4096, 32
-"""An event with a token's text has some 300 bytes and 10 strings. Each string is tried in turn, and
-the event parsed each time."""
-
+# Templates of one stream. One whose events differ in more than their text has none for long.
 MOST_TEMPLATES = 8
-"""Templates of one stream. One whose events differ in more than their text has none for long."""
 
 
 class CompressedText:
@@ -222,10 +204,8 @@ class CompressedText:
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
-        self._tail = b""
-        """The newest bytes, too few for a block."""
-        self.size = 0
-        """Bytes of the whole text."""
+        self._tail = b""  # the newest bytes, too few for a block
+        self.size = 0  # bytes of the whole text
 
     def pack(self, pieces: list[str]) -> None:
         """Move these pieces, the text's next ones, out of their list."""
@@ -262,11 +242,9 @@ class TranscriptRecorder:
         self._max_bytes = max_bytes
         self._made: Transcript | None = None
         self._raw_chunks: list[bytes] = []
-        self.raw_bytes = 0
-        """Bytes of the events that are kept unparsed."""
+        self.raw_bytes = 0  # bytes of the events that are kept unparsed
         self._reasoning: CompressedText
-        self._content: CompressedText
-        """The text before that in the transcript; made with it."""
+        self._content: CompressedText  # the text before that in the transcript; made with it
         self._template: EventTemplate | None = None
         self._templates_left = MOST_TEMPLATES
 
@@ -363,31 +341,21 @@ class TranscriptRecorder:
 
 
 _NOT_OBJECTS = frozenset({b"", b"[DONE]", b"null"})
-
+# Posts JSON to a path of the replacement node and returns its JSON. Raises: UpstreamError.
 PostToNode = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
-"""Posts JSON to a path of the replacement node and returns its JSON. Raises: UpstreamError."""
-
-MOST_STEP_BACKS = 4
-"""Positions that are tried before the splice point is the end of the text."""
-
-MIN_AGREEING_TOKENS = 3
-"""Tokens before the splice point that must be those that were sent."""
+MOST_STEP_BACKS = 4  # positions that are tried before the splice point is the end of the text
+MIN_AGREEING_TOKENS = 3  # tokens before the splice point that must be those that were sent
 
 
 @dataclass(frozen=True, slots=True)
 class SplicePoint:
     """Where the replacement node takes over."""
 
-    prefix: str
-    """The text that it is given as written."""
-    overlap: str
-    """The text behind `prefix` that it must repeat, and that is not sent a second time."""
-    prompt_tokens: int
-    """Tokens of the client's own prompt."""
-    sent_tokens: int
-    """Tokens of all text that was sent."""
-    prefix_tokens: int
-    """Tokens of `prefix`."""
+    prefix: str  # the text that it is given as written
+    overlap: str  # the text behind `prefix` that it must repeat, and that is not sent a second time
+    prompt_tokens: int  # tokens of the client's own prompt
+    sent_tokens: int  # tokens of all text that was sent
+    prefix_tokens: int  # tokens of `prefix`
 
 
 async def find_splice_point(

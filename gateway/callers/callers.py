@@ -77,6 +77,9 @@ def port_conflict(host: str, admin_host: str, port: int, admin_port: int) -> str
     )
 
 
+# Header names, one per line: those of RFC 7239 and RFC 9110, and those that nginx, Apache, HAProxy,
+# Envoy, Traefik, Varnish, WebLogic, Tailscale, Cloudflare, Fastly, Akamai, Fly, Azure, Amazon and
+# Google add to a request.
 _PROXIED = re.compile(
     rb"""\n(?:
         x-(?: forwarded | real- | original- | envoy- | amz-cf- | appengine- | arr- | azure-
@@ -87,9 +90,6 @@ _PROXIED = re.compile(
             | true-client-ip | via | wl-proxy-client-ip )\n )""",
     re.VERBOSE,
 )
-"""Header names, one per line: those of RFC 7239 and RFC 9110, and those that nginx, Apache,
-HAProxy, Envoy, Traefik, Varnish, WebLogic, Tailscale, Cloudflare, Fastly, Akamai, Fly, Azure,
-Amazon and Google add to a request."""
 
 
 def is_proxied(headers: Headers) -> bool:
@@ -111,11 +111,8 @@ def is_local(
 
 
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
-
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-
 MOST_FORWARDED_HOPS = 32  # entries of X-Forwarded-For that are considered, from the right
-
 _SERVICE_TIERS = {"priority": Priority.PREMIUM, "flex": Priority.BATCH}
 
 
@@ -286,12 +283,11 @@ def _without_port(hop: str) -> str:
     return hop
 
 
+# Bits of an IPv6 address that identify a subscriber, who owns all addresses that begin with them
+# (RFC 6177).
 IPV6_PREFIX_BITS = 64
-"""Bits of an IPv6 address that identify a subscriber, who owns all addresses that begin with them
-(RFC 6177)."""
-
+# Bytes of a header's value that identify a user or session; the rest is cut off.
 MOST_IDENTITY_BYTES = 128
-"""Bytes of a header's value that identify a user or session; the rest is cut off."""
 
 
 @dataclass(frozen=True, slots=True)

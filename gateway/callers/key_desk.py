@@ -39,9 +39,7 @@ from gateway.errors import GatewayError, truncate_echo
 from gateway.store.store import JOB_SECONDS, Store
 
 T = TypeVar("T")
-
 DEFAULT_GRACE = 24 * 3600.0  # seconds for which the old secret works after a rotation
-
 LONGEST_GRACE = 366 * 86400.0
 
 

@@ -38,12 +38,9 @@ from gateway.system import read_state, write_state
 
 FILE_VERSION = 1  # version of the file's format; a file of another version is not read
 LARGEST_FILE = 128 << 20  # bytes; 100,000 keys of 1 KiB each fit
-
+# Seconds until a file that could not be written is tried again; then twice as long each time.
 FIRST_PAUSE = 1.0
-"""Seconds until a file that could not be written is tried again; then twice as long each time."""
-
 LONGEST_PAUSE = 60.0
-
 _PRIVATE = 0o600
 
 
@@ -208,16 +205,12 @@ def _store_id(location: StoreLocation) -> str:
     return hashlib.sha256(location.shown.encode()).hexdigest()[:32]
 
 
+# Seconds between two looks whether the stored keys may have changed, and at expired ones.
 POLL_SECONDS = 0.5
-"""Seconds between two looks whether the stored keys may have changed, and at expired ones."""
-
 MOST_UNCHANGED = 60  # looks in a row that trust the store that nothing has changed
-
+# Most seconds for the first look; then the gateway starts with the keys of the file.
 START_SECONDS = 5.0
-"""Most seconds for the first look; then the gateway starts with the keys of the file."""
-
 SILENT_SECONDS = 0.1  # to close a store that has just failed
-
 log = structlog.get_logger()
 
 

@@ -27,16 +27,11 @@ if TYPE_CHECKING:
     from gateway.config.listeners import AdminKeySpec, KeySpec
 
 KEY_PREFIX = "lg"
-
 MOST_KEY_CHARACTERS = 512  # a longer text is not a key; this limits the work of hashing it
-
+# Most different keys in one request: each costs a hash, and there are three headers for them.
 MOST_KEYS = 4
-"""Most different keys in one request: each costs a hash, and there are three headers for them."""
-
 _ID_ALPHABET = string.ascii_lowercase + string.digits
-
 _SECRET_ALPHABET = string.ascii_letters + string.digits
-
 _SECRET_CHARACTERS = 43  # 62 ** 43 is just above 2 ** 256
 
 
@@ -53,8 +48,8 @@ KEYS_LOST = (
     "key ('llama-gateway keys create' makes one), or restart to serve without any"
 )
 
+# Compared where there is no digest, so that every comparison takes the same time.
 _NO_DIGEST = secrets.token_bytes(32)
-"""Compared where there is no digest, so that every comparison takes the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +362,6 @@ def _parse_class(spec: KeySpec, name: str) -> Priority:
 
 
 log = structlog.get_logger()
-
 MOST_ADMIN_KEY_CHARACTERS = 4096  # a longer text is not a key; this limits the work of hashing it
 
 
@@ -392,17 +386,16 @@ class AdminIdentity:
     role: AdminRole
 
 
+# A caller of a loopback listener that has no admin key.
 LOCAL_ADMIN = AdminIdentity("local", AdminRole.ADMIN)
-"""A caller of a loopback listener that has no admin key."""
-
 KEY_FILE_NAME = "key_file"  # the name of who holds the key of `admin.key_file`
 
 
+# What an operator is told where `AdminKeys.lost`.
 ADMIN_KEYS_LOST = (
     "the settings have lost their last admin key: the admin listener answers every request with "
     "401; add a key to admin.keys, or restart to serve it without any"
 )
-"""What an operator is told where `AdminKeys.lost`."""
 
 
 class AdminKeys:

@@ -41,34 +41,24 @@ from gateway.store.worker import StoreWorker
 
 FLUSH_SECONDS = 0.25  # seconds from the beginning of a flush to that of the next one
 JOURNALED_WITHIN = 0.5  # age by which a request that still runs is to be in the store
-
+# What is left of the longest delay of a flush with each further one: half of it after 1.6 s.
 DELAY_DECAY = 0.9
-"""What is left of the longest delay of a flush with each further one: half of it after 1.6 s."""
-
 FLUSH_ROWS = 500  # rows that are written before that time is over
-
+# Rows of one statement of SQLite: with all columns fewer than 999 parameters.
 ROWS_PER_STATEMENT = 25
-"""Rows of one statement of SQLite: with all columns fewer than 999 parameters."""
-
 MOST_ROWS_AT_ONCE = 5_000  # rows of one transaction
-
+# Rows that wait while the store fails, about 50 MB; beyond them the oldest are dropped.
 MOST_PENDING = 100_000
-"""Rows that wait while the store fails, about 50 MB; beyond them the oldest are dropped."""
-
+# Open requests whose tokens are brought up to date in one transaction, in turns.
 MOST_REFRESHED = 1_000
-"""Open requests whose tokens are brought up to date in one transaction, in turns."""
-
+# Open requests that are looked at in one turn of the event loop: two milliseconds.
 WALKED_AT_ONCE = 200
-"""Open requests that are looked at in one turn of the event loop: two milliseconds."""
-
+# Slot seconds after which a request is brought up to date that has no new tokens.
 REFRESH_SLOT_SECONDS = 1.0
-"""Slot seconds after which a request is brought up to date that has no new tokens."""
-
 RECOVERY_SECONDS = 15.0  # seconds between two looks for dead processes
 WARNING_SECONDS = 60.0  # seconds between two warnings that rows are dropped
-
+# The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request.
 UsageRow = tuple[Any, ...]
-"""The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request."""
 
 ROW_COLUMNS: Final = (
     "id", "process", "started_at", "ended_at", "key", "group_name", "user", "model", "class",
@@ -93,7 +83,6 @@ _OPEN_UPDATES: Final = (
 )  # fmt: skip
 
 log = structlog.get_logger()
-
 T = TypeVar("T")
 
 
@@ -126,8 +115,8 @@ class OpenRequest(NamedTuple):
     cost: float = 0.0
 
 
+# The requests that still run and were admitted before a Unix time, the oldest first.
 OpenRequests = Callable[[float], Iterable[OpenRequest]]
-"""The requests that still run and were admitted before a Unix time, the oldest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -481,8 +470,8 @@ def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) ->
             driver.executemany(one, map(pick, of_shape[at:]))
 
 
+# Whether a row has no group, no user and no price, and whether it is of a stream.
 _Shape = tuple[bool, bool, bool, bool]
-"""Whether a row has no group, no user and no price, and whether it is of a stream."""
 
 
 class _SqliteInserts(NamedTuple):

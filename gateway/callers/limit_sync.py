@@ -34,20 +34,14 @@ from gateway.store.store import Store
 from gateway.store.worker import StoreWorker
 
 POLL_SECONDS = 0.5
-
+# Seconds after which the store is read though no other process seems to have changed it.
 LONGEST_UNREAD = 30.0
-"""Seconds after which the store is read though no other process seems to have changed it."""
-
+# Seconds for which a start waits for the store. Then requests are admitted by counters that begin
+# at 0, and what the ledger has is added when the store answers.
 START_SECONDS = 5.0
-"""Seconds for which a start waits for the store. Then requests are admitted by counters that begin
-at 0, and what the ledger has is added when the store answers."""
-
 MOST_KEYS_FILTERED = 50  # keys that a query names; for more it reads the rows of all keys
-
+# Seconds for which the id of another's open request is remembered after it has ended.
 FORGET_SECONDS = 60.0
-"""Seconds for which the id of another's open request is remembered after it has ended."""
-
-
 log = structlog.get_logger()
 
 
@@ -253,7 +247,6 @@ class LimitSync:
 # The job of the store.
 
 _TOKENS = usage.c.prompt_tokens + usage.c.completion_tokens
-
 _WHO = (usage.c.key, usage.c.group_name, usage.c.user)
 
 _ROW = (

@@ -31,9 +31,7 @@ from gateway.lease import LeaseRequest
 from gateway.terms import Caller, Priority
 
 MINUTE = 60.0
-
 Kind = Literal["total", "group", "key", "user"]
-
 LimitName = Literal["concurrency", "rpm", "tpm", "tokens_per_day", "budget"]
 
 
@@ -269,18 +267,13 @@ def _restricted(caller: Caller, tracked: tuple[Account, ...]) -> Caller:
 
 
 BYTES_PER_TOKEN = 4  # bytes of text in a token, as estimated before a node has read it
-
+# Tokens that are reserved for an answer to which neither client nor limit sets a bound.
 DEFAULT_COMPLETION_TOKENS = 1024
-"""Tokens that are reserved for an answer to which neither client nor limit sets a bound."""
-
+# End users of one key that are counted each by itself; any more share one account.
 MOST_USERS = 10_000
-"""End users of one key that are counted each by itself; any more share one account."""
-
 EVICTION_TRIES = 16  # accounts that are looked at to find one that can make room for another
-
+# The name of the account of all end users beyond `MOST_USERS`, which no header can hold.
 _FURTHER_USERS = "\0"
-"""The name of the account of all end users beyond `MOST_USERS`, which no header can hold."""
-
 MOST_RATES = 1024  # models whose cost for each token is remembered
 RATE_WEIGHT = 0.1  # of the newest request in a model's mean cost for each token
 

@@ -12,8 +12,8 @@ from gateway.callers.limits import Accounts, LimitBook, Reservation
 from gateway.events import EventBus, RequestFinished
 from gateway.lease import LeaseRequest
 
+# A request that was admitted so much later than it can have been: the clock was set back.
 CLOCK_STEP_SECONDS = 1.0
-"""A request that was admitted so much later than it can have been: the clock was set back."""
 
 
 class TokensSoFar(NamedTuple):

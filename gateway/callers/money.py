@@ -22,10 +22,9 @@ from gateway.store.schema import node_hours
 from gateway.store.worker import StoreWorker
 
 MILLION = 1_000_000
-
+# Requests may be charged for so much more than the recorded hours of their nodes, since hours are
+# recorded by the minute: within it idle time costs nothing, beyond it the record has a gap.
 RECORDED_SHARE = 0.99
-"""Requests may be charged for so much more than the recorded hours of their nodes, since hours are
-recorded by the minute: within it idle time costs nothing, beyond it the record has a gap."""
 
 
 class Amount(NamedTuple):
@@ -194,13 +193,10 @@ def all_gpu_cost(cost: float, known: int, requests: int) -> Amount:
 
 
 INTERVAL = 60.0  # seconds between two looks
-
+# Seconds since the last look beyond which nothing is claimed: the machine slept, or its clock was
+# set, and whether the nodes lived meanwhile is not known.
 LONGEST_GAP = 150.0
-"""Seconds since the last look beyond which nothing is claimed: the machine slept, or its clock was
-set, and whether the nodes lived meanwhile is not known."""
-
 MOST_CLAIMS = 10_000  # claims that wait for a store that can't be written; the oldest are given up
-
 log = structlog.get_logger()
 
 

@@ -22,14 +22,11 @@ from gateway.store.database import insert_for
 from gateway.store.schema import open_requests, processes
 
 HEARTBEAT_SECONDS = 5.0  # seconds between two signs of life in the store
-
+# Seconds without a sign of life after which a process counts as dead, by the observer's clock: a
+# store that was down, or a host whose clock is wrong, makes nobody look dead.
 DEAD_SECONDS = 30.0
-"""Seconds without a sign of life after which a process counts as dead, by the observer's clock: a
-store that was down, or a host whose clock is wrong, makes nobody look dead."""
-
+# Open requests of a dead process that one transaction recovers: some 20 ms of work.
 MOST_TAKEN = 500
-"""Open requests of a dead process that one transaction recovers: some 20 ms of work."""
-
 LOST = "lost"  # the outcome of a request whose process was killed
 
 
@@ -53,7 +50,7 @@ class SeenProcess(NamedTuple):
     """A process as the store shows it."""
 
     id: str
-    host: str | None  # none: it is not registered, yet has open requests
+    host: str | None  # None: it is not registered, yet has open requests
     pid: int
     seen_at: float
 

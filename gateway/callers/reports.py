@@ -44,26 +44,18 @@ from gateway.store.schema import node_hours, open_requests, revisions, usage, us
 from gateway.store.store import Store
 
 Dimension = Literal["key", "group", "user", "model", "class", "day", "tier"]
-
 DIMENSIONS: tuple[Dimension, ...] = ("key", "group", "user", "model", "class", "day", "tier")
-
 MOST_DIMENSIONS = 2
-
 DEFAULT_SINCE = "30d"
-
+# Some 35 ms of work: longer than that no other job of the store waits for a report.
 ROWS_PER_STEP = 10_000
-"""Some 35 ms of work: longer than that no other job of the store waits for a report."""
-
 MOST_GROUPS = 100_000  # groups that a report keeps in memory, some 50 MB
 MOST_ROWS = 10_000  # rows of one report; `total` has the others too
-
+# Times that a report begins anew because the retention of another process has moved rows.
 MOST_RESTARTS = 5
-"""Times that a report begins anew because the retention of another process has moved rows."""
-
 MOST_SECONDS = 60.0  # seconds that a report may take, the wait for another one included
-
+# Name of the number in `revisions` that rises whenever rows of `usage` become sums.
 ROLLED_UP = "usage_days"
-"""Name of the number in `revisions` that rises whenever rows of `usage` become sums."""
 
 
 class InvalidQuery(ValueError):  # noqa: N818 - what is wrong with a question, for its asker
@@ -147,9 +139,7 @@ def _row_sums() -> tuple[ColumnElement[Any], ...]:
 
 
 _ROW_SUMS = _row_sums()
-
 _DAY_SUMS = tuple(func.sum(usage_days.c[name]) for name in SUM_NAMES)
-
 _COLUMNS = {"group": "group_name", "class": "class_"}
 
 
@@ -221,7 +211,6 @@ def parse_query(
 
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
-
 _DAYS_AGO = re.compile(r"(\d{1,5})d")
 
 
@@ -538,15 +527,11 @@ def _idle(report: LedgerReport, hours: list[money.NodeHours], charged: float) ->
 
 
 MINUTE = 60
-
+# Minutes of what is called the busiest hour: the longest of which all requests can be told.
 STRETCHES = (60, 20, 5, 1)
-"""Minutes of what is called the busiest hour: the longest of which all requests can be told."""
-
 MOST_ARRIVALS = 20_000  # requests that are told, some 2 MB of JSON
-
+# Minutes with requests that are compared: a hundred days of them, some 30 MB.
 MOST_MINUTES = 150_000
-"""Minutes with requests that are compared: a hundred days of them, some 30 MB."""
-
 BATCH = "batch"  # the class of requests that nobody waits for
 UNSERVED = ("queue_full", "queue_timeout")  # outcomes of requests that the gateway had no slot for
 
@@ -731,13 +716,10 @@ def _arrival(row: RowMapping, start: float) -> list[Any]:
 
 
 LEAST_AGE = 5.0  # seconds for which figures are kept at least
-
+# Figures are kept for so many times as long as it took to read them: a caller that polls takes a
+# twentieth of the store's time at most.
 AGE_FACTOR = 20.0
-"""Figures are kept for so many times as long as it took to read them: a caller that polls takes a
-twentieth of the store's time at most."""
-
 MOST_KEPT = 1000  # callers and end users whose figures are kept
-
 NO_STORE = "the gateway has no store: requests are not recorded"
 
 

@@ -28,24 +28,18 @@ from gateway.store.schema import revisions, usage, usage_days
 from gateway.store.worker import StoreWorker
 
 BATCH_ROWS = 500  # rows that one job of the store turns into sums: some 40 ms of work
-
+# Rows that one job of the store counts: some 2 ms of work. Meanwhile the ledger writes nothing, so
+# a million at once would be too many on a slow machine.
 COUNTED_ROWS = 20_000
-"""Rows that one job of the store counts: some 2 ms of work. Meanwhile the ledger writes nothing,
-so a million at once would be too many on a slow machine."""
-
 BATCH_PAUSE = 0.02  # seconds between two batches, in which the store does its other work
 PASS_INTERVAL = 600.0  # seconds between two passes
 FIRST_PASS = 30.0  # seconds after the start: not while a predecessor hands over
-
+# Seconds for which a row stays in any case, however many there are: so long the windows of limits
+# and the repetition of a lost write need it.
 YOUNGEST = 2 * 3600.0
-"""Seconds for which a row stays in any case, however many there are: so long the windows of limits
-and the repetition of a lost write need it."""
-
 VACUUM_PAGES = 500  # free pages that one job gives back to the file system, 2 MB of a SQLite file
 MOST_VACUUMS = 1000  # such jobs in one pass
-
 _DIMENSIONS = ("key", "group_name", "user", "model", "class_", "tier", "node", "outcome")
-
 log = structlog.get_logger()
 
 

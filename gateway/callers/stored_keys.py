@@ -24,19 +24,18 @@ from gateway.store.database import insert_for
 from gateway.store.schema import keys as keys_table
 from gateway.store.schema import learnt, revisions
 
+# Keys that a store may hold, revoked ones included: a gateway has all of them in memory.
 MOST_STORED_KEYS = 100_000
-"""Keys that a store may hold, revoked ones included: a gateway has all of them in memory."""
-
 MOST_PROBLEMS = 50  # problems of an import that are told; it counts the others
 KEYS_REVISION = "keys"  # the name under which the store counts changes of keys
 
+# The column of each field that is stored as JSON.
 _JSON_COLUMNS = {
     "models": "models",
     "limits": "limits",
     "user_limits": "user_limits",
     "cache": "privacy",
 }
-"""The column of each field that is stored as JSON."""
 
 log = structlog.get_logger()
 

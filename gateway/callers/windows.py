@@ -141,9 +141,9 @@ def month_start(month: int) -> float:
     return float(timegm((month // 12, month % 12 + 1, 1, 0, 0, 0)))
 
 
+# Days or months that a `PeriodSums` keeps, so that a clock that was set wrong for a while does not
+# lose the sums of the right day.
 MOST_PERIODS = 4
-"""Days or months that a `PeriodSums` keeps, so that a clock that was set wrong for a while does not
-lose the sums of the right day."""
 
 
 class PeriodSums(dict[int, float]):

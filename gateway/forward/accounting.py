@@ -40,14 +40,12 @@ from gateway.request.body import TimeSlicer, identifying_pieces
 from gateway.request.preparation import Request
 from gateway.transport.errors import ConnectionReset
 
+# `usage` stands within so many bytes of a response's beginning (embeddings) or end (the rest).
 USAGE_EDGE_BYTES = 8 * 1024
-"""`usage` stands within so many bytes of a response's beginning (embeddings) or end (the rest)."""
-
+# Outcomes of attempts without a response that the request's own end has brought about: the client
+# left, its time was up, or somebody cancelled the request. The caller pays for them, and the
+# operator for all others.
 CALLERS_OUTCOMES = frozenset({"client_closed", "cancelled", "total_timeout"})
-"""Outcomes of attempts without a response that the request's own end has brought about: the client
-left, its time was up, or somebody cancelled the request. The caller pays for them, and the operator
-for all others."""
-
 BYTES_PER_TOKEN = 4  # Bytes of a plain response that count as a token, where its node reports none
 MOST_LOST_NODES = 2  # Nodes that may be lost over one request
 MOST_QUARANTINED = 4096  # Request bodies that are remembered; the oldest is forgotten first
@@ -314,11 +312,10 @@ def _of_whole_response(usage: Usage, splice_point: SplicePoint) -> Usage:
     return Usage(prompt, min(usage.cached_tokens, prompt), completion)
 
 
+# Times that one request, or one cut stream, is sent again because the slots of its node had no room
+# left for their tokens together. These are no retries: they take nothing of the budget, and nobody
+# has failed. From the second on it runs alone.
 MOST_POOL_OVERFLOWS = 4
-"""Times that one request, or one cut stream, is sent again because the slots of its node had no
-room left for their tokens together. These are no retries: they take nothing of the budget, and
-nobody has failed. From the second on it runs alone."""
-
 BUDGET_WINDOW = 60.0  # Seconds of the past that the budget counts
 
 

@@ -43,8 +43,8 @@ from gateway.transport.errors import (
 from gateway.transport.pool import ConnectionPool
 
 MOST_ERROR_BODY_BYTES = 256 * 1024  # Bytes of an error's body that are read
+# The headers of a response whose body the gateway wrote for the node.
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
-"""The headers of a response whose body the gateway wrote for the node."""
 
 
 class Attempt:
@@ -492,13 +492,12 @@ def is_event_stream(headers: Headers) -> bool:
     return kind.startswith(b"text/event-stream")
 
 
+# Seconds that a silent stream still has when the excuse for its silence has ended.
 SILENCE_GRACE = 5.0
-"""Seconds that a silent stream still has when the excuse for its silence has ended."""
-
 CHECK_INTERVAL = 0.2  # Seconds between two checks, and so the precision of every timeout
 REPORT_INTERVAL = 1.0  # Seconds between two reports to the scheduler on streams that move
+# Seconds by which a client's own deadline is kept late, so that it is never kept early.
 DEADLINE_SLACK = 0.001
-"""Seconds by which a client's own deadline is kept late, so that it is never kept early."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,20 +207,20 @@ def node_error_code(status: int) -> str:
 
 
 Fields = dict[str, msgspec.Raw]
+# Each object with telling figures has such a key. Within a text its quote would be escaped.
 _KEY = re.compile(rb'(?:cache|prompt_)[A-Za-z0-9_/]*"\s*:')
-"""Each object with telling figures has such a key. Within a text its quote would be escaped."""
-
+# A slot is chosen for what it has cached. Each event of llama.cpp's own streams names it.
 _ID_SLOT = re.compile(rb',"id_slot":-?\d+|"id_slot":-?\d+,?')
-"""A slot is chosen for what it has cached. Each event of llama.cpp's own streams names it."""
 
+# Fields of llama.cpp's `timings` that depend on the answer alone.
 _TOLD_OF_TIMINGS = frozenset(
     {
         *("predicted_n", "predicted_ms", "predicted_per_token_ms", "predicted_per_second"),
         *("draft_n", "draft_n_accepted"),
     }
 )
-"""Fields of llama.cpp's `timings` that depend on the answer alone."""
 
+# Names of fields that tell how much of a prompt was cached.
 _TELLING = frozenset(
     {
         *("cache_n", "tokens_cached", "prompt_progress", "id_slot", "__verbose"),
@@ -229,16 +229,13 @@ _TELLING = frozenset(
         *("prompt_eval_duration", "load_duration", "total_duration"),
     }
 )
-"""Names of fields that tell how much of a prompt was cached."""
 
+# Fields that hold an object with `usage`, in events of `/v1/responses` and `/v1/messages`.
 _NESTING = frozenset({"response", "message", "x_groq"})
-"""Fields that hold an object with `usage`, in events of `/v1/responses` and `/v1/messages`."""
-
+# Anthropic's, which are no part of its `input_tokens`.
 _CACHED_INPUT = ("cache_read_input_tokens", "cache_creation_input_tokens")
-"""Anthropic's, which are no part of its `input_tokens`."""
-
+# Some endpoints' times in `usage`, seconds.
 _TIMES = frozenset({"prompt_time", "queue_time", "total_time"})
-"""Some endpoints' times in `usage`, seconds."""
 
 
 class CacheFigureHider(ResponseRewriter):
@@ -390,15 +387,13 @@ def _encoded(value: object) -> msgspec.Raw:
 
 _TO_NODE = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"})
 _TO_CLIENT = frozenset({b"content-type", b"retry-after", b"traceparent", b"tracestate"})
+# Prefixes of two APIs' headers: versions, betas, organisations, processing times, limits.
 _EITHER_WAY = (b"anthropic-", b"openai-")
-"""Prefixes of two APIs' headers: versions, betas, organisations, processing times, limits."""
-
 _NO_HEADER_NAMES = (b"keep-alive", b"close")
+# The content type of forms, which no routed path takes.
 _FORM = b"application/x-www-form-urlencoded"
-"""The content type of forms, which no routed path takes."""
-
+# Header names that are never forwarded by their prefix alone.
 _SECRET = re.compile(rb"-(api-?)?(key|token|secret|password|auth|authorization|cookie)$")
-"""Header names that are never forwarded by their prefix alone."""
 
 
 def headers_for_node(headers: Headers, extra: tuple[str, ...] = ()) -> bytes:
@@ -445,11 +440,11 @@ def headers_for_client(headers: Headers, extra: tuple[str, ...] = ()) -> bytes:
     )
 
 
+# Words in names of headers that tell a time, or what a node has counted of a request: Anthropic's
+# limits leave cached tokens out, for one.
 _TELLING_NAMES = re.compile(
     rb"(^|-)(ms|seconds|time|timing|duration|elapsed|latency|runtime|cache|cached|ratelimit)(-|$)"
 )
-"""Words in names of headers that tell a time, or what a node has counted of a request: Anthropic's
-limits leave cached tokens out, for one."""
 
 
 def without_times(lines: bytes) -> bytes:

@@ -72,7 +72,6 @@ from gateway.transport.errors import (
 )
 
 JSON_TYPE = b"content-type: application/json"
-
 _TYPE_LINE = re.compile(rb"^content-type:[^\n]*\n", re.MULTILINE)
 
 
@@ -507,8 +506,8 @@ def _pool_full(node: NodeInfo, tried: Tried, error: GatewayError) -> FailedAttem
     return FailedAttempt(node, tried, error, retryable=again, pool_full=True)
 
 
+# Outcomes of error responses that show something about the node.
 _SHOWING_OUTCOMES = frozenset({ResponseOutcome.REFUSED, ResponseOutcome.BUSY})
-"""Outcomes of error responses that show something about the node."""
 
 
 def _shown_error(request: Request, attempt: Attempt) -> NodeError | None:

@@ -249,15 +249,13 @@ class SupersedingMap(Generic[T]):
             del self._newest[session]
 
 
+# Estimated tokens of a prompt from which on the gateway asks for its progress without being asked,
+# to know what was read when a client leaves. The server reports it once a batch, of 2048 tokens by
+# default; what was read of shorter prompts is estimated by the time.
 PROGRESS_TOKENS = 1024
-"""Estimated tokens of a prompt from which on the gateway asks for its progress without being asked,
-to know what was read when a client leaves. The server reports it once a batch, of 2048 tokens by
-default; what was read of shorter prompts is estimated by the time."""
-
+# Tokens of llama.cpp's batch, unless its operator has set another one: before its first report it
+# is believed to have read no more.
 DEFAULT_BATCH = 2048
-"""Tokens of llama.cpp's batch, unless its operator has set another one: before its first report it
-is believed to have read no more."""
-
 _REQUEST_FIELD = b'"return_progress"'
 _EVENT_FIELD = b'"prompt_progress"'
 

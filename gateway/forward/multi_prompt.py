@@ -30,8 +30,8 @@ from gateway.request.preparation import PromptList
 from gateway.request.routes import ROUTES
 from gateway.transport.errors import UpstreamError
 
+# Chunks that wait for the client to take them; then the nodes are read no further.
 MOST_BUFFERED_CHUNKS = 16
-"""Chunks that wait for the client to take them; then the nodes are read no further."""
 
 
 class PromptRefused(Exception):  # noqa: N818 - a response

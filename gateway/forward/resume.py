@@ -75,8 +75,7 @@ class ResumePlan:
 
     splice_point: SplicePoint
     rewriter: EventRewriter
-    route: Route
-    """Where the request goes."""
+    route: Route  # where the request goes
     body: JsonObject | None = None
     final_events: bytes | None = None
     """The end of a response whose text is complete; then there is no `body`."""
@@ -320,15 +319,12 @@ def has_stop_words(body: JsonObject) -> bool:
 
 # How a template writes reasoning.
 
+# Renders these messages as a prompt. Raises: UpstreamError.
 RenderTemplate = Callable[[list[JsonObject]], Awaitable[str]]
-"""Renders these messages as a prompt. Raises: UpstreamError."""
-
+# A mark that ends reasoning, as a template writes it behind reasoning.
 _END_MARK = re.compile(r"\s*(<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\])(\s*)")
-"""A mark that ends reasoning, as a template writes it behind reasoning."""
-
+# A mark that begins reasoning, as a template leaves it at the end of a prompt.
 _START_MARK = re.compile(r"<([^<>/|\s]{1,40})>\s*$")
-"""A mark that begins reasoning, as a template leaves it at the end of a prompt."""
-
 _SAMPLE_REASONING, _SAMPLE_CONTENT = "sample-of-reasoning", "sample-of-content"
 
 
@@ -336,12 +332,9 @@ _SAMPLE_REASONING, _SAMPLE_CONTENT = "sample-of-reasoning", "sample-of-content"
 class ReasoningTemplate:
     """The text that a template writes around reasoning."""
 
-    before: str
-    """All text before the reasoning, the prompt included."""
-    between: str
-    """The text between the reasoning and the content."""
-    end_mark: ReasoningEndMark | None
-    """None: more than a mark ends the reasoning."""
+    before: str  # all text before the reasoning, the prompt included
+    between: str  # the text between the reasoning and the content
+    end_mark: ReasoningEndMark | None  # None: more than a mark ends the reasoning
 
     def before_content(self, reasoning: str) -> str:
         """All text before the content, behind this reasoning."""
@@ -373,8 +366,7 @@ async def find_reasoning_template(
     return ReasoningTemplate(prompt, f"\n{end_mark.mark}{end_mark.whitespace}", end_mark)
 
 
-MOST_RESUMES = 2
-"""Resumptions of one stream."""
+MOST_RESUMES = 2  # resumptions of one stream
 
 
 @dataclass(slots=True)
@@ -411,17 +403,14 @@ class FailedStream(NamedTuple):
     """A stream or a resumption that failed, as the retry policy sees it."""
 
     reached_node: bool = True
-    pool_full: bool = False
-    """Whether its node had no room for the tokens of all its slots."""
+    pool_full: bool = False  # whether its node had no room for the tokens of all its slots
 
 
 class FirstRun(NamedTuple):
     """The attempt that a response began with."""
 
-    model: str
-    """The name of the model, of those that the request may have."""
-    node_kind: str | None
-    """`node_kind` of its node; None: unknown, so that any node will do."""
+    model: str  # the name of the model, of those that the request may have
+    node_kind: str | None  # `node_kind` of its node; None: unknown, so that any node will do
     resume_key: tuple[object, ...] | None = None
     """That of its node; None: it ran in another process."""
 
@@ -458,21 +447,17 @@ class Resumer:
         self._recorder = recorder
         self._model = first_run.model
         self._request = in_flight.request
-        self._resume_key = first_run.resume_key
-        """None: only the next is known."""
+        self._resume_key = first_run.resume_key  # None: only the next is known
         self._node_kind = first_run.node_kind
         self._met_other_kind = False
         """Whether a node was of another kind than the one of another process."""
         self._tried = Tried(min_context=tried.min_context, pool_overflows=tried.pool_overflows)
         """Nodes that failed this stream, or are of another kind."""
-        self._lease_request: LeaseRequest
-        """What is asked of the scheduler for the continuation."""
+        self._lease_request: LeaseRequest  # what is asked of the scheduler for the continuation
         self._retries: Retries | None = None
         """Grants the resumptions after the first one; None: none was attempted."""
-        self._source: ResumeInput
-        """What is resumed now, and how."""
-        self._times_yielded = 0
-        """How often it has given up its slot to another request."""
+        self._source: ResumeInput  # what is resumed now, and how
+        self._times_yielded = 0  # how often it has given up its slot to another request
 
     @property
     def pool_overflows(self) -> int:
@@ -817,14 +802,11 @@ class Resumer:
         return Resumed(first_bytes, attempt)
 
 
+# Seconds for one query. None of them takes a slot, or as long as a token; a server that sleeps
+# wakes up first (`GrantedLease.wake`).
 QUERY_TIMEOUT = 10.0
-"""Seconds for one query. None of them takes a slot, or as long as a token; a server that sleeps
-wakes up first (`GrantedLease.wake`)."""
-
+# A prompt's tokens with their pieces are some 40 bytes each.
 MOST_QUERY_RESPONSE_BYTES = 64 * 1024 * 1024
-"""A prompt's tokens with their pieces are some 40 bytes each."""
-
-
 _JSON_HEADER_LINE = b"content-type: application/json\r\n"
 
 

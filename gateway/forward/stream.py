@@ -37,18 +37,13 @@ class WriteToClient(Protocol):
         """`chunk`: a chunk of HTTP that holds just these bytes, if they have come as one."""
 
 
+# Removes fields or events that only the gateway asked for. Raises: InvalidResponse.
 EventFilter = Callable[[bytes], bytes]
-"""Removes fields or events that only the gateway asked for. Raises: InvalidResponse."""
-
-NO_EVENT = b"\n"
-"""No event begins with these bytes."""
-
-MOST_PASSED = 32
-"""Events that pass before all stages know of them."""
-
+NO_EVENT = b"\n"  # no event begins with these bytes
+MOST_PASSED = 32  # events that pass before all stages know of them
+# Bytes of a stream's end that are read for `usage`; an event that reaches further back counts
+# whole.
 STREAM_TAIL_BYTES = 4 * 1024
-"""Bytes of a stream's end that are read for `usage`; an event that reaches further back counts
-whole."""
 
 
 class EventPipeline:
@@ -93,28 +88,19 @@ class EventPipeline:
         self._rewrite: Callable[[bytes], bytes] | None = None
         self._record = record
         self._write: WriteToClient  # set by `relay_to`
-        self._begin = NO_EVENT
-        """How an event begins that `pass_chunk` may pass."""
+        self._begin = NO_EVENT  # how an event begins that `pass_chunk` may pass
         self._passed: list[bytes] = []
         """Events that `pass_chunk` has passed, of which the other stages have yet to know."""
-        self._dropped_events = 0
-        """Whole events that the filters took out."""
-        self._opening_events = 0
-        """Events before the first one with content."""
-        self.opening = b""
-        """The events up to the chunk with the first content."""
-        self._opening_bytes = 0
-        """Their bytes before they were checked."""
+        self._dropped_events = 0  # whole events that the filters took out
+        self._opening_events = 0  # events before the first one with content
+        self.opening = b""  # the events up to the chunk with the first content
+        self._opening_bytes = 0  # their bytes before they were checked
         self._recent_chunks: tuple[bytes, bytes, bytes] = (b"", b"", b"")
         """The last three chunks, before they were rewritten."""
-        self.last_content_at: float | None = None
-        """When content last came; None: none has."""
-        self.is_over = False
-        """Whether nothing more is to be read: it has ended, or failed."""
-        self.ended = False
-        """Whether the terminal event has passed."""
-        self.failure: InvalidResponse | None = None
-        """A broken event has ended the stream."""
+        self.last_content_at: float | None = None  # when content last came; None: none has
+        self.is_over = False  # whether nothing more is to be read: it has ended, or failed
+        self.ended = False  # whether the terminal event has passed
+        self.failure: InvalidResponse | None = None  # a broken event has ended the stream
         self.error_data: bytes | None = None
         """The data of the node's error event, which has ended the stream."""
 
@@ -326,9 +312,8 @@ class EventPipeline:
 # Filters.
 
 _USAGE_KEY = b'"usage"'
-
+# What OpenAI adds to each chunk before the one with usage.
 _NULL_USAGE = re.compile(rb', *"usage" *: *null(?= *[,}])|"usage" *: *null *,')
-"""What OpenAI adds to each chunk before the one with usage."""
 
 
 class UsageFilter:
@@ -342,8 +327,7 @@ class UsageFilter:
 
     def __init__(self, on_timings: Callable[[], None] = lambda: None) -> None:
         self._on_timings = on_timings
-        self.event = b""
-        """The chunk with usage that no choice followed; empty: none has come."""
+        self.event = b""  # the chunk with usage that no choice followed; empty: none has come
 
     def __call__(self, events: bytes) -> bytes:
         """These whole events as they would be if nobody had asked."""

@@ -17,9 +17,9 @@ from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.http.exchange import HttpExchange
 
+# Most working memory for preparing a large body: one piece, and its parsed beginning
+# (`request/json_outline.py`).
 PARSE_WORKING_BYTES = 8 << 20
-"""Most working memory for preparing a large body: one piece, and its parsed beginning
-(`request/json_outline.py`)."""
 
 
 def take_small_body(
@@ -112,12 +112,10 @@ def translate_body(
 
 
 BODY_MEMORY_RETRY_AFTER = 2.0  # `Retry-After` in seconds when the memory for bodies is used up
-
+# A body is small up to the memory limit / 2**14: 64 KiB of the default of 1 GiB.
 SMALL_BODY_SHIFT = 14
-"""A body is small up to the memory limit / 2**14: 64 KiB of the default of 1 GiB."""
-
+# Most bodies of one caller that are tried, and evicted, for one piece of another body.
 MOST_BODY_VICTIMS = 64
-"""Most bodies of one caller that are tried, and evicted, for one piece of another body."""
 
 
 @dataclass(slots=True, eq=False)
@@ -244,7 +242,6 @@ class BodyMemory:
 
 
 PART_BYTES = 256 << 10  # bytes of a body that are parsed and written at a time
-
 _PLAIN_ENCODINGS = frozenset({b"", b"identity"})
 
 

@@ -19,10 +19,8 @@ import structlog
 
 from gateway.config.watch import file_stamps
 
+# Seconds between two looks at the files. A change is reported when two looks agree on it.
 POLL_SECONDS = 1.0
-"""Seconds between two looks at the files. A change is reported when two looks agree on it."""
-
-
 log = structlog.get_logger()
 
 
@@ -182,11 +180,9 @@ def _no_password() -> str:
 
 
 _PEM_BEGIN = "-----BEGIN CERTIFICATE-----"
-
 _PEM_END = "-----END CERTIFICATE-----"
-
+# Tags of DER (X.690) and of the optional version in a certificate (RFC 5280).
 _SEQUENCE, _VERSION, _UTC_TIME = 0x30, 0xA0, 0x17
-"""Tags of DER (X.690) and of the optional version in a certificate (RFC 5280)."""
 
 
 def _expiry(pem: str) -> float:

@@ -44,25 +44,20 @@ from gateway.terms import Headers
 
 MOST_HEALTH_ONLY = 64  # connections beyond the limit that may ask for `HEALTH_PATHS`
 HEALTH_ONLY_SECONDS = 1.0  # seconds that such a connection may last
-
+# Paths that are served however many connections there are.
 HEALTH_PATHS = frozenset({"/health", "/v1/health", "/ready"})
-"""Paths that are served however many connections there are."""
-
+# Bytes that may wait on one connection before it is no longer read; one read can add 256 KB.
 CONNECTION_PIPELINE_BYTES = 64 * 1024
-"""Bytes that may wait on one connection before it is no longer read; one read can add 256 KB."""
-
+# Bytes that may wait on all connections. Beyond, connections whose client sends requests and reads
+# no responses are aborted: their bytes would wait until `limits.send_timeout`.
 LISTENER_PIPELINE_BYTES = 64 * 1024 * 1024
-"""Bytes that may wait on all connections. Beyond, connections whose client sends requests and reads
-no responses are aborted: their bytes would wait until `limits.send_timeout`."""
-
 PIPELINE_READ_BYTES = 16 * 1024  # most waiting bytes that one connection parses in its turn
 
 
 class EvictableConnection(Protocol):
     """A connection, as far as the limiter must know it."""
 
-    idle_since: float
-    """When it last became idle; monotonic seconds."""
+    idle_since: float  # when it last became idle; monotonic seconds
 
     @property
     def idle(self) -> bool:

@@ -27,13 +27,10 @@ STATUS_LINES = {
 }
 
 _HEAD_END = b"\r\n"
-
 _HEAD_END_CLOSE = b"connection: close\r\n\r\n"
-
 _STATUS_LINE_START = b"HTTP/1.1 "  # with which each response begins
-
+# Bodies up to this size are copied behind their head, which saves a second write.
 MOST_COALESCED_BYTES = 64 * 1024
-"""Bodies up to this size are copied behind their head, which saves a second write."""
 
 _INTERNAL_ERROR = (
     b'{"error":{"message":"The gateway failed.","type":"server_error","param":null,"code":null}}'

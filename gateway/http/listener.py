@@ -19,14 +19,11 @@ from starlette.types import ASGIApp
 from gateway.http.protocol import BoundedProtocol
 
 LISTEN_BACKLOG = 4096
-
 DRAIN_POLL_SECONDS = 0.05  # seconds between checks whether all clients have disconnected
 END_POLL_SECONDS = 0.01  # seconds between checks whether all requests have ended
 MOST_ACCEPTED = 32  # connections that an `Acceptor` accepts in one turn of the event loop
-
+# Seconds after which an `Acceptor` goes on when a connection could not be accepted.
 ACCEPT_RETRY_SECONDS = 1.0
-"""Seconds after which an `Acceptor` goes on when a connection could not be accepted."""
-
 log = structlog.get_logger()
 
 
@@ -229,9 +226,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
+# Polls in a row that must find no progress before a connection is aborted. Polls are counted, not
+# seconds, since a gateway that was itself suspended has sent nothing in that time.
 STALLED_POLLS = 10
-"""Polls in a row that must find no progress before a connection is aborted. Polls are counted, not
-seconds, since a gateway that was itself suspended has sent nothing in that time."""
 
 
 class StallMonitor:

@@ -55,30 +55,20 @@ from gateway.terms import Headers
 from gateway.transport.connection import KnownHead, TurnLimit
 
 Serve = Callable[[Route, HttpExchange], Awaitable[None]]
-
+# Seconds for which a refused client is still read from, so that it sees the response.
 LINGER_SECONDS = 2.0
-"""Seconds for which a refused client is still read from, so that it sees the response."""
-
 LINGER_BYTES = 8 * 1024 * 1024  # most bytes that are read from a refused client
-
+# Seconds until the first check whether a client that sends no more has left; each later one waits
+# twice as long, up to `LONGEST_DEPARTURE_CHECK_SECONDS`.
 DEPARTURE_CHECK_SECONDS = 0.05
-"""Seconds until the first check whether a client that sends no more has left; each later one waits
-twice as long, up to `LONGEST_DEPARTURE_CHECK_SECONDS`."""
-
 LONGEST_DEPARTURE_CHECK_SECONDS = 1.0
-
+# Most header fields of a request: each costs a call into Python, and time in each search.
 MOST_HEADER_FIELDS = 256
-"""Most header fields of a request: each costs a call into Python, and time in each search."""
-
 MOST_LEADING_CRLF_BYTES = 16  # most bytes of line ends before a request (RFC 9112, section 2.2)
-
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
-
 _HEAD_END = b"\r\n\r\n"
-
-
+# Where `RequestResponseCycle` reports that an application has failed.
 _ASGI_LOGGER = logging.getLogger("uvicorn.error")
-"""Where `RequestResponseCycle` reports that an application has failed."""
 
 
 class BoundedProtocol(asyncio.Protocol):
@@ -811,30 +801,19 @@ def protocol_class(
     return type("ListenerProtocol", (BoundedProtocol,), attributes)
 
 
+# Most chunks that one call of `feed` decodes; usual chunks have some ten kilobytes.
 MOST_CHUNKS_PER_FEED = 256
-"""Most chunks that one call of `feed` decodes; usual chunks have some ten kilobytes."""
-
+# Most bytes of extensions in one chunk; those in use, signatures of AWS, have 85.
 MOST_EXTENSION_BYTES = 256
-"""Most bytes of extensions in one chunk; those in use, signatures of AWS, have 85."""
-
 _TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]"
-
 _SIZE = rb"([0-9a-fA-F]{1,16})(;%b{0,%d})?\r\n" % (_TEXT, MOST_EXTENSION_BYTES)
-
 _FIRST_SIZE = re.compile(_SIZE)
-
 _NEXT_SIZE = re.compile(rb"\r\n" + _SIZE)
-
 _PARTIAL = rb"(?:[0-9a-fA-F]{1,16}(?:;%b{0,%d})?\r?)?" % (_TEXT, MOST_EXTENSION_BYTES)
-
 _PARTIAL_FIRST_SIZE = re.compile(_PARTIAL)
-
 _PARTIAL_NEXT_SIZE = re.compile(rb"\r?|\r\n" + _PARTIAL)
-
 _LONGEST_SIZE = MOST_EXTENSION_BYTES + 32
-
 _TRAILERS = re.compile(rb"(?:[!#$%%&'*+.^_`|~0-9A-Za-z-]+:%b*\r\n)*\r\n" % _TEXT)
-
 _END = b"\r\n\r\n"
 
 
@@ -932,7 +911,6 @@ REQUEST_LINE = re.compile(rb"(?:\r\n)*[A-Z-]+ +[^ #\r\n]+ HTTP/1\.([01])\r\n")
 """Stricter than httptools, which accepts HTTP/0.9 and 2.0, RTSP, bare LF and URL fragments."""
 
 _ABSOLUTE = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)
-
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 
 

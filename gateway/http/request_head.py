@@ -234,12 +234,9 @@ def _may_name_nodes(listen: ListenSettings, *, local: bool) -> bool:
 
 
 _PLAIN_ENCODINGS = frozenset({b"", b"identity"})
-
 _CLIENT_NAMES = frozenset({b"originator", b"user-agent"})
-
+# How Codex's command, its desktop program, its extension and its SDK begin their names.
 _CODEX = re.compile(rb"\s*codex[-_ /]", re.IGNORECASE)
-"""How Codex's command, its desktop program, its extension and its SDK begin their names."""
-
 _TRUE_WORDS = frozenset({b"1", b"true", b"yes", b"on"})
 
 
@@ -260,8 +257,8 @@ def _request_timeout(headers: Headers) -> float | None:
     return None
 
 
+# Headers in which the official clients of OpenAI and Anthropic send their timeouts, in seconds.
 _SDK_TIMEOUTS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
-"""Headers in which the official clients of OpenAI and Anthropic send their timeouts, in seconds."""
 
 
 def _sdk_timeout(headers: Headers) -> float | None:
@@ -279,13 +276,12 @@ def _sdk_timeout(headers: Headers) -> float | None:
 
 
 LONGEST_PREFER = 1024  # bytes of one field that are read; a longer one says nothing
-
 _MEMBERS = re.compile(rb'(?:[^",]|"(?:[^"\\]|\\.)*")+')
 
+# The token, without a value; parameters are ignored.
 _PREFERENCE = re.compile(
     rb'[ \t]*respond-async[ \t]*(?:=[ \t]*(?:"")?[ \t]*)?(?:;.*)?', re.IGNORECASE | re.DOTALL
 )
-"""The token, without a value; parameters are ignored."""
 
 
 def prefers_async(headers: Headers) -> bool:
@@ -298,8 +294,8 @@ def prefers_async(headers: Headers) -> bool:
     return False
 
 
+# Owns what callers without a key keep; no key has a colon in its id.
 ANONYMOUS_OWNER = "anonymous:local"
-"""Owns what callers without a key keep; no key has a colon in its id."""
 
 
 def owner_by_head(headers: Headers, caller: Caller, config: HandlerConfig, what: str) -> str:
@@ -374,13 +370,13 @@ _CONTAINER_HOST_NAMES = (
 """Names of this machine in containers that Docker, Podman, Lima, OrbStack, Rancher and Minikube run
 on it. Nobody can own such a name: `.internal` is not delegated."""
 
+# Origins of pages of programs made with Tauri and Wails, on Windows and Android.
 _DESKTOP_APP_ORIGINS = frozenset(
     f"{scheme}://{name}.localhost" for scheme in ("http", "https") for name in ("tauri", "wails")
 )
-"""Origins of pages of programs made with Tauri and Wails, on Windows and Android."""
 
+# `Sec-Fetch-Site` of requests by a page of the same origin, or by the user; pages can't set it.
 _OWN_SITES = frozenset({"same-origin", "none"})
-"""`Sec-Fetch-Site` of requests by a page of the same origin, or by the user; pages can't set it."""
 
 
 def cors_headers(cors: CorsSpec, headers: Headers) -> Headers:
@@ -402,9 +398,7 @@ def cors_headers(cors: CorsSpec, headers: Headers) -> Headers:
 
 
 _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{0,5}))?")
-
 _ORIGIN = re.compile(rf"(https?)://{_AUTHORITY.pattern}")
-
 _PORTS = {"http": 80, "https": 443}
 
 

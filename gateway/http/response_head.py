@@ -28,7 +28,6 @@ EXPOSED_HEADERS = (
 """Headers that a web page of another origin may read."""
 
 _TIERS = {"cpu": b"x-gateway-tier: cpu\r\n", "gpu": b"x-gateway-tier: gpu\r\n"}
-
 _LABELS = [priority.label.encode() for priority in Priority]
 
 
@@ -72,8 +71,8 @@ def _outcome_lines(
     return lines
 
 
+# Nearly all requests are answered by their first node, without queueing.
 _usual_outcome_lines = lru_cache(maxsize=4096)(_outcome_lines)
-"""Nearly all requests are answered by their first node, without queueing."""
 
 
 def early_gateway_header_lines(record: RequestFinished, *, anthropic: bool) -> bytes:

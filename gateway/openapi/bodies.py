@@ -14,7 +14,6 @@ from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
 
 JsonSchema = dict[str, Any]
-
 TEXT: JsonSchema = {"type": "string"}
 
 
@@ -49,6 +48,7 @@ def _headers(table: str) -> dict[str, tuple[JsonSchema, str]]:
     return headers
 
 
+# Headers of requests to nodes that the gateway itself reads, besides keys.
 REQUEST_HEADERS = _headers("""
 X-Priority (urgent|premium|normal|batch): The class, lowered to the caller's highest one; an unknown
     word is 400.
@@ -61,12 +61,12 @@ X-User-Id (string): The end user behind a key with `trust_user_headers`; other n
 X-Session-Id (string): The conversation, which keeps its node; other names:
     `identity.session_headers`.
 """)
-"""Headers of requests to nodes that the gateway itself reads, besides keys."""
 
 REQUEST_HEADERS["X-Request-Timeout"][0]["exclusiveMinimum"] = 0
 REQUEST_HEADERS["X-Gateway-Progress"][0]["examples"] = ["1"]
 REQUEST_HEADERS["X-Request-ID"][0]["examples"] = ["my-request-1"]
 
+# Headers of responses to routed requests.
 RESPONSE_HEADERS = _headers("""
 X-Request-ID (string): The id in the log.
 X-Gateway-Class (string): The class in force.
@@ -82,20 +82,19 @@ x-ratelimit-remaining-tokens (string): What is left of it.
 x-ratelimit-reset-tokens (string): When all of it is there again, such as `6m0s`.
 X-Gateway-Fallback (string): Why it ran on the other tier than its class belongs to.
 """)
-"""Headers of responses to routed requests."""
 
 ERROR_HEADERS = _headers("""
 X-Request-ID (string): The id in the log.
 X-Gateway-Reason (string): The error's code.
 """)
 
+# A header that errors of a status have besides.
 STATUS_HEADERS: Mapping[int, tuple[str, JsonSchema, str]] = {
     401: ("WWW-Authenticate", {"type": "string"}, "`Bearer`."),
     405: ("Allow", {"type": "string"}, "The methods of this path."),
     429: ("Retry-After", {"type": "integer", "minimum": 1}, "Seconds."),
     503: ("Retry-After", {"type": "integer", "minimum": 1}, "Seconds."),
 }
-"""A header that errors of a status have besides."""
 
 _BODY_FIELDS = _named("""
 model: The model's public name; unset: `default_model`, the only one there is, or that of `"*"`.
@@ -157,6 +156,7 @@ def routed_body() -> JsonSchema:
     }
 
 
+# Type and meaning of a node's fields; `?`: or null.
 NODE_FIELDS = _fields("""
 name (string): by which the inventory knows it
 url (string): where it is
@@ -198,8 +198,8 @@ purpose (string?): what its server was started for: `chat`, `embeddings`, `reran
 circuit (object): `phase`, `failures` in a row, `open_for` seconds
 deadline_in (number?): seconds until a drain's deadline
 """)
-"""Type and meaning of a node's fields; `?`: or null."""
 
+# Fields of a model, as the admin API shows it.
 MODEL_FIELDS = _fields("""
 name (string): that clients ask for
 stands_for (array): of an alias: the models, in order of preference
@@ -210,7 +210,6 @@ slots_busy (integer): of these busy
 waiting (integer): requests for it that wait
 differences (array): in what its nodes differ, in words
 """)
-"""Fields of a model, as the admin API shows it."""
 
 STATUS_FIELDS = _fields("""
 version (string): of this process
@@ -248,6 +247,7 @@ keys_unsaved (string?): why a gateway that starts without the store would not kn
     are now; it is tried again, at least once a minute
 """)
 
+# Fields of an API key, as the admin API shows it.
 KEY_FIELDS = _fields("""
 key (string?): the key itself, only in the response of the request that made it
 id (string): public part of the key
@@ -268,7 +268,6 @@ revoked_at (string?): when it was revoked
 previous_until (string?): until when the secret before the last rotation works
 warnings (array?): models of it that no node has named yet
 """)
-"""Fields of an API key, as the admin API shows it."""
 
 REQUEST_FIELDS = _fields("""
 id (string): inside the gateway
@@ -401,6 +400,7 @@ def settings_schemas() -> dict[str, JsonSchema]:
     return {**definitions, "Settings": schema}
 
 
+# Fields of an explained request.
 WHY_FIELDS = _fields("""
 id (string): inside the gateway
 request_id (string): `X-Request-ID`
@@ -424,7 +424,6 @@ waiting (object?): while it waits: `position`, `expected_start`, `waited`, `expi
 decisions (array): about it, the oldest first, [below](#a-decision)
 parts (array): of a request of several prompts: the ids that they ran under
 """)
-"""Fields of an explained request."""
 
 DECISION_FIELDS = _fields("""
 kind (string): `granted` (an attempt on a node), `queued` or `refused`
@@ -464,6 +463,7 @@ actual (object): likewise, as it came, null where it is not known (yet); `outcom
     null while it runs, its `status`, and whether the node `reported` the tokens
 """)
 
+# Fields of a node that was compared.
 COMPARED_FIELDS = _fields("""
 name (string): of the node
 chosen (boolean): whether it was
@@ -485,7 +485,6 @@ slots_total (integer): its slots
 pool_tokens (integer): tokens of the pool that its slots share; 0: they share none
 pool_used (integer): of these reserved or in use, before this request came
 """)
-"""Fields of a node that was compared."""
 
 
 def _why_schemas() -> dict[str, JsonSchema]:
@@ -513,8 +512,7 @@ def _why_schemas() -> dict[str, JsonSchema]:
     return {**schemas, "Decision": decision, "ComparedNode": compared}
 
 
-WHY_SCHEMAS = _why_schemas()
-"""Schemas of an explanation, by name."""
+WHY_SCHEMAS = _why_schemas()  # schemas of an explanation, by name
 
 
 class ErrorRow(NamedTuple):
@@ -537,6 +535,7 @@ def _errors(table: str) -> tuple[ErrorRow, ...]:
     return tuple(rows)
 
 
+# Every error of the public listener, by status.
 ERRORS = _errors("""
 400 invalid_json: the body is not JSON
 400 invalid_request: no valid HTTP/1.0 or 1.1 (no `Host`, or two; a body of unclear length), wrong
@@ -606,8 +605,8 @@ ERRORS = _errors("""
 504 node_timeout: a node took longer than it may
 507 storage_full: no room for the upload: the disk is full, or `batches.folder_bytes` is reached
 """)
-"""Every error of the public listener, by status."""
 
+# Every error of the admin listener, by status.
 ADMIN_ERRORS = _errors("""
 400 invalid_request: no valid HTTP, or a parameter of a wrong form
 401 invalid_api_key: admin keys exist, and none that is valid was sent
@@ -637,7 +636,6 @@ ADMIN_ERRORS = _errors("""
 503 shutting_down: `GET /ready`: the gateway is shutting down
 503 store_unavailable: what is asked for is in the store, which can't be read
 """)
-"""Every error of the admin listener, by status."""
 
 
 def error_schemas() -> dict[str, JsonSchema]:

@@ -47,7 +47,6 @@ from gateway.watch.metrics import CONTENT_TYPE
 from gateway.web.site import SITE_ROUTES
 
 ListenerName = Literal["public", "admin"]
-
 LISTENERS: tuple[ListenerName, ...] = ("public", "admin")
 
 
@@ -70,13 +69,11 @@ class Operation:
 
 
 _HTTP_STATUSES = frozenset({400, 408, 413, 429, 431, 500})  # errors that every path may answer with
-
 _SITE_STATUSES = _HTTP_STATUSES | {401, 403, 404, 503}
-
 _ROUTED_STATUSES = _SITE_STATUSES | {409, 415, 422, 501, 502, 504}
-
 _ADMIN_STATUSES = _HTTP_STATUSES | {401, 403}
 
+# What each path of an API is; `SITE_PATHS` has the others.
 _API_SUMMARIES = {
     "/v1/chat/completions": "OpenAI chat",
     "/v1/chat/completions/input_tokens": "tokens of a chat, not run",
@@ -108,7 +105,6 @@ _API_SUMMARIES = {
     "/api/version": "the version of Ollama whose API this is",
     "/": "Ollama is running",
 }
-"""What each path of an API is; `SITE_PATHS` has the others."""
 
 _ANY: JsonSchema = {"description": "The node's response."}
 

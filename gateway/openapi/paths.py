@@ -26,8 +26,8 @@ from gateway.web.files import FileObject
 from gateway.web.message_batches import MessageBatchObject
 from gateway.web.site import ModelObject
 
+# Of a query or a head: schema and meaning, by name.
 Parameters = Mapping[str, tuple[JsonSchema, str]]
-"""Of a query or a head: schema and meaning, by name."""
 
 
 class Described(NamedTuple):
@@ -88,6 +88,7 @@ def _one_of(*words: str) -> JsonSchema:
     return {"type": "string", "enum": list(words)}
 
 
+# Schemas of bodies, by name.
 SCHEMAS: dict[str, JsonSchema] = {
     "Model": struct_schema(ModelObject),
     "File": struct_schema(FileObject, optional=("expires_at", "status", "status_details")),
@@ -114,10 +115,8 @@ SCHEMAS: dict[str, JsonSchema] = {
     "Usage": fields_schema(USAGE_FIELDS),
     "Arrivals": fields_schema(ARRIVALS_FIELDS),
 }
-"""Schemas of bodies, by name."""
 
 _FILE, _BATCH, _MESSAGE_BATCH = _ref("File"), _ref("Batch"), _ref("MessageBatch")
-
 _NO_STORE = _errors(501)
 
 _WINDOW: JsonSchema = {
@@ -139,11 +138,10 @@ _IDEMPOTENCY: Parameters = {
 }
 
 _EXPIRY_SECONDS: JsonSchema = {"type": "integer", "minimum": 3600, "maximum": 2592000}
-
 _AFTER = "The last id of the page before."
-
 _KEPT = _errors(404, 501, 503)
 
+# The public listener's own paths, by method and path.
 SITE_PATHS: dict[str, Described] = {
     "GET /v1/models": Described(
         "the models that this key may use, aliases too, their nodes up or down; with an "
@@ -349,7 +347,6 @@ SITE_PATHS: dict[str, Described] = {
         _errors(503),
     ),
 }
-"""The public listener's own paths, by method and path."""
 
 _KEY_RIGHTS = (
     "`name`, `class`, `max_class`, `models`, `group`, `limits`, `user_limits`, `expires`, "
@@ -357,17 +354,13 @@ _KEY_RIGHTS = (
 )
 
 _NODE, _SERVED_MODEL, _API_KEY = _ref("Node"), _ref("ServedModel"), _ref("ApiKey")
-
 _WARNINGS = _list(TEXT)
-
 _NODE_OF_THE_PATH = Described(answer=_NODE, statuses=_errors(404))
-
 _USAGE_ERRORS = _errors(501, 503)
-
 _KEY_ERRORS = _errors(404, 409, 501, 503)
-
 _NEW_KEY_ERRORS = _KEY_ERRORS - {404}
 
+# The admin listener's paths, all methods alike but for `ADMIN_METHODS`.
 ADMIN_PATHS: dict[str, Described] = {
     "/": Described(content={"text/html": {"schema": TEXT}, "text/plain": {"schema": TEXT}}),
     "/dashboard/{file}": Described(
@@ -495,8 +488,8 @@ ADMIN_PATHS: dict[str, Described] = {
         },
     ),
 }
-"""The admin listener's paths, all methods alike but for `ADMIN_METHODS`."""
 
+# What is different of one method of a path: fields of its `Described`.
 ADMIN_METHODS: dict[str, dict[str, Any]] = {
     "POST /admin/keys": {
         "answer": _API_KEY,
@@ -516,4 +509,3 @@ ADMIN_METHODS: dict[str, dict[str, Any]] = {
         }
     },
 }
-"""What is different of one method of a path: fields of its `Described`."""

@@ -20,9 +20,8 @@ from gateway.request.body import MISSING, Body, ParsedBody
 
 B = TypeVar("B", bound=Body)
 _NULL = b"null"
+# More than any client can mean. JSON integers may have any length and overflow a float.
 _HUGE = 1 << 62
-"""More than any client can mean. JSON integers may have any length and overflow a float."""
-
 Edit = dict[str, Any]  # New values of a body's fields, by name; `msgspec.UNSET` removes one
 
 
@@ -57,13 +56,11 @@ def lowest_bound(rules: tuple[ModelRule, ...], most: int | None) -> int | None:
     return min(bounds if most is None else [*bounds, most], default=None)
 
 
+# Tokens to search for repetitions, which cost a node nothing. Of a larger number llama.cpp
+# allocates 4 or 8 bytes a token, also beyond what a slot can hold.
 SMALL_WINDOW = 1024
-"""Tokens to search for repetitions, which cost a node nothing. Of a larger number llama.cpp
-allocates 4 or 8 bytes a token, also beyond what a slot can hold."""
-
-
+# Fields of llama.cpp's own completions that show the end of a stream, and count the tokens.
 _METERED_FIELDS = ("stop", "timings")
-"""Fields of llama.cpp's own completions that show the end of a stream, and count the tokens."""
 
 
 def _with_metered_fields(selected: msgspec.Raw) -> Edit:
@@ -132,12 +129,11 @@ def with_model(body: B, model: str) -> B:
     return _with_fields(body, fields)
 
 
+# Asks a node that does not stream for a plain response.
 PLAIN: Edit = {"stream": False, "stream_options": msgspec.UNSET}
-"""Asks a node that does not stream for a plain response."""
-
 NO_PROMPT_CACHE: Edit = {"cache_prompt": False}  # Makes llama.cpp's server read a prompt anew
+# Fields by which a client asks llama.cpp's server for figures of its prompt cache.
 _FIGURE_FIELDS = ("return_progress", "timings_per_token")
-"""Fields by which a client asks llama.cpp's server for figures of its prompt cache."""
 
 
 def without_cache_figures(body: Body) -> Edit:

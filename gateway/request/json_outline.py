@@ -52,11 +52,11 @@ SHORTEST_MEDIA_STRING = 256
 LONGEST_TYPE_VALUE = 128
 _SPACE_BYTES = b" \t\n\r"
 
+# A string, with a colon if it is a name, or a bracket. Groups 3 and 4: a string that ends with the
+# chunk, or goes on after it; 5: not JSON.
 _TOKEN = re.compile(
     rb'"([^"]*+)(?:"[ \t\n\r]*+(?:(:)|(?=[,\]}])|(\Z))|(\Z))|[\[\]{}]|(")',
 )
-"""A string, with a colon if it is a name, or a bracket. Groups 3 and 4: a string that ends with the
-chunk, or goes on after it; 5: not JSON."""
 
 _STRING_END = re.compile(rb'"[ \t\n\r]*+(?:(:)|(?=[,\]}])|(\Z))')
 _WHITE_SPACE = re.compile(rb"[ \t\n\r]*+")
@@ -65,8 +65,8 @@ _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 _OTHER_TRACKED = ("server_url", "url", "data", "type", "role")
 _TRACKED_NAMES = {name.encode(): name for name in (*LINK_KEYS, *PART_KEYS, *_OTHER_TRACKED)}
 _PARTS = "parts"  # The place of a container in which servers look for media
+# Where a chunk begins or ends.
 _AFTER_VALUE, _AFTER_OPENING, _AFTER_COLON, _AFTER_COMMA, _IN_STRING, _IN_NAME, _START = range(7)
-"""Where a chunk begins or ends."""
 
 _PREFIXES = {
     _AFTER_VALUE: (b"[0", b'{"":0'),
@@ -93,9 +93,9 @@ class _AnyObject(msgspec.Struct):
 
 _VALIDATOR = msgspec.json.Decoder(_AnyObject)
 Span = tuple[int, int]  # Where a string begins and ends, without its quotes
+# The same, its kind (`url`, `data`, or `server`, which is a URL whatever it contains), and the name
+# of its place, as in `media.Link`.
 Link = tuple[int, int, str, str]
-"""The same, its kind (`url`, `data`, or `server`, which is a URL whatever it contains), and the
-name of its place, as in `media.Link`."""
 
 
 @dataclass(slots=True)
@@ -142,8 +142,7 @@ class JsonOutline(NamedTuple):
     uncounted_media: int  # Further ones, beyond `MOST_MEDIA_FILES`
     uncounted_media_bytes: int  # Bytes of those
     escape_count: int
-    unicode_escape_count: int
-    """Escapes in all, and those of the form `\\u0041`."""
+    unicode_escape_count: int  # escapes in all, and those of the form `\u0041`
 
 
 def read_outline(

@@ -27,9 +27,8 @@ SURE_AUDIO_CHUNK_TOKENS = 64  # Tokens of a chunk of audio that hardly any encod
 SHORTEST_BASE64 = 64  # Characters; no file in base64 is shorter
 FILE_HEADER_BYTES = 64  # Bytes within which all formats but JPEG have their size
 MOST_JPEG_SEGMENTS = 32  # Segments of a JPEG that are skipped on the way to its size
+# Files in one prompt that are measured; the others count as unreadable images.
 MOST_MEDIA_FILES = 4096
-"""Files in one prompt that are measured; the others count as unreadable images."""
-
 LONGEST_DATA_URL_TYPE = 128  # Bytes before `;base64,` in a data URL at most
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_\-\\]{%d}" % SHORTEST_BASE64)
 _BASE64_KEY = re.compile(rb'"(?:data|multimodal_data)"\s*:\s*(?:\[\s*)?"')
@@ -186,14 +185,12 @@ MEDIA_KEYS = frozenset(
     {"image_url", "video_url", "audio_url", "file_url", "input_audio", "input_video", "input_image"}
 )
 
+# Names of what may hold a link in a message's or a tool result's part.
 LINK_KEYS = frozenset({*MEDIA_KEYS, "source", "multimodal_data"})
-"""Names of what may hold a link in a message's or a tool result's part."""
-
+# A tuple, not a set: a foreign `type` may be a list, which cannot be looked up in one.
 IMAGE_TYPES = ("image_url", "input_image", "image")
-"""A tuple, not a set: a foreign `type` may be a list, which cannot be looked up in one."""
-
+# Types of a `source` that holds what it stands for; a tuple as above.
 INLINE_TYPES = ("base64", "text")
-"""Types of a `source` that holds what it stands for; a tuple as above."""
 
 MEDIA_FIELDS = frozenset(
     {
@@ -205,11 +202,10 @@ MEDIA_FIELDS = frozenset(
 Nowhere else: a tool's schema, its arguments and `metadata` may hold the same names.
 """
 
+# What holds the parts of a message or of a tool's result.
 PART_KEYS = frozenset({"content", "output"})
-"""What holds the parts of a message or of a tool's result."""
-
+# Fields with tool servers, which a node calls whatever their address looks like.
 SERVER_KEYS = {"tools": "server_url", "mcp_servers": "url"}
-"""Fields with tool servers, which a node calls whatever their address looks like."""
 
 
 class Link(NamedTuple):

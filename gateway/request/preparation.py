@@ -173,8 +173,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         return 1 if self.prompt_list is None else len(self.prompt_list.prompts)
 
 
+# Makes a prompt's request of its index and body, in short steps. Raises: GatewayError.
 SubRequestMaker = Callable[[int, bytes], Generator[None, None, Request]]
-"""Makes a prompt's request of its index and body, in short steps. Raises: GatewayError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,8 @@ class PromptList:
 # Several prompts.
 
 MOST_PROMPTS_BYTES = FULL_PARSE_BYTES  # Bytes of several prompts together: they are split in one go
+# Bytes of the other fields, times the prompts that they are sent with.
 MOST_REPEATED_BYTES = 8 << 20
-"""Bytes of the other fields, times the prompts that they are sent with."""
 
 
 def split_prompts(raw: msgspec.Raw) -> list[msgspec.Raw]:
@@ -217,8 +217,8 @@ def split_prompts(raw: msgspec.Raw) -> list[msgspec.Raw]:
     return items
 
 
+# The first byte of an item that is a prompt by itself; none: white space comes before it.
 _PROMPT_STARTS = frozenset({b'"', b"[", b"{", b""})
-"""The first byte of an item that is a prompt by itself; none: white space comes before it."""
 
 
 def parse_prompt_list(
@@ -305,8 +305,8 @@ class IncomingRequest:
     """Whether it was stored: see `LeaseCaller.patient`. One of class `batch` yields, too."""
 
 
+# The class of a request by the fields of its body. Raises: GatewayError.
 ClassOf = Callable[[ParsedBody], Priority]
-"""The class of a request by the fields of its body. Raises: GatewayError."""
 
 
 def read_request(

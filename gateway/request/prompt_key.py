@@ -34,9 +34,9 @@ SHORTEST_BODY = 256  # Bytes of a body below which a cached prompt saves too lit
 MOST_BLOCKS = 4096  # Blocks of one prompt; the rest only counts towards its size
 MESSAGES_PER_STEP = 512  # Messages that are cut into blocks in one step
 BLOCKS_PER_STEP = 512  # Blocks that are hashed in one step: 0.4 ms
+# Bytes that an image or audio file counts as: LLaVA's 576 tokens lie within the range of models
+# (256 to some thousands).
 IMAGE_BYTES = UNREADABLE_IMAGE_TOKENS * BYTES_PER_TOKEN
-"""Bytes that an image or audio file counts as: LLaVA's 576 tokens lie within the range of models
-(256 to some thousands)."""
 
 
 class _Part(msgspec.Struct):
@@ -393,9 +393,8 @@ def _add_infill(key: _KeyBuilder, infill: _InfillBody) -> None:
     key.count(len(infill.input_suffix) + len(infill.prompt))
 
 
+# Lines never in a prompt key; removed from requests only if the settings say so.
 BUILT_IN_PATTERNS = ("x-anthropic-billing-header:",)
-"""Lines never in a prompt key; removed from requests only if the settings say so."""
-
 SEARCHED_CHARACTERS = 16 * 1024  # Characters of a system prompt that are searched for lines
 MOST_LINES_PER_PATTERN = 16  # Lines of one text that are matched with one pattern
 MOST_FIELD_BYTES = 4 << 20  # Bytes of a field up to which it is searched for lines

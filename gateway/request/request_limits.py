@@ -30,11 +30,11 @@ from gateway.request.body import MISSING, ParsedBody, nesting_depth
 # `text` holds a schema only as an object: as a string it is the input of an embeddings server.
 _SCHEMA_FIELDS = ("json_schema", "response_format", "text", "output_config", "output_format")
 
+# Literals, character classes and comments of a GBNF grammar; an unclosed one runs to its end.
 _UNGROUPED = re.compile(
     rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|\[[^\]\\]*+(?:\\.[^\]\\]*+)*+(?:\]|\\?\Z)|#[^\r\n]*',
     re.DOTALL,
 )
-"""Literals, character classes and comments of a GBNF grammar; an unclosed one runs to its end."""
 
 _NO_PARENTHESES = bytes(set(range(256)) - set(b"()"))
 
@@ -91,16 +91,14 @@ def check_grammars(parsed: ParsedBody, body_depth: int, limits: LimitSettings) -
 
 
 _PATTERN = re.compile(rb'"pattern"\s*+:\s*+("(?:[^"\\]|\\.)*+")', re.DOTALL)
+# It may spell the name of a field; encoders write letters of ASCII as they are.
 _ESCAPED_LETTER = re.compile(rb"\\u00[67]")
-"""It may spell the name of a field; encoders write letters of ASCII as they are."""
-
 _REPEATS = re.compile(r"[?*{|]")
+# Of all patterns of a field that repeat anything. Those of an agent's tools are some hundreds; so
+# many are counted in 10 ms.
 MOST_PATTERN_BYTES = 16 << 10
-"""Of all patterns of a field that repeat anything. Those of an agent's tools are some hundreds; so
-many are counted in 10 ms."""
-
+# Optional properties of one object that cost a node no more than an optional item in a row.
 PROPERTIES_PER_OPTIONAL = 16
-"""Optional properties of one object that cost a node no more than an optional item in a row."""
 
 
 def _check_row(name: str, count: int, limits: LimitSettings) -> None:
@@ -255,13 +253,11 @@ def _too_deep(name: str, most: int) -> errors.GatewayError:
     return errors.invalid_request(message, name)
 
 
+# Bytes of one event that a byte of the request's body may become: a `logit_bias` for each character
+# of a text is 24 bytes, and blanks sent as a token's id grow up to 21 times.
 ECHO_FACTOR = 32
-"""Bytes of one event that a byte of the request's body may become: a `logit_bias` for each
-character of a text is 24 bytes, and blanks sent as a token's id grow up to 21 times."""
-
+# Of `samplers` and `dry_sequence_breakers`; the names of all llama.cpp's samplers are 150.
 MOST_OPTION_BYTES = 1024
-"""Of `samplers` and `dry_sequence_breakers`; the names of all llama.cpp's samplers are 150."""
-
 MOST_SAMPLERS = 32  # llama.cpp has 12; each that is named has memory of its own
 _NUMBER_OR_SWITCH = msgspec.json.Decoder(bool | int | float | None)
 
@@ -360,8 +356,8 @@ def max_event_bytes(body_bytes: int, limits: LimitSettings, *, logprobs: bool) -
 # proportional to the grammar's length: 128 KiB take 40 ms.
 
 ENDLESS = 10  # Copies of `x` that cost as much as `x*`
+# Measured in rows of `[a-z ]{0,n}`, with n from 1 to 100: so many fewer of them cost a second.
 COPIES_EXPONENT = 0.3
-"""Measured in rows of `[a-z ]{0,n}`, with n from 1 to 100: so many fewer of them cost a second."""
 
 _GBNF = re.compile(
     r"""\s+|\#[^\r\n]*
@@ -387,36 +383,27 @@ _REGEX = re.compile(
 _COMMENT = re.compile(r"#[^\r\n]*")
 _COUNTS = re.compile(r"\{\s*(\d{0,9})\d*\s*(,?)\s*(\d{0,9})")
 _Tokens = list[tuple[str, str]]  # Kinds, by the groups of the pattern, and texts
-
-
+# A part of a grammar: whether it may be empty; its optional items in a row: all of them if it may,
+# at its start, at its end, the longest row; the ways into it, which it counts once it is optional.
+# Plain tuples: named ones would double the time.
 _Shape = tuple[bool, float, float, float, float, float]
-"""A part of a grammar: whether it may be empty; its optional items in a row: all of them if it may,
-at its start, at its end, the longest row; the ways into it, which it counts once it is optional.
-
-Plain tuples: named ones would double the time."""
-
 _END, _LONGEST, _WAYS = 3, 4, 5
 _ITEM: _Shape = (False, 0.0, 0.0, 0.0, 0.0, 1.0)
+# Few tokens begin like a certain text: four such ways cost no more than one.
 _TEXT: _Shape = (False, 0.0, 0.0, 0.0, 0.0, 0.25)
-"""Few tokens begin like a certain text: four such ways cost no more than one."""
-
+# Hardly a token has it twice: optional parts that begin with it cost what this figure says.
 _LONG_TEXT: _Shape = (False, 0.0, 0.0, 0.0, 0.0, 0.24)
-"""Hardly a token has it twice: optional parts that begin with it cost what this figure says."""
-
+# 128 of `("a" [a-z ])?` take 10 s, of `("then" [a-z ])?` 0.06 s, of `("aaaa" [a-z ])?` 0.05 s.
 LONG_TEXT = len('"four"')
-"""128 of `("a" [a-z ])?` take 10 s, of `("then" [a-z ])?` 0.06 s, of `("aaaa" [a-z ])?` 0.05 s."""
-
 _NOTHING: _Shape = (True, 0.0, 0.0, 0.0, 0.0, 0.0)
 _OPTIONAL: _Shape = (True, 1.0, 1.0, 1.0, 1.0, 1.0)
+# To a rule that may be empty or end with such a one: the next may begin at any letter.
 _REFERENCE = _OPTIONAL
-"""To a rule that may be empty or end with such a one: the next may begin at any letter."""
-
 _CLOSED: _Shape = (False, 0.0, 0.4, 0.0, 0.4, 1.0)  # Of one that ends with something else
+# Anything else: it ends a row, and makes two references before it too many: more than 2.1.
 _BETWEEN: _Shape = (False, 0.0, 0.4, 0.0, 0.4, 1e-6)
-"""Anything else: it ends a row, and makes two references before it too many: more than 2.1."""
-
+# No figure gets higher: rules that name each other twice would soon pass the largest float.
 _PLENTY = 1e9
-"""No figure gets higher: rules that name each other twice would soon pass the largest float."""
 
 
 def longest_row(grammar: str, enough: float = math.inf) -> int:

@@ -92,6 +92,7 @@ ROUTES: dict[str, Route] = {route.path: route for route in _ROUTES}
 ROUTES.update({path.removeprefix("/v1"): ROUTES[path] for path in _WITHOUT_V1})
 """Every path that nodes know and clients may ask for."""
 
+# Their requests are translated into those of `ROUTES`.
 _OLLAMA_ROUTES: dict[str, Route] = {
     route.path: route
     for route in (
@@ -101,7 +102,6 @@ _OLLAMA_ROUTES: dict[str, Route] = {
         Route("/api/embeddings", OLLAMA_EMBEDDINGS, "embeddings"),
     )
 }
-"""Their requests are translated into those of `ROUTES`."""
 
 
 def routes_of(settings: Settings) -> Mapping[str, Route]:
@@ -114,8 +114,8 @@ def pages_of(settings: Settings) -> tuple[Page, ...]:
     return OLLAMA_PAGES if settings.ollama else ()
 
 
+# llama.cpp's completion of a rendered prompt, by which a node can resume a stream of any API.
 NATIVE_ROUTE = ROUTES["/completion"]
-"""llama.cpp's completion of a rendered prompt, by which a node can resume a stream of any API."""
 
 
 def api_of_path(path: str) -> Api:

@@ -29,8 +29,8 @@ from gateway.schedule.candidates import NodeCandidates, NodesByModel
 from gateway.schedule.core.placement_state import QueuedRequest
 from gateway.terms import Priority
 
+# Due times of requests that have left, beside two for each that waits, before they are dropped.
 MOST_STALE_TIMERS = 64
-"""Due times of requests that have left, beside two for each that waits, before they are dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,19 +42,15 @@ class Waiter:
     candidates: NodeCandidates
     queued: QueuedRequest
     queued_at: float
-    expires_at: float
-    """When it has waited long enough; monotonic seconds."""
+    expires_at: float  # when it has waited long enough; monotonic seconds
     granted: asyncio.Future[GrantedLease]
-    nodes_down_since: float | None = None
-    """Since when every node that could serve it has been down."""
+    nodes_down_since: float | None = None  # since when every node that could serve it has been down
     response_started: bool = False
     """Whether its client has the head of a response, with a heartbeat."""
     shed_key: tuple[int, float, int] = (0, 0.0, 0)
     """Sorts its user's requests by class, then by age."""
-    timer_id: int = -1
-    """Its entry among the due times of `Waiters`."""
-    yield_asked_at: float = -math.inf
-    """When running requests were last asked to yield to it."""
+    timer_id: int = -1  # its entry among the due times of `Waiters`
+    yield_asked_at: float = -math.inf  # when running requests were last asked to yield to it
 
     @property
     def can_shed(self) -> bool:
@@ -151,8 +147,7 @@ class Waiters:
     _patient: dict[str, dict[Waiter, None]] = field(default_factory=dict)
     """Those that are patient, by caller, in the order in which they came."""
     _serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _by_timer: dict[int, Waiter] = field(default_factory=dict)
-    """Those that have not fallen due."""
+    _by_timer: dict[int, Waiter] = field(default_factory=dict)  # those that have not fallen due
     timers: list[tuple[float, int]] = field(default_factory=list)
     """A heap of due times; some belong to requests that have left."""
     _timer_ids: Iterator[int] = field(default_factory=itertools.count)
@@ -284,21 +279,17 @@ def standby_ready_in(nodes_by_model: NodesByModel, cooldown: float, now: float) 
     )
 
 
-MOST_REFUSED_CALLERS = 4096
-"""Pairs of class and caller that are remembered as refused for the wait."""
+MOST_REFUSED_CALLERS = 4096  # pairs of class and caller that are remembered as refused for the wait
 
 
 @dataclass(frozen=True, slots=True)
 class ClassLimits:
     """What one class may take of the queue; waits in seconds."""
 
-    most_waiting: int
-    """Requests in the whole queue from which on the class is refused."""
+    most_waiting: int  # requests in the whole queue from which on the class is refused
     refuse_above: float
-    reopen_below: float
-    """Predicted wait below which it is admitted again."""
-    max_wait: float
-    """The longest that one of its requests waits."""
+    reopen_below: float  # predicted wait below which it is admitted again
+    max_wait: float  # the longest that one of its requests waits
 
 
 def class_limits(settings: Settings, priority: Priority) -> ClassLimits:
@@ -420,10 +411,8 @@ class Admission:
 class QueueRoom:
     """Whether one more request may wait."""
 
-    counted_waiting: int
-    """Waiting requests, as far as they count for this one."""
-    displaced: Waiter | None = None
-    """The one that is shed for it."""
+    counted_waiting: int  # waiting requests, as far as they count for this one
+    displaced: Waiter | None = None  # the one that is shed for it
 
 
 def queue_room(request: LeaseRequest, waiters: Waiters, admission: Admission) -> QueueRoom:
@@ -457,22 +446,16 @@ def _newest(waiters: Waiters, *users: tuple[str, str] | None) -> Waiter | None:
     return None
 
 
-RATE_WINDOW = 60.0
-"""Seconds over which completions are counted."""
-
-DEFAULT_RETRY_AFTER = 5.0
-"""Seconds to advise while no rate has been measured."""
-
-LONGEST_RETRY_AFTER = 600.0
-"""Seconds; no longer `Retry-After` is sent."""
+RATE_WINDOW = 60.0  # seconds over which completions are counted
+DEFAULT_RETRY_AFTER = 5.0  # seconds to advise while no rate has been measured
+LONGEST_RETRY_AFTER = 600.0  # seconds; no longer `Retry-After` is sent
 
 
 class CompletionRate:
     """Completed requests per second over the last minute."""
 
     def __init__(self) -> None:
-        self.total = 0
-        """Requests completed since the start."""
+        self.total = 0  # requests completed since the start
         self._ends: deque[float] = deque(maxlen=1024)
 
     def completed(self, now: float) -> None:

@@ -39,12 +39,9 @@ from gateway.schedule.core.autoscaling_policy import (
 )
 from gateway.schedule.scheduler import Scheduler
 
+# Bytes that are kept of a command's output (the last ones) or of an HTTP answer (the first).
 MOST_OUTPUT = 4096
-"""Bytes that are kept of a command's output (the last ones) or of an HTTP answer (the first)."""
-
-KILL_AFTER = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
-
+KILL_AFTER = 2.0  # seconds between SIGTERM and SIGKILL
 MASK = "****"
 
 
@@ -52,8 +49,7 @@ MASK = "****"
 class HookResult:
     """How a hook ended; `detail` is for an operator."""
 
-    outcome: str
-    """`ok`, `failed`, `timeout` or `error`."""
+    outcome: str  # `ok`, `failed`, `timeout` or `error`
     detail: str
     seconds: float
     output: str = ""
@@ -208,10 +204,7 @@ def _why(error: Exception) -> str:
 
 
 log = logging.getLogger(__name__)
-
-TICK = 0.5
-"""Seconds between two looks at the load."""
-
+TICK = 0.5  # seconds between two looks at the load
 OFF_REASON = "standby: it does not run"
 
 

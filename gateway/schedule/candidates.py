@@ -47,35 +47,27 @@ from gateway.schedule.core.tiers import (
 )
 from gateway.terms import Endpoint
 
+# Seconds by which a node looks slower for each failure in a row: one that fails fast is always
+# free, and would get every next attempt until its circuit opens.
 FAILURE_PENALTY = 5.0
-"""Seconds by which a node looks slower for each failure in a row: one that fails fast is always
-free, and would get every next attempt until its circuit opens."""
-
+# Seconds by which a node looks faster once its ejection's time is over and it needs one request on
+# trial: else it would get none while others are idle, and be missing when they are not. A request
+# that would end there later by more than this goes elsewhere.
 TRIAL_BONUS = 5.0
-"""Seconds by which a node looks faster once its ejection's time is over and it needs one request on
-trial: else it would get none while others are idle, and be missing when they are not. A request
-that would end there later by more than this goes elsewhere."""
-
 MOST_SERVICES = 10_000
-
+# Rows whose states are counted whenever any has changed; of more, only so often.
 MOST_COUNTED_AT_ONCE, RECOUNT_SECONDS = 64, 0.5
-"""Rows whose states are counted whenever any has changed; of more, only so often."""
-
+# Factors of the expected cost of a row that may be explored. Nothing is known of it: it may be
+# twice as fast as the best. It has a calibration or a hint: it must look better by a quarter. It
+# was measured once, perhaps while its server read the model from disk: it may be better by a half.
+# It is about to be calibrated: no request need find out.
 HOPE_UNKNOWN, HOPE_GUESSED, HOPE_MEASURED, HOPE_AWAITED = 0.5, 1.25, 2 / 3, math.inf
-"""Factors of the expected cost of a row that may be explored. Nothing is known of it: it may be
-twice as fast as the best. It has a calibration or a hint: it must look better by a quarter. It was
-measured once, perhaps while its server read the model from disk: it may be better by a half. It is
-about to be calibrated: no request need find out."""
-
-ModelGroups = tuple[TierSets, ...]
-"""For each model name of a request: its candidate sets, by tier."""
-
+ModelGroups = tuple[TierSets, ...]  # for each model name of a request: its candidate sets, by tier
+# For each model name of a request that some node serves: the nodes.
 NodesByModel = Sequence[tuple[str, Sequence[Node]]]
-"""For each model name of a request that some node serves: the nodes."""
-
+# Public model name, endpoint, whether it must read images, whether it must be llama.cpp's, and the
+# labels of the pool.
 ServiceKey = tuple[str, Endpoint, bool, bool, NodeLabels]
-"""Public model name, endpoint, whether it must read images, whether it must be llama.cpp's, and
-the labels of the pool."""
 
 
 def show_speed(
@@ -111,10 +103,8 @@ class NodeCandidates:
 
     by_model: NodesByModel
     groups: ModelGroups
-    excluded: Collection[int] = ()
-    """Rows that can't serve it."""
-    failed: Collection[int] = ()
-    """Rows that have failed it."""
+    excluded: Collection[int] = ()  # rows that can't serve it
+    failed: Collection[int] = ()  # rows that have failed it
     penalties: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
     """Seconds by which a row looks slower to it; negative: faster."""
     tier_route: TierRoute | None = None
@@ -148,12 +138,10 @@ class Service:
     gpu: CandidateSet
     capable_nodes: CapableNodes | None = None
     """The model index's nodes, when the candidate sets were filled; None: fill them anew."""
-    groups: ModelGroups = ()
-    """Where a request for it may go while no rule says otherwise."""
+    groups: ModelGroups = ()  # where a request for it may go while no rule says otherwise
     candidates: NodeCandidates | None = None
     """The candidates of a request that every node of the service can take."""
-    version: int = -1
-    """The model index's version when they were last checked."""
+    version: int = -1  # the model index's version when they were last checked
 
     def invalidate(self) -> None:
         """The rows are others now."""
@@ -187,8 +175,7 @@ class _OutOfService(NamedTuple):
     """`FleetSync.out_of_service` of one candidate set."""
 
     by_state: Mapping[str, int]
-    version: int
-    """The `PlacementState.slots_version` for which it was counted."""
+    version: int  # the `PlacementState.slots_version` for which it was counted
     counted_at: float
 
 
@@ -203,14 +190,12 @@ class FleetSync:
     placement_state: PlacementState
     prompt_cache: FleetPromptCache
     clock: Callable[[], float]
-    has_gpu_tier: bool = False
-    """Whether the inventory has nodes of tier `gpu`."""
+    has_gpu_tier: bool = False  # whether the inventory has nodes of tier `gpu`
     rows_version: int = 0
     """Changes with the set of rows: then an index may stand for another node. Also when the slots
     of one begin or cease to share a pool."""
     _rows: dict[Node, NodeSlots] = field(default_factory=dict)
-    nodes: dict[int, Node] = field(default_factory=dict)
-    """By row index."""
+    nodes: dict[int, Node] = field(default_factory=dict)  # by row index
     services: dict[ServiceKey, Service] = field(default_factory=dict)
     """Those asked for; one whose `version` is not the model index's is out of date (`service`)."""
     _pools: set[NodeLabels] = field(default_factory=set)
@@ -441,10 +426,10 @@ class FleetSync:
         return sum(candidates.slots(version) for candidates in queued.groups[0])
 
 
+# Seconds by which the other nodes of a host look slower to a request that failed on one: so many
+# that it goes to another host that has room, however slow. So does a node that needs a request on
+# trial: this request has been tried enough.
 SAME_HOST_PENALTY = 1e5
-"""Seconds by which the other nodes of a host look slower to a request that failed on one: so many
-that it goes to another host that has room, however slow. So does a node that needs a request on
-trial: this request has been tried enough."""
 
 
 @dataclass(slots=True, eq=False)
@@ -634,7 +619,6 @@ def with_context(nodes: Sequence[Node], tokens: int) -> Sequence[Node]:
 
 
 MOST_CACHED_GROUPS = 1000
-
 _ORDER: tuple[Tier, ...] = ("gpu", "cpu")
 
 

@@ -27,19 +27,12 @@ from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried, Usage
 from gateway.schedule.core.placement_state import Comparison, Deferral, QueuedRequest
 from gateway.terms import Priority
 
+# Leases that are remembered: at 5 requests a second, those of a quarter of an hour.
 MOST_GRANTS = 4096
-"""Leases that are remembered: at 5 requests a second, those of a quarter of an hour."""
-
 MOST_QUEUEINGS = 2048
-
 MOST_REFUSALS = 1024
-
-MOST_FOLLOWED = 4096
-"""Requests whose decisions are collected while they run."""
-
-MOST_COLLECTED = 256
-"""Decisions that are collected of each, the first."""
-
+MOST_FOLLOWED = 4096  # requests whose decisions are collected while they run
+MOST_COLLECTED = 256  # decisions that are collected of each, the first
 LONGEST_REASON = 500
 
 
@@ -47,17 +40,14 @@ class Queueing(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A request found no room, and waits."""
 
     request_id: str
-    at: float
-    """Monotonic seconds; so are all times here."""
+    at: float  # monotonic seconds; so are all times here
     received_at: float
     priority: Priority
     ahead: int | None
     """About how many go before it; None: not counted, as none of its nodes is alive."""
-    predicted_wait: float | None
-    """Seconds; None: nothing measured to predict it from."""
+    predicted_wait: float | None  # seconds; None: nothing measured to predict it from
     waiting: int
-    expires_at: float
-    """Until when it may wait."""
+    expires_at: float  # until when it may wait
 
 
 class Refusal(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -81,42 +71,29 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     received_at: float
     model: str
     slots: int
-    prompt_tokens: float
-    """Expected tokens of the prompt."""
-    completion_tokens: float
-    """Expected tokens of the answer."""
-    expected_ttft: float
-    """Seconds from the grant until the prompt was expected to have been read."""
-    expected_seconds: float
-    """Seconds from the grant until the answer was expected to end."""
-    comparison: Comparison | None
-    """What its node was compared with; None: nothing was kept."""
+    prompt_tokens: float  # expected tokens of the prompt
+    completion_tokens: float  # expected tokens of the answer
+    expected_ttft: float  # seconds from the grant until the prompt was expected to have been read
+    expected_seconds: float  # seconds from the grant until the answer was expected to end
+    comparison: Comparison | None  # what its node was compared with; None: nothing was kept
     tier: str
-    fallback: str | None
-    """Why it is not of the tier of its class."""
-    tried: Tried | None
-    """What earlier attempts have shown; None: it was the first."""
-    resumes: bool
-    """Whether it continues a response on another node."""
+    fallback: str | None  # why it is not of the tier of its class
+    tried: Tried | None  # what earlier attempts have shown; None: it was the first
+    resumes: bool  # whether it continues a response on another node
     times_yielded: int
-    deferral: Deferral | None
-    """The last time that it was deferred to a busy node."""
-    fleet_size: int
-    """Nodes of the inventory."""
-    out: Mapping[str, int]
-    """Nodes that serve its model and had no room for it, by the reason."""
+    deferral: Deferral | None  # the last time that it was deferred to a busy node
+    fleet_size: int  # nodes of the inventory
+    out: Mapping[str, int]  # nodes that serve its model and had no room for it, by the reason
     lease_id: int
     first_content_at: float | None = None
     ended_at: float | None = None
     outcome: str | None = None
     """How the attempt ended, in the word of metrics and logs; None: it runs."""
-    status: int = 0
-    """Of its response; 0: none."""
+    status: int = 0  # of its response; 0: none
     used: tuple[int, int, int] | None = None
     """Tokens of the prompt, those of them that were cached, and of the answer; None: no response,
     or not counted yet."""
-    reported: bool = False
-    """Whether the node has reported these tokens; else they are estimates."""
+    reported: bool = False  # whether the node has reported these tokens; else they are estimates
 
     def content_began(self, now: float) -> None:
         """The first content has come."""
@@ -140,8 +117,7 @@ Decision = Queueing | Refusal | Grant
 class RememberedRequest:
     """What the log has of one request."""
 
-    decisions: list[Decision] = field(default_factory=list)
-    """The oldest first."""
+    decisions: list[Decision] = field(default_factory=list)  # the oldest first
     parts: set[str] = field(default_factory=set)
     """Of a request of several prompts: the ids of those that it was run in."""
 
@@ -307,9 +283,8 @@ def _identity(one: Decision) -> object:
 
 
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-
+# Shorter expectations say nothing: a ratio of milliseconds is that of the network's whims.
 LEAST_SECONDS = 0.01
-"""Shorter expectations say nothing: a ratio of milliseconds is that of the network's whims."""
 
 
 @dataclass(slots=True, eq=False)
@@ -333,8 +308,7 @@ class PredictionAccuracy:
     completion: RatioCounts = field(default_factory=RatioCounts)
     cached_expected: float = 0.0
     """Tokens that nodes were believed to have cached of the prompts that they got."""
-    cached_found: int = 0
-    """Tokens of the same prompts that they had cached."""
+    cached_found: int = 0  # tokens of the same prompts that they had cached
 
     @property
     def is_empty(self) -> bool:

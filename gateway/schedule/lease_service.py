@@ -32,16 +32,14 @@ from gateway.nodes.server_properties import ServerProperties
 from gateway.schedule.core.tiers import cost_of
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 
+# Outcomes that tell nothing about the node: the client left, or the gateway ended the request.
 NEUTRAL_OUTCOMES = frozenset({"client_closed", "cancelled"})
-"""Outcomes that tell nothing about the node: the client left, or the gateway ended the request."""
-
+# Seconds. Of responses that follow each other faster on one node, only the first is a sample of its
+# speed and, where nothing was generated, of the bytes of text in a token.
 SPEED_SAMPLE_INTERVAL = 0.01
-"""Seconds. Of responses that follow each other faster on one node, only the first is a sample of
-its speed and, where nothing was generated, of the bytes of text in a token."""
-
+# Requests whose failures are remembered until it is known who was to blame; the oldest is forgotten
+# first.
 MOST_FAILED_REQUESTS = 4096
-"""Requests whose failures are remembered until it is known who was to blame; the oldest is
-forgotten first."""
 
 
 class UnattributedFailure(NamedTuple):
@@ -50,8 +48,7 @@ class UnattributedFailure(NamedTuple):
     node: Node
     leased_at: float
     response_began: bool
-    counted: bool = True
-    """Whether the circuit of the node has counted it already."""
+    counted: bool = True  # whether the circuit of the node has counted it already
 
 
 @dataclass(slots=True, eq=False)
@@ -63,16 +60,14 @@ class LocalLeaseService:
     most_failed_requests: int = MOST_FAILED_REQUESTS
     lease_now: Callable[[LeaseRequest, Tried, float], GrantedLease | None] = field(init=False)
     """The scheduler's own, since each request calls it."""
-    keep_in_queue: Callable[[str], None] = field(init=False)
-    """The scheduler's own."""
+    keep_in_queue: Callable[[str], None] = field(init=False)  # the scheduler's own
     _sampled_at: dict[str, float] = field(default_factory=dict)
     """When a response was last a sample of each node's speed."""
     _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
         default_factory=OrderedDict
     )
     """By request id."""
-    _records: dict[int, LeaseRecord] = field(init=False)
-    """The scheduler's, by lease id."""
+    _records: dict[int, LeaseRecord] = field(init=False)  # the scheduler's, by lease id
 
     def __post_init__(self) -> None:
         self.lease_now = self.scheduler.lease_now

@@ -67,25 +67,18 @@ from gateway.schedule.core.tiers import SpillReservation, TierPolicy, dearest_to
 from gateway.schedule.decision_log import DecisionLog, Grant, PredictionAccuracy
 from gateway.terms import Endpoint, Priority
 
-TICK = 0.5
-"""Seconds between two looks at every waiting request, and at the whole fleet."""
-
+TICK = 0.5  # seconds between two looks at every waiting request, and at the whole fleet
+# Placements of one turn of the event loop where slots share pools: each is some milliseconds' work
+# with thousands of nodes and waiting requests.
 MOST_PLACED_BY_TOKENS = 8
-"""Placements of one turn of the event loop where slots share pools: each is some milliseconds' work
-with thousands of nodes and waiting requests."""
-
 LEAST_TIMER_SECONDS = 0.001
-
+# Placements that a request may lose because its node does not take it after all. Each time the
+# placement state is brought up to date, so one is a lot.
 MOST_STALE_PLACEMENTS = 4
-"""Placements that a request may lose because its node does not take it after all. Each time the
-placement state is brought up to date, so one is a lot."""
-
+# Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds a
+# wait (one busy thread read 140 tokens/s of a 768 wide model when measured).
 PESSIMISTIC_PREFILL_TPS = 25.0
-"""Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds
-a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
-
-_NOTHING_OUT: Mapping[str, int] = {}
-"""No node had no room; never written to."""
+_NOTHING_OUT: Mapping[str, int] = {}  # no node had no room; never written to
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -98,11 +91,9 @@ class LeaseRecord(Lease):
     request: LeaseRequest
     placement: QueuedRequest | None
     """None: its row is no longer its node's, which counts the slots by itself."""
-    reservation: SpillReservation | None
-    """The share of the budget that it holds."""
+    reservation: SpillReservation | None  # the share of the budget that it holds
     dispatcher: Dispatcher
-    grant: Grant
-    """What is kept of it to explain it."""
+    grant: Grant  # what is kept of it to explain it
 
     def prefill_ended(self, now: float) -> None:
         """Replace the predicted prefill by the real one."""

@@ -42,14 +42,11 @@ from gateway.store.schema import OLDEST_LEVEL, SCHEMA_LEVEL, STEPS, Step, levels
 
 FILE_NAME = "gateway.db"  # the store's file in the state folder, where the settings name no other
 LOCK_SECONDS = 2.0  # seconds that a job waits for the lock of another process
-
+# Seconds that PostgreSQL may work on one statement, unless its job may take longer.
 STATEMENT_SECONDS = 10
-"""Seconds that PostgreSQL may work on one statement, unless its job may take longer."""
-
 _MIGRATION_LOCK = 0x6C67_7374_6F72  # number of PostgreSQL's advisory lock for migrations: `lgstor`
-
+# Bytes to which SQLite cuts its WAL file once all of it is in the database.
 _LARGEST_IDLE_WAL = 64 << 20
-"""Bytes to which SQLite cuts its WAL file once all of it is in the database."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +274,7 @@ def _import_late_modules() -> None:
         metadata.create_all(connection)
 
 
+# Where the URL says nothing else.
 _POSTGRES_LIMITS: dict[str, Any] = {
     "connect_timeout": 5,  # seconds to accept a connection
     # A server whose host has vanished is noticed after some ten seconds.
@@ -287,7 +285,6 @@ _POSTGRES_LIMITS: dict[str, Any] = {
     "tcp_user_timeout": 10_000,
     "application_name": "llama-gateway",
 }
-"""Where the URL says nothing else."""
 
 
 def _set_up_postgres(connection: Connection) -> None:

@@ -83,9 +83,7 @@ class StoreFull(StoreError):  # noqa: N818 - as above
 
 
 _RESTORE = "stop every gateway that uses it, move it away and put a backup in its place"
-
 _WAITS = "the gateway serves on and tries again"
-
 _NO_ROOM = "free space on its file system, raise the quota, or look for errors of the disk"
 
 _SQLITE: dict[int, tuple[type[StoreError], str]] = {

@@ -31,8 +31,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
+# The lowest level that a store may have: that of version 0.1.0, the first that people ran.
 OLDEST_LEVEL = 3
-"""The lowest level that a store may have: that of version 0.1.0, the first that people ran."""
 
 metadata = MetaData(
     naming_convention={
@@ -62,6 +62,8 @@ def _partial_index(name: str, where: str, *columns: Any, unique: bool = False) -
 # SQLite numbers rows by itself only where the column's type is INTEGER.
 _RowNumber = BigInteger().with_variant(Integer, "sqlite")
 
+# One row: the level of these tables, the lowest `SCHEMA_LEVEL` of a program that can use them, and
+# the version of the program that made them.
 levels = Table(
     "store_levels",
     metadata,
@@ -72,9 +74,9 @@ levels = Table(
     Column("changed_at", Float, nullable=False),
     CheckConstraint("id = 1", name="one_row"),
 )
-"""One row: the level of these tables, the lowest `SCHEMA_LEVEL` of a program that can use them, and
-the version of the program that made them."""
 
+# API keys that commands and the admin API make. `previous_sha256` is valid until `previous_until`,
+# after a rotation.
 keys = Table(
     "keys",
     metadata,
@@ -89,20 +91,20 @@ keys = Table(
     Column("trust_user_headers", Boolean, nullable=False, server_default=false()),
     *_columns(Text, "limits", "user_limits", "privacy"),
 )
-"""API keys that commands and the admin API make. `previous_sha256` is valid until `previous_until`,
-after a rotation."""
 
 _partial_index("uq_keys_name_in_force", "revoked_at IS NULL", keys.c.name, unique=True)
 
+# A number for each group of tables, which every transaction that changes them raises: one cheap
+# read tells whether there is something new.
 revisions = Table(
     "revisions",
     metadata,
     Column("name", Text, primary_key=True),
     Column("number", BigInteger, nullable=False),
 )
-"""A number for each group of tables, which every transaction that changes them raises: one cheap
-read tells whether there is something new."""
 
+# The ledger: one row for each request that was admitted and has ended. `process` has written the
+# row, and `sequence` numbers its rows in the order in which they were committed.
 usage = Table(
     "usage",
     metadata,
@@ -124,9 +126,8 @@ usage = Table(
     Index(None, "process", "sequence"),
     Index(None, "key", "ended_at"),
 )
-"""The ledger: one row for each request that was admitted and has ended. `process` has written the
-row, and `sequence` numbers its rows in the order in which they were committed."""
 
+# Requests that still run, with what they have reserved; `id` is that of their later usage row.
 open_requests = Table(
     "open_requests",
     metadata,
@@ -143,8 +144,8 @@ open_requests = Table(
     Column("slot_seconds", Float, nullable=False, server_default=text("0")),
     Column("cost", Float, nullable=False, server_default=text("0")),
 )
-"""Requests that still run, with what they have reserved; `id` is that of their later usage row."""
 
+# The gateways that use the store, and when each was last seen alive.
 processes = Table(
     "processes",
     metadata,
@@ -153,10 +154,10 @@ processes = Table(
     Column("host", Text, nullable=False),
     Column("pid", Integer, nullable=False),
 )
-"""The gateways that use the store, and when each was last seen alive."""
 
 _UNKNOWN = text("''")
 
+# Sums of usage rows that retention has deleted, by day (UTC, `2026-11-23`) and every dimension.
 usage_days = Table(
     "usage_days",
     metadata,
@@ -183,8 +184,9 @@ usage_days = Table(
     *_columns(Float, "slot_seconds", "cost", "gpu_cost", needed=True),
     *_columns(BigInteger, "gpu_priced", "attempts", needed=True),
 )
-"""Sums of usage rows that retention has deleted, by day (UTC, `2026-11-23`) and every dimension."""
 
+# How long each node was up on a day (UTC), and what that cost by its `cost_per_hour`. The time up
+# to `counted_until` is counted: of several processes each adds what lies after it.
 node_hours = Table(
     "node_hours",
     metadata,
@@ -193,9 +195,8 @@ node_hours = Table(
     Column("day", Text, primary_key=True),
     *_columns(Float, "seconds", "cost", "counted_until", needed=True),
 )
-"""How long each node was up on a day (UTC), and what that cost by its `cost_per_hour`. The time up
-to `counted_until` is counted: of several processes each adds what lies after it."""
 
+# Changes that operators made, by whom and when.
 audit = Table(
     "audit",
     metadata,
@@ -204,8 +205,10 @@ audit = Table(
     *_columns(Text, "actor", "role", "action", needed=True),
     *_columns(Text, "target", "details"),
 )
-"""Changes that operators made, by whom and when."""
 
+# Files of callers, and those that batches write for them. `owner` is the id of a key, `folder` the
+# id of the folder that holds the file under the name `id`. Ids grow with time. A row with a
+# `deleted_at` is nobody's any more: the process that has the folder removes the file, then the row.
 files = Table(
     "files",
     metadata,
@@ -221,11 +224,13 @@ files = Table(
     Index(None, "folder", "expires_at"),
     Index(None, "folder", "deleted_at"),
 )
-"""Files of callers, and those that batches write for them. `owner` is the id of a key, `folder` the
-id of the folder that holds the file under the name `id`. Ids grow with time. A row with a
-`deleted_at` is nobody's any more: the process that has the folder removes the file, then the row.
-"""
 
+# Batches of both APIs (`api`: `openai` or `anthropic`). `expires_at` is the deadline. A batch
+# without an `ended_at` is unfinished. Only the processes that have its `folder` work on it. One
+# with a `deleted_at` is nobody's any more, and is removed with its lines and files, as is one whose
+# `keep_until` is over. `requests_bytes` is the size of a file that holds the lines of this batch
+# alone, 0 once that is removed; `result_bytes` that of the recorded results: after the end they are
+# in files that have rows.
 batches = Table(
     "batches",
     metadata,
@@ -255,12 +260,6 @@ batches = Table(
     Index(None, "folder", "keep_until"),
     Index("uq_batches_owner_idempotency_key", "owner", "idempotency_key", unique=True),
 )
-"""Batches of both APIs (`api`: `openai` or `anthropic`). `expires_at` is the deadline. A batch
-without an `ended_at` is unfinished. Only the processes that have its `folder` work on it. One with
-a `deleted_at` is nobody's any more, and is removed with its lines and files, as is one whose
-`keep_until` is over. `requests_bytes` is the size of a file that holds the lines of this batch
-alone, 0 once that is removed; `result_bytes` that of the recorded results: after the end they are
-in files that have rows."""
 
 _partial_index("ix_batches_unfinished", "ended_at IS NULL", batches.c.folder, batches.c.expires_at)
 
@@ -268,6 +267,11 @@ _partial_index(
     "ix_batches_with_requests", "requests_bytes > 0", batches.c.owner, batches.c.requests_bytes
 )
 
+# Requests that wait, run or have run without a client that holds a connection (`kind`: `line`,
+# `response` or `deferred`). The body is `length` bytes of the file `place` in the folder, the
+# result likewise: no text is in the store. A line of a batch whose `custom_id` is missing or used
+# by an earlier line has none here. `id` is also that of the ledger's row, so a result is counted
+# once.
 stored_requests = Table(
     "stored_requests",
     metadata,
@@ -304,10 +308,6 @@ stored_requests = Table(
     Index("uq_stored_requests_batch_number", "batch", "number", unique=True),
     Index("uq_stored_requests_batch_custom_id", "batch", "custom_id", unique=True),
 )
-"""Requests that wait, run or have run without a client that holds a connection (`kind`: `line`,
-`response` or `deferred`). The body is `length` bytes of the file `place` in the folder, the result
-likewise: no text is in the store. A line of a batch whose `custom_id` is missing or used by an
-earlier line has none here. `id` is also that of the ledger's row, so a result is counted once."""
 
 _WITHOUT_BATCH = text("batch IS NULL")
 
@@ -369,6 +369,9 @@ _partial_index(
 """All that the sum of an owner's bytes needs. `result_length` of a response is the size of its log.
 """
 
+# Events to be delivered to callers' webhooks. `body` holds ids and states, never text. Whoever
+# tries a delivery first moves `next_at` behind its own time limit, so that nobody else does; when
+# it has ended, `next_at` says when that was. `origin` is the part of `url` in front of its path.
 webhook_deliveries = Table(
     "webhook_deliveries",
     metadata,
@@ -381,9 +384,6 @@ webhook_deliveries = Table(
     Column("state", Text, nullable=False),
     Column("last_error", Text),
 )
-"""Events to be delivered to callers' webhooks. `body` holds ids and states, never text. Whoever
-tries a delivery first moves `next_at` behind its own time limit, so that nobody else does; when it
-has ended, `next_at` says when that was. `origin` is the part of `url` in front of its path."""
 
 _partial_index(
     "ix_webhook_deliveries_waiting",
@@ -392,6 +392,9 @@ _partial_index(
     webhook_deliveries.c.next_at,
 )
 
+# What each gateway has learnt of nodes and callers (`gateway.app.learnt`), as JSON. `version` is
+# that of the section's values: a program leaves the rows of other versions alone. `caller` is the
+# id of the key from whose requests it was learnt: revoking the key deletes it.
 learnt = Table(
     "learnt",
     metadata,
@@ -403,9 +406,6 @@ learnt = Table(
     Column("changed_at", Float, nullable=False, index=True),
     Column("value", Text, nullable=False),
 )
-"""What each gateway has learnt of nodes and callers (`gateway.app.learnt`), as JSON. `version` is
-that of the section's values: a program leaves the rows of other versions alone. `caller` is the
-id of the key from whose requests it was learnt: revoking the key deletes it."""
 
 
 class Step(NamedTuple):
@@ -424,6 +424,7 @@ CREATE TABLE learnt (
 )
 """
 
+# By the level to which they lead.
 STEPS: Final[Mapping[int, Step]] = {
     4: Step(
         (
@@ -433,6 +434,5 @@ STEPS: Final[Mapping[int, Step]] = {
         )
     )
 }
-"""By the level to which they lead."""
 
 SCHEMA_LEVEL = max(STEPS)  # the level of the tables above

@@ -51,19 +51,14 @@ from gateway.store.failures import (
 )
 
 T = TypeVar("T")
-
 MOST_JOBS = 1000  # jobs that may wait; further ones fail at once
 JOB_SECONDS = 10.0  # seconds that a caller waits for its job, unless it says otherwise
-
+# Seconds without a job after which the thread looks whether the store is still there.
 CHECK_SECONDS = 5.0
-"""Seconds without a job after which the thread looks whether the store is still there."""
-
+# Seconds between the first attempts to open the store; each further pause is twice as long.
 FIRST_PAUSE = 0.1
-"""Seconds between the first attempts to open the store; each further pause is twice as long."""
-
 LOOK_SECONDS = 0.25  # seconds between two looks whether another process has changed the store
 LONGEST_PAUSE = 5.0  # seconds between attempts to open the store, at most
-
 log = structlog.get_logger()
 
 

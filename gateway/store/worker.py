@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 
 from gateway.store.failures import StoreError
 
+# Seconds until a pass that failed is tried again, at most, where the worker says nothing else.
 LONGEST_PAUSE = 5.0
-"""Seconds until a pass that failed is tried again, at most, where the worker says nothing else."""
 
 
 class StoreWorker:

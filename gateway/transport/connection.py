@@ -26,27 +26,20 @@ from gateway.transport.errors import (
     UpstreamError,
 )
 
+# Largest head of a response, interim ones included; llama.cpp's has some 500 bytes.
 MOST_HEAD_BYTES = 64 * 1024
-"""Largest head of a response, interim ones included; llama.cpp's has some 500 bytes."""
-
 BODY_HIGH_WATER = 256 * 1024  # unread bytes of body at which the socket is no longer read
-
+# If a reused connection breaks later than this after sending, the request reached the node.
 STALE_SECONDS = 1.0
-"""If a reused connection breaks later than this after sending, the request reached the node."""
-
-MOST_RELAYED_BYTES = 1024
-"""Larger chunks are parsed; one with a token has some 300 bytes."""
-
+MOST_RELAYED_BYTES = 1024  # larger chunks are parsed; one with a token has some 300 bytes
+# Work on what has come, up to twice as much in one turn of the event loop; once on what waited.
 TURN_SECONDS = 0.01
-"""Work on what has come, up to twice as much in one turn of the event loop; once on what waited."""
-
+# Gets what came where a chunk begins, and where the size line ends that fits all of it. It is one
+# chunk if it ends in CRLF, too. Returns whether it has dealt with it. It must not raise.
 Relay = Callable[[bytes, int], bool]
-"""Gets what came where a chunk begins, and where the size line ends that fits all of it. It is one
-chunk if it ends in CRLF, too. Returns whether it has dealt with it. It must not raise."""
-
+# Parts of a limit that pass one after the other. However long the event loop is held up, one or two
+# of them pass, and the data that has come meanwhile is read before the next one ends.
 TIMEOUT_STEPS = 10
-"""Parts of a limit that pass one after the other. However long the event loop is held up, one or
-two of them pass, and the data that has come meanwhile is read before the next one ends."""
 
 
 class TurnLimit:
@@ -66,8 +59,7 @@ class TurnLimit:
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_scheduled = False
         """Whether the next turn, which will begin with `_go_on`, has not begun."""
-        self.is_spent = False
-        """Whether `look` has found that this turn has no time left."""
+        self.is_spent = False  # whether `look` has found that this turn has no time left
 
     def look(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Look whether this turn of the one `loop` has no time left: then `wait`."""
@@ -529,11 +521,9 @@ class LoopTimeout:
 
 
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ ]?([0-9]{1,9})(?=\r\n)", re.IGNORECASE)
-
 _HEAD_END = b"\r\n\r\n"
-
+# Digits of a Content-Length; a body that needs more does not come in one read.
 MOST_LENGTH_DIGITS = 9
-"""Digits of a Content-Length; a body that needs more does not come in one read."""
 
 
 class KnownHead:

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from gateway.errors import GatewayError
 
+# Statuses with which a node declines a request that another node may serve: its account is out of
+# credit (402), or it does not want this content, or not now. Nobody is to blame.
 DECLINED = frozenset({402, 409, 424, 425, 451})
-"""Statuses with which a node declines a request that another node may serve: its account is out of
-credit (402), or it does not want this content, or not now. Nobody is to blame."""
 
 
 class UpstreamError(Exception):

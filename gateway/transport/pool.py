@@ -36,17 +36,14 @@ from gateway.transport.errors import (
 )
 from gateway.transport.resolver import Resolver
 
+# Below the 5 s after which llama.cpp's server closes (cpp-httplib's keep-alive timeout).
 IDLE_SECONDS = 4.0
-"""Below the 5 s after which llama.cpp's server closes (cpp-httplib's keep-alive timeout)."""
-
 IDLE_CONNECTIONS = 1024  # idle connections kept for one node; further ones are closed
-
+# Share of the time for a connection in which its host's name must be resolved: what is left lets a
+# probe with no more time than that still report why it failed.
 RESOLVE_SHARE = 0.75
-"""Share of the time for a connection in which its host's name must be resolved: what is left lets
-a probe with no more time than that still report why it failed."""
-
+# Errors of this machine, not of the node.
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
-"""Errors of this machine, not of the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +263,8 @@ class ConnectionPool:
             self._sweeper = self._loop.call_later(max(0.1, wait), self._sweep)
 
 
+# How the fleet opens the pool of a node's connections.
 OpenNodePool = Callable[[NodeSpec], ConnectionPool]
-"""How the fleet opens the pool of a node's connections."""
 
 
 def open_node_pool(
@@ -327,7 +324,6 @@ def _tls_context(spec: NodeTls | None) -> ssl.SSLContext:
 
 
 ANSWER_BYTES = 12  # of `HTTP/1.1 200`
-
 _SAYS_PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
 
 

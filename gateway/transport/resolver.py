@@ -23,18 +23,13 @@ from gateway.transport.errors import ConnectFailed
 
 REFRESH_AFTER = 45.0  # seconds after which a name that is in use is looked up again
 LEAST_LOOKUP_INTERVAL = 1.0  # least seconds between two look-ups of a name
-
+# Seconds after which a look-up no longer prevents another one of the same name.
 LOOKUP_ABANDONED_AFTER = 120.0
-"""Seconds after which a look-up no longer prevents another one of the same name."""
-
 MOST_LOOKUP_THREADS = 128  # look-ups at the same time; one for each name at most
 MOST_ADDRESSES = 8  # addresses of one name that are tried
-
+# Finds the addresses of a name, however long it takes. Raises: OSError, UnicodeError.
 Lookup = Callable[[str], list[str]]
-"""Finds the addresses of a name, however long it takes. Raises: OSError, UnicodeError."""
-
 P = ParamSpec("P")
-
 T = TypeVar("T")
 
 

@@ -16,11 +16,9 @@ from typing import Literal, NamedTuple
 
 from gateway.nodes.lifecycle import LifecyclePhase
 
+# Share of the other nodes' slots that all work may fill for a node to count as not needed.
 MOST_UTILISATION = 0.75
-"""Share of the other nodes' slots that all work may fill for a node to count as not needed."""
-
 SERVING_PHASES = frozenset({LifecyclePhase.UNKNOWN, LifecyclePhase.STARTING, LifecyclePhase.ON})
-
 ScalingVerb = Literal["start", "retire", "keep", "stop"]
 
 
@@ -43,29 +41,23 @@ class StandbyNode:
     name: str
     phase: LifecyclePhase
     slots: int = 1
-    busy: float = 0
-    """Slots in use."""
+    busy: float = 0  # slots in use
     other_slots: tuple[float, float] = (0, 0)
     """Slots that the other working nodes have for its models, and how many of them are in use."""
     started_at: float = -math.inf
     stopped_at: float = -math.inf
     retry_at: float = -math.inf
-    drained: bool = False
-    """Drained by an operator: it is left alone."""
-    cost: float = 0.0
-    """Of an hour."""
+    drained: bool = False  # drained by an operator: it is left alone
+    cost: float = 0.0  # of an hour
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingDemand:
     """Requests that wait for the same nodes."""
 
-    names: frozenset[str]
-    """The standby nodes that could serve them."""
-    wait: float
-    """Predicted seconds of wait, or those that have passed; 0 where it does not count."""
-    slots: int
-    """Slots that work for them now; 0: nothing serves them."""
+    names: frozenset[str]  # the standby nodes that could serve them
+    wait: float  # predicted seconds of wait, or those that have passed; 0 where it does not count
+    slots: int  # slots that work for them now; 0: nothing serves them
 
 
 class ScalingAction(NamedTuple):
@@ -179,8 +171,7 @@ class _Look:
         self.rules = rules
         self.now = now
         self.actions: list[ScalingAction] = []
-        self.phases = {node.name: node.phase for node in nodes}
-        """The phases after these actions."""
+        self.phases = {node.name: node.phase for node in nodes}  # the phases after these actions
         self.last_start = max((node.started_at for node in nodes), default=-math.inf)
 
     @property

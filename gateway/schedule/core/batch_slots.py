@@ -89,47 +89,32 @@ def slots_waited_for(
     return waiting, ahead
 
 
-LEAST_SECONDS_LEFT = 3.0
-"""Seconds. A request that is expected to end sooner ends by itself."""
-
+LEAST_SECONDS_LEFT = 3.0  # seconds. A request that is expected to end sooner ends by itself.
+# Seconds for which a request decodes that has yielded before, until it may yield again.
 LEAST_DECODE_SECONDS = 10.0
-"""Seconds for which a request decodes that has yielded before, until it may yield again."""
-
-MOST_YIELDS = 4
-"""Times that one request yields; then it runs to its end."""
-
-MOST_COMPARED = 256
-"""Running requests that are compared, the oldest first."""
-
+MOST_YIELDS = 4  # times that one request yields; then it runs to its end
+MOST_COMPARED = 256  # running requests that are compared, the oldest first
+# Times that the policy is asked for one waiting request, as long as those that it names refuse.
 MOST_CHOICES = 4
-"""Times that the policy is asked for one waiting request, as long as those that it names refuse."""
-
-IN_VAIN_SECONDS = 0.25
-"""Seconds after which it is worth a try again to find some that may yield."""
-
-MOST_KINDS = 64
-"""Kinds of waiting requests for which it is remembered that none may."""
-
+IN_VAIN_SECONDS = 0.25  # seconds after which it is worth a try again to find some that may yield
+MOST_KINDS = 64  # kinds of waiting requests for which it is remembered that none may
+# Seconds after which others are asked for a request that has not got its slot.
 ASK_AGAIN_SECONDS = 5.0
-"""Seconds after which others are asked for a request that has not got its slot."""
 
 
 class YieldCandidate(NamedTuple):
     """A running request that may be asked to yield."""
 
     lease_id: int
-    row: int
-    """The index of its row."""
+    row: int  # the index of its row
     slots: int
     priority: Priority
     decode_seconds: float | None
     """For which it has decoded under this lease; None: its prompt is being read."""
-    seconds_left: float
-    """Until it is expected to end."""
+    seconds_left: float  # until it is expected to end
     repetition_seconds: float
     """That a node needs to read again what it has: its prompt and its text so far."""
-    times_yielded: int
-    """Before this lease."""
+    times_yielded: int  # before this lease
 
 
 def may_yield(one: YieldCandidate, priority: Priority) -> bool:

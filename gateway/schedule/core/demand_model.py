@@ -37,62 +37,36 @@ from gateway.schedule.core.placement_state import (
     QueuedRequest,
 )
 
+# Size of a prompt from which on it pays to know at once what earlier ones left in the caches.
 LONG_PROMPT_BYTES = 1024
-"""Size of a prompt from which on it pays to know at once what earlier ones left in the caches."""
-
+# Sessions that are remembered; the one that was quiet longest is forgotten first.
 MOST_SESSIONS = 65_536
-"""Sessions that are remembered; the one that was quiet longest is forgotten first."""
-
+# Head start of the node that served the session last, as a share of the request's time alone:
+# another node must be one and a half times as fast, a difference that measured speeds can show.
 AFFINITY_BONUS = 1 / 3
-"""Head start of the node that served the session last, as a share of the request's time alone:
-another node must be one and a half times as fast, a difference that measured speeds can show."""
-
+# English text has about 4 bytes per token in the tokenizers of today's open models.
 TOKENS_PER_BYTE = 0.25
-"""English text has about 4 bytes per token in the tokenizers of today's open models."""
-
+# Tokens per byte outside of which a reported `usage` is taken for wrong, and clamped.
 LEAST_TOKENS_PER_BYTE, MOST_TOKENS_PER_BYTE = 1 / 64, 2.0
-"""Tokens per byte outside of which a reported `usage` is taken for wrong, and clamped."""
-
+# Weight of the prior (a constant for a model, the model's ratio for a caller), in bytes of text.
 PRIOR_BYTES = 1000.0
-"""Weight of the prior (a constant for a model, the model's ratio for a caller), in bytes of text.
-"""
-
-TEXT_HALF_LIFE = 100_000.0
-"""Bytes of text after which earlier ones count half."""
-
-OUTLIER_RATIO = 3.0
-"""A prompt counts as at most this many times more or fewer tokens than expected."""
-
-MOST_MEDIA_STEP = 4.0
-"""One prompt moves the media factor's target by at most this ratio."""
-
-MOST_MEDIA_FACTOR, LEAST_MEDIA_FACTOR = 16.0, 1 / 16
-"""Bounds of the media factor."""
-
+TEXT_HALF_LIFE = 100_000.0  # bytes of text after which earlier ones count half
+OUTLIER_RATIO = 3.0  # a prompt counts as at most this many times more or fewer tokens than expected
+MOST_MEDIA_STEP = 4.0  # one prompt moves the media factor's target by at most this ratio
+MOST_MEDIA_FACTOR, LEAST_MEDIA_FACTOR = 16.0, 1 / 16  # bounds of the media factor
 DEFAULT_ANSWER_TOKENS = 256.0
-
+# Weight of the prior mean at first, in answers; less with each answer that ends.
 PRIOR_ANSWERS = 1.0
-"""Weight of the prior mean at first, in answers; less with each answer that ends."""
-
-ANSWERS_HALF_LIFE = 24.0
-"""Answers after which earlier ones count half."""
-
-OUTLIER_ANSWER_MEANS = 8.0
-"""One answer counts as at most this many means."""
-
+ANSWERS_HALF_LIFE = 24.0  # answers after which earlier ones count half
+OUTLIER_ANSWER_MEANS = 8.0  # one answer counts as at most this many means
+# Room that a shared pool must have for an answer, in its expected lengths, as far as `max_tokens`
+# allows: of lengths that are distributed exponentially one in seven is greater.
 POOL_ANSWER_MARGIN = 2.0
-"""Room that a shared pool must have for an answer, in its expected lengths, as far as `max_tokens`
-allows: of lengths that are distributed exponentially one in seven is greater."""
-
+# Room that it must have for a prompt beyond the estimate, as a share of that, while nothing is
+# known of such texts; it becomes less with the evidence. An overflow ends all that runs there.
 POOL_PROMPT_DOUBT = 1.25
-"""Room that it must have for a prompt beyond the estimate, as a share of that, while nothing is
-known of such texts; it becomes less with the evidence. An overflow ends all that runs there."""
-
-MOST_TOKENS = float(1 << 20)
-"""Tokens of a prompt or an answer; more is a mistake and is clamped."""
-
-MOST_TEXT_BYTES = 1e9
-"""Bytes of a prompt; further ones teach nothing."""
+MOST_TOKENS = float(1 << 20)  # tokens of a prompt or an answer; more is a mistake and is clamped
+MOST_TEXT_BYTES = 1e9  # bytes of a prompt; further ones teach nothing
 
 
 def has_long_prompt(request: LeaseRequest) -> bool:
@@ -132,13 +106,10 @@ class TokenStats:
     """Decaying sums over the answers of one model, or of one caller to it."""
 
     prompt_tokens: float = 0.0
-    prompt_bytes: float = 0.0
-    """Bytes of the text of those prompt tokens."""
+    prompt_bytes: float = 0.0  # bytes of the text of those prompt tokens
     answer_tokens: float = 0.0
-    finished_answers: float = 0.0
-    """How many answers ended by themselves."""
-    media_factor: float = 1.0
-    """Real tokens of images and audio, divided by those guessed."""
+    finished_answers: float = 0.0  # how many answers ended by themselves
+    media_factor: float = 1.0  # real tokens of images and audio, divided by those guessed
 
     def aged(self, kept: float) -> TokenStats:
         """These sums with a share of their evidence. Raises: ValueError for impossible figures."""
@@ -182,9 +153,7 @@ class TokenStats:
 
 
 Key = TypeVar("Key")
-
 _ANSWER_DECAY: Final = 0.5 ** (1 / ANSWERS_HALF_LIFE)
-
 _NO_STATS: Final = TokenStats()
 
 
@@ -194,8 +163,7 @@ class TokenEstimates:
 
     most_models: int = 1024
     most_callers: int = 16_384
-    lessons: int = 0
-    """Answers from which something was learnt."""
+    lessons: int = 0  # answers from which something was learnt
     _models: OrderedDict[str, TokenStats] = field(default_factory=OrderedDict)
     _callers: OrderedDict[tuple[str, str], TokenStats] = field(default_factory=OrderedDict)
 

@@ -63,33 +63,23 @@ from gateway.schedule.core.wait_queue import (
 )
 from gateway.terms import Priority
 
-OLDEST_PER_FIFO = 24
-"""Requests of one FIFO that are compared, from its oldest on."""
-
+OLDEST_PER_FIFO = 24  # requests of one FIFO that are compared, from its oldest on
+# Requests of one FIFO that are passed over, since no shared pool has room for their tokens.
 MOST_PASSED_OVER = 256
-"""Requests of one FIFO that are passed over, since no shared pool has room for their tokens."""
-
+# Nodes whose pools are reserved at a time for requests that need most of one: where many do, pools
+# come free as fast as they are needed, and each reservation looks at all nodes.
 MOST_POOLS_HELD = 2
-"""Nodes whose pools are reserved at a time for requests that need most of one: where many do, pools
-come free as fast as they are needed, and each reservation looks at all nodes."""
-
 MOST_COMPARED = 48
-
+# Rows with room whose warm requests are looked for further back in the queue.
 WARM_ROWS_SEARCHED = 4
-"""Rows with room whose warm requests are looked for further back in the queue."""
-
-MOST_EVALUATIONS = 96
-"""Costs that are computed to compare the requests of one FIFO, about."""
-
+MOST_EVALUATIONS = 96  # costs that are computed to compare the requests of one FIFO, about
+# Shared pools that are searched for room to compare requests for one placement, about: of those
+# with a free slot each request looks at all.
 MOST_POOLS_SEARCHED = 8192
-"""Shared pools that are searched for room to compare requests for one placement, about: of those
-with a free slot each request looks at all."""
-
+# Requests that may decline a slot to wait for a warm one; then the first of them takes it.
 MOST_DECLINES = 8
-"""Requests that may decline a slot to wait for a warm one; then the first of them takes it."""
-
+# Requests whose `cached`, which changes while they wait, is looked up anew for one placement.
 MOST_CACHE_REFRESHES = 4
-"""Requests whose `cached`, which changes while they wait, is looked up anew for one placement."""
 
 
 def _default_patience() -> Mapping[Priority, float]:
@@ -100,16 +90,13 @@ def _default_patience() -> Mapping[Priority, float]:
 class DispatchRules:
     """The settings that the dispatcher goes by."""
 
-    policy: str = "least_finish"
-    """A name in `selection.POLICIES`."""
+    policy: str = "least_finish"  # a name in `selection.POLICIES`
     overdue_after: Mapping[Priority, float] = field(default_factory=_default_patience)
     """Seconds after which a waiting request of a class is overdue."""
     overdue_share: float = 0.1
     """Share of the placements that overdue requests get while there are any."""
-    batch_reserve: float = 0.0
-    """Share of the slots of alike nodes that `batch` leaves free."""
-    slotless_limit: int = DEFAULT_SLOTLESS
-    """Requests without a slot that a node runs at once."""
+    batch_reserve: float = 0.0  # share of the slots of alike nodes that `batch` leaves free
+    slotless_limit: int = DEFAULT_SLOTLESS  # requests without a slot that a node runs at once
 
 
 @dataclass(slots=True)
@@ -119,8 +106,7 @@ class Match:
     queued: QueuedRequest
     available: AvailableRows
     row: NodeSlots
-    cost: float = 0.0
-    """Its expected cost there, in seconds."""
+    cost: float = 0.0  # its expected cost there, in seconds
     response_ratio: float = 0.0
     """The time from its arrival to its expected end, divided by its cost."""
 
@@ -347,18 +333,14 @@ class Matcher:
         return self._policy.choose(available, queued, now, self._rng)
 
 
+# Requests that may be deferred to a node, for each of its slots: no node is overrun for the sake of
+# its cache.
 DEFERRALS_PER_SLOT = 1
-"""Requests that may be deferred to a node, for each of its slots: no node is overrun for the sake
-of its cache."""
-
 LEAST_CACHED_TOKENS = 32.0
-
-LONGEST_DEFERRAL = 60.0
-"""Seconds that a request is deferred at most."""
-
+LONGEST_DEFERRAL = 60.0  # seconds that a request is deferred at most
+# A deferral ends this share of the predicted wait, and so many seconds, after it: by then the
+# prediction has failed.
 DEFERRAL_MARGIN, LEAST_DEFERRAL_MARGIN = 2.0, 5.0
-"""A deferral ends this share of the predicted wait, and so many seconds, after it: by then the
-prediction has failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -473,8 +455,7 @@ def _is_worth_waiting(row: NodeSlots, queued: QueuedRequest) -> bool:
 class StarvationGuard:
     """Whether the next placement goes by the strict order or to an overdue class."""
 
-    share: float
-    """Share of the placements that overdue classes get."""
+    share: float  # share of the placements that overdue classes get
     _credit: float = 0.0
 
     @property

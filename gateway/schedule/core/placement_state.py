@@ -25,8 +25,8 @@ import msgspec
 from gateway.config.scheduling import DEFAULT_SLOTLESS
 from gateway.terms import Priority
 
+# Rows that are kept of one placement: those of the least cost, the chosen one among them.
 MOST_COMPARED_ROWS = 8
-"""Rows that are kept of one placement: those of the least cost, the chosen one among them."""
 
 
 # Structs of msgspec, since some are made for each request.
@@ -34,35 +34,21 @@ class RowFigures(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A row with room, just before the request was placed. Letters as in `selection.py`."""
 
     name: str
-    measured: bool
-    """Whether its speeds were measured; else they are guesses."""
-    total: int
-    """Its slots."""
-    busy: int
-    """k: neighbours."""
-    prefill_tps: float
-    """p."""
-    token_base: float
-    """b."""
-    token_step: float
-    """s."""
-    decode_slowdown: float
-    """d."""
-    remaining: float
-    """Σr."""
-    prefill_wait: float
-    """R."""
-    penalty: float
-    """The row's part of D."""
-    own_penalty: float
-    """The part of D that holds for this request alone."""
+    measured: bool  # whether its speeds were measured; else they are guesses
+    total: int  # its slots
+    busy: int  # k: neighbours
+    prefill_tps: float  # p
+    token_base: float  # b
+    token_step: float  # s
+    decode_slowdown: float  # d
+    remaining: float  # sigma r
+    prefill_wait: float  # R
+    penalty: float  # the row's part of D
+    own_penalty: float  # the part of D that holds for this request alone
     cached: float
-    wake: float = 0.0
-    """The seconds of `penalty` in which the node, which sleeps, wakes up."""
-    pool: int = 0
-    """Tokens that its slots share; 0: none."""
-    pool_used: int = 0
-    """Of these, tokens that were reserved, or that others used."""
+    wake: float = 0.0  # the seconds of `penalty` in which the node, which sleeps, wakes up
+    pool: int = 0  # tokens that its slots share; 0: none
+    pool_used: int = 0  # of these, tokens that were reserved, or that others used
 
 
 class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -71,69 +57,43 @@ class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
     chosen: RowFigures
     others: tuple[RowFigures, ...]
     """The best of those that had room and were not chosen, in no order."""
-    with_room: int
-    """Rows of its candidate set that had room for it."""
-    candidates: int
-    """Rows of its candidate set."""
-    by_cost: bool
-    """Whether the policy goes by the cost."""
+    with_room: int  # rows of its candidate set that had room for it
+    candidates: int  # rows of its candidate set
+    by_cost: bool  # whether the policy goes by the cost
 
 
 class Deferral(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Why a request waits for a busy node though another has room. Costs are in seconds."""
 
     node: str
-    wait_seconds: float
-    """Until the busy node was expected to have room."""
-    cost_there: float
-    """Its expected cost there, that wait included."""
-    cost_at_once: float
-    """Its expected cost on the node that had room."""
-    cached: float
-    """Prompt tokens that the busy node was believed to have cached, or to have soon."""
+    wait_seconds: float  # until the busy node was expected to have room
+    cost_there: float  # its expected cost there, that wait included
+    cost_at_once: float  # its expected cost on the node that had room
+    cached: float  # prompt tokens that the busy node was believed to have cached, or to have soon
 
 
-MOST_TOKENS_PER_REQUEST = 1e7
-"""Tokens of a prompt or an answer; more is a mistake and is clamped."""
-
-DEFAULT_COMPLETION_TOKENS = 256.0
-"""Expected tokens of an answer about which nothing is known."""
-
+MOST_TOKENS_PER_REQUEST = 1e7  # tokens of a prompt or an answer; more is a mistake and is clamped
+DEFAULT_COMPLETION_TOKENS = 256.0  # expected tokens of an answer about which nothing is known
+# Completion tokens of a request that decodes nothing, such as embeddings, or next to nothing.
 NEGLIGIBLE_COMPLETION = 1.0
-"""Completion tokens of a request that decodes nothing, such as embeddings, or next to nothing."""
-
+# Prompt tokens that a server reads however much is cached: the last one always.
 LEAST_UNCACHED_TOKENS = 1.0
-"""Prompt tokens that a server reads however much is cached: the last one always."""
-
-NO_ROWS: Mapping[int, float] = {}
-"""Figures by row index, for no row; never written to."""
-
-WARM_ROWS_PER_REQUEST = 6
-"""Rows with most of a request's prompt cached that the request remembers."""
-
+NO_ROWS: Mapping[int, float] = {}  # figures by row index, for no row; never written to
+WARM_ROWS_PER_REQUEST = 6  # rows with most of a request's prompt cached that the request remembers
+# A placement past its expected end is expected to take this share of its time so far once more.
 OVERRUN_SHARE = 0.5
-"""A placement past its expected end is expected to take this share of its time so far once more."""
-
+# Tokens/s outside of which a speed is a mistake; it is clamped.
 SLOWEST_TPS, FASTEST_TPS = 1e-3, 1e7
-"""Tokens/s outside of which a speed is a mistake; it is clamped."""
-
 MOST_PENALTY_SECONDS = 1e6
-
 MOST_SLOTS = 1 << 16
-
+# Requests on one row from which on the expected ends of all are not moved with each that starts or
+# ends, but once for that share of them: a bounded number for each.
 CROWD, CROWD_SHARE = 64, 1 / 32
-"""Requests on one row from which on the expected ends of all are not moved with each that starts or
-ends, but once for that share of them: a bounded number for each."""
-
+# Requests that a row gets in order to learn its speed, though another seems to be better. The
+# second one corrects the first, for which a server may have had to read its model from disk.
 EXPLORING_REQUESTS = 2
-"""Requests that a row gets in order to learn its speed, though another seems to be better. The
-second one corrects the first, for which a server may have had to read its model from disk."""
-
-UNMEASURED_PREFILL_TPS = 100.0
-"""Prompt tokens/s of a node whose speed was never set."""
-
-UNMEASURED_TOKEN_SECONDS = 0.1
-"""Seconds per output token of such a node."""
+UNMEASURED_PREFILL_TPS = 100.0  # prompt tokens/s of a node whose speed was never set
+UNMEASURED_TOKEN_SECONDS = 0.1  # seconds per output token of such a node
 
 
 def clamp(value: float, least: float, most: float, default: float) -> float:
@@ -169,8 +129,7 @@ class QueuedRequest:
     id: str
     groups: tuple[TierSets, ...]
     priority: Priority
-    fairness_key: str
-    """The caller or user whose share it counts against."""
+    fairness_key: str  # the caller or user whose share it counts against
     received_at: float
     slots: int = 1
     prompt_tokens: float = 0.0
@@ -179,20 +138,16 @@ class QueuedRequest:
     """Prompt tokens that a row is believed to have cached, by row index."""
     pending: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
     """Prompt tokens that a row will have cached once what runs there has ended, by row index."""
-    excluded: Collection[int] = ()
-    """Indexes of rows that can't serve it: never used."""
+    excluded: Collection[int] = ()  # indexes of rows that can't serve it: never used
     failed: Collection[int] = ()
     """Indexes of rows that have failed it: used only while no other is alive."""
     penalties: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
     """Seconds by which a row looks slower to this request, by row index; negative: faster."""
     prompt_key: object = None
     """Its prompt's key in the prompt cache's index, for whoever refreshes `cached`."""
-    affinity_hash: int = 0
-    """Hash of the prompt's shared beginning, for the policy `prefix_hash`."""
-    deadline: float | None = None
-    """When its client stops waiting for the answer."""
-    slotless_caller: str = ""
-    """The caller, all its users together, of a request that takes no slot."""
+    affinity_hash: int = 0  # hash of the prompt's shared beginning, for the policy `prefix_hash`
+    deadline: float | None = None  # when its client stops waiting for the answer
+    slotless_caller: str = ""  # the caller, all its users together, of a request that takes no slot
     pool_tokens: float = 0.0
     """Tokens for which a shared pool must have room; infinity: it runs alone there; 0: as many as
     are expected."""
@@ -201,42 +156,33 @@ class QueuedRequest:
     # Set while it waits, by the wait queue and the dispatcher.
     work_tokens: tuple[float, float] = (0.0, 0.0)
     """Prompt tokens to be read and output tokens to be decoded for it, as expected."""
-    arrival_key: tuple[float, int] = (0.0, 0)
-    """Sorts requests by age."""
+    arrival_key: tuple[float, int] = (0.0, 0)  # sorts requests by age
     account: FairnessAccount | None = None
     """Its caller's account while it waits; None: it does not wait."""
     requirements: Requirements = NO_REQUIREMENTS
-    fills_pool: bool = False
-    """Whether it needs most of the tokens of a shared pool."""
+    fills_pool: bool = False  # whether it needs most of the tokens of a shared pool
     was_reserved_for: bool = False
     """Whether a node's room has been reserved for it: once it suffices, it goes first."""
-    warmest_rows: tuple[int, ...] = ()
-    """Indexes of the rows that have most of its prompt cached."""
-    cache_checked_at: float = 0.0
-    """When `cached` was last looked up."""
-    deferred_to: NodeSlots | None = None
-    """The busy node that it waits for while others may pass it."""
+    warmest_rows: tuple[int, ...] = ()  # indexes of the rows that have most of its prompt cached
+    cache_checked_at: float = 0.0  # when `cached` was last looked up
+    deferred_to: NodeSlots | None = None  # the busy node that it waits for while others may pass it
     deferred_until: float = 0.0
     """When that node was predicted to have a slot, with a margin; 0: never deferred."""
     deferral: Deferral | None = None
     # Set when it is placed; the row moves its expected ends.
     row: NodeSlots = field(init=False)
-    group: int = 0
-    """The model name it is served under: an index of `groups`."""
+    group: int = 0  # the model name it is served under: an index of `groups`
     placed_at: float = 0.0
-    prefill_ends: float = 0.0
-    """When its prompt is expected to have been read."""
+    prefill_ends: float = 0.0  # when its prompt is expected to have been read
     ends: float = 0.0
-    uncached: float = 0.0
-    """Prompt tokens that the node has to read."""
+    uncached: float = 0.0  # prompt tokens that the node has to read
     payer: FairnessAccount | None = None
     """The account that pays for it; None: it was settled, or it has not been placed."""
     charge: float = 0.0
     token_weight: float = 1.0
     """Price of an output token when it was placed: it is settled at the same price."""
     released: bool = False
-    comparison: Comparison | None = None
-    """What its row was compared with, if that is kept."""
+    comparison: Comparison | None = None  # what its row was compared with, if that is kept
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.prompt_tokens <= MOST_TOKENS_PER_REQUEST:
@@ -369,8 +315,7 @@ class FairnessAccount:
 
     fairness_key: str
     serial: int
-    counter: float = 0.0
-    """Work, in prompt tokens."""
+    counter: float = 0.0  # work, in prompt tokens
     running: int = 0
     fifos: dict[Requirements, list[QueuedRequest]] = field(default_factory=dict)
     """Its waiting requests by their requirements, oldest first."""
@@ -401,8 +346,7 @@ class NodeSlots:
 
     index: int
     name: str
-    name_hash: int = 0
-    """A hash of its name, the same in every process."""
+    name_hash: int = 0  # a hash of its name, the same in every process
     gpu: bool = False
     total: int = 0
     capacity: int = 0
@@ -424,10 +368,8 @@ class NodeSlots:
     """Requests that it may still get in order to learn its speed (`selection.explore`)."""
     hope: float = 1.0
     """Factor of its expected cost when it is decided whether it gets such a request."""
-    penalty: float = 0.0
-    """Seconds by which it is made to look slower; negative: faster."""
-    wake: float = 0.0
-    """Those of them in which its node, which sleeps, wakes up."""
+    penalty: float = 0.0  # seconds by which it is made to look slower; negative: faster
+    wake: float = 0.0  # those of them in which its node, which sleeps, wakes up
     prefill_until: float = 0.0
     """When the prompts that are queued there are expected to have been read."""
     ends_sum: float = 0.0
@@ -435,32 +377,25 @@ class NodeSlots:
     _stretch: tuple[float, float] = (1.0, 0.0)
     """What the expected ends of a crowd have not been moved by yet: a factor of the time left, and
     seconds."""
-    _unmoved: int = 0
-    """Starts and ends in `_stretch`."""
+    _unmoved: int = 0  # starts and ends in `_stretch`
     deferred: list[QueuedRequest] = field(default_factory=list)
     """Waiting requests that are deferred to it, in the order in which they were."""
     reserved_for: QueuedRequest | None = None
-    reserved_from_all: bool = False
-    """Whether they are reserved from higher classes too."""
-    batch_reserve: int = 0
-    """Slots that `batch` must leave free."""
+    reserved_from_all: bool = False  # whether they are reserved from higher classes too
+    batch_reserve: int = 0  # slots that `batch` must leave free
     kept_from_batch: bool = False
     """Whether that is all of them, so that `batch` has no place here even while it is idle."""
-    reserve_group: object = None
-    """Rows of equal groups, in the same tier, share their reserve."""
+    reserve_group: object = None  # rows of equal groups, in the same tier, share their reserve
     last_placement: int = 0
     per_prompt_token: float = 0.0
     """Cost of one more prompt token, seconds: its prefill and the decoding that it holds up."""
-    per_output_token: float = 0.0
-    """Seconds of an output token of one more sequence."""
+    per_output_token: float = 0.0  # seconds of an output token of one more sequence
     decoding: int = 0
     decode_slowdown: float = 0.0
     """Share of their remaining time by which one more sequence slows them down."""
-    slotless_running: int = 0
-    """Requests without a slot that run here."""
+    slotless_running: int = 0  # requests without a slot that run here
     slotless_by_caller: dict[str, int] = field(default_factory=dict)
-    pool: int = 0
-    """Tokens that its slots share; 0: each has its own."""
+    pool: int = 0  # tokens that its slots share; 0: each has its own
     pool_reserved: float = 0.0
     pool_foreign: int = 0
     """Tokens of the pool that others use, or ours beyond what is reserved for them."""
@@ -745,13 +680,10 @@ class NodeSlots:
 class AvailableRows:
     """Rows with room for a request."""
 
-    rows: list[NodeSlots]
-    """At least one."""
+    rows: list[NodeSlots]  # at least one
     candidate_set: CandidateSet
-    group: int
-    """The group of the request that the candidate set belongs to."""
-    unfiltered: bool = True
-    """Whether these are all rows of the candidate set that have the slots."""
+    group: int  # the group of the request that the candidate set belongs to
+    unfiltered: bool = True  # whether these are all rows of the candidate set that have the slots
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -822,12 +754,9 @@ class CandidateSet:
         self._slots = (-1, 0, 0)
 
 
+# Candidate sets that serve the same model, best first: each is for when those before are full.
 TierSets = tuple[CandidateSet, ...]
-"""Candidate sets that serve the same model, best first: each is for when those before are full."""
-
-
-ROUNDING = 1e-9
-"""By so much a product may fall short of a whole number, as 0.29 of 100 does."""
+ROUNDING = 1e-9  # by so much a product may fall short of a whole number, as 0.29 of 100 does
 
 
 def spread_reserve(share: float, totals: Sequence[int]) -> list[int]:
@@ -859,30 +788,23 @@ def spread_reserve(share: float, totals: Sequence[int]) -> list[int]:
 class PlacementState:
     """All rows, and what is kept about all of them together."""
 
-    batch_reserve: float = 0.0
-    """Share of the slots of alike nodes that `batch` leaves free."""
-    slotless_limit: int = DEFAULT_SLOTLESS
-    """Requests without a slot that one node runs at once."""
+    batch_reserve: float = 0.0  # share of the slots of alike nodes that `batch` leaves free
+    slotless_limit: int = DEFAULT_SLOTLESS  # requests without a slot that one node runs at once
     rows: list[NodeSlots] = field(default_factory=list)
     """By index; a removed row stays until its index is used again."""
     by_name: dict[str, NodeSlots] = field(default_factory=dict)
     free_rows: dict[int, NodeSlots] = field(default_factory=dict)
-    free_rows_version: int = 0
-    """Changes whenever a row enters or leaves `free_rows`."""
+    free_rows_version: int = 0  # changes whenever a row enters or leaves `free_rows`
     placement_count: int = 0
-    speed_changes: int = 0
-    """Rows that became twice as fast, or half, since `clear_speed_changes`."""
+    speed_changes: int = 0  # rows that became twice as fast, or half, since `clear_speed_changes`
     slots_freed: bool = False
     exploring: set[int] = field(default_factory=set)
     """Indexes of rows that may get requests in order to learn their speed."""
     reserved_rows: list[NodeSlots] = field(default_factory=list)
     """Rows whose free slots are reserved for a wide request."""
-    last_release: float = 0.0
-    """When a placement last ended, anywhere."""
-    pools: int = 0
-    """Rows whose slots share one pool of tokens."""
-    pools_version: int = 0
-    """Changes with the size of any row's pool."""
+    last_release: float = 0.0  # when a placement last ended, anywhere
+    pools: int = 0  # rows whose slots share one pool of tokens
+    pools_version: int = 0  # changes with the size of any row's pool
     slots_version: int = 0
     _reserve_is_stale: bool = False
     """Whether rows or slots have changed since `spread_batch_reserve`."""

@@ -59,8 +59,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-Numbers = TypeVar("Numbers", float, "Floats")
-"""A float, or an array with one for each row."""
+Numbers = TypeVar("Numbers", float, "Floats")  # a float, or an array with one for each row
 
 
 def expected_cost(
@@ -206,12 +205,9 @@ def uncached_tokens(figures: RowFigures, prompt_tokens: float) -> float:
     return max(LEAST_UNCACHED_TOKENS, prompt_tokens - figures.cached)
 
 
-LOOP_ROWS = 64
-"""Rows up to which the loop of `row_costs` is as fast as numpy."""
-
+LOOP_ROWS = 64  # rows up to which the loop of `row_costs` is as fast as numpy
+# The reserve of rows that are kept from `batch`, in the columns: more than a row can have.
 KEPT = 2.0 * MOST_SLOTS
-"""The reserve of rows that are kept from `batch`, in the columns: more than a row can have."""
-
 _FIELDS = 9
 
 
@@ -538,13 +534,12 @@ def compare(
     )
 
 
+# Rows whose speed is known up to which each request may explore another; of more rows, one in so
+# many: the more are known, the less likely is it that the next one is the fastest.
 MOST_FREELY_EXPLORED = 8
-"""Rows whose speed is known up to which each request may explore another; of more rows, one in so
-many: the more are known, the less likely is it that the next one is the fastest."""
-
+# Each such number of tokens to be read counts as one more request when an unknown row is explored:
+# on a slow node they take minutes.
 LONG_PROMPT_TOKENS = 2048
-"""Each such number of tokens to be read counts as one more request when an unknown row is explored:
-on a slow node they take minutes."""
 
 
 def explore(
@@ -759,8 +754,7 @@ class AvailabilityCache:
     """`available_rows` for waiting requests, found once for each kind of requirements."""
 
     placement_state: PlacementState
-    _found: dict[Requirements, AvailableRows | None] = field(default_factory=dict)
-    """By slots alone."""
+    _found: dict[Requirements, AvailableRows | None] = field(default_factory=dict)  # by slots alone
     _least_refused: dict[Requirements, float] = field(default_factory=dict)
     """The fewest tokens for which no shared pool had room: none has room for more."""
 

@@ -25,10 +25,10 @@ from gateway.config.node import NodeSpec
 from gateway.config.scheduling import HybridSettings, SpillSettings
 from gateway.terms import Priority
 
+# Tokens that a chat template may add to a prompt by itself. A prompt has no more tokens than bytes
+# (byte-level vocabularies), and the JSON around each message has more bytes than its role has
+# tokens.
 TEMPLATE_TOKENS = 512
-"""Tokens that a chat template may add to a prompt by itself. A prompt has no more tokens than bytes
-(byte-level vocabularies), and the JSON around each message has more bytes than its role has tokens.
-"""
 
 
 class SpillReservation:
@@ -71,8 +71,7 @@ class SpillBudget:
     paid: SlidingSum = field(init=False)
     outstanding: int = 0
     _reserved: float = 0.0
-    _unbounded: int = 0
-    """Reservations whose cost has no bound."""
+    _unbounded: int = 0  # reservations whose cost has no bound
 
     def __post_init__(self) -> None:
         span = self.settings.window
@@ -187,8 +186,7 @@ def most_cost(
     return (prompt_cost + completion_cost) / 1_000_000
 
 
-SLOW_TOKENS_PER_SECOND = 5.0
-"""Of one slot of a node whose speed is not measured yet."""
+SLOW_TOKENS_PER_SECOND = 5.0  # of one slot of a node whose speed is not measured yet
 
 
 def dearest_token(spec: NodeSpec, total: int, tokens_per_second: float | None) -> float:
@@ -205,42 +203,35 @@ def dearest_token(spec: NodeSpec, total: int, tokens_per_second: float | None) -
 
 Tier = Literal["gpu", "cpu"]
 
+# Why a request is not in its class's own tier; the values of `X-Gateway-Fallback`.
 FallbackReason = Literal[
     "gpu_full", "gpu_down", "gpu_limited", "gpu_failed", "cpu_wait", "cpu_down"
 ]
-"""Why a request is not in its class's own tier; the values of `X-Gateway-Fallback`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
     """The nodes of one tier that could ever serve one request, as they are now."""
 
-    alive: bool
-    """One of them is up and has not failed this request."""
-    has_room: bool
-    """One of those has the slots that the request takes."""
-    wait_seconds: float = math.inf
-    """Predicted seconds until one has; infinity: unknown."""
+    alive: bool  # one of them is up and has not failed this request
+    has_room: bool  # one of those has the slots that the request takes
+    wait_seconds: float = math.inf  # predicted seconds until one has; infinity: unknown
     service_seconds: float = 0.0
     """Predicted seconds from then to the end of the answer, on the best of them."""
     paused: bool = False
     """Those that are up take nothing for a while because the endpoint asked for it (429)."""
-    failed: bool = False
-    """One of them has failed this request."""
+    failed: bool = False  # one of them has failed this request
 
 
 @dataclass(frozen=True, slots=True)
 class TierRoute:
     """Where one request may go."""
 
-    class_tier: Tier
-    """Its class's own tier."""
+    class_tier: Tier  # its class's own tier
     tiers: tuple[Tier, ...]
     """The open tiers in order of preference: each is for when those before it are full."""
-    fallback_delay: float = 0.0
-    """Seconds for which only the first is open."""
-    reason: FallbackReason | None = None
-    """Why it may go to the other tier."""
+    fallback_delay: float = 0.0  # seconds for which only the first is open
+    reason: FallbackReason | None = None  # why it may go to the other tier
     reservation: SpillReservation | None = None
     """The share of the budget that it reserved to spill over; its lease settles it."""
 
@@ -249,11 +240,9 @@ class TierRoute:
         return None if tier == self.class_tier else self.reason
 
 
+# The reason holds if the GPU has filled up by the time the request is placed.
 _GPU = TierRoute("gpu", ("gpu", "cpu"), reason="gpu_full")
-"""The reason holds if the GPU has filled up by the time the request is placed."""
-
 _GPU_ALONE = TierRoute("gpu", ("gpu",))
-
 _CPU_ALONE = TierRoute("cpu", ("cpu",))
 
 

@@ -39,20 +39,14 @@ from gateway.schedule.core.selection import row_cost_after
 from gateway.terms import Priority
 
 Fifos = dict[Requirements, list[QueuedRequest]]
-
 by_age = attrgetter("arrival_key")
-
+# Bounds of an output token's price, in prompt tokens.
 LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT = 1.0, 32.0
-"""Bounds of an output token's price, in prompt tokens."""
-
+# By how many mean charges of a request a caller may be above the lowest counter and still go.
 COUNTER_SLACK = 2.0
-"""By how many mean charges of a request a caller may be above the lowest counter and still go."""
-
-MOST_ACCOUNTS = 4096
-"""Accounts; when there are more, those of idle callers are dropped."""
-
+MOST_ACCOUNTS = 4096  # accounts; when there are more, those of idle callers are dropped
+# Sorts accounts: counter, serial number, the account.
 CounterKey = tuple[float, int, FairnessAccount]
-"""Sorts accounts: counter, serial number, the account."""
 
 
 @dataclass(slots=True, eq=False)
@@ -150,8 +144,7 @@ class WaitQueue:
         default_factory=lambda: tuple(PriorityLevel() for _ in Priority)
     )
     count: int = 0
-    wide_count: int = 0
-    """How many need several slots, or most of a shared pool."""
+    wide_count: int = 0  # how many need several slots, or most of a shared pool
     _arrivals: int = 0
     _warm: dict[int, dict[QueuedRequest, None]] = field(default_factory=dict)
     """By row index: the requests that have that row among their warmest."""
@@ -236,12 +229,11 @@ def _drop(fifos: Fifos, queued: QueuedRequest) -> None:
         del fifos[queued.requirements]
 
 
+# Placements after which the fleet's mean speeds are computed anew: a quarter of the number of its
+# nodes within these bounds, so that what a small fleet has measured counts soon.
 LEAST_REFRESH_PLACEMENTS, MOST_REFRESH_PLACEMENTS = 8, 256
-"""Placements after which the fleet's mean speeds are computed anew: a quarter of the number of its
-nodes within these bounds, so that what a small fleet has measured counts soon."""
-
+# Rows whose expected ends are looked at, and about as many callers whose FIFOs are.
 SAMPLED_ROWS = 64
-"""Rows whose expected ends are looked at, and about as many callers whose FIFOs are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -252,8 +244,7 @@ class WaitForecast:
     wait_queue: WaitQueue
     token_weight: float = LEAST_TOKEN_WEIGHT
     """Price of an output token in prompt tokens, by the speeds at the last refresh."""
-    refresh_at: int = 0
-    """The number of placements at which the means are computed anew."""
+    refresh_at: int = 0  # the number of placements at which the means are computed anew
     _prompt_token_seconds: float = 0.0
     _output_token_seconds: float = 0.0
 
