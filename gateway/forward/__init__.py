@@ -1,1 +1,1 @@
-"""Forwards requests to nodes: attempts, retries, resumed streams, and one module for each API."""
+"""Forwards requests to nodes: attempts, retries, streams, resumed ones, and the account of each."""

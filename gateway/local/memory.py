@@ -317,7 +317,7 @@ LOCKED_SHARE = 0.9  # of the model file that must be locked; the vocabulary neve
 def memlock_limit(sysroot: Path = ROOT) -> int | None:
     """Return the bytes that a server of this process may lock; None: no limit, or unknown.
 
-    It is the hard limit, to which `tools.local.launch` raises the soft one. CAP_IPC_LOCK lifts it
+    It is the hard limit, to which `local.launch` raises the soft one. CAP_IPC_LOCK lifts it
     where the capability survives exec: root's, or an ambient one.
     """
     status = dict(_pairs(sysroot / "proc/self/status"))

@@ -1,1 +1,1 @@
-"""Nodes: their health, circuits, leases, speed and prompt caches, and the fleet of all of them."""
+"""Nodes: what is known and learnt of each, leases on their slots, and the fleet of all of them."""

@@ -1,1 +1,1 @@
-"""A request as it came: its head and body read within limits, and the `Request` made of it."""
+"""From a body to a `Request`: its route, what is checked, measured and edited, its prompt key."""

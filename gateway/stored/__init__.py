@@ -1,1 +1,1 @@
-"""Work that can wait: callers' files, and in them the requests and results of batches."""
+"""Work that can wait: batches, responses in the background, the files of both, and webhooks."""

@@ -4,7 +4,7 @@ A line is either a request or an error of its own; the lines around it are read 
 line is numbered by its place in the file, from 1, empty ones included. Whatever the file holds,
 memory is bounded: by one line, by what one call returns, and by 16 bytes for each `custom_id`.
 
-Everything here blocks: call it on a thread (`disk_threads.py`).
+Everything here blocks: call it on a thread (`folder.DiskThreads`).
 """
 
 from __future__ import annotations

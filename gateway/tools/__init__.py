@@ -1,1 +1,1 @@
-"""The places of programs until the next release, for the units of older playbooks."""
+"""Old names of two programs of `local`, which units of older playbooks start; gone next release."""

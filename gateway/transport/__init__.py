@@ -1,1 +1,1 @@
-"""Connections to nodes: a pool of our own for proxied requests, and httpx on top for the rest."""
+"""Connections to nodes: the pool of each, names resolved once, and coroutines without a task."""

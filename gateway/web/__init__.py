@@ -1,1 +1,1 @@
-"""The HTTP edge: a public listener for clients, an admin listener for operators."""
+"""The public listener's paths: one handler for those that reach nodes, Starlette for all others."""

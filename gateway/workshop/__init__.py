@@ -1,1 +1,1 @@
-"""Tools beside the gateway: commands, simulator, local servers, tuning."""
+"""Tools beside the gateway: benchmark, plan, simulator, tuning and the fit to given hardware."""

@@ -1,7 +1,7 @@
 """The demand model: what a request will take, learnt from what earlier ones took.
 
 It predicts tokens (`TokenEstimates`), which nodes have the prompt's beginning cached
-(`fleet.prompt_cache`), and which node served the session last (`SessionAffinity`).
+(`nodes.prompt_cache`), and which node served the session last (`SessionAffinity`).
 
 **Prompts.** Each model has a ratio of tokens to bytes of text. A caller's texts (another language,
 code) differ from others', so the caller's own ratio replaces the model's as evidence for it grows.

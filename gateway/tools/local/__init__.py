@@ -1,1 +1,1 @@
-"""The places of programs until the next release, for the units of older playbooks."""
+"""`embedded` and `memory` under their old names."""
