@@ -2,14 +2,15 @@
 
 Packages and layers come from import-linter's contract in `pyproject.toml`, arrows from the imports
 in the code, and each package's purpose from its docstring. `--write` puts picture and table into
-`docs/architecture.md`, between the two comments that mark their place; a test says when the page is
-out of date.
+`docs/architecture.md`, between the two comments that mark their place, and counts the lines of the
+modules in its list of a chat. A test says when the drawing is out of date.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 import textwrap
 import tomllib
@@ -109,6 +110,17 @@ def page(root: Path) -> str:
     return f"{before}{BEGIN}\n\n{drawn}\n\n{END}{after}"
 
 
+def counted(text: str, root: Path) -> str:
+    """The page with the lines of each module in its list of a chat's modules as they are now."""
+
+    def row(match: re.Match[str]) -> str:
+        path = root / PACKAGE / match["path"]
+        lines = len(path.read_text().splitlines()) if path.exists() else match["lines"]
+        return f"{match['begin']}{lines} |"
+
+    return re.sub(r"(?P<begin>\| `(?P<path>[\w/]+\.py)` \| )(?P<lines>\d+) \|", row, text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the drawing, or write the page."""
     parser = argparse.ArgumentParser(
@@ -118,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help=f"renew {PAGE}")
     if parser.parse_args(arguments).write:
-        (ROOT / PAGE).write_text(page(ROOT))
+        (ROOT / PAGE).write_text(counted(page(ROOT), ROOT))
     else:
         order, known = layers(ROOT), packages(modules(ROOT))
         print(drawing(order, known), table(order, known), sep="\n\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.house.picture import BEGIN, END, PAGE, ROOT, drawing, layers, packages, page
+from tests.house.picture import BEGIN, END, PAGE, ROOT, counted, drawing, layers, packages, page
 from tests.house.source import modules
 
 FILES = {
@@ -48,6 +48,13 @@ def test_a_page_keeps_its_text_around_the_drawing(tmp_path: Path) -> None:
     assert text.endswith(f"\n{END}\n\nmore\n")
     assert "| 2 | `left` | Does what is left. |" in text
     assert "old" not in text
+
+
+def test_lines_of_listed_modules_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "gateway").mkdir()
+    (tmp_path / "gateway/a.py").write_text("x = 1\ny = 2\n")
+    assert counted("| 1 | `a.py` | 9 | begins |", tmp_path) == "| 1 | `a.py` | 2 | begins |"
+    assert counted("| 1 | `gone.py` | 9 | begins |", tmp_path) == "| 1 | `gone.py` | 9 | begins |"
 
 
 def test_the_drawing_is_up_to_date() -> None:
