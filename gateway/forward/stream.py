@@ -26,7 +26,7 @@ from gateway.api.sse import EventFramer
 from gateway.config.settings import Settings
 from gateway.request.preparation import Request
 from gateway.request.request_limits import max_event_bytes
-from gateway.transport.connection import Relay
+from gateway.transport.connection import MOST_RELAYED_BYTES, Relay
 from gateway.transport.errors import InvalidResponse
 
 
@@ -40,8 +40,8 @@ class WriteToClient(Protocol):
 EventFilter = Callable[[bytes], bytes]
 """Removes fields or events that only the gateway asked for. Raises: InvalidResponse."""
 
-NO_EVENT = b"\n"
-"""No event begins with these bytes."""
+NO_EVENT = b"\n" * MOST_RELAYED_BYTES
+"""No chunk that comes to `pass_chunk` begins with these bytes: it is shorter."""
 
 MOST_PASSED = 32
 """Events that pass before all stages know of them."""
