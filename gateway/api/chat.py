@@ -259,10 +259,10 @@ MOST_RUN_TRIES = 8
 
 _TEXT = re.compile(rb'"(?:content|reasoning_content|text)": ?("(?:[^"\\]|\\.)*")')
 
-_REASONING = [ChunkChoice(delta=_Delta(reasoning_content=""))]
+_REASONING = [ChunkChoice(delta=_Delta(reasoning_content="\0"))]
 
-_TEXT_ALONE = (_REASONING, [ChunkChoice(delta=_Delta(content=""))], [ChunkChoice(text="")])
-"""The choices of a chunk that has a text and nothing else."""
+_TEXT_ALONE = (_REASONING, [ChunkChoice(delta=_Delta(content="\0"))], [ChunkChoice(text="\0")])
+"""The choices of a chunk that has a text and nothing else. No other field has just this text."""
 
 _TEXTS = msgspec.json.Decoder(list[str])
 
@@ -278,7 +278,7 @@ def read_run(pieces: list[bytes], at: int, answers: Mapping[int, AnswerParts]) -
         return at
     before, after = first[: found.start(1)], first[found.end(1) :]
     try:
-        choices = read_choices(read_fields(before[5:] + b'""' + after))
+        choices = read_choices(read_fields(before[5:] + b'"\\u0000"' + after))
     except (InvalidResponse, *JSON_ERRORS):
         return at
     if choices not in _TEXT_ALONE:
