@@ -166,6 +166,27 @@ async def test_a_socket_that_its_reader_has_resumed_stops_at_the_next_bytes_that
     assert connection.read_nowait() == b"bb"
 
 
+@pytest.mark.parametrize("end", [BoundedProtocol.shutdown, BoundedProtocol.eof_received])
+async def test_a_request_that_waits_is_served_before_its_connection_ends(
+    end: Callable[[BoundedProtocol], object],
+) -> None:
+    async def serve(_: Route, exchange: HttpExchange) -> None:
+        exchange.respond(200, b"", exchange.take_body())
+
+    async def nothing(*_: object) -> None: ...
+
+    loop, turn, transport = asyncio.get_running_loop(), TurnLimit(seconds=-1), RecordedTransport()
+    connection = protocol_class(LimitSettings(), serve, turn=turn)(nothing, 60, set(), set())
+    connection.connection_made(transport)
+    turn.look(loop)
+    connection.data_received(REQUEST)
+    assert not connection.idle
+    assert not transport.sent
+    end(connection)
+    assert transport.sent.startswith(b"HTTP/1.1 200 OK")
+    connection.connection_lost(None)
+
+
 @pytest.mark.parametrize("side", [from_nodes, from_clients])
 def test_a_burst_is_worked_on_in_turns_that_are_short(
     side: Callable[[Burst], Coroutine[None, None, None]],
