@@ -249,9 +249,9 @@ class AnswerParts:
 LEAST_RUN = 4  # events that come together, from which on it is tried to read them as a run
 MOST_RUN_TRIES = 8
 _TEXT = re.compile(rb'"(?:content|reasoning_content|text)": ?("(?:[^"\\]|\\.)*")')
-_REASONING = [ChunkChoice(delta=_Delta(reasoning_content=""))]
-# The choices of a chunk that has a text and nothing else.
-_TEXT_ALONE = (_REASONING, [ChunkChoice(delta=_Delta(content=""))], [ChunkChoice(text="")])
+_REASONING = [ChunkChoice(delta=_Delta(reasoning_content="\0"))]
+# The choices of a chunk that has a text and nothing else. No other field has just this text.
+_TEXT_ALONE = (_REASONING, [ChunkChoice(delta=_Delta(content="\0"))], [ChunkChoice(text="\0")])
 _TEXTS = msgspec.json.Decoder(list[str])
 
 
@@ -266,7 +266,7 @@ def read_run(pieces: list[bytes], at: int, answers: Mapping[int, AnswerParts]) -
         return at
     before, after = first[: found.start(1)], first[found.end(1) :]
     try:
-        choices = read_choices(read_fields(before[5:] + b'""' + after))
+        choices = read_choices(read_fields(before[5:] + b'"\\u0000"' + after))
     except (InvalidResponse, *JSON_ERRORS):
         return at
     if choices not in _TEXT_ALONE:

@@ -26,7 +26,7 @@ from gateway.api.sse import EventFramer
 from gateway.config.settings import Settings
 from gateway.request.preparation import Request
 from gateway.request.request_limits import max_event_bytes
-from gateway.transport.connection import Relay
+from gateway.transport.connection import MOST_RELAYED_BYTES, Relay
 from gateway.transport.errors import InvalidResponse
 
 
@@ -39,7 +39,8 @@ class WriteToClient(Protocol):
 
 # Removes fields or events that only the gateway asked for. Raises: InvalidResponse.
 EventFilter = Callable[[bytes], bytes]
-NO_EVENT = b"\n"  # no event begins with these bytes
+# No chunk that comes to `pass_chunk` begins with these bytes: it is shorter.
+NO_EVENT = b"\n" * MOST_RELAYED_BYTES
 MOST_PASSED = 32  # events that pass before all stages know of them
 # Bytes of a stream's end that are read for `usage`; an event that reaches further back counts
 # whole.

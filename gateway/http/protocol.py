@@ -302,7 +302,8 @@ class BoundedProtocol(asyncio.Protocol):
         if self._unreceived or self.turn.look(self.loop):
             if not self._unreceived:
                 self.turn.wait(self._receive_late)
-                self.transport.pause_reading()
+            # Each time, as a handler may have resumed it meanwhile.
+            self.transport.pause_reading()
             self._unreceived += data
         else:
             self._receive(data)

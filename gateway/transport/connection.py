@@ -327,8 +327,9 @@ class NodeConnection(asyncio.Protocol):
         elif self._unreceived or self._turn.look(self._loop):
             if not self._unreceived:
                 self._turn.wait(self._receive_late)
-                if not self._paused and self.transport is not None:
-                    self.transport.pause_reading()
+            # Each time, as its reader may have resumed it meanwhile.
+            if not self._paused and self.transport is not None:
+                self.transport.pause_reading()
             self._unreceived += data
             self._between_chunks = False  # no chunk overtakes these bytes
         else:

@@ -213,6 +213,12 @@ def test_a_run_of_chunks_makes_what_they_make_one_by_one(pieces: list[bytes]) ->
     assert made([b"".join(pieces)]) == made(pieces)
 
 
+def test_no_run_takes_another_fields_text_for_the_answers() -> None:
+    chunks = [{"text": text, "choices": [{"delta": {"content": ""}}]} for text in "no text of it"]
+    end = {"choices": [{"finish_reason": "stop"}]}
+    assert assembled(CHAT, [*chunks, end])["choices"][0]["message"]["content"] == ""
+
+
 def test_a_response_without_a_word_has_empty_content() -> None:
     assert message(OPENING, chunk({}, "stop"), COUNTS) == {"role": "assistant", "content": ""}
 

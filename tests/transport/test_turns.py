@@ -18,6 +18,7 @@ from gateway.http.exchange import HttpExchange
 from gateway.http.protocol import BoundedProtocol, protocol_class
 from gateway.request.routes import Route
 from gateway.transport.connection import TURN_SECONDS, NodeConnection, TurnLimit
+from tests.http.recorded_transport import RecordedTransport
 from tests.transport.raw import Silent
 
 SOCKETS = 400
@@ -145,6 +146,45 @@ async def test_what_waits_is_received_before_the_end_of_its_connection() -> None
     connection.connection_lost(None)
     assert connection.complete
     assert connection.read_nowait() == b"a"
+
+
+async def test_a_socket_that_its_reader_has_resumed_stops_at_the_next_bytes_that_wait() -> None:
+    loop, turn = asyncio.get_running_loop(), TurnLimit(seconds=-1)
+    connection, transport = NodeConnection(loop, turn=turn), RecordedTransport()
+    connection.connection_made(transport)
+    connection.send(b"")
+    connection.data_received(HEAD + PARTS[0])
+    turn.look(loop)
+    connection.data_received(PARTS[1])
+    connection.unread(connection.read_nowait())
+    connection.read_nowait()
+    assert transport.reads()
+    connection.data_received(PARTS[1])
+    assert not transport.reads()
+    await asyncio.sleep(0)
+    assert transport.reads()
+    assert connection.read_nowait() == b"bb"
+
+
+@pytest.mark.parametrize("end", [BoundedProtocol.shutdown, BoundedProtocol.eof_received])
+async def test_a_request_that_waits_is_served_before_its_connection_ends(
+    end: Callable[[BoundedProtocol], object],
+) -> None:
+    async def serve(_: Route, exchange: HttpExchange) -> None:
+        exchange.respond(200, b"", exchange.take_body())
+
+    async def nothing(*_: object) -> None: ...
+
+    loop, turn, transport = asyncio.get_running_loop(), TurnLimit(seconds=-1), RecordedTransport()
+    connection = protocol_class(LimitSettings(), serve, turn=turn)(nothing, 60, set(), set())
+    connection.connection_made(transport)
+    turn.look(loop)
+    connection.data_received(REQUEST)
+    assert not connection.idle
+    assert not transport.sent
+    end(connection)
+    assert transport.sent.startswith(b"HTTP/1.1 200 OK")
+    connection.connection_lost(None)
 
 
 @pytest.mark.parametrize("side", [from_nodes, from_clients])
