@@ -38,10 +38,13 @@ LARGEST_SIZE = 1 << 40
 
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """The docstrings below the fields of a module's classes, each in one line; none: no source."""
+    """The docstrings below the fields of a module's classes, each in one line; none: no source.
+
+    The file is that on the disk now, which an upgrade may be writing while an older gateway runs.
+    """
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError):
+    except (KeyError, OSError, SyntaxError, TypeError, ValueError):
         return {}
     found: dict[str, dict[str, str]] = {}
     for model in tree.body:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import ConfigError, Problem
+from gateway.config import ConfigError, Problem, fields
+from gateway.config.listeners import ListenSettings
 from tests.config.conftest import LoadNodes, Problems
 
 ONE = "nodes:\n  - {{name: a, url: 'http://h:80', {}}}\n"
@@ -129,3 +131,22 @@ def test_an_error_lists_its_problems_and_counts_the_rest() -> None:
     assert len(error.problems) == 60
     assert lines[0] == "config/nodes.yaml:1: k: bad"
     assert lines[50:] == ["... and 10 more"]
+
+
+@pytest.mark.parametrize("source", [OSError, TypeError, SyntaxError, "class KeySpec(", "\0"])
+def test_a_key_has_no_description_where_the_source_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, source: type[Exception] | str
+) -> None:
+    """An upgrade may be writing the files, and some installations have none."""
+
+    def getsource(_: object) -> str:
+        if isinstance(source, str):
+            return source
+        raise source
+
+    monkeypatch.setattr(inspect, "getsource", getsource)
+    fields._docstrings.cache_clear()
+    try:
+        assert fields.description_of(ListenSettings, "port") == ""
+    finally:
+        fields._docstrings.cache_clear()

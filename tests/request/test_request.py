@@ -13,6 +13,7 @@ from gateway.api.json_values import run_at_once
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
+from gateway.events import RequestFinished
 from gateway.nodes.model_index import ModelIndex
 from gateway.request.body import (
     LARGE_BODY_BYTES,
@@ -33,6 +34,7 @@ from gateway.request.preparation import (
     Sender,
     parse_prompt_list,
     prepare,
+    read_request,
     split_prompts,
 )
 from gateway.request.routes import ROUTES
@@ -493,3 +495,29 @@ def test_fields_repeated_with_each_prompt_are_bounded() -> None:
     with pytest.raises(GatewayError, match="sent with each") as caught:
         made(body | {"grammar": "x" * (MOST_REPEATED_BYTES // 1000)})
     assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+def read(path: str, body: bytes, *, patient: bool = False) -> Request:
+    """The request of a body that came as it is."""
+    incoming = IncomingRequest("a", "b", ROUTES[path], body, Sender(ANYONE), 0.0, patient=patient)
+    index = ModelIndex()
+    index.set_nodes([a_node(model=["demo"])])
+    rules = RequestRules(LimitSettings(), ModelAliases({}), None)
+    record = RequestFinished("b", path)
+    return read_request(incoming, record, rules, index, lambda _: Priority.BATCH)
+
+
+def test_nodes_get_no_byte_order_mark() -> None:
+    body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+    assert read("/v1/chat/completions", b"\xef\xbb\xbf" + body).bodies == {"demo": body}
+
+
+def test_of_a_stored_request_with_several_prompts_none_gives_its_slot_away_by_itself() -> None:
+    request = read("/v1/completions", b'{"prompt": ["a", "b"], "max_tokens": 1}', patient=True)
+    assert (request.lease_request.caller.patient, request.lease_request.caller.yields) == (
+        True,
+        True,
+    )
+    assert request.prompt_list is not None
+    one = run_at_once(request.prompt_list.make_request(0, b'{"prompt": "a", "max_tokens": 1}'))
+    assert (one.lease_request.caller.patient, one.lease_request.caller.yields) == (False, False)

@@ -12,6 +12,7 @@ from gateway.watch.history import (
     MOST_CALLERS,
     MOST_FAILURES,
     MOST_MODELS,
+    MOST_UNSERVED,
     FleetHistory,
     Gauges,
     HistoryPoint,
@@ -156,3 +157,11 @@ def test_an_ended_request_is_found_before_its_event_is_due() -> None:
     history = FleetHistory(bus)
     bus.publish_deferred(RequestFinished("it", "/v1/chat/completions"))
     assert [one.x_request_id for one in history.find("it")] == ["it"]
+
+
+def test_a_flood_of_refusals_pushes_no_served_request_out_of_those_kept() -> None:
+    counted = Counted()
+    counted.step(ended(request_id="served", attempts=1))
+    counted.step(*(ended(request_id=f"refused-{n}") for n in range(6 * MOST_UNSERVED)))
+    found = [[*counted.history.find(name)] for name in ("served", "refused-0", "refused-6143")]
+    assert [len(one) for one in found] == [1, 0, 1]
