@@ -16,7 +16,7 @@ from gateway.config.settings import Settings
 from gateway.forward.stream import EventPipeline
 from gateway.request.routes import ROUTES
 from tests.emulator import EmulatedNode, expected_chat_text
-from tests.forward.fake_lease_service import a_proxy_request
+from tests.forward.granted_lease import a_proxy_request
 from tests.forward.proxy_over_nodes import (
     A_FIRST,
     BODIES,

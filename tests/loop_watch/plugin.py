@@ -64,9 +64,9 @@ def is_known(record: Record) -> bool:
     """Whether `known.toml` names a function that the stack of this record is in."""
     places = {line.rpartition(":")[0] for line in record.stack}
     # A test's own work, and that of commands, whose loops serve nobody.
-    return record.place.startswith(("tests/", "gateway/workshop/")) or any(
-        one["at"] in places and record.kind in one.get("kind", record.kind) for one in known()
-    )
+    return record.place.startswith(
+        ("tests/", "gateway/cli/", "gateway/local/", "gateway/workshop/")
+    ) or any(one["at"] in places and record.kind in one.get("kind", record.kind) for one in known())
 
 
 def problems(records: Iterable[Record]) -> list[str]:
