@@ -247,7 +247,7 @@ class AnswerParts:
 
 
 LEAST_RUN = 4  # events that come together, from which on it is tried to read them as a run
-MOST_RUN_TRIES = 8
+MOST_RUN_TRIES = 8  # in events that come together: where all differ, no more is lost
 _TEXT = re.compile(rb'"(?:content|reasoning_content|text)": ?("(?:[^"\\]|\\.)*")')
 _REASONING = [ChunkChoice(delta=_Delta(reasoning_content="\0"))]
 # The choices of a chunk that has a text and nothing else. No other field has just this text.
