@@ -11,10 +11,10 @@ from gateway.terms import Priority, RequestTrace
 
 
 @dataclass(slots=True)
-class RequestFinished:
-    """A request has ended, whatever its outcome. Times in seconds.
+class RequestRecord:
+    """A request and its outcome. Times in seconds.
 
-    The record is made when the request arrives, filled while it runs, and published at its end.
+    It is made when the request arrives, filled while the request runs, and published at its end.
     """
 
     x_request_id: str
@@ -70,7 +70,7 @@ class RequestFinished:
         if model is not None:
             self.model = model
 
-    def finish(self, received_at: float, now: float) -> RequestFinished:
+    def finish(self, received_at: float, now: float) -> RequestRecord:
         """The request is over; returns the complete record."""
         self.duration_seconds = now - received_at
         self.ended_at = now
@@ -104,7 +104,7 @@ class RequestFinished:
         self.cached_tokens += cached
         self.completion_tokens += completion
 
-    def sub_request_answered(self, part: RequestFinished) -> None:
+    def sub_request_answered(self, part: RequestRecord) -> None:
         """Take node and times from the first sub-request, and the most attempts of any."""
         self.attempts = max(self.attempts, part.attempts)
         if self.node is None:
@@ -125,7 +125,7 @@ class RequestFinished:
         """A sub-request begins, whose tokens will be counted here."""
         self._open_parts += 1
 
-    def sub_request_ended(self, part: RequestFinished) -> None:
+    def sub_request_ended(self, part: RequestRecord) -> None:
         """Add what a sub-request took."""
         self.count_tokens(part.prompt_tokens, part.cached_tokens, part.completion_tokens)
         self.charge(part.cost, part.slot_seconds)

@@ -40,7 +40,7 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import CONTENT_TYPE, Metrics
 from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, by_method
-from gateway.web.handler import ProxyHandler
+from gateway.web.handler import RequestHandler
 
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 
@@ -190,7 +190,7 @@ def admin_app(
     reporter: Reporter | None,
     document: Callable[[str | None], bytes],
     live: LiveFeed,
-    handler: ProxyHandler,
+    handler: RequestHandler,
     host: str,
     keys: AdminKeys,
     extra_hosts: Iterable[str] = (),

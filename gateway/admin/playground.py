@@ -26,8 +26,8 @@ from gateway.callers.callers import cache_policy_of
 from gateway.callers.keys import AdminIdentity
 from gateway.callers.meter import MeteredRequest
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
-from gateway.events import RequestFinished
-from gateway.forward.client_response import ProxyResponse, headers_for_node, node_error
+from gateway.events import RequestRecord
+from gateway.forward.client_response import ClientResponse, headers_for_node, node_error
 from gateway.forward.in_flight import InFlightRequest, PrefillProgress
 from gateway.http.request_head import class_of
 from gateway.request.preparation import IncomingRequest, Sender, read_in_turn
@@ -35,7 +35,7 @@ from gateway.request.routes import ROUTES
 from gateway.terms import Caller, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.web.asgi import read_fields
-from gateway.web.handler import ProxyHandler
+from gateway.web.handler import RequestHandler
 
 PATH = "/v1/chat/completions"
 MOST_BODY_BYTES = 256 * 1024  # most bytes of a chat
@@ -50,7 +50,7 @@ HEADERS: Headers = [(b"content-type", b"application/json")]  # the header fields
 class Playground:
     """The endpoint of the playground. It serves by the handler's settings, meter and forwarder."""
 
-    handler: ProxyHandler
+    handler: RequestHandler
 
     async def chat(self, request: HttpRequest) -> Response:
         """Stream a chat. Raises: GatewayError."""
@@ -68,19 +68,19 @@ class Playground:
 class _Chat:
     """One chat, from its body to the last event; `close` must be called."""
 
-    def __init__(self, handler: ProxyHandler, identity: AdminIdentity) -> None:
+    def __init__(self, handler: RequestHandler, identity: AdminIdentity) -> None:
         self._handler = handler
         self._id = handler.next_id()
         self._received_at = handler.clock()
-        self._record = RequestFinished(self._id, PATH, request_id=self._id)
+        self._record = RequestRecord(self._id, PATH, request_id=self._id)
         self._caller = Caller(
             id=f"playground:{identity.name}", name="playground", max_priority=Priority.URGENT
         )
         self._record.identify(self._caller.id)
         self._metered: MeteredRequest | None = None
         self._in_flight: InFlightRequest | None = None
-        self._forwarding: asyncio.Task[ProxyResponse] | None = None
-        self._response: ProxyResponse | None = None
+        self._forwarding: asyncio.Task[ClientResponse] | None = None
+        self._response: ClientResponse | None = None
         self._closed = False
         if handler.tracing is not None and handler.tracing.active:
             handler.tracing.begin(self._id, self._record, [], self._received_at)
@@ -206,7 +206,7 @@ class _Chat:
             if forwarding is not None and response is None:
                 forwarding.cancel()
                 ended = await asyncio.gather(forwarding, return_exceptions=True)
-                if isinstance(ended[0], ProxyResponse):
+                if isinstance(ended[0], ClientResponse):
                     response = ended[0]
                 if record.status < 400:
                     record.fail(CLIENT_CLOSED_STATUS, "client_closed")
@@ -223,7 +223,7 @@ class _Chat:
             handler.bus.publish_deferred(finished)
 
 
-def _successful(response: ProxyResponse) -> ProxyResponse:
+def _successful(response: ClientResponse) -> ClientResponse:
     """The response, if it is one. Raises: GatewayError, for a node's error."""
     if response.status >= 400:
         raise node_error(response)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from gateway.admin.nodes import pool_json
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError, truncate_echo
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
@@ -51,7 +51,7 @@ class _Found:
     """A request of the id that was asked for."""
 
     id: str
-    record: RequestFinished | None  # None: only the scheduler remembers it
+    record: RequestRecord | None  # None: only the scheduler remembers it
     ended_at: float | None  # None: it waits or runs
     caller: str | None = None
 
@@ -215,7 +215,7 @@ def _state(found: _Found, waiter: Waiter | None) -> str:
     return "finished"
 
 
-def _outcome(record: RequestFinished) -> Json:
+def _outcome(record: RequestRecord) -> Json:
     return {
         "status": record.status,
         "reason": record.reason,

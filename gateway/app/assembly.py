@@ -51,7 +51,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
 from gateway.config.watch import watch_files
 from gateway.events import EventBus, InventoryChanged, SettingsChanged
-from gateway.forward.accounting import ProxyContext
+from gateway.forward.accounting import ForwardContext
 from gateway.forward.attempt import TimeoutMonitor
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry
@@ -80,7 +80,7 @@ from gateway.watch.logs import Logs
 from gateway.watch.metrics import Metrics, MetricsSnapshot
 from gateway.watch.problems import StorageCondition
 from gateway.watch.request_tracing import RequestTracing
-from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
+from gateway.web.handler import PROGRESS_SECONDS, RequestHandler
 from gateway.web.site import public_app, with_cors
 
 # Most seconds to wait for the first probes before the gateway reports that it is ready.
@@ -172,7 +172,7 @@ class Gateway:
             settings.telemetry.traces, self.scheduler.decision_log, clock=self.clock, rng=rng
         )
         self.timeout_monitor = TimeoutMonitor(self.clock)
-        self.proxy_context = ProxyContext(
+        self.proxy_context = ForwardContext(
             LocalLeaseService(self.scheduler, self.fleet),
             settings,
             self.bus,
@@ -206,7 +206,7 @@ class Gateway:
             registry=self.registry,
             tracing=self.tracing,
         )
-        self.handler = ProxyHandler(
+        self.handler = RequestHandler(
             config,
             forwarder=self.forwarder,
             queue=self.scheduler,

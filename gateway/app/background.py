@@ -10,7 +10,7 @@ from gateway.app.metering import Metering, NamedLoop
 from gateway.app.startup import Options, batches_folder
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.config.settings import Settings
-from gateway.forward.accounting import ProxyContext
+from gateway.forward.accounting import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.fleet import Fleet
@@ -60,7 +60,7 @@ class BackgroundWork:
         metering: Metering,
         fleet: Fleet,
         scheduler: Scheduler,
-        context: ProxyContext,
+        context: ForwardContext,
         forwarder: Forwarder,
         registry: InFlightRegistry,
         tracing: RequestTracing,

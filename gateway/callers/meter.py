@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gateway.callers.ledger import OpenRequest, UsageRow
 from gateway.callers.limits import Accounts, LimitBook, Reservation
-from gateway.events import EventBus, RequestFinished
+from gateway.events import EventBus, RequestRecord
 from gateway.lease import LeaseRequest
 
 # A request that was admitted so much later than it can have been: the clock was set back.
@@ -53,7 +53,7 @@ class MeteredRequest:
         self,
         accounts: Accounts,
         request: LeaseRequest,
-        record: RequestFinished,
+        record: RequestRecord,
         reservation: Reservation,
     ) -> None:
         self.accounts = accounts
@@ -103,7 +103,7 @@ class Meter:
         self._open: dict[str, MeteredRequest] = {}  # the requests that run, the oldest first
 
     def admit(
-        self, accounts: Accounts, request: LeaseRequest, record: RequestFinished, prompts: int = 1
+        self, accounts: Accounts, request: LeaseRequest, record: RequestRecord, prompts: int = 1
     ) -> MeteredRequest:
         """Admit a request, which has so many prompts, or refuse it. Raises: GatewayError.
 
@@ -114,7 +114,7 @@ class Meter:
         self._open[request.id] = metered
         return metered
 
-    def ended(self, metered: MeteredRequest, record: RequestFinished) -> None:
+    def ended(self, metered: MeteredRequest, record: RequestRecord) -> None:
         """The response has ended; what it used is known when the deferred work is done."""
         metered.end(self._wall_clock())
         self._bus.defer(record.when_complete, partial(self._settle, metered))
@@ -122,7 +122,7 @@ class Meter:
     # Stored requests: their usage is recorded with their result, by those who run them.
 
     def admit_stored(
-        self, accounts: Accounts, request: LeaseRequest, record: RequestFinished, prompts: int = 1
+        self, accounts: Accounts, request: LeaseRequest, record: RequestRecord, prompts: int = 1
     ) -> MeteredRequest:
         """Admit a stored request, or refuse it. Raises: GatewayError.
 
@@ -133,7 +133,7 @@ class Meter:
         return MeteredRequest(accounts, request, record, reservation)
 
     def ended_stored(
-        self, metered: MeteredRequest, record: RequestFinished, deliver: Callable[[UsageRow], None]
+        self, metered: MeteredRequest, record: RequestRecord, deliver: Callable[[UsageRow], None]
     ) -> None:
         """The response has ended; `deliver` gets its row in place of the ledger, a little later."""
         metered.end(self._wall_clock())
@@ -152,7 +152,7 @@ class Meter:
         return CostSoFar(seconds, cost)
 
     def recovered_row(
-        self, used: UsedBefore, record: RequestFinished, accounts: Accounts | None
+        self, used: UsedBefore, record: RequestRecord, accounts: Accounts | None
     ) -> UsageRow:
         """The ledger's row of a stored request whose process ended before it could record it."""
         prompt, completion = record.prompt_tokens, record.completion_tokens
@@ -234,7 +234,7 @@ class Meter:
         key: str,
         group: str | None,
         user: str | None,
-        record: RequestFinished,
+        record: RequestRecord,
         prompt: int,
         completion: int,
     ) -> UsageRow:

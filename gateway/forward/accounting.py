@@ -392,7 +392,7 @@ class Retries:
 
 
 @dataclass(slots=True, eq=False)
-class ProxyContext:
+class ForwardContext:
     """What every request's attempts need; one for the whole process."""
 
     leases: LeaseService

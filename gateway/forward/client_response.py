@@ -36,7 +36,7 @@ from gateway.api.json_values import (
 )
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.forward.stream import WriteToClient
 from gateway.lease import NodeInfo
 from gateway.request.body import LARGE_BODY_BYTES
@@ -97,7 +97,7 @@ class EndedStream:
 
 
 @dataclass(slots=True)
-class ProxyResponse:
+class ClientResponse:
     """A response for the client: whole in `content`, or begun there with the rest to follow."""
 
     status: int
@@ -109,13 +109,13 @@ class ProxyResponse:
 
 def for_client(
     request: Request,
-    response: ProxyResponse,
+    response: ClientResponse,
     api: Api,
     settings: Settings,
     translator: ResponseRewriter | None = None,
     *,
     hides_cache: bool,
-) -> tuple[ProxyResponse, ResponseRewriter | None]:
+) -> tuple[ClientResponse, ResponseRewriter | None]:
     """The response for a client of `api`, and what rewrites its body; None: nothing does.
 
     `translator`: of a request that was translated for nodes. `hides_cache`: what tells of nodes'
@@ -139,7 +139,7 @@ def rewrite_body(rewriter: ResponseRewriter, content: bytes) -> bytes:
         raise errors.node_failed(f"{failure}.") from None
 
 
-def is_slow_to_rewrite(response: ProxyResponse) -> bool:
+def is_slow_to_rewrite(response: ClientResponse) -> bool:
     """Whether a plain response is to be rewritten in steps."""
     return len(response.content) >= LARGE_BODY_BYTES and response.status < 300
 
@@ -157,7 +157,7 @@ class EventsForClient:
 
     __slots__ = ("_record", "_rewriter", "api")
 
-    def __init__(self, rewriter: ResponseRewriter, api: Api, record: RequestFinished) -> None:
+    def __init__(self, rewriter: ResponseRewriter, api: Api, record: RequestRecord) -> None:
         self._rewriter: ResponseRewriter | None = rewriter
         """None once the stream has ended with an error."""
         self.api = api  # The API that the client uses
@@ -185,7 +185,7 @@ _NODE_ERROR_CODES = {400: "invalid_request", 413: "request_too_large", 422: "inv
 _OTHER_NODE_ERROR = "node_error"
 
 
-def node_error(response: ProxyResponse) -> GatewayError:
+def node_error(response: ClientResponse) -> GatewayError:
     """The error that a node's response of status 400 or more contains."""
     try:
         message = str(parse_json(response.content)["error"]["message"])
@@ -194,7 +194,7 @@ def node_error(response: ProxyResponse) -> GatewayError:
     return GatewayError(response.status, node_error_code(response.status), message)
 
 
-def node_error_body(response: ProxyResponse, api: Api, x_request_id: str) -> bytes:
+def node_error_body(response: ClientResponse, api: Api, x_request_id: str) -> bytes:
     """The node's body as it is, unless it is empty or not in the API's error form."""
     if response.content and api.is_own_error(response.content):
         return response.content

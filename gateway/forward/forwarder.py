@@ -33,13 +33,13 @@ from gateway.api.outcome import (
 )
 from gateway.api.transcript import OverlapMismatch, TranscriptRecorder
 from gateway.errors import GatewayError, drop_traceback
-from gateway.forward.accounting import MOST_POOL_OVERFLOWS, ProxyContext
+from gateway.forward.accounting import MOST_POOL_OVERFLOWS, ForwardContext
 from gateway.forward.attempt import Attempt
 from gateway.forward.client_response import (
     JSON_HEADER_LINE,
     SSE_HEADER_LINE,
+    ClientResponse,
     EndedStream,
-    ProxyResponse,
 )
 from gateway.forward.in_flight import PROGRESS_TOKENS, InFlightRequest
 from gateway.forward.multi_prompt import MultiPromptForwarder
@@ -79,15 +79,15 @@ _TYPE_LINE = re.compile(rb"^content-type:[^\n]*\n", re.MULTILINE)
 class Forwarder:
     """Forwards requests; one for the whole process."""
 
-    context: ProxyContext
+    context: ForwardContext
 
-    async def forward(self, in_flight: InFlightRequest) -> ProxyResponse:
+    async def forward(self, in_flight: InFlightRequest) -> ClientResponse:
         """The response to a request: one attempt after another. Raises: GatewayError."""
         if in_flight.request.prompt_list is not None:
             await ensure_task()
             return await MultiPromptForwarder(in_flight, self.forward, self.context).run()
         result = await self._attempt(in_flight, NOTHING_TRIED)
-        if isinstance(result, ProxyResponse):
+        if isinstance(result, ClientResponse):
             return result
         await ensure_task()
         attempts = self.context.settings.retries.attempts
@@ -103,7 +103,7 @@ class Forwarder:
                 if not crosses and not await retries.granted(reached_node=result.reached_node):
                     break
             result = await self._attempt(in_flight, result.tried)
-            if isinstance(result, ProxyResponse):
+            if isinstance(result, ClientResponse):
                 return result
         if result.error_response is not None:
             return result.error_response
@@ -111,7 +111,7 @@ class Forwarder:
 
     async def resume(
         self, in_flight: InFlightRequest, recorder: TranscriptRecorder, first_run: FirstRun
-    ) -> ProxyResponse:
+    ) -> ClientResponse:
         """The rest of a response to a stored request, begun by an earlier process.
 
         `recorder` has what there is of it. Raises: NotResumable, GatewayError.
@@ -123,15 +123,15 @@ class Forwarder:
         resumed = await resumer.begin()
         attempt = resumed.attempt
         if attempt is None:
-            return ProxyResponse(200, b"", resumed.first_bytes)
+            return ClientResponse(200, b"", resumed.first_bytes)
         api = ROUTES[request.path].api
         stream = ResponseStream(attempt, in_flight, api, context, recorder, resumer=resumer)
         lines, node = attempt.header_lines, attempt.lease.node
-        return ProxyResponse(attempt.status, lines, resumed.first_bytes, stream, node)
+        return ClientResponse(attempt.status, lines, resumed.first_bytes, stream, node)
 
     async def _attempt(  # noqa: PLR0912, PLR0915 - each call costs
         self, in_flight: InFlightRequest, tried: Tried
-    ) -> ProxyResponse | FailedAttempt:
+    ) -> ClientResponse | FailedAttempt:
         """One attempt: select a node, count, exchange, judge. Raises: GatewayError."""
         context, record, clock = self.context, in_flight.record, self.context.clock
         leases, accounting = context.leases, context.accounting
@@ -214,13 +214,13 @@ class Forwarder:
             return await self._assemble(in_flight, attempt, stream, tried)
         if attempt.is_sse:
             record.first_content_sent(clock() - request.received_at)
-        return ProxyResponse(
+        return ClientResponse(
             attempt.status, attempt.header_lines, attempt.content, stream, lease.node
         )
 
     def _plain_response(
         self, in_flight: InFlightRequest, attempt: Attempt, api: Api, events: bytes | None
-    ) -> ProxyResponse:
+    ) -> ClientResponse:
         """A whole plain response; `events`: as the stream that the client asked for."""
         lines, content, node = attempt.header_lines, attempt.content, attempt.lease.node
         self.context.accounting.response_completed(in_flight, attempt, content)
@@ -228,10 +228,10 @@ class Forwarder:
             age = self.context.clock() - in_flight.request.received_at
             in_flight.record.first_content_sent(age)
             lines = SSE_HEADER_LINE + _TYPE_LINE.sub(b"", lines)
-            return ProxyResponse(200, lines, events, EndedStream(), node)
+            return ClientResponse(200, lines, events, EndedStream(), node)
         if api.answers_json and JSON_TYPE not in lines:
             lines = JSON_HEADER_LINE + _TYPE_LINE.sub(b"", lines)
-        return ProxyResponse(attempt.status, lines, content, None, node)
+        return ClientResponse(attempt.status, lines, content, None, node)
 
     # What is sent.
 
@@ -306,7 +306,7 @@ class Forwarder:
 
     async def _assemble(
         self, in_flight: InFlightRequest, attempt: Attempt, stream: ResponseStream, tried: Tried
-    ) -> ProxyResponse | FailedAttempt:
+    ) -> ClientResponse | FailedAttempt:
         """The plain response that the events of a stream make."""
         settings = self.context.settings
         request = in_flight.request
@@ -352,11 +352,11 @@ class Forwarder:
         finally:
             stream.close()
         lines = JSON_HEADER_LINE + _TYPE_LINE.sub(b"", attempt.header_lines)
-        return ProxyResponse(200, lines, content, node=node)
+        return ClientResponse(200, lines, content, node=node)
 
     def _judge_error(
         self, in_flight: InFlightRequest, attempt: Attempt, tried: Tried
-    ) -> ProxyResponse | FailedAttempt:
+    ) -> ClientResponse | FailedAttempt:
         """A node's error: pass it on, or try another node. Raises: GatewayError."""
         status, content, request = attempt.status, attempt.content, in_flight.request
         node = attempt.lease.node
@@ -366,7 +366,7 @@ class Forwarder:
         word = "ok" if kind is ResponseOutcome.PASS else kind.value
         shown = _shown_error(request, attempt) if kind in _SHOWING_OUTCOMES else None
         self.context.accounting.attempt_failed(in_flight, attempt, word, error=shown)
-        response = ProxyResponse(status, attempt.header_lines, content)
+        response = ClientResponse(status, attempt.header_lines, content)
         if kind is ResponseOutcome.PASS:
             if status >= 500:
                 raise errors.invalid_request(
@@ -477,7 +477,7 @@ class FailedAttempt:
     error: GatewayError
     retryable: bool = True
     reached_node: bool = True  # Whether the node received the request; if not, a retry adds no load
-    error_response: ProxyResponse | None = None
+    error_response: ClientResponse | None = None
     """The node's own error, for the client if no other attempt may follow."""
     pool_full: bool = False
     """Whether its node had no room for the tokens of all its slots: the next is no retry."""
@@ -547,7 +547,7 @@ class ResponseStream:
         attempt: Attempt,
         in_flight: InFlightRequest,
         api: Api,
-        context: ProxyContext,
+        context: ForwardContext,
         recorder: TranscriptRecorder | None,
         tried: Tried = NOTHING_TRIED,
         resumer: Resumer | None = None,

@@ -17,7 +17,7 @@ from gateway.api.base import Api
 from gateway.api.json_values import InvalidJson, parse_object
 from gateway.api.outcome import RequestCancelled, RequestEvicted, RequestYielded
 from gateway.errors import GatewayError
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.forward.attempt import Attempt
 from gateway.forward.stream import EventFilter
 from gateway.lease import GrantedLease
@@ -34,7 +34,7 @@ class InFlightRequest:
     """A request on its way: its value, its record, and the attempt under way."""
 
     request: Request
-    record: RequestFinished
+    record: RequestRecord
     attempt: Attempt | None = None
     cancel_error: GatewayError | None = None
     prefill_progress: PrefillProgress | None = None
@@ -183,7 +183,7 @@ class InFlightRegistry:
         return list(self._requests.values())
 
     def begin(
-        self, request: Request, record: RequestFinished, progress: PrefillProgress | None = None
+        self, request: Request, record: RequestRecord, progress: PrefillProgress | None = None
     ) -> InFlightRequest:
         """A request was admitted; `progress`: of a client that asked for it. See `remove`."""
         in_flight = self._requests[request.id] = InFlightRequest(

@@ -19,10 +19,10 @@ from gateway import errors
 from gateway.api import outcome, sse
 from gateway.api.outcome import to_gateway_error
 from gateway.errors import GatewayError
-from gateway.events import RequestFinished
-from gateway.forward.accounting import ProxyContext
+from gateway.events import RequestRecord
+from gateway.forward.accounting import ForwardContext
 from gateway.forward.attempt import Attempt
-from gateway.forward.client_response import JSON_HEADER_LINE, BodyStream, ProxyResponse
+from gateway.forward.client_response import JSON_HEADER_LINE, BodyStream, ClientResponse
 from gateway.forward.in_flight import InFlightRequest
 from gateway.forward.stream import WriteToClient
 from gateway.request.body import LARGE_BODY_BYTES
@@ -37,7 +37,7 @@ MOST_BUFFERED_CHUNKS = 16
 class PromptRefused(Exception):  # noqa: N818 - a response
     """A node's error response to one prompt is the response to all."""
 
-    def __init__(self, response: ProxyResponse) -> None:
+    def __init__(self, response: ClientResponse) -> None:
         super().__init__(f"status {response.status}")
         self.response = response
 
@@ -72,8 +72,8 @@ class MultiPromptForwarder:
     def __init__(
         self,
         in_flight: InFlightRequest,
-        forward: Callable[[InFlightRequest], Awaitable[ProxyResponse]],
-        context: ProxyContext,
+        forward: Callable[[InFlightRequest], Awaitable[ClientResponse]],
+        context: ForwardContext,
     ) -> None:
         self._in_flight = in_flight
         self._forward = forward
@@ -102,7 +102,7 @@ class MultiPromptForwarder:
         self._on_fail: Callable[[], None] | None = None
         in_flight.begin_sub_requests(self._sub_requests, self._fail)
 
-    async def run(self) -> ProxyResponse:
+    async def run(self) -> ClientResponse:
         """The plain response, or the stream from its first content on. Raises: GatewayError."""
         in_flight = self._in_flight
         try:
@@ -112,7 +112,7 @@ class MultiPromptForwarder:
             if in_flight.request.stream:
                 first = await self._next_events()
                 in_flight.record.first_content_sent(self._clock() - in_flight.request.received_at)
-                return ProxyResponse(200, self._header_lines, first, self)
+                return ClientResponse(200, self._header_lines, first, self)
             while (chunk := await self._next_chunk()) is not None:
                 self._merger.add(*chunk)
                 if len(chunk[1]) >= LARGE_BODY_BYTES:
@@ -120,7 +120,7 @@ class MultiPromptForwarder:
                 if self._merger.size > self._max_bytes:
                     raise self._too_long()  # noqa: TRY301
             self.close()
-            return ProxyResponse(200, JSON_HEADER_LINE, self._merger.merged_response())
+            return ClientResponse(200, JSON_HEADER_LINE, self._merger.merged_response())
         except PromptRefused as refused:
             self.close()
             return refused.response
@@ -205,7 +205,7 @@ class MultiPromptForwarder:
                 caller = replace(request.lease_request.caller, admitted=True)
                 lease_request = replace(request.lease_request, caller=caller)
                 request = replace(request, lease_request=lease_request)
-            record = RequestFinished(
+            record = RequestRecord(
                 request.x_request_id,
                 request.path,
                 parent.model,
@@ -264,7 +264,7 @@ class MultiPromptForwarder:
             await self._chunks.put(None)
 
     async def _queue_plain(
-        self, index: int, sub_request: SubRequest, response: ProxyResponse
+        self, index: int, sub_request: SubRequest, response: ClientResponse
     ) -> None:
         parts = [response.content]
         if (body_stream := response.body_stream) is not None:
@@ -278,7 +278,7 @@ class MultiPromptForwarder:
         await self._chunks.put((index, b"".join(parts)))
 
     async def _queue_events(
-        self, index: int, sub_request: SubRequest, response: ProxyResponse
+        self, index: int, sub_request: SubRequest, response: ClientResponse
     ) -> None:
         body_stream, record = response.body_stream, sub_request.record
         if body_stream is None:

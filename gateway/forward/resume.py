@@ -39,7 +39,7 @@ from gateway.api.transcript import (
 )
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import SlotYielded, StreamResumed
-from gateway.forward.accounting import MOST_POOL_OVERFLOWS, ProxyContext, Retries
+from gateway.forward.accounting import MOST_POOL_OVERFLOWS, ForwardContext, Retries
 from gateway.forward.attempt import Attempt
 from gateway.forward.in_flight import InFlightRequest
 from gateway.forward.stream import EventPipeline
@@ -435,7 +435,7 @@ class Resumer:
 
     def __init__(
         self,
-        context: ProxyContext,
+        context: ForwardContext,
         in_flight: InFlightRequest,
         recorder: TranscriptRecorder,
         first_run: FirstRun,

@@ -10,8 +10,8 @@ from functools import lru_cache
 from gateway.api.base import Api
 from gateway.callers.limits import RateLimit
 from gateway.errors import GatewayError
-from gateway.events import RequestFinished
-from gateway.forward.client_response import ProxyResponse, node_error_code
+from gateway.events import RequestRecord
+from gateway.forward.client_response import ClientResponse, node_error_code
 from gateway.forward.in_flight import PrefillStatus
 from gateway.lease import QueuePosition
 from gateway.terms import Headers, Priority
@@ -31,7 +31,7 @@ _TIERS = {"cpu": b"x-gateway-tier: cpu\r\n", "gpu": b"x-gateway-tier: gpu\r\n"}
 _LABELS = [priority.label.encode() for priority in Priority]
 
 
-def gateway_header_lines(record: RequestFinished, *, anthropic: bool, name_node: bool) -> bytes:
+def gateway_header_lines(record: RequestRecord, *, anthropic: bool, name_node: bool) -> bytes:
     """The gateway's header lines of a routed response."""
     request_id = record.x_request_id.encode()
     lines = b"x-request-id: " + request_id + b"\r\n"
@@ -75,7 +75,7 @@ def _outcome_lines(
 _usual_outcome_lines = lru_cache(maxsize=4096)(_outcome_lines)
 
 
-def early_gateway_header_lines(record: RequestFinished, *, anthropic: bool) -> bytes:
+def early_gateway_header_lines(record: RequestRecord, *, anthropic: bool) -> bytes:
     """The gateway's header lines of a response that starts before its outcome is known."""
     request_id, label = record.x_request_id.encode(), _LABELS[record.priority]
     lines = b"x-request-id: %b\r\nx-gateway-class: %b\r\n" % (request_id, label)
@@ -201,7 +201,7 @@ def with_content_type(header_lines: bytes, content_type: bytes) -> bytes:
     return b"".join(kept) + b"content-type: %b\r\n" % content_type
 
 
-def node_error_header_lines(response: ProxyResponse, content: bytes) -> bytes:
+def node_error_header_lines(response: ClientResponse, content: bytes) -> bytes:
     """The header lines of a node's error with this body."""
     lines = response.header_lines
     if content is not response.content:

@@ -18,7 +18,7 @@ from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL, ModelRule
 from gateway.errors import GatewayError
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.lease import (
     KeyedHash,
     LeaseCaller,
@@ -311,7 +311,7 @@ ClassOf = Callable[[ParsedBody], Priority]
 
 def read_request(
     incoming: IncomingRequest,
-    record: RequestFinished,
+    record: RequestRecord,
     rules: RequestRules,
     catalog: ServedModels,
     class_of: ClassOf,
@@ -349,7 +349,7 @@ def read_request(
 
 async def read_in_turn(
     incoming: IncomingRequest,
-    record: RequestFinished,
+    record: RequestRecord,
     rules: RequestRules,
     catalog: ServedModels,
     class_of: ClassOf,

@@ -34,12 +34,12 @@ from gateway.catalog import ServedModels
 from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
-from gateway.events import EventBus, RequestFinished
+from gateway.events import EventBus, RequestRecord
 from gateway.forward.client_response import (
     JSON_HEADER_LINE,
     BodyStream,
+    ClientResponse,
     EventsForClient,
-    ProxyResponse,
     for_client,
     headers_for_node,
     node_error_body,
@@ -127,7 +127,7 @@ class Outcome:
     header_lines: bytes  # the header lines of a node that are meant for the client
     content: bytes  # the body of a plain response or error; empty: the sink has the events
     usage: UsageRow | None  # the row that the ledger is to have; None: the request was not admitted
-    record: RequestFinished
+    record: RequestRecord
     error_code: str | None = None
 
     @property
@@ -238,7 +238,7 @@ class RequestRunner:
         on; others are not named.
         """
         priority = Priority.parse(row.class_) or Priority.NORMAL
-        record = RequestFinished(row.id, row.path, row.model or "unknown", priority)
+        record = RequestRecord(row.id, row.path, row.model or "unknown", priority)
         for name, tier in nodes:
             if node_word(row.id, name) == end.node:
                 record.node, record.tier = name, tier
@@ -308,12 +308,12 @@ class _Run:
         self._deadline: float | None = None  # by the monotonic clock
         if stored.deadline is not None:
             self._deadline = self._received_at + stored.deadline - runner.wall_clock()
-        self._record = RequestFinished(stored.id, stored.path, request_id=stored.id)
+        self._record = RequestRecord(stored.id, stored.path, request_id=stored.id)
         if runner.tracing.active:
             runner.tracing.begin(stored.id, self._record, [], self._received_at)
         self._metered: MeteredRequest | None = None  # None: it was not admitted
         self._in_flight: InFlightRequest | None = None
-        self._response: ProxyResponse | None = None
+        self._response: ClientResponse | None = None
 
     async def run(self, body: bytes) -> Outcome:
         """Raises: RowDeferred, RowExpired."""
@@ -419,7 +419,7 @@ class _Run:
             content = await runner.time_slicer.run(work)
         return response.status, header_lines, content
 
-    async def _forward(self, in_flight: InFlightRequest) -> ProxyResponse:
+    async def _forward(self, in_flight: InFlightRequest) -> ClientResponse:
         """The response of a node, or the rest of the one that the sink has.
 
         Raises: GatewayError.

@@ -19,7 +19,7 @@ from gateway.events import (
     NodeCalibrated,
     NodeChanged,
     NodeDrift,
-    RequestFinished,
+    RequestRecord,
     SettingsChanged,
     SlotYielded,
     StreamResumed,
@@ -47,7 +47,7 @@ _BAD_STATES = frozenset({"down", "ejected", "mute", "degraded"})
 def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.random) -> EventLog:
     """Log each event of `bus`. `draw`: a number from 0 to 1, for `EventLog.configure`."""
     event_log = EventLog(logs, draw)
-    bus.subscribe(RequestFinished, event_log.request)
+    bus.subscribe(RequestRecord, event_log.request)
     bus.subscribe(AttemptEnded, event_log.attempt)
     bus.subscribe(StreamResumed, event_log.resumed)
     bus.subscribe(SlotYielded, event_log.yielded)
@@ -76,7 +76,7 @@ class EventLog:
         """
         self._share = share
 
-    def request(self, event: RequestFinished) -> None:
+    def request(self, event: RequestRecord) -> None:
         """The access log; a request that the gateway or a node failed is a warning."""
         share = self._share
         if share < 1 and (not share or (event.status < 500 and self._draw() >= share)):
@@ -236,7 +236,7 @@ _ACCESS_LINE = (
 )
 
 
-def access_log_line(event: RequestFinished, level: str) -> bytes:
+def access_log_line(event: RequestRecord, level: str) -> bytes:
     """A request's line as JSON; the part that many requests share is cached."""
     return _ACCESS_LINE % (
         utc_timestamp().encode(),

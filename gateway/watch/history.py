@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES
-from gateway.events import EventBus, RequestFinished
+from gateway.events import EventBus, RequestRecord
 
 STEP_SECONDS = 5.0  # Seconds of one step
 SPAN_SECONDS = 3600.0  # Seconds that are kept
@@ -122,9 +122,9 @@ class FleetHistory:
         self._completion = 0  # Tokens written by all requests that have ended
         self._written = 0  # Tokens written when the last step was closed, by requests in flight too
         self._closed_at: float | None = None
-        self._served: deque[RequestFinished] = deque(maxlen=MOST_SERVED)
-        self._unserved: deque[RequestFinished] = deque(maxlen=MOST_UNSERVED)
-        bus.subscribe(RequestFinished, self.finished)
+        self._served: deque[RequestRecord] = deque(maxlen=MOST_SERVED)
+        self._unserved: deque[RequestRecord] = deque(maxlen=MOST_UNSERVED)
+        bus.subscribe(RequestRecord, self.finished)
 
     def restore(self, points: Iterable[HistoryPoint], now: float) -> None:
         """Put these points of an earlier process among the others; `now` is Unix time."""
@@ -133,7 +133,7 @@ class FleetHistory:
         self.points.clear()
         self.points.extend(whole[at] for at in recent)
 
-    def finished(self, event: RequestFinished) -> None:
+    def finished(self, event: RequestRecord) -> None:
         """Count and keep a request that has ended."""
         (self._served if event.attempts else self._unserved).append(event)
         step = self._step
@@ -176,7 +176,7 @@ class FleetHistory:
         tokens[1] += event.cached_tokens
         tokens[2] += completion
 
-    def find(self, name: str) -> Iterator[RequestFinished]:
+    def find(self, name: str) -> Iterator[RequestRecord]:
         """Ended requests of this id or `X-Request-ID`, the newest first in each of the two kinds.
 
         They have no text, as records have none.

@@ -33,7 +33,7 @@ from gateway.events import (
     LimitReached,
     NodeCalibrated,
     NodeChanged,
-    RequestFinished,
+    RequestRecord,
     SlotYielded,
     StreamResumed,
     WebhookAttempted,
@@ -396,7 +396,7 @@ class Metrics:
         self._with_gen_ai = False
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
-        bus.subscribe(RequestFinished, self.finished)
+        bus.subscribe(RequestRecord, self.finished)
         bus.subscribe(AttemptEnded, self.attempted)
         bus.subscribe(HookEnded, self.hook_ended)
         bus.subscribe(StreamResumed, self.resumed)
@@ -410,7 +410,7 @@ class Metrics:
         """Count requests under OpenTelemetry's names too, or stop it."""
         self._with_gen_ai = gen_ai
 
-    def finished(self, event: RequestFinished) -> None:
+    def finished(self, event: RequestRecord) -> None:
         """Count a request that has ended."""
         alike = self._alike.get((event.priority, event.model, event.status, event.tier))
         if alike is None:
@@ -438,7 +438,7 @@ class Metrics:
         if self._with_gen_ai:
             self._gen_ai.count(event)
 
-    def _alike_to(self, event: RequestFinished) -> _Alike:
+    def _alike_to(self, event: RequestRecord) -> _Alike:
         """The series for the first event of its kind; models above the cap count as `other`."""
         model, priority, status = event.model, event.priority, event.status
         is_capped = model not in self._models and len(self._models) >= MOST_MODELS
@@ -810,7 +810,7 @@ class GenAiHistograms:
         self._output_token = LabelledHistogram(*names, bounds=_OUTPUT_TOKEN)
         self._tokens = LabelledHistogram(*names, "gen_ai_token_type", bounds=_TOKENS)
 
-    def count(self, event: RequestFinished) -> None:
+    def count(self, event: RequestRecord) -> None:
         """Count a request that has ended."""
         operation = OPERATIONS.get(event.path)
         if operation is None:

@@ -20,7 +20,7 @@ from typing import Protocol
 import structlog
 
 from gateway.config.telemetry import TracesSettings
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.schedule.decision_log import Decision, DecisionLog
 from gateway.terms import (
     Headers,
@@ -248,7 +248,7 @@ class _Settling:
     """A traced request that has ended just now."""
 
     trace: RequestTrace
-    record: RequestFinished
+    record: RequestRecord
     ended_at: float
     followed: bool  # whether its decisions were collected while it ran
 
@@ -299,7 +299,7 @@ class RequestTracing:
             self._decision_log.follow_none()
 
     def begin(
-        self, request_id: str, record: RequestFinished, headers: Headers, received_at: float
+        self, request_id: str, record: RequestRecord, headers: Headers, received_at: float
     ) -> None:
         """A request has come with these headers: trace it, or not."""
         parent = parse_traceparent(headers)
@@ -308,7 +308,7 @@ class RequestTracing:
             self._decision_log.follow(request_id)
 
     def finished(
-        self, request_id: str, record: RequestFinished, headers: Headers, received_at: float
+        self, request_id: str, record: RequestRecord, headers: Headers, received_at: float
     ) -> None:
         """A request has ended, and its record is complete but for what is still accounted for."""
         trace, followed = record.trace, True

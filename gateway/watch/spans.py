@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.schedule.decision_log import (
     Decision,
     Grant,
@@ -46,7 +46,7 @@ class EndedRequest:
     """A traced request that has ended, and all that was decided about it."""
 
     trace: RequestTrace
-    record: RequestFinished
+    record: RequestRecord
     ended_at: float  # monotonic seconds
     decisions: Sequence[Decision]
     clock_offset: int  # nanoseconds from the monotonic clock's times to those since 1970

@@ -32,7 +32,7 @@ from gateway.api.json_values import (
 )
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import GatewayError
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.forward.client_response import JSON_HEADER_LINE
 from gateway.http.exchange import HttpExchange
 from gateway.http.request_head import (
@@ -338,7 +338,7 @@ MOST_FAILURES, FAILURE_SECONDS = 60, 1.0
 class StorableRequest(Protocol):
     """A request under way in the handler."""
 
-    record: RequestFinished
+    record: RequestRecord
     exchange: HttpExchange
     route: Route
     config: HandlerConfig

@@ -18,12 +18,12 @@ from gateway.callers.callers import client_address
 from gateway.callers.meter import Meter, MeteredRequest
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
-from gateway.events import EventBus, RequestFinished
+from gateway.events import EventBus, RequestRecord
 from gateway.forward.client_response import (
     JSON_HEADER_LINE,
     BodyStream,
+    ClientResponse,
     EventsForClient,
-    ProxyResponse,
     for_client,
     is_slow_to_rewrite,
     node_error,
@@ -102,7 +102,7 @@ PADDING_HEADER_LINES = b"content-type: application/json; charset=utf-8\r\n"
 
 
 @dataclass(slots=True, eq=False)
-class ProxyHandler:
+class RequestHandler:
     """Serves the routed paths. A reload replaces `config` as a whole."""
 
     config: HandlerConfig
@@ -155,7 +155,7 @@ class _HandledRequest:
         "numbered_heartbeats", "received_at", "record", "request_id", "response", "route",
     )  # fmt: skip
 
-    def __init__(self, handler: ProxyHandler, route: Route, exchange: HttpExchange) -> None:
+    def __init__(self, handler: RequestHandler, route: Route, exchange: HttpExchange) -> None:
         self._handler = handler
         self.route = route  # what the client asked for; its API is the client's
         self._node_route = route  # what nodes are asked for
@@ -168,7 +168,7 @@ class _HandledRequest:
         self._edits = False  # whether it completes code for an editor
         self._edit_session: str | None = None
         """The editor's session, if a newer request of it supersedes this one."""
-        self.response: ProxyResponse | None = None
+        self.response: ClientResponse | None = None
         self._heartbeat: Heartbeat | None = None
         self.numbered_heartbeats: NumberedHeartbeats | None = None
         """Those of its stream, if its client needs them."""
@@ -177,7 +177,7 @@ class _HandledRequest:
         self.received_at = handler.clock()
         self.request_id = handler.next_id()
         x_request_id = exchange.context_cache.x_request_id_for(exchange.headers)
-        self.record = RequestFinished(
+        self.record = RequestRecord(
             x_request_id or self.request_id, route.path, request_id=self.request_id
         )
         tracing = handler.tracing
@@ -417,13 +417,13 @@ class _HandledRequest:
 
     # Send the response.
 
-    async def _rewrite_in_steps(self, rewriter: ResponseRewriter, response: ProxyResponse) -> None:
+    async def _rewrite_in_steps(self, rewriter: ResponseRewriter, response: ClientResponse) -> None:
         await ensure_task()
         work = rewrite_in_steps(rewriter, response.content)
         content = await self._handler.time_slicer.run(work)
         self.response, self._rewriter = replace(response, content=content), None
 
-    def _send_whole(self, response: ProxyResponse) -> None:
+    def _send_whole(self, response: ClientResponse) -> None:
         record, exchange, api = self.record, self.exchange, self.route.api
         header_lines, content = response.header_lines, response.content
         if response.status < 300:
@@ -441,7 +441,7 @@ class _HandledRequest:
         else:
             exchange.end_response(content)
 
-    async def _send_stream(self, response: ProxyResponse, stream: BodyStream) -> None:
+    async def _send_stream(self, response: ClientResponse, stream: BodyStream) -> None:
         exchange, is_sse, rewriter = self.exchange, stream.is_sse, self._rewriter
         if rewriter is not None and not is_sse:
             raise errors.node_failed("The node's answer is too long.")
@@ -594,7 +594,7 @@ class Heartbeat:
         self,
         served: _HandledRequest,
         in_flight: InFlightRequest,
-        handler: ProxyHandler,
+        handler: RequestHandler,
         interval: float,
     ) -> None:
         self._served = served
@@ -717,7 +717,7 @@ class RewritingWriter(EventsForClient):
         exchange: HttpExchange,
         rewriter: ResponseRewriter,
         api: Api,
-        record: RequestFinished,
+        record: RequestRecord,
         seconds: float,
         heartbeat: Callable[[], bytes],
         clock: Callable[[], float],

@@ -47,7 +47,7 @@ from gateway.web.asgi import (
 from gateway.web.background import DeferredEndpoints, StoredResponseEndpoints
 from gateway.web.batches import BatchAccess, BatchEndpoints
 from gateway.web.files import FileEndpoints
-from gateway.web.handler import ProxyHandler
+from gateway.web.handler import RequestHandler
 from gateway.web.message_batches import MessageBatchEndpoints
 
 
@@ -60,7 +60,7 @@ class KeptForCallers(NamedTuple):
 
 
 def public_app(
-    handler: ProxyHandler,
+    handler: RequestHandler,
     fleet: FleetCatalog,
     usage: CallerUsage,
     *,
@@ -119,7 +119,7 @@ class _ServedByProtocol:
 class Site:
     """`/v1/models`, `/props`, and the pages of APIs."""
 
-    handler: ProxyHandler
+    handler: RequestHandler
     fleet: FleetCatalog
     created: int  # the `created` of every model: seconds since 1970
     callers: Callers

@@ -26,7 +26,7 @@ from gateway.api.tokens import (
     find_last_object,
     read_usage,
 )
-from gateway.events import AttemptEnded, RequestFinished
+from gateway.events import AttemptEnded, RequestRecord
 from gateway.forward.stream import UsageFilter
 from gateway.lease import Usage
 from tests.each_case import each_case
@@ -312,7 +312,7 @@ def _reply(status: int, body: bytes, kind: bytes = b"application/json") -> bytes
 @dataclass
 class Site:
     running: Running
-    records: list[RequestFinished]
+    records: list[RequestRecord]
 
     async def stream(self, path: str = CHAT, **more: Any) -> Any:
         prompt: dict[str, Any] = {"prompt": "Hello"}
@@ -332,8 +332,8 @@ async def site_over(folder: Path, hosted: Hosted) -> AsyncIterator[Site]:
     async with raw_server(hosted.serve) as server:
         node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai", "slots": 4}
         async with running_gateway(folder, [node]) as running:
-            records: list[RequestFinished] = []
-            running.gateway.bus.subscribe(RequestFinished, records.append)
+            records: list[RequestRecord] = []
+            running.gateway.bus.subscribe(RequestRecord, records.append)
             yield Site(running, records)
 
 

@@ -15,7 +15,7 @@ import time
 from itertools import islice, product
 
 from gateway.admin.status import MetricsSource
-from gateway.events import AttemptEnded, EventBus, RequestFinished
+from gateway.events import AttemptEnded, EventBus, RequestRecord
 from gateway.terms import Priority
 from gateway.watch.metrics import MOST_LABEL_SETS, Metrics
 from tests.nodes.build import a_spec
@@ -39,7 +39,7 @@ async def measure(nodes: int, rounds: int) -> tuple[list[float], list[float], in
             product(models, Priority, ("cpu", "gpu")), MOST_LABEL_SETS
         ):
             bus.publish(
-                RequestFinished(
+                RequestRecord(
                     "r", "/v1/chat/completions", model, priority, tier=tier, ttft=1.0, attempts=1
                 )
             )

@@ -16,7 +16,7 @@ from gateway.callers.meter import Meter, MeteredRequest
 from gateway.callers.processes import ProcessIdentity
 from gateway.config.settings import Settings
 from gateway.config.usage_limits import LimitSpec
-from gateway.events import EventBus, RequestFinished
+from gateway.events import EventBus, RequestRecord
 from gateway.lease import LeaseRequest
 from gateway.store.schema import usage
 from gateway.store.store import Store
@@ -115,7 +115,7 @@ class LimitedProcess:
         await self.sync.look()
 
     def admit(self, caller: Caller, request: LeaseRequest, user: str | None = None) -> None:
-        record = RequestFinished(request.id, "/v1/chat/completions")
+        record = RequestRecord(request.id, "/v1/chat/completions")
         accounts = self.book.accounts(caller, user)
         self.open.append(self.meter.admit(accounts, request, record))
 

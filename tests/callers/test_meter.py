@@ -14,7 +14,7 @@ from gateway.callers.meter import Meter
 from gateway.config.settings import Settings
 from gateway.config.usage_limits import LimitSpec
 from gateway.errors import GatewayError
-from gateway.events import EventBus, RequestFinished
+from gateway.events import EventBus, RequestRecord
 from gateway.terms import Caller, Priority
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
@@ -58,8 +58,8 @@ class World:
         return [one.id for one in self.meter.open_requests(self.clock.now - 1.0)]
 
 
-def a_record(**keys: Any) -> RequestFinished:
-    return RequestFinished("x", "/v1/chat/completions", "demo", Priority.PREMIUM, "k1", **keys)
+def a_record(**keys: Any) -> RequestRecord:
+    return RequestRecord("x", "/v1/chat/completions", "demo", Priority.PREMIUM, "k1", **keys)
 
 
 def test_a_request_that_ends_is_a_row() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gateway.events import AttemptEnded, RequestFinished
+    from gateway.events import AttemptEnded, RequestRecord
     from tests.gateways import Running
 
 REQUEST_OBJECTS = (
@@ -56,7 +56,7 @@ class GatewayWorker:
         self._clock = clock
         self._stack = contextlib.AsyncExitStack()
         self._running: Running | None = None
-        self._finished: list[RequestFinished] = []
+        self._finished: list[RequestRecord] = []
         self._attempts: list[AttemptEnded] = []
         self._loop_errors: list[str] = []
 
@@ -82,7 +82,7 @@ class GatewayWorker:
         self, folder: str, nodes: list[dict[str, Any]], settings: dict[str, Any]
     ) -> dict[str, Any]:
         """Start a gateway. Returns its URLs and this process's id."""
-        from gateway.events import AttemptEnded, RequestFinished
+        from gateway.events import AttemptEnded, RequestRecord
         from tests.gateways import running_gateway
 
         self._clock.offset = 0.0
@@ -93,7 +93,7 @@ class GatewayWorker:
             running_gateway(Path(folder), nodes, settings)
         )
         bus = self._running.gateway.bus
-        bus.subscribe(RequestFinished, self._finished.append)
+        bus.subscribe(RequestRecord, self._finished.append)
         bus.subscribe(AttemptEnded, self._attempts.append)
         running = self._running
         return {"url": running.url, "admin": running.admin_url, "pid": os.getpid()}

@@ -14,7 +14,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from gateway.app.assembly import DEFAULT_TIMINGS, Gateway, Timings
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from tests.gateways import NO_TLS, Running, running_gateway, until
 
 HELLO: Any = [{"role": "user", "content": "hello there"}]
@@ -30,13 +30,13 @@ class Site:
     """A running gateway, with a record of every request that has ended."""
 
     running: Running
-    _records: list[RequestFinished] = field(default_factory=list)
+    _records: list[RequestRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.gateway.bus.subscribe(RequestFinished, self._records.append)
+        self.gateway.bus.subscribe(RequestRecord, self._records.append)
 
     @property
-    def records(self) -> list[RequestFinished]:
+    def records(self) -> list[RequestRecord]:
         """The requests that have ended, including those whose events were still queued."""
         self.gateway.bus.flush()
         return self._records

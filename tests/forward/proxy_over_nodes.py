@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.api import sse
 from gateway.app.assembly import Gateway
-from gateway.events import AttemptEnded, RequestFinished
+from gateway.events import AttemptEnded, RequestRecord
 from gateway.nodes.node import Node
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -91,7 +91,7 @@ class ProxyOverNodes:
 
     running: Running
     servers: dict[str, EmulatedNode]
-    _finished: list[RequestFinished] = field(default_factory=list)
+    _finished: list[RequestRecord] = field(default_factory=list)
     _attempts: list[AttemptEnded] = field(default_factory=list)
 
     @property
@@ -100,7 +100,7 @@ class ProxyOverNodes:
         return self.running.gateway
 
     @property
-    def finished(self) -> list[RequestFinished]:
+    def finished(self) -> list[RequestRecord]:
         """The records of all requests that are over."""
         self.app.bus.flush()
         return self._finished
@@ -173,7 +173,7 @@ async def proxy_over(
         )
         proxy = ProxyOverNodes(running, named)
         bus = running.gateway.bus
-        bus.subscribe(RequestFinished, proxy.finished.append)
+        bus.subscribe(RequestRecord, proxy.finished.append)
         bus.subscribe(AttemptEnded, proxy.attempts.append)
         await until(
             lambda: all(n.probe_history.discovered_at for n in running.gateway.fleet.nodes.values())

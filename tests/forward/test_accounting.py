@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.config.routing import RetrySettings
 from gateway.errors import GatewayError
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.forward.accounting import (
     BUDGET_WINDOW,
     MOST_QUARANTINED,
@@ -150,7 +150,7 @@ async def left_after(proxy: ProxyOverNodes, seconds: float, path: str = CHAT, **
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def the_record(proxy: ProxyOverNodes) -> tuple[RequestFinished, TokenTally]:
+async def the_record(proxy: ProxyOverNodes) -> tuple[RequestRecord, TokenTally]:
     """The record of the only request, and what its nodes did for it, when both have ended."""
     await proxy.settled()
     (record,) = proxy.finished
@@ -350,7 +350,7 @@ async def test_several_prompts_count_together_when_their_client_leaves(tmp_path:
     async with proxy_over(tmp_path, one, **SETTINGS) as proxy:
         await left_after(proxy, 3.05, "/v1/completions", prompt=["one", "two", "three"])
         await proxy.settled()
-        complete: list[RequestFinished] = []
+        complete: list[RequestRecord] = []
         (record,) = proxy.finished
         record.when_complete(lambda: complete.append(record))
         assert complete == [record]
@@ -463,8 +463,8 @@ async def test_an_answer_without_any_figure_counts_by_its_bytes(tmp_path: Path) 
     async with raw_server(serve_silently) as server:
         node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
         async with running_gateway(tmp_path, [node]) as running:
-            records: list[RequestFinished] = []
-            running.gateway.bus.subscribe(RequestFinished, records.append)
+            records: list[RequestRecord] = []
+            running.gateway.bus.subscribe(RequestRecord, records.append)
             for more in ({}, {"max_tokens": 40}):
                 body = {"messages": [{"role": "user", "content": "Hello"}], **more}
                 reply = await running.client.post("/v1/chat/completions", json=body)

@@ -13,11 +13,11 @@ from gateway.api.base import ResponseRewriter
 from gateway.api.messages import MESSAGES
 from gateway.api.relayed import RELAYED
 from gateway.errors import GatewayError
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.forward.client_response import (
     CacheFigureHider,
+    ClientResponse,
     EventsForClient,
-    ProxyResponse,
     headers_for_client,
     headers_for_node,
     node_error,
@@ -50,7 +50,7 @@ def test_an_invalid_plain_response_is_an_error() -> None:
 
 
 def test_invalid_events_end_a_stream_with_one_error() -> None:
-    record = RequestFinished("req_1", "/v1/chat/completions")
+    record = RequestRecord("req_1", "/v1/chat/completions")
     events = EventsForClient(Shouting(), RELAYED, record)
     assert (events.rewrite(b"a"), events.failed) == (b"A", False)
     assert events.rewrite(b"?").startswith(b'data: {"error":{"message":"That is a question.')
@@ -59,14 +59,14 @@ def test_invalid_events_end_a_stream_with_one_error() -> None:
 
 
 def test_a_nodes_error_is_in_the_form_of_the_clients_api() -> None:
-    response = ProxyResponse(400, b"", SAID)
+    response = ClientResponse(400, b"", SAID)
     assert node_error_body(response, RELAYED, "x") is SAID
     told = json.loads(node_error_body(response, MESSAGES, "x"))
     assert told["error"] == {"type": "invalid_request_error", "message": "No such thing"}
 
 
 def test_an_error_that_is_not_json_is_described_by_its_status() -> None:
-    error = node_error(ProxyResponse(500, b"", b"<html>"))
+    error = node_error(ClientResponse(500, b"", b"<html>"))
     assert (error.code, error.message) == ("node_error", "The node answered with status 500.")
 
 

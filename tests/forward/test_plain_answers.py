@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.nodes.node import PLAIN_SECONDS
 from gateway.request.routes import ROUTES
 from gateway.transport.errors import InvalidResponse
@@ -222,7 +222,7 @@ def test_hosted_rankings_and_answers_behind_white_space_are_answers() -> None:
 @asynccontextmanager
 async def over_plain_node(
     folder: Path, plain: dict[str, Any], kinds: list[bytes] | None = None
-) -> AsyncIterator[tuple[Running, list[dict[str, Any]], list[RequestFinished]]]:
+) -> AsyncIterator[tuple[Running, list[dict[str, Any]], list[RequestRecord]]]:
     """A gateway over an endpoint that answers `plain` to everything, and the bodies that it gets.
 
     `kinds`: the types that it gives its answers; the first one holds.
@@ -244,8 +244,8 @@ async def over_plain_node(
     async with raw_server(serve) as server:
         node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
         async with running_gateway(folder, [node]) as running:
-            records: list[RequestFinished] = []
-            running.gateway.bus.subscribe(RequestFinished, records.append)
+            records: list[RequestRecord] = []
+            running.gateway.bus.subscribe(RequestRecord, records.append)
             yield running, bodies, records
 
 

@@ -11,7 +11,7 @@ from gateway.events import (
     EventBus,
     HookEnded,
     LimitReached,
-    RequestFinished,
+    RequestRecord,
     WebhookAttempted,
 )
 from gateway.openapi.bodies import (
@@ -102,8 +102,8 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
         ),
     )
     metrics = Metrics(bus, lambda: snapshot)
-    bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu", ttft=0.1, attempts=1))
-    bus.publish(RequestFinished("r2", "/v1/completions", status=429, reason="queue_full"))
+    bus.publish(RequestRecord("r1", "/v1/completions", tier="cpu", ttft=0.1, attempts=1))
+    bus.publish(RequestRecord("r2", "/v1/completions", status=429, reason="queue_full"))
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
     bus.publish(LimitReached("rpm", "key"))
     bus.publish(HookEnded("a", "start", "ok", 1.0, ""))
@@ -126,7 +126,7 @@ def test_the_names_of_opentelemetry_are_documented_with_their_labels() -> None:
     bus = EventBus()
     metrics = Metrics(bus, lambda: MetricsSnapshot([]))
     metrics.configure(gen_ai=True)
-    done = RequestFinished("r1", "/v1/completions", ttft=0.1, prompt_tokens=9, completion_tokens=9)
+    done = RequestRecord("r1", "/v1/completions", ttft=0.1, prompt_tokens=9, completion_tokens=9)
     bus.publish(done)
     made: dict[str, set[str]] = {}
     for name, labels in re.findall(

@@ -13,7 +13,7 @@ from gateway.api.json_values import run_at_once
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.nodes.model_index import ModelIndex
 from gateway.request.body import (
     LARGE_BODY_BYTES,
@@ -503,7 +503,7 @@ def read(path: str, body: bytes, *, patient: bool = False) -> Request:
     index = ModelIndex()
     index.set_nodes([a_node(model=["demo"])])
     rules = RequestRules(LimitSettings(), ModelAliases({}), None)
-    record = RequestFinished("b", path)
+    record = RequestRecord("b", path)
     return read_request(incoming, record, rules, index, lambda _: Priority.BATCH)
 
 

@@ -20,7 +20,7 @@ from sqlalchemy import Connection, func, select
 from gateway.callers.ledger import ROW_COLUMNS, Ledger, UsageRow
 from gateway.callers.processes import ProcessIdentity
 from gateway.config.batches import BatchSettings
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.forward.client_response import JSON_HEADER_LINE
 from gateway.store.database import locate_store
 from gateway.store.store import Store
@@ -70,7 +70,7 @@ def usage_row(row: StoredRow, process: str, *, tokens: int = 3, cost: float = 0.
 def answer(row: StoredRow, process: str, *, status: int = 200, content: bytes = b"") -> Outcome:
     """The outcome of a line: an answer that tells its `custom_id`."""
     body = content or json.dumps({"answer to": row.custom_id}).encode()
-    record = RequestFinished(row.id, row.path)
+    record = RequestRecord(row.id, row.path)
     code = None if status < 400 else "node_failed"
     return Outcome(status, JSON_HEADER_LINE, body, usage_row(row, process), record, code)
 

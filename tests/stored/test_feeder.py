@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from gateway.callers.keys import hash_key
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.store.failures import StoreUnavailable
 from gateway.store.store import Store
 from gateway.stored.batch_rows import pause_batch
@@ -388,9 +388,9 @@ async def chats(
         assert not [one for one in results if not isinstance(one, asyncio.CancelledError)]
 
 
-def finished_of(running: Running) -> list[RequestFinished]:
-    found: list[RequestFinished] = []
-    running.gateway.bus.subscribe(RequestFinished, found.append)
+def finished_of(running: Running) -> list[RequestRecord]:
+    found: list[RequestRecord] = []
+    running.gateway.bus.subscribe(RequestRecord, found.append)
     return found
 
 

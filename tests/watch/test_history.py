@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.events import EventBus, RequestFinished
+from gateway.events import EventBus, RequestRecord
 from gateway.watch.history import (
     COLUMNS,
     MOST_CALLERS,
@@ -21,8 +21,8 @@ from gateway.watch.history import (
 IDLE = Gauges(0, 0, 0)
 
 
-def ended(**values: Any) -> RequestFinished:
-    event = RequestFinished("an-id", "/v1/chat/completions")
+def ended(**values: Any) -> RequestRecord:
+    event = RequestRecord("an-id", "/v1/chat/completions")
     given = {"model": "m", "tier": "cpu", "node": "a", "caller": "alice", **values}
     for name, value in given.items():
         setattr(event, name, value)
@@ -37,7 +37,7 @@ class Counted:
         self.history = FleetHistory(self.bus, **options)
         self.now = 0.0
 
-    def step(self, *events: RequestFinished, gauges: Gauges = IDLE) -> HistoryPoint:
+    def step(self, *events: RequestRecord, gauges: Gauges = IDLE) -> HistoryPoint:
         for event in events:
             self.bus.publish(event)
         self.now += self.history.step_seconds
@@ -155,7 +155,7 @@ def test_who_is_refused_by_limits_is_told_from_who_sends_most() -> None:
 def test_an_ended_request_is_found_before_its_event_is_due() -> None:
     bus = EventBus(lambda _seconds, _work: None)
     history = FleetHistory(bus)
-    bus.publish_deferred(RequestFinished("it", "/v1/chat/completions"))
+    bus.publish_deferred(RequestRecord("it", "/v1/chat/completions"))
     assert [one.x_request_id for one in history.find("it")] == ["it"]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestFinished
+from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestRecord
 from gateway.terms import Priority
 from gateway.watch.metrics import (
     MOST_LABEL_SETS,
@@ -29,7 +29,7 @@ from tests.each_case import each_case
 P = "llama_gateway_"
 
 
-def finished(**changes: object) -> RequestFinished:
+def finished(**changes: object) -> RequestRecord:
     values: dict[str, object] = {
         "x_request_id": "r1",
         "path": "/v1/chat/completions",
@@ -47,7 +47,7 @@ def finished(**changes: object) -> RequestFinished:
         "duration_seconds": 2.0,
         "overhead_seconds": 0.0003,
     }
-    return RequestFinished(**{**values, **changes})  # type: ignore[arg-type]
+    return RequestRecord(**{**values, **changes})  # type: ignore[arg-type]
 
 
 class Scraped:

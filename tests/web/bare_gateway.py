@@ -27,8 +27,8 @@ from gateway.callers.meter import Meter
 from gateway.callers.reports import CallerUsage, Reporter
 from gateway.config.node import NodeSpec
 from gateway.config.settings import Settings
-from gateway.events import EventBus, RequestFinished
-from gateway.forward.accounting import ProxyContext
+from gateway.events import EventBus, RequestRecord
+from gateway.forward.accounting import ForwardContext
 from gateway.forward.attempt import TimeoutMonitor
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry
@@ -47,7 +47,7 @@ from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import Metrics
 from gateway.watch.problems import StorageCondition
-from gateway.web.handler import ProxyHandler
+from gateway.web.handler import RequestHandler
 from gateway.web.site import public_app
 from tests.gateways import NO_TLS
 from tests.nodes.build import Running, a_fleet
@@ -68,7 +68,7 @@ class BareGateway:
     bus: EventBus
     scheduler: Scheduler
     registry: InFlightRegistry
-    handler: ProxyHandler
+    handler: RequestHandler
     drain_deadlines: DrainDeadlines
     key_sync: KeySync
     site: ASGIApp
@@ -84,7 +84,7 @@ class BareGateway:
     certificates: CertificateStatus = field(default_factory=lambda: ListenerCertificates({}))
     store: Store | None = None
     ledger: Ledger | None = None
-    ended: list[RequestFinished] = field(default_factory=list)
+    ended: list[RequestRecord] = field(default_factory=list)
 
     @property
     def fleet(self) -> Fleet:
@@ -126,14 +126,14 @@ async def bare_gateway(
     async with a_fleet(*specs, **{"timeout": PROBE_LIMIT, **fleet}) as running:
         scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))
         registry = InFlightRegistry()
-        context = ProxyContext(
+        context = ForwardContext(
             LocalLeaseService(scheduler, running.fleet), chosen, bus, TimeoutMonitor(clock), clock
         )
         forwarder = Forwarder(context)
         key_ring = KeyRing()
         key_sync = KeySync(None, key_ring, None)
         key_sync.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
-        handler = ProxyHandler(
+        handler = RequestHandler(
             HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring),
             forwarder=forwarder,
             queue=scheduler,
@@ -160,7 +160,7 @@ async def bare_gateway(
             public=client(site),
             admin=client(None, ADMIN),  # The admin application needs this object.
         )
-        bus.subscribe(RequestFinished, gateway.ended.append)
+        bus.subscribe(RequestRecord, gateway.ended.append)
         metrics = Metrics(
             bus,
             MetricsSource(
@@ -202,7 +202,7 @@ async def bare_gateway(
 
 
 @asynccontextmanager
-async def served(site: ASGIApp, handler: ProxyHandler) -> AsyncIterator[httpx.AsyncClient]:
+async def served(site: ASGIApp, handler: RequestHandler) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the public listener, on a real socket."""
     listen, limits = handler.config.settings.listen, handler.config.settings.limits
     listener = Listener(

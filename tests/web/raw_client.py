@@ -11,7 +11,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import LIMIT, RawConnection, raw_connection, unchunk
 from tests.gateways import Running, running_gateway, until
@@ -82,7 +82,7 @@ class Public:
 
     running: Running
     node: EmulatedNode
-    ended: list[RequestFinished]
+    ended: list[RequestRecord]
 
     @property
     def url(self) -> str:
@@ -97,13 +97,13 @@ class Public:
     async def chat(self, *fields: str, **body: Any) -> Answer:
         return await self.ask(request({**HELLO, **body}, *fields))
 
-    async def last(self) -> RequestFinished:
+    async def last(self) -> RequestRecord:
         """The record of the last finished request, once none runs."""
         await until(lambda: not self.running.gateway.registry)
         await until(lambda: bool(self.records()))
         return self.ended[-1]
 
-    def records(self) -> list[RequestFinished]:
+    def records(self) -> list[RequestRecord]:
         """The records of all finished requests."""
         self.running.gateway.bus.flush()
         return self.ended
@@ -149,8 +149,8 @@ async def public(
     before = asyncio.all_tasks()
     async with node or EmulatedNode() as one:
         async with running_gateway(folder, [one.url], settings, **options) as running:
-            ended: list[RequestFinished] = []
-            running.gateway.bus.subscribe(RequestFinished, ended.append)
+            ended: list[RequestRecord] = []
+            running.gateway.bus.subscribe(RequestRecord, ended.append)
             found = Public(running, one, ended)
             yield found
             if well:

@@ -14,7 +14,7 @@ import pytest
 from gateway.api.base import NumberedHeartbeats, ResponseRewriter
 from gateway.api.relayed import RELAYED
 from gateway.app.assembly import Timings
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.request.routes import ROUTES
 from gateway.transport.errors import InvalidResponse
 from gateway.web.handler import RewritingWriter, StreamHeartbeat
@@ -607,8 +607,8 @@ class Written:
         return self.write_paused
 
 
-def writer(heartbeat: float = 0.0) -> tuple[RewritingWriter, Written, list[float], RequestFinished]:
-    written, time, record = Written(), [0.0], RequestFinished("req_1", "/v1/chat/completions")
+def writer(heartbeat: float = 0.0) -> tuple[RewritingWriter, Written, list[float], RequestRecord]:
+    written, time, record = Written(), [0.0], RequestRecord("req_1", "/v1/chat/completions")
     exchange = cast("Any", written)
     made = RewritingWriter(
         exchange, Shouting(), RELAYED, record, heartbeat, RELAYED.heartbeat, lambda: time[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.terms import RequestTrace
 from gateway.watch.request_tracing import MOST_WAITING, TraceCounts, TraceExporter
 from gateway.watch.spans import EndedRequest
@@ -25,7 +25,7 @@ def wait_for(condition: Callable[[], bool], limit: float) -> None:
 
 
 def ended(number: int = 1) -> EndedRequest:
-    record = RequestFinished(f"req_{number}", "/v1/chat/completions")
+    record = RequestRecord(f"req_{number}", "/v1/chat/completions")
     return EndedRequest(RequestTrace("1" * 32, None, f"req_{number}", 0.0), record, 1.0, [], 0)
 
 

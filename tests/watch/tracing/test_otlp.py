@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.terms import RequestTrace
 from gateway.watch.otlp import encode
 from gateway.watch.spans import EndedRequest
@@ -17,7 +17,7 @@ TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 def encoded(*decisions: Any, **record: Any) -> list[ReceivedSpan]:
     values = {"x_request_id": "mine", "path": "/v1/embeddings", **record}
     trace = RequestTrace(TRACE, CLIENT, "req_1", 10.0)
-    ended = EndedRequest(trace, RequestFinished(**values), 20.0, decisions, 1_000)
+    ended = EndedRequest(trace, RequestRecord(**values), 20.0, decisions, 1_000)
     return decoded(encode([ended], "site-a"))
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from gateway.events import RequestFinished
+from gateway.events import RequestRecord
 from gateway.lease import NOTHING_TRIED
 from gateway.schedule.decision_log import (
     Decision,
@@ -42,7 +42,7 @@ def queueing(at: float) -> Queueing:
 def spans(*decisions: Decision, **record: Any) -> list[Span]:
     values = {"x_request_id": "mine", "path": PATH, "request_id": "req_1", **record}
     trace = RequestTrace("1" * 32, "2" * 16, "req_1", 10.0)
-    return list(spans_of(EndedRequest(trace, RequestFinished(**values), 20.0, decisions, 0)))
+    return list(spans_of(EndedRequest(trace, RequestRecord(**values), 20.0, decisions, 0)))
 
 
 def shown(found: list[Span]) -> list[tuple[str, float, float]]:

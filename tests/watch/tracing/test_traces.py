@@ -96,7 +96,7 @@ async def test_a_chat_is_one_trace_with_its_attempt(tmp_path: Path) -> None:
 
 async def test_a_streams_prefill_and_decode_take_what_its_node_took(tmp_path: Path) -> None:
     async with (
-        EmulatedNode(prefill_tps=200, decode_tps=100) as node,
+        EmulatedNode(prefill_tps=200, decode_tps=20) as node,
         traced(tmp_path, [node]) as (running, collector),
     ):
         await stream(running)
