@@ -172,7 +172,8 @@ class ModelAliases:
 
     def choice(self, key: tuple[object, ...], catalog: ServedModels) -> ModelChoice | None:
         """What was kept under this key, while nodes serve the same models."""
-        self._current(catalog)
+        if catalog.aliases is not self._of:
+            self._current(catalog)
         return self._choices.get(key)
 
     def keep_choice(self, key: tuple[object, ...], choice: ModelChoice) -> None:

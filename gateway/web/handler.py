@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gateway import errors
 from gateway.api.base import Api, NumberedHeartbeats, ResponseRewriter
@@ -38,7 +39,7 @@ from gateway.forward.in_flight import (
     PrefillProgress,
     SupersedingMap,
 )
-from gateway.http.body import (
+from gateway.http.body_memory import (
     PARSE_WORKING_BYTES,
     BodyAllocation,
     BodyMemory,
@@ -120,7 +121,7 @@ class RequestHandler:
     _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def serve(self, route: Route, exchange: HttpExchange) -> Awaitable[None]:
+    def serve(self, route: Route, exchange: HttpExchange) -> Coroutine[Any, Any, None]:
         """Serve one request to a routed path; cancelled when its client disconnects."""
         return _HandledRequest(self, route, exchange).serve()
 
