@@ -26,7 +26,7 @@ from gateway.cli.terminal import CommandFailed, print_note
 if TYPE_CHECKING:
     from gateway.callers.key_desk import KeyDesk
     from gateway.callers.stored_keys import KeyProblem
-    from gateway.config.listeners import KeySpec
+    from gateway.config.keys import KeySpec
     from gateway.config.settings import Settings
 
 

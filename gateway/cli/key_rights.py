@@ -47,7 +47,7 @@ def checked_name(value: str | None) -> str | None:
 
 def _checked_budget(value: str | None) -> str | None:
     if value is not None:
-        from gateway.config.usage_limits import parse_budget
+        from gateway.config.keys import parse_budget
 
         try:
             parse_budget(value)

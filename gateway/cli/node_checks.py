@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from gateway.config.inventory import Inventory
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.settings import Settings
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.health import check_alive, discover, fetch

@@ -42,7 +42,7 @@ def gateway_or_store(
     A store that does not exist is not made. Raises CommandFailed: the gateway uses another store
     than the settings name, or there is none.
     """
-    from gateway.config.store import STORE_OFF
+    from gateway.config.stored import STORE_OFF
     from gateway.store.failures import StoreError
 
     with connect_admin(admin_url, admin_key_file, config) as admin:
@@ -94,7 +94,7 @@ def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | 
     gateway that its user does not mean.
     """
     from gateway.config.errors import ConfigError
-    from gateway.config.store import STORE_OFF
+    from gateway.config.stored import STORE_OFF
 
     store = status.get("store")
     state = store.get("state") if isinstance(store, dict) else None
@@ -131,7 +131,7 @@ def named_store(settings: Settings, unit_folder: Path = UNIT_STATE_FOLDER) -> St
     Raises CommandFailed.
     """
     from gateway.app.startup import state_folder
-    from gateway.config.store import STORE_OFF
+    from gateway.config.stored import STORE_OFF
     from gateway.store.database import FILE_NAME, locate_store
 
     url = settings.store.url

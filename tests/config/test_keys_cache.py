@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from gateway.config.cache_privacy import (
+from gateway.config.keys import (
     SHARED_CACHE,
     CachePolicy,
     CacheSpec,
