@@ -20,7 +20,6 @@ from gateway.cli import (
     simulate,
     tune,
     up,
-    webhooks,
     why,
 )
 from gateway.cli.terminal import (
@@ -33,6 +32,7 @@ from gateway.cli.terminal import (
     usage_message,
 )
 from gateway.cli.top import command as top
+from gateway.config.errors import ConfigError
 
 app = typer.Typer(
     name="llama-gateway",
@@ -67,7 +67,7 @@ for command, examples in (
     app.command(cls=HelpCommand, epilog=examples)(command)
 
 app.add_typer(keys.app, name="keys")
-app.add_typer(webhooks.app, name="webhooks")
+app.add_typer(batch.webhooks, name="webhooks")
 app.add_typer(batch.app, name="batch")
 app.add_typer(machine.cache, name="cache")
 
@@ -113,12 +113,7 @@ def main() -> NoReturn:
     except OSError as error:
         print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         status = 1
-    except Exception as error:
-        # Imported late: pydantic would double the time of --help and of shell completion.
-        from gateway.config.errors import ConfigError
-
-        if not isinstance(error, ConfigError):
-            raise
+    except ConfigError as error:
         print_config_error(error)
         status = 2
     sys.exit(status)

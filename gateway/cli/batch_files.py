@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import quote
 
-from gateway.cli.batch_client import ENDED, BatchClient, Patience
+from gateway.cli.client import ENDED, BatchClient, Patience
 from gateway.cli.options import Form
 from gateway.cli.terminal import CommandFailed, format_cell, print_note
 from gateway.config.errors import escape_json

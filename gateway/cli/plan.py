@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from gateway.cli import options
+from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused
 from gateway.cli.options import examples_epilog
 from gateway.cli.terminal import CommandFailed, print_json, print_note
 
 if TYPE_CHECKING:
-    from gateway.cli.client import AdminClient
     from gateway.workshop.plan.catalogue import NodeCatalogue, NodeType
     from gateway.workshop.plan.running_fleet import FleetTraffic, MeasuredFleet
     from gateway.workshop.plan.search import PlanQuestion, TimeLimit
@@ -242,14 +242,16 @@ def plan(
         for name, unfit in (("--backlog", backlog), ("--plot", plot)):
             if unfit is not None:
                 raise CommandFailed(f"{name} has no meaning with --fleet: leave it out", status=2)
-        from gateway.cli.client import connect_admin
         from gateway.workshop.plan.running_fleet import (
             UnmeasuredFleetError,
             measured_fleet,
             traffic_of,
         )
 
-        with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+        flags = AdminFlags(
+            config=config, admin_url=admin_url, admin_key_file=admin_key_file, admin_ca=admin_ca
+        )
+        with flags.connect() as admin:
             with _reported("--fleet: ", UnmeasuredFleetError, ValueError):
                 measured = measured_fleet(admin.nodes())
             for note in measured.notes:
@@ -357,7 +359,6 @@ def _ledger_traffic(
 
     Notes go to stderr. Raises CommandFailed.
     """
-    from gateway.cli.client import GatewayRefused
     from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, busiest_hour
 
     instead = "--requests-per-hour, --prompt and --completion or --trace tell the traffic"

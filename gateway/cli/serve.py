@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +44,11 @@ CHECK_EXAMPLES = examples_epilog(
 _CHECK_COLUMNS = ("NAME", "ANSWER", "SLOTS", "CONTEXT", "MODELS", "BUILD", "LATENCY", "REMARKS")
 
 
+@options.takes(process=options.ProcessFlags)
 def serve(
+    *,
     nodes: options.NodesFile = options.DEFAULT_NODES,
-    config: options.ConfigFile = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    admin_host: options.AdminHost = None,
-    admin_port: options.AdminPort = None,
-    admin_key_file: options.AdminKeyFile = None,
-    allow_anonymous: options.AllowAnonymous = False,
+    process: options.ProcessFlags,
 ) -> None:
     """Run the gateway over the nodes of the inventory, in the foreground.
 
@@ -61,19 +58,9 @@ def serve(
     """
     from gateway.app.handover import restart_command
     from gateway.app.process import run
-    from gateway.app.startup import Options, StartError
+    from gateway.app.startup import StartError
 
-    given = Options(
-        inventory_file=nodes,
-        settings_file=options.settings_file(config),
-        host=host,
-        port=port,
-        admin_host=admin_host,
-        admin_port=admin_port,
-        allow_anonymous=allow_anonymous,
-        admin_key_file=admin_key_file,
-        restart_command=restart_command(),
-    )
+    given = replace(process.startup(nodes), restart_command=restart_command())
     try:
         status = run(given)
     except StartError as error:
@@ -81,15 +68,11 @@ def serve(
     raise typer.Exit(status)
 
 
+@options.takes(process=options.ProcessFlags)
 def check(
+    *,
     nodes: options.NodesFile = options.DEFAULT_NODES,
-    config: options.ConfigFile = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    admin_host: options.AdminHost = None,
-    admin_port: options.AdminPort = None,
-    admin_key_file: options.AdminKeyFile = None,
-    allow_anonymous: options.AllowAnonymous = False,
+    process: options.ProcessFlags,
     probe: bool = typer.Option(False, "--probe", help="Ask every node for its properties as well."),
     as_json: options.Json = False,
 ) -> None:
@@ -100,19 +83,10 @@ def check(
     """
     import asyncio
 
-    from gateway.app.startup import Options, check_startup, empty_pools
+    from gateway.app.startup import check_startup, empty_pools
     from gateway.config.errors import ConfigError
 
-    given = Options(
-        inventory_file=nodes,
-        settings_file=options.settings_file(config),
-        host=host,
-        port=port,
-        admin_host=admin_host,
-        admin_port=admin_port,
-        admin_key_file=admin_key_file,
-        allow_anonymous=allow_anonymous,
-    )
+    given = process.startup(nodes)
     found = check_startup(given)
     if found.problems or found.start_problems or found.settings is None or found.inventory is None:
         if as_json:

@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +51,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 LONGEST_TOKEN = 4096  # characters of a token for a download
 
 
+@options.takes(process=options.ProcessFlags)
 def up(
+    *,
     model: str | None = _of_servers(
         None,
         metavar="FILE.gguf|URL",
@@ -131,13 +134,7 @@ def up(
         show_default="what disk and memory have room for",
         help="Refuse a larger download, such as 8GiB.",
     ),
-    config: options.ConfigFile = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    admin_host: options.AdminHost = None,
-    admin_port: options.AdminPort = None,
-    admin_key_file: options.AdminKeyFile = None,
-    allow_anonymous: options.AllowAnonymous = False,
+    process: options.ProcessFlags,
 ) -> None:
     """Start llama.cpp servers on this machine, wait until they are ready, and serve.
 
@@ -149,7 +146,7 @@ def up(
     import asyncio
 
     from gateway.app.process import run_event_loop
-    from gateway.app.startup import Options, StartError, state_folder
+    from gateway.app.startup import StartError, state_folder
     from gateway.local import LocalFleetError
     from gateway.local.cache import models_in_use
     from gateway.local.gguf import model_parts
@@ -180,18 +177,10 @@ def up(
             models_in_use(model_parts(plan.model.path)),
             tempfile.TemporaryDirectory(prefix="llama-gateway-") as folder,
         ):
-            given = Options(
-                inventory_file=_provisional_inventory(plan, Path(folder) / "nodes.yaml"),
-                settings_file=options.settings_file(config),
-                host=host,
-                port=port,
-                admin_host=admin_host,
-                admin_port=admin_port,
-                allow_anonymous=allow_anonymous,
-                admin_key_file=admin_key_file,
-                state_dir=Path(folder),
-                # Keys, their hashes for a start without the store, and usage outlive one run.
-                store_dir=state_folder(),
+            inventory_file = _provisional_inventory(plan, Path(folder) / "nodes.yaml")
+            # Keys, their hashes for a start without the store, and usage outlive one run.
+            given = replace(
+                process.startup(inventory_file), state_dir=Path(folder), store_dir=state_folder()
             )
             status = run_event_loop(_serve(plan, given, server_port))
     except LocalFleetError as error:

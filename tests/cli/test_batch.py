@@ -45,7 +45,7 @@ def api() -> Iterator[BatchApi]:
 
 @pytest.fixture(autouse=True)
 def _looks_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.cli.batch_client.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("gateway.cli.client.FIRST_PAUSE", 0.01)
     monkeypatch.setattr("gateway.cli.batch.FIRST_POLL", 0.01)
 
 
