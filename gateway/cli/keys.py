@@ -547,9 +547,8 @@ def show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: b
     print("  - " + "\n    ".join(lines))
 
 
-# Where keys are: while a gateway runs, its admin API makes every change, so that there is one program
-# that knows the models, the settings in force and the audit log. If none answers, the command opens
-# the store.
+# Where keys are. While a gateway runs, its admin API makes every change, so that one program knows
+# the models, the settings in force and the audit log. If none answers, the command opens the store.
 
 
 class KeysNotStored(Exception):  # noqa: N818 - says what happened to the keys
