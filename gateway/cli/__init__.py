@@ -10,15 +10,11 @@ import typer
 from gateway import __version__
 from gateway.cli import (
     batch,
-    bench,
     keys,
     machine,
     nodes,
-    plan,
     reports,
     serve,
-    simulate,
-    tune,
     up,
     why,
 )
@@ -32,6 +28,7 @@ from gateway.cli.terminal import (
     usage_message,
 )
 from gateway.cli.top import command as top
+from gateway.cli.workshop import bench, plan, simulate, tune
 from gateway.config.errors import ConfigError
 
 app = typer.Typer(

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,12 +21,10 @@ from gateway.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
     from gateway.app.startup import Options
-    from gateway.cli.progress import Progress
     from gateway.config.settings import Settings
     from gateway.local.download import ModelWish
     from gateway.local.gguf import ModelFile
     from gateway.local.plan import LocalFleetPlan
-    from gateway.local.supervisor import ServerEvent
 
 
 EXAMPLES = examples_epilog(
@@ -280,6 +278,7 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     from gateway.app.handover import reserve_addresses
     from gateway.app.process import serve
     from gateway.app.startup import load_checked
+    from gateway.cli.progress import StartupProgress
     from gateway.config.inventory import load_inventory
     from gateway.local.server import BASE_PORT
     from gateway.local.supervisor import LocalFleet
@@ -302,11 +301,11 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         "a llama.cpp server" if len(plan.specs) == 1 else f"{len(plan.specs)} llama.cpp servers"
     )
     print_note(f"Starting {servers} {_slots_of(plan)}; logs are in {plan.log_folder}")
-    progress, show = startup_progress([spec.name for spec in plan.specs])
+    progress = StartupProgress([spec.name for spec in plan.specs])
     async with AsyncExitStack() as exit_stack:
         base = BASE_PORT if server_port is None else server_port
         fleet = LocalFleet(
-            plan.specs, plan.log_folder, binary=plan.binary, on_event=show, base_port=base
+            plan.specs, plan.log_folder, binary=plan.binary, on_event=progress.show, base_port=base
         )
         # The gateway's ports are reserved first: a taken one ends the command here, and no server
         # gets one of them.
@@ -330,62 +329,6 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
                 settings,
             ),
         )
-
-
-def startup_progress(servers: Sequence[str]) -> tuple[Progress, Callable[[ServerEvent], None]]:
-    """Return a display, and a function that shows servers' events in it, and logs later ones."""
-    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from gateway.cli.progress import Progress
-    from gateway.local.supervisor import ServerLoading, ServerReady, ServerStarted
-
-    progress = Progress(
-        TextColumn(" "),
-        SpinnerColumn("line", finished_text=" "),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        transient=False,
-    )
-    rows = {name: progress.add_task(name, total=1) for name in servers}
-
-    def show(event: ServerEvent) -> None:
-        match event:
-            case ServerStarted():
-                told = f"started on {event.url}"
-            case ServerLoading():
-                told = "loading the model"
-            case ServerReady():
-                told = f"ready after {event.seconds:.1f} s"
-            case _:
-                told = f"{event.exit_description}, restarts in {event.restart_in:g} s"
-        if progress.ended:
-            _log(event)
-        elif progress.on_terminal:
-            ready = isinstance(event, ServerReady)
-            progress.update(
-                rows[event.name], description=f"{event.name}: {told}", completed=int(ready)
-            )
-        else:
-            progress.note(f"  {event.name}: {told}")
-
-    return progress, show
-
-
-def _log(event: ServerEvent) -> None:
-    import structlog
-
-    from gateway.local.supervisor import ServerExited, ServerReady
-
-    log = structlog.get_logger()
-    if isinstance(event, ServerExited):
-        log.warning(
-            "server exited",
-            server=event.name,
-            how=event.exit_description,
-            restart_in=event.restart_in,
-        )
-    elif isinstance(event, ServerReady):
-        log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
 
 
 def _slots_of(plan: LocalFleetPlan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import pty
@@ -496,5 +497,4 @@ def test_a_port_in_use_is_reported_before_a_server_starts(flag: str) -> None:
 
 
 def test_the_slots_of_a_server_are_those_of_the_plan() -> None:
-    assert up.up.__defaults__ is not None
-    assert up.up.__defaults__[2].default == DEFAULT_SLOTS
+    assert inspect.signature(up.up).parameters["slots"].default.default == DEFAULT_SLOTS

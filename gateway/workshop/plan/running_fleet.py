@@ -448,6 +448,29 @@ class FleetAnswer:
     advice: FleetAdvice
     notes: tuple[str, ...]
 
+    def as_dict(self, question: PlanQuestion) -> dict[str, object]:
+        """For scripts."""
+        hour = self.traffic.hour
+        return {
+            **question.as_dict(),
+            "busiest_hour": None if hour is None else hour.as_dict(),
+            "nodes": [
+                {
+                    "like": part.node_type.name,
+                    "count": part.count,
+                    "tier": part.node_type.tier,
+                    "slots": part.node_type.slots,
+                    "prefill_tps": part.node_type.prefill_tps,
+                    "decode_tps": part.node_type.decode_tps,
+                    "batch_cost": part.node_type.batch_cost,
+                }
+                for part in self.fleet.parts
+            ],
+            "changes": [row.as_dict() for row in self.changes],
+            "advice": self.advice.as_dict(),
+            "notes": [*self.fleet.notes, *self.traffic.notes, *self.notes],
+        }
+
 
 def what_if(
     question: PlanQuestion, fleet: MeasuredFleet, traffic: FleetTraffic, limit: TimeLimit
