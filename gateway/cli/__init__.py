@@ -8,16 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.cli import (
-    batch,
-    keys,
-    machine,
-    nodes,
-    reports,
-    serve,
-    up,
-    why,
-)
+from gateway.cli import batch, keys, machine, nodes, reports, serve, up, why
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,

@@ -15,21 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.cli.client import (
-    ENDED,
-    BatchClient,
-    GatewayAway,
-    Patience,
-    PublicFlags,
-)
-from gateway.cli.options import (
-    RETRY_SECONDS,
-    Form,
-    Json,
-    RetryFor,
-    examples_epilog,
-    takes,
-)
+from gateway.cli.client import ENDED, BatchClient, GatewayAway, Patience, PublicFlags
+from gateway.cli.options import RETRY_SECONDS, Form, Json, RetryFor, examples_epilog, takes
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -41,12 +28,7 @@ from gateway.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from gateway.cli.batch_files import (
-        Fetched,
-        PreparedInput,
-        Problems,
-        ResultPlaces,
-    )
+    from gateway.cli.batch_files import Fetched, PreparedInput, Problems, ResultPlaces
 
 LONGEST_STEM = 100  # characters of an upload's name
 FIRST_POLL, LONGEST_POLL = 0.25, 3.0  # seconds between questions for a batch's state; they double

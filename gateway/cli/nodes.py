@@ -16,13 +16,7 @@ import typer
 from gateway.cli import options
 from gateway.cli.client import AdminClient, AdminFlags, NoGateway
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    format_cell,
-    print_json,
-    print_note,
-    print_table,
-)
+from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_table
 
 NODES_EXAMPLES = examples_epilog(
     ("llama-gateway nodes", "every node, its state and the reason"),

@@ -10,12 +10,7 @@ import typer
 from gateway.cli import options
 from gateway.cli.client import AdminClient, StoreFlags
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    print_json,
-    print_note,
-    print_table,
-)
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from gateway.callers.reports import LedgerReport
@@ -90,12 +85,7 @@ def usage(
 
 
 def _read(store: Store, asked: dict[str, str | None]) -> LedgerReport:
-    from gateway.callers.reports import (
-        InvalidQuery,
-        ReportInterrupted,
-        ReportReader,
-        parse_query,
-    )
+    from gateway.callers.reports import InvalidQuery, ReportInterrupted, ReportReader, parse_query
 
     reader = ReportReader(parse_query(time.time(), **asked))
     try:

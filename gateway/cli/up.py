@@ -202,12 +202,7 @@ def _model_file(
     """Return the file of `--model`, downloaded where it is a URL. Raises LocalFleetError."""
     from gateway.cli.progress import DownloadProgress
     from gateway.local.cache import cache_folder
-    from gateway.local.download import (
-        DownloadHooks,
-        fetch_model,
-        is_url,
-        printable,
-    )
+    from gateway.local.download import DownloadHooks, fetch_model, is_url, printable
 
     if model is None or not is_url(model):
         given = {"--sha256": sha256, "--token-env": token_env, "--max-bytes": max_bytes}
@@ -230,12 +225,7 @@ def _model_file(
 def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str | None) -> ModelWish:
     """Read the options of a download. Raises CommandFailed, whose text holds no secret."""
     from gateway.config.fields import parse_size
-    from gateway.local.download import (
-        ModelUrlError,
-        ModelWish,
-        parse_model_url,
-        part_urls,
-    )
+    from gateway.local.download import ModelUrlError, ModelWish, parse_model_url, part_urls
 
     try:
         url = parse_model_url(model)

@@ -10,12 +10,7 @@ import typer
 from gateway.cli import options
 from gateway.cli.client import AdminFlags
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    console,
-    format_cell,
-    make_table,
-    print_json,
-)
+from gateway.cli.terminal import console, format_cell, make_table, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table

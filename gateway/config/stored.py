@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SecretStr,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 
 from gateway.config.fields import (
     ByteCount,

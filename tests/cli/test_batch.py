@@ -17,14 +17,7 @@ from typing import Any
 import pytest
 import trustme
 
-from gateway.cli.batch import (
-    Estimate,
-    describe,
-    details,
-    end_by,
-    progress_of,
-    span,
-)
+from gateway.cli.batch import Estimate, describe, details, end_by, progress_of, span
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
 from tests.cli.running import LIMIT, run, run_on_terminal

@@ -29,12 +29,7 @@ from gateway.cli import up
 from gateway.local.gguf import read_model
 from gateway.local.memory import memlock_warning, memory_needed
 from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
-from gateway.local.server import (
-    BASE_PORT,
-    claim_free_port,
-    claimed_port,
-    server_environment,
-)
+from gateway.local.server import BASE_PORT, claim_free_port, claimed_port, server_environment
 from tests.cli.running import read_until, run, run_process
 from tests.each_case import each_case
 from tests.local.small_models import SMALL, write_hollow

@@ -12,12 +12,7 @@ import typer
 from gateway.cli import options
 from gateway.cli.client import AdminFlags, GatewayRefused
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    print_json,
-    print_note,
-    print_table,
-)
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from gateway.cli.client import AdminClient

@@ -11,12 +11,7 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    print_json,
-    print_note,
-    print_table,
-)
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
@@ -367,13 +362,7 @@ def _loads(
     requests: int | None,
     duration: float | None,
 ) -> list[Load]:
-    from gateway.workshop.bench.load import (
-        Load,
-        LoadError,
-        Loop,
-        closed_loads,
-        poisson_loads,
-    )
+    from gateway.workshop.bench.load import Load, LoadError, Loop, closed_loads, poisson_loads
 
     given = [
         flag
@@ -440,12 +429,7 @@ def _meter(url: str) -> EnergyMeter | None:
 def _compare(paths: tuple[Path, Path], *, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from gateway.workshop.bench.report import (
-        CONFIDENCE,
-        ComparisonError,
-        compare,
-        read_report,
-    )
+    from gateway.workshop.bench.report import CONFIDENCE, ComparisonError, compare, read_report
 
     try:
         before, after = (read_report(path) for path in paths)

@@ -14,12 +14,7 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    print_json,
-    print_note,
-    print_table,
-)
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from gateway.schedule.core.autoscaling_policy import AutoscalingRules

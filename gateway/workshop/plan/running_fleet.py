@@ -15,12 +15,7 @@ from datetime import datetime
 from statistics import fmean
 from typing import Any
 
-from gateway.workshop.plan.catalogue import (
-    MOST_SLOTS_OF_A_SERVER,
-    FleetPrice,
-    NodeType,
-    TokenPrice,
-)
+from gateway.workshop.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
 from gateway.workshop.plan.search import (
     MOST_SIMULATED_NODES,
     FleetPart,
@@ -38,13 +33,7 @@ from gateway.workshop.plan.workload import MOST_PEAK, SECONDS_PER_HOUR, Workload
 from gateway.workshop.simulate.fronts import PRIORITY_BY_LABEL
 from gateway.workshop.simulate.report import Percentiles
 from gateway.workshop.simulate.simulation import SimulatedMachine
-from gateway.workshop.simulate.trace import (
-    MOST_TOKENS,
-    Job,
-    Trace,
-    TracePrompt,
-    build_trace,
-)
+from gateway.workshop.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
 
 SAME_SPEED = 0.2  # nodes whose speeds differ by less, as a share, are of one kind
 GOAL_FACTORS = (0.75, 1.5)  # to what the goal is moved, as a multiple

@@ -24,12 +24,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, stdev
 
-from gateway.workshop.plan.catalogue import (
-    FleetPrice,
-    NodeType,
-    PricedPart,
-    fleet_price,
-)
+from gateway.workshop.plan.catalogue import FleetPrice, NodeType, PricedPart, fleet_price
 from gateway.workshop.plan.workload import SECONDS_PER_HOUR, Workload, make_trace
 from gateway.workshop.simulate.comparison import build_front
 from gateway.workshop.simulate.report import LONGEST_WAIT, Percentiles, utilisation
