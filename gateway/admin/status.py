@@ -16,6 +16,7 @@ from starlette.responses import Response
 from gateway.admin.configuration import GatewayControl
 from gateway.admin.models import differences_json
 from gateway.callers.ledger import Ledger
+from gateway.callers.windows import time_text
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.fleet import Fleet
@@ -62,7 +63,7 @@ class StatusEndpoints:
         return JsonResponse(
             StatusObject(
                 version=gateway.version,
-                started_at=_iso(started.timestamp()),
+                started_at=time_text(started.timestamp()),
                 uptime=round(uptime, 3),
                 ready=error is None,
                 reason=None if error is None else error.code,
@@ -82,7 +83,10 @@ class StatusEndpoints:
                 keys_unsaved=gateway.key_sync.unsaved,
                 certificate_error=gateway.certificates.error,
                 certificates={
-                    key: {"expires_at": _iso(expires), "days_left": round(days_until(expires), 2)}
+                    key: {
+                        "expires_at": time_text(expires),
+                        "days_left": round(days_until(expires), 2),
+                    }
                     for key, expires in gateway.certificates.expiry.items()
                 },
                 store=store_json(gateway.store),
@@ -147,11 +151,6 @@ class StatusObject(msgspec.Struct, kw_only=True):
         "took the last API key away"]  # fmt: skip
     keys_unsaved: Annotated[str | None, "why a gateway that starts without the store would not "
         "know the keys as they are now; it is tried again, at least once a minute"]  # fmt: skip
-
-
-def _iso(seconds: float) -> str:
-    """A time, in seconds since 1970, as people and programs read it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def days_until(seconds: float) -> float:
