@@ -35,34 +35,36 @@ class PromptTree:
         """The number of edges."""
         return len(self._edges)
 
-    def match(self, blocks: tuple[int, ...]) -> dict[PrefixEdge, int]:
+    def path(self, blocks: tuple[int, ...]) -> Iterator[tuple[PrefixEdge, int, bool]]:
         """The edges on the path of a prompt, from its beginning.
 
-        For each: blocks up to where they agree, less than the edge's `end` for the last one only.
+        For each: blocks up to where they agree, and whether that is the edge's end, as it is for
+        all but perhaps the last one.
         """
-        found: dict[PrefixEdge, int] = {}
         edges, count, at = self._edges, len(blocks), 0
         while at < count:
             edge = edges.get(blocks[at])
             if edge is None or edge.start != at:
                 break
             own = edge.blocks
-            shared = min(len(own), count - at)
+            length = len(own)
+            shared = min(length, count - at)
             if own[shared - 1] != blocks[at + shared - 1]:
                 shared = common_blocks(own, blocks, at)
             at += shared
-            found[edge] = at
-            if shared < len(own):
+            yield edge, at, shared == length
+            if shared < length:
                 break
-        return found
 
     def add(self, held: CachedPrompt, blocks: tuple[int, ...], *, reported: bool = True) -> None:
         """Add a prompt with these blocks. `reported`: the node reported its tokens."""
         if not blocks:
             return
-        last: PrefixEdge | None
-        last, at = next(reversed(self.match(blocks).items()), (None, 0))
-        if last is not None and at < last.end:
+        last: PrefixEdge | None = None
+        at, to_end = 0, True
+        for last, at, to_end in self.path(blocks):  # noqa: B007 - the last one counts
+            pass
+        if last is not None and not to_end:
             last = self._split(last, at)
         if last is None or at < len(blocks):
             last = PrefixEdge(last, at, array("q", blocks[at:]))
@@ -365,7 +367,7 @@ class FleetPromptCache:
             return
         self._latest = None
         node.resize(max(1, slots), host_tokens)
-        self._evict_excess(row, node)
+        self._forget_excess(row, node)
 
     def contents(self, row: int) -> CacheContents:
         """What a node caches in idle slots and in host memory."""
@@ -421,7 +423,7 @@ class FleetPromptCache:
         self._latest = None
         node.start(match, match.choices.get(row) or node.choose(match))
         self._pending.add(row, prompt)
-        self._evict_excess(row, node)
+        self._forget_excess(row, node)
 
     def request_finished(
         self,
@@ -441,9 +443,7 @@ class FleetPromptCache:
             node.learn(running, cached_tokens)
         answer = completion_tokens if 0 <= completion_tokens < math.inf else 0.0
         held = CachedPrompt(row, None, prompt_tokens, answer, prompt.ends_on_block, caller=caller)
-        self.tree.add(held, prompt.blocks)
-        node.take_in(held)
-        self._evict_excess(row, node)
+        node.take_in(held, prompt.blocks)
 
     def request_dropped(self, row: int, prompt: PromptKey, written_tokens: float = 0.0) -> None:
         """A request ended without usage, after so many tokens of its answer.
@@ -454,12 +454,9 @@ class FleetPromptCache:
         running = None if node is None else self._stop(row, node, id(prompt))
         if node is None or running is None or not 0 < written_tokens < math.inf:
             return
-        held = CachedPrompt(
-            row, None, self._match(prompt).total, written_tokens, prompt.ends_on_block
-        )
-        self.tree.add(held, prompt.blocks, reported=False)
-        node.take_in(held)
-        self._evict_excess(row, node)
+        total = self._match(prompt).total
+        held = CachedPrompt(row, None, total, written_tokens, prompt.ends_on_block)
+        node.take_in(held, prompt.blocks, reported=False)
 
     def export(self, row: int) -> Iterator[tuple[int, CachedPrompt]]:
         """The prompts that a node caches, the longest cached first: each with its last block."""
@@ -481,9 +478,7 @@ class FleetPromptCache:
             row, None, kept.prompt_tokens, kept.answer_tokens, kept.ends_on_block, caller=caller
         )
         self._latest = None
-        self.tree.add(held, tuple(blocks))
-        node.take_in(held)
-        self._evict_excess(row, node)
+        node.take_in(held, tuple(blocks))
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
         """Forget the prompts of the callers that are gone."""
@@ -500,10 +495,10 @@ class FleetPromptCache:
         known = known_share = 0.0
         agreed: dict[PrefixEdge, float] = {}
         passed: set[PrefixEdge] = set()
-        for edge, at in self.tree.match(blocks).items():
+        for edge, at, to_end in self.tree.path(blocks):
             share = prompt.share_of(at)
             tokens = known + (share - known_share) * estimate
-            if at == edge.end:
+            if to_end:
                 if edge.reported_tokens:
                     known = tokens = edge.reported_tokens
                     known_share = share
@@ -521,11 +516,11 @@ class FleetPromptCache:
             self._pending.remove(row, running.prompt)
         return running
 
-    def _evict_excess(self, row: int, node: NodePromptCache) -> None:
+    def _forget_excess(self, row: int, node: NodePromptCache) -> None:
         """Forget what a node can't hold."""
         while len(node.running) > 2 * node.slots + EXTRA_RUNNING_PROMPTS:
             self._stop(row, node, next(iter(node.running)))
-        node.evict_excess(node.slots - len(node.running))
+        node.evict_excess()
 
 
 def _rows_to_search(match: PromptMatch) -> set[int]:
@@ -571,10 +566,14 @@ class NodePromptCache:
     failures: int = 0  # failed predictions in a row
     changes: int = 0  # prompts that have come or gone
 
-    def take_in(self, held: CachedPrompt) -> None:
-        """A slot holds this prompt now."""
+    def take_in(
+        self, held: CachedPrompt, blocks: tuple[int, ...], *, reported: bool = True
+    ) -> None:
+        """A slot holds this prompt, of these blocks, now."""
+        self.tree.add(held, blocks, reported=reported)
         self.slot_prompts[held] = self.uncopied[held] = None
         self.changes += 1
+        self.evict_excess()
 
     def resize(self, slots: int, host_tokens: float | None) -> None:
         """The node has so many slots; `host_tokens`: its host memory, if known."""
@@ -709,7 +708,8 @@ class NodePromptCache:
         if held.other_copy is not None or not self._host_takes(held):
             self.evict(held)
             return
-        self._leave_slot(held)
+        del self.slot_prompts[held]
+        self.uncopied.pop(held, None)
         self.tree.move_to_host(held)
         self._add_to_host(held)
 
@@ -717,7 +717,8 @@ class NodePromptCache:
         """A prompt leaves its slot or host memory; its copy stays, if there is one."""
         self.changes += 1
         if held.in_slot:
-            self._leave_slot(held)
+            del self.slot_prompts[held]
+            self.uncopied.pop(held, None)
             self.tree.remove(held)
             return
         del self.host_prompts[held]
@@ -727,9 +728,10 @@ class NodePromptCache:
             if self.row in edge.slot_counts:
                 self.uncopied = dict(self.slot_prompts)
 
-    def evict_excess(self, idle_slots: int) -> None:
-        """Evict the prompts that no longer fit, with so many idle slots."""
-        while self.slot_prompts and len(self.slot_prompts) > idle_slots:
+    def evict_excess(self) -> None:
+        """Evict the prompts that no longer fit."""
+        idle_slots = max(0, self.slots - len(self.running))
+        while len(self.slot_prompts) > idle_slots:
             self.move_to_host(next(iter(self.slot_prompts)))
         while self.host_prompts and (
             self.host_used > self.host_capacity
@@ -751,10 +753,6 @@ class NodePromptCache:
             if held is found:
                 break
         return tokens
-
-    def _leave_slot(self, held: CachedPrompt) -> None:
-        del self.slot_prompts[held]
-        self.uncopied.pop(held, None)
 
     def _host_takes(self, held: CachedPrompt) -> bool:
         """Whether host memory takes it: not if it has it, alone or as the prefix of another."""
