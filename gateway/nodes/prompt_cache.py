@@ -322,7 +322,7 @@ class RunningPrompt:
     previous_answer: float = 0.0  # tokens of that prompt's answer
 
 
-class Choice(NamedTuple):
+class CacheChoice(NamedTuple):
     """What llama.cpp would choose for a prompt."""
 
     slot: CachedPrompt | None  # the slot's prompt; None: the slot is empty, or none is idle
@@ -339,7 +339,9 @@ class PromptMatch:
     agreed: dict[PrefixEdge, float]
     """For each edge on its path: tokens up to where the prompt agrees with it."""
     passed: set[PrefixEdge]  # edges that the prompt agrees with to their end, and goes on
-    choices: dict[int, Choice] = field(default_factory=dict)  # by row, as far as they are known
+    choices: dict[int, CacheChoice] = field(
+        default_factory=dict
+    )  # by row, as far as they are known
 
 
 class FleetPromptCache:
@@ -608,7 +610,7 @@ class NodePromptCache:
                 most = max(most, tokens)
         return most
 
-    def choose(self, match: PromptMatch) -> Choice:
+    def choose(self, match: PromptMatch) -> CacheChoice:
         """What llama.cpp would choose for this prompt."""
         slot: CachedPrompt | None = None
         spared = SLOT_SIMILARITY * match.total
@@ -621,7 +623,7 @@ class NodePromptCache:
                     break
         if slot is not None:
             if spared >= SLOT_KEPT_SHARE * slot.tokens:
-                return Choice(slot, None, spared)
+                return CacheChoice(slot, None, spared)
         elif len(self.slot_prompts) + len(self.running) >= self.slots and self.slot_prompts:
             slot = next(iter(self.slot_prompts))
             spared = self.common_tokens(slot, match)
@@ -636,9 +638,9 @@ class NodePromptCache:
                     share = common / held.tokens
                     if share > kept_share and share >= HOST_LOADED_SHARE:
                         loaded, spared, kept_share = held, common, share
-        return Choice(slot, loaded, spared)
+        return CacheChoice(slot, loaded, spared)
 
-    def start(self, match: PromptMatch, choice: Choice) -> None:
+    def start(self, match: PromptMatch, choice: CacheChoice) -> None:
         """A request starts: its slot's prompt is kept, saved to host memory or replaced by one."""
         slot, loaded, spared = choice
         running = RunningPrompt(match.prompt, min(spared, match.total))
