@@ -270,9 +270,9 @@ async def test_a_client_that_leaves_after_a_heartbeat_is_noticed(tmp_path: Path)
 @in_virtual_time
 async def test_heartbeats_continue_while_another_node_is_tried(tmp_path: Path) -> None:
     async with (
-        EmulatedNode() as one,
-        EmulatedNode() as two,
-        running_gateway(tmp_path, [one.url, two.url], BEATING) as running,
+        running_gateway(
+            tmp_path, [one := EmulatedNode(), two := EmulatedNode()], BEATING
+        ) as running,
         raw_connection(running.url) as wire,
     ):
         for node in (one, two):
