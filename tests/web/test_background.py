@@ -34,10 +34,8 @@ pytestmark = pytest.mark.usefixtures("hurried")
 async def gateway(
     folder: Path, node: EmulatedNode | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
-    async with (
-        node or EmulatedNode() as running_node,
-        running_gateway(folder, [running_node.url], {"keys": KEYS, **settings}) as running,
-    ):
+    nodes = [node or EmulatedNode()]
+    async with running_gateway(folder, nodes, {"keys": KEYS, **settings}) as running:
         yield running
 
 
@@ -292,10 +290,7 @@ PREFER = {"prefer": "respond-async"}
 async def deferring(
     folder: Path, node: EmulatedNode | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
-    async with (
-        node or EmulatedNode() as running_node,
-        running_gateway(folder, [running_node.url], {"keys": KEYS, **settings}) as running,
-    ):
+    async with gateway(folder, node, **settings) as running:
         running.client.headers["authorization"] = f"Bearer {ALICE.text}"
         yield running
 
