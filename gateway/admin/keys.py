@@ -25,7 +25,7 @@ from gateway.callers.stored_keys import (
 )
 from gateway.catalog import ServedModels
 from gateway.config.errors import single_line
-from gateway.config.listeners import KeySpec
+from gateway.config.keys import KeySpec
 from gateway.config.routing import CATCH_ALL
 from gateway.errors import truncate_echo
 from gateway.request.preparation import ModelAliases

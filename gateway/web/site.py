@@ -23,7 +23,7 @@ from gateway.api.base import ModelSummary, Page
 from gateway.callers.callers import MOST_IDENTITY_BYTES, cache_policy_of
 from gateway.callers.reports import CallerUsage
 from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
-from gateway.config.cache_privacy import NodeLabels
+from gateway.config.keys import NodeLabels
 from gateway.config.listeners import CorsSpec
 from gateway.config.routing import CATCH_ALL
 from gateway.http.request_head import Callers, may_name_nodes
