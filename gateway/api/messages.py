@@ -25,7 +25,7 @@ from gateway.api.base import (
     edit_body,
     read_events,
 )
-from gateway.api.chat import as_response_format, may_call_tools
+from gateway.api.chat import as_response_format
 from gateway.api.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
@@ -398,10 +398,7 @@ class MessagesApi(Api):
             ]
         )
 
-    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
-        reason = resuming.unresumable_reason(body, transcript)
-        if reason is not None:
-            return reason
+    def _own_unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
         config, thinking = body.get("output_config"), body.get("thinking")
         if body.get("output_format") or (isinstance(config, dict) and config.get("format")):
             return resuming.BOUND_TO_GRAMMAR
@@ -469,9 +466,7 @@ def _response_format(fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
     config, bound = decoded_field(fields, "output_config"), decoded_field(fields, "output_format")
     if isinstance(config, dict) and config.get("format") is not None:
         bound = config["format"]
-    if not isinstance(bound, dict) or may_call_tools(fields):
-        return None
-    return as_response_format(bound)
+    return as_response_format(bound, fields)
 
 
 def _stop_sequences(bodies: Bodies) -> frozenset[str]:

@@ -26,7 +26,7 @@ from gateway.api.base import (
     openai_error,
     read_events,
 )
-from gateway.api.chat import as_response_format, may_call_tools
+from gateway.api.chat import as_response_format
 from gateway.api.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
@@ -280,9 +280,7 @@ class ResponsesApi(Api):
             return None
         text = decoded_field(fields, "text")
         bound = text.get("format") if isinstance(text, dict) else None
-        if not isinstance(bound, dict) or may_call_tools(fields):
-            return None
-        return as_response_format(bound)
+        return as_response_format(bound, fields)
 
     def response_rewriter(
         self, bodies: Bodies, model: str, node: NodeInfo, settings: Settings, *, stream: bool
@@ -325,10 +323,7 @@ class ResponsesApi(Api):
             name = sse.event_name(event) or name
         return name in _TERMINAL_NAMES
 
-    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
-        reason = resuming.unresumable_reason(body, transcript)
-        if reason is not None:
-            return reason
+    def _own_unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
         text, reasoning = body.get("text"), body.get("reasoning")
         bound = text.get("format") if isinstance(text, dict) else None
         if isinstance(bound, dict) and bound.get("type") not in {None, "text"}:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import httpx
 
-from gateway.config.node import STARTED_BY, UP
+from gateway.config.inventory import STARTED_BY, UP
 from gateway.local import ServerStartError
 from gateway.local.server import (
     BASE_PORT,

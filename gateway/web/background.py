@@ -62,7 +62,7 @@ from gateway.stored.response_log import LogBroken
 from gateway.stored.webhooks import WebhookTargets
 from gateway.terms import Headers
 from gateway.transport.eager_task import ensure_task
-from gateway.web.asgi import JsonResponse, error_response, page_limit
+from gateway.web.asgi import JsonResponse, error_response, page_limit, page_order
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -876,7 +876,4 @@ async def _place(response_id: str, items: Sequence[msgspec.Raw], numbers: range,
 def _page(request: HttpRequest) -> tuple[int, str, str | None]:
     query = request.query_params
     limit = page_limit(query.get("limit", str(USUAL_ITEMS)), MOST_ITEMS)
-    order = query.get("order", "desc")
-    if order not in {"asc", "desc"}:
-        raise errors.invalid_request("'order' must be 'asc' or 'desc'.", "order")
-    return limit, order, query.get("after") or None
+    return limit, page_order(query.get("order", "desc")), query.get("after") or None

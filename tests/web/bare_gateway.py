@@ -25,7 +25,7 @@ from gateway.callers.ledger import Ledger
 from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
 from gateway.callers.reports import CallerUsage, Reporter
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestRecord
 from gateway.forward.accounting import ForwardContext

@@ -22,12 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gateway.workshop.bench.exchange import RequestResult
-from gateway.workshop.bench.load import (
-    ClientFigures,
-    Load,
-    LoadRun,
-    Loop,
-)
+from gateway.workshop.bench.load import ClientFigures, Load, LoadRun, Loop
 from gateway.workshop.bench.target import Baseline, ServerDescription
 from gateway.workshop.simulate.report import Percentiles
 

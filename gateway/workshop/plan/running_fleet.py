@@ -15,12 +15,7 @@ from datetime import datetime
 from statistics import fmean
 from typing import Any
 
-from gateway.workshop.plan.catalogue import (
-    MOST_SLOTS_OF_A_SERVER,
-    FleetPrice,
-    NodeType,
-    TokenPrice,
-)
+from gateway.workshop.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
 from gateway.workshop.plan.search import (
     MOST_SIMULATED_NODES,
     FleetPart,
@@ -38,13 +33,7 @@ from gateway.workshop.plan.workload import MOST_PEAK, SECONDS_PER_HOUR, Workload
 from gateway.workshop.simulate.fronts import PRIORITY_BY_LABEL
 from gateway.workshop.simulate.report import Percentiles
 from gateway.workshop.simulate.simulation import SimulatedMachine
-from gateway.workshop.simulate.trace import (
-    MOST_TOKENS,
-    Job,
-    Trace,
-    TracePrompt,
-    build_trace,
-)
+from gateway.workshop.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
 
 SAME_SPEED = 0.2  # nodes whose speeds differ by less, as a share, are of one kind
 GOAL_FACTORS = (0.75, 1.5)  # to what the goal is moved, as a multiple
@@ -447,6 +436,29 @@ class FleetAnswer:
     changes: tuple[WhatIf, ...]
     advice: FleetAdvice
     notes: tuple[str, ...]
+
+    def as_dict(self, question: PlanQuestion) -> dict[str, object]:
+        """For scripts."""
+        hour = self.traffic.hour
+        return {
+            **question.as_dict(),
+            "busiest_hour": None if hour is None else hour.as_dict(),
+            "nodes": [
+                {
+                    "like": part.node_type.name,
+                    "count": part.count,
+                    "tier": part.node_type.tier,
+                    "slots": part.node_type.slots,
+                    "prefill_tps": part.node_type.prefill_tps,
+                    "decode_tps": part.node_type.decode_tps,
+                    "batch_cost": part.node_type.batch_cost,
+                }
+                for part in self.fleet.parts
+            ],
+            "changes": [row.as_dict() for row in self.changes],
+            "advice": self.advice.as_dict(),
+            "notes": [*self.fleet.notes, *self.traffic.notes, *self.notes],
+        }
 
 
 def what_if(

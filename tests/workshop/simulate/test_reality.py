@@ -20,12 +20,7 @@ from gateway.workshop.simulate.trace import Job, TracePrompt
 from tests.servers import spawn_demo_server, start_demo_servers, stop_demo_server
 from tests.servers import wait_for_demo_server as wait_for
 from tests.workshop.simulate.build import job, trace
-from tests.workshop.simulate.real import (
-    BATCH,
-    ask,
-    computed,
-    words,
-)
+from tests.workshop.simulate.real import BATCH, ask, computed, words
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.config.settings import Settings, changed_restart_keys, masked_settings
-from gateway.config.store import StoreSettings, masked_store_url
+from gateway.config.stored import StoreSettings, masked_store_url
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 

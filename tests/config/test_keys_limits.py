@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.config.usage_limits import LARGEST_BUDGET, Budget, LimitSpec, parse_budget
+from gateway.config.keys import LARGEST_BUDGET, Budget, LimitSpec, parse_budget
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 

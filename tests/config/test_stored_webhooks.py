@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.settings import changed_restart_keys, masked_settings
-from gateway.config.webhooks import EVENTS, WebhookSettings, secret_bytes
+from gateway.config.stored import EVENTS, WebhookSettings, secret_bytes
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import ConfigError, Problem, fields
+from gateway.config import fields
+from gateway.config.errors import ConfigError, Problem
 from gateway.config.listeners import ListenSettings
 from tests.config.conftest import LoadNodes, Problems
 

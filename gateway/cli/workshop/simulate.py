@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -15,12 +14,7 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    print_json,
-    print_note,
-    print_table,
-)
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from gateway.schedule.core.autoscaling_policy import AutoscalingRules
@@ -291,15 +285,9 @@ def read_trace_file(path: Path, *, skip_broken: bool = False, limit: int | None 
 @contextmanager
 def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
     """Show a bar on a terminal, nothing elsewhere."""
-    from gateway.cli.terminal import console
+    from gateway.cli.progress import Progress
 
-    shown = console(sys.stderr)
-    if not shown.is_terminal:
-        yield None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=shown, transient=True) as bar:
+    with Progress() as bar:
         task = bar.add_task("", total=requests)
         done: dict[str, int] = {}
 
@@ -307,7 +295,7 @@ def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
             done[name] = ended
             bar.update(task, completed=sum(done.values()), description=name)
 
-        yield update
+        yield update if bar.on_terminal else None
 
 
 def _row(report: PolicyReport) -> list[object]:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.config.batches import BatchSettings
 from gateway.config.settings import Settings, changed_restart_keys, masked_settings
+from gateway.config.stored import BatchSettings
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 

@@ -1,4 +1,4 @@
-"""Settings of webhooks: where events of batches and responses are delivered, and how."""
+"""Settings of what is stored: the store, files and batches, and webhooks that tell of them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,223 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
+from urllib.parse import parse_qs, urlsplit
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SecretStr,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 
 from gateway.config.fields import (
+    ByteCount,
     ConfigModel,
+    Count,
+    CountOrZero,
     EnvVarName,
     ExistingFile,
+    FolderPath,
     KeptSeconds,
     NonEmptyText,
     Seconds,
     TypeLabel,
     as_list,
+    format_duration,
+    format_size,
     text_of_file,
     text_of_variable,
     validation_error,
 )
-from gateway.config.usage_limits import GroupName
+from gateway.config.keys import GroupName
+
+STORE_OFF = "off"
+"""The value of `store.url` without which there is a store."""
+
+_FORMS = "write sqlite:///FILE, postgresql://USER:PASSWORD@HOST/DATABASE, or off"
+
+_SQLITE = "sqlite:///"
+
+_POSTGRES = ("postgresql", "postgres", "postgresql+psycopg")
+
+_SECRETS = {"password", "sslpassword", "passfile"}
+
+MASKED_PASSWORD = "***"  # noqa: S105 - it stands for one
+
+
+def _store_url(value: object, info: ValidationInfo) -> object:
+    """Check a URL; a relative path starts in the folder of the file that names it."""
+    # YAML 1.1 reads `off` as a boolean.
+    if value is None or value is False:
+        return None if value is None else STORE_OFF
+    if not isinstance(value, str):
+        raise validation_error("must be a URL", _FORMS)
+    text = value.strip()
+    if text.lower() == STORE_OFF:
+        return STORE_OFF
+    if text.startswith("sqlite:"):
+        return _sqlite_url(text, (info.context or {}).get("folder"))
+    _check_postgres_url(text)
+    return text
+
+
+def _sqlite_url(text: str, folder: Path | str | None) -> str:
+    if not text.startswith(_SQLITE) or len(text) == len(_SQLITE):
+        raise validation_error(
+            "names no file", "write sqlite:///gateway.db, or sqlite:////var/lib/x/gateway.db"
+        )
+    path = Path(text.removeprefix(_SQLITE))
+    if "\0" in text or "?" in text or path.name in {"", ".", ".."}:
+        raise validation_error("must be the path of a file", "remove what follows a question mark")
+    if folder is not None:
+        path = Path(folder).absolute() / path
+        if path.is_dir():
+            raise validation_error("is a folder", "name a file in it, such as gateway.db")
+    return f"{_SQLITE}{path}"
+
+
+def _check_postgres_url(text: str) -> None:
+    """Raises a validation error, which never shows the URL: it holds a password."""
+    try:
+        parts = urlsplit(text)
+        _ = parts.port
+    except ValueError:
+        raise validation_error(
+            "is no URL", f"{_FORMS}; in a password write @ as %40, / as %2F and : as %3A"
+        ) from None
+    if parts.scheme not in _POSTGRES or not text.startswith(f"{parts.scheme}://"):
+        raise validation_error("is no URL of a store", _FORMS)
+    # In `u:12/x@host` the password begins like a port: it would be taken for one, and shown.
+    if (
+        parts.fragment
+        or "@" in parts.path + parts.query
+        or _SECRETS & set(parse_qs(parts.query, keep_blank_values=True))
+    ):
+        raise validation_error(
+            "must have its password in front of the @",
+            f"{_FORMS}; in a password write # as %23, / as %2F and ? as %3F",
+        )
+
+
+def masked_store_url(url: str) -> str:
+    """The URL for people, its password masked."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    user, _, host = parts.netloc.rpartition("@")
+    user = user.partition(":")[0]
+    return parts._replace(netloc=f"{user}:{MASKED_PASSWORD}@{host}").geturl()
+
+
+class RetentionSettings(ConfigModel):
+    """For how long requests are kept one by one; then as sums by day, which reports count alike."""
+
+    days: Annotated[CountOrZero, TypeLabel("number", "days")] = 90
+    """Whole days for which each request has a row; 0: no limit."""
+    rows: CountOrZero = 2_000_000
+    """Most rows, some 400 bytes each with their indexes; the oldest go first, but none of the last
+    two hours; 0: no limit."""
+
+
+class StoreSettings(ConfigModel):
+    """The store keeps API keys, usage and the audit log. A change needs a restart."""
+
+    url: Annotated[
+        str | None, BeforeValidator(_store_url), Field(repr=False), TypeLabel("URL, or off")
+    ] = None
+    """`sqlite:///FILE` (`sqlite:////…` for a path from the root) or
+    `postgresql://USER:PASSWORD@HOST/DATABASE`. Unset: `gateway.db` in the state folder. `off`: no
+    store; then keys are those of the settings, and limits count in memory only, from zero at each
+    start."""
+    retention: RetentionSettings = RetentionSettings()
+    """For how long requests are kept one by one."""
+
+
+DAY = 86400.0
+
+MOST_LINES = 1_000_000
+"""Lines of a batch that the settings may allow at most."""
+
+
+class WindowSettings(ConfigModel):
+    """The time within which a batch must be done, its `completion_window`."""
+
+    shortest: Seconds = 60.0
+    """A batch may ask for no less."""
+    longest: Annotated[Seconds, Field(validate_default=True)] = 7 * DAY
+    """A batch may ask for no more."""
+    default: Annotated[Seconds, Field(validate_default=True)] = DAY
+    """Of a batch that asks for none."""
+
+    @field_validator("longest")
+    @classmethod
+    def _is_not_below_the_shortest(cls, longest: float, info: ValidationInfo) -> float:
+        shortest = info.data.get("shortest")
+        if shortest is not None and longest < shortest:
+            raise validation_error(
+                f"is below shortest, {format_duration(shortest)}", "raise it, or lower shortest"
+            )
+        return longest
+
+    @field_validator("default")
+    @classmethod
+    def _is_between(cls, default: float, info: ValidationInfo) -> float:
+        shortest, longest = info.data.get("shortest"), info.data.get("longest")
+        if shortest is not None and longest is not None and not shortest <= default <= longest:
+            raise validation_error(
+                "must lie between shortest and longest, "
+                f"{format_duration(shortest)} and {format_duration(longest)}"
+            )
+        return default
+
+
+class BatchSettings(ConfigModel):
+    """Files that callers upload, batches of requests, and background responses."""
+
+    folder: FolderPath | None = None
+    """Folder of files and results, readable for the gateway's user alone. Unset: `batches` in the
+    state folder. A change needs a restart, and moves nothing."""
+    file_bytes: ByteCount = 200 << 20
+    """Largest file that a caller may upload; above it, 413."""
+    folder_bytes: ByteCount = 10 << 30
+    """All files of the folder together, uploads and results; beyond it, uploads get 507."""
+    files_per_key: Count = 1000
+    """Files that one key may own; beyond them, 429 until one is deleted."""
+    bytes_per_key: Annotated[ByteCount, Field(validate_default=True)] = 2 << 30
+    """All that one key keeps in the folder: files, batches and their results, background requests
+    and their responses. Beyond it, 429 until something is deleted or expires, and its batches
+    pause. Well below `folder_bytes` it leaves room for other keys."""
+    line_bytes: ByteCount = 1 << 20
+    """Longest line of a batch's input; a longer one is an error of its own."""
+    lines: Annotated[Count, Field(le=MOST_LINES)] = 50_000
+    """Most lines of one batch."""
+    batches_per_key: Count = 100
+    """Batches of one key that have not ended; beyond them, 429."""
+    windows: WindowSettings = WindowSettings()
+    """Times within which a batch must be done."""
+    keep: KeptSeconds = 30 * DAY
+    """For how long files and the results of batches are kept; an upload may ask for less
+    (`expires_after`)."""
+    background_keep: KeptSeconds = 3600.0
+    """For how long the result of a background request is kept."""
+    waiting_per_key: Count = 1000
+    """Requests of one key that wait or run in the background, lines of batches aside; beyond them,
+    429."""
+    waiting_bytes_per_key: ByteCount = 256 << 20
+    """Bodies of these requests together; beyond it, 429."""
+    background_at_once: Count = 64
+    """Background requests that one process runs or has in its queue at a time; the others wait in
+    the store."""
+    store_responses: bool = False
+    """Keep a response whose request has `store: true`, for `keep`. False: only those that also have
+    `background: true` are kept."""
+
+    @field_validator("bytes_per_key")
+    @classmethod
+    def _holds_a_file(cls, most: int, info: ValidationInfo) -> int:
+        one = info.data.get("file_bytes")
+        if one is not None and most < one:
+            raise validation_error(
+                f"is below file_bytes, {format_size(one)}: no key could use that",
+                "raise it, or lower file_bytes",
+            )
+        return most
+
 
 SECRET_PREFIX = "whsec_"  # noqa: S105 - of every secret of a webhook
 

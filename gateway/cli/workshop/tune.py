@@ -10,14 +10,15 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
+from gateway.config.errors import single_line
 
 if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
     from gateway.local.plan import LocalFleetPlan
     from gateway.local.topology import Topology
     from gateway.workshop.tune.benchmark import MachineBenchmark
-    from gateway.workshop.tune.report import TuningReport
+    from gateway.workshop.tune.report import SettingResult, TuningReport
     from gateway.workshop.tune.search import (
         BenchmarkRequest,
         Measurement,
@@ -174,8 +175,6 @@ def tune(
     if as_json:
         print_json({"subject": subject, **report.as_dict()})
     else:
-        from gateway.cli.tune_progress import print_report
-
         print_report(report)
     _write_files(report, topology, subject, plot, write)
     if session.end_reason == "interrupted":
@@ -265,7 +264,7 @@ def _run(
     import asyncio
     import signal
 
-    from gateway.cli.tune_progress import TuningProgress
+    from gateway.cli.progress import TuningProgress
 
     async def search() -> None:
         task = asyncio.current_task()
@@ -336,3 +335,73 @@ def _write_files(
     elif write is not None:
         write_result(write, report, topology, subject, datetime.now(UTC))
         print_note(f"written: {write}")
+
+
+# Short, so that a row fits into 80 characters.
+REPORT_COLUMNS = (
+    "THR",
+    "BATCH",
+    "SLOTS",
+    "READS",
+    "WRITES",
+    "BUSY",
+    "STALL",
+    "MEM",
+    "SCORE",
+    "GAIN",
+    "N",
+)
+
+
+def print_report(report: TuningReport) -> None:
+    """Print the table of all settings, the best first, and the verdict."""
+    pinnings = len(report.session.search.space.pinning) > 1
+    energy = any(row.figures.decode_joules is not None for row in report.results)
+    print_table(
+        (*REPORT_COLUMNS, *(["J/TOK"] if energy else []), *(["PINNED"] if pinnings else [])),
+        (_cells(row, pinning=pinnings, energy=energy) for row in report.results),
+        state_column=0,
+    )
+    request = report.session.request
+    print(
+        "\nREADS, WRITES (alone), BUSY (all slots): tokens/s of one server. STALL: seconds.\n"
+        f"SCORE: seconds for {request.prompt} + {request.answer} tokens, goal "
+        f"{report.session.goal}. GAIN: against the rule of thumb;\nin brackets where it may be "
+        "noise. N: times measured."
+        + (" J/TOK: joules for a token written in all slots.\n" if energy else "\n")
+    )
+    for setting, error in report.session.errors().items():
+        print(f"Does not run: {setting}: {single_line(error)}")
+    for line in report.verdict():
+        print(line)
+
+
+def _cells(row: SettingResult, *, pinning: bool, energy: bool) -> list[object]:
+    from gateway.local.memory import format_gib
+    from gateway.workshop.tune.search import PINNING_LABELS
+
+    setting, figures = row.setting, row.figures
+    gain = f"{row.gain:+.1%}"
+    return [
+        str(setting.threads),
+        f"{setting.batch}/{setting.micro_batch}",
+        str(setting.slots),
+        _short(figures.prefill),
+        _short(figures.decode),
+        _short(figures.decode_busy),
+        None if figures.stall is None else f"{figures.stall:.2f}",
+        None if figures.memory is None else format_gib(figures.memory),
+        f"{row.score:.2f}",
+        gain if row.significant else f"({gain})",
+        str(row.repeats),
+        *([_joules(figures.decode_joules)] if energy else []),
+        *([PINNING_LABELS[setting.pinning]] if pinning else []),
+    ]
+
+
+def _joules(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3g}"
+
+
+def _short(speed: float) -> str:
+    return f"{speed:.0f}" if speed >= 100 else f"{speed:.1f}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +11,12 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    print_json,
-    print_note,
-    print_table,
-)
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
-    from gateway.workshop.bench.exchange import RequestResult
     from gateway.workshop.bench.load import Load, LoadRun
-    from gateway.workshop.bench.report import BenchReport, Difference, LoadResult
+    from gateway.workshop.bench.report import BenchReport, Difference
     from gateway.workshop.bench.session import BenchPlan
     from gateway.workshop.simulate.trace import Trace
 
@@ -297,6 +289,7 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
 
     import uvloop
 
+    from gateway.cli.progress import BenchProgress
     from gateway.system import raise_open_file_limit
     from gateway.workshop.bench.session import BenchSession, FitError
     from gateway.workshop.bench.target import TargetError
@@ -309,8 +302,7 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
 
     status = 0
     raise_open_file_limit()
-    progress = BenchProgress()
-    with progress.display:
+    with BenchProgress() as progress:
         session = BenchSession(
             plan,
             on_phase=progress.phase,
@@ -370,13 +362,7 @@ def _loads(
     requests: int | None,
     duration: float | None,
 ) -> list[Load]:
-    from gateway.workshop.bench.load import (
-        Load,
-        LoadError,
-        Loop,
-        closed_loads,
-        poisson_loads,
-    )
+    from gateway.workshop.bench.load import Load, LoadError, Loop, closed_loads, poisson_loads
 
     given = [
         flag
@@ -398,7 +384,7 @@ def _loads(
 
 
 def _played_trace(path: Path, requests: int | None) -> Trace:
-    from gateway.cli.simulate import read_trace_file
+    from gateway.cli.workshop.simulate import read_trace_file
     from gateway.workshop.bench.load import MOST_REQUESTS
     from gateway.workshop.bench.target import MOST_PROMPT_TOKENS
 
@@ -443,12 +429,7 @@ def _meter(url: str) -> EnergyMeter | None:
 def _compare(paths: tuple[Path, Path], *, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from gateway.workshop.bench.report import (
-        CONFIDENCE,
-        ComparisonError,
-        compare,
-        read_report,
-    )
+    from gateway.workshop.bench.report import CONFIDENCE, ComparisonError, compare, read_report
 
     try:
         before, after = (read_report(path) for path in paths)
@@ -489,75 +470,3 @@ def _difference_row(one: Difference) -> list[object]:
         f"{one.low:+.1%} to {one.high:+.1%}",
         one.verdict,
     ]
-
-
-LINE_SECONDS = 15.0  # between two lines of progress, where the output is no terminal
-
-
-class BenchProgress:
-    """Shows the progress of a run, within the context of its `display`."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-
-        from gateway.cli.progress import Progress
-
-        self.display = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            clock=clock,
-        )
-        self._bar = self.display.add_task("", total=None)
-        self._clock = clock
-        self._load: Load | None = None
-        self._done = self._failed = self._tokens = 0
-        self._began = 0.0
-
-    def phase(self, text: str) -> None:
-        """What comes before the loads."""
-        if self.display.on_terminal:
-            self.display.update(self._bar, description=text, total=None)
-        else:
-            self.display.note(text)
-
-    def load_started(self, load: Load) -> None:
-        """A load begins."""
-        from gateway.workshop.bench.load import MOST_REQUESTS
-
-        self._load = load
-        self._done = self._failed = self._tokens = 0
-        self._began = self._clock()
-        self.display.begin()
-        known = load.requests if load.requests < MOST_REQUESTS else None
-        self.display.reset(self._bar, total=known, description=load.label)
-
-    def request_done(self, result: RequestResult) -> None:
-        """A request has ended."""
-        if self._load is None:
-            return
-        self._done += 1
-        self._failed += result.error is not None
-        self._tokens += result.tokens if result.error is None else 0
-        if self.display.on_terminal:
-            self.display.update(self._bar, completed=self._done, description=self._line())
-        elif self.display.due(LINE_SECONDS):
-            self.display.note(f"{self._line()}: {self._done} done")
-
-    def load_done(self, result: LoadResult) -> None:
-        """A load has ended."""
-        from gateway.workshop.bench.report import milliseconds
-
-        found = result.figures
-        ttft = "-" if found.ttft is None else milliseconds(found.ttft.p50)
-        self.display.note(
-            f"{found.load.label}: {found.requests} requests in {found.seconds:.1f} s, "
-            f"{found.failed} failed, TTFT {ttft}, {found.total_tokens_per_second:.1f} tokens/s"
-        )
-
-    def _line(self) -> str:
-        assert self._load is not None
-        seconds = max(1e-3, self._clock() - self._began)
-        failed = f", {self._failed} failed" if self._failed else ""
-        return f"{self._load.label}, {self._tokens / seconds:.1f} tokens/s{failed}"

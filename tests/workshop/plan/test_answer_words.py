@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.cli.plan_output import contradiction, explain, headline
+from gateway.workshop.plan.answer import contradiction, explain, headline
 from gateway.workshop.plan.workload import Workload
 from tests.workshop.plan.build import CPU, a_type, planned
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli.tune_progress import TuningProgress, print_report
+from gateway.cli.progress import TuningProgress
+from gateway.cli.workshop.tune import print_report
 from tests.workshop.tune.fake_machine import EACH, Bench, reported
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.cli.batch_client import BatchClient, Patience, upload_name
+from gateway.cli.batch import upload_name
 from gateway.cli.batch_files import CHAT, PreparedInput
-from gateway.cli.client import GatewayAway, GatewayRefused
+from gateway.cli.client import GatewayAway, GatewayRefused, Patience, PublicFlags
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import batch_api
 
@@ -76,7 +76,7 @@ def test_it_waits_for_as_long_as_the_gateway_says() -> None:
 def test_which_errors_are_worth_another_try(
     status: int, headers: dict[str, str], error: type[Exception]
 ) -> None:
-    with batch_api() as api, BatchClient.connect(api.url, None, None) as client:
+    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
         api.refusals.append((status, headers, "no"))
         with pytest.raises(error) as raised:
             client.batch("batch_1")
@@ -86,14 +86,14 @@ def test_which_errors_are_worth_another_try(
 
 
 def test_pages_of_batches_are_put_together() -> None:
-    with batch_api() as api, BatchClient.connect(api.url, None, None) as client:
+    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
         for number in range(3):
             api.batches[f"batch_{number}"] = {"id": f"batch_{number}"}
         assert [one["id"] for one in client.batches(2)] == ["batch_2", "batch_1"]
 
 
 def test_a_server_that_is_no_gateway_is_told() -> None:
-    with batch_api() as api, BatchClient.connect(api.url, None, None) as client:
+    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
         api.batches["batch_1"] = ["no", "object"]  # type: ignore[assignment]
         api.answer = lambda *_: (200, b"<html>")  # type: ignore[method-assign]
         with pytest.raises(CommandFailed, match="is no gateway with /v1/batches"):

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from gateway.config import NodeSpec
-from gateway.config.node import Endpoint, NodeTimeouts
+from gateway.config.inventory import Endpoint, NodeSpec, NodeTimeouts
 from tests.config.conftest import LoadNodes, Problems
 from tests.each_case import each_case
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config.webhooks import LONGEST_URL, WebhookUrl
+from gateway.config.stored import LONGEST_URL, WebhookUrl
 from tests.each_case import each_case
 
 

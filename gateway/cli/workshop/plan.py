@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from gateway.cli import options
+from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
-    from gateway.cli.client import AdminClient
+    from gateway.workshop.plan.answer import BreakEven, Deployment, PlanAnswer
     from gateway.workshop.plan.catalogue import NodeCatalogue, NodeType
-    from gateway.workshop.plan.running_fleet import FleetTraffic, MeasuredFleet
-    from gateway.workshop.plan.search import PlanQuestion, TimeLimit
+    from gateway.workshop.plan.running_fleet import FleetAnswer, FleetTraffic, MeasuredFleet
+    from gateway.workshop.plan.search import FleetOption, FleetTrial, PlanQuestion, TimeLimit
     from gateway.workshop.plan.workload import Workload
 
 # Prompt tokens per second by written ones, where only these are given: CPUs read some ten times as
@@ -223,7 +223,7 @@ def plan(
             "--time-limit": (time_limit, 0.0, 86_400.0, False),
         }
     )
-    from gateway.cli.simulate import read_trace_file
+    from gateway.cli.workshop.simulate import read_trace_file
     from gateway.workshop.plan.catalogue import packaged_catalogue, read_catalogue
     from gateway.workshop.plan.search import Goal, PlanQuestion
     from gateway.workshop.plan.workload import TraceTooShortError, from_trace
@@ -242,14 +242,16 @@ def plan(
         for name, unfit in (("--backlog", backlog), ("--plot", plot)):
             if unfit is not None:
                 raise CommandFailed(f"{name} has no meaning with --fleet: leave it out", status=2)
-        from gateway.cli.client import connect_admin
         from gateway.workshop.plan.running_fleet import (
             UnmeasuredFleetError,
             measured_fleet,
             traffic_of,
         )
 
-        with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+        flags = AdminFlags(
+            config=config, admin_url=admin_url, admin_key_file=admin_key_file, admin_ca=admin_ca
+        )
+        with flags.connect() as admin:
             with _reported("--fleet: ", UnmeasuredFleetError, ValueError):
                 measured = measured_fleet(admin.nodes())
             for note in measured.notes:
@@ -260,7 +262,14 @@ def plan(
                 traffic = traffic_of(workload(), recorded)
         # The fleet has learnt its speeds.
         question = PlanQuestion(
-            traffic.workload, goal, (), price_per_kwh, requests, seed, True, traffic.recorded
+            traffic.workload,
+            goal,
+            (),
+            price_per_kwh,
+            requests,
+            seed,
+            warm=True,
+            recorded=traffic.recorded,
         )
         _plan_fleet(question, measured, traffic, time_limit, as_json)
         return
@@ -289,9 +298,15 @@ def plan(
         currency = listed.currency
     if claimed_per_million is not None:
         _check_claim(nodes[0], claimed_per_million)
-    warm = start is options.StartKind.WARM
     question = PlanQuestion(
-        asked, goal, tuple(nodes), price_per_kwh, requests, seed, warm, recorded
+        asked,
+        goal,
+        tuple(nodes),
+        price_per_kwh,
+        requests,
+        seed,
+        warm=start is options.StartKind.WARM,
+        recorded=recorded,
     )
     _plan_new(question, currency, time_limit, plot, as_json)
 
@@ -357,7 +372,6 @@ def _ledger_traffic(
 
     Notes go to stderr. Raises CommandFailed.
     """
-    from gateway.cli.client import GatewayRefused
     from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, busiest_hour
 
     instead = "--requests-per-hour, --prompt and --completion or --trace tell the traffic"
@@ -426,7 +440,7 @@ def _choose_types(
 
 def _check_claim(node: NodeType, claimed: float) -> None:
     """Say whether a claimed price of a million tokens can be. Raises CommandFailed."""
-    from gateway.cli.plan_output import contradiction
+    from gateway.workshop.plan.answer import contradiction
 
     hour = node.price.per_hour
     if hour is None:
@@ -438,9 +452,9 @@ def _check_claim(node: NodeType, claimed: float) -> None:
 def _plan_new(
     question: PlanQuestion, currency: str, time_limit: float, plot: Path | None, as_json: bool
 ) -> None:
-    from gateway.cli import plan_output
     from gateway.workshop.plan.answer import (
         answer,
+        as_dict,
         break_even,
         compare_deployments,
         plot_break_even,
@@ -455,9 +469,9 @@ def _plan_new(
         raise CommandFailed(f"no fleet of these nodes meets the goal:\n{reasons}")
     crossing = break_even(found)
     if as_json:
-        print_json(plan_output.as_dict(found, rows, crossing, currency))
+        print_json(as_dict(found, rows, crossing, currency))
     else:
-        plan_output.show(found, rows, crossing, currency)
+        _show(found, rows, crossing, currency)
     for note in found.notes:
         print_note(note)
     if plot is not None:
@@ -477,7 +491,6 @@ def _plan_fleet(
     time_limit: float,
     as_json: bool,
 ) -> None:
-    from gateway.cli import plan_output
     from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, what_if
     from gateway.workshop.simulate.simulation import StuckError
 
@@ -486,32 +499,144 @@ def _plan_fleet(
     for note in found.notes:
         print_note(note)
     if as_json:
-        print_json(plan_output.changes_as_dict(question, found))
+        print_json(found.as_dict(question))
     else:
-        plan_output.show_changes(question, found)
+        _show_changes(question, found)
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[TimeLimit]:
     """The limit of all simulations, with a bar on a terminal."""
-    from gateway.cli.terminal import console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+    from gateway.cli.progress import Progress
     from gateway.workshop.plan.search import TimeLimit
 
-    shown = console(sys.stderr)
-    if not shown.is_terminal:
-        yield TimeLimit(seconds)
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
+    with Progress(
         TextColumn("simulating {task.description}"),
         BarColumn(),
         TextColumn("of the time limit"),
         TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=shown, transient=True) as bar:
+    ) as bar:
         task = bar.add_task("", total=1.0)
-        update: Callable[[str, float], None] = lambda name, share: bar.update(  # noqa: E731
-            task, completed=share, description=name
+
+        def update(name: str, share: float) -> None:
+            bar.update(task, completed=share, description=name)
+
+        yield TimeLimit(seconds, on_trial=update if bar.on_terminal else None)
+
+
+_COLUMNS = (
+    "FLEET",
+    "USE",
+    "WAIT",
+    "TTFT P95",
+    "COMPLETION",
+    "P95",
+    "HOUR",
+    "MONTH",
+    "PER 1M",
+    "FIGURES BY",
+)
+
+_DEPLOYMENTS = ("DEPLOYMENT", "FLEET", "", "P95", "MONTH", "REASON")
+_CHANGES = ("CHANGE", "FLEET", "USE", "WAIT", "TTFT P95", "COMPLETION", "P95", "MONTH", "GOAL")
+
+
+def _show(
+    found: PlanAnswer, rows: Sequence[Deployment], crossing: BreakEven | None, currency: str
+) -> None:
+    """Print the answer."""
+    from gateway.workshop.plan.answer import crossing_lines, explain, headline
+
+    best = found.best
+    assert best is not None
+    unit = f" {currency}" if currency and best.price.month is not None else ""
+    print(f"{headline(best)}{unit}\n")
+    print_table(_COLUMNS, map(_row, found.options))
+    for option in found.options:
+        if option.rejected:
+            print(f"  {option.name} misses the goal: {option.rejected}")
+    print()
+    print_table(
+        _DEPLOYMENTS,
+        (
+            [
+                row.way,
+                row.fleet,
+                row.verdict,
+                None if row.trial is None else f"{row.trial.completion.p95:.1f}",
+                _money(row.per_month),
+                row.reason,
+            ]
+            for row in rows
+        ),
+    )
+    if crossing is not None:
+        print()
+        for line in crossing_lines(crossing):
+            print(line)
+    print("\nhow it comes about")
+    for word, line in explain(found.question, best).items():
+        print(f"  {word:<12}{line}")
+
+
+def _row(option: FleetOption) -> list[object]:
+    trial, guess = option.trial, option.estimate
+    times: list[str | None] = ["-"] * 4
+    if trial is not None:
+        times = _times(trial)
+    elif guess is not None and math.isfinite(guess.wait):
+        times = [f"{guess.wait:.2f}", "-", f"{guess.completion:.2f}", "-"]
+    return [
+        option.name if trial is not None or option.rejected else f"{option.name} or more",
+        f"{option.use:.0%}",
+        *times,
+        _money(option.price.per_hour, 4),
+        _money(option.price.month),
+        _money(option.price.per_million),
+        "estimate" if trial is None else "simulator",
+    ]
+
+
+def _times(trial: FleetTrial | None) -> list[str | None]:
+    if trial is None:
+        return [None] * 4
+    wait, completion = trial.wait, trial.completion
+    return [f"{one:.2f}" for one in (wait.mean, trial.ttft.p95, completion.mean, completion.p95)]
+
+
+def _money(value: float | None, digits: int = 2) -> str | None:
+    return None if value is None else f"{value:,.{digits}f}"
+
+
+def _show_changes(question: PlanQuestion, found: FleetAnswer) -> None:
+    """Print what changes of the running fleet would do, and what to do."""
+    workload = question.workload
+    print(
+        f"{workload.requests_per_hour:,.1f} requests an hour, {workload.peak:.2f} times as many in "
+        f"the busiest; {workload.prompt:,.0f} prompt tokens, {workload.repeat:.0%} of them cached; "
+        f"{workload.completion:,.0f} written"
+    )
+    for part in found.fleet.parts:
+        one = part.node_type
+        print(
+            f"{part.count} {'node' if part.count == 1 else 'nodes'} like {one.name}: {one.slots} "
+            f"slots, {one.prefill_tps:.0f} prompt tokens/s, {one.decode_tps:.1f} written (measured)"
         )
-        yield TimeLimit(seconds, on_trial=update)
+    print()
+    print_table(
+        _CHANGES,
+        (
+            [
+                row.change,
+                row.fleet,
+                f"{row.use:.0%}" if math.isfinite(row.use) else None,
+                *_times(row.trial),
+                _money(row.price.month),
+                ", ".join(row.missed) or "met",
+            ]
+            for row in found.changes
+        ),
+    )
+    print(f"\n{found.advice.sentence}")

@@ -3,13 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from gateway.config.cache_privacy import (
-    SHARED_CACHE,
-    CachePolicy,
-    CacheSpec,
-    cache_policy,
-    has_labels,
-)
+from gateway.config.keys import SHARED_CACHE, CachePolicy, CacheSpec, cache_policy, has_labels
 from tests.each_case import each_case
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cli.bench import LINE_SECONDS, BenchProgress
+from gateway.cli.progress import LOAD_LINE_SECONDS, BenchProgress
 from gateway.workshop.bench.exchange import RequestResult
 from tests.cli.local_server import serving
 from tests.cli.running import read_until, run, run_on_terminal
@@ -225,13 +225,12 @@ def test_a_long_load_has_a_line_now_and_then_and_one_at_its_end(
 ) -> None:
     now = [0.0]
     (first, _) = sample_report().loads
-    progress = BenchProgress(clock=lambda: now[0])
-    with progress.display:
+    with BenchProgress(clock=lambda: now[0]) as progress:
         progress.phase("warming up")
         progress.request_done(RequestResult(0, 0.0, events=10))
         progress.load_started(first.figures.load)
         for _ in range(10):
-            now[0] += LINE_SECONDS * 0.6
+            now[0] += LOAD_LINE_SECONDS * 0.6
             progress.request_done(RequestResult(1, 0.0, events=90))
         progress.request_done(RequestResult(1, 0.0, error="reset"))
         progress.load_done(first)
