@@ -9,7 +9,6 @@ Two cores are used: the proxy has one to itself, and this process, which is both
 upstream and the load, has the other. Every answer is checked; a sample with errors is invalid.
 
     python -m tests.bench.dataplane --quick                          seconds; figures mean little
-    python -m tests.bench.dataplane --only chunk --targets gateway --perf      for a profile
     python -m tests.bench.dataplane --markdown docs/performance.md --json bench.json
 
 Modules: `upstream.py` is the emulated node and `node_replies.py` its responses, `load.py` the
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine.print_facts(facts, progress)
     setting = report.Setting(command, facts, sizes, rounds)
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
-    run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress, perf=options.perf)
+    run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress)
     results = Results(machine.run_beside(run.samples(), cores))
     tables = report.tables(results, scenarios, names)
     sys.stdout.write(tables)
@@ -73,8 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.markdown:
         facts |= {"rounds": str(rounds)}
         report.write_between_markers(options.markdown, report.page(command, facts, tables))
-    if not options.perf:
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
     return 0
 
 
@@ -103,7 +101,6 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Si
         type=Path,
         help="write the tables between the markers of this page, if every sample is valid",
     )
-    add("--perf", action="store_true", help="perf record each proxy while it is measured")
     options = parser.parse_args(words)
     sizes = QUICK if options.quick else Sizes()
     if options.streams:
@@ -131,7 +128,6 @@ class Run:
     core: int
     folder: Path
     progress: Console
-    perf: bool = False
 
     async def samples(self) -> list[Sample]:
         """Measure. Each sample starts its target anew; no other target runs meanwhile."""
@@ -162,10 +158,9 @@ class Run:
     ) -> Sample:
         folder = self.folder / f"{scenario.name}-{target.name}-{round_}"
         folder.mkdir()
-        perf = folder / "perf.data" if self.perf else None
         try:
             async with running(target, folder, upstream.ports, self.core) as proxy:
-                subject = RunningTarget(proxy.address, proxy.pid, upstream, perf)
+                subject = RunningTarget(proxy.address, proxy.pid, upstream)
                 figures, outcome = await scenario.run(subject, self.sizes)
         except (TargetError, OSError) as error:
             return Sample(scenario.name, target.name, round_, {}, 1, str(error))
@@ -189,8 +184,6 @@ class Run:
             line += f", {seen['rate']:.0f}/s, proxy {seen['proxy_busy']:.0%}"
             line += f", load {seen['load_busy']:.0%} ({number(seen['load_us'])} us)"
             line += f", disturbed {seen['disturbed']:.0%}"
-        if self.perf:
-            line += f", {self.folder / f'{scenario.name}-{sample.target}-{sample.round}'}"
         self.progress.print(line, markup=False)
 
 
