@@ -15,7 +15,7 @@ from gateway import errors
 from gateway.api.json_values import ITEMS_DECODER
 from gateway.api.tokens import settle_bound
 from gateway.catalog import ServedModels
-from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, NodeLabels
+from gateway.config.keys import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL, ModelRule
 from gateway.errors import GatewayError

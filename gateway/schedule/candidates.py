@@ -16,7 +16,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from gateway import errors
-from gateway.config.cache_privacy import NodeLabels, has_labels
+from gateway.config.keys import NodeLabels, has_labels
 from gateway.config.settings import Settings
 from gateway.lease import LeaseRequest, Tried, WantedNode
 from gateway.nodes.fleet import Fleet

@@ -31,7 +31,7 @@ from gateway.callers.meter import (
     UsedBefore,
 )
 from gateway.catalog import ServedModels
-from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
+from gateway.config.keys import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
 from gateway.events import EventBus, RequestRecord

@@ -516,10 +516,11 @@ class _HandledRequest:
             record = self.record.finish(self.received_at, handler.clock())
             if self._metered is not None:
                 handler.meter.ended(self._metered, record)
+            else:
+                handler.bus.publish_deferred(record)
             tracing = handler.tracing
             if tracing is not None and tracing.active:
                 tracing.finished(self.request_id, record, self.exchange.headers, self.received_at)
-            handler.bus.publish_deferred(record)
 
     def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
