@@ -19,6 +19,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
 from gateway.nodes.node import (
     Lease,
+    LeaseTerms,
     Node,
     NodeSettings,
     NodeState,
@@ -101,7 +102,8 @@ def take(
     wake: float = 0.0,
 ) -> Lease:
     now = node.clock()
-    lease = Lease(node, slots, now, stream, expected_prefill, expected_total)
+    terms = LeaseTerms(stream, expected_prefill, expected_total)
+    lease = Lease(node, slots, now, terms)
     node.take(lease, now, wake)
     return lease
 
