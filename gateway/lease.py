@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.config.cache_privacy import NodeLabels
+from gateway.config.keys import NodeLabels
 from gateway.errors import GatewayError
 from gateway.terms import Endpoint, Priority
 

@@ -30,6 +30,7 @@ class Succession:
     """A line of gateway processes; all of them log to the first one's stderr."""
 
     first: Process
+    nodes_file: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     killed: bool = False
@@ -65,6 +66,12 @@ class Succession:
     def newest(self) -> int:
         succeeded = self.logged("succeeded")
         return int(succeeded[-1]["pid"]) if succeeded else self.first.pid
+
+    def write_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the inventory as an editor does: by a rename."""
+        new = self.nodes_file.with_suffix(".new")
+        new.write_text(yaml.safe_dump({**QUIET, "nodes": [dict(node) for node in nodes]}))
+        new.rename(self.nodes_file)
 
     async def kill(self) -> None:
         """Kill the first process, which has no successor."""
@@ -112,7 +119,7 @@ async def serving(
             "XDG_STATE_HOME": str(folder / "state"), "PATH": os.environ["PATH"], **inherited()
         },
     )  # fmt: skip
-    line = Succession(process)
+    line = Succession(process, folder / "nodes.yaml")
     reading = asyncio.create_task(line.read_log())
     try:
         await line.until("listening")

@@ -22,8 +22,7 @@ from gateway.callers.money import (
     GpuPrice,
     gpu_cost,
 )
-from gateway.config.inventory import Inventory
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, InventoryChanged, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.nodes.circuit import Circuit

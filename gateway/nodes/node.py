@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.config.node import STARTED_BY, UP, NodeSpec
+from gateway.config.inventory import STARTED_BY, UP, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.lease import NodeInfo
 from gateway.nodes.circuit import (

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from msgspec import structs
 
 from gateway import errors
-from gateway.config.cache_privacy import NodeLabels, has_labels
+from gateway.config.keys import NodeLabels, has_labels
 from gateway.config.settings import Settings
 from gateway.lease import LeaseRequest, Tried, WantedNode
 from gateway.nodes.fleet import Fleet

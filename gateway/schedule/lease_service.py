@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gateway.config.cache_privacy import has_labels
+from gateway.config.keys import has_labels
 from gateway.errors import GatewayError
 from gateway.lease import (
     NOTHING_CHARGED,

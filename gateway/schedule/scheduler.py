@@ -19,7 +19,7 @@ from itertools import islice
 import structlog
 
 from gateway import errors
-from gateway.config.cache_privacy import NodeLabels
+from gateway.config.keys import NodeLabels
 from gateway.config.settings import Settings
 from gateway.lease import (
     NOTHING_TRIED,

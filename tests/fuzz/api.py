@@ -281,7 +281,11 @@ class Fuzzer:
             is_admin and response.status_code == 500
         )
         assert not wrong, f"500 {response.text[:300]}: {case.as_curl_command()}"
-        case.validate_response(response, checks=self._checks)
+        checks = self._checks
+        if response.headers.get("Content-Type", "").startswith("text/event-stream"):
+            # The document calls a stream's body a text; schemathesis takes each event for the body.
+            checks = checks[:-1]
+        case.validate_response(response, checks=checks)
         if is_admin and operation.path.endswith("/drain") and response.status_code == 200:
             resume_nodes(site)
 

@@ -36,30 +36,6 @@ def test_a_fault_replaces_one_piece_of_source(tmp_path: Path, source: str, fault
         compile(one, "m.py", "exec")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def f(a: 'x' = None) -> 'b': ...",
-        "if TYPE_CHECKING:\n    a()",
-        "log.info('text')",
-        "assert a",
-        "f'{a + b}'",
-        "'text'",
-    ],
-)
-def test_code_that_no_user_notices_gets_no_fault(tmp_path: Path, source: str) -> None:
-    assert made(tmp_path, source) == set()
-
-
-def test_the_same_seed_draws_the_same_faults(tmp_path: Path) -> None:
-    (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "m.py").write_text("x = [1, 2, 3, 4, 5, 6, 7, 8]")
-    first = sample(tmp_path, ["p"], 4, 1)
-    assert first == sample(tmp_path, ["p"], 4, 1)
-    assert first != sample(tmp_path, ["p"], 4, 2)
-    assert len(first) == 4
-
-
 def test_a_fault_is_found_again_where_the_code_has_moved(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     module = tmp_path / "p" / "m.py"
