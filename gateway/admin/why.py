@@ -22,7 +22,7 @@ from gateway.events import RequestRecord
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
-from gateway.schedule.core.placement_state import (
+from gateway.schedule.core.requests import (
     MOST_COMPARED_ROWS,
     Comparison,
     Deferral,
