@@ -24,8 +24,8 @@ import msgspec
 
 from gateway import errors
 from gateway.callers.windows import Calendar, PeriodSums, SlidingSum
+from gateway.config.keys import Budget, GroupSpec, LimitSpec
 from gateway.config.settings import Settings
-from gateway.config.usage_limits import Budget, GroupSpec, LimitSpec
 from gateway.errors import GatewayError, truncate_echo
 from gateway.lease import LeaseRequest
 from gateway.terms import Caller, Priority

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from gateway.callers.ledger import OpenRequest, UsageRow
@@ -91,9 +90,9 @@ class Meter:
         return reservation
 
     def ended(self, reservation: Reservation, record: RequestRecord) -> None:
-        """The response has ended; what it used is known when the deferred work is done."""
+        """The response has ended. Its record is published when what it used is known, soon."""
         reservation.release(self._wall_clock())
-        self._bus.defer(self._settle, reservation, record, None)
+        self._bus.defer(self._publish, reservation, record)
 
     # Stored requests: their usage is recorded with their result, by those who run them.
 
@@ -170,6 +169,10 @@ class Meter:
                 self._cost_of_use(record.node, prompt, completion, slot_seconds),
             )
 
+    def _publish(self, reservation: Reservation, record: RequestRecord) -> None:
+        self._settle(reservation, record, None)
+        self._bus.tell(record)
+
     def _settle(
         self,
         reservation: Reservation,
@@ -178,7 +181,7 @@ class Meter:
     ) -> None:
         """Count what a request has used, and record it; `deliver`: of a stored request."""
         if record.open_parts:
-            record.when_complete(partial(self._settle, reservation, record, deliver))
+            record.when_complete(self._settle, reservation, record, deliver)
             return
         request, ended_at = reservation.request, reservation.ended_at
         assert ended_at is not None

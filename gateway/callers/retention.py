@@ -24,7 +24,7 @@ from gateway.callers.reports import (
     label_of,
 )
 from gateway.callers.windows import DAY
-from gateway.config.store import RetentionSettings
+from gateway.config.stored import RetentionSettings
 from gateway.store.database import insert_for
 from gateway.store.schema import revisions, usage, usage_days
 from gateway.store.worker import StoreWorker

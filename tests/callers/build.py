@@ -14,8 +14,8 @@ from gateway.callers.limit_sync import LimitSync
 from gateway.callers.limits import Account, LimitBook, Reservation
 from gateway.callers.meter import Meter
 from gateway.callers.processes import ProcessIdentity
+from gateway.config.keys import LimitSpec
 from gateway.config.settings import Settings
-from gateway.config.usage_limits import LimitSpec
 from gateway.events import EventBus, RequestRecord
 from gateway.lease import LeaseRequest
 from gateway.store.schema import usage

@@ -20,8 +20,8 @@ from gateway.callers.limits import (
     Reservation,
 )
 from gateway.callers.windows import Calendar
+from gateway.config.keys import LimitSpec
 from gateway.config.settings import Settings
-from gateway.config.usage_limits import LimitSpec
 from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
 from gateway.terms import Caller, Priority

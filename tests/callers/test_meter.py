@@ -11,8 +11,8 @@ import pytest
 from gateway.callers.ledger import ROW_COLUMNS, UsageRow
 from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
+from gateway.config.keys import LimitSpec
 from gateway.config.settings import Settings
-from gateway.config.usage_limits import LimitSpec
 from gateway.errors import GatewayError
 from gateway.events import EventBus, RequestRecord
 from gateway.terms import Caller, Priority
