@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.nodes.fleet import compare_speeds
 from gateway.nodes.node import NodeState
 from gateway.nodes.speed import (
     BASELINE_HALF_LIFE,
@@ -26,7 +27,6 @@ from gateway.nodes.speed import (
     Speed,
     SpeedSample,
     TokenTime,
-    compare_speeds,
     sample_from_clock,
     sample_from_timings,
 )
