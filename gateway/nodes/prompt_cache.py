@@ -81,7 +81,8 @@ class PromptTree:
         leaf, copy = held.leaf, held.other_copy
         if leaf is None:
             return []
-        held.unlink()
+        if copy is not None:
+            copy.unlink_copy()
         leaf.remove_end(held, copy)
         left = leaf.uncount(held.row, in_slot=held.in_slot)
         for edge in left:
@@ -127,13 +128,6 @@ class CachedPrompt:
     def end_at(self, leaf: PrefixEdge) -> None:
         """It is in the tree, and ends at the end of this edge."""
         self.leaf = leaf
-
-    def unlink(self) -> None:
-        """It is no longer in the tree."""
-        self.leaf = None
-        copy, self.other_copy = self.other_copy, None
-        if copy is not None:
-            copy.unlink_copy()
 
     def unlink_copy(self) -> None:
         """Its copy is no longer in the tree."""
