@@ -44,13 +44,12 @@ from gateway.api.relayed import INPUT_TOKENS
 from gateway.api.resuming import (
     EventRewriter,
     NativeEventRewriter,
-    ReasoningEndMark,
     as_count,
     is_number,
     named_event,
 )
 from gateway.api.tokens import token_count
-from gateway.api.transcript import SplicePoint, Transcript
+from gateway.api.transcript import Transcript
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import NodeInfo, Usage
@@ -102,8 +101,7 @@ def read_message(transcript: Transcript, value: JsonObject) -> None:
 class MessagesRewriter(EventRewriter):
     """A message's stream, continued by a message begun."""
 
-    def __init__(self, transcript: Transcript, splice_point: SplicePoint) -> None:
-        super().__init__(transcript, splice_point)
+    def _begin(self, transcript: Transcript) -> None:
         self._index_shift = (
             transcript.block_index
             if transcript.block_is_open or not transcript.token_count
@@ -149,15 +147,7 @@ class NativeToMessagesRewriter(NativeEventRewriter):
 
     reasoning_kind, content_kind = "thinking", "text"
 
-    def __init__(
-        self,
-        transcript: Transcript,
-        splice_point: SplicePoint,
-        end_mark: ReasoningEndMark | None = None,
-        *,
-        usage: bool = False,
-    ) -> None:
-        super().__init__(transcript, splice_point, end_mark, usage=usage)
+    def _begin(self, transcript: Transcript) -> None:
         self._open_blocks = dict(transcript.open_blocks)
         begun = transcript.open_blocks or transcript.token_count
         self._next_index = transcript.block_index + 1 if begun else 0

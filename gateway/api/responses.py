@@ -38,13 +38,12 @@ from gateway.api.json_values import (
 from gateway.api.relayed import INPUT_TOKENS, RelayedApi
 from gateway.api.resuming import (
     NativeEventRewriter,
-    ReasoningEndMark,
     as_count,
     is_number,
     named_event,
 )
 from gateway.api.tokens import BOUND_NAMES
-from gateway.api.transcript import SplicePoint, Transcript
+from gateway.api.transcript import Transcript
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import NodeInfo
@@ -117,15 +116,7 @@ class NativeToResponsesRewriter(NativeEventRewriter):
 
     reasoning_kind, content_kind = "reasoning", "message"
 
-    def __init__(
-        self,
-        transcript: Transcript,
-        splice_point: SplicePoint,
-        end_mark: ReasoningEndMark | None = None,
-        *,
-        usage: bool = False,
-    ) -> None:
-        super().__init__(transcript, splice_point, end_mark, usage=usage)
+    def _begin(self, transcript: Transcript) -> None:
         self._number = transcript.last_number
         self._response: JsonObject = dict(transcript.first_event.get("response") or {})
         self._ids = {kind: id_ for id_, kind in transcript.item_types.items()}

@@ -11,6 +11,10 @@ upstream and the load, has the other. Every answer is checked; a sample with err
     python -m tests.bench.dataplane --quick                          seconds; figures mean little
     python -m tests.bench.dataplane --markdown docs/performance.md --json bench.json
 
+While many streams run, the turns of the gateway's event loop are measured, too
+(`tests/loop_watch`): the longest, and how many take more than 50 ms of CPU. The functions in which
+those were are printed.
+
 Modules: `upstream.py` is the emulated node and `node_replies.py` its responses, `load.py` the
 clients, `targets.py` the proxies (its docstring says how to add one), `scenarios.py` what is
 measured, and `report.py` medians, ratios, goals and the tables.
@@ -38,8 +42,9 @@ from tests.bench import machine, report
 from tests.bench.arguments import one_of, positive
 from tests.bench.report import Results, Sample, number
 from tests.bench.scenarios import QUICK, RunningTarget, Scenario, Sizes, catalogue
-from tests.bench.targets import TARGETS, Target, TargetError, running
+from tests.bench.targets import TARGETS, Plan, Target, TargetError, running
 from tests.bench.upstream import Upstream
+from tests.loop_watch.plugin import Children, environment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -158,9 +163,14 @@ class Run:
     ) -> Sample:
         folder = self.folder / f"{scenario.name}-{target.name}-{round_}"
         folder.mkdir()
+        turns = None
+        if scenario.watches_turns and target.name == report.OURS:
+            turns = Children(folder / "turns")
+            turns.folder.mkdir()
+            target = _watched(target, turns.folder)
         try:
             async with running(target, folder, upstream.ports, self.core) as proxy:
-                subject = RunningTarget(proxy.address, proxy.pid, upstream)
+                subject = RunningTarget(proxy.address, proxy.pid, upstream, turns)
                 figures, outcome = await scenario.run(subject, self.sizes)
         except (TargetError, OSError) as error:
             return Sample(scenario.name, target.name, round_, {}, 1, str(error))
@@ -184,7 +194,21 @@ class Run:
             line += f", {seen['rate']:.0f}/s, proxy {seen['proxy_busy']:.0%}"
             line += f", load {seen['load_busy']:.0%} ({number(seen['load_us'])} us)"
             line += f", disturbed {seen['disturbed']:.0%}"
+        if "longest_turn_ms" in seen:
+            line += f", longest turn {number(seen['longest_turn_ms'])} ms"
+            line += f", {seen['long_turns']:.0f} above 50 ms"
         self.progress.print(line, markup=False)
+
+
+def _watched(target: Target, folder: Path) -> Target:
+    """The target with its event loop watched: its turns above 5 ms are reported to the folder."""
+    variables = environment(folder) | {"LOOP_WATCH_ONLY": "turns", "LOOP_WATCH_SECONDS": "0.005"}
+
+    def command(binary: str, plan: Plan) -> list[str]:
+        words = [f"{name}={value}" for name, value in variables.items()]
+        return ["env", *words, *target.command(binary, plan)]
+
+    return dataclasses.replace(target, command=command)
 
 
 if __name__ == "__main__":
