@@ -22,7 +22,7 @@ from gateway.stored.batch_rows import Batch as Row
 from gateway.web.batches import batch_object
 from tests.gateways import Running, running_gateway
 from tests.polling import eventually
-from tests.web.two_keys import ALICE, BOB, DEAD, client, gateway, reason
+from tests.web.two_keys import ALICE, BOB, DEAD, client, gateway, reason, two_callers
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -236,11 +236,7 @@ async def test_a_list_is_read_page_by_page(tmp_path: Path) -> None:
 
 
 async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with (
-        gateway(tmp_path) as running,
-        client(running) as alice,
-        client(running, BOB) as bob,
-    ):
+    async with two_callers(tmp_path) as (running, alice, bob):
         made = await created(alice)
         unknown = (await ask(running, "GET", "/v1/batches/batch_1", BOB)).json()
         for method, path in (
@@ -375,11 +371,7 @@ def _expire(connection: Connection, id_: str) -> None:
 
 
 async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
-    async with (
-        gateway(tmp_path) as running,
-        client(running) as alice,
-        client(running, BOB) as bob,
-    ):
+    async with two_callers(tmp_path) as (running, alice, bob):
         file, other = await uploaded(alice), await uploaded(bob)
         asked = ASKED | {"input_file_id": file.id, "metadata": {"a": "1", "b": "2"}}
         key = {"idempotency-key": '"night-1"'}
@@ -410,11 +402,7 @@ async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
 
 
 async def test_a_key_has_so_many_batches_at_one_time(tmp_path: Path) -> None:
-    async with (
-        gateway(tmp_path, batches={"batches_per_key": 2}) as running,
-        client(running) as alice,
-        client(running, BOB) as bob,
-    ):
+    async with two_callers(tmp_path, batches={"batches_per_key": 2}) as (_, alice, bob):
         made = [await created(alice) for _ in range(2)]
         with pytest.raises(openai.RateLimitError, match="2 batches") as refused:
             await created(alice)

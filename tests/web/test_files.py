@@ -26,7 +26,7 @@ from gateway.web.files import UNNAMED, ContentResponse, UploadForm, boundary_of,
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, running_gateway, until
 from tests.web.raw_client import answer
-from tests.web.two_keys import ALICE, BOB, DEAD, client, gateway, kept, reason
+from tests.web.two_keys import ALICE, DEAD, client, gateway, kept, reason, two_callers
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -115,11 +115,7 @@ async def test_a_list_is_read_page_by_page_in_both_orders_and_by_purpose(tmp_pat
 
 
 async def test_a_file_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with (
-        gateway(tmp_path) as running,
-        client(running) as alice,
-        client(running, BOB) as bob,
-    ):
+    async with two_callers(tmp_path) as (running, alice, bob):
         made = await alice.files.create(file=("a", LINES), purpose="batch")
         for ask in (bob.files.retrieve, bob.files.content, bob.files.delete):
             with pytest.raises(openai.NotFoundError):
@@ -267,11 +263,7 @@ async def test_a_chunked_upload_is_refused_where_it_exceeds_the_limit(
 
 async def test_the_limits_of_a_key_hold(tmp_path: Path) -> None:
     limits = {"files_per_key": 2, "file_bytes": 1000, "bytes_per_key": 1500}
-    async with (
-        gateway(tmp_path, batches=limits) as running,
-        client(running) as alice,
-        client(running, BOB) as bob,
-    ):
+    async with two_callers(tmp_path, batches=limits) as (_, alice, bob):
         first = await alice.files.create(file=("a", b"x" * 900), purpose="batch")
         with pytest.raises(openai.RateLimitError, match="1500 bytes") as refused:
             await alice.files.create(file=("a", b"x" * 900), purpose="batch")
@@ -357,7 +349,7 @@ async def test_a_fast_sender_is_held_back_and_not_kept_in_memory(tmp_path: Path)
 
 
 async def test_uploads_run_side_by_side_up_to_a_limit(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as running, client(running) as alice, client(running, BOB) as bob:
+    async with two_callers(tmp_path) as (running, alice, bob):
         started = head("Content-Length: 100000") + form(b"x")[:150]
         async with connections(running, 8) as wires:
             for wire in wires:
