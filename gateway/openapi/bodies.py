@@ -24,6 +24,7 @@ from gateway.admin.why import (
 )
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
+from gateway.watch.audit import AuditEntry
 
 JsonSchema = dict[str, Any]
 Fields = Mapping[str, tuple[str, str]]  # type and meaning, by name
@@ -49,14 +50,15 @@ def _fields(table: str) -> Fields:
     return fields
 
 
-def described_fields(*kinds: type[msgspec.Struct]) -> Fields:
+def described_fields(*kinds: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:
     """Type and meaning of the fields of a body that is made as one of these Structs, by name."""
     fields = {}
     for kind in kinds:
         for field in msgspec.structs.fields(kind):
             types = _value_schema(field.type)["type"]
             name = types if isinstance(types, str) else f"{types[0]}?"
-            fields[field.encode_name] = (name, field.type.__metadata__[0])
+            [meaning] = getattr(field.type, "__metadata__", ("",))
+            fields[field.encode_name] = (name, meaning)
     return fields
 
 
@@ -185,19 +187,7 @@ revoked_at (string?): when it was revoked
 previous_until (string?): until when the secret before the last rotation works
 warnings (array?): models of it that no node has named yet
 """),
-    "AuditEntry": _fields("""
-id (integer): grows with time
-at (string): time, UTC
-actor (string): an admin key's id, `key_file`, `local` (no key is needed), `file`, `signal` or
-    `gateway`
-role (string?): of the key
-action (string): `drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, `inventory`,
-    `certificate`, `handover`, `start`, `stop`; `keys.…`
-target (string): the node, request, key or file
-outcome (string): `done`, or the code of the error
-refused (boolean): whether it was refused (4xx) and changed nothing
-details (object): what else is known, such as a drain's deadline
-"""),
+    "AuditEntry": described_fields(AuditEntry) | {"at": ("string", "time, UTC")},
     "CallerUsage": _fields("""
 object (string): `usage`
 key (string): the key's id, or `anonymous:` and the address of a caller without one
