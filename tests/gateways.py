@@ -56,6 +56,20 @@ class Running:
     client: httpx.AsyncClient
     """Speaks to the public listener; relative URLs."""
 
+    def held(self) -> dict[str, int]:
+        """All counts of what is held for requests that are not zero."""
+        gateway = self.gateway
+        counts = {
+            "requests": len(gateway.registry),
+            "waiting": len(gateway.scheduler.queue_positions()),
+            "bodies": gateway.handler.body_memory.total_bytes,
+            "watched": len(gateway.timeout_monitor),
+        }
+        for node in gateway.fleet.nodes.values():
+            counts[f"leased by {node.name}"] = node.leased
+            counts[f"leases of {node.name}"] = len(node.leases)
+        return {name: count for name, count in counts.items() if count}
+
     def write_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
         """Replace the inventory as an editor does: by a rename."""
         _write(self.nodes_file, {**QUIET, "nodes": [dict(node) for node in nodes]})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 from gateway.callers.ledger import OpenRequest, UsageRow
@@ -115,9 +114,9 @@ class Meter:
         return metered
 
     def ended(self, metered: MeteredRequest, record: RequestRecord) -> None:
-        """The response has ended; what it used is known when the deferred work is done."""
+        """The response has ended. Its record is published when what it used is known, soon."""
         metered.end(self._wall_clock())
-        self._bus.defer(record.when_complete, partial(self._settle, metered))
+        self._bus.defer(self._publish, metered, record)
 
     # Stored requests: their usage is recorded with their result, by those who run them.
 
@@ -137,7 +136,7 @@ class Meter:
     ) -> None:
         """The response has ended; `deliver` gets its row in place of the ledger, a little later."""
         metered.end(self._wall_clock())
-        self._bus.defer(record.when_complete, partial(self._settle, metered, deliver))
+        self._bus.defer(record.when_complete, self._settle, metered, deliver)
 
     def dropped(self, metered: MeteredRequest) -> None:
         """A stored request has no result and is run again: it costs its caller nothing."""
@@ -197,6 +196,10 @@ class Meter:
                 slot_seconds,
                 self._cost_of_use(record.node, prompt, completion, slot_seconds),
             )
+
+    def _publish(self, metered: MeteredRequest, record: RequestRecord) -> None:
+        record.when_complete(self._settle, metered)
+        self._bus.tell(record)
 
     def _settle(
         self, metered: MeteredRequest, deliver: Callable[[UsageRow], None] | None = None

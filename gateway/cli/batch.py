@@ -514,15 +514,15 @@ def progress_of(batch: Mapping[str, Any]) -> ShownProgress:
     counts, own = _mapping(batch.get("request_counts")), _mapping(batch.get("llama_gateway"))
     paused = own.get("paused")
     return ShownProgress(
-        str(batch.get("status")),
-        int(_number(counts.get("total")) or 0),
-        int(_number(counts.get("completed")) or 0),
-        int(_number(counts.get("failed")) or 0),
-        _number(own.get("tokens_per_second")),
-        _number(own.get("expected_end")),
-        _number(own.get("cost")),
-        _number(own.get("expected_cost")),
-        str(paused.get("reason") or "paused") if isinstance(paused, dict) else None,
+        status=str(batch.get("status")),
+        total=int(_number(counts.get("total")) or 0),
+        done=int(_number(counts.get("completed")) or 0),
+        failed=int(_number(counts.get("failed")) or 0),
+        tokens_per_second=_number(own.get("tokens_per_second")),
+        expected_end=_number(own.get("expected_end")),
+        cost=_number(own.get("cost")),
+        expected_cost=_number(own.get("expected_cost")),
+        paused=str(paused.get("reason") or "paused") if isinstance(paused, dict) else None,
     )
 
 

@@ -15,7 +15,7 @@ from gateway.config.errors import single_line
 from gateway.local.memory import format_gib
 
 if TYPE_CHECKING:
-    from gateway.local.supervisor import ServerEvent
+    from gateway.local.server import ServerEvent
     from gateway.workshop.bench.exchange import RequestResult
     from gateway.workshop.bench.load import Load
     from gateway.workshop.bench.report import LoadResult
@@ -164,7 +164,7 @@ class StartupProgress(Progress):
 
     def show(self, event: ServerEvent) -> None:
         """Show what happened to a server, or log it after the start."""
-        from gateway.local.supervisor import ServerLoading, ServerReady, ServerStarted
+        from gateway.local.server import ServerLoading, ServerReady, ServerStarted
 
         if self.ended:
             _log(event)
@@ -189,7 +189,7 @@ class StartupProgress(Progress):
 def _log(event: ServerEvent) -> None:
     import structlog
 
-    from gateway.local.supervisor import ServerExited, ServerReady
+    from gateway.local.server import ServerExited, ServerReady
 
     log = structlog.get_logger()
     if isinstance(event, ServerExited):

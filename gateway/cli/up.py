@@ -270,8 +270,7 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     from gateway.app.startup import load_checked
     from gateway.cli.progress import StartupProgress
     from gateway.config.inventory import load_inventory
-    from gateway.local.server import BASE_PORT
-    from gateway.local.supervisor import LocalFleet
+    from gateway.local.server import BASE_PORT, LocalFleet
     from gateway.watch.logs import set_up_logging
 
     # Until the gateway handles signals itself, SIGTERM ends the servers that start.

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 from msgspec.structs import replace
 
 from gateway import errors
@@ -49,18 +49,16 @@ class PromptRefused(Exception):  # noqa: N818 - a response
         return GatewayError(status, code, message or f"The node answered with status {status}.")
 
 
-@dataclass(slots=True, eq=False)
-class SubRequest(InFlightRequest):
+class SubRequest(InFlightRequest, eq=False, kw_only=True):
     """The request of one prompt."""
 
-    dequeued: asyncio.Event = field(default_factory=asyncio.Event)
+    dequeued: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     """Set when it has left the wait queue."""
 
     def begin_attempt(self, attempt: Attempt) -> None:
         """An attempt begins: it has its slots."""
         self.dequeued.set()
-        # `super()` does not work in dataclasses with slots.
-        InFlightRequest.begin_attempt(self, attempt)
+        super().begin_attempt(attempt)
 
 
 class MultiPromptForwarder:

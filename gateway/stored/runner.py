@@ -464,18 +464,12 @@ class _Run:
             client_timeout=seconds,
             plain_client_timeout=seconds,
             cache=self._cache,
-        )
-        # It can wait: of class `batch`, one of a higher class that would have to may have its slot.
-        incoming = IncomingRequest(
-            stored.id,
-            record.x_request_id,
-            route,
-            body,
-            sender,
-            self._received_at,
-            max_tokens=accounts.completion_tokens,
-            most_tokens=accounts.most_tokens,
+            limits=accounts,
+            # Of class `batch`, one of a higher class that would have to wait may have its slot.
             patient=True,
+        )
+        incoming = IncomingRequest(
+            stored.id, record.x_request_id, route, body, sender, self._received_at
         )
         priority = max(self._priority, caller.max_priority)
         return await read_in_turn(

@@ -11,7 +11,7 @@ from gateway.cli.progress import (
     StatusProgress,
     describe_download,
 )
-from gateway.local.supervisor import ServerExited, ServerLoading, ServerReady, ServerStarted
+from gateway.local.server import ServerExited, ServerLoading, ServerReady, ServerStarted
 
 
 def test_each_event_of_a_start_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,11 +45,10 @@ def a_proxy_request(received_at: float = 0.0, body: bytes = b"{}", **keys: Any) 
         "req_1",
         "req_1",
         "/v1/chat/completions",
-        b"content-type: application/json\r\n",
-        {"demo": body},
-        None,
         CALLER,
         received_at,
         a_lease_request(**{"stream": True, **keys}),
+        header_lines=b"content-type: application/json\r\n",
+        bodies={"demo": body},
         stream=True,
     )

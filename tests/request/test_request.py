@@ -26,6 +26,7 @@ from gateway.request.preparation import (
     MOST_PROMPTS_BYTES,
     MOST_REPEATED_BYTES,
     MOST_TARGETS,
+    AnyTokens,
     IncomingRequest,
     ModelAliases,
     Request,
@@ -73,9 +74,9 @@ def prepared(
             b"accept: */*\r\n",
             client_timeout=client_timeout,
             plain_client_timeout=client_timeout,
+            limits=AnyTokens(most_of_caller),
         ),
         received_at=100.0,
-        max_tokens=most_of_caller,
     )
     rules = RequestRules(LimitSettings(**limits), ModelAliases(models or {}), default)
     model_index = ModelIndex()
@@ -499,7 +500,8 @@ def test_fields_repeated_with_each_prompt_are_bounded() -> None:
 
 def read(path: str, body: bytes, *, patient: bool = False) -> Request:
     """The request of a body that came as it is."""
-    incoming = IncomingRequest("a", "b", ROUTES[path], body, Sender(ANYONE), 0.0, patient=patient)
+    sender = Sender(ANYONE, patient=patient)
+    incoming = IncomingRequest("a", "b", ROUTES[path], body, sender, 0.0)
     index = ModelIndex()
     index.set_nodes([a_node(model=["demo"])])
     rules = RequestRules(LimitSettings(), ModelAliases({}), None)

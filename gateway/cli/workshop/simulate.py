@@ -196,7 +196,9 @@ def simulate(
                 status=2,
             )
         traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
-        _simulate_elastic(machines, standby, elastic, setup, traffic, seed, as_json, warm=warm)
+        _simulate_elastic(
+            machines, standby, elastic, setup, traffic, seed=seed, warm=warm, as_json=as_json
+        )
         return
     options.check_plot_file(plot)
     requests = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
@@ -336,10 +338,10 @@ def _simulate_elastic(
     rules_text: str,
     setup: ServerSetup,
     trace: Trace,
-    seed: int,
-    as_json: bool,
     *,
-    warm: bool = False,
+    seed: int,
+    warm: bool,
+    as_json: bool,
 ) -> None:
     from gateway.workshop.simulate.comparison import compare_elastic
     from gateway.workshop.simulate.fleets import FleetError, from_text

@@ -891,5 +891,12 @@ def _difference(
         tail = (1 - CONFIDENCE) / 2
         low, high = map(float, np.quantile(finite, [tail, 1 - tail]))
     return Difference(
-        label, figure, float(was), float(now), change, low, high, figure != THROUGHPUT
+        label,
+        figure,
+        before=float(was),
+        after=float(now),
+        change=change,
+        low=low,
+        high=high,
+        less_is_better=figure != THROUGHPUT,
     )

@@ -297,15 +297,17 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         return not models or not models.isdisjoint(counts)
 
     hour = BusiestHour(
-        start,
-        end,
-        len(arrivals),
-        sum(one.unserved for one in arrivals),
-        sum(_held(one, first, first + span) for one in known) / (slots * span),
-        Percentiles.of([max(0.0, (one.lasted or 0.0) - one.slot_seconds) for one in known]).p95,
-        service,
-        _some(name for name, models in fleet.names if name not in nodes and serves(models)),
-        _some(nodes - {name for name, _ in fleet.names}),
+        start=start,
+        end=end,
+        requests=len(arrivals),
+        unserved=sum(one.unserved for one in arrivals),
+        slots_busy=sum(_held(one, first, first + span) for one in known) / (slots * span),
+        wait_p95=Percentiles.of(
+            [max(0.0, (one.lasted or 0.0) - one.slot_seconds) for one in known]
+        ).p95,
+        service=service,
+        added=_some(name for name, models in fleet.names if name not in nodes and serves(models)),
+        removed=_some(nodes - {name for name, _ in fleet.names}),
     )
     notes = [f"from the ledger: {requests:,.0f} requests, {len(arrivals):,} of them in {hour.name}"]
     if hour.added:
@@ -332,14 +334,14 @@ def _read(row: Mapping[str, Any], models: Container[object]) -> _Arrival:
     served = completion is not None
     tokens = (float(prompt), float(row["cached_tokens"]), float(completion)) if served else None
     return _Arrival(
-        float(row["seconds"]),
-        row["model"] if row["model"] in models else "",
-        row["class"] if row["class"] in PRIORITY_BY_LABEL else "normal",
-        str(row["node"] or ""),
-        tokens,
-        float(row["slot_seconds"]),
-        None if row["lasted"] is None else float(row["lasted"]),
-        bool(row["unserved"]),
+        at=float(row["seconds"]),
+        model=row["model"] if row["model"] in models else "",
+        priority_label=row["class"] if row["class"] in PRIORITY_BY_LABEL else "normal",
+        node=str(row["node"] or ""),
+        tokens=tokens,
+        slot_seconds=float(row["slot_seconds"]),
+        lasted=None if row["lasted"] is None else float(row["lasted"]),
+        unserved=bool(row["unserved"]),
     )
 
 

@@ -339,18 +339,18 @@ def try_fleet(
     completions = [wait + job.ended - job.began for wait, job in zip(waits, counted, strict=True)]
     began = max(job.began for job in jobs)
     return FleetTrial(
-        len(counted),
-        Percentiles.of(waits),
-        Percentiles.of(first),
-        Percentiles.of(completions),
-        fmean(job.ended - job.began for job in counted),
-        sum(wait > 0 for wait in waits) / len(waits),
-        error_of_mean(waits),
-        error_of_mean(completions),
-        utilisation(result),
-        sum(wait > LONGEST_WAIT for wait in waits),
-        began * growth + (result.ended - began),
-        tuple(_share(counted, low, high) for low, high in pairwise(bounds)),
+        requests=len(counted),
+        wait=Percentiles.of(waits),
+        ttft=Percentiles.of(first),
+        completion=Percentiles.of(completions),
+        service=fmean(job.ended - job.began for job in counted),
+        waiting_share=sum(wait > 0 for wait in waits) / len(waits),
+        wait_error=error_of_mean(waits),
+        completion_error=error_of_mean(completions),
+        slots_busy=utilisation(result),
+        too_late=sum(wait > LONGEST_WAIT for wait in waits),
+        seconds=began * growth + (result.ended - began),
+        shares=tuple(_share(counted, low, high) for low, high in pairwise(bounds)),
     )
 
 
@@ -669,7 +669,15 @@ def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | N
             lengths_scv=workload.lengths_scv,
         )
         price = option_price(question, parts, trial)
-        return FleetOption(parts, guess.utilisation, trial, price, guess, rejected, why)
+        return FleetOption(
+            parts,
+            guess.utilisation,
+            trial,
+            price,
+            estimate=guess,
+            rejected=rejected,
+            why_estimated=why,
+        )
 
     if limit is None:
         return option(least, None)

@@ -663,7 +663,13 @@ class AutoscalingFront(GatewayFront):
             others = (slots - row.capacity, busy - (row.ours if row.capacity else 0))
             nodes.append(
                 StandbyNode(
-                    one.name, one.phase, one.slots, row.ours, others, one.started, one.stopped
+                    one.name,
+                    one.phase,
+                    one.slots,
+                    row.ours,
+                    others,
+                    started_at=one.started,
+                    stopped_at=one.stopped,
                 )
             )
         return nodes

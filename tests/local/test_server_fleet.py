@@ -15,13 +15,14 @@ import pytest
 
 import gateway
 from gateway.local import ServerStartError
-from gateway.local.server import ServerSpec, find_binary
-from gateway.local.supervisor import (
+from gateway.local.server import (
     LocalFleet,
     ServerEvent,
     ServerExited,
     ServerReady,
+    ServerSpec,
     ServerStarted,
+    find_binary,
     restart_backoff,
 )
 from tests.processes import gone
