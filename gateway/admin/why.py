@@ -371,33 +371,33 @@ def _told_queueing(queueing: Queueing, at: str, seconds: float, later: float) ->
 
 
 def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float) -> ToldGrant:
-    comparison = grant.comparison
-    chosen = None if comparison is None else comparison.chosen
-    prompt, completion = grant.prompt_tokens, grant.completion_tokens
-    cached = 0.0 if chosen is None else min(chosen.cached, prompt)
-    tried = grant.tried
+    granted, predicted, circumstances = grant.granted, grant.predicted, grant.circumstances
+    comparison, tried = predicted.comparison, circumstances.tried
+    prompt, completion = predicted.prompt_tokens, predicted.completion_tokens
+    cached = 0.0 if comparison is None else min(comparison.cached_on_chosen, prompt)
+    deferral = circumstances.deferral
     told = ToldGrant(
         kind="granted",
         at=at,
         seconds=seconds,
         summary="",
         attempt=attempt,
-        node=None if chosen is None else chosen.name,
-        model=grant.model,
-        tier=grant.tier,
-        fallback=grant.fallback,
-        slots=grant.slots,
-        resumes=grant.resumes,
-        yielded=grant.times_yielded,
+        node=None if comparison is None else comparison.chosen.name,
+        model=granted.model,
+        tier=granted.tier,
+        fallback=circumstances.fallback,
+        slots=granted.slots,
+        resumes=circumstances.resumes,
+        yielded=circumstances.times_yielded,
         failed_nodes=[] if tried is None else sorted(tried.failed_nodes),
         excluded_nodes=[] if tried is None else sorted(tried.excluded_nodes),
-        deferral=None if grant.deferral is None else _deferral_json(grant.deferral),
+        deferral=None if deferral is None else _deferral_json(deferral),
         by_cost=comparison is None or comparison.by_cost,
         nodes=[] if comparison is None else _compared(comparison, prompt, completion),
         not_listed=_not_listed(grant),
         predicted={
-            "ttft": _if_known(grant.expected_ttft),
-            "seconds": _if_known(grant.expected_seconds),
+            "ttft": _if_known(predicted.ttft),
+            "seconds": _if_known(predicted.seconds),
             "prompt_tokens": round(prompt),
             "cached_tokens": round(cached),
             "completion_tokens": round(completion),
@@ -435,15 +435,14 @@ def _deferral_json(deferral: Deferral) -> Json:
 
 def _not_listed(grant: Grant) -> Json:
     """Nodes that are not listed, by the reason."""
-    comparison = grant.comparison
+    comparison, out = grant.predicted.comparison, grant.circumstances.out
     if comparison is None:
         return {}
-    listed = 1 + len(comparison.others)
-    candidates = comparison.with_room + sum(grant.out.values())
+    nodes = comparison.nodes
     found = {
-        "slower": comparison.with_room - listed,
-        **grant.out,
-        "not_candidates": grant.fleet_size - candidates,
+        "slower": nodes.with_room - 1 - len(comparison.others),
+        **out,
+        "not_candidates": nodes.fleet - nodes.with_room - sum(out.values()),
     }
     return {reason: count for reason, count in found.items() if count > 0}
 
@@ -451,38 +450,41 @@ def _not_listed(grant: Grant) -> Json:
 def _compared(comparison: Comparison, prompt: float, completion: float) -> list[ComparedNode]:
     """The rows of a comparison, the least cost first."""
     rows = [comparison.chosen, *comparison.others]
-    told = [_compare(row, prompt, completion, chosen=row is comparison.chosen) for row in rows]
+    told = [_compare(comparison, row, prompt, completion) for row in rows]
     return sorted(told, key=lambda one: (one.expected_seconds, not one.chosen))
 
 
-def _compare(row: RowFigures, prompt: float, completion: float, *, chosen: bool) -> ComparedNode:
-    uncached, busy = uncached_tokens(row, prompt), row.busy
-    reading = uncached / row.prefill_tps
-    slowed = completion * row.token_step * busy
-    held_up = reading * busy + row.decode_slowdown * row.remaining
+def _compare(
+    comparison: Comparison, row: RowFigures, prompt: float, completion: float
+) -> ComparedNode:
+    speed, work, own = row.speed, row.work, comparison.own_figures(row)
+    uncached, busy = uncached_tokens(own, prompt), work.busy
+    reading = uncached / speed.prefill_tps
+    slowed = completion * speed.token_step * busy
+    held_up = reading * busy + work.decode_slowdown * comparison.remaining(row)
     return ComparedNode(
         name=row.name,
-        chosen=chosen,
-        measured=row.measured,
-        expected_seconds=_rounded(cost_of_figures(row, prompt, completion)),
+        chosen=row is comparison.chosen,
+        measured=speed.measured,
+        expected_seconds=_rounded(cost_of_figures(comparison, row, prompt, completion)),
         terms={
-            "queue": _rounded(row.prefill_wait),
+            "queue": _rounded(comparison.prefill_wait(row)),
             "reading": _rounded(reading),
-            "writing": _rounded(completion * row.token_base),
+            "writing": _rounded(completion * speed.token_base),
             "neighbours": _rounded(slowed + held_up),
-            "doubt": _rounded(row.penalty + row.own_penalty),
+            "doubt": _rounded(speed.penalty + own.penalty),
         },
         slowed_by_neighbours=_rounded(slowed),
         holds_up_neighbours=_rounded(held_up),
-        doubts=_of_doubts(row.penalty - row.wake, row.own_penalty, row.wake),
-        cached_tokens=round(min(row.cached, prompt)),
-        cached_saves=_rounded((prompt - uncached) / row.prefill_tps),
-        prefill_tps=_rounded(row.prefill_tps),
-        decode_tps=_rounded(1 / row.token_base),
+        doubts=_of_doubts(speed.penalty - speed.wake, own.penalty, speed.wake),
+        cached_tokens=round(min(own.cached, prompt)),
+        cached_saves=_rounded((prompt - uncached) / speed.prefill_tps),
+        prefill_tps=_rounded(speed.prefill_tps),
+        decode_tps=_rounded(1 / speed.token_base),
         slots_busy=busy,
         slots_total=row.total,
         pool_tokens=row.pool,
-        pool_used=row.pool_used,
+        pool_used=work.pool_used,
     )
 
 
