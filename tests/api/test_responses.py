@@ -17,8 +17,8 @@ from gateway.api.responses import (
     MOST_ITEMS,
     RESPONSES,
     NativeToResponsesRewriter,
-    ResponsesRepair,
     ResponseLimits,
+    ResponsesRepair,
     read_response,
     response_as_chat,
 )
