@@ -54,7 +54,6 @@ class _Found:
     id: str
     record: RequestRecord | None  # None: only the scheduler remembers it
     ended_at: float | None  # None: it waits or runs
-    caller: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
