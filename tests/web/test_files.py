@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from gateway.callers.keys import ApiKey
 from gateway.errors import GatewayError
 from gateway.web.files import UNNAMED, ContentResponse, UploadForm, boundary_of, content_headers
+from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, running_gateway, until
 from tests.web.raw_client import answer
@@ -186,31 +187,31 @@ async def test_without_a_store_there_are_no_files(tmp_path: Path) -> None:
         assert (failed.value.status_code, failed.value.code) == (501, "not_supported")
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        (form(b"x", purpose="fine-tune"), "purpose"),
-        (form(b""), "file"),
-        (NO_FILE, "file"),
-        (form(b"x").replace(b'"purpose"', b'"other"'), "purpose"),
-        (form(b"x").replace(b'"purpose"', b'"file"'), "file"),
-        (form(b"x")[:-8], None),
-        (b"", None),
-        (b"{}", None),
-        (form(b"x").replace(b"batch", b"b" * 5000), None),
-        (form(b"x").replace(b"\r\n\r\nbatch", b"\r\nX: " + b"b" * 5000 + b"\r\n\r\nbatch"), None),
-    ],
-    ids=["unknown purpose", "empty", "no file", "no purpose", "two files", "cut", "nothing",
-         "JSON", "long value", "long header"],
-)  # fmt: skip
-async def test_a_form_that_is_wrong_is_refused_and_leaves_nothing(
-    tmp_path: Path, body: bytes, param: str | None
-) -> None:
+WRONG_FORMS: list[tuple[bytes, str | None]] = [
+    (form(b"x", purpose="fine-tune"), "purpose"),
+    (form(b""), "file"),
+    (NO_FILE, "file"),
+    (form(b"x").replace(b'"purpose"', b'"other"'), "purpose"),
+    (form(b"x").replace(b'"purpose"', b'"file"'), "file"),
+    (form(b"x")[:-8], None),
+    (b"", None),
+    (b"{}", None),
+    (form(b"x").replace(b"batch", b"b" * 5000), None),
+    (form(b"x").replace(b"\r\n\r\nbatch", b"\r\nX: " + b"b" * 5000 + b"\r\n\r\nbatch"), None),
+]
+
+
+async def test_a_form_that_is_wrong_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     async with gateway(tmp_path) as running:
-        response = await post(running, body)
-        assert reason(response) == (400, "invalid_request"), response.text
-        assert response.json()["error"]["param"] == param
-        assert kept(tmp_path) == []
+
+        @each_case(("body", "param"), WRONG_FORMS)
+        async def check(body: bytes, param: str | None) -> None:
+            response = await post(running, body)
+            assert reason(response) == (400, "invalid_request"), response.text
+            assert response.json()["error"]["param"] == param
+            assert kept(tmp_path) == []
+
+        await check()
 
 
 async def test_a_body_that_is_no_form_is_415(tmp_path: Path) -> None:
