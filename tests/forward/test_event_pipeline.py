@@ -13,7 +13,7 @@ import pytest
 
 from gateway.api import sse
 from gateway.config.settings import Settings
-from gateway.forward.stream import EventPipeline
+from gateway.forward.event_pipeline import EventPipeline
 from gateway.request.routes import ROUTES
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.forward.granted_lease import a_proxy_request
