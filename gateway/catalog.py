@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.config.cache_privacy import NodeLabels
+from gateway.config.keys import NodeLabels
 from gateway.errors import GatewayError
 from gateway.lease import QueuePosition
 

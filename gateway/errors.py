@@ -178,30 +178,26 @@ def context_length_exceeded(
 
 def invalid_api_key() -> GatewayError:
     """401: no API key, or an unknown one."""
-    return GatewayError(
-        401,
-        "invalid_api_key",
+    return _bad_key(
         "No valid API key was sent. Send one as 'Authorization: Bearer lg_...', "
-        "'x-api-key' or 'api-key'.",
-        retryable=False,
+        "'x-api-key' or 'api-key'."
     )
+
+
+def _bad_key(message: str) -> GatewayError:
+    return GatewayError(401, "invalid_api_key", message, retryable=False)
 
 
 def expired_api_key() -> GatewayError:
     """401: a key whose time is over; only the holder of its secret is told."""
-    return GatewayError(
-        401, "invalid_api_key", "This API key has expired. Ask for a new one.", retryable=False
-    )
+    return _bad_key("This API key has expired. Ask for a new one.")
 
 
 def owner_gone() -> GatewayError:
     """401: the key that sent a stored request is revoked or has expired."""
-    return GatewayError(
-        401,
-        "invalid_api_key",
+    return _bad_key(
         "The API key that sent this request has been revoked or has expired. Send it again with "
-        "a valid key.",
-        retryable=False,
+        "a valid key."
     )
 
 
@@ -217,22 +213,14 @@ def keys_unknown(retry_after: float = 2.0) -> GatewayError:
 
 def too_many_keys(limit: int) -> GatewayError:
     """401: more different keys than one request may present."""
-    return GatewayError(
-        401,
-        "invalid_api_key",
-        f"More than {limit} different API keys were sent. Send one.",
-        retryable=False,
-    )
+    return _bad_key(f"More than {limit} different API keys were sent. Send one.")
 
 
 def keys_of_different_callers() -> GatewayError:
     """401: two valid keys of different callers."""
-    return GatewayError(
-        401,
-        "invalid_api_key",
+    return _bad_key(
         "API keys of different callers were sent in one request ('Authorization', 'x-api-key', "
-        "'api-key'). Send one of them.",
-        retryable=False,
+        "'api-key'). Send one of them."
     )
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal, NamedTuple, Protocol
 
-from gateway.config.cache_privacy import CacheSpec
-from gateway.config.usage_limits import LimitSpec
+from gateway.config.keys import CacheSpec, LimitSpec
 
 Headers = list[tuple[bytes, bytes]]  # Header fields in wire order, with names in lower case
 # What a node can do, by the names of `endpoints` in the inventory.

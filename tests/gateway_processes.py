@@ -30,9 +30,11 @@ class Succession:
     """A line of gateway processes; all of them log to the first one's stderr."""
 
     first: Process
+    nodes_file: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    killed: bool = False
+    ends_with: int = 0
+    """The exit status that the first process must have."""
 
     async def read_log(self) -> None:
         assert self.first.stderr is not None
@@ -66,11 +68,21 @@ class Succession:
         succeeded = self.logged("succeeded")
         return int(succeeded[-1]["pid"]) if succeeded else self.first.pid
 
+    def write_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the inventory as an editor does: by a rename."""
+        new = self.nodes_file.with_suffix(".new")
+        new.write_text(yaml.safe_dump({**QUIET, "nodes": [dict(node) for node in nodes]}))
+        new.rename(self.nodes_file)
+
     async def kill(self) -> None:
         """Kill the first process, which has no successor."""
-        self.killed = True
         self.first.kill()
-        await self.first.wait()
+        await self.status()
+
+    async def status(self) -> int:
+        """The exit status of the first process, once it has ended."""
+        self.ends_with = await asyncio.wait_for(self.first.wait(), LIMIT)
+        return self.ends_with
 
     async def succeed(self) -> None:
         """Let the newest process be succeeded; returns when the new one has taken over."""
@@ -84,7 +96,8 @@ async def serving(
     folder: Path,
     node: EmulatedNode | Sequence[Mapping[str, Any]],
     *command: str,
-    settings: dict[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
     **spec: Any,
 ) -> AsyncIterator[Succession]:
     """A gateway over this node, ended with all its successors; `spec` is more of the inventory.
@@ -97,7 +110,7 @@ async def serving(
         "admin": {"port": 0},
         "health": {"interval": 0.2, "timeout": 30},
     }
-    (folder / "gateway.yaml").write_text(yaml.safe_dump(config | (settings or {})))
+    (folder / "gateway.yaml").write_text(yaml.safe_dump({**config, **(settings or {})}))
     nodes = (
         [{"name": "one", "url": node.url, **spec}]
         if isinstance(node, EmulatedNode)
@@ -109,10 +122,11 @@ async def serving(
         *(command or (sys.executable, "-m", "gateway")), "serve", *files,
         stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, close_fds=not command,
         env={
-            "XDG_STATE_HOME": str(folder / "state"), "PATH": os.environ["PATH"], **inherited()
+            "XDG_STATE_HOME": str(folder / "state"), "PATH": os.environ["PATH"], **inherited(),
+            **(environment or {}),
         },
     )  # fmt: skip
-    line = Succession(process)
+    line = Succession(process, folder / "nodes.yaml")
     reading = asyncio.create_task(line.read_log())
     try:
         await line.until("listening")
@@ -128,4 +142,4 @@ async def serving(
             for pid in {process.pid, *(entry["pid"] for entry in line.logged("succeeded"))}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    assert await process.wait() == (-signal.SIGKILL if line.killed else 0)
+    assert await process.wait() == line.ends_with

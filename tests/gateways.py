@@ -30,6 +30,7 @@ from gateway.store.database import (
 )
 from gateway.transport.resolver import Resolver
 from gateway.watch.logs import set_up_logging
+from tests.emulator import EmulatedNode
 from tests.virtual import VirtualLoop, now
 
 START_LIMIT = 60.0
@@ -55,6 +56,20 @@ class Running:
     client: httpx.AsyncClient
     """Speaks to the public listener; relative URLs."""
 
+    def held(self) -> dict[str, int]:
+        """All counts of what is held for requests that are not zero."""
+        gateway = self.gateway
+        counts = {
+            "requests": len(gateway.registry),
+            "waiting": len(gateway.scheduler.queue_positions()),
+            "bodies": gateway.handler.body_memory.total_bytes,
+            "watched": len(gateway.timeout_monitor),
+        }
+        for node in gateway.fleet.nodes.values():
+            counts[f"leased by {node.name}"] = node.leased
+            counts[f"leases of {node.name}"] = len(node.leases)
+        return {name: count for name, count in counts.items() if count}
+
     def write_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
         """Replace the inventory as an editor does: by a rename."""
         _write(self.nodes_file, {**QUIET, "nodes": [dict(node) for node in nodes]})
@@ -67,7 +82,7 @@ class Running:
 @contextlib.asynccontextmanager
 async def running_gateway(
     folder: Path,
-    nodes: Sequence[str | Mapping[str, Any]],
+    nodes: Sequence[str | Mapping[str, Any] | EmulatedNode],
     settings: Mapping[str, Any] | None = None,
     *,
     wait_ready: bool = True,
@@ -79,55 +94,53 @@ async def running_gateway(
 ) -> AsyncIterator[Running]:
     """A gateway over these nodes (URLs, or mappings as in `nodes.yaml`) and settings.
 
-    `options` are those of `gateway.app.startup.Options`. With `wait_ready` it is entered once every
-    node has been probed and one at least is ready.
+    Emulated nodes are started before it and ended after it. `options` are those of
+    `gateway.app.startup.Options`. With `wait_ready` it is entered once every node has been probed
+    and one at least is ready.
     """
-    specs = [
-        {"name": f"node-{number}", "url": node} if isinstance(node, str) else dict(node)
-        for number, node in enumerate(nodes)
-    ]
-    nodes_file, settings_file = folder / "nodes.yaml", folder / "gateway.yaml"
-    _write(nodes_file, {**QUIET, "nodes": specs})
-    _write(settings_file, _patient(settings or {}))
-    if not options and "store" not in (settings or {}):
-        _put_store(folder / "state" / FILE_NAME)
-    chosen = Options(
-        inventory_file=nodes_file,
-        settings_file=settings_file,
-        **{"port": 0, "admin_port": 0, "state_dir": folder / "state", **options},
-    )
-    loaded, inventory = load_checked(chosen)
-    with (
-        (folder / "gateway.log").open("ab") as log,
-        set_up_logging("debug", "json", fd=log.fileno()) as logs,
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        specs: list[Mapping[str, Any]] = []
+        for number, node in enumerate(nodes):
+            if isinstance(node, Mapping):
+                specs.append(dict(node))
+                continue
+            if isinstance(node, EmulatedNode):
+                await stack.enter_async_context(node)
+            url = node if isinstance(node, str) else node.url
+            specs.append({"name": f"node-{number}", "url": url})
+        nodes_file, settings_file = folder / "nodes.yaml", folder / "gateway.yaml"
+        _write(nodes_file, {**QUIET, "nodes": specs})
+        _write(settings_file, _patient(settings or {}))
+        if not options and "store" not in (settings or {}):
+            _put_store(folder / "state" / FILE_NAME)
+        chosen = Options(
+            inventory_file=nodes_file,
+            settings_file=settings_file,
+            **{"port": 0, "admin_port": 0, "state_dir": folder / "state", **options},
+        )
+        loaded, inventory = load_checked(chosen)
+        log = stack.enter_context((folder / "gateway.log").open("ab"))
+        logs = stack.enter_context(set_up_logging("debug", "json", fd=log.fileno()))
         gateway = Gateway(
             chosen, loaded, logs, clock=clock, rng=rng, timings=timings, resolver=resolver
         )
-        async with gateway.running(inventory):
-            assert gateway.public_listener is not None
-            assert gateway.admin_listener is not None
-            if wait_ready:
-                async with asyncio.timeout(START_LIMIT):
-                    await gateway.fleet.first_probes_done.wait()
-                await until(
-                    lambda: any(
-                        node.state is NodeState.READY for node in gateway.fleet.nodes.values()
-                    ),
-                    START_LIMIT,
-                    lambda: [f"{n.name}: {n.reason}" for n in gateway.fleet.nodes.values()],
-                )
-            async with httpx.AsyncClient(
-                base_url=gateway.public_listener.url, timeout=120.0, trust_env=False, verify=NO_TLS
-            ) as client:
-                yield Running(
-                    gateway,
-                    gateway.public_listener.url,
-                    gateway.admin_listener.url,
-                    nodes_file,
-                    settings_file,
-                    client,
-                )
+        await stack.enter_async_context(gateway.running(inventory))
+        assert gateway.public_listener is not None
+        assert gateway.admin_listener is not None
+        if wait_ready:
+            async with asyncio.timeout(START_LIMIT):
+                await gateway.fleet.first_probes_done.wait()
+            found = gateway.fleet.nodes.values()
+            await until(
+                lambda: any(node.state is NodeState.READY for node in found),
+                START_LIMIT,
+                lambda: [f"{node.name}: {node.reason}" for node in found],
+            )
+        url, admin_url = gateway.public_listener.url, gateway.admin_listener.url
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=120.0, trust_env=False, verify=NO_TLS)
+        )
+        yield Running(gateway, url, admin_url, nodes_file, settings_file, client)
 
 
 @functools.cache

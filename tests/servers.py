@@ -25,7 +25,7 @@ import time
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from gateway.local.demo_model import DemoSize, ensure_demo_model
 from gateway.local.embedded import PROMPT_CACHE_MIB
@@ -204,23 +204,11 @@ def stop_demo_server(server: DemoServer) -> None:
 
 
 @contextmanager
-def running_demo_servers(
-    n: int = 1,
-    *,
-    slots: int = 2,
-    context: int = 4096,
-    embedding: bool = False,
-    size: DemoSize = "small",
-    extra: tuple[str, ...] = (),
-) -> Iterator[list[DemoServer]]:
-    """`n` servers that answer, started side by side, as objects with `url`, `pid` and `kill()`."""
+def running_demo_servers(n: int = 1, **options: Any) -> Iterator[list[DemoServer]]:
+    """`n` servers that answer, started side by side; `options` are those of `spawn_demo_server`."""
     servers: list[DemoServer] = []
     try:
-        for _ in range(n):
-            one = spawn_demo_server(
-                slots=slots, context=context, embedding=embedding, size=size, extra=extra
-            )
-            servers.append(one)
+        servers.extend(spawn_demo_server(**options) for _ in range(n))
         for server in servers:
             wait_for_demo_server(server)
         yield servers
@@ -230,39 +218,18 @@ def running_demo_servers(
 
 
 @contextmanager
-def demo_servers(
-    n: int = 1,
-    *,
-    slots: int = 2,
-    context: int = 4096,
-    embedding: bool = False,
-    size: DemoSize = "small",
-) -> Iterator[list[str]]:
+def demo_servers(n: int = 1, **options: Any) -> Iterator[list[str]]:
     """The base URLs of `n` servers that answer."""
-    with running_demo_servers(
-        n, slots=slots, context=context, embedding=embedding, size=size
-    ) as servers:
+    with running_demo_servers(n, **options) as servers:
         yield [server.url for server in servers]
 
 
 @asynccontextmanager
-async def start_demo_servers(
-    n: int = 1,
-    slots: int = 2,
-    *,
-    context: int = 4096,
-    embedding: bool = False,
-    size: DemoSize = "small",
-    extra: tuple[str, ...] = (),
-) -> AsyncIterator[list[str]]:
+async def start_demo_servers(n: int = 1, **options: Any) -> AsyncIterator[list[str]]:
     """The same for asynchronous tests; the event loop is not blocked."""
     servers: list[DemoServer] = []
     try:
-        for _ in range(n):
-            one = spawn_demo_server(
-                slots=slots, context=context, embedding=embedding, size=size, extra=extra
-            )
-            servers.append(one)
+        servers.extend(spawn_demo_server(**options) for _ in range(n))
         yield [await asyncio.to_thread(wait_for_demo_server, server) for server in servers]
     finally:
         for server in servers:

@@ -29,17 +29,6 @@ def test_every_case_runs_and_each_that_fails_is_named() -> None:
     assert "{'a': 5, 'b': 6}" in second
 
 
-def test_a_case_that_raises_nothing_where_it_must_fails() -> None:
-    @each_case("text", ["x", "1"])
-    def test(text: str) -> None:
-        with pytest.raises(ValueError):
-            int(text)
-
-    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE") as failed:
-        test()
-    assert len(notes_of(failed.value)) == 1
-
-
 def test_a_coroutine_is_awaited_for_every_case() -> None:
     @each_case("number", iter(range(3)))
     async def test(number: int) -> None:
@@ -48,14 +37,3 @@ def test_a_coroutine_is_awaited_for_every_case() -> None:
 
     with pytest.raises(AssertionError):
         asyncio.run(test())
-
-
-@each_case("number", [1, 2])
-def test_fixtures_are_given_beside_the_cases(number: int, request: pytest.FixtureRequest) -> None:
-    assert request.node.name == "test_fixtures_are_given_beside_the_cases"
-    assert number > 0
-
-
-def test_a_table_without_cases_is_a_mistake() -> None:
-    with pytest.raises(AssertionError, match="no cases"):
-        each_case("number", [])

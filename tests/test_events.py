@@ -11,7 +11,7 @@ from gateway.events import (
     AttemptEnded,
     EventBus,
     NodeChanged,
-    RequestKind,
+    EndedKind,
     RequestRecord,
 )
 
@@ -66,7 +66,7 @@ def test_each_record_is_read_once_by_each_reader_of_its_kind_and_added_up() -> N
     read: list[tuple[int, str]] = []
     sums: list[tuple[str, int, int, float]] = []
 
-    def make_reader(kind: RequestKind) -> Callable[[RequestRecord], None]:
+    def make_reader(kind: EndedKind) -> Callable[[RequestRecord], None]:
         return lambda record: read.append((kind.status, record.x_request_id))
 
     bus.ended.read_by(

@@ -15,8 +15,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from gateway import __version__
+from tests.house import picture
+from tests.house.source import ROOT, cycles, imports, modules, shared_class_names
 
-ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "gateway").rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PINS = sorted((ROOT / "requirements").glob("*.txt"))
@@ -100,6 +101,30 @@ def test_modules_say_what_they_are() -> None:
         if text.strip() and not ast.get_docstring(ast.parse(text))
     ]
     assert silent == []
+
+
+KNOWN_CIRCLES = [["gateway.cli.batch_client", "gateway.cli.batch_files"]]
+SHARED_CLASS_NAMES = {"Problem", "RequestCounts", "Sender"}
+"""These two only become shorter."""
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    found = cycles(imports(modules(ROOT)))
+    assert [circle for circle in found if circle not in KNOWN_CIRCLES] == []
+
+
+def test_a_circle_is_found_and_a_path_without_return_is_none() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": ()}
+    assert cycles(edges) == [["a", "b", "c"]]
+
+
+def test_a_class_name_has_one_owner() -> None:
+    assert set(shared_class_names(modules(ROOT))) - SHARED_CLASS_NAMES == set()
+
+
+def test_the_drawing_of_the_packages_is_up_to_date() -> None:
+    page = (ROOT / picture.PAGE).read_text()
+    assert picture.page(ROOT) == page, "python -m tests.house.picture --write"
 
 
 def test_no_file_names_a_package_registry_or_a_place_of_one_machine() -> None:

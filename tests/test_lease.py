@@ -54,9 +54,7 @@ PARTS = st.lists(st.binary(max_size=80), max_size=12)
         (NOTHING_TRIED, "min_context"),
         (QueuePosition("req_1", 1, 0.5), "position"),
         (
-            Request(
-                "req_1", "x", "/", b"", {}, None, Caller("c", "c", Priority.NORMAL), 0.0, REQUEST
-            ),
+            Request("req_1", "x", "/", Caller("c", "c", Priority.NORMAL), 0.0, REQUEST),
             "stream",
         ),
     ],

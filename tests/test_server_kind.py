@@ -64,13 +64,6 @@ def test_with_the_expected_build_failures_fail(
     assert "wheel_only: reads the wheel's log" in ran.stdout.str()
 
 
-def test_with_another_build_failures_fail_on_a_developer_s_machine(
-    checkout: pytest.Pytester,
-) -> None:
-    install(checkout, 12)
-    run(checkout).assert_outcomes(passed=1, failed=1, errors=1, skipped=1)
-
-
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_with_another_build_failures_are_drift_in_the_gate(
     checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
@@ -90,23 +83,6 @@ def test_with_another_build_failures_are_drift_in_the_gate(
     ran.stdout.fnmatch_lines(["DRIFT *::test_has_no_server"])
 
 
-def test_drift_excuses_no_other_test(
-    checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TESTS_UNDER_GATE", "yes")
-    install(checkout, 12)
-    checkout.makepyfile(test_fast=FAST)
-    ran = run(checkout)
-    assert ran.ret == 1
-    ran.assert_outcomes(passed=1, failed=1, skipped=1)
-
-
-def test_without_the_program_real_tests_skip(checkout: pytest.Pytester) -> None:
-    ran = run(checkout)
-    ran.assert_outcomes(skipped=4)
-    assert "is missing or does not run: make llama-server" in ran.stdout.str()
-
-
 def test_without_the_program_real_tests_fail_in_the_gate(
     checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,21 +90,3 @@ def test_without_the_program_real_tests_fail_in_the_gate(
     ran = run(checkout)
     ran.assert_outcomes(errors=3, skipped=1)
     assert "is missing or does not run: make llama-server" in ran.stdout.str()
-
-
-def test_the_wheel_s_server_needs_no_program(
-    checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(BINARY_VARIABLE, "/somewhere/else")
-    checkout.makepyfile(
-        f"""
-        import os, pytest
-
-        @pytest.mark.real
-        def test_passes(): assert {BINARY_VARIABLE!r} not in os.environ
-
-        @pytest.mark.binary_only("no router mode")
-        def test_of_the_binary(): pass
-        """
-    )
-    run(checkout, kind="wheel").assert_outcomes(passed=1, skipped=1)

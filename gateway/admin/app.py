@@ -15,7 +15,6 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway import errors
@@ -39,7 +38,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.schedule.scheduler import Scheduler
 from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import CONTENT_TYPE, Metrics
-from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, by_method
+from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, routes_by_path
 from gateway.web.handler import RequestHandler
 
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
@@ -218,13 +217,9 @@ def admin_app(
         audit=AuditEndpoints(audit),
         keys=KeyEndpoints(gateway, fleet.model_index, time.time),
     )
-    by_path: dict[str, dict[str, Endpoint]] = {}
-    for route in ADMIN_ROUTES:
-        by_path.setdefault(route.path, {})[route.method] = _with_role(route, endpoints, audit)
-    # One route for each path, so that a wrong method is told all of the path's methods.
-    routes = [
-        Route(path, by_method(methods), methods=list(methods)) for path, methods in by_path.items()
-    ]
+    routes = routes_by_path(
+        (route.method, route.path, _with_role(route, endpoints, audit)) for route in ADMIN_ROUTES
+    )
     numbers = itertools.count()
     names = (host, *extra_hosts)
     guard = Middleware(AdminGuard, keys=keys, names=names, is_keyless=is_keyless)

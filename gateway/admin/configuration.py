@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
@@ -154,9 +153,13 @@ def _invalid(first: str, problems: Sequence[Problem]) -> Response:
         }
         for problem in problems[:MOST_LISTED_PROBLEMS]
     ]
-    body = msgspec.json.encode({"error": openai_error(error), "problems": listed_problems})
+    return problems_response(error, listed_problems)
+
+
+def problems_response(error: GatewayError, problems: Sequence[Mapping[str, object]]) -> Response:
+    """The response to a request that ends with `error`, with every problem that led to it."""
     headers = {"x-gateway-reason": error.code}
-    return Response(body, error.status, headers, media_type="application/json")
+    return JsonResponse({"error": openai_error(error), "problems": problems}, error.status, headers)
 
 
 log = structlog.get_logger()

@@ -10,14 +10,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.admin.configuration import GatewayControl
+from gateway.admin.configuration import GatewayControl, problems_response
 from gateway.admin.reports import AUDIT_TARGET_KEY
-from gateway.api.base import openai_error
 from gateway.callers.key_desk import KeyDesk
 from gateway.callers.stored_keys import (
     MOST_PROBLEMS,
@@ -27,7 +25,7 @@ from gateway.callers.stored_keys import (
 )
 from gateway.catalog import ServedModels
 from gateway.config.errors import single_line
-from gateway.config.listeners import KeySpec
+from gateway.config.keys import KeySpec
 from gateway.config.routing import CATCH_ALL
 from gateway.errors import truncate_echo
 from gateway.request.preparation import ModelAliases
@@ -186,6 +184,4 @@ def _refused(error: KeysRefused) -> Response:
         }
         for problem in error.problems
     ]
-    body = msgspec.json.encode({"error": openai_error(error), "problems": problems})
-    headers = {"x-gateway-reason": error.code}
-    return Response(body, error.status, headers, media_type="application/json")
+    return problems_response(error, problems)

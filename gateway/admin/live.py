@@ -71,22 +71,9 @@ MOST_COUNTED_WAITING = 1000  # waiting requests that are counted by caller
 MOST_REQUESTS = 300  # requests in flight that are shown; `in_flight` counts them all
 MOST_MODELS = 1000  # models whose nodes are counted
 
-NODE_FIELDS = (
-    "name", "url", "kind", "tier", "host", "labels", "models", "context", "build", "drift",
-    "cost_per_hour", "slots_total", "state", "reason", "draining", "cells", "slots_busy",
-    "in_flight", "prefill_tps", "decode_tps", "prefill_share", "decode_share", "cached_prompts",
-    "cached_tokens", "requests", "failures", "deadline_at",
-)  # fmt: skip
-"""The fields of a node, in the order of its row."""
-
-REQUEST_FIELDS = (
-    "id", "request_id", "path", "class", "model", "caller", "stream", "received_at", "state",
-    "position", "expected_start", "node", "attempts", "queue_seconds", "ttft", "prompt_tokens",
-    "tokens", "tokens_per_second",
-)  # fmt: skip
-"""The fields of a request, in the order of its row."""
-
-Row = tuple[Any, ...]
+Row = dict[str, Any]  # of the page's tables, by column
+Waiting = tuple[str, str, str | None, int, float | None]
+"""Id, class, model, seconds waited and until the expected start."""
 T = TypeVar("T")
 
 
@@ -98,7 +85,7 @@ class LiveState(NamedTuple):
     requests: dict[str, Row] | None
     """By id, the oldest first; None: nobody who watches may see them."""
     summary: dict[str, Any]
-    waiting: list[Row]
+    waiting: list[tuple[Any, ...]]
     """Class, model, seconds waited and until the expected start, in the likely order."""
     problems: list[Problem]
 
@@ -161,43 +148,43 @@ class LiveView:
         cached = self.scheduler.fleet_sync.cache_contents(node)
         left = self.drain_deadlines.seconds_left(node.name)
         slow = node.degradation
-        return (
-            spec.name,
-            spec.url,
-            spec.kind,
-            spec.tier,
-            spec.host,
-            dict(spec.labels),
-            list(properties.names if spec.models is None else spec.models),
-            node.context,
-            properties.build,
-            list(node.drift),
-            spec.cost_per_hour,
-            node.slots_total,
-            node.state.value,
-            node.reason,
-            node.draining,
-            slot_cells(node, now),
-            node.slots_busy,
-            node.in_flight,
-            _tps(node.speed.prefill_tps),
-            _tps(node.speed.decode_tps),
-            round(slow.prefill.current_share, 2) if slow.prefill.shares else None,
-            round(slow.decode.current_share, 2) if slow.decode.shares else None,
-            cached.prompts,
-            cached.tokens,
-            node.requests,
-            node.failures,
-            None if left is None else round(self.wall_clock() + left),
-        )
+        return {
+            "name": spec.name,
+            "url": spec.url,
+            "kind": spec.kind,
+            "tier": spec.tier,
+            "host": spec.host,
+            "labels": dict(spec.labels),
+            "models": list(properties.names if spec.models is None else spec.models),
+            "context": node.context,
+            "build": properties.build,
+            "drift": list(node.drift),
+            "cost_per_hour": spec.cost_per_hour,
+            "slots_total": node.slots_total,
+            "state": node.state.value,
+            "reason": node.reason,
+            "draining": node.draining,
+            "cells": slot_cells(node, now),
+            "slots_busy": node.slots_busy,
+            "in_flight": node.in_flight,
+            "prefill_tps": _tps(node.speed.prefill_tps),
+            "decode_tps": _tps(node.speed.decode_tps),
+            "prefill_share": round(slow.prefill.current_share, 2) if slow.prefill.shares else None,
+            "decode_share": round(slow.decode.current_share, 2) if slow.decode.shares else None,
+            "cached_prompts": cached.prompts,
+            "cached_tokens": cached.tokens,
+            "requests": node.requests,
+            "failures": node.failures,
+            "deadline_at": None if left is None else round(self.wall_clock() + left),
+        }
 
     # The queue and the requests.
 
-    def _read_queue(self) -> tuple[list[Row], QueueCondition]:
-        """Waiting requests, each with its id first, and what problems need to know of them."""
+    def _read_queue(self) -> tuple[list[Waiting], QueueCondition]:
+        """Waiting requests, and what problems need to know of them."""
         scheduler, settings = self.scheduler, self.gateway.settings
         now = scheduler.clock()
-        rows: list[Row] = []
+        rows: list[Waiting] = []
         callers: Counter[str] = Counter()
         oldest = 0.0
         for waiter, wait in scheduler.predicted_waits(MOST_COUNTED_WAITING):
@@ -220,7 +207,7 @@ class LiveView:
             callers=len(callers),
         )
 
-    async def _read_requests(self, waiting: list[Row]) -> dict[str, Row]:
+    async def _read_requests(self, waiting: list[Waiting]) -> dict[str, Row]:
         """The first to start of those that wait, and the oldest of those that run."""
         places = {row[0]: (position, row[4]) for position, row in enumerate(waiting, 1)}
         rows: dict[str, Row] = {}
@@ -390,26 +377,28 @@ def _request_row(
     # The record has it once the client was sent it; a resumed one keeps its first.
     began = None if record.ttft is None else request.received_at + record.ttft
     seconds = None if began is None else now - began
-    return (
-        request.id,
-        request.x_request_id,
-        request.path,
-        lease_request.caller.priority.label,
-        lease_request.wanted.model,
-        request.caller.id,
-        request.stream,
-        round(wall - now + request.received_at, 1),
-        state,
-        None if place is None else place[0],
-        None if place is None else place[1],
-        record.node,
-        record.attempts,
-        round(record.queue_seconds, 1),
-        None if record.ttft is None else round(record.ttft, 2),
-        prompt or expected_prompt,
-        tokens,
-        _tps(tokens / seconds) if seconds is not None and seconds > 0.2 and tokens else None,
-    )
+    return {
+        "id": request.id,
+        "request_id": request.x_request_id,
+        "path": request.path,
+        "class": lease_request.caller.priority.label,
+        "model": lease_request.wanted.model,
+        "caller": request.caller.id,
+        "stream": request.stream,
+        "received_at": round(wall - now + request.received_at, 1),
+        "state": state,
+        "position": None if place is None else place[0],
+        "expected_start": None if place is None else place[1],
+        "node": record.node,
+        "attempts": record.attempts,
+        "queue_seconds": round(record.queue_seconds, 1),
+        "ttft": None if record.ttft is None else round(record.ttft, 2),
+        "prompt_tokens": prompt or expected_prompt,
+        "tokens": tokens,
+        "tokens_per_second": _tps(tokens / seconds)
+        if seconds is not None and seconds > 0.2 and tokens
+        else None,
+    }
 
 
 def _tps(value: float | None) -> float | None:
@@ -626,7 +615,7 @@ class Frame:
         if before is None:
             return frame
         frame.follows = before
-        nodes, gone = await changed_rows(NODE_FIELDS, before.nodes, after.nodes)
+        nodes, gone = await changed_rows("name", before.nodes, after.nodes)
         changes = {
             "nodes": nodes or None,
             "gone_nodes": gone or None,
@@ -636,9 +625,7 @@ class Frame:
         }
         frame._changes = {"at": after.at, **_without_none(changes)}
         if after.requests is not None:
-            requests, ended = await changed_rows(
-                REQUEST_FIELDS, before.requests or {}, after.requests
-            )
+            requests, ended = await changed_rows("id", before.requests or {}, after.requests)
             frame._request_changes = _without_none(
                 {"requests": requests or None, "ended_requests": ended or None}
             )
@@ -674,9 +661,9 @@ class Frame:
             "history": self._history(),
         }
         parts = [msgspec.json.encode(rest)[:-1]]
-        parts.append(b',"nodes":[' + await _encode_rows(NODE_FIELDS, state.nodes) + b"]")
+        parts.append(b',"nodes":[' + await _encode_rows(state.nodes) + b"]")
         if is_operator:
-            rows = await _encode_rows(REQUEST_FIELDS, state.requests or {})
+            rows = await _encode_rows(state.requests or {})
             parts.append(b',"requests":[' + rows + b"]")
         return b"event: snapshot\ndata: %b}\n\n" % b"".join(parts)
 
@@ -689,30 +676,25 @@ def _without_none(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 async def changed_rows(
-    fields: Sequence[str], before: Mapping[str, Row], after: Mapping[str, Row]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """What has changed of rows whose key is their first field, and the keys that have gone.
+    key_name: str, before: Mapping[str, Row], after: Mapping[str, Row]
+) -> tuple[list[Row], list[str]]:
+    """What has changed of rows by their keys, and the keys that have gone.
 
     A row that is new comes whole, another one as its key and the fields that differ.
     """
-    changed: list[dict[str, Any]] = []
+    changed: list[Row] = []
     async for key, row in in_steps(list(after.items())):
         old = before.get(key)
         if old is None:
-            changed.append(dict(zip(fields, row, strict=True)))
+            changed.append(row)
         elif old != row:
-            values = zip(fields, old, row, strict=True)
-            change = {name: value for name, was, value in values if was != value}
-            changed.append({fields[0]: key, **change})
+            change = {name: value for name, value in row.items() if value != old[name]}
+            changed.append({key_name: key, **change})
     return changed, [key for key in before if key not in after]
 
 
-async def _encode_rows(fields: Sequence[str], rows: Mapping[str, Row]) -> bytes:
-    encoded = [
-        msgspec.json.encode(dict(zip(fields, row, strict=True)))
-        async for row in in_steps(list(rows.values()))
-    ]
-    return b",".join(encoded)
+async def _encode_rows(rows: Mapping[str, Row]) -> bytes:
+    return b",".join([msgspec.json.encode(row) async for row in in_steps(list(rows.values()))])
 
 
 log = structlog.get_logger()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,7 +40,7 @@ class ModelEndpoints:
     async def list(self, _: Request) -> Response:
         """Every public name: those that nodes serve, aliases, and paused ones."""
         view = self._view()
-        return JsonResponse({"models": [view.json(name) for name in view.names]})
+        return JsonResponse({"models": [view.object(name) for name in view.names]})
 
     async def pause(self, request: Request) -> Response:
         """Take no new requests for this name. What runs ends by itself, what waits is refused."""
@@ -53,7 +54,7 @@ class ModelEndpoints:
             refused = self._refuse_waiting()
             await self.fleet.save_orders()
             log.warning("model paused", model=name, refused=refused)
-        return JsonResponse(self._view().json(name))
+        return JsonResponse(self._view().object(name))
 
     async def resume(self, request: Request) -> Response:
         """End a pause."""
@@ -62,7 +63,7 @@ class ModelEndpoints:
             self.fleet.resume_model(name)
             await self.fleet.save_orders()
             log.info("model resumed", model=name)
-        return JsonResponse(self._view().json(name))
+        return JsonResponse(self._view().object(name))
 
     def _view(self) -> _ModelsView:
         return _ModelsView(self.fleet, self.scheduler, self.gateway.settings)
@@ -95,6 +96,19 @@ def _is_paused(waiter: Waiter, paused: frozenset[str]) -> bool:
     return request.wanted.model in paused or paused.issuperset(request.wanted.model_names)
 
 
+class ServedModelObject(msgspec.Struct, kw_only=True):
+    """A public name as the admin API shows it."""
+
+    name: Annotated[str, "that clients ask for"]
+    stands_for: Annotated[list[str], "of an alias: the models, in order of preference"]
+    paused: Annotated[bool, "whether requests for it get 503 `model_paused`"]
+    nodes: Annotated[dict[str, int], "that serve it, by state"]
+    slots_total: Annotated[int, "their slots"]
+    slots_busy: Annotated[int, "of these busy"]
+    waiting: Annotated[int, "requests for it that wait"]
+    differences: Annotated[list[str], "in what its nodes differ, in words"]
+
+
 class _ModelsView:
     """The models as they are now."""
 
@@ -109,21 +123,21 @@ class _ModelsView:
         )
         """Every public name: those of the inventory in its order, aliases, other paused ones."""
 
-    def json(self, name: str) -> Json:
-        """One model as the admin API shows it."""
+    def object(self, name: str) -> ServedModelObject:
+        """The model of this name."""
         paused = self._index.paused
         targets = [one.name for one in self._aliases.resolve(name, self._index)]
         nodes = list(dict.fromkeys(node for one in targets for node in self._index.nodes_for(one)))
-        return {
-            "name": name,
-            "stands_for": [one for one in targets if one != name],
-            "paused": name in paused or paused.issuperset(targets),
-            "nodes": dict(Counter(node.state.value for node in nodes)),
-            "slots_total": sum(node.slots_total for node in nodes),
-            "slots_busy": sum(node.slots_busy for node in nodes),
-            "waiting": self._waiting[name],
-            "differences": [one.in_words() for one in self._differences if one.model in targets],
-        }
+        return ServedModelObject(
+            name=name,
+            stands_for=[one for one in targets if one != name],
+            paused=name in paused or paused.issuperset(targets),
+            nodes=dict(Counter(node.state.value for node in nodes)),
+            slots_total=sum(node.slots_total for node in nodes),
+            slots_busy=sum(node.slots_busy for node in nodes),
+            waiting=self._waiting[name],
+            differences=[one.in_words() for one in self._differences if one.model in targets],
+        )
 
 
 def differences_json(differences: Iterable[ModelDifference]) -> list[Json]:

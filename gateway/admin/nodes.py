@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
@@ -75,11 +76,11 @@ class NodeEndpoints:
 
     async def list(self, _: Request) -> Response:
         """Every node, in the inventory's order."""
-        return JsonResponse({"nodes": [self._json(node) for node in self.fleet.nodes.values()]})
+        return JsonResponse({"nodes": [self._object(node) for node in self.fleet.nodes.values()]})
 
     async def show(self, request: Request) -> Response:
         """One node."""
-        return JsonResponse(self._json(self._find(request)))
+        return JsonResponse(self._object(self._find(request)))
 
     async def drain(self, request: Request) -> Response:
         """Give the node no new requests. A drain without a deadline removes an earlier one."""
@@ -91,7 +92,7 @@ class NodeEndpoints:
         else:
             self.drain_deadlines.set(node.name, seconds)
         await self.fleet.save_orders()
-        return JsonResponse(self._json(node))
+        return JsonResponse(self._object(node))
 
     async def resume(self, request: Request) -> Response:
         """End a drain."""
@@ -99,7 +100,7 @@ class NodeEndpoints:
         self.drain_deadlines.cancel(node.name)
         self.fleet.resume(node.name)
         await self.fleet.save_orders()
-        return JsonResponse(self._json(node))
+        return JsonResponse(self._object(node))
 
     async def probe(self, request: Request) -> Response:
         """Probe the node now; close its circuit if it answers."""
@@ -110,7 +111,7 @@ class NodeEndpoints:
             "detail": outcome.detail,
             "seconds": round(outcome.seconds, 4),
         }
-        return JsonResponse({**self._json(node), "probe": probe})
+        return JsonResponse({**msgspec.structs.asdict(self._object(node)), "probe": probe})
 
     def _find(self, request: Request) -> Node:
         name = request.path_params["name"]
@@ -119,14 +120,56 @@ class NodeEndpoints:
             raise node_not_found(name, self.fleet.nodes)
         return node
 
-    def _json(self, node: Node) -> dict[str, Any]:
+    def _object(self, node: Node) -> NodeObject:
         left = self.drain_deadlines.seconds_left(node.name)
         pools = [pool_json(row) for row in self.fleet_sync.rows((node,))]
-        return {
-            **node_json(node),
-            "pool": pools[0] if pools else None,
-            "deadline_in": None if left is None else round(left, 1),
-        }
+        spec, properties, now = node.spec, node.properties, node.clock()
+        circuit, cost = node.circuit, spec.cost_per_million_tokens
+        models = properties.names if spec.models is None else spec.models
+        open_until = circuit.open_until
+        return NodeObject(
+            name=spec.name,
+            url=spec.url,
+            kind=spec.kind,
+            tier=spec.tier,
+            host=spec.host,
+            labels=dict(spec.labels),
+            enabled=spec.enabled,
+            standby=spec.standby,
+            elastic=_elastic(node, now) if spec.autoscaled else None,
+            draining=node.draining,
+            state=node.state.value,
+            reason=node.reason,
+            slots_total=node.slots_total,
+            slots_busy=node.slots_busy,
+            leased=node.leased,
+            foreign=node.foreign,
+            in_flight=node.in_flight,
+            pool=pools[0] if pools else None,
+            models=list(models),
+            context=node.context,
+            prefill_tps=_rounded(node.speed.prefill_tps),
+            decode_tps=_rounded(node.speed.decode_tps),
+            batch_cost=None
+            if node.speed.decode_tps is None
+            else _rounded(node.speed.token_step / node.speed.token_base),
+            calibration=_calibration(node, now),
+            requests=node.requests,
+            failures=node.failures,
+            cost_per_hour=spec.cost_per_hour,
+            cost_per_million_tokens=None if cost is None else cost.model_dump(),
+            build=properties.build,
+            drift=list(node.drift),
+            endpoints=None if spec.endpoints is None else sorted(spec.endpoints),
+            endpoints_refused=sorted(properties.all_refused),
+            purpose=properties.purpose,
+            circuit={
+                "phase": circuit.phase(now).value,
+                "failures": circuit.failures,
+                "open_for": None if open_until is None else _rounded(max(0.0, open_until - now)),
+            },
+            deadline_in=None if left is None else round(left, 1),
+        )
 
 
 def pool_json(row: NodeSlots) -> dict[str, int] | None:
@@ -137,53 +180,52 @@ def pool_json(row: NodeSlots) -> dict[str, int] | None:
     return {"tokens": row.pool, "reserved": reserved, "foreign": row.pool_foreign}
 
 
-def node_json(node: Node) -> dict[str, Any]:
+class NodeObject(msgspec.Struct, kw_only=True):
     """A node as the admin API shows it, in seconds, tokens and tokens/s."""
-    spec, properties, now = node.spec, node.properties, node.clock()
-    circuit, cost = node.circuit, spec.cost_per_million_tokens
-    models = properties.names if spec.models is None else spec.models
-    open_until = circuit.open_until
-    return {
-        "name": spec.name,
-        "url": spec.url,
-        "kind": spec.kind,
-        "tier": spec.tier,
-        "host": spec.host,
-        "labels": dict(spec.labels),
-        "enabled": spec.enabled,
-        "standby": spec.standby,
-        "elastic": _elastic(node, now) if spec.autoscaled else None,
-        "draining": node.draining,
-        "state": node.state.value,
-        "reason": node.reason,
-        "slots_total": node.slots_total,
-        "slots_busy": node.slots_busy,
-        "leased": node.leased,
-        "foreign": node.foreign,
-        "in_flight": node.in_flight,
-        "models": list(models),
-        "context": node.context,
-        "prefill_tps": _rounded(node.speed.prefill_tps),
-        "decode_tps": _rounded(node.speed.decode_tps),
-        "batch_cost": None
-        if node.speed.decode_tps is None
-        else _rounded(node.speed.token_step / node.speed.token_base),
-        "calibration": _calibration(node, now),
-        "requests": node.requests,
-        "failures": node.failures,
-        "cost_per_hour": spec.cost_per_hour,
-        "cost_per_million_tokens": None if cost is None else cost.model_dump(),
-        "build": properties.build,
-        "drift": list(node.drift),
-        "endpoints": None if spec.endpoints is None else sorted(spec.endpoints),
-        "endpoints_refused": sorted(properties.all_refused),
-        "purpose": properties.purpose,
-        "circuit": {
-            "phase": circuit.phase(now).value,
-            "failures": circuit.failures,
-            "open_for": None if open_until is None else _rounded(max(0.0, open_until - now)),
-        },
-    }
+
+    name: Annotated[str, "by which the inventory knows it"]
+    url: Annotated[str, "where it is"]
+    kind: Annotated[str, "`llama.cpp` or `openai`"]
+    tier: Annotated[str, "`cpu` or `gpu`"]
+    host: Annotated[str, "its fate domain"]
+    labels: Annotated[dict[str, str], "of the inventory"]
+    enabled: Annotated[bool, "of the inventory"]
+    standby: Annotated[bool, "of the inventory"]
+    elastic: Annotated[dict[str, Any] | None, "of a standby node with hooks, "
+        "[below](#standby-nodes)"]  # fmt: skip
+    draining: Annotated[bool, "whether an operator has drained it"]
+    state: Annotated[str, "`ready`, `degraded`, `mute`, `ejected`, `starting`, `loading`, "
+        "`sleeping`, `down`, `draining` or `standby`"]  # fmt: skip
+    reason: Annotated[str, "why it is in that state"]
+    slots_total: Annotated[int, "slots that it has"]
+    slots_busy: Annotated[int, "the larger of our leases and what the node reports"]
+    leased: Annotated[int, "slots leased to requests of this gateway"]
+    foreign: Annotated[int, "slots that others use"]
+    in_flight: Annotated[int, "requests that run on it"]
+    pool: Annotated[dict[str, int] | None, "where its slots share one pool of `tokens`: those "
+        "`reserved` for our requests, and `foreign`, which others use"]  # fmt: skip
+    models: Annotated[list[str], "public names"]
+    context: Annotated[int | None, "tokens of one slot"]
+    prefill_tps: Annotated[float | None, "measured tokens/s of prefill"]
+    decode_tps: Annotated[float | None, "measured tokens/s of decode, of one request alone"]
+    batch_cost: Annotated[float | None, "by how much each further busy slot prolongs a token, as a "
+        "share"]  # fmt: skip
+    calibration: Annotated[dict[str, Any] | None, "the last "
+        "[calibration](../scheduling.md#a-cold-node): `outcome` (`done`, `warmed`, `given_up`, "
+        "`timed_out`, `failed`), `seconds_ago`, `prefill_tps` and `decode_tps` that one has "
+        "shown, and whether these are `in_use`, as a first guess"]  # fmt: skip
+    requests: Annotated[int, "sent to it since the start"]
+    failures: Annotated[int, "of those that it failed"]
+    cost_per_hour: Annotated[float, "of the inventory"]
+    cost_per_million_tokens: Annotated[dict[str, Any] | None, "of the inventory"]
+    build: Annotated[str | None, "of its server"]
+    drift: Annotated[list[str], "what differs from the inventory"]
+    endpoints: Annotated[list[str] | None, "of the inventory"]
+    endpoints_refused: Annotated[list[str], "what it has refused with 501, or is not for"]
+    purpose: Annotated[str | None, "what its server was started for: `chat`, `embeddings`, "
+        "`rerank` or `unknown`"]  # fmt: skip
+    circuit: Annotated[dict[str, Any], "`phase`, `failures` in a row, `open_for` seconds"]
+    deadline_in: Annotated[float | None, "seconds until a drain's deadline"]
 
 
 def _calibration(node: Node, now: float) -> dict[str, Any] | None:

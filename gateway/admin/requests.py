@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,7 +29,7 @@ class RequestEndpoints:
         now = self.scheduler.clock()
         expected = self.scheduler.demand_model.expected_prompt_tokens
         requests = [
-            request_json(
+            request_object(
                 in_flight,
                 queued.get(in_flight.request.id),
                 now,
@@ -56,34 +57,52 @@ class RequestEndpoints:
         return JsonResponse({"id": request_id, "request_id": x_request_id, "cancelled": True})
 
 
-def request_json(
-    in_flight: InFlightRequest, place: QueuePosition | None, now: float, prompt_tokens: int
-) -> dict[str, Any]:
-    """A request as the admin API shows it; `place` in the queue is None if it runs.
+class RequestObject(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
+    """A request as the admin API shows it. Times are in seconds, sizes in tokens."""
 
-    Times are in seconds, sizes in tokens.
-    """
+    id: Annotated[str, "inside the gateway"]
+    request_id: Annotated[str, "`X-Request-ID`"]
+    path: Annotated[str, "asked for"]
+    class_: Annotated[str, "in force"]
+    model: Annotated[str | None, "its public name"]
+    caller: Annotated[str, "the key's id, or the address of one without a key"]
+    state: Annotated[str, "`waiting` or `running`"]
+    position: Annotated[int | None, "in the queue"]
+    expected_start: Annotated[float | None, "seconds from now"]
+    node: Annotated[str | None, "where it runs or ran last"]
+    attempts: Annotated[int, "nodes tried"]
+    slots: Annotated[int, "that it takes"]
+    stream: Annotated[bool, "asked for"]
+    seconds: Annotated[float, "since it came"]
+    queue_seconds: Annotated[float, "of these in the queue"]
+    prompt_tokens_estimate: Annotated[int, "tokens of its prompt"]
+
+
+def request_object(
+    in_flight: InFlightRequest, place: QueuePosition | None, now: float, prompt_tokens: int
+) -> RequestObject:
+    """The request as it is now; `place` in the queue is None if it runs."""
     request, record = in_flight.request, in_flight.record
     lease_request = request.lease_request
     queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
-    return {
-        "id": request.id,
-        "request_id": request.x_request_id,
-        "path": request.path,
-        "class": lease_request.caller.priority.label,
-        "model": lease_request.wanted.model,
-        "caller": request.caller.id,
-        "state": "running" if place is None else "waiting",
-        "position": None if place is None else place.position,
-        "expected_start": None if place is None else _rounded(place.expected_seconds),
-        "node": record.node,
-        "attempts": record.attempts,
-        "slots": lease_request.size.slots,
-        "stream": request.stream,
-        "seconds": round(now - request.received_at, 3),
-        "queue_seconds": round(queued, 3),
-        "prompt_tokens_estimate": prompt_tokens,
-    }
+    return RequestObject(
+        id=request.id,
+        request_id=request.x_request_id,
+        path=request.path,
+        class_=lease_request.caller.priority.label,
+        model=lease_request.wanted.model,
+        caller=request.caller.id,
+        state="running" if place is None else "waiting",
+        position=None if place is None else place.position,
+        expected_start=None if place is None else _rounded(place.expected_seconds),
+        node=record.node,
+        attempts=record.attempts,
+        slots=lease_request.size.slots,
+        stream=request.stream,
+        seconds=round(now - request.received_at, 3),
+        queue_seconds=round(queued, 3),
+        prompt_tokens_estimate=prompt_tokens,
+    )
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.configuration import GatewayControl
 from gateway.admin.models import differences_json
 from gateway.callers.ledger import Ledger
+from gateway.callers.windows import time_text
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.fleet import Fleet
@@ -59,35 +61,38 @@ class StatusEndpoints:
         uptime = gateway.clock() - gateway.started_at
         started = datetime.now(UTC) - timedelta(seconds=uptime)
         return JsonResponse(
-            {
-                "version": gateway.version,
-                "started_at": _iso(started.timestamp()),
-                "uptime": round(uptime, 3),
-                "ready": error is None,
-                "reason": None if error is None else error.code,
-                "in_flight": len(self.registry),
-                "queue": {priority.label: depths[priority] for priority in Priority},
-                "waiting": self._waiting(),
-                "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
-                "totals": totals_json(self.metrics),
-                "nodes": dict(Counter(node.state.value for node in nodes)),
-                "slots_total": sum(node.slots_total for node in nodes),
-                "slots_busy": sum(node.slots_busy for node in nodes),
-                "models_paused": sorted(self.fleet.model_index.paused_by_name),
-                "model_differences": differences_json(self.fleet.differences()),
-                "inventory_error": gateway.inventory_error,
-                "settings_error": gateway.settings_error,
-                "keys_lost": gateway.keys_lost,
-                "keys_unsaved": gateway.key_sync.unsaved,
-                "certificate_error": gateway.certificates.error,
-                "certificates": {
-                    key: {"expires_at": _iso(expires), "days_left": round(days_until(expires), 2)}
+            StatusObject(
+                version=gateway.version,
+                started_at=time_text(started.timestamp()),
+                uptime=round(uptime, 3),
+                ready=error is None,
+                reason=None if error is None else error.code,
+                in_flight=len(self.registry),
+                queue={priority.label: depths[priority] for priority in Priority},
+                waiting=self._waiting(),
+                hybrid=scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
+                totals=totals_json(self.metrics),
+                nodes=dict(Counter(node.state.value for node in nodes)),
+                slots_total=sum(node.slots_total for node in nodes),
+                slots_busy=sum(node.slots_busy for node in nodes),
+                models_paused=sorted(self.fleet.model_index.paused_by_name),
+                model_differences=differences_json(self.fleet.differences()),
+                inventory_error=gateway.inventory_error,
+                settings_error=gateway.settings_error,
+                keys_lost=gateway.keys_lost,
+                keys_unsaved=gateway.key_sync.unsaved,
+                certificate_error=gateway.certificates.error,
+                certificates={
+                    key: {
+                        "expires_at": time_text(expires),
+                        "days_left": round(days_until(expires), 2),
+                    }
                     for key, expires in gateway.certificates.expiry.items()
                 },
-                "store": store_json(gateway.store),
-                "audit_lost": self.audit.lost,
-                "ledger": ledger_json(gateway.ledger),
-            }
+                store=store_json(gateway.store),
+                audit_lost=self.audit.lost,
+                ledger=ledger_json(gateway.ledger),
+            )
         )
 
     def _waiting(self) -> list[dict[str, Any]]:
@@ -106,9 +111,46 @@ class StatusEndpoints:
         ]
 
 
-def _iso(seconds: float) -> str:
-    """A time, in seconds since 1970, as people and programs read it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+class StatusObject(msgspec.Struct, kw_only=True):
+    """The gateway on one page. Times are in seconds."""
+
+    version: Annotated[str, "of this process"]
+    started_at: Annotated[str, "of this process"]
+    uptime: Annotated[float, "seconds"]
+    ready: Annotated[bool, "whether `/ready` is 200"]
+    reason: Annotated[str | None, "else the code that it answers with"]
+    in_flight: Annotated[int, "requests that wait or run"]
+    queue: Annotated[dict[str, int], "how many wait, by class"]
+    waiting: Annotated[list[Any], "the first 100 of them: `position`, `seconds` waited, `class`, "
+        "`model`, `expected_start` in seconds from now"]  # fmt: skip
+    nodes: Annotated[dict[str, int], "nodes by state"]
+    slots_total: Annotated[int, "slots of all nodes"]
+    slots_busy: Annotated[int, "of these busy"]
+    totals: Annotated[dict[str, Any], "since the start: requests, failures by code, clients that "
+        "left, tokens"]  # fmt: skip
+    hybrid: Annotated[dict[str, Any] | None, "with GPU nodes: which classes go there first, and "
+        "the [budget](../hybrid.md) for the others; else null"]  # fmt: skip
+    models_paused: Annotated[list[str], "public names that an operator has paused"]
+    model_differences: Annotated[list[Any], "where nodes of one model differ: `model`, `what` "
+        "(`quantisation`, `build`, `context` or `template`), `summary`, `values` with the nodes "
+        "of each"]  # fmt: skip
+    inventory_error: Annotated[str | None, "what is wrong with the inventory on the disk, while an "
+        "older one is in force"]  # fmt: skip
+    settings_error: Annotated[str | None, "likewise with the settings"]
+    certificate_error: Annotated[str | None, "likewise with a renewed certificate, of a listener "
+        "or for a node"]  # fmt: skip
+    certificates: Annotated[dict[str, Any], "`expires_at` and `days_left` of the certificates in "
+        "force, by `listen.tls` and `admin.tls`"]  # fmt: skip
+    audit_lost: Annotated[int, "changes that were logged and could not be kept"]
+    store: Annotated[dict[str, Any], "`state`, the reason and the remedy, [the "
+        "store](../operations.md#the-store)"]  # fmt: skip
+    ledger: Annotated[dict[str, Any] | None, "rows of the [ledger](../usage.md) in this process: "
+        "`pending`, `written`, `recovered` for killed processes, `dropped`, and why the last "
+        "writing failed (`error`); null without a store"]  # fmt: skip
+    keys_lost: Annotated[str | None, "why the public listener answers 401 to everybody: a reload "
+        "took the last API key away"]  # fmt: skip
+    keys_unsaved: Annotated[str | None, "why a gateway that starts without the store would not "
+        "know the keys as they are now; it is tried again, at least once a minute"]  # fmt: skip
 
 
 def days_until(seconds: float) -> float:

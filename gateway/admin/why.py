@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -44,6 +45,128 @@ MOST_MATCHES = 20  # requests of one `X-Request-ID` that are explained
 MOST_DECISIONS = 50  # decisions about one request that are told, the newest
 MOST_PARTS = 100  # parts of a request of several prompts that are named
 Json = dict[str, Any]
+
+
+class WhyObject(msgspec.Struct, kw_only=True):
+    """Why the requests of an id went where they went. Times are in seconds, sizes in tokens."""
+
+    id: Annotated[str, "as it was asked for"]
+    remembered_since: Annotated[str, "since when every attempt is remembered, UTC"]
+    requests: Annotated[list[ExplainedRequest], "those of this id or `X-Request-ID`, the newest "
+        "first, 20 at most"]  # fmt: skip
+
+
+class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
+    """A request of that id, with the decisions about it."""
+
+    id: Annotated[str, "inside the gateway"]
+    request_id: Annotated[str, "`X-Request-ID`"]
+    state: Annotated[str, "`waiting`, `running`, `finished`, `failed` (on its nodes), `refused` "
+        "(it was at none) or `left` (by its client)"]  # fmt: skip
+    summary: Annotated[str, "the whole story in some sentences, for people"]
+    path: Annotated[str | None, "asked for; like the next three null once only the scheduler "
+        "remembers it"]  # fmt: skip
+    class_: Annotated[str | None, "in force"]
+    model: Annotated[str | None, "its public name"]
+    caller: Annotated[str | None, "the key's id, or the address of one without a key"]
+    received_at: Annotated[str | None, "when it came, UTC"]
+    seconds: Annotated[float | None, "from then to its end, or until now"]
+    outcome: Annotated[dict[str, Any] | None, "once it has ended: `status`, `reason`, `node`, "
+        "`tier`, `attempts`, `queue_seconds`, `ttft`, `seconds`, `prompt_tokens`, "
+        "`cached_tokens`, `completion_tokens`, `cost`"]  # fmt: skip
+    waiting: Annotated[dict[str, Any] | None, "while it waits: `position`, `expected_start`, "
+        "`waited`, `expires_in`, `deferred_to` (the busy node that has its prompt cached), "
+        "`tokens_needed` (in a pool that slots share; null: it is to run alone there), "
+        "`nodes_alive`, and in `nodes` the best 8 of them: `name`, `state`, `slots_busy`, "
+        "`slots_total`, `pool` (as a node has it), `free_in` (seconds until it has room, were it "
+        "alone), `cached_tokens`, `expected_seconds` (that wait included)"]  # fmt: skip
+    decisions: Annotated[list[ToldDecision], "about it, the oldest first, [below](#a-decision)"]
+    parts: Annotated[list[str], "of a request of several prompts: the ids that they ran under"]
+
+
+class ToldDecision(msgspec.Struct, kw_only=True):
+    """What every decision of the scheduler has."""
+
+    kind: Annotated[str, "`granted` (an attempt on a node), `queued` or `refused`"]
+    at: Annotated[str, "when, UTC"]
+    seconds: Annotated[float, "after it came"]
+    summary: Annotated[str, "in words"]
+
+
+class ToldQueueing(ToldDecision, kw_only=True, rename={"class_": "class"}):
+    """No node had room: the request was queued."""
+
+    ahead: Annotated[int | None, "`queued`: about how many went before it"]
+    waiting: Annotated[int, "`queued`: how many others waited"]
+    predicted_wait: Annotated[float | None, "`queued`: seconds, as predicted then; null: nothing "
+        "measured"]  # fmt: skip
+    may_wait: Annotated[float, "`queued`: seconds, at most"]
+    waited: Annotated[float, "`queued`: seconds until the next decision, or until now"]
+    class_: Annotated[str, "`queued`: in force"]
+
+
+class ToldRefusal(ToldDecision, kw_only=True):
+    """The request was refused."""
+
+    status: Annotated[int, "`refused`: as its client got it, or would have without a heartbeat"]
+    code: Annotated[str, "`refused`: likewise"]
+    message: Annotated[str, "`refused`: likewise"]
+
+
+class ToldGrant(ToldDecision, kw_only=True):
+    """A lease that was granted: what its node was compared with, predicted and actual figures."""
+
+    attempt: Annotated[int, "`granted`, like all that follow: 1, 2, …"]
+    node: Annotated[str | None, "the chosen one"]
+    model: Annotated[str, "the name for which it was granted"]
+    tier: Annotated[str, "`cpu` or `gpu`"]
+    fallback: Annotated[str | None, "why it is not the tier of its class (`X-Gateway-Fallback`)"]
+    slots: Annotated[int, "that it takes"]
+    resumes: Annotated[bool, "whether it goes on with a response that another node began"]
+    yielded: Annotated[int, "how often it had given up its slot to a higher class"]
+    failed_nodes: Annotated[list[str], "nodes that had failed it"]
+    excluded_nodes: Annotated[list[str], "nodes that had refused it for good"]
+    deferral: Annotated[dict[str, Any] | None, "if it waited for a busy node while another was "
+        "free: `node`, `wait`, `expected_seconds` with that wait, `expected_seconds_at_once` "
+        "elsewhere, `cached_tokens`"]  # fmt: skip
+    by_cost: Annotated[bool, "whether the setting `policy` compares costs"]
+    nodes: Annotated[list[ComparedNode], "the best 8 that had room, the least cost first, "
+        "[below](#a-node-that-was-considered)"]  # fmt: skip
+    not_listed: Annotated[dict[str, int], "how many nodes are not listed, by the reason: `slower` "
+        "(had room and cost more), `full` (no free slot, or kept for others), a node state, "
+        "`paused` (asked for less work), `failed`, `excluded` (context or slots too small, or "
+        "refused it), `not_candidates` (serve another model or endpoint, are of another pool, or "
+        "of a tier that was closed to it)"]  # fmt: skip
+    predicted: Annotated[dict[str, Any], "`ttft` and `seconds` from the grant on, `prompt_tokens`, "
+        "`cached_tokens`, `completion_tokens`"]  # fmt: skip
+    actual: Annotated[dict[str, Any], "likewise, as it came, null where it is not known (yet); "
+        "`outcome` of the attempt, null while it runs, its `status`, and whether the node "
+        "`reported` the tokens"]  # fmt: skip
+
+
+class ComparedNode(msgspec.Struct, kw_only=True):
+    """A node that had room, with its cost and the terms that add up to it (`selection.py`)."""
+
+    name: Annotated[str, "of the node"]
+    chosen: Annotated[bool, "whether it was"]
+    measured: Annotated[bool, "whether it had shown its speed; else its figures are guesses"]
+    expected_seconds: Annotated[float, "its cost: the request's time there and the time that it "
+        "takes from others; the sum of `terms`"]  # fmt: skip
+    terms: Annotated[dict[str, float], "`queue` (prompts that it had to read first), `reading` "
+        "(what was not cached), `writing` (alone), `neighbours` (what they and this request cost "
+        "each other), `doubt` (failures, a trial; negative for the session's last node), in "
+        "seconds"]  # fmt: skip
+    slowed_by_neighbours: Annotated[float, "part of `neighbours`: this request's own loss"]
+    holds_up_neighbours: Annotated[float, "the other part: theirs"]
+    doubts: Annotated[list[str], "why `doubt` is not 0, in words"]
+    cached_tokens: Annotated[int, "of its prompt, believed to be in the node's cache"]
+    cached_saves: Annotated[float, "seconds of reading that these save"]
+    prefill_tps: Annotated[float, "tokens/s of prefill, as expected"]
+    decode_tps: Annotated[float, "tokens/s of decode, as expected of one request alone"]
+    slots_busy: Annotated[int, "neighbours, before this request came"]
+    slots_total: Annotated[int, "its slots"]
+    pool_tokens: Annotated[int, "tokens of the pool that its slots share; 0: they share none"]
+    pool_used: Annotated[int, "of these reserved or in use, before this request came"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +204,9 @@ class WhyEndpoints:
                 f"those since {since}; the log and the ledger reach further back.",
                 param="id",
             )
+        explained = [self._explained(one, remembered[one.id]) for one in found]
         return JsonResponse(
-            {
-                "id": truncate_echo(name),
-                "remembered_since": since,
-                "requests": [self._request_json(one, remembered[one.id]) for one in found],
-            }
+            WhyObject(id=truncate_echo(name), remembered_since=since, requests=explained)
         )
 
     def _matches(self, name: str) -> list[_Found]:
@@ -114,56 +234,57 @@ class WhyEndpoints:
         for record in self.history.find(name):
             yield _Found(record.request_id, record, record.ended_at)
 
-    # As JSON. Times are in seconds, sizes in tokens.
-
-    def _request_json(self, found: _Found, remembered: RememberedRequest) -> Json:
+    def _explained(self, found: _Found, remembered: RememberedRequest) -> ExplainedRequest:
         now, record = self.scheduler.clock(), found.record
         decisions = remembered.decisions
         waiter = self.scheduler.waiters.by_request_id(found.id)
-        state = _state(found, waiter)
         ended_at = now if found.ended_at is None else found.ended_at
         received_at = decisions[0].received_at if decisions else None
         if record is not None and found.ended_at is not None:
             received_at = found.ended_at - record.duration_seconds
-        answer: Json = {
-            "id": found.id,
-            "request_id": found.id if record is None else record.x_request_id,
-            "state": state,
-            "path": None if record is None else record.path,
-            "class": None if record is None else record.priority.label,
-            "model": None if record is None else record.model,
-            "caller": None if record is None else record.caller,
-            "received_at": None if received_at is None else self._time(received_at),
-            "seconds": None if received_at is None else _rounded(ended_at - received_at),
-            "outcome": None if record is None or found.ended_at is None else _outcome(record),
-            "waiting": None if waiter is None else self._waiting(waiter, now),
-            "decisions": [*self._decisions(decisions, now)],
-            "parts": sorted(remembered.parts)[:MOST_PARTS],
-        }
-        answer["summary"] = _of_request(answer)
-        return answer
+        explained = ExplainedRequest(
+            id=found.id,
+            request_id=found.id if record is None else record.x_request_id,
+            state=_state(found, waiter),
+            summary="",
+            path=None if record is None else record.path,
+            class_=None if record is None else record.priority.label,
+            model=None if record is None else record.model,
+            caller=None if record is None else record.caller,
+            received_at=None if received_at is None else self._time(received_at),
+            seconds=None if received_at is None else _rounded(ended_at - received_at),
+            outcome=None if record is None or found.ended_at is None else _outcome(record),
+            waiting=None if waiter is None else self._waiting(waiter, now),
+            decisions=[*self._decisions(decisions, now)],
+            parts=sorted(remembered.parts)[:MOST_PARTS],
+        )
+        explained.summary = _of_request(explained)
+        return explained
 
-    def _decisions(self, decisions: list[Decision], now: float) -> Iterator[Json]:
+    def _decisions(self, decisions: list[Decision], now: float) -> Iterator[ToldDecision]:
         attempt = 0
         for index, one in enumerate(decisions):
             attempt += isinstance(one, Grant)
             if index < len(decisions) - MOST_DECISIONS:
                 continue
-            later = decisions[index + 1].at if index + 1 < len(decisions) else now
-            told: Json = {"at": self._time(one.at), "seconds": _rounded(one.at - one.received_at)}
+            at, seconds = self._time(one.at), _rounded(one.at - one.received_at)
             if isinstance(one, Grant):
-                told |= {"kind": "granted", "attempt": attempt, **grant_json(one, now)}
-                told["summary"] = _of_grant(told)
+                yield _told_grant(one, at, seconds, attempt, now)
             elif isinstance(one, Queueing):
-                told |= {"kind": "queued", **_queueing_json(one, later)}
-                told["summary"] = _of_queueing(told)
+                later = decisions[index + 1].at if index + 1 < len(decisions) else now
+                yield _told_queueing(one, at, seconds, later)
             else:
-                status, code = one.status, one.code
-                told |= {"kind": "refused", "status": status, "code": code, "message": one.message}
                 # Messages are not kept over a restart.
                 more = f": {one.message}" if one.message else "."
-                told["summary"] = f"It was refused with {status} {code}{more}"
-            yield told
+                yield ToldRefusal(
+                    kind="refused",
+                    at=at,
+                    seconds=seconds,
+                    summary=f"It was refused with {one.status} {one.code}{more}",
+                    status=one.status,
+                    code=one.code,
+                    message=one.message,
+                )
 
     def _waiting(self, waiter: Waiter, now: float) -> Json:
         """The place of a request in the queue now, and the nodes that it waits for."""
@@ -174,7 +295,7 @@ class WhyEndpoints:
         nodes, deferred_to = self.scheduler.fleet_sync.nodes, queued.deferred_to
         return {
             "position": None if place is None else place.position,
-            "expected_start": None if place is None else _rounded(place.expected_seconds),
+            "expected_start": None if place is None else _if_known(place.expected_seconds),
             "waited": _rounded(now - waiter.queued_at),
             "expires_in": _rounded(max(0.0, waiter.expires_at - now)),
             "deferred_to": None if deferred_to is None else deferred_to.name,
@@ -187,9 +308,9 @@ class WhyEndpoints:
                     "slots_busy": row.busy,
                     "slots_total": row.total,
                     "pool": pool_json(row),
-                    "free_in": _rounded(wait),
+                    "free_in": _if_known(wait),
                     "cached_tokens": round(queued.cached.get(row.index, 0.0)),
-                    "expected_seconds": _rounded(cost),
+                    "expected_seconds": _if_known(cost),
                 }
                 for row, wait, cost in found[:MOST_COMPARED_ROWS]
             ],
@@ -223,7 +344,7 @@ def _outcome(record: RequestRecord) -> Json:
         "tier": record.tier,
         "attempts": record.attempts,
         "queue_seconds": _rounded(record.queue_seconds),
-        "ttft": _rounded(record.ttft),
+        "ttft": _if_known(record.ttft),
         "seconds": _rounded(record.duration_seconds),
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
@@ -232,47 +353,59 @@ def _outcome(record: RequestRecord) -> Json:
     }
 
 
-def _queueing_json(queueing: Queueing, later: float) -> Json:
-    return {
-        "class": queueing.priority.label,
-        "ahead": queueing.ahead,
-        "waiting": queueing.waiting,
-        "predicted_wait": _rounded(queueing.predicted_wait),
-        "may_wait": _rounded(queueing.expires_at - queueing.at),
-        "waited": _rounded(later - queueing.at),
-    }
+def _told_queueing(queueing: Queueing, at: str, seconds: float, later: float) -> ToldQueueing:
+    told = ToldQueueing(
+        kind="queued",
+        at=at,
+        seconds=seconds,
+        summary="",
+        class_=queueing.priority.label,
+        ahead=queueing.ahead,
+        waiting=queueing.waiting,
+        predicted_wait=_if_known(queueing.predicted_wait),
+        may_wait=_rounded(queueing.expires_at - queueing.at),
+        waited=_rounded(later - queueing.at),
+    )
+    told.summary = _of_queueing(told)
+    return told
 
 
-def grant_json(grant: Grant, now: float) -> Json:
-    """A lease that was granted: what its node was compared with, predicted and actual figures."""
-    comparison = grant.comparison
-    chosen = None if comparison is None else comparison.chosen
-    prompt, completion = grant.prompt_tokens, grant.completion_tokens
-    cached = 0.0 if chosen is None else min(chosen.cached, prompt)
-    tried = grant.tried
-    return {
-        "node": None if chosen is None else chosen.name,
-        "model": grant.model,
-        "tier": grant.tier,
-        "fallback": grant.fallback,
-        "slots": grant.slots,
-        "resumes": grant.resumes,
-        "yielded": grant.times_yielded,
-        "failed_nodes": [] if tried is None else sorted(tried.failed_nodes),
-        "excluded_nodes": [] if tried is None else sorted(tried.excluded_nodes),
-        "deferral": None if grant.deferral is None else _deferral_json(grant.deferral),
-        "by_cost": comparison is None or comparison.by_cost,
-        "nodes": [] if comparison is None else _compared(comparison, prompt, completion),
-        "not_listed": _not_listed(grant),
-        "predicted": {
-            "ttft": _rounded(grant.expected_ttft),
-            "seconds": _rounded(grant.expected_seconds),
+def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float) -> ToldGrant:
+    granted, predicted, circumstances = grant.granted, grant.predicted, grant.circumstances
+    comparison, tried = predicted.comparison, circumstances.tried
+    prompt, completion = predicted.prompt_tokens, predicted.completion_tokens
+    cached = 0.0 if comparison is None else min(comparison.cached_on_chosen, prompt)
+    deferral = circumstances.deferral
+    told = ToldGrant(
+        kind="granted",
+        at=at,
+        seconds=seconds,
+        summary="",
+        attempt=attempt,
+        node=None if comparison is None else comparison.chosen.name,
+        model=granted.model,
+        tier=granted.tier,
+        fallback=circumstances.fallback,
+        slots=granted.slots,
+        resumes=circumstances.resumes,
+        yielded=circumstances.times_yielded,
+        failed_nodes=[] if tried is None else sorted(tried.failed_nodes),
+        excluded_nodes=[] if tried is None else sorted(tried.excluded_nodes),
+        deferral=None if deferral is None else _deferral_json(deferral),
+        by_cost=comparison is None or comparison.by_cost,
+        nodes=[] if comparison is None else _compared(comparison, prompt, completion),
+        not_listed=_not_listed(grant),
+        predicted={
+            "ttft": _if_known(predicted.ttft),
+            "seconds": _if_known(predicted.seconds),
             "prompt_tokens": round(prompt),
             "cached_tokens": round(cached),
             "completion_tokens": round(completion),
         },
-        "actual": _actual(grant, now),
-    }
+        actual=_actual(grant, now),
+    )
+    told.summary = _of_grant(told)
+    return told
 
 
 def _actual(grant: Grant, now: float) -> Json:
@@ -302,59 +435,64 @@ def _deferral_json(deferral: Deferral) -> Json:
 
 def _not_listed(grant: Grant) -> Json:
     """Nodes that are not listed, by the reason."""
-    comparison = grant.comparison
+    comparison, out = grant.predicted.comparison, grant.circumstances.out
     if comparison is None:
         return {}
-    listed = 1 + len(comparison.others)
-    candidates = comparison.with_room + sum(grant.out.values())
+    nodes = comparison.nodes
     found = {
-        "slower": comparison.with_room - listed,
-        **grant.out,
-        "not_candidates": grant.fleet_size - candidates,
+        "slower": nodes.with_room - 1 - len(comparison.others),
+        **out,
+        "not_candidates": nodes.fleet - nodes.with_room - sum(out.values()),
     }
     return {reason: count for reason, count in found.items() if count > 0}
 
 
-def _compared(comparison: Comparison, prompt: float, completion: float) -> list[Json]:
+def _compared(comparison: Comparison, prompt: float, completion: float) -> list[ComparedNode]:
     """The rows of a comparison, the least cost first."""
     rows = [comparison.chosen, *comparison.others]
-    told = [_row_json(row, prompt, completion, chosen=row is comparison.chosen) for row in rows]
-    return sorted(told, key=lambda one: (one["expected_seconds"], not one["chosen"]))
+    told = [_compare(comparison, row, prompt, completion) for row in rows]
+    return sorted(told, key=lambda one: (one.expected_seconds, not one.chosen))
 
 
-def _row_json(row: RowFigures, prompt: float, completion: float, *, chosen: bool) -> Json:
-    """A row's expected cost and its terms, which add up to it (`selection.py`)."""
-    uncached, busy = uncached_tokens(row, prompt), row.busy
-    reading = uncached / row.prefill_tps
-    slowed = completion * row.token_step * busy
-    held_up = reading * busy + row.decode_slowdown * row.remaining
-    return {
-        "name": row.name,
-        "chosen": chosen,
-        "measured": row.measured,
-        "expected_seconds": _rounded(cost_of_figures(row, prompt, completion)),
-        "terms": {
-            "queue": _rounded(row.prefill_wait),
+def _compare(
+    comparison: Comparison, row: RowFigures, prompt: float, completion: float
+) -> ComparedNode:
+    speed, work, own = row.speed, row.work, comparison.own_figures(row)
+    uncached, busy = uncached_tokens(own, prompt), work.busy
+    reading = uncached / speed.prefill_tps
+    slowed = completion * speed.token_step * busy
+    held_up = reading * busy + work.decode_slowdown * comparison.remaining(row)
+    return ComparedNode(
+        name=row.name,
+        chosen=row is comparison.chosen,
+        measured=speed.measured,
+        expected_seconds=_rounded(cost_of_figures(comparison, row, prompt, completion)),
+        terms={
+            "queue": _rounded(comparison.prefill_wait(row)),
             "reading": _rounded(reading),
-            "writing": _rounded(completion * row.token_base),
+            "writing": _rounded(completion * speed.token_base),
             "neighbours": _rounded(slowed + held_up),
-            "doubt": _rounded(row.penalty + row.own_penalty),
+            "doubt": _rounded(speed.penalty + own.penalty),
         },
-        "slowed_by_neighbours": _rounded(slowed),
-        "holds_up_neighbours": _rounded(held_up),
-        "doubts": _of_doubts(row.penalty - row.wake, row.own_penalty, row.wake),
-        "cached_tokens": round(min(row.cached, prompt)),
-        "cached_saves": _rounded((prompt - uncached) / row.prefill_tps),
-        "prefill_tps": _rounded(row.prefill_tps),
-        "decode_tps": _rounded(1 / row.token_base),
-        "slots_busy": busy,
-        "slots_total": row.total,
-        "pool_tokens": row.pool,
-        "pool_used": row.pool_used,
-    }
+        slowed_by_neighbours=_rounded(slowed),
+        holds_up_neighbours=_rounded(held_up),
+        doubts=_of_doubts(speed.penalty - speed.wake, own.penalty, speed.wake),
+        cached_tokens=round(min(own.cached, prompt)),
+        cached_saves=_rounded((prompt - uncached) / speed.prefill_tps),
+        prefill_tps=_rounded(speed.prefill_tps),
+        decode_tps=_rounded(1 / speed.token_base),
+        slots_busy=busy,
+        slots_total=row.total,
+        pool_tokens=row.pool,
+        pool_used=work.pool_used,
+    )
 
 
-def _rounded(value: float | None) -> float | None:
+def _rounded(value: float) -> float:
+    return round(value, 3)
+
+
+def _if_known(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, 3)
 
 
@@ -409,20 +547,20 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 or not value else f"{value:.2f} s"
 
 
-def _of_request(request: Json) -> str:
+def _of_request(request: ExplainedRequest) -> str:
     """The whole story in one or two sentences."""
-    decisions, waiting, outcome = request["decisions"], request["waiting"], request["outcome"]
-    grants = [one for one in decisions if one["kind"] == "granted"]
+    decisions, waiting, outcome = request.decisions, request.waiting, request.outcome
+    grants = [one for one in decisions if isinstance(one, ToldGrant)]
     if waiting is not None:
         return _of_waiting(waiting)
     parts = []
     if grants:
-        parts.append(grants[-1]["summary"])
+        parts.append(grants[-1].summary)
         if len(grants) > 1:
             parts.insert(0, f"{len(grants)} attempts; about the last:")
     elif decisions:
-        parts.append(decisions[-1]["summary"])
-    elif request["parts"]:
+        parts.append(decisions[-1].summary)
+    elif request.parts:
         parts.append(
             "It has several prompts, which ran as requests of their own: ask for one of the parts."
         )
@@ -431,7 +569,7 @@ def _of_request(request: Json) -> str:
             f"It was refused before it came to the scheduler: {outcome['status']} "
             f"{outcome['reason']}."
         )
-    elif request["state"] == "running":
+    elif request.state == "running":
         parts.append("It runs, and the decision about it is no longer remembered.")
     else:
         parts.append("The decision about it is no longer remembered.")
@@ -466,52 +604,50 @@ def _of_waiting(waiting: Json) -> str:
     return f"{why}. {place[:1].upper()}{place[1:]}; {when}."
 
 
-def _of_queueing(queueing: Json) -> str:
+def _of_queueing(queueing: ToldQueueing) -> str:
     text = "No node had room for it: it was queued"
-    if queueing["ahead"] is not None:
-        text += f" behind {queueing['ahead']} of its class or above"
-    predicted = queueing["predicted_wait"]
+    if queueing.ahead is not None:
+        text += f" behind {queueing.ahead} of its class or above"
+    predicted = queueing.predicted_wait
     text += "" if predicted is None else f", with {_seconds(predicted)} to wait as predicted"
-    return f"{text}; it waited {_seconds(queueing['waited'])}."
+    return f"{text}; it waited {_seconds(queueing.waited)}."
 
 
-def _of_grant(grant: Json) -> str:
-    chosen, nodes = grant["node"], grant["nodes"]
+def _of_grant(grant: ToldGrant) -> str:
+    chosen, nodes = grant.node, grant.nodes
     text = _why_chosen(chosen, nodes, grant)
-    if grant["failed_nodes"]:
-        text = f"After {', '.join(grant['failed_nodes'])} had failed it, {text}"
-    if grant["resumes"]:
+    if grant.failed_nodes:
+        text = f"After {', '.join(grant.failed_nodes)} had failed it, {text}"
+    if grant.resumes:
         text += " It goes on there with the response that another node had begun."
-    if grant["deferral"] is not None and grant["deferral"]["node"] == chosen:
-        deferral = grant["deferral"]
+    if grant.deferral is not None and grant.deferral["node"] == chosen:
+        deferral = grant.deferral
         text += (
             " It waited for this node though another was free: "
             f"{_seconds(deferral['expected_seconds'])} with the wait, against "
             f"{_seconds(deferral['expected_seconds_at_once'])}, since "
             f"{deferral['cached_tokens']} tokens of its prompt are cached here."
         )
-    if grant["fallback"]:
-        text += f" It left its class's tier, since {_FALLBACKS[grant['fallback']]}."
-    if any(one["chosen"] and not one["measured"] for one in nodes):
+    if grant.fallback:
+        text += f" It left its class's tier, since {_FALLBACKS[grant.fallback]}."
+    if any(one.chosen and not one.measured for one in nodes):
         text += " The node's speed was not measured yet: the figures are guesses."
     return f"{text} {_came_of(grant)}"
 
 
-def _why_chosen(chosen: str, nodes: list[Json], grant: Json) -> str:
+def _why_chosen(chosen: str | None, nodes: list[ComparedNode], grant: ToldGrant) -> str:
     if len(nodes) < 2:
         others = sum(
-            count for reason, count in grant["not_listed"].items() if reason != "not_candidates"
+            count for reason, count in grant.not_listed.items() if reason != "not_candidates"
         )
         if others:
             return f"{chosen} was the only one with room of the {others + 1} nodes open to it."
         return f"{chosen} is the only node open to it, by its model, tier and pool."
-    if not grant["by_cost"]:
+    if not grant.by_cost:
         return f"{chosen} was next by the setting 'policy', which compares no costs."
-    mine = next(one for one in nodes if one["chosen"])
-    other = min(
-        (one for one in nodes if not one["chosen"]), key=lambda one: one["expected_seconds"]
-    )
-    cost, next_cost = mine["expected_seconds"], other["expected_seconds"]
+    mine = next(one for one in nodes if one.chosen)
+    other = min((one for one in nodes if not one.chosen), key=lambda one: one.expected_seconds)
+    cost, next_cost = mine.expected_seconds, other.expected_seconds
     if next_cost == cost:
         return (
             f"{chosen} was taken at random among nodes that cost the same, {_seconds(cost)} with "
@@ -519,55 +655,53 @@ def _why_chosen(chosen: str, nodes: list[Json], grant: Json) -> str:
         )
     text = (
         f"{chosen} was expected to cost least: {_seconds(cost)}, against {_seconds(next_cost)} on "
-        f"{other['name']}"
+        f"{other.name}"
     )
     reason = _main_reason(mine, other)
     return f"{text}, mostly because {reason}." if reason else f"{text}."
 
 
-def _main_reason(mine: Json, other: Json) -> str | None:
+def _main_reason(mine: ComparedNode, other: ComparedNode) -> str | None:
     """The term that makes the most of the difference, in words; None: none stands out."""
-    gains = {name: other["terms"][name] - mine["terms"][name] for name in mine["terms"]}
+    gains = {name: other.terms[name] - mine.terms[name] for name in mine.terms}
     term = max(gains, key=lambda name: gains[name])
-    if gains[term] <= LEAST_DIFFERENCE * mine["expected_seconds"]:
+    if gains[term] <= LEAST_DIFFERENCE * mine.expected_seconds:
         return None
     return _REASONS[term](mine, other)
 
 
-def _of_reading(mine: Json, other: Json) -> str:
-    if mine["cached_tokens"] > other["cached_tokens"]:
-        return f"it had {mine['cached_tokens']} tokens of the prompt cached"
+def _of_reading(mine: ComparedNode, other: ComparedNode) -> str:
+    if mine.cached_tokens > other.cached_tokens:
+        return f"it had {mine.cached_tokens} tokens of the prompt cached"
     return (
-        f"it reads prompts faster ({mine['prefill_tps']:.0f} tokens/s against "
-        f"{other['prefill_tps']:.0f})"
+        f"it reads prompts faster ({mine.prefill_tps:.0f} tokens/s against {other.prefill_tps:.0f})"
     )
 
 
-def _of_doubt(mine: Json, other: Json) -> str:
-    if other["doubts"]:
-        return f"{other['name']} {other['doubts'][0]}"
-    return f"it {mine['doubts'][0]}" if mine["doubts"] else "the other was in doubt"
+def _of_doubt(mine: ComparedNode, other: ComparedNode) -> str:
+    if other.doubts:
+        return f"{other.name} {other.doubts[0]}"
+    return f"it {mine.doubts[0]}" if mine.doubts else "the other was in doubt"
 
 
-_REASONS: dict[str, Callable[[Json, Json], str]] = {
+_REASONS: dict[str, Callable[[ComparedNode, ComparedNode], str]] = {
     "queue": lambda _, other: (
-        f"{other['name']} had other prompts to read for {_seconds(other['terms']['queue'])}"
+        f"{other.name} had other prompts to read for {_seconds(other.terms['queue'])}"
     ),
     "reading": _of_reading,
     "writing": lambda mine, other: (
-        f"it writes faster ({mine['decode_tps']:.1f} tokens/s alone against "
-        f"{other['decode_tps']:.1f})"
+        f"it writes faster ({mine.decode_tps:.1f} tokens/s alone against {other.decode_tps:.1f})"
     ),
     "neighbours": lambda mine, other: (
-        f"it ran {mine['slots_busy']} others and {other['name']} {other['slots_busy']}, which slow "
+        f"it ran {mine.slots_busy} others and {other.name} {other.slots_busy}, which slow "
         "each other"
     ),
     "doubt": _of_doubt,
 }
 
 
-def _came_of(grant: Json) -> str:
-    actual, predicted = grant["actual"], grant["predicted"]
+def _came_of(grant: ToldGrant) -> str:
+    actual, predicted = grant.actual, grant.predicted
     outcome = actual["outcome"]
     if outcome is None:
         return f"It runs there for {_seconds(actual['seconds'])} now."

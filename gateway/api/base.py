@@ -586,8 +586,10 @@ class Api:
         The words are for the log and the client; they hold nothing of the body or response.
         """
         reason = resuming.unresumable_reason(body, transcript)
-        if reason is not None:
-            return reason
+        return reason or self._own_unresumable_reason(body, transcript)
+
+    def _own_unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
+        """As `unresumable_reason`, by what is this API's alone."""
         if self.is_chat:
             return resuming.message_unresumable_reason(body)
         has_prompt = isinstance(body.get("prompt"), str) or transcript.token_ids

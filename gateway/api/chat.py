@@ -531,11 +531,17 @@ def _whole_calls(parts: list[JsonObject]) -> list[JsonObject]:
     return [calls[index] for index in sorted(calls)]
 
 
-def as_response_format(bound: JsonObject) -> JsonObject | None:
-    """A chat's `response_format` for the format that another API's request asks for.
+def as_response_format(bound: object, fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
+    """A chat's `response_format` for the format that these fields of another API ask for.
 
-    None: it asks for plain text, or for a format that chats don't know.
+    None: they ask for plain text, or for a format that chats don't know. So it is where the model
+    may call tools: llama.cpp would never let it beside a format.
     """
+    if not isinstance(bound, dict):
+        return None
+    choice = decoded_field(fields, "tool_choice")
+    if decoded_field(fields, "tools") and choice not in ("none", {"type": "none"}):
+        return None
     kind, schema = bound.get("type"), bound.get("schema")
     if kind == "json_object":
         return {"response_format": {"type": kind}}
@@ -543,14 +549,6 @@ def as_response_format(bound: JsonObject) -> JsonObject | None:
         return None
     named = {name: bound[name] for name in ("name", "strict") if name in bound}
     return {"response_format": {"type": kind, "json_schema": {**named, "schema": schema}}}
-
-
-def may_call_tools(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """Whether the model may call tools: llama.cpp would never let it beside a format."""
-    return bool(decoded_field(fields, "tools")) and decoded_field(fields, "tool_choice") not in (
-        "none",
-        {"type": "none"},
-    )
 
 
 CHAT = ChatApi()

@@ -25,7 +25,7 @@ from gateway.api.base import (
     edit_body,
     read_events,
 )
-from gateway.api.chat import as_response_format, may_call_tools
+from gateway.api.chat import as_response_format
 from gateway.api.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
@@ -44,13 +44,12 @@ from gateway.api.relayed import INPUT_TOKENS
 from gateway.api.resuming import (
     EventRewriter,
     NativeEventRewriter,
-    ReasoningEndMark,
     as_count,
     is_number,
     named_event,
 )
 from gateway.api.tokens import token_count
-from gateway.api.transcript import SplicePoint, Transcript
+from gateway.api.transcript import Transcript
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import NodeInfo, Usage
@@ -102,8 +101,7 @@ def read_message(transcript: Transcript, value: JsonObject) -> None:
 class MessagesRewriter(EventRewriter):
     """A message's stream, continued by a message begun."""
 
-    def __init__(self, transcript: Transcript, splice_point: SplicePoint) -> None:
-        super().__init__(transcript, splice_point)
+    def _begin(self, transcript: Transcript) -> None:
         self._index_shift = (
             transcript.block_index
             if transcript.block_is_open or not transcript.token_count
@@ -149,15 +147,7 @@ class NativeToMessagesRewriter(NativeEventRewriter):
 
     reasoning_kind, content_kind = "thinking", "text"
 
-    def __init__(
-        self,
-        transcript: Transcript,
-        splice_point: SplicePoint,
-        end_mark: ReasoningEndMark | None = None,
-        *,
-        usage: bool = False,
-    ) -> None:
-        super().__init__(transcript, splice_point, end_mark, usage=usage)
+    def _begin(self, transcript: Transcript) -> None:
         self._open_blocks = dict(transcript.open_blocks)
         begun = transcript.open_blocks or transcript.token_count
         self._next_index = transcript.block_index + 1 if begun else 0
@@ -398,10 +388,7 @@ class MessagesApi(Api):
             ]
         )
 
-    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
-        reason = resuming.unresumable_reason(body, transcript)
-        if reason is not None:
-            return reason
+    def _own_unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
         config, thinking = body.get("output_config"), body.get("thinking")
         if body.get("output_format") or (isinstance(config, dict) and config.get("format")):
             return resuming.BOUND_TO_GRAMMAR
@@ -469,9 +456,7 @@ def _response_format(fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
     config, bound = decoded_field(fields, "output_config"), decoded_field(fields, "output_format")
     if isinstance(config, dict) and config.get("format") is not None:
         bound = config["format"]
-    if not isinstance(bound, dict) or may_call_tools(fields):
-        return None
-    return as_response_format(bound)
+    return as_response_format(bound, fields)
 
 
 def _stop_sequences(bodies: Bodies) -> frozenset[str]:

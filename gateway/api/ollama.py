@@ -683,6 +683,10 @@ class _Rewriter(ResponseRewriter):
         self._started_at = started_at
         self._clock = clock
         self._wall_clock = wall_clock
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set up what only this kind of response needs."""
 
     def loaded(self, reason: str) -> bytes:
         """The response to a request without a prompt, which only loads or unloads the model."""
@@ -695,14 +699,7 @@ class _Rewriter(ResponseRewriter):
 class _TextRewriter(_Rewriter):
     """Rewrites a response that generates text. A stream's last line has what the others lack."""
 
-    def __init__(
-        self,
-        request: TranslatedRequest,
-        started_at: float,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-    ) -> None:
-        super().__init__(request, started_at, clock, wall_clock)
+    def _begin(self) -> None:
         self._first_text_at: float | None = None
         self._reason: str | None = None
         self._usage = _Usage()

@@ -26,7 +26,7 @@ from gateway.api.base import (
     openai_error,
     read_events,
 )
-from gateway.api.chat import as_response_format, may_call_tools
+from gateway.api.chat import as_response_format
 from gateway.api.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
@@ -38,13 +38,12 @@ from gateway.api.json_values import (
 from gateway.api.relayed import INPUT_TOKENS, RelayedApi
 from gateway.api.resuming import (
     NativeEventRewriter,
-    ReasoningEndMark,
     as_count,
     is_number,
     named_event,
 )
 from gateway.api.tokens import BOUND_NAMES
-from gateway.api.transcript import SplicePoint, Transcript
+from gateway.api.transcript import Transcript
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import NodeInfo
@@ -117,15 +116,7 @@ class NativeToResponsesRewriter(NativeEventRewriter):
 
     reasoning_kind, content_kind = "reasoning", "message"
 
-    def __init__(
-        self,
-        transcript: Transcript,
-        splice_point: SplicePoint,
-        end_mark: ReasoningEndMark | None = None,
-        *,
-        usage: bool = False,
-    ) -> None:
-        super().__init__(transcript, splice_point, end_mark, usage=usage)
+    def _begin(self, transcript: Transcript) -> None:
         self._number = transcript.last_number
         self._response: JsonObject = dict(transcript.first_event.get("response") or {})
         self._ids = {kind: id_ for id_, kind in transcript.item_types.items()}
@@ -280,9 +271,7 @@ class ResponsesApi(Api):
             return None
         text = decoded_field(fields, "text")
         bound = text.get("format") if isinstance(text, dict) else None
-        if not isinstance(bound, dict) or may_call_tools(fields):
-            return None
-        return as_response_format(bound)
+        return as_response_format(bound, fields)
 
     def response_rewriter(
         self, bodies: Bodies, model: str, node: NodeInfo, settings: Settings, *, stream: bool
@@ -325,10 +314,7 @@ class ResponsesApi(Api):
             name = sse.event_name(event) or name
         return name in _TERMINAL_NAMES
 
-    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
-        reason = resuming.unresumable_reason(body, transcript)
-        if reason is not None:
-            return reason
+    def _own_unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
         text, reasoning = body.get("text"), body.get("reasoning")
         bound = text.get("format") if isinstance(text, dict) else None
         if isinstance(bound, dict) and bound.get("type") not in {None, "text"}:

@@ -40,6 +40,10 @@ class EventRewriter:
         self._usage = usage
         self._overlap = OverlapFilter(splice_point.overlap)
         self._splitter = ReasoningSplitter(end_mark)
+        self._begin(transcript)
+
+    def _begin(self, transcript: Transcript) -> None:
+        """Take from the transcript what only this API's events need."""
 
     @property
     def caught_up(self) -> bool:

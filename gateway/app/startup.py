@@ -18,12 +18,12 @@ from gateway.callers.callers import (
     public_listener_problem,
 )
 from gateway.callers.key_sync import count_stored_keys
-from gateway.config.cache_privacy import has_labels
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.keys import has_labels
 from gateway.config.settings import RejectedFiles, Settings, load_settings
-from gateway.config.store import STORE_OFF
+from gateway.config.stored import STORE_OFF
 from gateway.http.certificates import CertificateError, load_certificate
 from gateway.system import install_command
 from gateway.transport.pool import node_address

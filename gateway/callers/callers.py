@@ -11,7 +11,7 @@ from typing import Self
 
 from gateway import errors
 from gateway.callers.keys import KeyRing, caller_from_keys
-from gateway.config.cache_privacy import CachePolicy, cache_policy
+from gateway.config.keys import CachePolicy, cache_policy
 from gateway.config.settings import Settings
 from gateway.terms import Caller, Headers, Priority
 

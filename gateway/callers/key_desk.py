@@ -32,9 +32,9 @@ from gateway.callers.stored_keys import (
     rotate_key,
 )
 from gateway.config.fields import parse_duration, parse_timestamp
-from gateway.config.listeners import KeySpec
+from gateway.config.keys import KeySpec
 from gateway.config.settings import Settings
-from gateway.config.validation import error_words, model_at_path
+from gateway.config.yaml_file import error_words, model_at_path
 from gateway.errors import GatewayError, truncate_echo
 from gateway.store.store import JOB_SECONDS, Store
 

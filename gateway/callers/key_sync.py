@@ -29,7 +29,7 @@ from gateway.callers.stored_keys import (
     read_keys,
     stored_key,
 )
-from gateway.config.listeners import KeySpec
+from gateway.config.keys import KeySpec
 from gateway.store.database import StoreLocation, never_had_keys
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.store import Store

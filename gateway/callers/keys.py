@@ -24,7 +24,8 @@ from gateway import errors
 from gateway.terms import Caller, Headers, Priority
 
 if TYPE_CHECKING:
-    from gateway.config.listeners import AdminKeySpec, KeySpec
+    from gateway.config.keys import KeySpec
+    from gateway.config.listeners import AdminKeySpec
 
 KEY_PREFIX = "lg"
 MOST_KEY_CHARACTERS = 512  # a longer text is not a key; this limits the work of hashing it

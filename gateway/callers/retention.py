@@ -21,7 +21,7 @@ from gateway.callers.reports import (
     Sums,
 )
 from gateway.callers.windows import DAY, date_of
-from gateway.config.store import RetentionSettings
+from gateway.config.stored import RetentionSettings
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.store.database import insert_for
 from gateway.store.schema import revisions, usage, usage_days

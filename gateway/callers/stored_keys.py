@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select,
 from sqlalchemy.exc import IntegrityError
 
 from gateway.callers.keys import HeldKey, held_key, without_secret
-from gateway.config.listeners import KeySpec
+from gateway.config.keys import KeySpec
 from gateway.errors import GatewayError, truncate_echo
 from gateway.store.database import insert_for
 from gateway.store.schema import keys as keys_table

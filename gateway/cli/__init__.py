@@ -8,21 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.cli import (
-    batch,
-    bench,
-    keys,
-    machine,
-    nodes,
-    plan,
-    reports,
-    serve,
-    simulate,
-    tune,
-    up,
-    webhooks,
-    why,
-)
+from gateway.cli import batch, keys, machine, nodes, reports, serve, up, why
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -33,6 +19,8 @@ from gateway.cli.terminal import (
     usage_message,
 )
 from gateway.cli.top import command as top
+from gateway.cli.workshop import bench, plan, simulate, tune
+from gateway.config.errors import ConfigError
 
 app = typer.Typer(
     name="llama-gateway",
@@ -67,7 +55,7 @@ for command, examples in (
     app.command(cls=HelpCommand, epilog=examples)(command)
 
 app.add_typer(keys.app, name="keys")
-app.add_typer(webhooks.app, name="webhooks")
+app.add_typer(batch.webhooks, name="webhooks")
 app.add_typer(batch.app, name="batch")
 app.add_typer(machine.cache, name="cache")
 
@@ -113,12 +101,7 @@ def main() -> NoReturn:
     except OSError as error:
         print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         status = 1
-    except Exception as error:
-        # Imported late: pydantic would double the time of --help and of shell completion.
-        from gateway.config.errors import ConfigError
-
-        if not isinstance(error, ConfigError):
-            raise
+    except ConfigError as error:
         print_config_error(error)
         status = 2
     sys.exit(status)

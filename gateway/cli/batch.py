@@ -1,7 +1,8 @@
-"""`llama-gateway batch`: submits batches of requests, follows them, and fetches their results."""
+"""`llama-gateway batch`: submits batches, follows them, fetches their results; and `webhooks`."""
 
 from __future__ import annotations
 
+import base64
 import re
 import secrets
 import shlex
@@ -14,22 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.cli.batch_client import (
-    ENDED,
-    BatchClient,
-    Patience,
-    submit_input,
-)
-from gateway.cli.options import (
-    RETRY_SECONDS,
-    Ca,
-    Form,
-    Json,
-    KeyFile,
-    RetryFor,
-    Url,
-    examples_epilog,
-)
+from gateway.cli.client import ENDED, BatchClient, GatewayAway, Patience, PublicFlags
+from gateway.cli.options import RETRY_SECONDS, Form, Json, RetryFor, examples_epilog, takes
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -41,13 +28,9 @@ from gateway.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from gateway.cli.batch_files import (
-        Fetched,
-        PreparedInput,
-        Problems,
-        ResultPlaces,
-    )
+    from gateway.cli.batch_files import Fetched, PreparedInput, Problems, ResultPlaces
 
+LONGEST_STEM = 100  # characters of an upload's name
 FIRST_POLL, LONGEST_POLL = 0.25, 3.0  # seconds between questions for a batch's state; they double
 _of_prompts = partial(typer.Option, rich_help_panel="Prompts from a table or a folder")
 _of_results = partial(typer.Option, rich_help_panel="Results")
@@ -112,7 +95,9 @@ _SUBMIT_EXAMPLES = examples_epilog(
 
 
 @app.command("submit", cls=HelpCommand, epilog=_SUBMIT_EXAMPLES)
+@takes(gateway=PublicFlags)
 def submit(
+    *,
     source: Annotated[
         str,
         typer.Argument(metavar="FILE", help="JSON lines, a .csv, a folder of texts; '-' is stdin."),
@@ -190,9 +175,7 @@ def submit(
     ),
     format_: Format = Form.JSONL,
     force: Force = False,
-    url: Url = None,
-    key_file: KeyFile = None,
-    ca: Ca = None,
+    gateway: PublicFlags,
     retry_for: RetryFor = RETRY_SECONDS,
     as_json: Json = False,
 ) -> None:
@@ -235,7 +218,7 @@ def submit(
         _tell_checked(found, problems, check=check, anyway=anyway, as_json=as_json)
         if check:
             return
-        with BatchClient.connect(url, key_file, ca) as client:
+        with gateway.connect() as client:
             key = idempotency_key or f"cli-{secrets.token_hex(16)}"
             batch = submit_input(client, found, fields, key, Patience(retry_for))
             if not as_json:
@@ -258,15 +241,15 @@ def submit(
         ("llama-gateway batch list --json | jq -r '.batches[].id'", "for scripts"),
     ),
 )
+@takes(gateway=PublicFlags)
 def list_(
+    *,
     limit: int = typer.Option(20, min=1, max=10_000, metavar="N", help="Most batches."),
-    url: Url = None,
-    key_file: KeyFile = None,
-    ca: Ca = None,
+    gateway: PublicFlags,
     as_json: Json = False,
 ) -> None:
     """List the key's batches, the newest first."""
-    with BatchClient.connect(url, key_file, ca) as client:
+    with gateway.connect() as client:
         found = client.batches(limit)
     if as_json:
         print_json({"batches": found})
@@ -284,17 +267,17 @@ def list_(
         ("llama-gateway batch show batch_01a2 --wait", "follow it to its end"),
     ),
 )
+@takes(gateway=PublicFlags)
 def show(
+    *,
     id_: BatchId,
     wait: bool = typer.Option(False, "--wait", help="Follow it to its end."),
-    url: Url = None,
-    key_file: KeyFile = None,
-    ca: Ca = None,
+    gateway: PublicFlags,
     retry_for: RetryFor = RETRY_SECONDS,
     as_json: Json = False,
 ) -> None:
     """Show one batch; or follow it, with status 1 unless it completes without a failed line."""
-    with BatchClient.connect(url, key_file, ca) as client:
+    with gateway.connect() as client:
         batch = client.batch(id_)
         if wait:
             batch = _waited(client, batch, retry_for)
@@ -310,14 +293,14 @@ def show(
 def _add_action(name: str, meaning: str, effect: str) -> None:
     """Add a command that changes a batch and shows it."""
 
+    @takes(gateway=PublicFlags)
     def act(
+        *,
         id_: BatchId,
-        url: Url = None,
-        key_file: KeyFile = None,
-        ca: Ca = None,
+        gateway: PublicFlags,
         as_json: Json = False,
     ) -> None:
-        with BatchClient.connect(url, key_file, ca) as client:
+        with gateway.connect() as client:
             batch = client.act(id_, name)
         if as_json:
             print_json(batch)
@@ -360,7 +343,9 @@ _add_action("resume", "Resume a paused batch.", "its lines run again")
         ),
     ),
 )
+@takes(gateway=PublicFlags)
 def fetch(
+    *,
     id_: BatchId,
     partial: bool = typer.Option(False, "--partial", help="What there is so far, before the end."),
     output: Path | None = _of_results(
@@ -368,9 +353,7 @@ def fetch(
     ),
     format_: Format = Form.JSONL,
     force: Force = False,
-    url: Url = None,
-    key_file: KeyFile = None,
-    ca: Ca = None,
+    gateway: PublicFlags,
     retry_for: RetryFor = RETRY_SECONDS,
     as_json: Json = False,
 ) -> None:
@@ -380,7 +363,7 @@ def fetch(
     places = places_for(id_, format_, output, force=force)
     _check_stdout(places, as_json=as_json)
     places.check()
-    with BatchClient.connect(url, key_file, ca) as client:
+    with gateway.connect() as client:
         patience = Patience(retry_for)
         batch = patience.call(lambda: client.batch(id_))
         if batch.get("status") not in ENDED and not partial:
@@ -390,6 +373,52 @@ def fetch(
             )
         written = fetch_results(client, batch, places, patience)
     _tell_written(batch, written, as_json=as_json)
+
+
+def submit_input(
+    client: BatchClient,
+    found: PreparedInput,
+    fields: Mapping[str, Any],
+    key: str,
+    patience: Patience,
+) -> dict[str, Any]:
+    """Upload the input and create its batch. Raises CommandFailed.
+
+    An upload is found again by its name, which has a hash of its bytes, and a batch by its
+    idempotency key: what is repeated after a lost answer makes nothing twice.
+    """
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+
+    from gateway.cli.progress import Progress
+
+    name = upload_name(found)
+    is_repeated = not key.startswith("cli-")
+
+    def upload() -> dict[str, Any]:
+        nonlocal is_repeated
+        if is_repeated and (earlier := client.find_upload(name, found.size)) is not None:
+            return earlier
+        is_repeated = True
+        columns = (TextColumn("uploading"), BarColumn(24), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns) as progress:
+            return client.upload(progress.wrap_file(found.file, found.size), name)
+
+    uploaded = patience.call(upload)
+    asked = {"input_file_id": uploaded.get("id"), "endpoint": found.endpoint, **fields}
+    try:
+        return patience.call(lambda: client.create(asked, key))
+    except (GatewayAway, KeyboardInterrupt):
+        print_note(
+            f"whether the batch was made is not known; the same command with "
+            f"--idempotency-key {key} makes no second one"
+        )
+        raise
+
+
+def upload_name(found: PreparedInput) -> str:
+    """The name of an upload: the same for the same bytes."""
+    stem = "".join(c if c.isprintable() and c not in '"\\/' else "_" for c in found.stem)
+    return f"{stem[:LONGEST_STEM]}-{found.sha256[:16]}.jsonl"
 
 
 # Following a batch to its end.
@@ -485,15 +514,15 @@ def progress_of(batch: Mapping[str, Any]) -> ShownProgress:
     counts, own = _mapping(batch.get("request_counts")), _mapping(batch.get("llama_gateway"))
     paused = own.get("paused")
     return ShownProgress(
-        str(batch.get("status")),
-        int(_number(counts.get("total")) or 0),
-        int(_number(counts.get("completed")) or 0),
-        int(_number(counts.get("failed")) or 0),
-        _number(own.get("tokens_per_second")),
-        _number(own.get("expected_end")),
-        _number(own.get("cost")),
-        _number(own.get("expected_cost")),
-        str(paused.get("reason") or "paused") if isinstance(paused, dict) else None,
+        status=str(batch.get("status")),
+        total=int(_number(counts.get("total")) or 0),
+        done=int(_number(counts.get("completed")) or 0),
+        failed=int(_number(counts.get("failed")) or 0),
+        tokens_per_second=_number(own.get("tokens_per_second")),
+        expected_end=_number(own.get("expected_end")),
+        cost=_number(own.get("cost")),
+        expected_cost=_number(own.get("expected_cost")),
+        paused=str(paused.get("reason") or "paused") if isinstance(paused, dict) else None,
     )
 
 
@@ -689,3 +718,37 @@ def _clock_time(seconds: object) -> str | None:
 
 def _money(value: float | None) -> str | None:
     return None if value is None else f"{value:.6f}".rstrip("0").rstrip(".")
+
+
+# `llama-gateway webhooks`.
+
+SECRET_BYTES = 32
+
+webhooks = typer.Typer(
+    cls=HelpGroup,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Secrets of webhooks, which receive events of batches and responses.",
+    epilog=examples_epilog(
+        ("llama-gateway webhooks secret > hooks.secret", "a secret for `webhooks.targets`")
+    ),
+)
+
+
+@webhooks.callback()
+def _webhooks() -> None:
+    """Keep `secret` a command of its own, though it is the only one."""
+
+
+@webhooks.command(
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        ("(umask 077; llama-gateway webhooks secret > hooks.secret)", "for `secret_file`"),
+        ("llama-gateway webhooks secret >> hooks.secret", "a second one, while both are in use"),
+    ),
+)
+def secret() -> None:
+    """Print a new secret (whsec_...); gateway and receiver must both have it."""
+    text = base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
+    print(f"whsec_{text}")
+    print_note("Name its file as secret_file of a target in webhooks.targets, and reload.")

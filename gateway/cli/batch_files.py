@@ -27,17 +27,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import quote
 
-from gateway.cli.batch_client import ENDED, BatchClient, Patience
+from gateway.cli.client import ENDED, BatchClient, Patience
 from gateway.cli.options import Form
 from gateway.cli.terminal import CommandFailed, format_cell, print_note
 from gateway.config.errors import escape_json
-from gateway.stored.line_reader import (
-    LineChecker,
-    LineError,
-    LineSpec,
-    LineSplitter,
-    RawLine,
-)
+from gateway.stored.line_reader import LineChecker, LineError, LineSpec, LineSplitter, RawLine
 
 # Bytes of a line here; the gateway has a limit of its own (`batches.line_bytes`).
 LONGEST_LINE = 16 << 20

@@ -1,19 +1,22 @@
-"""The gateway's client for commands: where the gateway is, and what it answers, in words."""
+"""How commands reach the gateway: where it is, its answers in words, or its store without it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import random
 import ssl
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
 from gateway.cli import options
 from gateway.cli.terminal import CommandFailed, print_note
+from gateway.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
     import httpx
 
     from gateway.config.listeners import AdminSettings
+    from gateway.config.settings import Settings
+    from gateway.store.database import StoreLocation
+    from gateway.store.store import Store
+
 
 KEY_VARIABLE = "LLAMA_GATEWAY_KEY"
 LONGEST_KEY = 4096  # bytes of a key file that are read
@@ -230,6 +237,174 @@ class AdminClient(GatewayClient):
         return GatewayRefused(told, response.status_code, body)
 
 
+# The public listener: files and batches.
+
+T = TypeVar("T")
+DEFAULT_URL = "http://127.0.0.1:8000"
+CONNECT_SECONDS = 10.0
+# Seconds without a byte; a large upload is written to the disk before it is answered.
+ANSWER_SECONDS = 120.0
+LONGEST_RETRY_AFTER = 60.0  # seconds of a pause that the gateway may ask for
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between tries; they double
+PAGE = 100  # batches that are asked for at once
+# Statuses of a batch that has ended.
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+# Statuses after which a request is tried again, unless the gateway says otherwise.
+_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
+
+
+@dataclass(slots=True)
+class Patience:
+    """Tries again while no gateway answers, for `seconds` from the first failure on."""
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    rng: random.Random = field(default_factory=random.Random)
+    note: Callable[[str], None] = print_note
+
+    def call(self, job: Callable[[], T]) -> T:
+        """The job's result. Raises CommandFailed: GatewayAway only after all this time."""
+        failed_at: float | None = None
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                result = job()
+            except GatewayAway as error:
+                now = self.clock()
+                if failed_at is None:
+                    failed_at = now
+                    if self.seconds > 0:
+                        self.note(f"{error}; trying again for up to {self.seconds:.0f} s")
+                left = failed_at + self.seconds - now
+                if left <= 0:
+                    raise
+                wait = max(pause * self.rng.uniform(0.8, 1.2), error.retry_after or 0.0)
+                self.sleep(min(wait, left))
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                if failed_at is not None:
+                    self.note(f"the gateway answers again after {self.clock() - failed_at:.0f} s")
+                return result
+
+
+class BatchClient(GatewayClient):
+    """A client of the public listener, with the key of the batches' owner."""
+
+    URL_FLAG = "--url"
+    CA_FLAG = "--ca"
+    LISTENER = "address"
+    STRANGER = "{url} is no gateway with /v1/batches"
+
+    def upload(self, file: BinaryIO, name: str) -> dict[str, Any]:
+        """Upload a batch's input, streamed."""
+        file.seek(0)
+        return self.request(
+            "POST", "/v1/files", data={"purpose": "batch"},
+            files={"file": (name, file, "application/jsonl")}
+        )  # fmt: skip
+
+    def find_upload(self, name: str, size: int) -> dict[str, Any] | None:
+        """Return the newest earlier upload of this name and size, if there is one."""
+        for one in objects(self.request("GET", "/v1/files", {"purpose": "batch"}), "data"):
+            if one.get("filename") == name and one.get("bytes") == size:
+                return one
+        return None
+
+    def create(self, fields: Mapping[str, Any], idempotency_key: str) -> dict[str, Any]:
+        """Create a batch; with the same key again it is the same batch."""
+        headers = {"idempotency-key": idempotency_key}
+        return self.request("POST", "/v1/batches", body=fields, headers=headers)
+
+    def batch(self, id_: str) -> dict[str, Any]:
+        """Return one batch."""
+        return self.request("GET", _path(id_))
+
+    def batches(self, most: int) -> list[dict[str, Any]]:
+        """Return the newest batches, at most so many."""
+        found: list[dict[str, Any]] = []
+        parameters: dict[str, str] = {}
+        while len(found) < most:
+            parameters["limit"] = str(min(PAGE, most - len(found)))
+            page = self.request("GET", "/v1/batches", parameters)
+            listed = objects(page, "data")
+            found += listed
+            if not page.get("has_more") or not listed:
+                break
+            parameters["after"] = str(listed[-1].get("id"))
+        return found[:most]
+
+    def act(self, id_: str, action: str) -> dict[str, Any]:
+        """Cancel, pause or resume a batch."""
+        return self.request("POST", f"{_path(id_)}/{action}")
+
+    def download(self, path: str, write: Callable[[bytes], object]) -> None:
+        """Give `write` the content at this path, in pieces."""
+        with self._answered("GET", path) as response:
+            for piece in response.iter_bytes():
+                write(piece)
+
+    def _refused(self, response: httpx.Response, body: Mapping[str, Any]) -> CommandFailed:
+        found = body.get("error")
+        error = found if isinstance(found, dict) else {}
+        code = response.status_code
+        told = f"the gateway at {self.url} answers {code}"
+        if message := error.get("message"):
+            told += f": {str(message).rstrip('.')}"
+        if remedy := _remedy(code, error.get("code"), response.request.url.path):
+            told += f" ({remedy})"
+        if code in _AGAIN and response.headers.get("x-should-retry") != "false":
+            return GatewayAway(told, _seconds(response.headers.get("retry-after")))
+        return GatewayRefused(told, code, body)
+
+
+class PublicFlags(options.FlagGroup):
+    """The flags that name the gateway's public listener, and the key for it."""
+
+    url: options.Url = None
+    key_file: options.KeyFile = None
+    ca: options.Ca = None
+
+    def connect(self) -> BatchClient:
+        """Connect by flags and environment. Raises CommandFailed."""
+        url = (self.url or DEFAULT_URL).rstrip("/").removesuffix("/v1")
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in parts.netloc:
+            raise CommandFailed(f"--url {url}: must be like {DEFAULT_URL}", status=2)
+        import httpx
+
+        timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
+        tls = tls_context(self.ca) if parts.scheme == "https" else None
+        return BatchClient(url, find_key(self.key_file), tls, timeout)
+
+
+def _path(id_: str) -> str:
+    return f"/v1/batches/{quote(id_, safe='')}"
+
+
+def _remedy(code: int, error_code: object, path: str) -> str | None:
+    """Say what the command's user can do."""
+    if code == 401:
+        return f"name a file that holds an API key with --key-file, or set {KEY_VARIABLE}"
+    if code == 404 and path.startswith("/v1/batches/"):
+        return "'llama-gateway batch list' shows this key's batches"
+    if code == 404:
+        return "is it a gateway with batches? --url names its address"
+    if code == 413:
+        return "submit it in several batches"
+    if error_code == "insufficient_quota":
+        return "files expire, or DELETE /v1/files/ID removes one"
+    return None
+
+
+def _seconds(value: str | None) -> float | None:
+    try:
+        seconds = float(value or "")
+    except ValueError:
+        return None
+    return min(seconds, LONGEST_RETRY_AFTER) if seconds > 0 else None
+
+
 # Reading answers.
 
 
@@ -351,52 +526,56 @@ def _trust(ca: Path | None, own: Path | None = None) -> ssl.SSLContext:
 # Where the admin API is.
 
 
-def connect_admin(
-    url: str | None,
-    key_file: Path | None,
-    config: Path | None,
-    environment: Mapping[str, str] = os.environ,
-    *,
-    ca: Path | None = None,
-) -> AdminClient:
-    """Open the admin API by flag, environment and settings, in this order.
+class AdminFlags(options.FlagGroup):
+    """The flags that name the admin API of the running gateway."""
 
-    `ca`: PEM file of its certificate, or of the authority behind it. Raises CommandFailed.
-    """
-    if url is not None and urlsplit(url).scheme not in {"http", "https"}:
-        raise CommandFailed(f"--admin-url {url}: must be like http://127.0.0.1:8001", status=2)
-    needed = {}
-    if url is None:
-        address = "--admin-url names the admin listener's address"
-        needed = {"host": address, "port": address, "tls": address}
-    if key_file is None:
-        needed["key_file"] = "--admin-key-file names the file of its key"
-    for name, key in (("HOST", "host"), ("PORT", "port")):
-        if environment.get(f"LLAMA_GATEWAY_ADMIN_{name}"):
-            needed.pop(key, None)
-    admin = _settings(config, needed) if needed else None
-    own = None
-    if url is None:
-        own = admin.tls.cert if admin is not None and admin.tls is not None else None
-        host = environment.get("LLAMA_GATEWAY_ADMIN_HOST") or (admin.host if admin else "127.0.0.1")
-        port = environment.get("LLAMA_GATEWAY_ADMIN_PORT") or (admin.port if admin else 8001)
-        host = _EVERY_ADDRESS.get(host, host)
-        scheme = "http" if own is None else "https"
-        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    if key_file is None and admin is not None:
-        key_file = admin.key_file
-    if ca is None and (named := environment.get("LLAMA_GATEWAY_ADMIN_CA")):
-        ca = Path(named)
-    try:
-        tls = _trust(ca, own) if urlsplit(url).scheme == "https" else None
-    except ValueError as why:
-        raise CommandFailed(
-            f"{ca or own}: the admin listener's certificate can't be read: {why}; name it, or the "
-            "authority behind it, with --admin-ca",
-            status=2,
-        ) from None
-    admin_key = _read_key(key_file, "admin key file") if key_file else None
-    return AdminClient(url.rstrip("/"), admin_key, tls)
+    admin_url: options.AdminUrl = None
+    admin_key_file: options.AdminKeyFile = None
+    admin_ca: options.AdminCa = None
+    config: options.ConfigFile = None
+
+    def connect(self) -> AdminClient:
+        """Open the admin API by flag, environment and settings, in this order.
+
+        Raises CommandFailed.
+        """
+        url, key_file, ca = self.admin_url, self.admin_key_file, self.admin_ca
+        if url is not None and urlsplit(url).scheme not in {"http", "https"}:
+            raise CommandFailed(f"--admin-url {url}: must be like http://127.0.0.1:8001", status=2)
+        needed = {}
+        if url is None:
+            address = "--admin-url names the admin listener's address"
+            needed = {"host": address, "port": address, "tls": address}
+        if key_file is None:
+            needed["key_file"] = "--admin-key-file names the file of its key"
+        for name, key in (("HOST", "host"), ("PORT", "port")):
+            if os.environ.get(f"LLAMA_GATEWAY_ADMIN_{name}"):
+                needed.pop(key, None)
+        admin = _settings(self.config, needed) if needed else None
+        own = None
+        if url is None:
+            own = admin.tls.cert if admin is not None and admin.tls is not None else None
+            host = os.environ.get("LLAMA_GATEWAY_ADMIN_HOST") or (
+                admin.host if admin else "127.0.0.1"
+            )
+            port = os.environ.get("LLAMA_GATEWAY_ADMIN_PORT") or (admin.port if admin else 8001)
+            host = _EVERY_ADDRESS.get(host, host)
+            scheme = "http" if own is None else "https"
+            url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        if key_file is None and admin is not None:
+            key_file = admin.key_file
+        if ca is None and (named := os.environ.get("LLAMA_GATEWAY_ADMIN_CA")):
+            ca = Path(named)
+        try:
+            tls = _trust(ca, own) if urlsplit(url).scheme == "https" else None
+        except ValueError as why:
+            raise CommandFailed(
+                f"{ca or own}: the admin listener's certificate can't be read: {why}; name it, or "
+                "the authority behind it, with --admin-ca",
+                status=2,
+            ) from None
+        admin_key = _read_key(key_file, "admin key file") if key_file else None
+        return AdminClient(url.rstrip("/"), admin_key, tls)
 
 
 def _settings(config: Path | None, needed: Mapping[str, str]) -> AdminSettings | None:
@@ -407,7 +586,6 @@ def _settings(config: Path | None, needed: Mapping[str, str]) -> AdminSettings |
     path = options.settings_file(config)
     if path is None:
         return None
-    from gateway.config.errors import ConfigError
     from gateway.config.settings import load_admin, load_settings
 
     try:
@@ -436,3 +614,163 @@ def _settings(config: Path | None, needed: Mapping[str, str]) -> AdminSettings |
         "with `admin` of this file"
     )
     return admin
+
+
+# The store, where no gateway runs.
+
+# The state folder of the systemd unit that the deployment installs.
+UNIT_STATE_FOLDER = Path("/var/lib/llama-gateway")
+OPEN_SECONDS = 10.0  # seconds to wait for the store
+
+
+class NoStore(CommandFailed):
+    """The settings, or the gateway that runs, have no store."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the settings have no store (store.url: off): 'llama-gateway keys create' shows the "
+            "lines for the settings",
+            status=2,
+        )
+
+
+class StoreFlags(options.FlagGroup):
+    """The flags that name the gateway, or the store that is read where none runs."""
+
+    config: options.ConfigFile = None
+    admin_url: options.AdminUrl = None
+    admin_key_file: options.AdminKeyFile = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[AdminClient | Store]:
+        """The admin API of the gateway that runs, else the open store; says on stderr which store.
+
+        A store that does not exist is not made. Raises CommandFailed: the gateway uses another
+        store than the settings name, or there is none.
+        """
+        from gateway.config.stored import STORE_OFF
+        from gateway.store.failures import StoreError
+
+        with AdminFlags(**vars(self)).connect() as admin:
+            if is_gateway_running(admin, self.admin_url, self.config):
+                yield admin
+                return
+        settings = read_settings(self.config)
+        if settings.store.url == STORE_OFF:
+            raise CommandFailed("the settings have no store (store.url: off)", status=2)
+        location = named_store(settings)
+        print_note(f"store: {location.shown} (no gateway answers at {admin.url})")
+        if location.path is not None and not location.path.is_file():
+            raise CommandFailed(
+                f"there is no {location.path}: no gateway has used it yet; --config names the "
+                "settings"
+            )
+        with open_alone(location) as store:
+            try:
+                yield store
+            except StoreError as error:
+                raise CommandFailed(f"the store {location.shown} can't be used: {error}") from None
+
+
+def read_settings(config: Path | None) -> Settings:
+    """Read the settings file that is named, else the default one. Raises ConfigError."""
+    from gateway.config.settings import load_settings
+
+    return load_settings(options.settings_file(config))
+
+
+def is_gateway_running(admin: AdminClient, admin_url: str | None, config: Path | None) -> bool:
+    """Whether a gateway answers; then tell its store.
+
+    Raises CommandFailed as `check_same_store`, and if none answers at an `admin_url` of the user's.
+    """
+    try:
+        status = admin.status()
+    except NoGateway:
+        if admin_url is not None:
+            raise
+        return False
+    check_same_store(admin, status, config)
+    return True
+
+
+def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | None) -> None:
+    """Tell the store of the running gateway.
+
+    Raises CommandFailed if the settings name another one: the command would change keys of a
+    gateway that its user does not mean.
+    """
+    from gateway.config.stored import STORE_OFF
+
+    store = status.get("store")
+    state = store.get("state") if isinstance(store, dict) else None
+    own = store.get("url") if isinstance(store, dict) else None
+    print_note(f"store: {own or STORE_OFF} (of the gateway at {admin.url}, state: {state})")
+    try:
+        settings = read_settings(config)
+    except ConfigError:
+        return  # `AdminFlags` has told it; the gateway has its own settings.
+    if settings.store.url is None:
+        return
+    location = None if settings.store.url == STORE_OFF else named_store(settings)
+    named = None if location is None else location.shown
+    if _real(named) != _real(own):
+        raise CommandFailed(
+            f"the gateway at {admin.url} has the store {own or STORE_OFF}, but "
+            f"{options.settings_file(config)} names {named or STORE_OFF}: name that gateway's "
+            "settings with --config, or another gateway with --admin-url",
+            status=2,
+        )
+
+
+def _real(url: str | None) -> str | None:
+    """Follow links in the path of a SQLite file."""
+    prefix = "sqlite:///"
+    if url is not None and url.startswith(prefix):
+        return prefix + os.path.realpath(url.removeprefix(prefix))
+    return url
+
+
+def named_store(settings: Settings, unit_folder: Path = UNIT_STATE_FOLDER) -> StoreLocation:
+    """Return the store that the settings name; by default the unit's, else the user's.
+
+    Raises CommandFailed.
+    """
+    from gateway.app.startup import state_folder
+    from gateway.config.stored import STORE_OFF
+    from gateway.store.database import FILE_NAME, locate_store
+
+    url = settings.store.url
+    if url == STORE_OFF:
+        raise NoStore
+    folder = state_folder()
+    if url is None and "STATE_DIRECTORY" not in os.environ:
+        try:
+            (unit_folder / FILE_NAME).stat()
+            folder = unit_folder
+        except FileNotFoundError:
+            pass
+        except PermissionError:
+            if not (folder / FILE_NAME).exists():
+                raise CommandFailed(
+                    f"{unit_folder / FILE_NAME}, the store of the installed gateway, can't be "
+                    "opened by this user: use sudo, or name another store in the settings "
+                    "(store.url)"
+                ) from None
+    return locate_store(url, folder)
+
+
+@contextlib.contextmanager
+def open_alone(location: StoreLocation) -> Iterator[Store]:
+    """Open the store while no gateway runs, and log nothing but errors."""
+    from gateway.store.store import Store
+    from gateway.watch.logs import set_up_logging
+
+    # What fails is in the command's own error.
+    with set_up_logging("error", "console"):
+        store = Store(location)
+        store.start()
+        try:
+            yield store
+        finally:
+            store.close(OPEN_SECONDS)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from urllib.parse import quote
 
 import typer
 
 from gateway.cli import key_rights, options
-from gateway.cli.key_access import KeysNotStored, open_keys
-from gateway.cli.key_rights import PriorityChoice
+from gateway.cli.client import (
+    OPEN_SECONDS,
+    AdminClient,
+    AdminFlags,
+    GatewayRefused,
+    NoStore,
+    is_gateway_running,
+    named_store,
+    open_alone,
+    read_settings,
+)
+from gateway.cli.key_rights import (
+    NewRightFlags,
+    PriorityChoice,
+    RightFlags,
+    listed_problems,
+    read_key_file,
+)
 from gateway.cli.options import Json, examples_epilog
-from gateway.cli.store_access import NoStore
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -26,9 +43,14 @@ from gateway.cli.terminal import (
     print_note,
     print_table,
 )
+from gateway.config.errors import ConfigError, escape_json
 
 if TYPE_CHECKING:
+    from gateway.callers.key_desk import KeyDesk
     from gateway.callers.keys import ApiKey
+    from gateway.callers.stored_keys import KeyProblem
+    from gateway.config.keys import KeySpec
+    from gateway.config.settings import Settings
 
 
 app = typer.Typer(
@@ -75,6 +97,38 @@ KeyId = Annotated[
 KeyName = Annotated[str, typer.Argument(metavar="NAME", help="The key's name or id.")]
 
 
+class KeyFlags(options.FlagGroup):
+    """The flags that name the keys: those of the gateway that runs, else of the store itself."""
+
+    admin_url: options.AdminUrl = None
+    admin_key_file: options.AdminKeyFile = None
+    config: options.ConfigFile = None
+    nodes: options.NodesFile = options.DEFAULT_NODES
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[KeyAccess]:
+        """Open the keys. Tells on stderr which store it is. Raises CommandFailed."""
+        flags = AdminFlags(
+            admin_url=self.admin_url, admin_key_file=self.admin_key_file, config=self.config
+        )
+        with flags.connect() as admin:
+            if is_gateway_running(admin, self.admin_url, self.config):
+                yield RunningGateway(admin)
+                return
+        settings = read_settings(self.config)
+        location = named_store(settings)
+        print_note(f"store: {location.shown} (no gateway answers at {admin.url})")
+        from gateway.callers.key_desk import KeyDesk
+
+        def unknown(specs: Sequence[KeySpec]) -> Sequence[str]:
+            return unknown_models(settings, self.nodes, specs)
+
+        with open_alone(location) as store:
+            yield StoreAlone(
+                KeyDesk(settings, store, unknown, seconds=OPEN_SECONDS), location.shown
+            )
+
+
 @app.command(
     "hash",
     cls=HelpCommand,
@@ -119,42 +173,32 @@ _CREATE_EXAMPLES = examples_epilog(
 
 
 @app.command("create", cls=HelpCommand, epilog=_CREATE_EXAMPLES)
-@key_rights.takes_rights(
-    trust_user_headers=typer.Option(
-        None,
-        "--trust-user-headers",
-        help=key_rights.TRUST_HELP,
-        rich_help_panel=key_rights.USERS_PANEL,
-    )
-)
+@options.takes(rights=NewRightFlags, stored=KeyFlags)
 def create(
     *,
     key_id: KeyId = None,
     name: key_rights.NewName = None,
-    rights: dict[str, Any],
+    rights: NewRightFlags,
     print_only: bool = typer.Option(False, "--print", hidden=True),
     as_json: Json = False,
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    config: options.ConfigFile = None,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    stored: KeyFlags,
 ) -> None:
     """Make a key with its name, rights and limits, and store its SHA-256.
 
     The key is shown only now, and kept nowhere. It works from the next request on. Where there is
     no store, the lines for the settings are shown.
     """
-    default_class, max_class = rights.get("class"), rights.get("max_class")
+    fields = rights.fields()
+    default_class, max_class = fields.get("class"), fields.get("max_class")
     highest = max_class or default_class or PriorityChoice.NORMAL.value
     classes = [one.value for one in PriorityChoice]
     if default_class is not None and classes.index(default_class) < classes.index(highest):
         raise typer.BadParameter(f"is below --class {default_class}", param_hint="--max-class")
-    if "user_limits" in rights and not rights.get("trust_user_headers"):
+    if "user_limits" in fields and not fields.get("trust_user_headers"):
         raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
     first = {"name": name, "class": default_class, "max_class": highest}
-    rights = key_rights.given({**first, **rights})
     key = _new_key(key_id)
-    entry = {"id": key.id, "sha256": key.sha256, **rights}
+    entry = {"id": key.id, "sha256": key.sha256, **key_rights.given({**first, **fields})}
     if print_only:
         print_note(
             "warning: --print goes with the next release: where the settings have no store "
@@ -163,7 +207,7 @@ def create(
         _show_lines(key, entry, as_json=as_json)
         return
     try:
-        with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        with stored.open() as keys:
             made = keys.create(entry)
     except NoStore:
         print_note("there is no store (store.url: off): put the lines into the settings")
@@ -174,16 +218,15 @@ def create(
 
 
 @app.command("list", cls=HelpCommand)
+@options.takes(stored=KeyFlags)
 def list_(
+    *,
     revoked: bool = typer.Option(False, "--revoked", help="Show revoked keys as well."),
     as_json: Json = False,
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    config: options.ConfigFile = None,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    stored: KeyFlags,
 ) -> None:
     """Show all keys of the settings and the store, without their secrets, which nobody has."""
-    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+    with stored.open() as keys:
         found = keys.list(revoked=revoked)
     tell_warnings(found.get("warnings", ()))
     if found.get("problem"):
@@ -197,16 +240,15 @@ def list_(
 
 
 @app.command("show", cls=HelpCommand)
+@options.takes(stored=KeyFlags)
 def show(
+    *,
     name: KeyName,
     as_json: Json = False,
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    config: options.ConfigFile = None,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    stored: KeyFlags,
 ) -> None:
     """Show one key: its rights, its limits, and when it was made and ends."""
-    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+    with stored.open() as keys:
         key = keys.show(name)
     if as_json:
         print_json(key)
@@ -227,7 +269,7 @@ _SET_EXAMPLES = examples_epilog(
 
 
 @app.command("set", cls=HelpCommand, epilog=_SET_EXAMPLES)
-@key_rights.takes_rights()
+@options.takes(rights=RightFlags, stored=KeyFlags)
 def set_(
     *,
     name: KeyName,
@@ -246,22 +288,19 @@ def set_(
             "user-limits, cache for all of them."
         ),
     ),
-    rights: dict[str, Any],
+    rights: RightFlags,
     as_json: Json = False,
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    config: options.ConfigFile = None,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    stored: KeyFlags,
 ) -> None:
     """Change a stored key's name, rights or limits; its id and its secret stay.
 
     What no flag names stays as it is. A change holds for the next request.
     """
-    wanted = key_rights.given({"name": new_name, **rights})
+    wanted = key_rights.given({"name": new_name, **rights.fields()})
     removed = key_rights.unset_fields(unset or (), wanted)
     if not wanted and not removed:
         raise typer.BadParameter("say what to change, such as --rpm 60 or --unset rpm")
-    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+    with stored.open() as keys:
         before = keys.show(name)
         trusted = wanted.get("trust_user_headers", before.get("trust_user_headers"))
         if "user_limits" in wanted and not trusted:
@@ -275,19 +314,18 @@ def set_(
 
 
 @app.command("revoke", cls=HelpCommand)
+@options.takes(stored=KeyFlags)
 def revoke(
+    *,
     name: KeyName,
     as_json: Json = False,
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    config: options.ConfigFile = None,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    stored: KeyFlags,
 ) -> None:
     """End a key for good: within a second its requests get 401, on open connections too.
 
     Requests that run already are served to their end. Its name is free again, its id is not.
     """
-    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+    with stored.open() as keys:
         key = keys.revoke(name)
     if as_json:
         print_json(key)
@@ -303,16 +341,15 @@ def revoke(
         ("llama-gateway keys rotate alice --grace 0", "the old secret ends now: it has leaked"),
     ),
 )
+@options.takes(stored=KeyFlags)
 def rotate(
+    *,
     name: KeyName,
     grace: str = typer.Option(
         "24h", metavar="TIME", help="How long the old secret works; 0: it ends."
     ),
     as_json: Json = False,
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    config: options.ConfigFile = None,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    stored: KeyFlags,
 ) -> None:
     """Give a key another secret, which is shown only now; its id, rights and limits stay."""
     from gateway.callers.key_desk import checked_grace
@@ -322,7 +359,7 @@ def rotate(
         seconds = checked_grace(grace)
     except GatewayError as error:
         raise typer.BadParameter(error.message, param_hint="--grace") from None
-    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+    with stored.open() as keys:
         key = _new_key(str(keys.show(name)["id"]))
         rotated = keys.rotate(name, key.sha256, seconds)
     tell_warnings(rotated.pop("warnings", ()))
@@ -340,25 +377,22 @@ def rotate(
         ("llama-gateway keys import keys.csv", "a table: id,sha256,name,models,rpm,budget,…"),
     ),
 )
+@options.takes(stored=KeyFlags)
 def import_(
+    *,
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="YAML, JSON or CSV; - reads YAML from stdin.")
     ],
     as_json: Json = False,
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    config: options.ConfigFile = None,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    stored: KeyFlags,
 ) -> None:
     """Store keys by their hashes, all or none; every bad line is named.
 
     The keys' holders keep the secrets that they have: lg_ID_SECRET, of whose SECRET the file has
     the SHA-256.
     """
-    from gateway.cli.key_files import listed_problems, read_key_file
-
     listed = read_key_file(file)
-    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+    with stored.open() as keys:
         try:
             warnings = keys.import_keys([entry.fields for entry in listed])
         except KeysNotStored as error:
@@ -505,11 +539,171 @@ def show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: b
     if shown:
         print(f"The key, shown only now:\n\n  {key.text}\n")
     print("For config/gateway.yaml:\n\nkeys:")
-    from gateway.config.errors import escape_json
-
     # Any JSON string is a YAML string.
     lines = [
         f"{name}: {escape_json(json.dumps(value, ensure_ascii=False))}"
         for name, value in entry.items()
     ]
     print("  - " + "\n    ".join(lines))
+
+
+# Where keys are. While a gateway runs, its admin API makes every change, so that one program knows
+# the models, the settings in force and the audit log. If none answers, the command opens the store.
+
+
+class KeysNotStored(Exception):  # noqa: N818 - says what happened to the keys
+    """None of several keys was stored; `problems` says what is wrong with which."""
+
+    def __init__(self, problems: Sequence[KeyProblem]) -> None:
+        super().__init__()
+        self.problems = problems
+
+
+class RunningGateway:
+    """The keys of a running gateway, by its admin API. The methods raise CommandFailed."""
+
+    def __init__(self, admin: AdminClient) -> None:
+        self._admin = admin
+
+    def list(self, *, revoked: bool) -> dict[str, Any]:
+        """Return all `keys`, without secrets, and `warnings`."""
+        return self._admin.request("GET", "/admin/keys", {"revoked": "1"} if revoked else None)
+
+    def show(self, name: str) -> dict[str, Any]:
+        """Return one key; its name may hold anything, which a path can't."""
+        found = self._admin.request("GET", "/admin/keys", {"name": name, "revoked": "1"})
+        keys = [key for key in found.get("keys", ()) if isinstance(key, dict)]
+        if not keys:
+            raise CommandFailed(
+                f"there is no key of the name or id '{name}'; 'llama-gateway keys list' shows all"
+            )
+        return min(keys, key=lambda key: key.get("state") == "revoked")
+
+    def create(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Store a key, which has an id and a hash, and return it. Raises NoStore, too."""
+        try:
+            return self._admin.request("POST", "/admin/keys", body=entry)
+        except GatewayRefused as error:
+            if error.code == 501:
+                raise NoStore from None
+            raise
+
+    def import_keys(self, entries: Sequence[object]) -> Sequence[str]:
+        """Store all of these or none; returns warnings. Raises KeysNotStored, too."""
+        from gateway.callers.stored_keys import KeyProblem
+
+        try:
+            done = self._admin.request("POST", "/admin/keys/import", body={"keys": entries})
+        except GatewayRefused as error:
+            problems = error.body.get("problems")
+            if not isinstance(problems, list) or not problems:
+                raise
+            raise KeysNotStored([KeyProblem(**problem) for problem in problems]) from None
+        return list(done.get("warnings", ()))
+
+    def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
+        """Change a key by a JSON merge patch (RFC 7396), and return it, with `warnings`."""
+        return self._admin.request("PATCH", self._path(name), body=patch)
+
+    def rotate(self, name: str, sha256: str, grace: float) -> dict[str, Any]:
+        """Give a key another secret, and return it."""
+        path = f"{self._path(name)}/rotate"
+        return self._admin.request("POST", path, body={"sha256": sha256, "grace": grace})
+
+    def revoke(self, name: str) -> dict[str, Any]:
+        """Revoke a key, and return it."""
+        return self._admin.request("DELETE", self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"/admin/keys/{quote(str(self.show(name)['id']), safe='')}"
+
+
+class StoreAlone:
+    """The keys of a store that this command has open, and of the settings: as `RunningGateway`."""
+
+    def __init__(self, desk: KeyDesk, store: str) -> None:
+        self._desk = desk
+        self._store = store
+
+    def list(self, *, revoked: bool) -> dict[str, Any]:
+        """Return all keys."""
+        return self._do(self._desk.list(revoked=revoked))
+
+    def show(self, name: str) -> dict[str, Any]:
+        """Return one key."""
+        return self._do(self._desk.show(name))
+
+    def create(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Store a key."""
+        return self._do(self._desk.create(entry))
+
+    def import_keys(self, entries: Sequence[object]) -> Sequence[str]:
+        """Store keys."""
+        warnings: Sequence[str] = self._do(self._desk.import_keys(entries), of_many=True)[
+            "warnings"
+        ]
+        return warnings
+
+    def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
+        """Change a key."""
+        changed = self._do(self._desk.change(name, patch))
+        # Only of models that this change names: others were warned of before.
+        return changed if "models" in patch else {**changed, "warnings": ()}
+
+    def rotate(self, name: str, sha256: str, grace: float) -> dict[str, Any]:
+        """Give a key another secret."""
+        return self._do(self._desk.rotate(name, {"sha256": sha256, "grace": grace}))
+
+    def revoke(self, name: str) -> dict[str, Any]:
+        """Revoke a key."""
+        return self._do(self._desk.revoke(name))
+
+    def _do(
+        self, work: Coroutine[Any, Any, dict[str, Any]], *, of_many: bool = False
+    ) -> dict[str, Any]:
+        import asyncio  # heavy for `--help`
+
+        from gateway.callers.stored_keys import KeysRefused
+        from gateway.errors import GatewayError
+        from gateway.store.failures import StoreError
+
+        try:
+            return asyncio.run(work)
+        except KeysRefused as error:
+            if of_many:
+                raise KeysNotStored(error.problems) from None
+            raise CommandFailed(error.message, 2 if error.status == 400 else 1) from None
+        except StoreError as error:
+            raise CommandFailed(f"the store {self._store} can't be used: {error}") from None
+        except GatewayError as error:
+            raise CommandFailed(error.message) from None
+
+
+KeyAccess: TypeAlias = RunningGateway | StoreAlone
+
+
+def unknown_models(settings: Settings, nodes: Path, specs: Sequence[KeySpec]) -> Sequence[str]:
+    """Return a warning for each model that no node of the inventory declares."""
+    from gateway.config.inventory import load_inventory
+    from gateway.config.routing import CATCH_ALL
+
+    names = list(dict.fromkeys(name for spec in specs for name in spec.models or ()))
+    if not names or CATCH_ALL in settings.models:
+        return []
+    try:
+        inventory = load_inventory(nodes)
+    except (ConfigError, OSError):
+        return [f"{nodes} can't be read, so nobody knows whether a node serves {', '.join(names)}"]
+    enabled = [node for node in inventory.nodes if node.enabled]
+    known = {name for node in enabled for name in node.models or ()} | set(settings.models)
+    silent = any(node.models is None for node in enabled)
+    effect = (
+        "a node that declares no models may serve it"
+        if silent
+        else "requests for it get 404 until one does"
+    )
+    return [
+        f"no node of {nodes} declares the model '{name}'; {effect}"
+        for name in names
+        if name not in known
+    ]

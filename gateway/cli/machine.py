@@ -239,12 +239,7 @@ def fit(
         repacked_types,
     )
     from gateway.local.topology import read_topology
-    from gateway.workshop.fit import (
-        LAYOUT_FLAGS,
-        choice_table,
-        fit_as_dict,
-        report_lines,
-    )
+    from gateway.workshop.fit import LAYOUT_FLAGS, choice_table, fit_as_dict, report_lines
     from gateway.workshop.fit import fit as compute
 
     key_type, value_type = _kv_types(kv_type)

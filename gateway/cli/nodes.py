@@ -14,15 +14,9 @@ from urllib.parse import quote
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import AdminClient, NoGateway, connect_admin
+from gateway.cli.client import AdminClient, AdminFlags, NoGateway
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    format_cell,
-    print_json,
-    print_note,
-    print_table,
-)
+from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_table
 
 NODES_EXAMPLES = examples_epilog(
     ("llama-gateway nodes", "every node, its state and the reason"),
@@ -62,7 +56,9 @@ class NodeAction(enum.StrEnum):
     PROBE = "probe"
 
 
+@options.takes(gateway=AdminFlags)
 def nodes(
+    *,
     action: NodeAction = typer.Argument(
         NodeAction.LIST, metavar="|".join(NodeAction), help="What to do."
     ),
@@ -90,10 +86,7 @@ def nodes(
     yes: bool = typer.Option(
         False, "--yes", help="Drain a group though nobody else serves a model of it; do not ask."
     ),
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    admin_ca: options.AdminCa = None,
-    config: options.ConfigFile = None,
+    gateway: AdminFlags,
     wait: bool = typer.Option(False, "--wait", help="Drain: end only when the nodes are idle."),
     timeout: float = typer.Option(3600.0, min=0.0, metavar="SECONDS", help="Longest --wait."),
     deadline: float | None = typer.Option(
@@ -126,7 +119,7 @@ def nodes(
     if action is not NodeAction.DRAIN and (wait or deadline is not None):
         raise typer.BadParameter("only a drain has it", param_hint="--wait, --deadline")
     parameters = {} if deadline is None else {"deadline": deadline}
-    with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+    with gateway.connect() as admin:
         if listing:
             found = admin.nodes()
             _list(found if selection.is_empty else selection.choose(found), as_json=as_json)
@@ -427,17 +420,16 @@ class ModelAction(enum.StrEnum):
     RESUME = "resume"
 
 
+@options.takes(gateway=AdminFlags)
 def models(
+    *,
     action: ModelAction = typer.Argument(
         ModelAction.LIST, metavar="|".join(ModelAction), help="What to do."
     ),
     name: str | None = typer.Argument(
         None, metavar="NAME", help="The public name; needed for all but list."
     ),
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    admin_ca: options.AdminCa = None,
-    config: options.ConfigFile = None,
+    gateway: AdminFlags,
     as_json: options.Json = False,
 ) -> None:
     """Show the models of the running gateway; pause or resume one.
@@ -450,7 +442,7 @@ def models(
     if (name is None) != (action is ModelAction.LIST):
         need = "takes no model's name" if action is ModelAction.LIST else "needs a model's name"
         raise typer.BadParameter(f"{action.value} {need}", param_hint="NAME")
-    with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+    with gateway.connect() as admin:
         if name is None:
             _list_models(admin.request("GET", "/admin/models"), as_json=as_json)
             return

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import enum
+import functools
 import importlib.util
+import inspect
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from gateway.cli.terminal import CommandFailed
 
+if TYPE_CHECKING:
+    from gateway.app.startup import Options
+
+T = TypeVar("T")
 DEFAULT_NODES = Path("config/nodes.yaml")
 DEFAULT_CONFIG = Path("config/gateway.yaml")
 _of_files = partial(typer.Option, rich_help_panel="Files")
@@ -217,6 +224,66 @@ Start = Annotated[
         ),
     ),
 ]
+
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+class FlagGroup:
+    """Flags that several commands share: annotated attributes, each with its default."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+def takes(**groups: type[FlagGroup]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a command the flags of each group in place of its parameter of that name."""
+
+    def decorate(command: Callable[..., T]) -> Callable[..., T]:
+        flags = {
+            name: [
+                inspect.Parameter(flag, _KEYWORD, default=getattr(group, flag), annotation=kind)
+                for flag, kind in get_type_hints(group, include_extras=True).items()
+            ]
+            for name, group in groups.items()
+        }
+
+        @functools.wraps(command)
+        def with_flags(**values: Any) -> T:
+            for name, group in groups.items():
+                values[name] = group(**{one.name: values.pop(one.name) for one in flags[name]})
+            return command(**values)
+
+        own = inspect.signature(command, eval_str=True)
+        parameters = [
+            one.replace(kind=_KEYWORD)
+            for parameter in own.parameters.values()
+            for one in flags.get(parameter.name, [parameter])
+        ]
+        with_flags.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return with_flags
+
+    return decorate
+
+
+class ProcessFlags(FlagGroup):
+    """The flags of the gateway's own process."""
+
+    config: ConfigFile = None
+    host: Host = None
+    port: Port = None
+    admin_host: AdminHost = None
+    admin_port: AdminPort = None
+    admin_key_file: AdminKeyFile = None
+    allow_anonymous: AllowAnonymous = False
+
+    def startup(self, inventory_file: Path) -> Options:
+        """Return how the process starts over this inventory."""
+        from gateway.app.startup import Options
+
+        given = {**vars(self), "settings_file": settings_file(self.config)}
+        del given["config"]
+        return Options(inventory_file, **given)
 
 
 def settings_file(path: Path | None) -> Path | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rich import progress
 from rich.text import Text
@@ -13,8 +14,16 @@ from gateway.cli.terminal import console
 from gateway.config.errors import single_line
 from gateway.local.memory import format_gib
 
+if TYPE_CHECKING:
+    from gateway.local.server import ServerEvent
+    from gateway.workshop.bench.exchange import RequestResult
+    from gateway.workshop.bench.load import Load
+    from gateway.workshop.bench.report import LoadResult
+    from gateway.workshop.tune.search import Measurement, PlannedMeasurement, TuningSession
+
 # Seconds between two lines; on a terminal between two changes of a download's bar.
 LINE_SECONDS, REDRAW_SECONDS = 10.0, 0.1
+LOAD_LINE_SECONDS = 15.0  # seconds between two lines of a load
 
 
 class Progress(progress.Progress):
@@ -138,3 +147,187 @@ def describe_download(done: int, total: int | None, gained: int, seconds: float)
         left = (total - done) / speed
         shown += f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
     return shown
+
+
+class StartupProgress(Progress):
+    """Shows how local servers start; what they do later is logged."""
+
+    def __init__(self, servers: Sequence[str]) -> None:
+        super().__init__(
+            progress.TextColumn(" "),
+            progress.SpinnerColumn("line", finished_text=" "),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.TimeElapsedColumn(),
+            transient=False,
+        )
+        self._rows = {name: self.add_task(name, total=1) for name in servers}
+
+    def show(self, event: ServerEvent) -> None:
+        """Show what happened to a server, or log it after the start."""
+        from gateway.local.server import ServerLoading, ServerReady, ServerStarted
+
+        if self.ended:
+            _log(event)
+            return
+        match event:
+            case ServerStarted():
+                told = f"started on {event.url}"
+            case ServerLoading():
+                told = "loading the model"
+            case ServerReady():
+                told = f"ready after {event.seconds:.1f} s"
+            case _:
+                told = f"{event.exit_description}, restarts in {event.restart_in:g} s"
+        if self.on_terminal:
+            done = int(isinstance(event, ServerReady))
+            row = self._rows[event.name]
+            self.update(row, description=f"{event.name}: {told}", completed=done)
+        else:
+            self.note(f"  {event.name}: {told}")
+
+
+def _log(event: ServerEvent) -> None:
+    import structlog
+
+    from gateway.local.server import ServerExited, ServerReady
+
+    log = structlog.get_logger()
+    if isinstance(event, ServerExited):
+        log.warning(
+            "server exited",
+            server=event.name,
+            how=event.exit_description,
+            restart_in=event.restart_in,
+        )
+    elif isinstance(event, ServerReady):
+        log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
+
+
+class BenchProgress(Progress):
+    """Shows the requests of each load of a benchmark."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(24),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            clock=clock,
+        )
+        self._bar = self.add_task("", total=None)
+        self._load: Load | None = None
+        self._done = self._failed = self._tokens = 0
+        self._began = 0.0
+
+    def phase(self, text: str) -> None:
+        """What comes before the loads."""
+        if self.on_terminal:
+            self.update(self._bar, description=text, total=None)
+        else:
+            self.note(text)
+
+    def load_started(self, load: Load) -> None:
+        """A load begins."""
+        from gateway.workshop.bench.load import MOST_REQUESTS
+
+        self._load = load
+        self._done = self._failed = self._tokens = 0
+        self._began = self.clock()
+        self.begin()
+        known = load.requests if load.requests < MOST_REQUESTS else None
+        self.reset(self._bar, total=known, description=load.label)
+
+    def request_done(self, result: RequestResult) -> None:
+        """A request has ended."""
+        if self._load is None:
+            return
+        self._done += 1
+        self._failed += result.error is not None
+        self._tokens += result.tokens if result.error is None else 0
+        if self.on_terminal:
+            self.update(self._bar, completed=self._done, description=self._line(self._load))
+        elif self.due(LOAD_LINE_SECONDS):
+            self.note(f"{self._line(self._load)}: {self._done} done")
+
+    def load_done(self, result: LoadResult) -> None:
+        """A load has ended."""
+        from gateway.workshop.bench.report import milliseconds
+
+        found = result.figures
+        ttft = "-" if found.ttft is None else milliseconds(found.ttft.p50)
+        self.note(
+            f"{found.load.label}: {found.requests} requests in {found.seconds:.1f} s, "
+            f"{found.failed} failed, TTFT {ttft}, {found.total_tokens_per_second:.1f} tokens/s"
+        )
+
+    def _line(self, load: Load) -> str:
+        seconds = max(1e-3, self.clock() - self._began)
+        failed = f", {self._failed} failed" if self._failed else ""
+        return f"{load.label}, {self._tokens / seconds:.1f} tokens/s{failed}"
+
+
+class TuningProgress(Progress):
+    """Prints a line for each measurement, and on a terminal a bar of the time used."""
+
+    def __init__(self, session: TuningSession, minutes: float) -> None:
+        super().__init__(
+            progress.BarColumn(24),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+        )
+        self._session = session
+        self._seconds = self._seconds_left = minutes * 60
+        self._bar = self.add_task("", total=self._seconds)
+        self._estimated = False
+
+    def measurement_started(self, planned: PlannedMeasurement) -> None:
+        """A measurement begins."""
+        self._seconds_left = planned.seconds_left
+        if planned.seconds_each is not None and not self._estimated:
+            self._estimated = True
+            self._estimate(planned.seconds_each, planned.seconds_left)
+        search = self._session.search
+        knob = (
+            "rule of thumb"
+            if search.current_knob is None
+            else search.current_knob.replace("_", "-")
+        )
+        self.update(
+            self._bar,
+            completed=self._seconds - planned.seconds_left,
+            description=f"{knob}: {planned.setting}",
+        )
+
+    def measurement_done(self, measurement: Measurement) -> None:
+        """A measurement is done."""
+        from gateway.workshop.tune.benchmark import MOST_OTHER_WORK
+        from gateway.workshop.tune.report import format_figures
+
+        left = max(0.0, self._seconds_left - measurement.seconds) / 60
+        result = (
+            format_figures(measurement.figures)
+            if measurement.figures
+            else f"does not run: {measurement.error}"
+        )
+        busy = (
+            f"; other work took {measurement.other_work:.1f} CPUs"
+            if (measurement.other_work or 0.0) > MOST_OTHER_WORK
+            else ""
+        )
+        self.note(
+            f"{len(self._session.measurements):>3}. {measurement.setting}: {result} "
+            f"({measurement.seconds:.0f} s, {left:.1f} min left{busy})"
+        )
+
+    def _estimate(self, each: float, left: float) -> None:
+        expected = self._session.search.expected_measurements()
+        whole = expected * each
+        verdict = (
+            "the time is enough"
+            if whole <= left
+            else f"the time is for {int(left / each)} of them; more: --minutes"
+        )
+        self.note(
+            f"A measurement takes about {each:.0f} s, about {expected} of them "
+            f"{whole / 60:.0f} min: {verdict}."
+        )

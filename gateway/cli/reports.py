@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import AdminClient
+from gateway.cli.client import AdminClient, StoreFlags
 from gateway.cli.options import examples_epilog
-from gateway.cli.store_access import gateway_or_store
-from gateway.cli.terminal import (
-    CommandFailed,
-    print_json,
-    print_note,
-    print_table,
-)
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from gateway.callers.reports import LedgerReport
@@ -34,7 +28,9 @@ USAGE_EXAMPLES = examples_epilog(
 )
 
 
+@options.takes(stored=StoreFlags)
 def usage(
+    *,
     by: str = typer.Option(
         "model",
         metavar="key|group|user|model|class|day|tier",
@@ -47,9 +43,7 @@ def usage(
     ),
     as_json: options.Json = False,
     as_csv: bool = typer.Option(False, "--csv", help="Write CSV, for spreadsheets."),
-    config: options.ConfigFile = None,
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
+    stored: StoreFlags,
 ) -> None:
     """Show what requests used and cost, and what the machines cost.
 
@@ -68,7 +62,7 @@ def usage(
         raise CommandFailed(f"--{error.parameter}: {error}", status=2) from None
     given = {name: value for name, value in asked.items() if value is not None}
     report, table = dict[str, Any](), ""
-    with gateway_or_store(admin_url, admin_key_file, config) as source:
+    with stored.open() as source:
         if not isinstance(source, AdminClient):
             read = _read(source, asked)
             report, table = read.to_json(), read.to_csv()
@@ -91,12 +85,7 @@ def usage(
 
 
 def _read(store: Store, asked: dict[str, str | None]) -> LedgerReport:
-    from gateway.callers.reports import (
-        InvalidQuery,
-        ReportInterrupted,
-        ReportReader,
-        parse_query,
-    )
+    from gateway.callers.reports import InvalidQuery, ReportInterrupted, ReportReader, parse_query
 
     reader = ReportReader(parse_query(time.time(), **asked))
     try:
@@ -188,7 +177,9 @@ AUDIT_EXAMPLES = examples_epilog(
 )
 
 
+@options.takes(stored=StoreFlags)
 def audit(
+    *,
     since: str | None = options.since(None, "the beginning"),
     until: options.Until = None,
     action: str | None = typer.Option(
@@ -201,9 +192,7 @@ def audit(
     ),
     limit: int = typer.Option(100, min=1, max=MOST_SHOWN, metavar="N", help="Most entries."),
     as_json: options.Json = False,
-    config: options.ConfigFile = None,
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
+    stored: StoreFlags,
 ) -> None:
     """Show who has changed what, and what was refused, the latest first.
 
@@ -218,7 +207,7 @@ def audit(
         target=target,
         limit=limit + 1,
     )
-    with gateway_or_store(admin_url, admin_key_file, config) as source:
+    with stored.open() as source:
         if isinstance(source, AdminClient):
             found = _asked(source, query)
         else:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +21,14 @@ from gateway.cli.terminal import (
     print_note,
     print_table,
 )
+from gateway.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from gateway.app.startup import StartProblem
-    from gateway.cli.node_checks import NodeCheck
-    from gateway.config.errors import Problem
-    from gateway.config.inventory import Inventory
+    from gateway.config.inventory import Inventory, NodeSpec
+    from gateway.config.settings import Settings
+    from gateway.nodes.node import Node
+    from gateway.nodes.server_properties import ServerProperties
 
 SERVE_EXAMPLES = examples_epilog(
     ("llama-gateway serve", "config/nodes.yaml and config/gateway.yaml, on 127.0.0.1:8000"),
@@ -43,15 +49,11 @@ CHECK_EXAMPLES = examples_epilog(
 _CHECK_COLUMNS = ("NAME", "ANSWER", "SLOTS", "CONTEXT", "MODELS", "BUILD", "LATENCY", "REMARKS")
 
 
+@options.takes(process=options.ProcessFlags)
 def serve(
+    *,
     nodes: options.NodesFile = options.DEFAULT_NODES,
-    config: options.ConfigFile = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    admin_host: options.AdminHost = None,
-    admin_port: options.AdminPort = None,
-    admin_key_file: options.AdminKeyFile = None,
-    allow_anonymous: options.AllowAnonymous = False,
+    process: options.ProcessFlags,
 ) -> None:
     """Run the gateway over the nodes of the inventory, in the foreground.
 
@@ -61,19 +63,9 @@ def serve(
     """
     from gateway.app.handover import restart_command
     from gateway.app.process import run
-    from gateway.app.startup import Options, StartError
+    from gateway.app.startup import StartError
 
-    given = Options(
-        inventory_file=nodes,
-        settings_file=options.settings_file(config),
-        host=host,
-        port=port,
-        admin_host=admin_host,
-        admin_port=admin_port,
-        allow_anonymous=allow_anonymous,
-        admin_key_file=admin_key_file,
-        restart_command=restart_command(),
-    )
+    given = replace(process.startup(nodes), restart_command=restart_command())
     try:
         status = run(given)
     except StartError as error:
@@ -81,15 +73,11 @@ def serve(
     raise typer.Exit(status)
 
 
+@options.takes(process=options.ProcessFlags)
 def check(
+    *,
     nodes: options.NodesFile = options.DEFAULT_NODES,
-    config: options.ConfigFile = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    admin_host: options.AdminHost = None,
-    admin_port: options.AdminPort = None,
-    admin_key_file: options.AdminKeyFile = None,
-    allow_anonymous: options.AllowAnonymous = False,
+    process: options.ProcessFlags,
     probe: bool = typer.Option(False, "--probe", help="Ask every node for its properties as well."),
     as_json: options.Json = False,
 ) -> None:
@@ -100,19 +88,9 @@ def check(
     """
     import asyncio
 
-    from gateway.app.startup import Options, check_startup, empty_pools
-    from gateway.config.errors import ConfigError
+    from gateway.app.startup import check_startup, empty_pools
 
-    given = Options(
-        inventory_file=nodes,
-        settings_file=options.settings_file(config),
-        host=host,
-        port=port,
-        admin_host=admin_host,
-        admin_port=admin_port,
-        admin_key_file=admin_key_file,
-        allow_anonymous=allow_anonymous,
-    )
+    given = process.startup(nodes)
     found = check_startup(given)
     if found.problems or found.start_problems or found.settings is None or found.inventory is None:
         if as_json:
@@ -134,8 +112,6 @@ def check(
     checks: list[NodeCheck] = []
     differing: list[str] = []
     if probe:
-        from gateway.cli.node_checks import check_nodes, differences
-
         checks = asyncio.run(check_nodes(found.inventory, found.settings))
         differing = differences(checks)
     if as_json:
@@ -191,3 +167,187 @@ def _report(
     if checks:
         print()
         print_table(_CHECK_COLUMNS, (one.table_row() for one in checks), state_column=1)
+
+
+# `check --probe`: every node is asked for its properties, as the gateway itself does.
+
+MOST_CONCURRENT_CHECKS = 32
+MOST_TOOLS, MOST_NAMED_TOOLS = 100, 3
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCheck:
+    """The result of one node."""
+
+    spec: NodeSpec
+    answer: str
+    detail: str
+    seconds: float
+    properties: ServerProperties
+    drift: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()  # what the server does not say, and the inventory could
+    tools: tuple[str, ...] = ()
+    """What its server runs on its host for whoever asks (`--tools`, `--agent`)."""
+
+    @property
+    def up(self) -> bool:
+        """Whether the node can take requests."""
+        return self.answer == "up"
+
+    @property
+    def fails(self) -> bool:
+        """Whether the node can't take requests, though the inventory lets it work."""
+        return self.spec.enabled and not self.spec.standby and not self.up
+
+    def table_row(self) -> list[object]:
+        """Return the row of the table; its remarks have the tools, as a danger."""
+        properties = self.properties
+        danger = ""
+        if self.tools:
+            danger = (
+                f"its server was started with --tools or --agent: whoever reaches it can run "
+                f"{', '.join(self.tools[:MOST_NAMED_TOOLS])} on its host; start it without"
+            )
+        remarks = (self.detail, *self.drift, *self.hints, danger)
+        return [
+            self.spec.name,
+            self.answer,
+            properties.slots,
+            properties.context,
+            properties.names,
+            properties.build,
+            f"{self.seconds * 1000:.0f} ms" if self.seconds else None,
+            "; ".join(filter(None, remarks)),
+        ]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON values."""
+        return {
+            "name": self.spec.name,
+            "url": self.spec.url,
+            "answer": self.answer,
+            "detail": self.detail,
+            "latency_seconds": round(self.seconds, 4),
+            "slots": self.properties.slots,
+            "context": self.properties.context,
+            "models": list(self.properties.names),
+            "build": self.properties.build,
+            "quantisation": self.properties.ftype,
+            "template": self.properties.template,
+            "drift": list(self.drift),
+            "hints": list(self.hints),
+            "purpose": self.properties.purpose,
+            "tools": list(self.tools),
+        }
+
+
+def differences(checks: Iterable[NodeCheck]) -> list[str]:
+    """Where nodes that serve one model differ, a sentence each."""
+    from gateway.nodes.model_index import ComparedServer, model_differences
+
+    servers = []
+    purposes: dict[str, dict[str, list[str]]] = {}
+    for one in checks:
+        spec, properties = one.spec, one.properties
+        if one.up and spec.kind == "llama.cpp":
+            models = properties.names if spec.models is None else tuple(spec.models)
+            context = properties.context if spec.context is None else spec.context
+            servers.append(ComparedServer(spec.name, models, context, properties))
+            for model in models if spec.endpoints is None else ():
+                by_purpose = purposes.setdefault(model, {})
+                by_purpose.setdefault(properties.purpose or "unknown", []).append(spec.name)
+    found = [one.in_words() for one in model_differences(servers)]
+    for model, by_purpose in purposes.items():
+        if len(by_purpose) > 1:
+            told = "; ".join(f"{one} on {', '.join(on)}" for one, on in by_purpose.items())
+            found.append(f"{model}: purpose: {told}: say the `endpoints` of each in the inventory")
+    return found
+
+
+async def check_nodes(inventory: Inventory, settings: Settings) -> list[NodeCheck]:
+    """Check all nodes, MOST_CONCURRENT_CHECKS at a time; each query has `health.timeout`."""
+    import asyncio
+
+    semaphore = asyncio.Semaphore(MOST_CONCURRENT_CHECKS)
+
+    async def check(spec: NodeSpec) -> NodeCheck:
+        async with semaphore:
+            return await _check_node(spec, settings)
+
+    return await asyncio.gather(*map(check, inventory.nodes))
+
+
+# Slots of a llama.cpp server that was started without `-np`: then all share one context.
+SLOTS_OF_A_SHARED_POOL = 4
+
+
+def _hints(spec: NodeSpec, properties: ServerProperties) -> tuple[str, ...]:
+    slots, context = properties.slots, properties.context
+    if spec.kv != "auto" or slots != SLOTS_OF_A_SHARED_POOL or context is None:
+        return ()
+    hint = (
+        f"{slots} slots of {context} tokens each, by its own words: started without -np they share "
+        f"{context} tokens; say so in the inventory (kv: shared, else kv: split)"
+    )
+    return (hint,)
+
+
+async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
+    import random
+
+    from gateway.nodes.circuit import Circuit
+    from gateway.nodes.health import check_alive, discover
+    from gateway.nodes.node import Node, NodeSettings
+    from gateway.nodes.server_properties import ServerProperties, inventory_drift
+    from gateway.transport.pool import open_node_pool
+
+    unknown = ServerProperties()
+    if not spec.enabled or spec.standby:
+        reason = "standby: true" if spec.enabled else "enabled: false"
+        return NodeCheck(spec, "standby", f"{reason} in the inventory, not asked", 0.0, unknown)
+    try:
+        pool = open_node_pool(spec)
+    except OSError as error:
+        return NodeCheck(spec, "failed", f"its TLS files can't be used ({error})", 0.0, unknown)
+    try:
+        node_settings = NodeSettings(settings.health, settings.timeouts)
+        circuit = Circuit(settings.health, random.Random())
+        node = Node(spec, pool, node_settings, time.monotonic, circuit)
+        outcome = await check_alive(node)
+        seconds = outcome.seconds
+        if outcome.up and spec.kind == "llama.cpp":
+            outcome = await discover(node)
+        properties = node.properties
+        return NodeCheck(
+            spec,
+            outcome.answer.value,
+            outcome.detail,
+            seconds,
+            properties,
+            drift=inventory_drift(spec, properties),
+            hints=_hints(spec, properties),
+            tools=await _read_tools(node) if outcome.up and spec.kind == "llama.cpp" else (),
+        )
+    finally:
+        pool.close()
+
+
+async def _read_tools(node: Node) -> tuple[str, ...]:
+    """The tools that its server runs for whoever asks. Without such it answers 403 or 404."""
+    from gateway.nodes.health import fetch
+    from gateway.nodes.lifecycle import ProbeResult
+
+    reply = await fetch(node, "/tools")
+    if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
+        return ()
+    listed = reply.json()
+    names = [
+        one["tool"][:64]
+        for one in (listed[:MOST_TOOLS] if isinstance(listed, list) else ())
+        if isinstance(one, dict) and isinstance(one.get("tool"), str)
+    ]
+    # What can change something, first.
+    return tuple(sorted(names, key=lambda name: name not in _WORST_TOOLS))
+
+
+_WORST_TOOLS = frozenset({"exec_shell_command", "write_file", "edit_file"})

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from gateway.config.errors import ConfigError, escape_json, single_line
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-    from gateway.config.errors import ConfigError
 
 
 PIPED_WIDTH = 10_000  # characters: a table in a pipe is not folded
@@ -58,8 +58,6 @@ def print_error(message: str) -> None:
     """Print an error of one or several lines to stderr."""
     from rich.text import Text
 
-    from gateway.config.errors import single_line
-
     for line in message.splitlines() or [""]:
         console(sys.stderr).print(
             Text("error: ", style="bold red"), single_line(line), sep="", soft_wrap=True
@@ -76,16 +74,12 @@ def print_config_error(error: ConfigError) -> None:
 
 def print_note(message: str) -> None:
     """Print a note to stderr, so that stdout holds the results alone."""
-    from gateway.config.errors import single_line
-
     # Not folded, so that a command in it can be copied.
     console(sys.stderr).print(single_line(message), soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
     """Print a value as JSON, without a character that a terminal would obey."""
-    from gateway.config.errors import escape_json
-
     print(escape_json(json.dumps(value, indent=2, ensure_ascii=False, default=str)))
 
 
@@ -116,8 +110,6 @@ def make_table(
 
 def format_cell(value: object) -> str:
     """Format a value for a table; `-` for none."""
-    from gateway.config.errors import single_line
-
     if value is None or value == "":
         return "-"
     if isinstance(value, float):

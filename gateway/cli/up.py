@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +21,10 @@ from gateway.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
     from gateway.app.startup import Options
-    from gateway.cli.progress import Progress
     from gateway.config.settings import Settings
     from gateway.local.download import ModelWish
     from gateway.local.gguf import ModelFile
     from gateway.local.plan import LocalFleetPlan
-    from gateway.local.supervisor import ServerEvent
 
 
 EXAMPLES = examples_epilog(
@@ -50,7 +49,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 LONGEST_TOKEN = 4096  # characters of a token for a download
 
 
+@options.takes(process=options.ProcessFlags)
 def up(
+    *,
     model: str | None = _of_servers(
         None,
         metavar="FILE.gguf|URL",
@@ -131,13 +132,7 @@ def up(
         show_default="what disk and memory have room for",
         help="Refuse a larger download, such as 8GiB.",
     ),
-    config: options.ConfigFile = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    admin_host: options.AdminHost = None,
-    admin_port: options.AdminPort = None,
-    admin_key_file: options.AdminKeyFile = None,
-    allow_anonymous: options.AllowAnonymous = False,
+    process: options.ProcessFlags,
 ) -> None:
     """Start llama.cpp servers on this machine, wait until they are ready, and serve.
 
@@ -149,7 +144,7 @@ def up(
     import asyncio
 
     from gateway.app.process import run_event_loop
-    from gateway.app.startup import Options, StartError, state_folder
+    from gateway.app.startup import StartError, state_folder
     from gateway.local import LocalFleetError
     from gateway.local.cache import models_in_use
     from gateway.local.gguf import model_parts
@@ -180,18 +175,10 @@ def up(
             models_in_use(model_parts(plan.model.path)),
             tempfile.TemporaryDirectory(prefix="llama-gateway-") as folder,
         ):
-            given = Options(
-                inventory_file=_provisional_inventory(plan, Path(folder) / "nodes.yaml"),
-                settings_file=options.settings_file(config),
-                host=host,
-                port=port,
-                admin_host=admin_host,
-                admin_port=admin_port,
-                allow_anonymous=allow_anonymous,
-                admin_key_file=admin_key_file,
-                state_dir=Path(folder),
-                # Keys, their hashes for a start without the store, and usage outlive one run.
-                store_dir=state_folder(),
+            inventory_file = _provisional_inventory(plan, Path(folder) / "nodes.yaml")
+            # Keys, their hashes for a start without the store, and usage outlive one run.
+            given = replace(
+                process.startup(inventory_file), state_dir=Path(folder), store_dir=state_folder()
             )
             status = run_event_loop(_serve(plan, given, server_port))
     except LocalFleetError as error:
@@ -215,12 +202,7 @@ def _model_file(
     """Return the file of `--model`, downloaded where it is a URL. Raises LocalFleetError."""
     from gateway.cli.progress import DownloadProgress
     from gateway.local.cache import cache_folder
-    from gateway.local.download import (
-        DownloadHooks,
-        fetch_model,
-        is_url,
-        printable,
-    )
+    from gateway.local.download import DownloadHooks, fetch_model, is_url, printable
 
     if model is None or not is_url(model):
         given = {"--sha256": sha256, "--token-env": token_env, "--max-bytes": max_bytes}
@@ -243,12 +225,7 @@ def _model_file(
 def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str | None) -> ModelWish:
     """Read the options of a download. Raises CommandFailed, whose text holds no secret."""
     from gateway.config.fields import parse_size
-    from gateway.local.download import (
-        ModelUrlError,
-        ModelWish,
-        parse_model_url,
-        part_urls,
-    )
+    from gateway.local.download import ModelUrlError, ModelWish, parse_model_url, part_urls
 
     try:
         url = parse_model_url(model)
@@ -291,9 +268,9 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     from gateway.app.handover import reserve_addresses
     from gateway.app.process import serve
     from gateway.app.startup import load_checked
+    from gateway.cli.progress import StartupProgress
     from gateway.config.inventory import load_inventory
-    from gateway.local.server import BASE_PORT
-    from gateway.local.supervisor import LocalFleet
+    from gateway.local.server import BASE_PORT, LocalFleet
     from gateway.watch.logs import set_up_logging
 
     # Until the gateway handles signals itself, SIGTERM ends the servers that start.
@@ -313,11 +290,11 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         "a llama.cpp server" if len(plan.specs) == 1 else f"{len(plan.specs)} llama.cpp servers"
     )
     print_note(f"Starting {servers} {_slots_of(plan)}; logs are in {plan.log_folder}")
-    progress, show = startup_progress([spec.name for spec in plan.specs])
+    progress = StartupProgress([spec.name for spec in plan.specs])
     async with AsyncExitStack() as exit_stack:
         base = BASE_PORT if server_port is None else server_port
         fleet = LocalFleet(
-            plan.specs, plan.log_folder, binary=plan.binary, on_event=show, base_port=base
+            plan.specs, plan.log_folder, binary=plan.binary, on_event=progress.show, base_port=base
         )
         # The gateway's ports are reserved first: a taken one ends the command here, and no server
         # gets one of them.
@@ -341,62 +318,6 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
                 settings,
             ),
         )
-
-
-def startup_progress(servers: Sequence[str]) -> tuple[Progress, Callable[[ServerEvent], None]]:
-    """Return a display, and a function that shows servers' events in it, and logs later ones."""
-    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from gateway.cli.progress import Progress
-    from gateway.local.supervisor import ServerLoading, ServerReady, ServerStarted
-
-    progress = Progress(
-        TextColumn(" "),
-        SpinnerColumn("line", finished_text=" "),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        transient=False,
-    )
-    rows = {name: progress.add_task(name, total=1) for name in servers}
-
-    def show(event: ServerEvent) -> None:
-        match event:
-            case ServerStarted():
-                told = f"started on {event.url}"
-            case ServerLoading():
-                told = "loading the model"
-            case ServerReady():
-                told = f"ready after {event.seconds:.1f} s"
-            case _:
-                told = f"{event.exit_description}, restarts in {event.restart_in:g} s"
-        if progress.ended:
-            _log(event)
-        elif progress.on_terminal:
-            ready = isinstance(event, ServerReady)
-            progress.update(
-                rows[event.name], description=f"{event.name}: {told}", completed=int(ready)
-            )
-        else:
-            progress.note(f"  {event.name}: {told}")
-
-    return progress, show
-
-
-def _log(event: ServerEvent) -> None:
-    import structlog
-
-    from gateway.local.supervisor import ServerExited, ServerReady
-
-    log = structlog.get_logger()
-    if isinstance(event, ServerExited):
-        log.warning(
-            "server exited",
-            server=event.name,
-            how=event.exit_description,
-            restart_in=event.restart_in,
-        )
-    elif isinstance(event, ServerReady):
-        log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
 
 
 def _slots_of(plan: LocalFleetPlan) -> str:

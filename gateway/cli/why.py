@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import connect_admin
+from gateway.cli.client import AdminFlags
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    console,
-    format_cell,
-    make_table,
-    print_json,
-)
+from gateway.cli.terminal import console, format_cell, make_table, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +22,9 @@ EXAMPLES = examples_epilog(
 )
 
 
+@options.takes(gateway=AdminFlags)
 def why(
+    *,
     request_id: Annotated[
         str,
         typer.Argument(
@@ -35,10 +32,7 @@ def why(
             help="The gateway's id of the request, or the X-Request-ID of its response.",
         ),
     ],
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    admin_ca: options.AdminCa = None,
-    config: options.ConfigFile = None,
+    gateway: AdminFlags,
     as_json: options.Json = False,
 ) -> None:
     """Explain a request: the nodes that were considered, and what each was expected to take.
@@ -48,7 +42,7 @@ def why(
     last few thousand decisions, without any text of prompts and responses. Where several requests
     have the same X-Request-ID, the newest is first. Needs the role operator.
     """
-    with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+    with gateway.connect() as admin:
         found = admin.explanation(request_id)
     if as_json:
         print_json(found)

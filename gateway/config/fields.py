@@ -15,6 +15,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -265,6 +266,63 @@ def _host(value: object) -> object:
             "must be a host name or an IP address", "without a scheme, a path or a port"
         )
     return value
+
+
+_URL_EXAMPLE = "such as http://10.0.0.11:8080"
+
+_WRITTEN_PORT = re.compile(r":([0-9]{1,20})$")
+
+_URL_PATH = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@%/-]*")
+
+
+def normalise_node_url(value: object) -> object:
+    """Normalise a node's address: http or https, a host, perhaps a port and a path prefix.
+
+    Scheme and host are lowercased, and the path loses its last slash. No error shows the address:
+    it may hold a password.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        parts = urlsplit(value)
+        host = parts.hostname or ""
+    except ValueError:
+        raise validation_error("is no valid URL", _URL_EXAMPLE) from None
+    if "@" not in parts.netloc and (bracketed := bracketed_ipv6(parts.netloc)):
+        raise validation_error(
+            "an IPv6 address needs brackets", f"write {parts.scheme}://{bracketed}{parts.path}"
+        )
+    try:
+        port = parts.port
+    except ValueError:
+        shown = _WRITTEN_PORT.search(parts.netloc)
+        number = f" {shown[1]}" if shown else ""
+        raise validation_error(
+            f"has a wrong port{number}", f"a port is a number up to 65535, {_URL_EXAMPLE}"
+        ) from (None)
+    if parts.scheme not in {"http", "https"} or not host:
+        raise validation_error("must be an http or https URL with a host", _URL_EXAMPLE)
+    if "@" in parts.netloc:
+        raise validation_error(
+            "must not hold a user or a password",
+            "name the node's key by api_key_env or api_key_file",
+        )
+    if "?" in value or "#" in value:
+        raise validation_error(
+            "must not have a query or a fragment", "leave out the part from the ? or # on"
+        )
+    if not is_host(host) or port == 0:
+        raise validation_error("must name a valid host and port", _URL_EXAMPLE)
+    path = parts.path.rstrip("/")
+    if not _URL_PATH.fullmatch(path):
+        raise validation_error(
+            "has characters in its path that a URL can't have", "percent-encode them"
+        )
+    if path.endswith("/v1"):
+        raise validation_error("must not end in /v1", "leave /v1 out; the gateway adds it")
+    bracketed = f"[{host}]" if ":" in host else host
+    netloc = bracketed if port is None else f"{bracketed}:{port}"
+    return f"{parts.scheme}://{netloc}{path}"
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gateway.config.errors import Problem
-from gateway.config.node import normalise_node_url
+from gateway.config.fields import normalise_node_url
 from gateway.config.yaml_file import YamlDocument, YamlMapping, parse_scalar, read_yaml, to_plain
 
 MOST_NODES = 20

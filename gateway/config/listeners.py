@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from gateway.config.cache_privacy import CacheSpec
 from gateway.config.fields import (
     ByteCount,
     ConfigModel,
@@ -17,19 +16,14 @@ from gateway.config.fields import (
     Host,
     Lowercased,
     Network,
-    NonEmptyText,
     Port,
-    PriorityName,
     Seconds,
     SecondsOrZero,
-    Timestamp,
     TypeLabel,
     as_list,
     validation_error,
 )
-from gateway.config.usage_limits import GroupName, LimitSpec
-
-_CLASSES = get_args(PriorityName)
+from gateway.config.keys import KEY_ID, KeyHash, LimitSpec, check_key_id
 
 MIB = 1 << 20
 
@@ -69,99 +63,6 @@ class ListenSettings(ConfigModel):
     only, and to nobody behind a proxy."""
     keep_alive: Seconds = 75.0
     """An idle client connection is closed after this time."""
-
-
-KEY_ID = re.compile(r"[A-Za-z0-9.-]{1,64}")
-
-SHA256 = re.compile(r"[0-9a-fA-F]{64}")
-
-
-def check_key_id(value: object) -> object:
-    """The public id of a key. Raises: PydanticCustomError."""
-    if isinstance(value, str) and not KEY_ID.fullmatch(value):
-        raise validation_error(
-            "must be 1 to 64 letters, digits, '.' or '-'", "the part between lg_ and _ of the key"
-        )
-    return value
-
-
-def check_sha256(value: object) -> object:
-    """The SHA-256 of a secret, in lower case. Raises: PydanticCustomError."""
-    # Never shown: the key itself may have been pasted here.
-    if isinstance(value, str):
-        if not SHA256.fullmatch(value):
-            raise validation_error(
-                "must be 64 hexadecimal digits", "`llama-gateway keys hash` makes them"
-            )
-        return value.lower()
-    return value
-
-
-KeyHash = Annotated[
-    str,
-    BeforeValidator(check_sha256),
-    Field(
-        description="SHA-256 of the secret, as `llama-gateway keys hash` prints it.",
-        json_schema_extra={"pattern": f"^{SHA256.pattern}$"},
-        repr=False,
-    ),
-    TypeLabel("64 hex digits"),
-]
-
-
-class KeySpec(ConfigModel):
-    """One API key: a public id and the SHA-256 of its secret."""
-
-    id: Annotated[
-        str,
-        BeforeValidator(check_key_id),
-        Field(json_schema_extra={"pattern": f"^{KEY_ID.pattern}$"}),
-        TypeLabel("text"),
-    ]
-    """Public part of the key `lg_<id>_<secret>`; unique."""
-    sha256: KeyHash
-    name: Annotated[str, Field(max_length=256), TypeLabel("text")] = ""
-    """Who uses it; shown in logs and metrics."""
-    class_: Annotated[
-        PriorityName | None,
-        Lowercased,
-        Field(validation_alias="class", serialization_alias="class"),
-    ] = None
-    """Class of its requests that name none. Unset: `normal`, or `max_class` if that is lower."""
-    max_class: Annotated[PriorityName | None, Lowercased] = None
-    """Highest class of its requests; higher ones are lowered. Unset: its `class`, else `normal`."""
-    models: Annotated[
-        tuple[NonEmptyText, ...] | None, BeforeValidator(as_list), TypeLabel("list of names")
-    ] = None
-    """Public model names that it may use; `"*"` allows the names that the catch-all of `models`
-    takes. Unset: all."""
-    trust_user_headers: bool = False
-    """Its holder, such as a chat's web interface, may name its end users in the headers of
-    `identity.user_headers`."""
-    group: GroupName | None = None
-    """Group of keys that it belongs to; `groups` has the group's limits."""
-    limits: LimitSpec | None = None
-    """Limits of this key, beside those of its group and `limits.total`."""
-    user_limits: LimitSpec | None = None
-    """Limits of each end user that it names (`trust_user_headers`). Unset: its group's."""
-    expires: Timestamp | None = None
-    """Until when it works. Unset: until it is removed."""
-
-    cache: CacheSpec | None = None
-    """Prompt caches and privacy, where they differ from its group's."""
-
-    @field_validator("max_class")
-    @classmethod
-    def _covers_the_class(
-        cls, best: PriorityName | None, info: ValidationInfo
-    ) -> PriorityName | None:
-        usual = info.data.get("class_")
-        if best is not None and usual is not None and _CLASSES.index(usual) < _CLASSES.index(best):
-            raise validation_error(
-                f"is below the key's class, {usual}",
-                f"raise it to {usual}, or lower class to {best}",
-            )
-        return best
 
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+")

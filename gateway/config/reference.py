@@ -18,11 +18,10 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from gateway.config.fields import ConfigModel, TypeLabel, as_list, format_duration, format_size
-from gateway.config.inventory import Inventory
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.scheduling import command_as_hook
 from gateway.config.settings import Settings, is_restart_key
-from gateway.config.validation import keys_of, meaning_of, models_below, nested_model
+from gateway.config.yaml_file import keys_of, meaning_of, models_below, nested_model
 
 _HEAD = """\
 # Configuration

@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
 
-from gateway.config.batches import BatchSettings
-from gateway.config.cache_privacy import CacheSpec
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
@@ -27,13 +25,8 @@ from gateway.config.fields import (
     validation_error,
 )
 from gateway.config.foreign import foreign_problem
-from gateway.config.listeners import (
-    AdminSettings,
-    CorsSpec,
-    KeySpec,
-    LimitSettings,
-    ListenSettings,
-)
+from gateway.config.keys import CacheSpec, GroupName, GroupSpec, KeySpec
+from gateway.config.listeners import AdminSettings, CorsSpec, LimitSettings, ListenSettings
 from gateway.config.prompts import PromptSettings
 from gateway.config.routing import (
     HealthSettings,
@@ -45,20 +38,26 @@ from gateway.config.routing import (
     find_alias_loop,
 )
 from gateway.config.scheduling import ClassRule, ElasticSettings, HybridSettings, QueueSettings
-from gateway.config.store import StoreSettings, masked_store_url
+from gateway.config.stored import (
+    BatchSettings,
+    StoreSettings,
+    WebhookSettings,
+    WebhookUrl,
+    masked_store_url,
+)
 from gateway.config.telemetry import TelemetrySettings
-from gateway.config.usage_limits import GroupName, GroupSpec
-from gateway.config.validation import find_duplicates, first_of_each_place, validate
-from gateway.config.webhooks import WebhookSettings, WebhookUrl
 from gateway.config.yaml_file import (
     YamlDocument,
     YamlEntry,
     YamlList,
     YamlMapping,
     YamlScalar,
+    find_duplicates,
+    first_of_each_place,
     mapping_of,
     read_section,
     read_yaml,
+    validate,
 )
 
 _HOP = frozenset(

@@ -22,7 +22,7 @@ from gateway.config.fields import (
     secret_from_variable,
     validation_error,
 )
-from gateway.config.webhooks import WebhookUrl
+from gateway.config.stored import WebhookUrl
 
 TRACES_PATH = "/v1/traces"
 """Where collectors take traces by OTLP over HTTP."""

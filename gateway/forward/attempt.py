@@ -669,6 +669,6 @@ def timeouts_for(
     if lease.stream or not (route.generates or route.multipart):
         # Any other response comes in one piece, after its last token.
         # A node is not failed here while its state (`mute`) excuses it.
-        first_byte = max(node.first_byte_timeout or timeouts.first_byte, lease.prefill_grace)
-        first_byte += lease.wake
+        first_byte = max(node.first_byte_timeout or timeouts.first_byte, lease.reading.grace)
+        first_byte += lease.reading.wake
     return AttemptTimeouts(first_byte, node.silence_timeout or timeouts.silence, deadline)

@@ -233,7 +233,7 @@ class AttemptEnds:
         is_reported, prompt_read = usage is not None, None
         if usage is None:
             prompt_read = in_flight.prompt_read(attempt, now - attempt.started_at)
-            prompt, cached = prompt_read or (attempt.lease.prompt_tokens, 0)
+            prompt, cached = prompt_read or (attempt.lease.reading.prompt_tokens, 0)
             if request.size.generates and not attempt.is_sse:
                 events = _tokens_of_bytes(size, request.size)
             usage = Usage(prompt, cached, events)

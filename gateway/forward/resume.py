@@ -723,7 +723,7 @@ class Resumer:
         in_flight.begin_attempt(attempt)
         outcome, fault, unreachable = "client_closed", Fault.NOBODY, None
         try:
-            queries = NodeQueries(attempt.pool, attempt.connect_timeout, lease.wake)
+            queries = NodeQueries(attempt.pool, attempt.connect_timeout, lease.reading.wake)
             await self._check_kind(queries)
             resume_plan = await plan_resume(queries.post, self._source)
             if resume_plan.final_events is not None:

@@ -99,6 +99,13 @@ class RequestContext(Sender):
     prefers_async: bool = False
     """`Prefer: respond-async`: the client wants to have the response later."""
 
+    def class_of(self, parsed: ParsedBody) -> Priority:
+        """The class of a request with this body. Raises: GatewayError 400."""
+        usual = self.usual_priority
+        if usual is not None and parsed.priority is parsed.service_tier is None:
+            return usual
+        return class_of(parsed, self.caller, self.priority_header)
+
 
 class ContextCache:
     """The last head of a connection: most clients send the same one again and again."""
@@ -195,6 +202,8 @@ def parse_context(
         plain_client_timeout=sdk_timeout if has_timer else timeout,
         client_has_timer=has_timer,
         cache=cache_policy_of(caller, settings),
+        limits=accounts,
+        headers=headers,
         accounts=accounts,
         priority_header=header_priority,
         usual_priority=(

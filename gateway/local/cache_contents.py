@@ -14,13 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gateway.local.cache import (
-    downloads_folder,
-    file_lock,
-    logs_folder,
-    models_folder,
-    unused_file,
-)
+from gateway.local.cache import downloads_folder, file_lock, logs_folder, models_folder, unused_file
 from gateway.local.download import read_record
 from gateway.local.gguf import model_parts
 

@@ -20,12 +20,7 @@ from gateway.local.memory import (
     memory_headroom,
     server_needs,
 )
-from gateway.local.server import (
-    MIB,
-    ServerBinary,
-    ServerSpec,
-    find_binary,
-)
+from gateway.local.server import MIB, ServerBinary, ServerSpec, find_binary
 from gateway.local.topology import Topology, read_topology
 from gateway.system import install_command
 

@@ -22,8 +22,7 @@ from gateway.callers.money import (
     GpuPrice,
     gpu_cost,
 )
-from gateway.config.inventory import Inventory
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, InventoryChanged, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.nodes.circuit import Circuit
@@ -542,16 +541,20 @@ class Fleet:
             self._closing.lease_released(node)
         if not counted or lease.trial or node.state is NodeState.EJECTED:
             self._notify_change(node)
-        self._notify_capacity()
+        if self._on_capacity is not None:
+            self._on_capacity()
 
     def request_succeeded(self, node: Node, now: float, began: float | None = None) -> None:
         """A request whose lease was taken at `began` went well."""
-        node.key_rejection.record_success()
-        had_failures = node.circuit.failures
-        if node.circuit.record_success(now, began):
-            self._refresh_and_wake(node)
-        elif had_failures:
-            self._notify_change(node)
+        if not node.key_rejection.key_worked:
+            node.key_rejection.record_success()
+        circuit = node.circuit
+        had_failures = circuit.failures
+        if had_failures or circuit.suspect_callers or circuit.open_until is not None:
+            if circuit.record_success(now, began):
+                self._refresh_and_wake(node)
+            elif had_failures:
+                self._notify_change(node)
 
     def woke(self, lease: Lease, now: float, expected: float) -> None:
         """Content came from a server that had slept; awake, it would have taken `expected` s."""
@@ -682,7 +685,7 @@ class Fleet:
         """Learn from llama.cpp's `timings` of a whole answer; with a lease, from our clock too."""
         if lease is None or lease.slots:
             seen = None if lease is None else lease.observed_timing()
-            self._learn_speed(node, node.speed.learn_timings(timings, seen))
+            self._compare_speed(node, node.speed.learn_timings(timings, seen))
 
     def stream_went_on(self, lease: Lease, tokens: int, context_tokens: float) -> None:
         """So many events of a stream have come by now; 0: unknown, or others' fault.
@@ -700,14 +703,14 @@ class Fleet:
         """Learn from a whole answer without timings, by its tokens and our clock."""
         seen, node = lease.observed_timing(), lease.node
         if seen is not None:
-            self._learn_speed(
+            self._compare_speed(
                 node,
                 node.speed.learn_clocked(
                     prompt_tokens, cached_tokens, completion_tokens / lease.slots, seen
                 ),
             )
 
-    def _learn_speed(self, node: Node, sample: SpeedSample) -> None:
+    def _compare_speed(self, node: Node, sample: SpeedSample) -> None:
         if node.degradation.learn(sample, self._clock()):
             self.refresh_state(node)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gateway import errors
 from gateway.catalog import ServerFigures
-from gateway.config.cache_privacy import NodeLabels, has_labels
+from gateway.config.keys import NodeLabels, has_labels
 from gateway.nodes.health import ALIVE_STATES
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.server_properties import ServerProperties

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, NamedTuple
@@ -35,71 +35,72 @@ class PromptTree:
         """The number of edges."""
         return len(self._edges)
 
-    def match(self, blocks: tuple[int, ...]) -> dict[PrefixEdge, int]:
+    def path(self, blocks: tuple[int, ...]) -> Iterator[tuple[PrefixEdge, int, bool]]:
         """The edges on the path of a prompt, from its beginning.
 
-        For each: blocks up to where they agree, less than the edge's `end` for the last one only.
+        For each: blocks up to where they agree, and whether that is the edge's end, as it is for
+        all but perhaps the last one.
         """
-        found: dict[PrefixEdge, int] = {}
         edges, count, at = self._edges, len(blocks), 0
         while at < count:
             edge = edges.get(blocks[at])
             if edge is None or edge.start != at:
                 break
             own = edge.blocks
-            shared = min(len(own), count - at)
+            length = len(own)
+            shared = min(length, count - at)
             if own[shared - 1] != blocks[at + shared - 1]:
                 shared = common_blocks(own, blocks, at)
             at += shared
-            found[edge] = at
-            if shared < len(own):
+            yield edge, at, shared == length
+            if shared < length:
                 break
-        return found
 
     def add(self, held: CachedPrompt, blocks: tuple[int, ...], *, reported: bool = True) -> None:
         """Add a prompt with these blocks. `reported`: the node reported its tokens."""
         if not blocks:
             return
         last: PrefixEdge | None = None
-        at = 0
-        for edge, agreed in self.match(blocks).items():
-            last = edge if agreed == edge.end else self._split(edge, agreed)
-            at = agreed
-        if at < len(blocks):
+        at, to_end = 0, True
+        for last, at, to_end in self.path(blocks):  # noqa: B007 - the last one counts
+            pass
+        if last is not None and not to_end:
+            last = self._split(last, at)
+        if last is None or at < len(blocks):
             last = PrefixEdge(last, at, array("q", blocks[at:]))
             self._edges[blocks[at]] = last
-        assert last is not None
         held.end_at(last)
-        for edge in last.path_to_root():
-            edge.count(held)
+        last.count(held.row, in_slot=held.in_slot)
         last.add_end(held, reported=reported)
 
-    def remove(self, held: CachedPrompt) -> None:
-        """Remove a prompt; its copy stays, if there is one."""
+    def remove(self, held: CachedPrompt) -> list[PrefixEdge]:
+        """Remove a prompt; its copy stays, if there is one.
+
+        Returns the edges that the row's slots, or host memory, contain no more.
+        """
         leaf, copy = held.leaf, held.other_copy
         if leaf is None:
-            return
+            return []
         held.unlink()
         leaf.remove_end(held, copy)
-        for edge in leaf.path_to_root():
-            edge.uncount(held)
-            if not edge.prompt_count:
+        left = leaf.uncount(held.row, in_slot=held.in_slot)
+        for edge in left:
+            if not (edge.slot_counts or edge.host_counts):
                 del self._edges[edge.blocks[0]]
+        return left
 
     def copy_to_host(self, held: CachedPrompt) -> CachedPrompt:
         """A slot's prompt is in the node's host memory as well; returns the copy there."""
         leaf = held.leaf
         assert leaf is not None
-        copied = held.copy_to_host()
-        for edge in leaf.path_to_root():
-            edge.count(copied)
-        return copied
+        leaf.count(held.row, in_slot=False)
+        return held.copy_to_host()
 
     def move_to_host(self, held: CachedPrompt) -> None:
         """A slot's prompt moves to the node's host memory."""
         if held.leaf is not None:
-            for edge in held.leaf.path_to_root():
-                edge.move_to_host(held.row)
+            held.leaf.uncount(held.row, in_slot=True)
+            held.leaf.count(held.row, in_slot=False)
         held.leave_slot()
 
     def _split(self, edge: PrefixEdge, at: int) -> PrefixEdge:
@@ -179,7 +180,6 @@ class PrefixEdge:
     parent: PrefixEdge | None
     start: int  # blocks before it
     blocks: array[int]
-    prompt_count: int = 0  # cached prompts that contain all of it
     reported_tokens: float = 0.0  # tokens up to its end, if a node has reported them; else 0
     slot_counts: dict[int, int] = field(default_factory=dict)
     """For each row, how many idle slots hold it."""
@@ -192,22 +192,27 @@ class PrefixEdge:
         """Blocks up to its end."""
         return self.start + len(self.blocks)
 
-    def count(self, held: CachedPrompt) -> None:
-        """One more prompt contains it."""
-        self.prompt_count += 1
-        rows = self.slot_counts if held.in_slot else self.host_counts
-        rows[held.row] = rows.get(held.row, 0) + 1
+    def count(self, row: int, *, in_slot: bool) -> None:
+        """One more prompt, of a slot or of host memory, contains it and its ancestors."""
+        edge: PrefixEdge | None = self
+        while edge is not None:
+            rows = edge.slot_counts if in_slot else edge.host_counts
+            rows[row] = rows.get(row, 0) + 1
+            edge = edge.parent
 
-    def uncount(self, held: CachedPrompt) -> None:
-        """One prompt less contains it."""
-        self.prompt_count -= 1
-        if self.prompt_count:
-            _count_down(self.slot_counts if held.in_slot else self.host_counts, held.row)
-
-    def move_to_host(self, row: int) -> None:
-        """One of the prompts that contain it moves from a slot to host memory."""
-        _count_down(self.slot_counts, row)
-        self.host_counts[row] = self.host_counts.get(row, 0) + 1
+    def uncount(self, row: int, *, in_slot: bool) -> list[PrefixEdge]:
+        """One such prompt less; returns the edges that no other of the row contains."""
+        left: list[PrefixEdge] = []
+        edge: PrefixEdge | None = self
+        while edge is not None:
+            rows = edge.slot_counts if in_slot else edge.host_counts
+            if rows[row] > 1:
+                rows[row] -= 1
+            else:
+                del rows[row]
+                left.append(edge)
+            edge = edge.parent
+        return left
 
     def add_end(self, held: CachedPrompt, *, reported: bool) -> None:
         """This prompt ends here; `reported`: the node reported its tokens."""
@@ -232,7 +237,6 @@ class PrefixEdge:
             self.parent,
             self.start,
             self.blocks[:cut],
-            self.prompt_count,
             slot_counts=dict(self.slot_counts),
             host_counts=dict(self.host_counts),
         )
@@ -245,14 +249,6 @@ class PrefixEdge:
         while edge is not None:
             yield edge
             edge = edge.parent
-
-
-def _count_down(rows: dict[int, int], row: int) -> None:
-    left = rows[row] - 1
-    if left:
-        rows[row] = left
-    else:
-        del rows[row]
 
 
 # Least share of a request's prompt that a slot's prompt must have for the slot to be chosen for it
@@ -280,8 +276,7 @@ MOST_HOST_BLOCKS = 4096  # blocks of one node's host memory that are modelled
 MOST_COMPARED_PROMPTS = 32  # running requests that one prompt is compared with
 
 
-@dataclass(frozen=True, slots=True)
-class CacheLookup:
+class CacheLookup(NamedTuple):
     """What the fleet caches of one prompt."""
 
     tokens: float
@@ -289,7 +284,7 @@ class CacheLookup:
     """
     cached: dict[int, float]
     """For each row that caches some of it: tokens that the node would not have to read."""
-    pending: Mapping[int, float] = field(default_factory=dict)
+    pending: dict[int, float]
     """For each row that reads some of it now: tokens that it will cache when it has done so."""
 
 
@@ -327,14 +322,26 @@ class RunningPrompt:
     previous_answer: float = 0.0  # tokens of that prompt's answer
 
 
+class CacheChoice(NamedTuple):
+    """What llama.cpp would choose for a prompt."""
+
+    slot: CachedPrompt | None  # the slot's prompt; None: the slot is empty, or none is idle
+    loaded: CachedPrompt | None  # the prompt that is loaded from host memory
+    spared: float  # tokens that need not be read
+
+
 @dataclass(slots=True)
 class PromptMatch:
     """One prompt against the tree."""
 
+    prompt: PromptKey
     total: float  # the whole prompt's tokens
     agreed: dict[PrefixEdge, float]
     """For each edge on its path: tokens up to where the prompt agrees with it."""
     passed: set[PrefixEdge]  # edges that the prompt agrees with to their end, and goes on
+    choices: dict[int, CacheChoice] = field(
+        default_factory=dict
+    )  # by row, as far as they are known
 
 
 class FleetPromptCache:
@@ -347,6 +354,8 @@ class FleetPromptCache:
         self.tree = PromptTree()
         self.nodes: dict[int, NodePromptCache] = {}  # by row
         self._pending = PendingPrefixes()
+        self._latest: PromptMatch | None = None
+        """Of the last lookup, unless something has changed since: its request is placed next."""
 
     def resize(self, row: int, slots: int, host_tokens: float | None = None) -> None:
         """A node has so many slots, and host memory for so many tokens of prompts.
@@ -358,8 +367,9 @@ class FleetPromptCache:
             capacity = DEFAULT_HOST_TOKENS if host_tokens is None else host_tokens
             self.nodes[row] = NodePromptCache(self.tree, row, max(1, slots), capacity)
             return
+        self._latest = None
         node.resize(max(1, slots), host_tokens)
-        self._evict_excess(row, node)
+        self._forget_excess(row, node)
 
     def contents(self, row: int) -> CacheContents:
         """What a node caches in idle slots and in host memory."""
@@ -374,27 +384,30 @@ class FleetPromptCache:
         """The node has another server, or is gone: it caches nothing."""
         node = self.nodes.pop(row, None)
         if node is not None:
+            self._latest = None
             for key in list(node.running):
                 self._stop(row, node, key)
             node.clear()
 
     def lookup(self, prompt: PromptKey) -> CacheLookup:
         """The tokens of this prompt that each row would find in its cache now."""
-        match = self._match(prompt)
+        self._latest = match = self._match(prompt)
         nodes = self.nodes
         most = max(0.0, match.total - 1.0)  # the last token is always read
         cached: dict[int, float] = {}
         for edge, tokens in match.agreed.items():
-            known = min(tokens, most)
-            cached.update(dict.fromkeys(edge.host_counts, known))
-            cached.update(dict.fromkeys(edge.slot_counts, known))
+            known = min(most, tokens)
+            if edge.host_counts:
+                cached.update(dict.fromkeys(edge.host_counts, known))
+            if edge.slot_counts:
+                cached.update(dict.fromkeys(edge.slot_counts, known))
             if edge.ending_here and edge in match.passed:
                 for row, held in edge.ending_here.items():
                     cached[row] = min(nodes[row].reusable_tokens(held), most)
         for row in _rows_to_search(match):
-            spared = nodes[row].choose(match)[2]
-            if spared > 0.0:
-                cached[row] = min(spared, most)
+            match.choices[row] = choice = nodes[row].choose(match)
+            if choice.spared > 0.0:
+                cached[row] = min(choice.spared, most)
             else:
                 del cached[row]
         if prompt.omits_volatile:
@@ -406,9 +419,13 @@ class FleetPromptCache:
         node = self.nodes.get(row)
         if node is None or id(prompt) in node.running:
             return
-        node.start(prompt, self._match(prompt))
+        match = self._latest
+        if match is None or match.prompt is not prompt:
+            match = self._match(prompt)
+        self._latest = None
+        node.start(match, match.choices.get(row) or node.choose(match))
         self._pending.add(row, prompt)
-        self._evict_excess(row, node)
+        self._forget_excess(row, node)
 
     def request_finished(
         self,
@@ -428,9 +445,7 @@ class FleetPromptCache:
             node.learn(running, cached_tokens)
         answer = completion_tokens if 0 <= completion_tokens < math.inf else 0.0
         held = CachedPrompt(row, None, prompt_tokens, answer, prompt.ends_on_block, caller=caller)
-        self.tree.add(held, prompt.blocks)
-        node.take_in(held)
-        self._evict_excess(row, node)
+        node.take_in(held, prompt.blocks)
 
     def request_dropped(self, row: int, prompt: PromptKey, written_tokens: float = 0.0) -> None:
         """A request ended without usage, after so many tokens of its answer.
@@ -441,12 +456,9 @@ class FleetPromptCache:
         running = None if node is None else self._stop(row, node, id(prompt))
         if node is None or running is None or not 0 < written_tokens < math.inf:
             return
-        held = CachedPrompt(
-            row, None, self._match(prompt).total, written_tokens, prompt.ends_on_block
-        )
-        self.tree.add(held, prompt.blocks, reported=False)
-        node.take_in(held)
-        self._evict_excess(row, node)
+        total = self._match(prompt).total
+        held = CachedPrompt(row, None, total, written_tokens, prompt.ends_on_block)
+        node.take_in(held, prompt.blocks, reported=False)
 
     def export(self, row: int) -> Iterator[tuple[int, CachedPrompt]]:
         """The prompts that a node caches, the longest cached first: each with its last block."""
@@ -467,12 +479,12 @@ class FleetPromptCache:
         held = CachedPrompt(
             row, None, kept.prompt_tokens, kept.answer_tokens, kept.ends_on_block, caller=caller
         )
-        self.tree.add(held, tuple(blocks))
-        node.take_in(held)
-        self._evict_excess(row, node)
+        self._latest = None
+        node.take_in(held, tuple(blocks))
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
         """Forget the prompts of the callers that are gone."""
+        self._latest = None
         for node in self.nodes.values():
             for held in [*node.slot_prompts, *node.host_prompts]:
                 if held.caller and is_gone(held.caller):
@@ -485,30 +497,32 @@ class FleetPromptCache:
         known = known_share = 0.0
         agreed: dict[PrefixEdge, float] = {}
         passed: set[PrefixEdge] = set()
-        for edge, at in self.tree.match(blocks).items():
+        for edge, at, to_end in self.tree.path(blocks):
             share = prompt.share_of(at)
             tokens = known + (share - known_share) * estimate
-            if at == edge.end:
+            if to_end:
                 if edge.reported_tokens:
                     known = tokens = edge.reported_tokens
                     known_share = share
                 if at < len(blocks):
                     passed.add(edge)
             agreed[edge] = tokens
-        return PromptMatch(max(1.0, known + (1.0 - known_share) * estimate), agreed, passed)
+        total = max(1.0, known + (1.0 - known_share) * estimate)
+        return PromptMatch(prompt, total, agreed, passed)
 
     def _stop(self, row: int, node: NodePromptCache, key: int) -> RunningPrompt | None:
         """Take a request out of the running ones."""
+        self._latest = None
         running = node.running.pop(key, None)
         if running is not None:
             self._pending.remove(row, running.prompt)
         return running
 
-    def _evict_excess(self, row: int, node: NodePromptCache) -> None:
+    def _forget_excess(self, row: int, node: NodePromptCache) -> None:
         """Forget what a node can't hold."""
         while len(node.running) > 2 * node.slots + EXTRA_RUNNING_PROMPTS:
             self._stop(row, node, next(iter(node.running)))
-        node.evict_excess(node.slots - len(node.running))
+        node.evict_excess()
 
 
 def _rows_to_search(match: PromptMatch) -> set[int]:
@@ -518,6 +532,8 @@ def _rows_to_search(match: PromptMatch) -> set[int]:
     """
     found: set[int] = set()
     for edge in reversed(match.agreed):
+        if not edge.host_counts:
+            continue
         if len(edge.host_counts) > MOST_HOST_LOOKUP_ROWS:
             break
         found.update(edge.host_counts.keys() - edge.slot_counts.keys())
@@ -536,6 +552,8 @@ class NodePromptCache:
     host_capacity: float  # tokens that host memory is believed to keep
     slot_prompts: dict[CachedPrompt, None] = field(default_factory=dict)
     """Prompts of idle slots, the least recently used first."""
+    uncopied: dict[CachedPrompt, None] = field(default_factory=dict)
+    """Those of them that host memory may lack and take, in the same order."""
     host_prompts: dict[CachedPrompt, None] = field(default_factory=dict)
     """Prompts in host memory, oldest first."""
     host_used: float = 0.0
@@ -550,10 +568,14 @@ class NodePromptCache:
     failures: int = 0  # failed predictions in a row
     changes: int = 0  # prompts that have come or gone
 
-    def take_in(self, held: CachedPrompt) -> None:
-        """A slot holds this prompt now."""
-        self.slot_prompts[held] = None
+    def take_in(
+        self, held: CachedPrompt, blocks: tuple[int, ...], *, reported: bool = True
+    ) -> None:
+        """A slot holds this prompt, of these blocks, now."""
+        self.tree.add(held, blocks, reported=reported)
+        self.slot_prompts[held] = self.uncopied[held] = None
         self.changes += 1
+        self.evict_excess()
 
     def resize(self, slots: int, host_tokens: float | None) -> None:
         """The node has so many slots; `host_tokens`: its host memory, if known."""
@@ -569,31 +591,39 @@ class NodePromptCache:
 
     def common_tokens(self, held: CachedPrompt, match: PromptMatch) -> float:
         """Tokens that a cached prompt has in common with the matched one."""
-        leaf = held.leaf
-        if leaf is None:
-            return 0.0
-        if leaf in match.passed:
+        edge, agreed = held.leaf, match.agreed
+        if edge in match.passed:
             return self.reusable_tokens(held)
-        agreed = match.agreed
-        for edge in leaf.path_to_root():
+        while edge is not None:
             if edge in agreed:
                 return agreed[edge]
+            edge = edge.parent
         return 0.0
 
-    def choose(self, match: PromptMatch) -> tuple[CachedPrompt | None, CachedPrompt | None, float]:
-        """The slot's and the host memory's prompt that llama.cpp would choose, and tokens spared.
+    def most_in_common(self, match: PromptMatch, *, in_slot: bool) -> float:
+        """A bound on `common_tokens` of all prompts in slots, or in host memory."""
+        most, row = 0.0, self.row
+        for edge, tokens in match.agreed.items():
+            if row in (edge.slot_counts if in_slot else edge.host_counts):
+                if edge.ending_here is not None and edge in match.passed:
+                    return math.inf  # A prompt that ends here counts with its answer.
+                most = max(most, tokens)
+        return most
 
-        No slot's prompt: the slot is empty, or none is known to be idle.
-        """
+    def choose(self, match: PromptMatch) -> CacheChoice:
+        """What llama.cpp would choose for this prompt."""
         slot: CachedPrompt | None = None
         spared = SLOT_SIMILARITY * match.total
-        for held in self.slot_prompts:
+        most = self.most_in_common(match, in_slot=True)
+        for held in self.slot_prompts if most > spared else ():
             common = self.common_tokens(held, match)
             if common > spared:
                 slot, spared = held, common
+                if common >= most:
+                    break
         if slot is not None:
             if spared >= SLOT_KEPT_SHARE * slot.tokens:
-                return slot, None, spared
+                return CacheChoice(slot, None, spared)
         elif len(self.slot_prompts) + len(self.running) >= self.slots and self.slot_prompts:
             slot = next(iter(self.slot_prompts))
             spared = self.common_tokens(slot, match)
@@ -601,17 +631,19 @@ class NodePromptCache:
             spared = 0.0
         kept_share = spared / slot.tokens if slot is not None else -1.0
         loaded: CachedPrompt | None = None
-        for held in self.host_prompts:
-            common = self.common_tokens(held, match)
-            share = common / held.tokens
-            if common > spared and share > kept_share and share >= HOST_LOADED_SHARE:
-                loaded, spared, kept_share = held, common, share
-        return slot, loaded, spared
+        if self.most_in_common(match, in_slot=False) > spared:
+            for held in self.host_prompts:
+                common = self.common_tokens(held, match)
+                if common > spared:
+                    share = common / held.tokens
+                    if share > kept_share and share >= HOST_LOADED_SHARE:
+                        loaded, spared, kept_share = held, common, share
+        return CacheChoice(slot, loaded, spared)
 
-    def start(self, prompt: PromptKey, match: PromptMatch) -> None:
+    def start(self, match: PromptMatch, choice: CacheChoice) -> None:
         """A request starts: its slot's prompt is kept, saved to host memory or replaced by one."""
-        slot, loaded, cached = self.choose(match)
-        running = RunningPrompt(prompt, min(cached, match.total))
+        slot, loaded, spared = choice
+        running = RunningPrompt(match.prompt, min(spared, match.total))
         source = slot if loaded is None else loaded
         if source is not None and source.leaf in match.passed and source.ends_on_block:
             running.previous_prompt = source.prompt_tokens
@@ -620,12 +652,12 @@ class NodePromptCache:
             running.host_depth = self.host_depth(loaded)
             self.evict(loaded)
         if slot is not None:
-            if loaded is None and self.common_tokens(slot, match) >= SLOT_KEPT_SHARE * slot.tokens:
+            if loaded is None and spared >= SLOT_KEPT_SHARE * slot.tokens:
                 self.evict(slot)
             else:
                 self.move_to_host(slot)
         self.copy_idle_to_host()
-        self.running[id(prompt)] = running
+        self.running[id(match.prompt)] = running
 
     def learn(self, running: RunningPrompt, cached: float) -> None:
         """Compare a prediction with the tokens that the node reported as cached."""
@@ -666,9 +698,12 @@ class NodePromptCache:
 
     def copy_idle_to_host(self) -> None:
         """Work begins: llama.cpp copies the prompts of idle slots to host memory."""
-        for held in self.slot_prompts:
-            if held.other_copy is None and self._host_takes(held):
-                self._add_to_host(self.tree.copy_to_host(held))
+        if self.host_capacity > 0.0:
+            while self.uncopied:
+                held = next(iter(self.uncopied))
+                del self.uncopied[held]
+                if held.other_copy is None and self._host_takes(held):
+                    self._add_to_host(self.tree.copy_to_host(held))
 
     def move_to_host(self, held: CachedPrompt) -> None:
         """A slot's prompt goes to host memory."""
@@ -676,6 +711,7 @@ class NodePromptCache:
             self.evict(held)
             return
         del self.slot_prompts[held]
+        self.uncopied.pop(held, None)
         self.tree.move_to_host(held)
         self._add_to_host(held)
 
@@ -684,15 +720,20 @@ class NodePromptCache:
         self.changes += 1
         if held.in_slot:
             del self.slot_prompts[held]
-        else:
-            del self.host_prompts[held]
-            self.host_used -= held.tokens
-            self.host_blocks -= 0 if held.leaf is None else held.leaf.end
-        self.tree.remove(held)
+            self.uncopied.pop(held, None)
+            self.tree.remove(held)
+            return
+        del self.host_prompts[held]
+        self.host_used -= held.tokens
+        self.host_blocks -= 0 if held.leaf is None else held.leaf.end
+        for edge in self.tree.remove(held):
+            if self.row in edge.slot_counts:
+                self.uncopied = dict(self.slot_prompts)
 
-    def evict_excess(self, idle_slots: int) -> None:
-        """Evict the prompts that no longer fit, with so many idle slots."""
-        while self.slot_prompts and len(self.slot_prompts) > idle_slots:
+    def evict_excess(self) -> None:
+        """Evict the prompts that no longer fit."""
+        idle_slots = max(0, self.slots - len(self.running))
+        while len(self.slot_prompts) > idle_slots:
             self.move_to_host(next(iter(self.slot_prompts)))
         while self.host_prompts and (
             self.host_used > self.host_capacity
@@ -757,14 +798,19 @@ class PendingPrefixes:
 
     def pending_tokens(self, prompt: PromptKey, tokens: float) -> dict[int, float]:
         """For each row: how many of the prompt's `tokens` its running requests will cache."""
-        running = self._running.get(prompt.blocks[0]) if prompt.blocks else None
-        pending: dict[int, float] = {}
-        if running:
-            for (row, _), other in islice(running.items(), MOST_COMPARED_PROMPTS):
-                known = prompt.share_of(common_blocks(prompt.blocks, other.blocks)) * tokens
-                if known > pending.get(row, 0.0):
-                    pending[row] = known
-        return pending
+        blocks = prompt.blocks
+        running = self._running.get(blocks[0]) if blocks else None
+        if running is None:
+            return {}
+        shared: dict[int, int] = {}
+        for (row, _), other in islice(running.items(), MOST_COMPARED_PROMPTS):
+            count = min(len(blocks), len(other.blocks))
+            if blocks[count - 1] != other.blocks[count - 1]:
+                count = common_blocks(blocks, other.blocks)
+            if count > shared.get(row, 0):
+                shared[row] = count
+        known = {row: prompt.share_of(count) * tokens for row, count in shared.items()}
+        return {row: found for row, found in known.items() if found > 0.0}
 
 
 def common_blocks(blocks: Sequence[int], others: Sequence[int], start: int = 0) -> int:

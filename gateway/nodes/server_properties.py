@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 
 MOST_SLOTS = 65_536
 MOST_CONTEXT = 1 << 30

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 from gateway.nodes.server_properties import ServerProperties, is_plausible, server_key
 from gateway.system import read_state, write_state
 

@@ -10,10 +10,23 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gateway.admin.models import ServedModelObject
+from gateway.admin.nodes import NodeObject
+from gateway.admin.requests import RequestObject
+from gateway.admin.status import StatusObject
+from gateway.admin.why import (
+    ComparedNode,
+    ExplainedRequest,
+    ToldGrant,
+    ToldQueueing,
+    ToldRefusal,
+    WhyObject,
+)
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
 
 JsonSchema = dict[str, Any]
+Fields = Mapping[str, tuple[str, str]]  # type and meaning, by name
 TEXT: JsonSchema = {"type": "string"}
 
 
@@ -29,13 +42,43 @@ def _named(table: str) -> dict[str, str]:
     return dict(row.split(": ", 1) for row in rows)
 
 
-def _fields(table: str) -> dict[str, tuple[str, str]]:
+def _fields(table: str) -> Fields:
     """Type and meaning of fields, by name: `name (type): meaning`; the type's `?` is: or null."""
     fields = {}
     for key, meaning in _named(table).items():
         name, kind = key.removesuffix(")").split(" (")
         fields[name] = (kind, meaning)
     return fields
+
+
+def described_fields(*kinds: type[msgspec.Struct]) -> Fields:
+    """Type and meaning of the fields of a body that is made as one of these Structs, by name."""
+    fields = {}
+    for kind in kinds:
+        for field in msgspec.structs.fields(kind):
+            types = _value_schema(field.type)["type"]
+            name = types if isinstance(types, str) else f"{types[0]}?"
+            fields[field.encode_name] = (name, field.type.__metadata__[0])
+    return fields
+
+
+def _value_schema(kind: Any) -> JsonSchema:
+    """As msgspec has it, in the short form of this document, with the meaning that it has here."""
+    schema = msgspec.json.schema(kind)
+    for name in ("items", "additionalProperties", "$defs"):
+        schema.pop(name, None)
+    if "anyOf" in schema:
+        schema["type"] = [one["type"] for one in schema.pop("anyOf")]
+    elif "type" not in schema and len(schema.get("enum", ())) == 1:
+        [schema["const"]] = schema.pop("enum")
+    for meaning in getattr(kind, "__metadata__", ()):
+        if isinstance(meaning, str):
+            schema["description"] = _sentence(meaning)
+    return schema
+
+
+def _sentence(meaning: str) -> str:
+    return meaning[:1].upper() + meaning[1:] + "."
 
 
 def _headers(table: str) -> dict[str, tuple[JsonSchema, str]]:
@@ -156,99 +199,17 @@ def routed_body() -> JsonSchema:
     }
 
 
-# Type and meaning of a node's fields; `?`: or null.
-NODE_FIELDS = _fields("""
-name (string): by which the inventory knows it
-url (string): where it is
-kind (string): `llama.cpp` or `openai`
-tier (string): `cpu` or `gpu`
-host (string): its fate domain
-labels (object): of the inventory
-enabled (boolean): of the inventory
-standby (boolean): of the inventory
-elastic (object?): of a standby node with hooks, [below](#standby-nodes)
-draining (boolean): whether an operator has drained it
-state (string): `ready`, `degraded`, `mute`, `ejected`, `starting`, `loading`, `sleeping`, `down`,
-    `draining` or `standby`
-reason (string): why it is in that state
-slots_total (integer): slots that it has
-slots_busy (integer): the larger of our leases and what the node reports
-leased (integer): slots leased to requests of this gateway
-foreign (integer): slots that others use
-in_flight (integer): requests that run on it
-pool (object?): where its slots share one pool of `tokens`: those `reserved` for our requests, and
-    `foreign`, which others use
-models (array): public names
-context (integer?): tokens of one slot
-prefill_tps (number?): measured tokens/s of prefill
-decode_tps (number?): measured tokens/s of decode, of one request alone
-batch_cost (number?): by how much each further busy slot prolongs a token, as a share
-calibration (object?): the last [calibration](../scheduling.md#a-cold-node): `outcome` (`done`,
-    `warmed`, `given_up`, `timed_out`, `failed`), `seconds_ago`, `prefill_tps` and `decode_tps` that
-    one has shown, and whether these are `in_use`, as a first guess
-requests (integer): sent to it since the start
-failures (integer): of those that it failed
-cost_per_hour (number): of the inventory
-cost_per_million_tokens (object?): of the inventory
-build (string?): of its server
-drift (array): what differs from the inventory
-endpoints (array?): of the inventory
-endpoints_refused (array): what it has refused with 501, or is not for
-purpose (string?): what its server was started for: `chat`, `embeddings`, `rerank` or `unknown`
-circuit (object): `phase`, `failures` in a row, `open_for` seconds
-deadline_in (number?): seconds until a drain's deadline
-""")
-
-# Fields of a model, as the admin API shows it.
-MODEL_FIELDS = _fields("""
-name (string): that clients ask for
-stands_for (array): of an alias: the models, in order of preference
-paused (boolean): whether requests for it get 503 `model_paused`
-nodes (object): that serve it, by state
-slots_total (integer): their slots
-slots_busy (integer): of these busy
-waiting (integer): requests for it that wait
-differences (array): in what its nodes differ, in words
-""")
-
-STATUS_FIELDS = _fields("""
-version (string): of this process
-started_at (string): of this process
-uptime (number): seconds
-ready (boolean): whether `/ready` is 200
-reason (string?): else the code that it answers with
-in_flight (integer): requests that wait or run
-queue (object): how many wait, by class
-waiting (array): the first 100 of them: `position`, `seconds` waited, `class`, `model`,
-    `expected_start` in seconds from now
-nodes (object): nodes by state
-slots_total (integer): slots of all nodes
-slots_busy (integer): of these busy
-totals (object): since the start: requests, failures by code, clients that left, tokens
-hybrid (object?): with GPU nodes: which classes go there first, and the [budget](../hybrid.md) for
-    the others; else null
-models_paused (array): public names that an operator has paused
-model_differences (array): where nodes of one model differ: `model`, `what` (`quantisation`,
-    `build`, `context` or `template`), `summary`, `values` with the nodes of each
-inventory_error (string?): what is wrong with the inventory on the disk, while an older one is in
-    force
-settings_error (string?): likewise with the settings
-certificate_error (string?): likewise with a renewed certificate, of a listener or for a node
-certificates (object): `expires_at` and `days_left` of the certificates in force, by `listen.tls`
-    and `admin.tls`
-audit_lost (integer): changes that were logged and could not be kept
-store (object): `state`, the reason and the remedy, [the store](../operations.md#the-store)
-ledger (object?): rows of the [ledger](../usage.md) in this process: `pending`, `written`,
-    `recovered` for killed processes, `dropped`, and why the last writing failed (`error`); null
-    without a store
-keys_lost (string?): why the public listener answers 401 to everybody: a reload took the last API
-    key away
-keys_unsaved (string?): why a gateway that starts without the store would not know the keys as they
-    are now; it is tried again, at least once a minute
-""")
-
-# Fields of an API key, as the admin API shows it.
-KEY_FIELDS = _fields("""
+# Type and meaning of the fields of described bodies, by the names of their schemas; `?`: or null.
+FIELDS: dict[str, Fields] = {
+    "Status": described_fields(StatusObject),
+    "Node": described_fields(NodeObject),
+    "ServedModel": described_fields(ServedModelObject),
+    "Request": described_fields(RequestObject),
+    "Why": described_fields(WhyObject),
+    "ExplainedRequest": described_fields(ExplainedRequest),
+    "Decision": described_fields(ToldQueueing, ToldRefusal, ToldGrant),
+    "ComparedNode": described_fields(ComparedNode),
+    "ApiKey": _fields("""
 key (string?): the key itself, only in the response of the request that made it
 id (string): public part of the key
 name (string): who uses it
@@ -267,28 +228,8 @@ expires (string?): until when it works
 revoked_at (string?): when it was revoked
 previous_until (string?): until when the secret before the last rotation works
 warnings (array?): models of it that no node has named yet
-""")
-
-REQUEST_FIELDS = _fields("""
-id (string): inside the gateway
-request_id (string): `X-Request-ID`
-path (string): asked for
-class (string): in force
-model (string?): its public name
-caller (string): the key's id, or the address of one without a key
-state (string): `waiting` or `running`
-position (integer?): in the queue
-expected_start (number?): seconds from now
-node (string?): where it runs or ran last
-attempts (integer): nodes tried
-slots (integer): that it takes
-stream (boolean): asked for
-seconds (number): since it came
-queue_seconds (number): of these in the queue
-prompt_tokens_estimate (integer): tokens of its prompt
-""")
-
-AUDIT_FIELDS = _fields("""
+"""),
+    "AuditEntry": _fields("""
 id (integer): grows with time
 at (string): time, UTC
 actor (string): an admin key's id, `key_file`, `local` (no key is needed), `file`, `signal` or
@@ -300,10 +241,8 @@ target (string): the node, request, key or file
 outcome (string): `done`, or the code of the error
 refused (boolean): whether it was refused (4xx) and changed nothing
 details (object): what else is known, such as a drain's deadline
-""")
-
-
-CALLER_USAGE_FIELDS = _fields("""
+"""),
+    "CallerUsage": _fields("""
 object (string): `usage`
 key (string): the key's id, or `anonymous:` and the address of a caller without one
 name (string): of the key
@@ -318,9 +257,8 @@ max_class (string): highest class of the requests
 models_allowed (array?): the models that may be used; null: all
 largest_prompt_tokens (integer?): of one request
 largest_completion_tokens (integer?): of one answer
-""")
-
-USAGE_FIELDS = _fields("""
+"""),
+    "Usage": _fields("""
 since (string): requests that ended from then on
 until (string): and before then
 by (array): the dimensions
@@ -329,9 +267,8 @@ rows_found (integer): rows that there are; `limit` may leave some out
 total (object): the sums of all
 money (object): what requests and machines cost, by tier and in all
 notes (array): what is counted otherwise than asked
-""")
-
-ARRIVALS_FIELDS = _fields("""
+"""),
+    "Arrivals": _fields("""
 since (string): requests that ended from then on, and those that still run
 until (string): and before then
 first (string?): the minute of the first of them; null: there is none
@@ -342,19 +279,18 @@ columns (array): names of the values of each arrival
 arrivals (array): an array for each request of that hour: seconds from its beginning, model, class,
     node, prompt, cached and completion tokens, slot seconds, seconds that it lasted, and whether it
     found no slot
-""")
+"""),
+}
 
 
-def fields_schema(
-    fields: Mapping[str, tuple[str, str]], optional: Collection[str] = ()
-) -> JsonSchema:
+def fields_schema(fields: Fields, optional: Collection[str] = ()) -> JsonSchema:
     """The schema of an object with these fields, of which only the `optional` may be missing."""
     properties = {}
     for name, (kind, meaning) in fields.items():
         base = kind.removesuffix("?")
         properties[name] = {
             "type": [base, "null"] if kind.endswith("?") else base,
-            "description": meaning[:1].upper() + meaning[1:] + ".",
+            "description": _sentence(meaning),
         }
     return object_schema(optional, **properties)
 
@@ -379,16 +315,6 @@ def struct_schema(
     return {"type": "object", "properties": properties, "required": required}
 
 
-def _value_schema(kind: Any) -> JsonSchema:
-    """As msgspec has it, in the short form of this document."""
-    schema = msgspec.json.schema(kind)
-    if "anyOf" in schema:
-        schema["type"] = [one["type"] for one in schema.pop("anyOf")]
-    elif "type" not in schema and len(schema.get("enum", ())) == 1:
-        [schema["const"]] = schema.pop("enum")
-    return schema
-
-
 def settings_schemas() -> dict[str, JsonSchema]:
     """The schemas of the settings as `/admin/config` shows them, by name."""
     schema = Settings.model_json_schema(
@@ -398,121 +324,6 @@ def settings_schemas() -> dict[str, JsonSchema]:
     for name in ("KeySpec", "AdminKeySpec"):
         definitions[name]["properties"]["sha256"].pop("pattern", None)  # It is masked.
     return {**definitions, "Settings": schema}
-
-
-# Fields of an explained request.
-WHY_FIELDS = _fields("""
-id (string): inside the gateway
-request_id (string): `X-Request-ID`
-state (string): `waiting`, `running`, `finished`, `failed` (on its nodes), `refused` (it was at
-    none) or `left` (by its client)
-summary (string): the whole story in some sentences, for people
-path (string?): asked for; like the next three null once only the scheduler remembers it
-class (string?): in force
-model (string?): its public name
-caller (string?): the key's id, or the address of one without a key
-received_at (string?): when it came, UTC
-seconds (number?): from then to its end, or until now
-outcome (object?): once it has ended: `status`, `reason`, `node`, `tier`, `attempts`,
-    `queue_seconds`, `ttft`, `seconds`, `prompt_tokens`, `cached_tokens`, `completion_tokens`,
-    `cost`
-waiting (object?): while it waits: `position`, `expected_start`, `waited`, `expires_in`,
-    `deferred_to` (the busy node that has its prompt cached), `tokens_needed` (in a pool that slots
-    share; null: it is to run alone there), `nodes_alive`, and in `nodes` the best 8 of them:
-    `name`, `state`, `slots_busy`, `slots_total`, `pool` (as a node has it), `free_in` (seconds
-    until it has room, were it alone), `cached_tokens`, `expected_seconds` (that wait included)
-decisions (array): about it, the oldest first, [below](#a-decision)
-parts (array): of a request of several prompts: the ids that they ran under
-""")
-
-DECISION_FIELDS = _fields("""
-kind (string): `granted` (an attempt on a node), `queued` or `refused`
-at (string): when, UTC
-seconds (number): after it came
-summary (string): in words
-ahead (integer?): `queued`: about how many went before it
-waiting (integer): `queued`: how many others waited
-predicted_wait (number?): `queued`: seconds, as predicted then; null: nothing measured
-may_wait (number): `queued`: seconds, at most
-waited (number): `queued`: seconds until the next decision, or until now
-class (string): `queued`: in force
-status (integer): `refused`: as its client got it, or would have without a heartbeat
-code (string): `refused`: likewise
-message (string): `refused`: likewise
-attempt (integer): `granted`, like all that follow: 1, 2, …
-node (string?): the chosen one
-model (string): the name for which it was granted
-tier (string): `cpu` or `gpu`
-fallback (string?): why it is not the tier of its class (`X-Gateway-Fallback`)
-slots (integer): that it takes
-resumes (boolean): whether it goes on with a response that another node began
-yielded (integer): how often it had given up its slot to a higher class
-failed_nodes (array): nodes that had failed it
-excluded_nodes (array): nodes that had refused it for good
-deferral (object?): if it waited for a busy node while another was free: `node`, `wait`,
-    `expected_seconds` with that wait, `expected_seconds_at_once` elsewhere, `cached_tokens`
-by_cost (boolean): whether the setting `policy` compares costs
-nodes (array): the best 8 that had room, the least cost first, [below](#a-node-that-was-considered)
-not_listed (object): how many nodes are not listed, by the reason: `slower` (had room and cost
-    more), `full` (no free slot, or kept for others), a node state, `paused` (asked for less work),
-    `failed`, `excluded` (context or slots too small, or refused it), `not_candidates` (serve
-    another model or endpoint, are of another pool, or of a tier that was closed to it)
-predicted (object): `ttft` and `seconds` from the grant on, `prompt_tokens`, `cached_tokens`,
-    `completion_tokens`
-actual (object): likewise, as it came, null where it is not known (yet); `outcome` of the attempt,
-    null while it runs, its `status`, and whether the node `reported` the tokens
-""")
-
-# Fields of a node that was compared.
-COMPARED_FIELDS = _fields("""
-name (string): of the node
-chosen (boolean): whether it was
-measured (boolean): whether it had shown its speed; else its figures are guesses
-expected_seconds (number): its cost: the request's time there and the time that it takes from
-    others; the sum of `terms`
-terms (object): `queue` (prompts that it had to read first), `reading` (what was not cached),
-    `writing` (alone), `neighbours` (what they and this request cost each other), `doubt` (failures,
-    a trial; negative for the session's last node), in seconds
-slowed_by_neighbours (number): part of `neighbours`: this request's own loss
-holds_up_neighbours (number): the other part: theirs
-doubts (array): why `doubt` is not 0, in words
-cached_tokens (integer): of its prompt, believed to be in the node's cache
-cached_saves (number): seconds of reading that these save
-prefill_tps (number): tokens/s of prefill, as expected
-decode_tps (number): tokens/s of decode, as expected of one request alone
-slots_busy (integer): neighbours, before this request came
-slots_total (integer): its slots
-pool_tokens (integer): tokens of the pool that its slots share; 0: they share none
-pool_used (integer): of these reserved or in use, before this request came
-""")
-
-
-def _why_schemas() -> dict[str, JsonSchema]:
-    told = object_schema(
-        id={"type": "string", "description": "As it was asked for."},
-        remembered_since={
-            "type": "string",
-            "description": "Since when every attempt is remembered, UTC.",
-        },
-        requests={
-            "type": "array",
-            "items": {"$ref": "#/components/schemas/ExplainedRequest"},
-            "description": "Those of this id or `X-Request-ID`, the newest first, 20 at most.",
-        },
-    )
-    request = fields_schema(WHY_FIELDS)
-    request["properties"]["decisions"]["items"] = {"$ref": "#/components/schemas/Decision"}
-    request["properties"]["parts"]["items"] = TEXT
-    # Fields of every decision; it depends on the kind which others one has.
-    always = {"kind", "at", "seconds", "summary"}
-    decision = fields_schema(DECISION_FIELDS, DECISION_FIELDS.keys() - always)
-    decision["properties"]["nodes"]["items"] = {"$ref": "#/components/schemas/ComparedNode"}
-    compared = fields_schema(COMPARED_FIELDS)
-    schemas = {"Why": told, "ExplainedRequest": request}
-    return {**schemas, "Decision": decision, "ComparedNode": compared}
-
-
-WHY_SCHEMAS = _why_schemas()  # schemas of an explanation, by name
 
 
 class ErrorRow(NamedTuple):

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from gateway.openapi.bodies import (
-    ARRIVALS_FIELDS,
-    AUDIT_FIELDS,
-    CALLER_USAGE_FIELDS,
-    KEY_FIELDS,
-    MODEL_FIELDS,
-    NODE_FIELDS,
-    REQUEST_FIELDS,
-    STATUS_FIELDS,
+    FIELDS,
     TEXT,
-    USAGE_FIELDS,
     JsonSchema,
     fields_schema,
     object_schema,
@@ -88,6 +80,12 @@ def _one_of(*words: str) -> JsonSchema:
     return {"type": "string", "enum": list(words)}
 
 
+# Fields that described bodies may lack. It depends on a decision's kind which others it has.
+_OPTIONAL: dict[str, Collection[str]] = {
+    "ApiKey": {"key", "warnings"},
+    "Decision": FIELDS["Decision"].keys() - {"kind", "at", "seconds", "summary"},
+}
+
 # Schemas of bodies, by name.
 SCHEMAS: dict[str, JsonSchema] = {
     "Model": struct_schema(ModelObject),
@@ -105,16 +103,15 @@ SCHEMAS: dict[str, JsonSchema] = {
     "MessageBatch": struct_schema(
         MessageBatchObject, optional=("llama_gateway",), llama_gateway=_ref("BatchProgress")
     ),
-    "Node": fields_schema(NODE_FIELDS),
-    "ServedModel": fields_schema(MODEL_FIELDS),
-    "Status": fields_schema(STATUS_FIELDS),
-    "Request": fields_schema(REQUEST_FIELDS),
-    "AuditEntry": fields_schema(AUDIT_FIELDS),
-    "ApiKey": fields_schema(KEY_FIELDS, {"key", "warnings"}),
-    "CallerUsage": fields_schema(CALLER_USAGE_FIELDS),
-    "Usage": fields_schema(USAGE_FIELDS),
-    "Arrivals": fields_schema(ARRIVALS_FIELDS),
+    **{name: fields_schema(fields, _OPTIONAL.get(name, ())) for name, fields in FIELDS.items()},
 }
+for _name, _field, _items in (
+    ("Why", "requests", _ref("ExplainedRequest")),
+    ("ExplainedRequest", "decisions", _ref("Decision")),
+    ("ExplainedRequest", "parts", TEXT),
+    ("Decision", "nodes", _ref("ComparedNode")),
+):
+    SCHEMAS[_name]["properties"][_field]["items"] = _items
 
 _FILE, _BATCH, _MESSAGE_BATCH = _ref("File"), _ref("Batch"), _ref("MessageBatch")
 _NO_STORE = _errors(501)

@@ -13,25 +13,16 @@ from pathlib import Path
 from gateway.config.settings import Settings
 from gateway.openapi.bodies import (
     ADMIN_ERRORS,
-    ARRIVALS_FIELDS,
-    AUDIT_FIELDS,
-    CALLER_USAGE_FIELDS,
-    COMPARED_FIELDS,
-    DECISION_FIELDS,
     ERRORS,
-    MODEL_FIELDS,
-    NODE_FIELDS,
-    REQUEST_FIELDS,
-    STATUS_FIELDS,
-    USAGE_FIELDS,
-    WHY_FIELDS,
+    FIELDS,
 )
 from gateway.openapi.document import Operation, operations
 
 PAGE = Path("docs/reference/http.md")
+_UNTOLD = frozenset({"ApiKey", "Why"})  # bodies that the page has no table of
 
 _BLOCK = re.compile(
-    r"(?P<begin><!-- table by python -m gateway\.openapi\.reference: (?P<name>[a-z ]+) -->\n)"
+    r"(?P<begin><!-- table by python -m gateway\.openapi\.reference: (?P<name>[A-Za-z ]+) -->\n)"
     r".*?(?P<end><!-- end of the table -->)",
     re.DOTALL,
 )
@@ -67,17 +58,7 @@ def tables() -> dict[str, str]:
             ("status", "code", "when"),
             ((str(row.status), f"`{row.code}`", row.when) for row in ADMIN_ERRORS),
         ),
-        "status": _fields(STATUS_FIELDS),
-        "node": _fields(NODE_FIELDS),
-        "model": _fields(MODEL_FIELDS),
-        "request": _fields(REQUEST_FIELDS),
-        "why": _fields(WHY_FIELDS),
-        "decision": _fields(DECISION_FIELDS),
-        "compared node": _fields(COMPARED_FIELDS),
-        "audit": _fields(AUDIT_FIELDS),
-        "usage": _fields(USAGE_FIELDS),
-        "arrivals": _fields(ARRIVALS_FIELDS),
-        "caller usage": _fields(CALLER_USAGE_FIELDS),
+        **{name: _fields(fields) for name, fields in FIELDS.items() if name not in _UNTOLD},
     }
 
 

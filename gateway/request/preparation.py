@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace as replace_fields
@@ -14,7 +15,7 @@ from gateway import errors
 from gateway.api.json_values import ITEMS_DECODER
 from gateway.api.tokens import settle_bound
 from gateway.catalog import ServedModels
-from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, NodeLabels
+from gateway.config.keys import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL, ModelRule
 from gateway.errors import GatewayError
@@ -60,10 +61,11 @@ from gateway.request.prompt_key import (
     build_large_prompt_key,
     build_prompt_key,
 )
-from gateway.request.routes import Route, can_assemble
+from gateway.request.routes import Route, can_assemble, is_infill
 from gateway.terms import Caller, Headers, Priority
 
 MOST_TARGETS = 32  # Models that one alias may resolve to
+MOST_CHOICES = 1024  # Chosen models that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +76,65 @@ class ResolvedModel:
     rules: tuple[ModelRule, ...] = ()
 
 
+class ModelChoice:
+    """The models that a name stands for, and what a request for it wants of a node."""
+
+    __slots__ = ("_labels", "_wanted", "has_rules", "is_served", "model", "names", "targets")
+
+    def __init__(
+        self,
+        model: str,
+        targets: tuple[ResolvedModel, ...],
+        labels: NodeLabels,
+        catalog: ServedModels,
+    ) -> None:
+        self.model = model  # the public name
+        self.targets = targets  # in order of preference; none is paused
+        self.names = tuple([target.name for target in targets])
+        self.has_rules = any(target.rules for target in targets)
+        self.is_served = any(map(catalog.serves, self.names))  # else its name may be any text
+        self._labels = labels  # those of the nodes that may serve it
+        self._wanted: dict[tuple[object, ...], WantedNode] = {}
+
+    def wanted_node(
+        self,
+        route: Route,
+        *,
+        needs_vision: bool,
+        stream: bool,
+        may_assemble: bool,
+        prompt_cache: bool,
+    ) -> WantedNode:
+        """What a node must have and be able to do; one object for all requests that want it."""
+        key = route.path, needs_vision, stream, may_assemble, prompt_cache
+        found = self._wanted.get(key)
+        if found is None:
+            found = self._wanted[key] = WantedNode(
+                self.model,
+                self.names,
+                route.endpoint,
+                needs_vision,
+                route.llama_cpp_only,
+                self._labels,
+                stream=stream,
+                may_assemble=may_assemble,
+                prompt_cache=prompt_cache,
+                feature=route.path,
+                prompt_field=route.prompt_field,
+            )
+        return found
+
+
 @dataclass(slots=True)
 class ModelAliases:
     """The `models` of one version of the settings; replaced at each reload."""
 
     rules: Mapping[str, ModelRule]
     _resolved: dict[str, tuple[ResolvedModel, ...]] = field(default_factory=dict)
+    _choices: dict[tuple[object, ...], ModelChoice] = field(default_factory=dict)
+    """What was chosen, by the name asked for and the permissions."""
     _of: Mapping[str, str] = field(default_factory=dict)
-    """The servers' aliases for which `_resolved` holds."""
+    """The servers' aliases for which both hold: a new object when any node serves other models."""
     has_catch_all: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,9 +161,7 @@ class ModelAliases:
         """
         if not self.rules:
             return (ResolvedModel(name),)
-        aliases = catalog.aliases
-        if aliases is not self._of:
-            self._of, self._resolved = aliases, {}
+        aliases = self._current(catalog)
         if name not in self.rules and aliases.get(name) not in self.rules:
             return (ResolvedModel(name),)
         found = self._resolved.get(name)
@@ -118,6 +169,26 @@ class ModelAliases:
             every = _follow_aliases(name, self.rules, (), aliases)
             found = self._resolved[name] = tuple(every)[:MOST_TARGETS]
         return found
+
+    def choice(self, key: tuple[object, ...], catalog: ServedModels) -> ModelChoice | None:
+        """What was kept under this key, while nodes serve the same models."""
+        if catalog.aliases is not self._of:
+            self._current(catalog)
+        return self._choices.get(key)
+
+    def keep_choice(self, key: tuple[object, ...], choice: ModelChoice) -> None:
+        """Remember a choice; not of a name that no node serves, which may be any text."""
+        if choice.is_served and not self.has_catch_all:
+            if len(self._choices) >= MOST_CHOICES:
+                self._choices.clear()
+            self._choices[key] = choice
+
+    def _current(self, catalog: ServedModels) -> Mapping[str, str]:
+        """The servers' aliases; forget what was resolved by others."""
+        aliases = catalog.aliases
+        if aliases is not self._of:
+            self._of, self._resolved, self._choices = aliases, {}, {}
+        return aliases
 
 
 def _follow_aliases(
@@ -153,17 +224,21 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     id: str  # Unique in this process; not chosen by the client
     x_request_id: str  # `X-Request-ID`: the client's own if it sent a valid one, else `id`
     path: str  # The path as nodes know it, for example `/v1/chat/completions`
-    header_lines: bytes  # The client's header lines that nodes get, each with its line end
-    bodies: Mapping[str, Body]  # The body for each of the model names
-    model_in_body: str | None  # The model's name in these bodies; None: they name none
     caller: Caller
     received_at: float
     lease_request: LeaseRequest  # All that the scheduler may know of it
-    stream: bool = False  # Whether the client asked for a stream
+    # What nodes are sent.
+    header_lines: bytes = b""  # The client's header lines that they get, each with its line end
+    bodies: Mapping[str, Body] = {}  # The body for each of the model names
+    model_in_body: str | None = None  # The model's name in these bodies; None: they name none
+    # What the client asks for.
+    served_model: str | None = None  # The model's public name; None: no node serves it
+    stream: bool = False  # Whether it asked for a stream
     logprobs: bool = False  # Whether the response contains log probabilities
-    deadline: float | None = None  # When the client stops waiting for the complete response
+    deadline: float | None = None  # When it stops waiting for the complete response
     client_has_timer: bool = False
-    """Whether the client times out by itself at `deadline`, so that it needs no error."""
+    """Whether it times out by itself at `deadline`, so that it needs no error."""
+    is_infill: bool = False  # Whether it fills in the middle of a text, as editors ask
     prompt_list: PromptList | None = None
     """The prompts, if there are several to answer one by one (`forward/multi_prompt.py`)."""
 
@@ -267,6 +342,21 @@ class RequestRules:
     keyed_hash: KeyedHash = field(default_factory=KeyedHash)  # Identifies prompts
 
 
+class AllowedTokens(Protocol):
+    """How many tokens a caller's limits allow."""
+
+    completion_tokens: int | None  # Most tokens of one answer; None: any number
+    most_tokens: float  # Most tokens of a prompt and its answers
+
+
+@dataclass(slots=True)
+class AnyTokens:
+    """No limits of tokens, or those that are given here."""
+
+    completion_tokens: int | None = None
+    most_tokens: float = math.inf
+
+
 @dataclass(slots=True)
 class Sender:
     """Who sends a request, and for how long they wait: all that is known before its body."""
@@ -283,10 +373,30 @@ class Sender:
     """Whether `plain_client_timeout` is that of an official client's own timer."""
     cache: CachePolicy = SHARED_CACHE
     """Which nodes may serve it, and what it may learn of their prompt caches."""
+    limits: AllowedTokens = field(default_factory=AnyTokens)
+    headers: Headers = field(default_factory=list)
+    """The head of a form, which says how it is divided."""
+    patient: bool = False
+    """Whether it was stored: see `LeaseCaller.patient`. One of class `batch` yields, too."""
+    _lease_caller: LeaseCaller | None = field(default=None, init=False, repr=False, compare=False)
+
+    def lease_caller(self, priority: Priority, time_limit: float | None) -> LeaseCaller:
+        """The sender as the scheduler knows it; one object for equal requests in a row."""
+        kept = self._lease_caller
+        if kept is None or kept.priority is not priority or kept.time_limit != time_limit:
+            kept = self._lease_caller = LeaseCaller(
+                self.caller.id,
+                self.fairness_key or self.caller.id,
+                priority,
+                self.session,
+                time_limit,
+                patient=self.patient,
+                yields=self.patient and priority is Priority.BATCH,
+            )
+        return kept
 
 
-@dataclass(slots=True)
-class IncomingRequest:
+class IncomingRequest(msgspec.Struct, eq=False):
     """A request as it was read: from a client's connection, or from where it was stored."""
 
     id: str
@@ -295,14 +405,6 @@ class IncomingRequest:
     body: Body  # Without a byte order mark, and brought to its usual shape, once it was parsed
     sender: Sender
     received_at: float
-    max_tokens: int | None = None
-    """Most tokens of one answer that the caller's limits allow; None: any number."""
-    most_tokens: float = math.inf
-    """Most tokens of a prompt and its answers that the caller's limits allow."""
-    headers: Headers = field(default_factory=list)
-    """The head of a form, which says how it is divided."""
-    patient: bool = False
-    """Whether it was stored: see `LeaseCaller.patient`. One of class `batch` yields, too."""
 
 
 # The class of a request by the fields of its body. Raises: GatewayError.
@@ -324,7 +426,7 @@ def read_request(
     if not isinstance(body, bytes):
         parsed = body.parse()
     elif form:
-        incoming.body, parsed = multipart.parse_multipart(body, incoming.headers)
+        incoming.body, parsed = multipart.parse_multipart(body, incoming.sender.headers)
     else:
         try:
             parsed = parse_body(body)
@@ -338,12 +440,7 @@ def read_request(
         record.classify(priority)
     make = prepare_multipart if form else prepare
     request = make(incoming, parsed, priority, rules, catalog)
-    wanted, model = request.lease_request.wanted, None
-    for name in wanted.model_names:
-        if catalog.serves(name):
-            model = wanted.model
-            break
-    record.describe(stream=request.stream, model=model)
+    record.describe(stream=request.stream, model=request.served_model)
     return request
 
 
@@ -392,7 +489,7 @@ def read_large(
     return replace_fields(request, lease_request=replace_fields(lease_request, size=size))
 
 
-def prepare(
+def prepare(  # noqa: PLR0912 - each call costs
     incoming: IncomingRequest,
     parsed: ParsedBody,
     priority: Priority,
@@ -407,9 +504,10 @@ def prepare(
     prompt_field = route.prompt_field
     raw = getattr(parsed, prompt_field) if prompt_field in PROMPT_FIELDS else MISSING
     if isinstance(body, bytes):
-        depth = nesting_depth(body, limits.json_depth)
-        if depth > limits.json_depth:
-            raise errors.nested_too_deeply(limits.json_depth)
+        deepest = limits.json_depth
+        depth = nesting_depth(body, deepest) if len(body) > deepest else 0
+        if depth > deepest:
+            raise errors.nested_too_deeply(deepest)
         needs_vision = False
         if media.may_have_links(body):
             links, needs_vision = media.find_links(body)
@@ -419,20 +517,21 @@ def prepare(
         depth, needs_vision = body.outline.depth, body.outline.has_images
         media.check_links(body.find_links(), limits.media_hosts, prompt_field)
         tokens = body.estimate_min_tokens(prompt_field)
-    request_limits.check_supported(parsed, route.api.refused_fields)
+    if route.api.refused_fields:
+        request_limits.check_supported(parsed, route.api.refused_fields)
     if has_limited_options(parsed):
         if request_limits.has_grammar(parsed):
             request_limits.check_grammars(parsed, depth, limits)
         if route.generates:
             request_limits.check_sampling(parsed, limits)
-    model, targets = _find_targets(parsed.model, incoming, rules, catalog)
-    bodies, slots, max_tokens = _edit_bodies(incoming, parsed, targets, rules, tokens, catalog)
+    choice = choose_model(parsed.model, incoming.sender, rules, catalog)
+    bodies, slots, max_tokens = _edit_bodies(incoming, parsed, choice, rules, tokens, catalog)
     body_bytes = max(map(len, bodies.values()))
     if not route.generates:
         text_bytes = tokens * BYTES_PER_TOKEN
-        size = RequestSize(slots, False, tokens, text_bytes, 0, 0, None, body_bytes)
+        size = RequestSize(slots, False, tokens, text_bytes, body_bytes=body_bytes)
         return _new_request(
-            incoming, parsed, priority, model, bodies, size, needs_vision=needs_vision
+            incoming, parsed, priority, choice, bodies, size, needs_vision=needs_vision
         )
     prompt_list = key = None
     if route.api.merger is not None:
@@ -442,7 +541,7 @@ def prepare(
         if len(body) >= SHORTEST_BODY:
             scope = incoming.sender.cache.scope_of(incoming.id)
             key = build_prompt_key(
-                body, route, model, rules.volatile_lines, rules.keyed_hash, scope
+                body, route, choice.model, rules.volatile_lines, rules.keyed_hash, scope
             )
     else:
         measured = body.measure_prompt(prompt_field)
@@ -452,13 +551,22 @@ def prepare(
         incoming,
         parsed,
         priority,
-        model,
+        choice,
         bodies,
-        RequestSize(slots, True, tokens, *measured, max_tokens, body_bytes, key),
+        RequestSize(
+            slots,
+            True,
+            tokens,
+            *measured,
+            max_tokens=max_tokens,
+            body_bytes=body_bytes,
+            prompt_key=key,
+        ),
         needs_vision=needs_vision,
         stream=stream,
         may_assemble=not stream and can_assemble(route, body, parsed.messages, slots),
         logprobs=logprobs and request_limits.wants_logprobs(parsed),
+        infill=is_infill(route, parsed),
         prompt_list=prompt_list,
     )
 
@@ -474,10 +582,10 @@ def prepare_multipart(
 
     Raises: GatewayError.
     """
-    model, targets = _find_targets(parsed.model, incoming, rules, catalog)
-    bodies = {target.name: incoming.body for target in targets}
+    choice = choose_model(parsed.model, incoming.sender, rules, catalog)
+    bodies = dict.fromkeys(choice.names, incoming.body)
     size = RequestSize(generates=False, body_bytes=len(incoming.body))
-    return _new_request(incoming, parsed, priority, model, bodies, size)
+    return _new_request(incoming, parsed, priority, choice, bodies, size)
 
 
 def resolve_model(
@@ -517,23 +625,28 @@ def resolve_model(
     return model, aliases.resolve(model, catalog)
 
 
-def _find_targets(
-    requested: str | None, incoming: IncomingRequest, rules: RequestRules, catalog: ServedModels
-) -> tuple[str, tuple[ResolvedModel, ...]]:
+def choose_model(
+    requested: str | None, sender: Sender, rules: RequestRules, catalog: ServedModels
+) -> ModelChoice:
     """As `resolve_model`, without the models that are paused. Raises: GatewayError."""
-    labels = incoming.sender.cache.node_labels
-    model, targets = resolve_model(requested, rules, incoming.sender.caller, labels, catalog)
-    if paused := catalog.paused:
-        targets = tuple(target for target in targets if target.name not in paused)
-        if model in paused or not targets:
-            raise errors.model_paused(model)
-    return model, targets
+    aliases, caller, labels = rules.model_aliases, sender.caller, sender.cache.node_labels
+    key = requested or rules.default_model, caller.models, labels
+    choice = aliases.choice(key, catalog)
+    if choice is None:
+        model, targets = resolve_model(requested, rules, caller, labels, catalog)
+        if paused := catalog.paused:
+            targets = tuple(target for target in targets if target.name not in paused)
+            if model in paused or not targets:
+                raise errors.model_paused(model)
+        choice = ModelChoice(model, targets, labels, catalog)
+        aliases.keep_choice(key, choice)
+    return choice
 
 
 def _edit_bodies(
     incoming: IncomingRequest,
     parsed: ParsedBody,
-    targets: tuple[ResolvedModel, ...],
+    choice: ModelChoice,
     rules: RequestRules,
     prompt_tokens: int,
     catalog: ServedModels,
@@ -542,15 +655,22 @@ def _edit_bodies(
 
     Raises: GatewayError.
     """
-    body, route, cache = incoming.body, incoming.route, incoming.sender.cache
-    limits, volatile_lines = rules.limits, rules.volatile_lines
-    most_tokens, tokens_left = limits.max_tokens, incoming.most_tokens - prompt_tokens
-    if incoming.max_tokens is not None:
-        most_tokens = min(incoming.max_tokens, most_tokens or incoming.max_tokens)
-    bodies: dict[str, Body] = {}
+    body, route, volatile_lines = incoming.body, incoming.route, rules.volatile_lines
     slots = 1 if route.takes_slot else 0
+    if not (
+        route.generates
+        or choice.has_rules
+        or volatile_lines.strips_requests
+        or has_edited_options(parsed)
+    ):
+        return dict.fromkeys(choice.names, body), slots, None
+    cache, of_caller, limits = incoming.sender.cache, incoming.sender.limits, rules.limits
+    most_tokens, tokens_left = limits.max_tokens, of_caller.most_tokens - prompt_tokens
+    if of_caller.completion_tokens is not None:
+        most_tokens = min(of_caller.completion_tokens, most_tokens or of_caller.completion_tokens)
+    bodies: dict[str, Body] = {}
     max_tokens: int | None = 0
-    for target in targets:
+    for target in choice.targets:
         ruled = edits.apply_rules(body, target.rules) if target.rules else body
         ruled_parsed = parsed
         if ruled is not body:
@@ -603,7 +723,7 @@ def _new_request(
     incoming: IncomingRequest,
     parsed: ParsedBody,
     priority: Priority,
-    model: str,
+    choice: ModelChoice,
     bodies: dict[str, Body],
     size: RequestSize,
     *,
@@ -611,54 +731,40 @@ def _new_request(
     stream: bool = False,
     may_assemble: bool = False,
     logprobs: bool = False,
+    infill: bool = False,
     prompt_list: PromptList | None = None,
 ) -> Request:
-    route, sender, patient = incoming.route, incoming.sender, incoming.patient
-    caller, limit, has_timer = sender.caller, sender.plain_client_timeout, sender.client_has_timer
+    sender, route, received_at = incoming.sender, incoming.route, incoming.received_at
+    limit, has_timer = sender.plain_client_timeout, sender.client_has_timer
     if parsed.stream:
         limit, has_timer = sender.client_timeout, False
-    lease_request = LeaseRequest(
-        incoming.id,
-        LeaseCaller(
-            caller.id,
-            sender.fairness_key or caller.id,
-            priority,
-            sender.session,
-            limit,
-            patient=patient,
-            yields=patient and priority is Priority.BATCH,
-        ),
-        WantedNode(
-            model,
-            tuple(bodies),
-            route.endpoint,
-            needs_vision,
-            route.llama_cpp_only,
-            sender.cache.node_labels,
-            stream=stream,
-            may_assemble=may_assemble,
-            prompt_cache=sender.cache.prompt_cache,
-            feature=route.path,
-            prompt_field=route.prompt_field,
-            slots_field="n" if size.slots < 2 else _slots_field(bodies),
-        ),
-        size,
+    wanted = choice.wanted_node(
+        route,
+        needs_vision=needs_vision,
+        stream=stream,
+        may_assemble=may_assemble,
+        prompt_cache=sender.cache.prompt_cache,
     )
+    if size.slots > 1:
+        wanted = replace_fields(wanted, slots_field=_slots_field(bodies))
+    id_, x_request_id = incoming.id, incoming.x_request_id
     return Request(
-        incoming.id,
-        incoming.x_request_id,
+        id_,
+        x_request_id,
         route.path,
-        b"%bx-request-id: %b\r\n" % (sender.header_lines, incoming.x_request_id.encode()),
-        bodies,
-        parsed.model,
-        caller,
-        incoming.received_at,
-        lease_request,
-        stream,
-        logprobs,
-        None if limit is None else incoming.received_at + limit,
-        limit is not None and has_timer,
-        prompt_list,
+        sender.caller,
+        received_at,
+        LeaseRequest(id_, sender.lease_caller(priority, limit), wanted, size),
+        header_lines=b"%bx-request-id: %b\r\n" % (sender.header_lines, x_request_id.encode()),
+        bodies=bodies,
+        model_in_body=parsed.model,
+        served_model=choice.model if choice.is_served else None,
+        stream=stream,
+        logprobs=logprobs,
+        deadline=None if limit is None else received_at + limit,
+        client_has_timer=limit is not None and has_timer,
+        is_infill=infill,
+        prompt_list=prompt_list,
     )
 
 
@@ -682,15 +788,17 @@ def _parse_prompt_list(
             parsed = parse_body(one.body) if isinstance(one.body, bytes) else one.body.parse()
             return prepare(one, parsed, priority, rules, catalog)
 
-        one = replace(
-            incoming,
-            id=f"{incoming.id}.{index}",
-            x_request_id=f"{incoming.x_request_id}.{index}",
-            body=body,
-            patient=False,
+        one = IncomingRequest(
+            f"{incoming.id}.{index}",
+            f"{incoming.x_request_id}.{index}",
+            incoming.route,
+            body,
+            sender,
+            incoming.received_at,
         )
         if len(body) < LARGE_BODY_BYTES:
             return read()
         return (yield from read_large(one, body, rules, read))
 
+    sender = replace(incoming.sender, patient=False)
     return parse_prompt_list(incoming.body, raw_prompt, rules.limits, sub_request)

@@ -20,7 +20,7 @@ import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
 
 from gateway import errors
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import ElasticSettings, Hook
 from gateway.config.settings import Settings
 from gateway.events import EventBus, HookEnded

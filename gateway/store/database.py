@@ -36,7 +36,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
 
 from gateway import __version__
-from gateway.config.store import masked_store_url
+from gateway.config.stored import masked_store_url
 from gateway.store.failures import StoreGone, StoreTooNew, StoreTooOld, store_error
 from gateway.store.schema import OLDEST_LEVEL, SCHEMA_LEVEL, STEPS, Step, levels, metadata
 

@@ -26,7 +26,7 @@ from sqlalchemy import Connection, delete, func, select, update
 
 from gateway.api.json_values import JsonObject
 from gateway.callers.ledger import Ledger, UsageRow
-from gateway.config.batches import BatchSettings
+from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError, truncate_echo
 from gateway.lease import BatchRoomService
 from gateway.store.failures import StoreError

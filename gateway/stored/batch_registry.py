@@ -13,8 +13,8 @@ import structlog
 from sqlalchemy import Connection
 
 from gateway import errors
-from gateway.config.batches import BatchSettings
 from gateway.config.fields import format_duration, parse_duration
+from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError
 from gateway.request.routes import ROUTES
 from gateway.store.failures import StoreError

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import structlog
 from sqlalchemy import Connection, func, select
 
-from gateway.config.batches import BatchSettings
+from gateway.config.stored import BatchSettings
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store

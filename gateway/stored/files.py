@@ -38,7 +38,7 @@ from sqlalchemy import (
 )
 
 from gateway import errors
-from gateway.config.batches import BatchSettings
+from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError
 from gateway.store.database import insert_for
 from gateway.store.failures import StoreError, StoreUnavailable

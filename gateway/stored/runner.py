@@ -23,15 +23,10 @@ from gateway.api.relayed import RELAYED
 from gateway.callers.callers import cache_policy_of, owner_of_stored
 from gateway.callers.keys import KeyRing
 from gateway.callers.ledger import UsageRow
-from gateway.callers.limits import Accounts
-from gateway.callers.meter import (
-    Meter,
-    MeteredRequest,
-    TokensSoFar,
-    UsedBefore,
-)
+from gateway.callers.limits import Accounts, Reservation
+from gateway.callers.meter import Meter, TokensSoFar, UsedBefore
 from gateway.catalog import ServedModels
-from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
+from gateway.config.keys import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
 from gateway.events import EventBus, RequestRecord
@@ -311,7 +306,7 @@ class _Run:
         self._record = RequestRecord(stored.id, stored.path, request_id=stored.id)
         if runner.tracing.active:
             runner.tracing.begin(stored.id, self._record, [], self._received_at)
-        self._metered: MeteredRequest | None = None  # None: it was not admitted
+        self._metered: Reservation | None = None  # None: it was not admitted
         self._in_flight: InFlightRequest | None = None
         self._response: ClientResponse | None = None
 
@@ -391,9 +386,7 @@ class _Run:
             raise errors.invalid_request(
                 "'stream' is not possible here: the response is kept whole.", "stream"
             )
-        self._metered = runner.meter.admit_stored(
-            accounts, request.lease_request, record, request.prompts
-        )
+        self._metered = runner.meter.admit_stored(accounts, request.lease_request, request.prompts)
         in_flight = self._in_flight = runner.registry.begin(request, record)
         response = self._response = await self._forward(in_flight)
         rewriter = None
@@ -448,7 +441,7 @@ class _Run:
         runner, record, metered, id_ = self._runner, self._record, self._metered, self._stored.id
         assert metered is not None
         cost = runner.meter.cost_so_far(id_, record.node, tokens)
-        started_at, now = metered.reservation.admitted_at, runner.wall_clock()
+        started_at, now = metered.admitted_at, runner.wall_clock()
         return RunEnd(started_at, now, node_word(id_, record.node), record.attempts, *cost)
 
     async def _read(self, route: Route, accounts: Accounts, body: bytes) -> Request:
@@ -464,18 +457,12 @@ class _Run:
             client_timeout=seconds,
             plain_client_timeout=seconds,
             cache=self._cache,
-        )
-        # It can wait: of class `batch`, one of a higher class that would have to may have its slot.
-        incoming = IncomingRequest(
-            stored.id,
-            record.x_request_id,
-            route,
-            body,
-            sender,
-            self._received_at,
-            max_tokens=accounts.completion_tokens,
-            most_tokens=accounts.most_tokens,
+            limits=accounts,
+            # Of class `batch`, one of a higher class that would have to wait may have its slot.
             patient=True,
+        )
+        incoming = IncomingRequest(
+            stored.id, record.x_request_id, route, body, sender, self._received_at
         )
         priority = max(self._priority, caller.max_priority)
         return await read_in_turn(
@@ -529,7 +516,7 @@ class _Run:
             self._runner.registry.remove(self._in_flight)
         self._on_slot_free()
 
-    async def _usage(self, metered: MeteredRequest) -> UsageRow:
+    async def _usage(self, metered: Reservation) -> UsageRow:
         """What the request has used, once that is known. Raises: RowDeferred."""
         known: asyncio.Future[UsageRow] = asyncio.get_running_loop().create_future()
 

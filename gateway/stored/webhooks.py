@@ -45,7 +45,7 @@ import structlog
 from sqlalchemy import Connection, delete, func, literal_column, select, update
 
 from gateway import __version__
-from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl, secret_bytes
+from gateway.config.stored import WebhookSettings, WebhookTarget, WebhookUrl, secret_bytes
 from gateway.errors import GatewayError
 from gateway.events import EventBus, WebhookAttempted
 from gateway.store.database import insert_for
@@ -423,7 +423,7 @@ class DeliveryState(StrEnum):
 class WebhookEvent:
     """What has happened to an object. The receiver asks for the object itself."""
 
-    type: str  # one of `gateway.config.webhooks.EVENTS`
+    type: str  # one of `gateway.config.stored.EVENTS`
     object_id: str
     owner: str  # the id of the key that has the object
     group_name: str | None

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import httptools
 
@@ -95,7 +95,49 @@ class TurnLimit:
                 self._schedule()
 
 
-class NodeConnection(asyncio.Protocol):
+class TurnBoundProtocol(asyncio.Protocol):
+    """A connection that leaves what comes behind its turn's limit to a later turn."""
+
+    __slots__ = ("_unreceived", "transport", "turn")
+
+    def __init__(self, turn: TurnLimit) -> None:
+        self.turn = turn
+        self.transport: Any = None
+        self._unreceived = b""  # has come, and waits for another turn
+
+    @property
+    def read_paused(self) -> bool:
+        """Whether its user has paused reading."""
+        raise NotImplementedError
+
+    def _receive(self, data: bytes) -> None:
+        """Work on what has come."""
+        raise NotImplementedError
+
+    def _hold(self, data: bytes) -> None:
+        """Leave `data` to a later turn, and read no more until then."""
+        if not self._unreceived:
+            self.turn.wait(self._receive_late)
+        # Each time, as its user may have resumed it meanwhile.
+        self.transport.pause_reading()
+        self._unreceived += data
+
+    def _receive_late(self) -> None:
+        """Receive what had to wait."""
+        data, self._unreceived = self._unreceived, b""
+        if not data:
+            return
+        transport = self.transport
+        try:
+            self._receive(data)
+        except BaseException:
+            transport.abort()  # As event loops do if `data_received` raises.
+            raise
+        if not (self.read_paused or transport.is_closing()):
+            transport.resume_reading()
+
+
+class NodeConnection(TurnBoundProtocol):
     """Sends one request at a time and reads its response, part by part.
 
     If it breaks in reuse, before the first byte and within `stale_seconds` of sending, it is a
@@ -105,9 +147,8 @@ class NodeConnection(asyncio.Protocol):
     __slots__ = (
         "_between_chunks", "_bodyless", "_error", "_framed", "_known", "_known_headers", "_loop",
         "_made", "_made_for", "_parser", "_parts", "_paused", "_pending", "_relay", "_sent_at",
-        "_sink", "_stale_seconds", "_turn", "_unreceived", "_waiter", "alive", "complete",
-        "headers", "on_body", "on_wake", "received_bytes", "requests_sent", "reusable", "status",
-        "transport",
+        "_sink", "_stale_seconds", "_waiter", "_whole_headers", "alive", "complete", "headers",
+        "on_body", "on_wake", "received_bytes", "requests_sent", "reusable", "status",
     )  # fmt: skip
 
     def __init__(
@@ -117,9 +158,8 @@ class NodeConnection(asyncio.Protocol):
         stale_seconds: float = STALE_SECONDS,
         turn: TurnLimit | None = None,
     ) -> None:
+        super().__init__(turn or TurnLimit())
         self._loop = loop
-        self._turn = turn or TurnLimit()
-        self._unreceived = b""  # has come, and waits for another turn
         self._stale_seconds = stale_seconds
         self.transport: asyncio.Transport | None = None
         self.alive = False
@@ -137,6 +177,7 @@ class NodeConnection(asyncio.Protocol):
         self._known: KnownHead | None = None
         """That head, if its reply had status 200 and came in one read."""
         self._known_headers: Headers = []  # its headers, all but the length
+        self._whole_headers: tuple[int, Headers] = -1, []  # with a body of so many bytes
         self._made: bytes | None = None  # what `made_of_head` has made of it
         self._made_for: object = None
         self._clear()
@@ -314,7 +355,7 @@ class NodeConnection(asyncio.Protocol):
         self.alive = True
 
     def data_received(self, data: bytes) -> None:
-        if self._between_chunks and self._relay is not None and not self._turn.is_spent:
+        if self._between_chunks and self._relay is not None and not self.turn.is_spent:
             size = len(data)
             if size < MOST_RELAYED_BYTES:
                 line = _SIZE_LINES[size]
@@ -324,34 +365,29 @@ class NodeConnection(asyncio.Protocol):
             # A response without a request: the connection can't be trusted.
             self.reusable = False
             self.close()
-        elif self._unreceived or self._turn.look(self._loop):
-            if not self._unreceived:
-                self._turn.wait(self._receive_late)
-            # Each time, as its reader may have resumed it meanwhile.
-            if not self._paused and self.transport is not None:
-                self.transport.pause_reading()
-            self._unreceived += data
+        elif self._unreceived or self.turn.look(self._loop):
+            self._hold(data)
             self._between_chunks = False  # no chunk overtakes these bytes
         else:
             self._receive(data)
 
-    def _receive_late(self) -> None:
-        """Receive what had to wait."""
-        data, self._unreceived = self._unreceived, b""
-        if not data:
-            return
-        self._receive(data)
-        transport = self.transport
-        if not self._paused and transport is not None and not transport.is_closing():
-            transport.resume_reading()
+    @property
+    def read_paused(self) -> bool:
+        """Whether too much of the body is unread."""
+        return self._paused
 
     def _receive(self, data: bytes) -> None:
         if self._known is not None and not self.received_bytes and not self._bodyless:
             body = self._known.match_body(data)
             if body is not None:
                 # A whole response with the known head has come.
+                size, headers = self._whole_headers
+                if size != len(body):
+                    size = len(body)
+                    headers = [(b"content-length", b"%d" % size), *self._known_headers]
+                    self._whole_headers = size, headers
                 self.received_bytes = len(data)
-                self.headers = [(b"content-length", b"%d" % len(body)), *self._known_headers]
+                self.headers = headers
                 self.status = 200
                 self.complete = self.reusable = self._framed = True
                 if body:
@@ -400,6 +436,7 @@ class NodeConnection(asyncio.Protocol):
         if whole and self.status == 200 and data.startswith(b" 200 ", len(b"HTTP/1.1")):
             self._known = KnownHead.from_message(data)
             self._known_headers = [f for f in self.headers if f[0] != b"content-length"]
+            self._whole_headers = -1, []
 
     def eof_received(self) -> bool:
         return False

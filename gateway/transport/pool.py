@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from gateway.config.node import NodeSpec, NodeTls
+from gateway.config.inventory import NodeSpec, NodeTls
 from gateway.errors import drop_traceback
 from gateway.terms import SegmentedBody
 from gateway.transport.connection import (

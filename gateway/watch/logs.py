@@ -8,6 +8,7 @@ logged from `warning` on, with one line each.
 from __future__ import annotations
 
 import contextlib
+import encodings.unicode_escape  # noqa: F401 - else the first such value reads it, on the event loop
 import errno
 import logging
 import os

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import unquote
 
 import msgspec
@@ -85,7 +85,15 @@ def asgi_app(
     return _RequestIdMiddleware(app, next_id)
 
 
-def by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
+def routes_by_path(endpoints: Iterable[tuple[str, str, Endpoint]]) -> list[Route]:
+    """Routes of these methods and paths: one for each path, so that a 405 names all its methods."""
+    paths: dict[str, dict[str, Endpoint]] = {}
+    for method, path, endpoint in endpoints:
+        paths.setdefault(path, {})[method] = endpoint
+    return [Route(path, _by_method(found), methods=list(found)) for path, found in paths.items()]
+
+
+def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
     """The endpoint of a path that has one for each method; with GET it answers HEAD alike."""
 
     async def serve(request: Request) -> Response:
@@ -140,6 +148,13 @@ def page_limit(word: str, most: int) -> int:
     if _DIGITS.fullmatch(word) is None or not 1 <= int(word) <= most:
         raise errors.invalid_request(f"'limit' must be 1 to {most}.", "limit")
     return int(word)
+
+
+def page_order(word: str) -> Literal["asc", "desc"]:
+    """How a page is ordered, by the query's `order`. Raises: GatewayError 400."""
+    if word not in {"asc", "desc"}:
+        raise errors.invalid_request("'order' must be 'asc' or 'desc'.", "order")
+    return "asc" if word == "asc" else "desc"
 
 
 class Identified(Protocol):

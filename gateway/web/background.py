@@ -62,7 +62,7 @@ from gateway.stored.response_log import LogBroken
 from gateway.stored.webhooks import WebhookTargets
 from gateway.terms import Headers
 from gateway.transport.eager_task import ensure_task
-from gateway.web.asgi import JsonResponse, error_response, page_limit
+from gateway.web.asgi import JsonResponse, error_response, page_limit, page_order
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -370,7 +370,8 @@ class Storing:
             if is_slow_to_parse(body):
                 # Its fields are decoded at once: those of a body within the limits are few.
                 await served.check(context, body)
-            found = await self._respond(served, context, body.removeprefix(BYTE_ORDER_MARK))
+            asked = _StoringRequest(self, served, context)
+            found = await asked.respond(body.removeprefix(BYTE_ORDER_MARK))
             if found is None:
                 return None
             body = found
@@ -379,63 +380,73 @@ class Storing:
         if route.multipart or not route.takes_slot:
             return body  # Honouring it is always optional.
         await ensure_task()
-        await self._defer(served, context, body)
+        await _StoringRequest(self, served, context).defer(body)
         return None
+
+
+class _StoringRequest:
+    """A request whose response may be kept or made later."""
+
+    __slots__ = ("_context", "_served", "_storing")
+
+    def __init__(self, storing: Storing, served: StorableRequest, context: RequestContext) -> None:
+        self._storing = storing
+        self._served = served
+        self._context = context
 
     # Responses.
 
-    async def _respond(
-        self, served: StorableRequest, context: RequestContext, body: bytes
-    ) -> bytes | None:
-        """As `serve`, for a request to `/v1/responses`."""
-        settings = served.config.settings
+    async def respond(self, body: bytes) -> bytes | None:
+        """Serve a request to `/v1/responses`: store the response if asked, then send it.
+
+        Returns the body to go on with if nothing is stored. Raises: GatewayError.
+        """
+        settings, context = self._served.config.settings, self._context
         fields = read_fields(body)
         options = read_options(fields)
         stored = options.background or (
-            options.store is True and settings.batches.store_responses and self.requests is not None
+            options.store is True
+            and settings.batches.store_responses
+            and self._storing.requests is not None
         )
         most_bytes = settings.limits.body_bytes
         if not stored and options.previous is None:
             return body
-        before = [] if options.previous is None else await self._conversation(
-            served, context, options.previous
-        )  # fmt: skip
+        before = [] if options.previous is None else await self._conversation(options.previous)
         if not stored:
             return plain_body(fields, before, most_bytes)
         requests = self._kept("background responses")
-        owner = _owner(served, context)
+        owner = self._owner()
         new_body = body_to_run(fields, before, most_bytes)
-        request = await self._checked(served, context, new_body)
+        request = await self._checked(new_body)
         webhook_url = None
         if options.webhook_url is not None:
             group = context.caller.group
-            webhook_url = self.webhooks.check(context.caller.id, group, options.webhook_url)
+            webhook_url = self._storing.webhooks.check(
+                context.caller.id, group, options.webhook_url
+            )
         batches = settings.batches
         keep = batches.background_keep if options.store is False else batches.keep
         seconds = options.seconds or batches.windows.default
         if not options.background and context.client_timeout is not None:
             seconds = min(seconds, context.client_timeout)
-        new = _new_request(
-            served, context, request, RequestKind.RESPONSE, owner, new_body, seconds, keep
-        )
+        new = self._new_request(request, RequestKind.RESPONSE, owner, new_body, seconds, keep)
         echoed = echoed_fields(fields, REPEATED) | {"model": request.lease_request.wanted.model}
         row = await requests.add(
             replace(new, stream=options.stream, webhook_url=webhook_url, echoed=echoed)
         )
-        await self._answer(served, context, requests, row, options, echoed)
+        await self._answer(requests, row, options, echoed)
         return None
 
-    async def _conversation(
-        self, served: StorableRequest, context: RequestContext, previous: str
-    ) -> list[object]:
+    async def _conversation(self, previous: str) -> list[object]:
         """What was said up to the end of a response of the caller's. Raises: GatewayError."""
-        if self.requests is None:
+        requests = self._storing.requests
+        if requests is None:
             raise previous_not_found(previous)
         try:
-            owner = _owner(served, context)
-            row = await self.requests.find(owner, previous, RequestKind.RESPONSE)
-            response = await self.requests.response(row)
-            body = await self.requests.body(row)
+            row = await requests.find(self._owner(), previous, RequestKind.RESPONSE)
+            response = await requests.response(row)
+            body = await requests.body(row)
         except GatewayError as error:
             if error.status in {401, 404}:
                 raise previous_not_found(previous) from None
@@ -444,8 +455,6 @@ class Storing:
 
     async def _answer(
         self,
-        served: StorableRequest,
-        context: RequestContext,
         requests: BackgroundRequests,
         row: StoredRow,
         options: StoreOptions,
@@ -456,14 +465,13 @@ class Storing:
         try:
             with waits:
                 if options.stream:
-                    can_return = options.background
-                    await self._stream(served, context, requests, row, can_return=can_return)
+                    await self._stream(requests, row, can_return=options.background)
                 elif not options.background:
-                    await self._wait(served, requests, row)
+                    await self._wait(requests, row)
                 else:
-                    _send_json(served, 200, await self._as_it_is(requests, row, echoed))
+                    self._send_json(200, await self._as_it_is(requests, row, echoed))
         except asyncio.CancelledError:
-            if not options.background and served.exchange.disconnected:
+            if not options.background and self._served.exchange.disconnected:
                 requests.cancel_soon(row)
             raise
 
@@ -478,18 +486,12 @@ class Storing:
             return queued_response(row.id, row.created_at, echoed)
 
     async def _stream(
-        self,
-        served: StorableRequest,
-        context: RequestContext,
-        requests: BackgroundRequests,
-        row: StoredRow,
-        *,
-        can_return: bool,
+        self, requests: BackgroundRequests, row: StoredRow, *, can_return: bool
     ) -> None:
-        exchange = served.exchange
-        numbered = served.route.api.numbered_heartbeats() if context.counts_no_comments else None
-        head = STREAM_HEADER_LINES + served.header_lines(early=True)
-        exchange.start_response(200, head)
+        served, exchange = self._served, self._served.exchange
+        counts_none = self._context.counts_no_comments
+        numbered = served.route.api.numbered_heartbeats() if counts_none else None
+        exchange.start_response(200, STREAM_HEADER_LINES + served.header_lines(early=True))
         try:
             async with contextlib.aclosing(requests.follow(row, can_return=can_return)) as pieces:
                 async for piece in pieces:
@@ -502,14 +504,12 @@ class Storing:
             return
         exchange.end_response()
 
-    async def _wait(
-        self, served: StorableRequest, requests: BackgroundRequests, row: StoredRow
-    ) -> None:
+    async def _wait(self, requests: BackgroundRequests, row: StoredRow) -> None:
         """Send the whole response once it has ended, and white space before."""
-        settings, exchange = served.config.settings, served.exchange
+        settings, exchange = self._served.config.settings, self._served.exchange
         pads, failures = settings.heartbeat > 0 and settings.heartbeat_plain, 0
         while True:
-            step = settings.heartbeat if pads else self.step_seconds()
+            step = settings.heartbeat if pads else self._storing.step_seconds()
             try:
                 found = await requests.wait_ended(row, step)
             except GatewayError as error:
@@ -528,97 +528,89 @@ class Storing:
                 if exchange.response_started:
                     exchange.write(b" ")
                 else:
-                    exchange.start_response(
-                        200, JSON_HEADER_LINE + served.header_lines(early=True), b" "
-                    )
+                    exchange.start_response(200, self._json_head(), b" ")
         response = await requests.response(found)
         if response["status"] in {"failed", "cancelled"}:
             raise _error_of(found, response)
         if exchange.response_started:
             exchange.end_response(msgspec.json.encode(response))
         else:
-            _send_json(served, 200, response)
+            self._send_json(200, response)
 
     # Deferred requests.
 
-    async def _defer(self, served: StorableRequest, context: RequestContext, body: bytes) -> None:
+    async def defer(self, body: bytes) -> None:
+        """Take a request with `Prefer: respond-async`, and answer where its response will be."""
+        context = self._context
         requests = self._kept("requests for later")
-        owner = _owner(served, context)
-        request = await self._checked(served, context, body)
+        owner = self._owner()
+        request = await self._checked(body)
         if request.stream:
             raise errors.invalid_request(
                 "With 'Prefer: respond-async' the response is fetched whole: leave out 'stream'.",
                 "stream",
             )
-        batches = served.config.settings.batches
-        seconds = batches.windows.default
+        batches = self._served.config.settings.batches
+        seconds, keep = batches.windows.default, batches.background_keep
         if context.client_timeout is not None:
             seconds = min(seconds, context.client_timeout)
         row = await requests.add(
-            _new_request(
-                served, context, request, RequestKind.DEFERRED, owner, body, seconds,
-                batches.background_keep,
-            )
-        )  # fmt: skip
-        described = await background_object(row, requests, self.queue)
+            self._new_request(request, RequestKind.DEFERRED, owner, body, seconds, keep)
+        )
+        described = await background_object(row, requests, self._storing.queue)
         headers = [*accepted(row, described), (b"preference-applied", b"respond-async")]
-        lines = JSON_HEADER_LINE + encode_headers(headers) + served.header_lines(early=True)
-        served.exchange.respond(202, lines, msgspec.json.encode(described))
+        self._send_json(202, described, encode_headers(headers))
 
     # Both.
 
     def _kept(self, what: str) -> BackgroundRequests:
-        if self.requests is None:
+        if self._storing.requests is None:
             raise no_store(what)
-        return self.requests
+        return self._storing.requests
 
-    async def _checked(
-        self, served: StorableRequest, context: RequestContext, body: bytes
-    ) -> Request:
+    def _owner(self) -> str:
+        served = self._served
+        return owner_by_head(
+            served.exchange.headers, self._context.caller, served.config, "Stored responses"
+        )
+
+    async def _checked(self, body: bytes) -> Request:
         """The request, which nodes might serve now or later. Raises: GatewayError."""
-        request = await served.check(context, body)
-        wanted, labels = request.lease_request.wanted, context.cache.node_labels
-        if not any(self.catalog.serves(name, labels) for name in wanted.model_names):
-            error = self.catalog.not_found_error(wanted.model, labels, wanted.model_names)
+        request = await self._served.check(self._context, body)
+        wanted, labels = request.lease_request.wanted, self._context.cache.node_labels
+        catalog = self._storing.catalog
+        if not any(catalog.serves(name, labels) for name in wanted.model_names):
+            error = catalog.not_found_error(wanted.model, labels, wanted.model_names)
             if error.status == 404:
                 raise error
         return request
 
+    def _new_request(
+        self, request: Request, kind: RequestKind, owner: str, body: bytes, seconds: float,
+        keep: float,
+    ) -> NewRequest:  # fmt: skip
+        asked = request.lease_request
+        return NewRequest(
+            kind=kind,
+            owner=owner,
+            path=self._served.route.path,
+            body=body,
+            class_=asked.caller.priority.label,
+            seconds=seconds,
+            keep_seconds=keep,
+            group_name=self._context.caller.group,
+            user=self._context.accounts.user,
+            model=request.model_in_body or asked.wanted.model,
+            prompt_tokens=asked.size.prompt_tokens,
+            max_tokens=asked.size.max_tokens or 0,
+        )
 
-def _owner(served: StorableRequest, context: RequestContext) -> str:
-    return owner_by_head(served.exchange.headers, context.caller, served.config, "Stored responses")
+    def _json_head(self, more: bytes = b"") -> bytes:
+        return JSON_HEADER_LINE + more + self._served.header_lines(early=True)
 
-
-def _new_request(
-    served: StorableRequest,
-    context: RequestContext,
-    request: Request,
-    kind: RequestKind,
-    owner: str,
-    body: bytes,
-    seconds: float,
-    keep_seconds: float,
-) -> NewRequest:
-    asked = request.lease_request
-    return NewRequest(
-        kind=kind,
-        owner=owner,
-        path=served.route.path,
-        body=body,
-        class_=asked.caller.priority.label,
-        seconds=seconds,
-        keep_seconds=keep_seconds,
-        group_name=context.caller.group,
-        user=context.accounts.user,
-        model=request.model_in_body or asked.wanted.model,
-        prompt_tokens=asked.size.prompt_tokens,
-        max_tokens=asked.size.max_tokens or 0,
-    )
-
-
-def _send_json(served: StorableRequest, status: int, value: JsonObject) -> None:
-    lines = JSON_HEADER_LINE + served.header_lines(early=True)
-    served.exchange.respond(status, lines, msgspec.json.encode(value))
+    def _send_json(self, status: int, value: JsonObject, more: bytes = b"") -> None:
+        head, body = self._json_head(more), msgspec.json.encode(value)
+        self._served.exchange.respond(status, head, body)
 
 
 def _error_of(row: StoredRow, response: JsonObject) -> GatewayError:
@@ -876,7 +868,4 @@ async def _place(response_id: str, items: Sequence[msgspec.Raw], numbers: range,
 def _page(request: HttpRequest) -> tuple[int, str, str | None]:
     query = request.query_params
     limit = page_limit(query.get("limit", str(USUAL_ITEMS)), MOST_ITEMS)
-    order = query.get("order", "desc")
-    if order not in {"asc", "desc"}:
-        raise errors.invalid_request("'order' must be 'asc' or 'desc'.", "order")
-    return limit, order, query.get("after") or None
+    return limit, page_order(query.get("order", "desc")), query.get("after") or None

@@ -220,42 +220,24 @@ class BatchEndpoints(BatchActions):
         return JsonResponse(batch_object(batch, progress, shows_cached=shows_cached))
 
 
-UnixTime = Annotated[int | None, msgspec.Meta(description="Unix seconds.")]
+UnixTime = Annotated[int | None, "Unix seconds"]
 
 
 class BatchFigures(msgspec.Struct, kw_only=True):
     """What the gateway tells of a batch besides: `llama_gateway` of both APIs' batches."""
 
     waiting: Annotated[
-        int | None,
-        msgspec.Meta(
-            description="Lines that wait; null in lists, as all that only its lines tell."
-        ),
+        int | None, "lines that wait; null in lists, as all that only its lines tell"
     ]
-    running: Annotated[int | None, msgspec.Meta(description="Lines that run now.")]
-    cancelled: Annotated[
-        int, msgspec.Meta(description="Lines that will never run, because it was cancelled.")
-    ]
-    expired: Annotated[
-        int, msgspec.Meta(description="Lines that will never run, because its time is over.")
-    ]
-    tokens_per_second: Annotated[
-        float | None, msgspec.Meta(description="Tokens of results, over the last minutes.")
-    ]
-    expected_end: Annotated[
-        int | None, msgspec.Meta(description="When it ends at this pace, in Unix seconds.")
-    ]
-    cost: Annotated[float, msgspec.Meta(description="What its results have cost.")]
-    expected_cost: Annotated[
-        float | None,
-        msgspec.Meta(description="What all its lines will cost; null: no price is known."),
-    ]
-    paused: Annotated[
-        dict[str, Any] | None,
-        msgspec.Meta(
-            description="Since when (`at`) and why (`reason`) it is paused; null: it is not."
-        ),
-    ]
+    running: Annotated[int | None, "lines that run now"]
+    cancelled: Annotated[int, "lines that will never run, because it was cancelled"]
+    expired: Annotated[int, "lines that will never run, because its time is over"]
+    tokens_per_second: Annotated[float | None, "tokens of results, over the last minutes"]
+    expected_end: Annotated[int | None, "when it ends at this pace, in Unix seconds"]
+    cost: Annotated[float, "what its results have cost"]
+    expected_cost: Annotated[float | None, "what all its lines will cost; null: no price is known"]
+    paused: Annotated[dict[str, Any] | None, "since when (`at`) and why (`reason`) it is paused; "
+        "null: it is not"]  # fmt: skip
 
 
 class RequestCounts(msgspec.Struct):

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import errors
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
-from gateway.http.body import body_parts, check_plain, content_length
+from gateway.http.body_memory import body_parts, check_plain, content_length
 from gateway.http.request_head import Callers, no_store
 from gateway.request import multipart
 from gateway.request.multipart import (
@@ -33,7 +33,7 @@ from gateway.stored.files import (
 )
 from gateway.stored.folder import is_file_name
 from gateway.terms import Headers
-from gateway.web.asgi import JsonResponse, listed, page_limit
+from gateway.web.asgi import JsonResponse, listed, page_limit, page_order
 
 UPLOAD_PURPOSES = ("batch", "user_data")  # what callers may upload files for
 # Seconds that `expires_after` may name, as OpenAI's API has it.
@@ -84,9 +84,7 @@ class FileEndpoints:
         owner, files = self._owner(request), self._files()
         query = request.query_params
         limit = page_limit(query.get("limit", str(LONGEST_PAGE)), LONGEST_PAGE)
-        order = query.get("order", "desc")
-        if order not in {"asc", "desc"}:
-            raise errors.invalid_request("'order' must be 'asc' or 'desc'.", "order")
+        order = page_order(query.get("order", "desc"))
         after = query.get("after") or None
         if after is not None and not is_file_name(after):
             raise errors.invalid_request("'after' must be the id of a file.", "after")
@@ -94,7 +92,7 @@ class FileEndpoints:
             owner,
             limit,
             after=after,
-            order="asc" if order == "asc" else "desc",
+            order=order,
             purpose=query.get("purpose") or None,
         )
         found = [file_object(file) for file in page.files]

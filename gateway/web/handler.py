@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gateway import errors
 from gateway.api.base import Api, NumberedHeartbeats, ResponseRewriter
 from gateway.api.json_values import run_at_once
 from gateway.callers.callers import client_address
-from gateway.callers.meter import Meter, MeteredRequest
+from gateway.callers.limits import Reservation
+from gateway.callers.meter import Meter
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestRecord
@@ -38,7 +40,7 @@ from gateway.forward.in_flight import (
     PrefillProgress,
     SupersedingMap,
 )
-from gateway.http.body import (
+from gateway.http.body_memory import (
     PARSE_WORKING_BYTES,
     BodyAllocation,
     BodyMemory,
@@ -50,7 +52,6 @@ from gateway.http.exchange import HttpExchange
 from gateway.http.request_head import (
     HandlerConfig,
     RequestContext,
-    class_of,
     cors_headers,
     parse_context,
 )
@@ -68,9 +69,7 @@ from gateway.http.response_head import (
 from gateway.lease import LeaseRequest
 from gateway.request.body import (
     LARGE_BODY_BYTES,
-    MISSING,
     SMALL_BODY_BYTES,
-    ParsedBody,
     TimeSlicer,
     is_slow_to_parse,
 )
@@ -83,10 +82,8 @@ from gateway.request.preparation import (
 from gateway.request.routes import (
     ROUTES,
     Route,
-    is_infill,
     routes_of,
 )
-from gateway.terms import Priority
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.watch.request_tracing import RequestTracing
@@ -125,7 +122,7 @@ class RequestHandler:
     _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def serve(self, route: Route, exchange: HttpExchange) -> Awaitable[None]:
+    def serve(self, route: Route, exchange: HttpExchange) -> Coroutine[Any, Any, None]:
         """Serve one request to a routed path; cancelled when its client disconnects."""
         return _HandledRequest(self, route, exchange).serve()
 
@@ -150,7 +147,7 @@ class _HandledRequest:
     """One request and its response."""
 
     __slots__ = (
-        "_allocation", "_body_size", "_context", "_edit_session", "_edits", "_handler",
+        "_allocation", "_body_size", "_context", "_edit_session", "_handler",
         "_heartbeat", "_in_flight", "_metered", "_node_route", "_rewriter", "config", "exchange",
         "numbered_heartbeats", "received_at", "record", "request_id", "response", "route",
     )  # fmt: skip
@@ -163,9 +160,8 @@ class _HandledRequest:
         self.exchange = exchange
         self.config = handler.config
         self._context: RequestContext | None = None  # None: the caller is not known yet
-        self._metered: MeteredRequest | None = None  # None: it was not admitted
+        self._metered: Reservation | None = None  # None: it was not admitted
         self._in_flight: InFlightRequest | None = None
-        self._edits = False  # whether it completes code for an editor
         self._edit_session: str | None = None
         """The editor's session, if a newer request of it supersedes this one."""
         self.response: ClientResponse | None = None
@@ -339,12 +335,14 @@ class _HandledRequest:
                 self.record,
                 rules,
                 handler.catalog,
-                self._class_of,
+                context.class_of,
                 handler.time_slicer,
             )
         finally:
             handler.body_memory.release(allocation, working_bytes)
-        return self._for_editor(request)
+        if request.is_infill:
+            self._note_editor(request)
+        return request
 
     async def check(self, context: RequestContext, body: bytes) -> Request:
         """The request that nodes would get, if it ran now. Raises: GatewayError."""
@@ -356,40 +354,20 @@ class _HandledRequest:
         """The request that the body describes. Raises: GatewayError."""
         incoming, rules = self._incoming(context, body), self.config.rules
         catalog = self._handler.catalog
-        request = read_request(incoming, self.record, rules, catalog, self._class_of)
-        return self._for_editor(request) if self._edits else request
+        request = read_request(incoming, self.record, rules, catalog, context.class_of)
+        if request.is_infill:
+            self._note_editor(request)
+        return request
 
     def _incoming(self, context: RequestContext, body: bytes) -> IncomingRequest:
-        accounts = context.accounts
-        return IncomingRequest(
-            self.request_id,
-            self.record.x_request_id,
-            self._node_route,
-            body,
-            context,
-            self.received_at,
-            max_tokens=accounts.completion_tokens,
-            most_tokens=accounts.most_tokens,
-            headers=self.exchange.headers,
-        )
+        id_, x_request_id = self.request_id, self.record.x_request_id
+        return IncomingRequest(id_, x_request_id, self._node_route, body, context, self.received_at)
 
-    def _class_of(self, parsed: ParsedBody) -> Priority:
-        """The request's class; notes whether an editor asks. Raises: GatewayError 400."""
-        context, route = self._context, self._node_route
-        assert context is not None
-        if parsed.suffix is not MISSING or route.endpoint == "infill":
-            self._edits = self.config.settings.queue.latest_wins and is_infill(route, parsed)
-        priority = context.usual_priority
-        if priority is None or not parsed.priority is parsed.service_tier is None:
-            priority = class_of(parsed, context.caller, context.priority_header)
-        return priority
-
-    def _for_editor(self, request: Request) -> Request:
-        """The request; note the editor's session, if one asks."""
-        if self._edits:
+    def _note_editor(self, request: Request) -> None:
+        """Note the session of the editor that asks, if a newer request is to end this one."""
+        if self.config.settings.queue.latest_wins:
             asked = request.lease_request
             self._edit_session = asked.caller.session or self._default_edit_session(asked)
-        return request
 
     def _default_edit_session(self, request: LeaseRequest) -> str:
         """Identifies an editor that names no session in a header."""

@@ -23,7 +23,7 @@ from gateway.api.base import ModelSummary, Page
 from gateway.callers.callers import MOST_IDENTITY_BYTES, cache_policy_of
 from gateway.callers.reports import CallerUsage
 from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
-from gateway.config.cache_privacy import NodeLabels
+from gateway.config.keys import NodeLabels
 from gateway.config.listeners import CorsSpec
 from gateway.config.routing import CATCH_ALL
 from gateway.http.request_head import Callers, may_name_nodes
@@ -40,9 +40,9 @@ from gateway.web.asgi import (
     HealthEndpoints,
     JsonResponse,
     asgi_app,
-    by_method,
     listed,
     read_fields,
+    routes_by_path,
 )
 from gateway.web.background import DeferredEndpoints, StoredResponseEndpoints
 from gateway.web.batches import BatchAccess, BatchEndpoints
@@ -87,7 +87,7 @@ def public_app(
         StoredResponseEndpoints(kept.requests, callers),
         DeferredEndpoints(kept.requests, handler.queue, callers),
     )  # fmt: skip
-    own = _own_routes(site)
+    own = routes_by_path((one.method, one.path, one.endpoint(site)) for one in SITE_ROUTES)
     settings = handler.config.settings
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
     routed = [Route(path, _ServedByProtocol()) for path in routes_of(settings)]
@@ -223,68 +223,52 @@ class Site:
 class SiteRoute:
     """A path of the public listener that the gateway answers by itself."""
 
+    method: str
     path: str
     endpoint: Callable[[Site], Endpoint]
     needs_key: bool = True  # where callers need a key at all
-    method: str = "GET"
-
-
-def _own_routes(site: Site) -> list[Route]:
-    """Starlette's routes of `SITE_ROUTES`: one for each path, so that a 405 names all methods."""
-    paths: dict[str, dict[str, Endpoint]] = {}
-    for route in SITE_ROUTES:
-        paths.setdefault(route.path, {})[route.method] = route.endpoint(site)
-    return [
-        Route(path, by_method(methods), methods=list(methods)) for path, methods in paths.items()
-    ]
 
 
 # The public listener's paths besides `routes_of` and `pages_of`.
 SITE_ROUTES = (
-    SiteRoute("/v1/models", lambda site: site.models),
-    SiteRoute("/models", lambda site: site.models),
-    SiteRoute("/v1/models/{id:path}", lambda site: site.model),
-    SiteRoute("/models/{id:path}", lambda site: site.model),
-    SiteRoute("/props", lambda site: site.props),
-    SiteRoute("/v1/usage", lambda site: site.usage),
-    SiteRoute("/v1/files", lambda site: site.files.upload, method="POST"),
-    SiteRoute("/v1/files", lambda site: site.files.list),
-    SiteRoute("/v1/files/{id}", lambda site: site.files.show),
-    SiteRoute("/v1/files/{id}/content", lambda site: site.files.content),
-    SiteRoute("/v1/files/{id}", lambda site: site.files.delete, method="DELETE"),
-    SiteRoute("/v1/batches", lambda site: site.batches.create, method="POST"),
-    SiteRoute("/v1/batches", lambda site: site.batches.list),
-    SiteRoute("/v1/batches/{id}", lambda site: site.batches.show),
-    SiteRoute("/v1/batches/{id}/cancel", lambda site: site.batches.cancel, method="POST"),
-    SiteRoute("/v1/batches/{id}/pause", lambda site: site.batches.pause, method="POST"),
-    SiteRoute("/v1/batches/{id}/resume", lambda site: site.batches.resume, method="POST"),
-    SiteRoute("/v1/batches/{id}/output", lambda site: site.batches.output),
-    SiteRoute("/v1/batches/{id}/errors", lambda site: site.batches.errors),
-    SiteRoute("/v1/messages/batches", lambda site: site.message_batches.create, method="POST"),
-    SiteRoute("/v1/messages/batches", lambda site: site.message_batches.list),
-    SiteRoute("/v1/messages/batches/{id}", lambda site: site.message_batches.show),
+    SiteRoute("GET", "/v1/models", lambda site: site.models),
+    SiteRoute("GET", "/models", lambda site: site.models),
+    SiteRoute("GET", "/v1/models/{id:path}", lambda site: site.model),
+    SiteRoute("GET", "/models/{id:path}", lambda site: site.model),
+    SiteRoute("GET", "/props", lambda site: site.props),
+    SiteRoute("GET", "/v1/usage", lambda site: site.usage),
+    SiteRoute("POST", "/v1/files", lambda site: site.files.upload),
+    SiteRoute("GET", "/v1/files", lambda site: site.files.list),
+    SiteRoute("GET", "/v1/files/{id}", lambda site: site.files.show),
+    SiteRoute("GET", "/v1/files/{id}/content", lambda site: site.files.content),
+    SiteRoute("DELETE", "/v1/files/{id}", lambda site: site.files.delete),
+    SiteRoute("POST", "/v1/batches", lambda site: site.batches.create),
+    SiteRoute("GET", "/v1/batches", lambda site: site.batches.list),
+    SiteRoute("GET", "/v1/batches/{id}", lambda site: site.batches.show),
+    SiteRoute("POST", "/v1/batches/{id}/cancel", lambda site: site.batches.cancel),
+    SiteRoute("POST", "/v1/batches/{id}/pause", lambda site: site.batches.pause),
+    SiteRoute("POST", "/v1/batches/{id}/resume", lambda site: site.batches.resume),
+    SiteRoute("GET", "/v1/batches/{id}/output", lambda site: site.batches.output),
+    SiteRoute("GET", "/v1/batches/{id}/errors", lambda site: site.batches.errors),
+    SiteRoute("POST", "/v1/messages/batches", lambda site: site.message_batches.create),
+    SiteRoute("GET", "/v1/messages/batches", lambda site: site.message_batches.list),
+    SiteRoute("GET", "/v1/messages/batches/{id}", lambda site: site.message_batches.show),
+    SiteRoute("DELETE", "/v1/messages/batches/{id}", lambda site: site.message_batches.delete),
     SiteRoute(
-        "/v1/messages/batches/{id}", lambda site: site.message_batches.delete, method="DELETE"
+        "GET", "/v1/messages/batches/{id}/results", lambda site: site.message_batches.results
     ),
-    SiteRoute("/v1/messages/batches/{id}/results", lambda site: site.message_batches.results),
-    SiteRoute(
-        "/v1/messages/batches/{id}/cancel", lambda site: site.message_batches.cancel, method="POST"
-    ),
-    SiteRoute(
-        "/v1/messages/batches/{id}/pause", lambda site: site.message_batches.pause, method="POST"
-    ),
-    SiteRoute(
-        "/v1/messages/batches/{id}/resume", lambda site: site.message_batches.resume, method="POST"
-    ),
-    SiteRoute("/v1/responses/{id}", lambda site: site.responses.show),
-    SiteRoute("/v1/responses/{id}", lambda site: site.responses.delete, method="DELETE"),
-    SiteRoute("/v1/responses/{id}/cancel", lambda site: site.responses.cancel, method="POST"),
-    SiteRoute("/v1/responses/{id}/input_items", lambda site: site.responses.input_items),
-    SiteRoute("/v1/background/{id}", lambda site: site.deferred.show),
-    SiteRoute("/v1/background/{id}", lambda site: site.deferred.delete, method="DELETE"),
-    SiteRoute("/health", lambda site: site.health.health, needs_key=False),
-    SiteRoute("/v1/health", lambda site: site.health.health, needs_key=False),
-    SiteRoute("/ready", lambda site: site.health.ready, needs_key=False),
+    SiteRoute("POST", "/v1/messages/batches/{id}/cancel", lambda site: site.message_batches.cancel),
+    SiteRoute("POST", "/v1/messages/batches/{id}/pause", lambda site: site.message_batches.pause),
+    SiteRoute("POST", "/v1/messages/batches/{id}/resume", lambda site: site.message_batches.resume),
+    SiteRoute("GET", "/v1/responses/{id}", lambda site: site.responses.show),
+    SiteRoute("DELETE", "/v1/responses/{id}", lambda site: site.responses.delete),
+    SiteRoute("POST", "/v1/responses/{id}/cancel", lambda site: site.responses.cancel),
+    SiteRoute("GET", "/v1/responses/{id}/input_items", lambda site: site.responses.input_items),
+    SiteRoute("GET", "/v1/background/{id}", lambda site: site.deferred.show),
+    SiteRoute("DELETE", "/v1/background/{id}", lambda site: site.deferred.delete),
+    SiteRoute("GET", "/health", lambda site: site.health.health, needs_key=False),
+    SiteRoute("GET", "/v1/health", lambda site: site.health.health, needs_key=False),
+    SiteRoute("GET", "/ready", lambda site: site.health.ready, needs_key=False),
 )
 
 

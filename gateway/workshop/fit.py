@@ -22,12 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gateway.local.gguf import (
-    TENSOR_BLOCKS,
-    ModelFile,
-    ModelShape,
-    Tensor,
-)
+from gateway.local.gguf import TENSOR_BLOCKS, ModelFile, ModelShape, Tensor
 from gateway.local.memory import (
     CELL_PADDING,
     MEMORY_RESERVE,

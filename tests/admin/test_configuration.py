@@ -41,9 +41,8 @@ async def unwatched() -> None:
 @in_virtual_time
 async def test_a_reload_reports_changes_and_what_needs_a_restart(tmp_path: Path) -> None:
     async with (
-        EmulatedNode() as one,
         EmulatedNode() as two,
-        running_gateway(tmp_path, [one.url, "http://127.0.0.1:9"]) as running,
+        running_gateway(tmp_path, [one := EmulatedNode(), "http://127.0.0.1:9"]) as running,
         httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=NO_TLS) as admin,
     ):
         await unwatched()
@@ -73,8 +72,7 @@ async def test_an_invalid_file_is_422_with_every_problem_and_changes_nothing(
     tmp_path: Path,
 ) -> None:
     async with (
-        EmulatedNode() as one,
-        running_gateway(tmp_path, [one.url]) as running,
+        running_gateway(tmp_path, [one := EmulatedNode()]) as running,
         httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=NO_TLS) as admin,
     ):
         await unwatched()

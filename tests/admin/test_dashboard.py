@@ -15,12 +15,11 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
 from tests.admin.browser import (
     PATIENCE,
-    WatchedPage,
     a_browser,
     a_page,
     needs_browser,
@@ -69,7 +68,7 @@ async def a_fleet(
 @contextlib.asynccontextmanager
 async def opened(
     running: Running, role: AdminRole | None = None, **context: Any
-) -> AsyncIterator[tuple[Browser, WatchedPage]]:
+) -> AsyncIterator[Page]:
     """The dashboard, opened with the key of this role; nothing of it may go wrong."""
     key = None if role is None else KEYS[role].text
     async with (
@@ -77,8 +76,22 @@ async def opened(
         a_page(browser, running.admin_url, key=key, **context) as watched,
     ):
         await expect(watched.page.locator("#nodes .node").first).to_be_visible()
-        yield browser, watched
+        yield watched.page
         assert watched.trouble == []
+
+
+@contextlib.asynccontextmanager
+async def a_dashboard(
+    folder: Path, role: AdminRole | None = None, *, chats: int = 0, **fleet: Any
+) -> AsyncIterator[tuple[Running, dict[str, EmulatedNode], Page]]:
+    """The dashboard of `a_fleet`, opened with the key of this role, while so many chats run."""
+    fleet |= {} if role is None else {"settings": {"admin": ADMIN}}
+    async with (
+        a_fleet(folder, **fleet) as (running, nodes),
+        opened(running, role) as page,
+        streams(running, chats),
+    ):
+        yield running, nodes, page
 
 
 def node_card(page: Page, name: str) -> Any:
@@ -114,8 +127,8 @@ async def streams(running: Running, number: int, **body: Any) -> AsyncIterator[N
 
 
 async def test_an_operator_drains_and_resumes_a_node_by_a_click(tmp_path: Path) -> None:
-    async with a_fleet(tmp_path) as (running, _), opened(running) as (_, watched):
-        page, name = watched.page, "epyc-a-numa1"
+    async with a_dashboard(tmp_path) as (running, _, page):
+        name = "epyc-a-numa1"
         await expect(page.locator("#problems")).to_contain_text("Nothing needs attention")
         card = node_card(page, name)
         await card.get_by_role("button", name=f"Drain {name}").click()
@@ -139,11 +152,8 @@ async def test_an_operator_drains_and_resumes_a_node_by_a_click(tmp_path: Path) 
 
 async def test_a_killed_node_is_the_first_problem_and_its_return_ends_it(tmp_path: Path) -> None:
     health = {"health": {"interval": 1.0, "fall": 1, "rise": 1}}
-    async with (
-        a_fleet(tmp_path, settings=health) as (running, nodes),
-        opened(running) as (_, watched),
-    ):
-        page, name = watched.page, "epyc-b-numa0"
+    async with a_dashboard(tmp_path, settings=health) as (_, nodes, page):
+        name = "epyc-b-numa0"
         await nodes[name].kill()
         await expect(node_card(page, name).locator(".state")).to_contain_text("down")
         problem = page.locator(".problem").first
@@ -155,8 +165,7 @@ async def test_a_killed_node_is_the_first_problem_and_its_return_ends_it(tmp_pat
 
 
 async def test_the_playground_streams_a_chat_and_tells_how_it_came_about(tmp_path: Path) -> None:
-    async with a_fleet(tmp_path, answer_tokens=12) as (running, _), opened(running) as (_, watched):
-        page = watched.page
+    async with a_dashboard(tmp_path, answer_tokens=12) as (running, _, page):
         await page.get_by_label("Message").fill("Hello there")
         await page.get_by_role("button", name="Send").click()
         answer = page.locator(".turn.assistant")
@@ -171,8 +180,7 @@ async def test_the_playground_streams_a_chat_and_tells_how_it_came_about(tmp_pat
 
 
 async def test_an_operator_cancels_a_request_by_a_click(tmp_path: Path) -> None:
-    async with a_fleet(tmp_path) as (running, _), opened(running) as (_, watched):
-        page = watched.page
+    async with a_dashboard(tmp_path) as (running, _, page):
         body = {"messages": [{"role": "user", "content": "words-nobody-knows"}], "stream": True}
         async with running.client.stream(
             "POST", "/v1/chat/completions", json=body, headers={"x-request-id": "mine-17"}
@@ -188,12 +196,8 @@ async def test_an_operator_cancels_a_request_by_a_click(tmp_path: Path) -> None:
 
 
 async def test_a_request_is_explained_by_a_click_and_by_the_keyboard(tmp_path: Path) -> None:
-    async with (
-        a_fleet(tmp_path, hosts="a") as (running, _),
-        opened(running) as (_, watched),
-        streams(running, 6),
-    ):
-        page, dialog = watched.page, watched.page.get_by_role("dialog")
+    async with a_dashboard(tmp_path, hosts="a", chats=6) as (_, _, page):
+        dialog = page.get_by_role("dialog")
         running_row = page.locator("#requests tr.writing").first
         await running_row.get_by_role("button", name="Why request").click()
         await expect(dialog).to_contain_text("Attempt 1")
@@ -250,11 +254,7 @@ async def test_a_wrong_key_is_refused_and_the_key_is_stored_nowhere(tmp_path: Pa
 
 @pytest.mark.smoke
 async def test_a_viewer_sees_the_fleet_and_may_change_nothing(tmp_path: Path) -> None:
-    async with (
-        a_fleet(tmp_path, settings={"admin": ADMIN}) as (running, _),
-        opened(running, AdminRole.VIEWER) as (_, watched),
-    ):
-        page = watched.page
+    async with a_dashboard(tmp_path, AdminRole.VIEWER) as (_, _, page):
         await expect(page.locator("#nodes .node")).to_have_count(4)
         await expect(page.locator("#page")).to_contain_text("The list of requests needs")
         await expect(page.locator("#playground")).to_contain_text("needs an operator's key")
@@ -268,8 +268,7 @@ async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> N
             "name": "node-0", "url": node.url,
             "labels": {"rack": HOSTILE, "numa": HOSTILE}, "model": {HOSTILE: HOSTILE},
         }  # fmt: skip
-        async with running_gateway(tmp_path, [spec]) as running, opened(running) as (_, watched):
-            page = watched.page
+        async with running_gateway(tmp_path, [spec]) as running, opened(running) as page:
             body = {"messages": [{"role": "user", "content": HOSTILE}], "model": HOSTILE,
                     "stream": True}  # fmt: skip
             async with running.client.stream("POST", "/v1/chat/completions", json=body) as response:

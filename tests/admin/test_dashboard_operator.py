@@ -19,6 +19,7 @@ from tests.admin.browser import (
 from tests.admin.test_dashboard import (
     ADMIN,
     KEYS,
+    a_dashboard,
     a_fleet,
     node_card,
     opened,
@@ -63,11 +64,7 @@ async def test_a_page_without_its_gateway_does_not_look_calm_and_comes_back(tmp_
 async def test_a_revoked_key_is_asked_for_anew_and_the_page_is_whole_with_another(
     tmp_path: Path,
 ) -> None:
-    async with (
-        a_fleet(tmp_path, settings={"admin": ADMIN}) as (running, _),
-        opened(running, AdminRole.OPERATOR) as (_, watched),
-    ):
-        page = watched.page
+    async with a_dashboard(tmp_path, AdminRole.OPERATOR) as (running, _, page):
         await expect(page.locator(".uplot")).to_have_count(7)
         await page.locator("#nodes input").fill("epyc-a")
         await page.locator("#nodes select").select_option("tiles")
@@ -130,8 +127,7 @@ async def test_the_form_for_the_key_is_laid_out_within_its_panel(tmp_path: Path)
 
 
 async def test_a_chosen_state_can_be_left_though_no_node_is_in_it_any_more(tmp_path: Path) -> None:
-    async with a_fleet(tmp_path) as (running, _), opened(running) as (_, watched):
-        page = watched.page
+    async with a_dashboard(tmp_path) as (running, _, page):
         running.gateway.fleet.drain("epyc-a-numa0")
         chip = page.locator(".chip", has_text="draining")
         await chip.click()
@@ -147,8 +143,8 @@ async def test_a_chosen_state_can_be_left_though_no_node_is_in_it_any_more(tmp_p
 async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing(
     tmp_path: Path,
 ) -> None:
-    async with a_fleet(tmp_path) as (running, _), opened(running) as (_, watched):
-        page, name = watched.page, "epyc-a-numa1"
+    async with a_dashboard(tmp_path) as (running, _, page):
+        name = "epyc-a-numa1"
         nodes = running.gateway.fleet.nodes
         await node_card(page, name).get_by_role("button", name=name, exact=True).focus()
         for _ in range(5):  # Down again without being up: the key repeats.
@@ -184,10 +180,9 @@ async def test_long_words_and_large_letters_do_not_burst_a_phone(tmp_path: Path)
         phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}}
         async with (
             running_gateway(tmp_path, [spec, {"name": "other", "url": node.url}]) as running,
-            opened(running, **phone) as (_, watched),
+            opened(running, **phone) as page,
             streams(running, 2),
         ):
-            page = watched.page
             await expect(page.locator("#requests tbody tr")).to_have_count(2)
             width = "document.documentElement.scrollWidth"
             for size in ("cards", "tiles", "dots"):

@@ -12,7 +12,7 @@ from playwright.async_api import Locator, expect
 
 from gateway.terms import Priority
 from tests.admin.browser import PATIENCE, needs_browser
-from tests.admin.test_dashboard import a_fleet, opened, streams
+from tests.admin.test_dashboard import a_dashboard, opened
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
 
@@ -33,14 +33,10 @@ def cell(row: Locator, heading: str) -> Locator:
 
 
 async def test_waiting_requests_tell_their_place_and_their_expected_start(tmp_path: Path) -> None:
-    async with (
-        a_fleet(tmp_path, hosts="a", answer_tokens=60) as (running, _),
-        opened(running) as (_, watched),
-        streams(running, 7),
-    ):
-        headings = watched.page.locator("#requests thead th")
+    async with a_dashboard(tmp_path, hosts="a", answer_tokens=60, chats=7) as (_, _, page):
+        headings = page.locator("#requests thead th")
         await expect(headings).to_have_text(HEADINGS)
-        waiting = watched.page.locator("#requests tr.waiting")
+        waiting = page.locator("#requests tr.waiting")
         # Four run, three wait: each has a place of its own, the first to start above.
         for place in (1, 2, 3):
             state = cell(waiting.nth(place - 1), "State")
@@ -53,12 +49,8 @@ async def test_waiting_requests_tell_their_place_and_their_expected_start(tmp_pa
 
 
 async def test_requests_that_write_tell_their_first_token_and_their_speed(tmp_path: Path) -> None:
-    async with (
-        a_fleet(tmp_path, hosts="a") as (running, _),
-        opened(running) as (_, watched),
-        streams(running, 1),
-    ):
-        row = watched.page.locator("#requests tr.writing").first
+    async with a_dashboard(tmp_path, hosts="a", chats=1) as (running, _, page):
+        row = page.locator("#requests tr.writing").first
         await expect(cell(row, "TTFT")).to_have_text(SECONDS)
         # The node writes 25 tokens a second.
         await until_between(cell(row, "Tokens/s"), 20.0, 30.0)
@@ -85,11 +77,9 @@ async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_pat
     node: dict[str, Any] = {"slots": 1, "decode_tps": 20.0, "answer_tokens": 2000}
     body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
     async with (
-        EmulatedNode(**node) as one,
-        running_gateway(tmp_path, [one.url]) as running,
-        opened(running) as (_, watched),
+        running_gateway(tmp_path, [EmulatedNode(**node)]) as running,
+        opened(running) as page,
     ):
-        page = watched.page
         async with running.client.stream("POST", "/v1/chat/completions", json=body) as busy:
             answer = busy.aiter_bytes()
             await anext(answer)

@@ -32,8 +32,9 @@ async def keyed_gateway(
     folder: Path, settings: dict[str, Any] | None = None
 ) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
     async with (
-        EmulatedNode(model="mistral-7b") as node,
-        running_gateway(folder, [node.url], settings or SETTINGS) as running,
+        running_gateway(
+            folder, [EmulatedNode(model="mistral-7b")], settings or SETTINGS
+        ) as running,
         httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
     ):
         yield running, admin

@@ -74,8 +74,7 @@ async def watching(running: Running, role: AdminRole | None = None) -> AsyncIter
 
 async def test_a_watcher_gets_everything_and_then_what_changes(tmp_path: Path) -> None:
     async with (
-        EmulatedNode(slots=2) as node,
-        running_gateway(tmp_path, [node.url]) as running,
+        running_gateway(tmp_path, [EmulatedNode(slots=2)]) as running,
         watching(running) as watcher,
     ):
         assert await watcher.next() == ("hello", watcher.events[0][1])
@@ -98,8 +97,9 @@ async def test_a_watcher_gets_everything_and_then_what_changes(tmp_path: Path) -
 
 async def test_a_request_is_seen_while_it_runs_without_its_text(tmp_path: Path) -> None:
     async with (
-        EmulatedNode(slots=2, decode_tps=20.0, answer_tokens=4000) as node,
-        running_gateway(tmp_path, [node.url]) as running,
+        running_gateway(
+            tmp_path, [EmulatedNode(slots=2, decode_tps=20.0, answer_tokens=4000)]
+        ) as running,
         watching(running) as watcher,
     ):
         await watcher.next()
@@ -120,8 +120,9 @@ async def test_a_request_is_seen_while_it_runs_without_its_text(tmp_path: Path) 
 
 async def test_a_viewer_sees_no_requests_and_no_callers(tmp_path: Path) -> None:
     async with (
-        EmulatedNode(slots=1, decode_tps=20.0, answer_tokens=4000) as node,
-        running_gateway(tmp_path, [node.url], {"admin": ADMIN}) as running,
+        running_gateway(
+            tmp_path, [EmulatedNode(slots=1, decode_tps=20.0, answer_tokens=4000)], {"admin": ADMIN}
+        ) as running,
         watching(running, AdminRole.VIEWER) as viewer,
         watching(running, AdminRole.OPERATOR) as operator,
     ):
@@ -141,8 +142,7 @@ async def test_a_viewer_sees_no_requests_and_no_callers(tmp_path: Path) -> None:
 
 async def test_without_a_valid_key_there_is_no_stream(tmp_path: Path) -> None:
     async with (
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url], {"admin": ADMIN}) as running,
+        running_gateway(tmp_path, [EmulatedNode()], {"admin": ADMIN}) as running,
         httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT) as client,
     ):
         for headers in ({}, {"authorization": "Bearer wrong"}):
@@ -153,8 +153,7 @@ async def test_without_a_valid_key_there_is_no_stream(tmp_path: Path) -> None:
 
 async def test_a_stream_ends_when_its_key_is_revoked_and_others_go_on(tmp_path: Path) -> None:
     async with (
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url], {"admin": ADMIN}) as running,
+        running_gateway(tmp_path, [EmulatedNode()], {"admin": ADMIN}) as running,
         watching(running, AdminRole.OPERATOR) as operator,
         watching(running, AdminRole.VIEWER) as viewer,
     ):
@@ -169,8 +168,7 @@ async def test_a_stream_ends_when_its_key_is_revoked_and_others_go_on(tmp_path: 
 
 async def test_a_stream_ends_when_the_role_of_its_key_changes(tmp_path: Path) -> None:
     async with (
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url], {"admin": ADMIN}) as running,
+        running_gateway(tmp_path, [EmulatedNode()], {"admin": ADMIN}) as running,
         watching(running, AdminRole.OPERATOR) as operator,
     ):
         await operator.until(lambda name, _: name == "update")
@@ -184,8 +182,7 @@ async def test_a_stream_ends_when_the_role_of_its_key_changes(tmp_path: Path) ->
 
 async def test_once_gives_one_snapshot_for_scripts(tmp_path: Path) -> None:
     async with (
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url]) as running,
+        running_gateway(tmp_path, [EmulatedNode()]) as running,
         httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT) as client,
     ):
         response = await client.get(f"{running.admin_url}/admin/live?once=1")
@@ -198,7 +195,7 @@ async def test_once_gives_one_snapshot_for_scripts(tmp_path: Path) -> None:
 
 
 async def test_watchers_are_bounded_and_a_place_is_free_when_one_leaves(tmp_path: Path) -> None:
-    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
         async with contextlib.AsyncExitStack() as stack:
             watchers = [
                 await stack.enter_async_context(watching(running)) for _ in range(MOST_WATCHERS)
@@ -217,7 +214,7 @@ async def test_watchers_are_bounded_and_a_place_is_free_when_one_leaves(tmp_path
 
 
 async def test_watchers_that_come_at_the_same_time_are_bounded_too(tmp_path: Path) -> None:
-    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
         address = httpx.URL(running.admin_url)
         opened = [await asyncio.open_connection(address.host, address.port) for _ in range(80)]
         for _, writer in opened:
@@ -300,7 +297,7 @@ async def test_one_that_stops_reading_takes_bounded_memory_and_others_go_on(tmp_
 
 
 async def test_nobody_watches_and_nothing_is_read(tmp_path: Path) -> None:
-    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
         async with watching(running) as watcher:
             await watcher.next()
             await watcher.next()

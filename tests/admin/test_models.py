@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
 
@@ -21,13 +20,12 @@ ALIASES: dict[str, Any] = {
 async def two_models(
     settings: dict[str, Any] | None = None,
 ) -> AsyncIterator[tuple[BareGateway, EmulatedNode]]:
-    async with (
-        EmulatedNode(slots=1, decode_tps=20) as one,
-        EmulatedNode(slots=1, decode_tps=20, model="org/other") as other,
-        bare_gateway(
-            a_spec("a", one.url), a_spec("b", other.url), settings=settings, serving=True
-        ) as gateway,
-    ):
+    async with bare_gateway(
+        one := EmulatedNode(slots=1, decode_tps=20),
+        EmulatedNode(slots=1, decode_tps=20, model="org/other"),
+        settings=settings,
+        serving=True,
+    ) as gateway:
         yield gateway, one
 
 
@@ -109,10 +107,9 @@ async def test_a_pause_and_a_cap_of_a_model_hold_for_its_servers_other_names(
     name: str, other: str
 ) -> None:
     capped = {"models": {"hidden": {"max_tokens": 2}}}
-    async with (
-        EmulatedNode(model="hidden", aliases=("nick",)) as server,
-        bare_gateway(a_spec("a", server.url), settings=capped, serving=True) as gateway,
-    ):
+    async with bare_gateway(
+        EmulatedNode(model="hidden", aliases=("nick",)), settings=capped, serving=True
+    ) as gateway:
         served = await gateway.chat(model="nick", max_tokens=50)
         paused = await act(gateway, name, "pause")
         refused = await gateway.chat(model=other)
@@ -148,11 +145,9 @@ async def test_pausing_twice_is_the_same_as_once() -> None:
 
 @in_virtual_time
 async def test_nodes_of_one_model_that_differ_are_told() -> None:
-    async with (
-        EmulatedNode(build="b1-one") as one,
-        EmulatedNode(build="b2-two", context=8192) as other,
-        bare_gateway(a_spec("a", one.url), a_spec("b", other.url)) as gateway,
-    ):
+    async with bare_gateway(
+        EmulatedNode(build="b1-one"), EmulatedNode(build="b2-two", context=8192)
+    ) as gateway:
         status = (await gateway.admin.get("/admin/status")).json()
         (model,) = (await gateway.admin.get("/admin/models")).json()["models"]
     differences = {one["what"]: one for one in status["model_differences"]}

@@ -71,7 +71,7 @@ async def test_silent_nodes_hide_no_other_node_however_many_they_are(
 
 @in_virtual_time
 async def test_a_page_is_shown_again_while_it_is_fresh_and_read_once_for_all() -> None:
-    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+    async with bare_gateway(node := EmulatedNode()) as gateway:
         await gateway.until(lambda: gateway["a"].probe_history.up)
         pages = await asyncio.gather(*(scraped(gateway) for _ in range(5)))
         assert all(page[TOTAL, "a"] == 0 for page in pages)

@@ -78,10 +78,7 @@ async def test_all_nodes_are_shown_in_the_inventorys_order() -> None:
 
 @in_virtual_time
 async def test_running_work_is_shown() -> None:
-    async with (
-        EmulatedNode(slots=2) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
+    async with bare_gateway(EmulatedNode(slots=2), serving=True) as gateway:
         assert (await gateway.chat()).status_code == 200
         lease = take(gateway["a"])
         result = await shown(gateway, "a")
@@ -127,13 +124,9 @@ async def test_an_unknown_node_is_404_with_the_nearest_names(method: str, path: 
 @in_virtual_time
 async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -> None:
     drains = tmp_path / "drains.json"
-    async with (
-        EmulatedNode() as node,
-        EmulatedNode() as other,
-        bare_gateway(
-            a_spec("a", node.url), a_spec("b", other.url), drains=drains, serving=True
-        ) as gateway,
-    ):
+    async with bare_gateway(
+        node := EmulatedNode(), other := EmulatedNode(), drains=drains, serving=True
+    ) as gateway:
         result = await order(gateway, "a", "drain")
         assert (result["state"], result["draining"], result["deadline_in"]) == (
             "draining",
@@ -152,10 +145,9 @@ async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -
 
 @in_virtual_time
 async def test_at_the_deadline_running_requests_are_evicted_and_may_be_retried() -> None:
-    async with (
-        EmulatedNode(slots=2, decode_tps=5, answer_tokens=500) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
+    async with bare_gateway(
+        node := EmulatedNode(slots=2, decode_tps=5, answer_tokens=500), serving=True
+    ) as gateway:
         plain = asyncio.create_task(gateway.chat())
         stream = asyncio.create_task(gateway.chat(stream=True))
         await gateway.until(lambda: node.busy == 2)
@@ -172,11 +164,11 @@ async def test_at_the_deadline_running_requests_are_evicted_and_may_be_retried()
 
 @in_virtual_time
 async def test_the_deadline_touches_no_other_node() -> None:
-    async with (
-        EmulatedNode(slots=1, decode_tps=100, answer_tokens=60) as node,
-        EmulatedNode(slots=1) as other,
-        bare_gateway(a_spec("a", node.url), a_spec("b", other.url), serving=True) as gateway,
-    ):
+    async with bare_gateway(
+        node := EmulatedNode(slots=1, decode_tps=100, answer_tokens=60),
+        EmulatedNode(slots=1),
+        serving=True,
+    ) as gateway:
         await order(gateway, "b", "drain")
         running = asyncio.create_task(gateway.chat())
         await gateway.until(lambda: node.busy == 1)
@@ -199,10 +191,9 @@ def test_a_deadline_of_no_seconds_is_told_on_the_gateways_own_event_loop() -> No
 @pytest.mark.parametrize("action", ["resume", "drain"])
 @in_virtual_time
 async def test_a_resume_and_a_drain_without_deadline_cancel_the_deadline(action: str) -> None:
-    async with (
-        EmulatedNode(slots=1, decode_tps=100, answer_tokens=60) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
+    async with bare_gateway(
+        node := EmulatedNode(slots=1, decode_tps=100, answer_tokens=60), serving=True
+    ) as gateway:
         running = asyncio.create_task(gateway.chat())
         await gateway.until(lambda: node.busy == 1)
         await order(gateway, "a", "drain?deadline=0.3")
@@ -213,7 +204,7 @@ async def test_a_resume_and_a_drain_without_deadline_cancel_the_deadline(action:
 
 @in_virtual_time
 async def test_a_later_deadline_replaces_an_earlier_one() -> None:
-    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+    async with bare_gateway(EmulatedNode()) as gateway:
         await order(gateway, "a", "drain?deadline=10")
         result = await order(gateway, "a", "drain?deadline=1000")
         assert 900 < result["deadline_in"] <= 1000
@@ -224,7 +215,7 @@ async def test_a_later_deadline_replaces_an_earlier_one() -> None:
 @pytest.mark.parametrize("word", ["soon", "-1", "nan", "inf", "", f"{LONGEST_DRAIN_DEADLINE + 1}"])
 @in_virtual_time
 async def test_an_invalid_deadline_changes_nothing(word: str) -> None:
-    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+    async with bare_gateway(EmulatedNode()) as gateway:
         response = await gateway.admin.post(f"/admin/nodes/a/drain?deadline={word}")
         assert (response.status_code, error_of(response)["param"]) == (400, "deadline")
         assert not gateway["a"].draining
@@ -234,12 +225,9 @@ async def test_an_invalid_deadline_changes_nothing(word: str) -> None:
 
 
 async def test_a_probe_closes_the_circuit_of_a_node_that_answers() -> None:
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(
-            a_spec("a", node.url), open=60.0, open_max=60.0, failures=1, serving=True
-        ) as gateway,
-    ):
+    async with bare_gateway(
+        EmulatedNode(), open=60.0, open_max=60.0, failures=1, serving=True
+    ) as gateway:
         gateway.fleet.request_failed(gateway["a"], gateway.clock())
         result = await shown(gateway, "a")
         assert (result["state"], result["circuit"]["phase"]) == ("ejected", "open")
@@ -253,10 +241,7 @@ async def test_a_probe_closes_the_circuit_of_a_node_that_answers() -> None:
 
 @in_virtual_time
 async def test_a_probe_of_a_node_that_is_gone_says_why() -> None:
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("a", node.url), interval=60.0, fall=1) as gateway,
-    ):
+    async with bare_gateway(node := EmulatedNode(), interval=60.0, fall=1) as gateway:
         await node.kill()
         result = await order(gateway, "a", "probe")
     assert (result["probe"]["answer"], result["state"]) == ("refused", "down")

@@ -42,7 +42,7 @@ def events_of(text: str) -> list[tuple[str, Any]]:
 async def test_a_chat_is_streamed_with_its_node_and_its_figures(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
-    async with EmulatedNode(answer_tokens=5) as node, running_gateway(tmp_path, [node.url]) as run:
+    async with running_gateway(tmp_path, [EmulatedNode(answer_tokens=5)]) as run:
         response, events = await chat(client, run)
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -62,7 +62,7 @@ async def test_a_chat_is_streamed_with_its_node_and_its_figures(
 async def test_it_is_a_caller_of_its_own_in_the_ledger_and_in_the_audit_log(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
-    async with EmulatedNode(answer_tokens=5) as node, running_gateway(tmp_path, [node.url]) as run:
+    async with running_gateway(tmp_path, [EmulatedNode(answer_tokens=5)]) as run:
         await chat(client, run)
         ledger = run.gateway.ledger
         assert ledger is not None
@@ -76,10 +76,9 @@ async def test_it_is_a_caller_of_its_own_in_the_ledger_and_in_the_audit_log(
 
 
 async def test_one_that_waits_is_told_its_place(tmp_path: Path, client: httpx.AsyncClient) -> None:
-    async with (
-        EmulatedNode(slots=1, decode_tps=20.0, answer_tokens=400) as node,
-        running_gateway(tmp_path, [node.url]) as run,
-    ):
+    async with running_gateway(
+        tmp_path, [EmulatedNode(slots=1, decode_tps=20.0, answer_tokens=400)]
+    ) as run:
         body = {**HELLO, "stream": True}
         async with run.client.stream("POST", "/v1/chat/completions", json=body) as busy:
             answer = busy.aiter_bytes()
@@ -104,7 +103,7 @@ async def test_one_that_waits_is_told_its_place(tmp_path: Path, client: httpx.As
 async def test_what_can_not_be_served_gets_its_error(
     tmp_path: Path, client: httpx.AsyncClient, body: dict[str, Any], status: int, code: str | None
 ) -> None:
-    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as run:
+    async with running_gateway(tmp_path, [EmulatedNode()]) as run:
         response, _ = await chat(client, run, **body)
         if code is not None:
             assert (response.status_code, response.json()["error"]["code"]) == (status, code)
@@ -115,7 +114,7 @@ async def test_what_can_not_be_served_gets_its_error(
 async def test_a_body_that_is_no_object_is_refused(
     tmp_path: Path, client: httpx.AsyncClient, content: bytes
 ) -> None:
-    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as run:
+    async with running_gateway(tmp_path, [EmulatedNode()]) as run:
         response = await client.post(f"{run.admin_url}/admin/chat", content=content)
         assert response.status_code == 400
         large = await client.post(f"{run.admin_url}/admin/chat", content=b"x" * 300_000)
@@ -123,10 +122,9 @@ async def test_a_body_that_is_no_object_is_refused(
 
 
 async def test_a_page_that_leaves_frees_the_slot(tmp_path: Path, client: httpx.AsyncClient) -> None:
-    async with (
-        EmulatedNode(slots=1, decode_tps=20.0, answer_tokens=4000) as node,
-        running_gateway(tmp_path, [node.url]) as run,
-    ):
+    async with running_gateway(
+        tmp_path, [EmulatedNode(slots=1, decode_tps=20.0, answer_tokens=4000)]
+    ) as run:
         url = f"{run.admin_url}/admin/chat"
         async with client.stream("POST", url, json=HELLO) as response:
             parts = response.aiter_bytes()
@@ -142,7 +140,7 @@ async def test_a_node_that_dies_before_it_answers_is_an_honest_error(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     settings = {"retries": {"attempts": 1, "wait_for_node": 0.2}}
-    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], settings) as run:
+    async with running_gateway(tmp_path, [node := EmulatedNode()], settings) as run:
         node.faults.set(kind="reset")
         response, events = await chat(client, run)
         if response.status_code == 200:

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
 
@@ -19,10 +18,11 @@ SECRET = "the launch code is 7391"
 @asynccontextmanager
 async def slow_gateway(**settings: Any) -> AsyncIterator[tuple[BareGateway, EmulatedNode]]:
     """One node with one slot, busy for minutes with each request."""
-    async with (
-        EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000) as node,
-        bare_gateway(a_spec("a", node.url), settings=settings, serving=True) as gateway,
-    ):
+    async with bare_gateway(
+        node := EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000),
+        settings=settings,
+        serving=True,
+    ) as gateway:
         yield gateway, node
 
 

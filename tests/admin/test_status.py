@@ -64,10 +64,9 @@ async def waits(gateway: BareGateway, count: int) -> None:
 
 @in_virtual_time
 async def test_status_lists_queued_requests_in_order_up_to_a_limit() -> None:
-    async with (
-        EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
+    async with bare_gateway(
+        node := EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000), serving=True
+    ) as gateway:
         tasks = [asyncio.create_task(gateway.chat())]
         await gateway.until(lambda: node.busy == 1)
         for wanted in ("batch", "urgent"):
@@ -107,10 +106,7 @@ async def test_status_lists_queued_requests_in_order_up_to_a_limit() -> None:
 
 @in_virtual_time
 async def test_metrics_are_served_as_prometheus_text() -> None:
-    async with (
-        EmulatedNode(slots=2) as node,
-        bare_gateway(a_spec("a", node.url), a_spec("b", DEAD), serving=True) as gateway,
-    ):
+    async with bare_gateway(EmulatedNode(slots=2), a_spec("b", DEAD), serving=True) as gateway:
         assert (await gateway.chat()).status_code == 200
         gateway.inventory_error = "something"
         response = await gateway.admin.get("/metrics")
@@ -136,10 +132,7 @@ async def test_metrics_are_served_as_prometheus_text() -> None:
 
 @in_virtual_time
 async def test_health_and_readiness_are_those_of_the_public_listener() -> None:
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("a", node.url), admin_key="k") as gateway,
-    ):
+    async with bare_gateway(EmulatedNode(), admin_key="k") as gateway:
         assert (await gateway.admin.get("/health")).json() == {"status": "ok"}
         assert (await gateway.admin.get("/ready")).status_code == 200
         gateway.handler.begin_shutdown()

@@ -10,7 +10,6 @@ import pytest
 
 from gateway.admin.why import MOST_MATCHES
 from tests.emulator import EmulatedNode
-from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
 
@@ -22,13 +21,12 @@ async def two_nodes(
     **settings: Any,
 ) -> AsyncIterator[tuple[BareGateway, EmulatedNode, EmulatedNode]]:
     """A fast node `a` and a slow one `b`, each with one slot."""
-    async with (
-        EmulatedNode(slots=1, decode_tps=20, prefill_tps=200, cache_ram=1 << 20) as fast,
-        EmulatedNode(slots=1, decode_tps=5, prefill_tps=50) as slow,
-        bare_gateway(
-            a_spec("a", fast.url), a_spec("b", slow.url), settings=settings, serving=True
-        ) as gateway,
-    ):
+    async with bare_gateway(
+        fast := EmulatedNode(slots=1, decode_tps=20, prefill_tps=200, cache_ram=1 << 20),
+        slow := EmulatedNode(slots=1, decode_tps=5, prefill_tps=50),
+        settings=settings,
+        serving=True,
+    ) as gateway:
         yield gateway, fast, slow
 
 

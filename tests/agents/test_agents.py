@@ -23,7 +23,7 @@ import pytest_asyncio
 
 from gateway.local.demo_model import CHAT_TEMPLATE, DemoShape, write_model
 from gateway.local.plan import plan_local_fleet
-from gateway.local.supervisor import LocalFleet
+from gateway.local.server import LocalFleet
 from tests.agents.agents import (
     AGENTS,
     CONTEXT,

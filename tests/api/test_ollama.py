@@ -677,28 +677,32 @@ def test_arguments_that_are_not_utf8_are_refused() -> None:
     assert raised.value.code == "invalid_json"
 
 
+TOO_MANY_IMAGES = ["abcd"] * (MOST_MESSAGE_PARTS + 1)
+CALLS = [{"function": {"name": ""}}] * (MOST_MESSAGE_PARTS + 1)
+LARGE_CALL = {"function": {"name": "f", "arguments": {"text": "z" * (MOST_PARSED_BYTES + 1)}}}
+
+
 @each_case(
-    ("body", "param"),
+    ("ask", "body", "param"),
     [
-        ({"messages": [{}] * (MOST_PARTS + 1)}, "messages"),
-        ({"messages": [{"images": ["abcd"] * (MOST_MESSAGE_PARTS + 1)}]}, "messages[0].images"),
+        (chat, {"messages": [{}] * (MOST_PARTS + 1)}, "messages"),
+        (chat, {"messages": [{"images": TOO_MANY_IMAGES}]}, "messages[0].images"),
+        (chat, {"messages": [{"tool_calls": CALLS}]}, "messages[0].tool_calls"),
+        (chat, {"messages": [{"images": TOO_MANY_IMAGES[1:]}] * 20}, "messages[19].images"),
         (
-            {"messages": [{"tool_calls": [{"function": {"name": ""}}] * (MOST_MESSAGE_PARTS + 1)}]},
+            chat,
+            {"messages": [{"role": "assistant", "tool_calls": [LARGE_CALL]}]},
             "messages[0].tool_calls",
         ),
-        ({"messages": [{"images": ["abcd"] * MOST_MESSAGE_PARTS}] * 20}, "messages[19].images"),
+        (generate, {"images": TOO_MANY_IMAGES}, "images"),
     ],
 )
-def test_too_many_parts_are_refused(body: dict[str, Any], param: str) -> None:
+def test_too_many_parts_and_calls_of_megabytes_are_refused(
+    ask: Any, body: dict[str, Any], param: str
+) -> None:
     with pytest.raises(GatewayError) as raised:
-        run_at_once(translate_chat(json.dumps({"model": "m", **body}).encode(), no_model))
+        ask(**body)
     assert (raised.value.status, raised.value.param) == (400, param)
-
-
-def test_too_many_images_of_a_prompt_are_refused() -> None:
-    with pytest.raises(GatewayError) as raised:
-        generate(images=["abcd"] * (MOST_MESSAGE_PARTS + 1))
-    assert raised.value.param == "images"
 
 
 def test_as_many_parts_as_are_allowed_pass_in_steps() -> None:
@@ -715,10 +719,3 @@ def test_a_string_without_an_end_is_refused() -> None:
     with pytest.raises(GatewayError) as raised:
         run_at_once(translate_generate(body, no_model))
     assert raised.value.code == "invalid_json"
-
-
-def test_tool_calls_of_megabytes_are_refused() -> None:
-    call = {"function": {"name": "f", "arguments": {"text": "z" * (MOST_PARSED_BYTES + 1)}}}
-    with pytest.raises(GatewayError) as raised:
-        chat(messages=[{"role": "assistant", "tool_calls": [call]}])
-    assert raised.value.param == "messages[0].tool_calls"

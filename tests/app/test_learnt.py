@@ -26,7 +26,7 @@ from gateway.app.learnt import (
 )
 from gateway.callers.keys import KeyRing
 from gateway.callers.stored_keys import add_keys, revoke_key
-from gateway.config.listeners import KeySpec
+from gateway.config.keys import KeySpec
 from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.lease import (

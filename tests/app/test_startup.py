@@ -19,7 +19,7 @@ from gateway.app.startup import (
 )
 from gateway.config.listeners import AdminSettings, ListenSettings
 from gateway.config.settings import Settings
-from gateway.config.store import StoreSettings
+from gateway.config.stored import StoreSettings
 
 INVENTORY = "nodes: [{name: a, url: 'http://127.0.0.1:9'}]\n"
 

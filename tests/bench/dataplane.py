@@ -9,8 +9,11 @@ Two cores are used: the proxy has one to itself, and this process, which is both
 upstream and the load, has the other. Every answer is checked; a sample with errors is invalid.
 
     python -m tests.bench.dataplane --quick                          seconds; figures mean little
-    python -m tests.bench.dataplane --only chunk --targets gateway --perf      for a profile
     python -m tests.bench.dataplane --markdown docs/performance.md --json bench.json
+
+While many streams run, the turns of the gateway's event loop are measured, too
+(`tests/loop_watch`): the longest, and how many take more than 50 ms of CPU. The functions in which
+those were are printed.
 
 Modules: `upstream.py` is the emulated node and `node_replies.py` its responses, `load.py` the
 clients, `targets.py` the proxies (its docstring says how to add one), `scenarios.py` what is
@@ -39,8 +42,9 @@ from tests.bench import machine, report
 from tests.bench.arguments import one_of, positive
 from tests.bench.report import Results, Sample, number
 from tests.bench.scenarios import QUICK, RunningTarget, Scenario, Sizes, catalogue
-from tests.bench.targets import TARGETS, Target, TargetError, running
+from tests.bench.targets import TARGETS, Plan, Target, TargetError, running
 from tests.bench.upstream import Upstream
+from tests.loop_watch.plugin import Children, environment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine.print_facts(facts, progress)
     setting = report.Setting(command, facts, sizes, rounds)
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
-    run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress, perf=options.perf)
+    run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress)
     results = Results(machine.run_beside(run.samples(), cores))
     tables = report.tables(results, scenarios, names)
     sys.stdout.write(tables)
@@ -73,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.markdown:
         facts |= {"rounds": str(rounds)}
         report.write_between_markers(options.markdown, report.page(command, facts, tables))
-    if not options.perf:
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
     return 0
 
 
@@ -103,7 +106,6 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Si
         type=Path,
         help="write the tables between the markers of this page, if every sample is valid",
     )
-    add("--perf", action="store_true", help="perf record each proxy while it is measured")
     options = parser.parse_args(words)
     sizes = QUICK if options.quick else Sizes()
     if options.streams:
@@ -131,7 +133,6 @@ class Run:
     core: int
     folder: Path
     progress: Console
-    perf: bool = False
 
     async def samples(self) -> list[Sample]:
         """Measure. Each sample starts its target anew; no other target runs meanwhile."""
@@ -162,10 +163,14 @@ class Run:
     ) -> Sample:
         folder = self.folder / f"{scenario.name}-{target.name}-{round_}"
         folder.mkdir()
-        perf = folder / "perf.data" if self.perf else None
+        turns = None
+        if scenario.watches_turns and target.name == report.OURS:
+            turns = Children(folder / "turns")
+            turns.folder.mkdir()
+            target = _watched(target, turns.folder)
         try:
             async with running(target, folder, upstream.ports, self.core) as proxy:
-                subject = RunningTarget(proxy.address, proxy.pid, upstream, perf)
+                subject = RunningTarget(proxy.address, proxy.pid, upstream, turns)
                 figures, outcome = await scenario.run(subject, self.sizes)
         except (TargetError, OSError) as error:
             return Sample(scenario.name, target.name, round_, {}, 1, str(error))
@@ -189,9 +194,21 @@ class Run:
             line += f", {seen['rate']:.0f}/s, proxy {seen['proxy_busy']:.0%}"
             line += f", load {seen['load_busy']:.0%} ({number(seen['load_us'])} us)"
             line += f", disturbed {seen['disturbed']:.0%}"
-        if self.perf:
-            line += f", {self.folder / f'{scenario.name}-{sample.target}-{sample.round}'}"
+        if "longest_turn_ms" in seen:
+            line += f", longest turn {number(seen['longest_turn_ms'])} ms"
+            line += f", {seen['long_turns']:.0f} above 50 ms"
         self.progress.print(line, markup=False)
+
+
+def _watched(target: Target, folder: Path) -> Target:
+    """The target with its event loop watched: its turns above 5 ms are reported to the folder."""
+    variables = environment(folder) | {"LOOP_WATCH_ONLY": "turns", "LOOP_WATCH_SECONDS": "0.005"}
+
+    def command(binary: str, plan: Plan) -> list[str]:
+        words = [f"{name}={value}" for name, value in variables.items()]
+        return ["env", *words, *target.command(binary, plan)]
+
+    return dataclasses.replace(target, command=command)
 
 
 if __name__ == "__main__":

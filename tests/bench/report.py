@@ -131,6 +131,18 @@ def _streams(results: Results) -> float | None:
     return max(sustained, default=0) if counts else None
 
 
+def _long_turns(results: Results) -> float | None:
+    """Turns above 50 ms in the run with most of them, of all runs of many streams."""
+    return max(
+        [
+            s.figures["long_turns"]
+            for s in results.samples
+            if not s.errors and "long_turns" in s.figures
+        ],
+        default=None,
+    )
+
+
 GOALS = (
     Goal("chunk / nginx", 2.0, 1.5, _to_peer("chunk")),
     Goal("chunk full / nginx", 2.5, 1.5, _to_peer("chunk-full")),
@@ -145,6 +157,7 @@ GOALS = (
     Goal("plain c32 / sglang-router (by its recorded 6.5 x nginx)", 1.0, 0.7, _to_sglang),
     Goal("added median at 100 requests/s, ms", 1.0, 0.6, _added),
     Goal("streams of 10 tokens/s with p99 delay < 50 ms", 2000, 3000, _streams, True),
+    Goal("turns of the event loop above 50 ms with many streams", 0, 0, _long_turns),
     Goal(
         "RSS with idle streams, MB", 100, 60, lambda results: results.median("rss", OURS, "rss_mb")
     ),
@@ -175,6 +188,8 @@ def tables(results: Results, scenarios: Sequence[Scenario], targets: Sequence[st
     if OURS in targets:
         parts.append(_verdicts(results))
     parts.append(_cores(results, scenarios, targets))
+    if turns := _turns(results, scenarios):
+        parts.append(turns)
     if invalid := results.invalid():
         parts.append(
             "\n".join(
@@ -235,6 +250,18 @@ def _cores(results: Results, scenarios: Sequence[Scenario], targets: Sequence[st
 
     rows = [[s.title, *(cell(s, target) for target in targets)] for s in scenarios]
     return table(["core busy: proxy / upstream and load / disturbed", *targets], rows)
+
+
+def _turns(results: Results, scenarios: Sequence[Scenario]) -> str:
+    """The gateway's longest turns, and how many are above 50 ms; empty if none were measured."""
+    rows = []
+    for scenario in scenarios:
+        longest = results.median(scenario.name, OURS, "longest_turn_ms")
+        above = results.median(scenario.name, OURS, "long_turns")
+        if longest is not None and above is not None:
+            rows.append([scenario.title, number(longest), number(above)])
+    head = ["turns of the gateway's event loop, CPU", "longest, ms", "above 50 ms"]
+    return table(head, rows) if rows else ""
 
 
 def page(command: str, facts: Mapping[str, str], tables: str) -> str:

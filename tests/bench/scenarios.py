@@ -7,19 +7,19 @@ import contextlib
 import math
 import os
 import statistics
-import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from zlib import crc32
 
 from tests.bench import node_replies
 from tests.bench.load import Address, ChatConnection, Load, Outcome, StampedConnection
 from tests.bench.machine import cpu_seconds, resident_bytes, waited_seconds
 from tests.bench.upstream import Script, Upstream
+from tests.loop_watch.plugin import MOST_SECONDS, Children, table
 
 SETTLE = 0.1
 """Seconds after the last answer in which the proxy's CPU still counts: it may log or clean up."""
@@ -32,7 +32,7 @@ class RunningTarget:
     address: Address
     pid: int | None
     upstream: Upstream
-    perf: Path | None = None  # the file for the samples of `perf record`
+    turns: Children | None = None  # what the watch of its event loop reports
 
 
 @dataclass(slots=True)
@@ -68,32 +68,26 @@ class Measurement:
 async def measuring(subject: RunningTarget) -> AsyncIterator[Measurement]:
     """Measure the body of the `async with`."""
     measured = Measurement()
+    if subject.turns is not None:
+        subject.turns.take()  # those of its start
     opened = subject.upstream.counters.connections
-    with _recording(subject):
-        proxy = cpu_seconds(subject.pid) if subject.pid else 0.0
-        waited = waited_seconds(os.getpid())  # the proxy is a child of this process
-        load, wall = time.process_time(), time.perf_counter()
-        yield measured
-        measured.load = time.process_time() - load
-        measured.wall = time.perf_counter() - wall
-        measured.waited = waited_seconds(os.getpid()) - waited
-        await asyncio.sleep(SETTLE)
-        measured.proxy = cpu_seconds(subject.pid) - proxy if subject.pid else 0.0
+    proxy = cpu_seconds(subject.pid) if subject.pid else 0.0
+    waited = waited_seconds(os.getpid())  # the proxy is a child of this process
+    load, wall = time.process_time(), time.perf_counter()
+    yield measured
+    measured.load = time.process_time() - load
+    measured.wall = time.perf_counter() - wall
+    measured.waited = waited_seconds(os.getpid()) - waited
+    await asyncio.sleep(SETTLE)
+    measured.proxy = cpu_seconds(subject.pid) - proxy if subject.pid else 0.0
     measured.connections = subject.upstream.counters.connections - opened
-
-
-@contextlib.contextmanager
-def _recording(subject: RunningTarget) -> Iterator[None]:
-    if subject.perf is None or subject.pid is None:
-        yield
-        return
-    command = ["perf", "record", "-q", "-g", "-F", "999", "-p", str(subject.pid)]
-    recorder = subprocess.Popen([*command, "-o", str(subject.perf)])
-    try:
-        yield
-    finally:
-        recorder.terminate()
-        recorder.wait()
+    if subject.turns is not None:
+        turns = [one for one in subject.turns.take() if one.kind == "turn"]
+        long = [one for one in turns if one.cpu > MOST_SECONDS]
+        measured.extra["longest_turn_ms"] = 1e3 * max([one.cpu for one in turns], default=0.0)
+        measured.extra["long_turns"] = len(long)
+        if long:
+            sys.stderr.write(table(long))
 
 
 LIMIT = 120.0  # seconds after which an unfinished load is an error
@@ -141,6 +135,8 @@ class Scenario:
     run: Callable[[RunningTarget, Sizes], Awaitable[Result]]
     fits: Callable[[str], bool] = lambda _: True
     """Whether it is measured for a target, by the target's name."""
+    watches_turns: bool = False
+    """Whether the turns of the gateway's event loop are measured, too."""
 
 
 def post(path: str, body: bytes) -> bytes:
@@ -307,6 +303,7 @@ def catalogue(sizes: Sizes) -> dict[str, Scenario]:
                 f"{count} streams of 10 tokens/s: p99 delay, ms",
                 "p99_ms",
                 partial(many_streams, streams=count),
+                watches_turns=True,
             )
             for count in sizes.many
         ),

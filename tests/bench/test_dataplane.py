@@ -74,11 +74,3 @@ def test_an_unknown_argument_is_a_usage_error(
         main(words)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_named_target_that_is_not_installed_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("tests.bench.targets.find", lambda _: None)
-    assert main(["--targets", "haproxy"]) == 2
-    assert "apt-get install haproxy" in capsys.readouterr().err

@@ -30,16 +30,6 @@ def test_what_n_and_2n_requests_have_in_common_does_not_count() -> None:
     assert many.each(few, 10) == (50, 70)
 
 
-def test_a_checkout_without_an_environment_is_a_usage_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/valgrind")
-    with pytest.raises(SystemExit) as ended:
-        instructions.main([str(tmp_path)])
-    assert ended.value.code == 2
-    assert "has no .venv" in capsys.readouterr().err
-
-
 def test_nothing_looks_into_the_store_by_the_clock_while_requests_are_counted() -> None:
     program = (
         instructions.STOP_CLOCKS

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from zlib import crc32
 
-import httpx
 import pytest
 
 from tests.bench import node_replies
@@ -89,48 +86,12 @@ async def test_streams_come_whole(upstream: Upstream, interval: float) -> None:
     assert (outcome.completed, outcome.first_error) == (8, "")
 
 
-async def test_a_stream_larger_than_the_sockets_buffers_waits_for_its_reader(
-    upstream: Upstream,
-) -> None:
-    upstream.script = Script(tokens=60_000, interval=0.0, burst=500)
-    async with loading(stream_load(direct(upstream), 60_000), 1) as load:
-        load.connections[0].transport.pause_reading()
-        asyncio.get_running_loop().call_later(0.2, load.connections[0].transport.resume_reading)
-        outcome = await load.run(1, LIMIT)
-    assert (outcome.completed, outcome.first_error) == (1, "")
-
-
 async def test_a_stream_that_is_one_token_short_is_an_error(upstream: Upstream) -> None:
     upstream.script = Script(tokens=24, interval=0.0)
     async with loading(stream_load(direct(upstream), 25), 1) as load:
         outcome = await load.run(2, LIMIT)
     assert (outcome.completed, outcome.errors) == (0, 2)
     assert "status, length" in outcome.first_error
-
-
-async def test_usage_that_was_not_asked_for_is_an_error(upstream: Upstream) -> None:
-    upstream.script = Script(tokens=5, interval=0.0)
-    load = stream_load(direct(upstream), 5)
-    head, _, body = load.request.partition(b"\r\n\r\n")
-    more = body[:-1] + b',"stream_options":{"include_usage":true}}'
-    new_head = head.replace(b"Length: %d" % len(body), b"Length: %d" % len(more))
-    load.request = new_head + b"\r\n\r\n" + more
-    async with loading(load, 1):
-        outcome = await load.run(1, LIMIT)
-    assert outcome.errors == 1
-
-
-async def test_stamped_streams_give_the_age_of_every_token(upstream: Upstream) -> None:
-    upstream.script = Script(tokens=10, interval=0.001, stamped=True)
-    length = node_replies.stamped_length(10)
-    load = Load(direct(upstream), chat(stream=True), length, 1, connection=StampedConnection)
-    async with loading(load, 2):
-        outcome = await load.run(2, LIMIT)
-    assert (outcome.completed, outcome.first_error) == (2, "")
-    for connection in load.connections:
-        assert isinstance(connection, StampedConnection)
-        assert len(connection.ages) == 10
-        assert all(0 <= age < LIMIT * 1e6 for _, age in connection.ages)
 
 
 async def test_stamps_survive_any_cut_of_the_body() -> None:
@@ -221,68 +182,3 @@ async def test_a_steady_rate_opens_a_connection_only_when_none_is_free(connectio
         assert outcome.seconds == pytest.approx(49 / 200)
         assert len(load.connections) == len(served)
         assert max(served) > 50 / max(2, connections)
-
-
-async def test_a_node_answers_the_requests_of_a_gateway(upstream: Upstream) -> None:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{upstream.ports[1]}") as client:
-        assert (await client.get("/health")).json() == {"status": "ok"}
-        assert (await client.get("/props")).json()["total_slots"] == 4
-        assert len((await client.get("/slots?x=1")).json()) == 4
-        assert (await client.get("/v1/models")).json()["data"][0]["id"] == node_replies.MODEL
-        assert (await client.get("/nowhere")).status_code == 404
-
-
-async def test_a_client_that_leaves_ends_its_stream(upstream: Upstream) -> None:
-    upstream.script = Script(tokens=3, interval=0.0, held=True)
-    async with loading(stream_load(direct(upstream), 3), 2) as load:
-        running = asyncio.ensure_future(load.run(2, LIMIT))
-        await until(lambda: all(c.length for c in load.connections))
-        running.cancel()
-        await asyncio.wait([running])
-    await until(lambda: upstream.counters.left == 2)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT):
-        while not condition():  # noqa: ASYNC110 - what is awaited has no event
-            await asyncio.sleep(0.005)
-
-
-def test_the_expected_checksum_is_of_the_whole_body() -> None:
-    load = stream_load(("127.0.0.1", 1), 9)
-    body = node_replies.stream_body(9)
-    assert (load.length, load.crc) == (len(body), crc32(body))
-
-
-def test_every_event_of_a_stream_has_the_json_of_llama_cpp() -> None:
-    events = node_replies.stream_body(20).decode().removesuffix("\n\n").split("\n\n")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
-    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-    assert events[-1] == "data: [DONE]"
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
-    assert text == node_replies.text(20)
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 21 + ["stop"]
-    assert chunks[-1]["timings"]["predicted_n"] == 200
-
-
-def test_content_events_are_all_of_one_length_near_two_hundred_bytes() -> None:
-    lengths = {len(event) for event in node_replies.TOKENS}
-    assert len(lengths) == 1
-    assert 190 <= lengths.pop() <= 250
-
-
-def test_an_embedding_is_json_of_exactly_the_size_of_the_scenario() -> None:
-    assert len(node_replies.EMBEDDING) == 400
-    assert json.loads(node_replies.EMBEDDING)["data"][0]["object"] == "embedding"
-
-
-def test_stamps_are_read_back_from_merged_events() -> None:
-    events = node_replies.ROLE + node_replies.stamped_token(7) + node_replies.stamped_token(10**12)
-    assert node_replies.stamps(events) == [7, 10**12]
-
-
-def test_a_node_advertises_its_slots() -> None:
-    responses = node_replies.info_responses(512)
-    props = json.loads(responses[b"/props"].partition(b"\r\n\r\n")[2])
-    slots = json.loads(responses[b"/slots"].partition(b"\r\n\r\n")[2])
-    assert props["total_slots"] == len(slots) == 512

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.schedule.core.dispatcher import MOST_COMPARED, MOST_DECLINES
-from tests.bench.placement_cost import LoadedFleet, small_fleet
+from tests.bench.placement_cost import LoadedFleet
 
 
 @pytest.mark.parametrize("waiting", [100, 400])
@@ -14,7 +14,3 @@ def test_comparisons_for_one_placement_are_bounded_however_many_wait(waiting: in
         fleet.step()
     assert fleet.dispatcher.waiting >= waiting
     assert fleet.dispatcher.evaluations - before <= 100 * (2 * MOST_COMPARED + MOST_DECLINES)
-
-
-def test_the_small_fleet_is_timed_with_work_that_was_placed() -> None:
-    assert small_fleet(10) > 0.0

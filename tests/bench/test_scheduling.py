@@ -11,7 +11,6 @@ import pytest
 from tests.bench.scheduling.__main__ import main
 from tests.bench.scheduling.fronts import FRONTS, PEERS
 from tests.bench.scheduling.report import MARKS
-from tests.bench.targets import Plan
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 500.0
@@ -85,25 +84,3 @@ def test_an_unknown_argument_is_a_usage_error(
         main(words)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_named_front_that_is_not_installed_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("tests.bench.targets.find", lambda _: None)
-    assert main(["--only", "haproxy"]) == 2
-    assert "apt-get install haproxy" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", sorted(FRONTS))
-def test_every_front_is_configured_with_all_nodes_and_its_port(tmp_path: Path, name: str) -> None:
-    command = FRONTS[name].target.command("/bin/front", Plan(tmp_path, 8123, (5001, 5002)))
-    output = " ".join([*command, *(file.read_text() for file in tmp_path.iterdir())])
-    program = "/bin/front" if "with_policy" not in output else sys.executable
-    assert command[0] == program
-    assert all(port in output for port in ("8123", "5001", "5002"))
-
-
-def test_haproxy_sends_a_node_no_more_than_it_has_slots(tmp_path: Path) -> None:
-    FRONTS["haproxy"].target.command("haproxy", Plan(tmp_path, 8123, (5001, 5002)))
-    assert (tmp_path / "haproxy.cfg").read_text().count(" maxconn 2\n") == 2

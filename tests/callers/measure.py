@@ -23,7 +23,7 @@ from sqlalchemy import Connection
 
 from gateway.callers.reports import Reporter, ReportQuery, parse_query
 from gateway.callers.retention import Retention
-from gateway.config.store import RetentionSettings
+from gateway.config.stored import RetentionSettings
 from gateway.store.database import locate_store
 from gateway.store.store import Store
 from tests.callers.ledger_rows import (

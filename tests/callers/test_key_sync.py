@@ -41,7 +41,7 @@ from gateway.callers.stored_keys import (
     revoke_key,
     rotate_key,
 )
-from gateway.config.listeners import KeySpec
+from gateway.config.keys import KeySpec
 from gateway.store.database import StoreLocation, locate_store, never_had_keys
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import keys as keys_table

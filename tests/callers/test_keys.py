@@ -28,7 +28,8 @@ from gateway.callers.keys import (
     new_key,
     presented_keys,
 )
-from gateway.config.listeners import AdminKeySpec, KeySpec
+from gateway.config.keys import KeySpec
+from gateway.config.listeners import AdminKeySpec
 from gateway.errors import GatewayError
 from gateway.terms import Caller, Priority
 from tests.each_case import each_case

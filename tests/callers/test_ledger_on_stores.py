@@ -28,7 +28,7 @@ from gateway.callers.retention import (
     RowCounter,
     give_back_pages,
 )
-from gateway.config.store import RetentionSettings
+from gateway.config.stored import RetentionSettings
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreError
 from gateway.store.schema import metadata, revisions, usage, usage_days

@@ -20,8 +20,8 @@ from gateway.callers.limits import (
     Reservation,
 )
 from gateway.callers.windows import Calendar
+from gateway.config.keys import LimitSpec
 from gateway.config.settings import Settings
-from gateway.config.usage_limits import LimitSpec
 from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
 from gateway.terms import Caller, Priority
@@ -314,6 +314,14 @@ def test_a_request_that_began_before_a_limit_counts_when_it_ends() -> None:
     book.accounts(limited)
     running.settle(600, 0.0, book.clocks.wall())
     assert book.refusal(limited, request=answers(500)).code == "rate_limit_exceeded"
+
+
+def test_a_request_counts_once_though_others_are_limited_while_it_runs() -> None:
+    book, alice = Book(), a_caller(limits={"tpm": 1000})
+    running = book.admit(alice, request=answers(700))
+    book.accounts(a_caller("bob", limits={"tpm": 1000}))
+    running.settle(600, 0.0, book.clocks.wall())
+    book.admit(alice, request=answers(400))
 
 
 # End users.

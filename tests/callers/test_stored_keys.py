@@ -27,9 +27,7 @@ from gateway.callers.stored_keys import (
     revoke_key,
     rotate_key,
 )
-from gateway.config.cache_privacy import CacheSpec
-from gateway.config.listeners import KeySpec
-from gateway.config.usage_limits import LimitSpec
+from gateway.config.keys import CacheSpec, KeySpec, LimitSpec
 from gateway.errors import GatewayError
 from gateway.store.database import locate_store
 from gateway.store.schema import keys as keys_table

@@ -19,13 +19,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import psutil
 import uvloop
 
 from tests.bench import node_replies
-from tests.bench.load import Address
+from tests.bench.load import Address, LoadConnection
 from tests.bench.machine import waited_seconds
 from tests.bench.scenarios import chat, post
 from tests.bench.targets import TARGETS, running
@@ -83,62 +82,54 @@ class ClientTotals:
     failures: list[str] = field(default_factory=list)
 
 
-class StreamClient(asyncio.Protocol):
+class StreamClient(LoadConnection):
     """One connection that requests one stream after the other."""
 
     def __init__(self, tally: ClientTotals, request: bytes) -> None:
+        super().__init__(self._finish, 0, 0)
         self._tally = tally
         self._request = request
-        self._transport: asyncio.Transport
         self._rest = b""
-        self._began = False
         self._done = False
-        """Whether `[DONE]` has come; the end of the body may come in a later read."""
+        """Whether `[DONE]` has come."""
         self.tokens = 0
         """Tokens of the stream that runs."""
-        self.over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        self._transport.write(self._request)
+        super().connection_made(transport)
+        self.send(self._request)
 
-    def data_received(self, data: bytes) -> None:
-        tally, now = self._tally, time.monotonic_ns() // 1000
-        data = self._rest + data
-        if not self._began:
-            if not data.startswith(b"HTTP/1.1 200"):
-                self._fail(data[:200])
-                return
-            self._began = True
-            tally.streams += 1
-        events, _, self._rest = data.rpartition(b"\n\n")
-        if events:
-            for sent in node_replies.stamps(events):
-                tally.delays.add_delay(now - sent)
-                self.tokens += 1
-        self._done = self._done or events.endswith(b"data: [DONE]")
-        if b'"error"' in events:
-            self._fail(events[-300:])
-        elif self._done and self._rest.endswith(b"0\r\n\r\n"):
-            tally.ended += 1
-            tally.streams -= 1
-            tally.tokens += self.tokens
-            self.tokens = 0
-            self._began, self._done, self._rest = False, False, b""
-            self._transport.write(self._request)
+    def on_headers_complete(self) -> None:
+        self._tally.streams += 1
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.over:
-            self._fail(f"lost: {exc!r}".encode())
+    def on_body(self, body: bytes) -> None:
+        now = time.monotonic_ns() // 1000
+        self.length += len(body)
+        events, _, self._rest = (self._rest + body).rpartition(b"\n\n")
+        for sent in node_replies.stamps(events):
+            self._tally.delays.add_delay(now - sent)
+            self.tokens += 1
+        self._done = events.endswith(b"data: [DONE]") and not self._rest
+
+    def problem(self) -> str:
+        status = self.parser.get_status_code()
+        return "" if status == 200 and self._done else f"status {status}, without its end"
 
     def close(self) -> None:
-        self.over = True
-        self._transport.abort()
+        self.busy = False
+        self.abort()
 
-    def _fail(self, why: bytes) -> None:
-        if not self.over:
-            self._tally.failures.append(why.decode(errors="replace"))
+    def _finish(self, _: LoadConnection, problem: str) -> None:
+        tally = self._tally
+        if problem:
+            tally.failures.append(problem)
             self.close()
+            return
+        tally.ended += 1
+        tally.streams -= 1
+        tally.tokens += self.tokens
+        self.tokens, self._done = 0, False
+        self.send(self._request)
 
 
 async def short_requests(address: Address, tally: ClientTotals, rate: float) -> None:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 import pytest
 
 from tests.chaos.slow_clients import SlowClients, options_parser
-from tests.chaos.slow_crowd import source_address
 
 SMALL = [
     *("--clients", "300", "--addresses", "20", "--connections", "400", "--minutes", "0.4"),
     *("--ramp", "3", "--pause", "2", "--alone", "2", "--settle", "5", "--every", "2"),
     *("--healthy", "5"),
 ]
-
-
-def test_each_slow_client_has_a_loopback_address_of_its_own() -> None:
-    addresses = [ipaddress.IPv4Address(source_address(number)) for number in range(600)]
-    assert len(set(addresses)) == 600
-    assert all(address.is_loopback and str(address) != "127.0.0.1" for address in addresses)
-    assert str(addresses[0]) == "127.0.0.2"
 
 
 @pytest.mark.slow

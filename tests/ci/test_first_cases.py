@@ -19,13 +19,6 @@ pytest_plugins = ["pytester"]
 PLUGINS = ("-p", "tests.ci.first_cases", "-v", "-p", "no:xdist", "-p", "no:asyncio")
 
 
-def test_the_first_case_of_each_test_runs(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(FILE)
-    ran = pytester.runpytest_inprocess(*PLUGINS)
-    ran.assert_outcomes(passed=3, deselected=3)
-    ran.stdout.fnmatch_lines(["*::test_cases*first* PASSED*", "*::test_alone PASSED*"])
-
-
 def test_of_each_file_the_first_test_and_every_second_one_after_it_run(
     pytester: pytest.Pytester,
 ) -> None:

@@ -66,10 +66,6 @@ def test_the_groups_of_a_change_come_with_the_most_touched_one_first(path: Path)
     assert names == ["rest", "kills", "real"]
 
 
-def test_files_that_no_group_is_for_touch_none(path: Path) -> None:
-    assert read_table(path).touched({"README.md": {1}}) == []
-
-
 def test_a_group_runs_its_tests_with_each_option_and_then_its_commands(path: Path) -> None:
     groups = read_table(path).groups
     places = ["tests/kills/", "tests/a/test_one.py"]

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from tests.ci.pythons import SUPPORTED, candidates, supported
+from tests.ci.pythons import SUPPORTED, supported
 
 
 def program(path: Path, *lines: str) -> Path:
@@ -11,10 +10,6 @@ def program(path: Path, *lines: str) -> Path:
     path.write_text("\n".join(("#!/bin/sh", *lines)))
     path.chmod(0o755)
     return path
-
-
-def test_the_python_that_runs_this_is_supported() -> None:
-    assert list(supported([Path(sys.executable)])) == [sys.version_info[:2]]
 
 
 def test_make_and_the_pages_name_the_same_versions() -> None:
@@ -33,12 +28,3 @@ def test_each_version_is_found_once_and_broken_programs_are_left_out(tmp_path: P
     old = program(tmp_path / "b" / "python3.9", "echo 3 9", 'echo "$0"')
     found = supported([tmp_path / "none", first, shim, old, second])
     assert found == {(3, 13): first}
-
-
-def test_pythons_of_pyenv_are_found_beside_those_on_the_path(tmp_path: Path) -> None:
-    installed = tmp_path / ".pyenv" / "versions" / "3.12.9" / "bin"
-    installed.mkdir(parents=True)
-    found = list(candidates("/usr/bin::/bin", tmp_path))
-    assert found[0] == Path("/usr/bin/python3")
-    assert installed / "python3.12" in found
-    assert len(found) == 3 * (1 + len(SUPPORTED))

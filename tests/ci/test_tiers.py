@@ -48,7 +48,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Py
     """A project whose tests belong to the groups of the real table."""
     monkeypatch.delenv("TESTS_UNDER_GATE", raising=False)
     pytester.makefile(".ini", pytest=INI)
-    for name in ("stored/test_kills", "mutants/test_mutants"):
+    for name in ("stored/test_kills", "fuzz/test_targets"):
         path = pytester.path / "tests" / f"{name}.py"
         path.parent.mkdir(parents=True)
         path.write_text(FILE)
@@ -73,17 +73,13 @@ def test_without_a_path_fast_tests_run_and_smoke_tests_by_their_first_case(
 ) -> None:
     assert outcome(run) == [
         # One file is of the tests' own equipment: of it the smoke test alone.
-        "mutants/test_mutants.py::test_smoke[sqlite]",
-        "mutants/test_mutants.py::test_smoke[postgresql]",
+        "fuzz/test_targets.py::test_smoke[sqlite]",
+        "fuzz/test_targets.py::test_smoke[postgresql]",
         "stored/test_kills.py::test_fast",
         "stored/test_kills.py::test_smoke[sqlite]",
         "stored/test_kills.py::test_smoke[postgresql]",
         "stored/test_kills.py::test_twins[sqlite]",
     ]
-
-
-def test_below_a_path_everything_runs(run: pytest.Pytester) -> None:
-    assert len(outcome(run, "tests/mutants")) == 9
 
 
 def test_a_group_has_its_slow_tests_and_all_of_its_own_files(run: pytest.Pytester) -> None:
@@ -100,10 +96,6 @@ def test_a_group_has_its_slow_tests_and_all_of_its_own_files(run: pytest.Pyteste
     assert len(outcome(run, "--group", "equipment", "tests")) == 7
 
 
-def test_a_group_of_second_runs_takes_tests_of_other_groups(run: pytest.Pytester) -> None:
-    assert outcome(run, "--group", "real", "tests/stored") == ["stored/test_kills.py::test_real"]
-
-
 def test_a_slow_test_that_no_group_has_fails(pytester: pytest.Pytester) -> None:
     pytester.makefile(".ini", pytest=INI)
     pytester.makepyfile(**{"tests/test_alone": FILE})
@@ -113,13 +105,6 @@ def test_a_slow_test_that_no_group_has_fails(pytester: pytest.Pytester) -> None:
     ran.assert_outcomes(deselected=9)
     ran = pytester.runpytest_inprocess("-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio")
     ran.stdout.fnmatch_lines(["*no group of tests/ci/groups.toml has it*"])
-
-
-def test_an_unknown_group_is_told_with_the_known_ones(
-    run: pytest.Pytester, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert outcome(run, "--group", "kils") == []
-    assert "--group kils: there is none; chaos, kills" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,7 @@ from typing import Any
 import pytest
 import trustme
 
-from gateway.cli.batch import (
-    Estimate,
-    describe,
-    details,
-    end_by,
-    progress_of,
-    span,
-)
+from gateway.cli.batch import Estimate, describe, details, end_by, progress_of, span
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
 from tests.cli.running import LIMIT, run, run_on_terminal
@@ -45,7 +38,7 @@ def api() -> Iterator[BatchApi]:
 
 @pytest.fixture(autouse=True)
 def _looks_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.cli.batch_client.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("gateway.cli.client.FIRST_PAUSE", 0.01)
     monkeypatch.setattr("gateway.cli.batch.FIRST_POLL", 0.01)
 
 

@@ -15,7 +15,7 @@ from gateway import __version__
 from gateway.cli import app
 from gateway.cli.options import DEFAULT_CONFIG, check_plot_file, settings_file
 from gateway.cli.terminal import CommandFailed
-from gateway.config.webhooks import MOST_SECRET_BYTES, secret_bytes
+from gateway.config.stored import MOST_SECRET_BYTES, secret_bytes
 from tests.cli.running import run, run_on_terminal, run_process
 
 

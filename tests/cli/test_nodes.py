@@ -19,12 +19,7 @@ import trustme
 
 from gateway.cli.nodes import MOST_FAILED_POLLS, models_left_without
 from tests.cli.admin_api import AdminApi, admin_api, node
-from tests.cli.running import (
-    LIMIT,
-    Ran,
-    read_until,
-    run,
-)
+from tests.cli.running import LIMIT, Ran, read_until, run
 from tests.each_case import each_case
 
 

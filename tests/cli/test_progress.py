@@ -5,23 +5,21 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.cli.progress import DownloadProgress, StatusProgress, describe_download
-from gateway.cli.up import startup_progress
-from gateway.local.supervisor import (
-    ServerExited,
-    ServerLoading,
-    ServerReady,
-    ServerStarted,
+from gateway.cli.progress import (
+    DownloadProgress,
+    StartupProgress,
+    StatusProgress,
+    describe_download,
 )
+from gateway.local.server import ServerExited, ServerLoading, ServerReady, ServerStarted
 
 
 def test_each_event_of_a_start_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    progress, show = startup_progress(["one"])
-    with progress:
-        show(ServerStarted("one", "http://127.0.0.1:8081"))
-        show(ServerLoading("one"))
-        show(ServerExited("one", "killed by SIGKILL", 0.5))
-        show(ServerReady("one", 2.04))
+    with StartupProgress(["one"]) as progress:
+        progress.show(ServerStarted("one", "http://127.0.0.1:8081"))
+        progress.show(ServerLoading("one"))
+        progress.show(ServerExited("one", "killed by SIGKILL", 0.5))
+        progress.show(ServerReady("one", 2.04))
     shown = capsys.readouterr()
     assert shown.out == ""
     assert [line.strip() for line in shown.err.splitlines() if line.strip()] == [
@@ -35,13 +33,12 @@ def test_each_event_of_a_start_is_a_line(capsys: pytest.CaptureFixture[str]) -> 
 def test_after_the_start_a_server_that_exits_and_returns_is_logged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    progress, show = startup_progress(["one"])
-    with progress:
+    with StartupProgress(["one"]) as progress:
         pass
     with capture_logs() as logged:
-        show(ServerExited("one", "exit status 1", 4.0))
-        show(ServerLoading("one"))
-        show(ServerReady("one", 3.14))
+        progress.show(ServerExited("one", "exit status 1", 4.0))
+        progress.show(ServerLoading("one"))
+        progress.show(ServerReady("one", 3.14))
     assert capsys.readouterr().err.strip() == ""
     assert logged == [
         {"event": "server exited", "log_level": "warning", "server": "one",

@@ -16,13 +16,7 @@ from gateway.store.database import locate_store
 from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
 from tests.callers.ledger_rows import a_row, add_rows
-from tests.callers.metered_gateway import (
-    ALICE,
-    VIP,
-    chat,
-    metered_gateway,
-    recorded,
-)
+from tests.callers.metered_gateway import ALICE, VIP, chat, metered_gateway, recorded
 from tests.cli.running import Ran, run
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode

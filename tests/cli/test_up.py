@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import pty
@@ -28,12 +29,7 @@ from gateway.cli import up
 from gateway.local.gguf import read_model
 from gateway.local.memory import memlock_warning, memory_needed
 from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
-from gateway.local.server import (
-    BASE_PORT,
-    claim_free_port,
-    claimed_port,
-    server_environment,
-)
+from gateway.local.server import BASE_PORT, claim_free_port, claimed_port, server_environment
 from tests.cli.running import read_until, run, run_process
 from tests.each_case import each_case
 from tests.local.small_models import SMALL, write_hollow
@@ -496,5 +492,4 @@ def test_a_port_in_use_is_reported_before_a_server_starts(flag: str) -> None:
 
 
 def test_the_slots_of_a_server_are_those_of_the_plan() -> None:
-    assert up.up.__defaults__ is not None
-    assert up.up.__defaults__[2].default == DEFAULT_SLOTS
+    assert inspect.signature(up.up).parameters["slots"].default.default == DEFAULT_SLOTS

@@ -14,13 +14,7 @@ from openai import AsyncOpenAI
 from gateway.config.routing import RepairSettings
 from tests.clients.site import Site, running_site
 from tests.gateways import NO_TLS
-from tests.servers import (
-    DemoServer,
-    demo_servers,
-    spawn_demo_server,
-    stop_demo_server,
-    wait_for_demo_server,
-)
+from tests.servers import DemoServer, demo_servers, running_demo_servers
 
 CONTEXT = 2048
 
@@ -40,15 +34,13 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def servers() -> Iterator[tuple[DemoServer, DemoServer]]:
     """A server for chats and one for embeddings."""
-    chat = spawn_demo_server(slots=4, context=CONTEXT)
-    embedder = spawn_demo_server(slots=2, context=512, embedding=True, alias="demo-embed")
-    try:
-        wait_for_demo_server(chat)
-        wait_for_demo_server(embedder)
+    with (
+        running_demo_servers(1, slots=4, context=CONTEXT) as [chat],
+        running_demo_servers(1, slots=2, context=512, embedding=True, alias="demo-embed") as [
+            embedder
+        ],
+    ):
         yield chat, embedder
-    finally:
-        stop_demo_server(chat)
-        stop_demo_server(embedder)
 
 
 @pytest.fixture(scope="session")

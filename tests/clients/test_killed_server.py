@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from gateway.events import StreamResumed
-from gateway.local.server import ServerSpec
-from gateway.local.supervisor import LocalFleet
+from gateway.local.server import LocalFleet, ServerSpec
 from gateway.nodes.node import NodeState
 from tests.clients.site import (
     HELLO,

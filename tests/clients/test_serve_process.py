@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.clients.site import HELLO, busy, until_busy
+from tests.gateway_processes import LIMIT, Succession, serving
 from tests.gateways import NO_TLS
 from tests.servers import running_demo_servers
 
@@ -27,86 +28,23 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
-START_LIMIT = 60.0  # seconds
 COMMAND = (sys.executable, "-m", "gateway")
-HEALTH = {"interval": 0.2, "timeout": 30.0}
 WORDS = 20  # tokens of an answer
 
 
-@dataclass(slots=True)
-class Serving:
-    """The process and its log."""
-
-    process: Process
-    nodes_file: Path
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    listening: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def read_log(self) -> None:
-        assert self.process.stderr is not None
-        async for line in self.process.stderr:
-            self.lines.append(json.loads(line))
-            if self.lines[-1]["event"] == "listening":
-                self.listening.set()
-
-    def logged(self, event: str) -> list[dict[str, Any]]:
-        return [line for line in self.lines if line["event"] == event]
-
-    @property
-    def url(self) -> str:
-        return str(self.logged("listening")[0]["public"])
-
-    @property
-    def admin_url(self) -> str:
-        return str(self.logged("listening")[0]["admin"])
-
-    def write_nodes(self, **urls: str) -> None:
-        """Replace the inventory file by a rename, as editors do."""
-        new = self.nodes_file.with_suffix(".new")
-        new.write_text(inventory(**urls))
-        new.rename(self.nodes_file)
-
-    async def nodes(self) -> dict[str, Any]:
-        """The nodes by the admin API."""
-        async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
-            listed = (await client.get(f"{self.admin_url}/admin/nodes")).json()
-        return {node["name"]: node for node in listed["nodes"]}
+def inventory(**urls: str) -> list[dict[str, str]]:
+    return [{"name": name, "url": url} for name, url in urls.items()]
 
 
-def inventory(**urls: str) -> str:
-    nodes = [{"name": name, "url": url} for name, url in urls.items()]
-    return yaml.safe_dump({"nodes": nodes})
+async def admin(gateway: Succession, path: str) -> Any:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
+        return (await client.get(f"{gateway.admin_url}{path}")).json()
 
 
-@asynccontextmanager
-async def serving(folder: Path, **urls: str) -> AsyncIterator[Serving]:
-    """Run the process over these servers; at the end it must exit with status 0 on SIGTERM."""
-    nodes_file, config = folder / "nodes.yaml", folder / "gateway.yaml"
-    config.write_text(
-        yaml.safe_dump({"health": HEALTH, "listen": {"port": 0}, "admin": {"port": 0}})
-    )
-    nodes_file.write_text(inventory(**urls))
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND, "serve", "--nodes", nodes_file, "--config", config,
-        stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE,
-        env={"XDG_STATE_HOME": str(folder / "state"), "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
-    gateway = Serving(process, nodes_file)
-    reading = asyncio.create_task(gateway.read_log())
-    try:
-        async with asyncio.timeout(START_LIMIT):
-            await gateway.listening.wait()
-        yield gateway
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), START_LIMIT) == 0
-        await reading
-        assert gateway.lines[-1]["event"] == "ended"
-    finally:
-        reading.cancel()
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+async def states(gateway: Succession) -> dict[str, str]:
+    """The states of the nodes by the admin API."""
+    nodes = (await admin(gateway, "/admin/nodes"))["nodes"]
+    return {node["name"]: node["state"] for node in nodes}
 
 
 @dataclass(slots=True)
@@ -176,17 +114,17 @@ async def command(*arguments: str) -> tuple[int | None, str, str]:
 async def test_nodes_come_and_go_without_a_lost_request(tmp_path: Path) -> None:
     with running_demo_servers(2) as (one, two):
         async with (
-            serving(tmp_path, one=one.url) as gateway,
+            serving(tmp_path, inventory(one=one.url)) as gateway,
             under_load(gateway.url) as load,
         ):
             assert await load.more() == {"one"}
 
             # No reload command is needed: the file is watched.
-            gateway.write_nodes(one=one.url, two=two.url)
+            gateway.write_nodes(inventory(one=one.url, two=two.url))
             await until(lambda: state_is(gateway, "two", "ready"))
             assert await load.more(30) == {"one", "two"}
 
-            gateway.write_nodes(two=two.url)
+            gateway.write_nodes(inventory(two=two.url))
             await until(lambda: state_is(gateway, "one", None))
             assert await load.more() == {"two"}
             await until_busy(one.url, 0)
@@ -195,9 +133,8 @@ async def test_nodes_come_and_go_without_a_lost_request(tmp_path: Path) -> None:
         assert {line["status"] for line in gateway.logged("request")} == {200}
 
 
-async def state_is(gateway: Serving, name: str, state: str | None) -> bool:
-    node = (await gateway.nodes()).get(name)
-    return (node and node["state"]) == state
+async def state_is(gateway: Succession, name: str, state: str | None) -> bool:
+    return (await states(gateway)).get(name) == state
 
 
 async def test_a_signal_reads_the_files_again_and_a_wrong_one_changes_nothing(
@@ -205,36 +142,30 @@ async def test_a_signal_reads_the_files_again_and_a_wrong_one_changes_nothing(
 ) -> None:
     with running_demo_servers(1) as (one,):
         async with (
-            serving(tmp_path, one=one.url) as gateway,
+            serving(tmp_path, inventory(one=one.url)) as gateway,
             under_load(gateway.url) as load,
         ):
             await load.more()
-            gateway.process.send_signal(signal.SIGHUP)
-            await until(lambda: has_logged(gateway, "inventory"))
+            gateway.first.send_signal(signal.SIGHUP)
+            await gateway.until("inventory")
             await load.more()
-            gateway.nodes_file.write_text("nodes:\n- {name: one, url: 'nothing'}\n")
+            (tmp_path / "nodes.yaml").write_text("nodes:\n- {name: one, url: 'nothing'}\n")
             await until(lambda: inventory_error_is(gateway, set_=True))
             assert await load.more() == {"one"}
-            gateway.write_nodes(one=one.url)
-            gateway.process.send_signal(signal.SIGHUP)
+            gateway.write_nodes(inventory(one=one.url))
+            gateway.first.send_signal(signal.SIGHUP)
             await until(lambda: inventory_error_is(gateway, set_=False))
             await load.more()
         assert {line["status"] for line in gateway.logged("request")} == {200}
 
 
-async def has_logged(gateway: Serving, event: str) -> bool:
-    return bool(gateway.logged(event))
-
-
-async def inventory_error_is(gateway: Serving, *, set_: bool) -> bool:
-    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
-        status = (await client.get(f"{gateway.admin_url}/admin/status")).json()
-    return (status["inventory_error"] is not None) == set_
+async def inventory_error_is(gateway: Succession, *, set_: bool) -> bool:
+    return ((await admin(gateway, "/admin/status"))["inventory_error"] is not None) == set_
 
 
 async def test_a_node_is_drained_and_resumed_by_command_under_load(tmp_path: Path) -> None:
     with running_demo_servers(2) as (one, two):
-        async with serving(tmp_path, one=one.url, two=two.url) as gateway:
+        async with serving(tmp_path, inventory(one=one.url, two=two.url)) as gateway:
             admin = ("--admin-url", gateway.admin_url)
             await until(lambda: state_is(gateway, "one", "ready"))
             await until(lambda: state_is(gateway, "two", "ready"))
@@ -246,8 +177,7 @@ async def test_a_node_is_drained_and_resumed_by_command_under_load(tmp_path: Pat
                 assert out.startswith("one: draining")
                 assert await busy(one.url) == 0
                 assert await load.more() == {"two"}
-                listed = {name: node["state"] for name, node in (await gateway.nodes()).items()}
-                assert listed == {"one": "draining", "two": "ready"}
+                assert await states(gateway) == {"one": "draining", "two": "ready"}
 
                 status, out, _ = await command("nodes", "resume", "one", *admin)
                 assert status == 0
@@ -259,7 +189,7 @@ async def test_a_node_is_drained_and_resumed_by_command_under_load(tmp_path: Pat
 @pytest.mark.smoke
 async def test_running_streams_complete_when_the_process_gets_sigterm(tmp_path: Path) -> None:
     with running_demo_servers(1) as (one,):
-        async with serving(tmp_path, one=one.url) as gateway:
+        async with serving(tmp_path, inventory(one=one.url)) as gateway:
             await until(lambda: state_is(gateway, "one", "ready"))
             body = {"messages": HELLO, "max_tokens": 1500, "stream": True}
             async with (
@@ -270,11 +200,12 @@ async def test_running_streams_complete_when_the_process_gets_sigterm(tmp_path: 
             ):
                 parts = answer.aiter_bytes()
                 first = await anext(parts)
-                gateway.process.send_signal(signal.SIGTERM)
+                gateway.first.send_signal(signal.SIGTERM)
                 data = first + b"".join([part async for part in parts])
             assert data.endswith(b"data: [DONE]\n\n")
             assert data.count(b'"content":"') == 1500
-            assert await asyncio.wait_for(gateway.process.wait(), START_LIMIT) == 0
+            assert await asyncio.wait_for(gateway.first.wait(), LIMIT) == 0
+            await gateway.until("ended")
 
 
 async def test_the_check_command_compares_the_inventory_with_the_servers(tmp_path: Path) -> None:

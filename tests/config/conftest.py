@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import ConfigError, Inventory, Problem, Settings, load_inventory, load_settings
+from gateway.config.errors import ConfigError, Problem
+from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.settings import Settings, load_settings
 
 LoadNodes = Callable[..., Inventory]
 LoadSettings = Callable[..., Settings]

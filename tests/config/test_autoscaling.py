@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import load_inventory, load_settings
 from gateway.config.errors import ConfigError
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec, load_inventory
+from gateway.config.settings import load_settings
 from tests.each_case import each_case
 
 NODE = "nodes: [{name: a, url: 'http://h', standby: true, model: m, "

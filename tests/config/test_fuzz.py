@@ -11,10 +11,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.config import ConfigError, Inventory, Problem, Settings, load_inventory, load_settings
-from gateway.config.node import NodeSpec
-from gateway.config.settings import masked_settings
-from gateway.config.validation import keys_of, models_below
+from gateway.config.errors import ConfigError, Problem
+from gateway.config.inventory import Inventory, NodeSpec, load_inventory
+from gateway.config.settings import Settings, load_settings, masked_settings
+from gateway.config.yaml_file import keys_of, models_below
 
 ENV = {"N": "42", "T": "text", "B": "true", "E": "", "J": "{a: [1"}
 

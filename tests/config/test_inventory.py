@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from gateway.config import Inventory, load_inventory
-from gateway.config.node import NodeTimeouts, TokenCost
+from gateway.config.inventory import Inventory, NodeTimeouts, TokenCost, load_inventory
 from tests.config.conftest import LoadNodes, Problems
 from tests.each_case import each_case
 

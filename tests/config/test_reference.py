@@ -3,11 +3,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.config import Settings
 from gateway.config.fields import ConfigModel
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 from gateway.config.reference import reference_page
-from gateway.config.validation import keys_of, models_below
+from gateway.config.settings import Settings
+from gateway.config.yaml_file import keys_of, models_below
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 

@@ -7,12 +7,12 @@ import jsonschema
 import pytest
 import yaml
 
-from gateway.config import Settings, load_inventory, load_settings
 from gateway.config.fields import ConfigModel
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec, load_inventory
 from gateway.config.reference import nodes_schema, settings_schema
-from gateway.config.store import StoreSettings
-from gateway.config.validation import keys_of
+from gateway.config.settings import Settings, load_settings
+from gateway.config.stored import StoreSettings
+from gateway.config.yaml_file import keys_of
 
 CONFIG = Path(__file__).parents[2] / "config"
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from gateway.config import Settings
-from gateway.config.settings import changed_restart_keys
+from gateway.config.settings import Settings, changed_restart_keys
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 

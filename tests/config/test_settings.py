@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import ConfigError, Settings, load_settings
-from gateway.config.settings import MASK, RESTART_KEYS, changed_restart_keys, masked_settings
+from gateway.config.errors import ConfigError
+from gateway.config.settings import (
+    MASK,
+    RESTART_KEYS,
+    Settings,
+    changed_restart_keys,
+    load_settings,
+    masked_settings,
+)
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 

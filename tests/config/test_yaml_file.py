@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import ConfigError
+from gateway.config.errors import ConfigError
 from gateway.config.yaml_file import (
     MOST_FILE_BYTES,
     InterpolationError,

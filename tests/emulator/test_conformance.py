@@ -12,12 +12,7 @@ import pytest
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import WORDS
 from tests.emulator.shapes import heads, shape, stream_shape
-from tests.servers import (
-    demo_servers,
-    spawn_demo_server,
-    stop_demo_server,
-    wait_for_demo_server,
-)
+from tests.servers import demo_servers, start_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -237,11 +232,8 @@ LONG = 30_000
 @pytest.mark.parametrize("memory", [True, False])
 async def test_the_prefix_of_a_busy_slot_is_cached_in_the_same_way(memory: bool) -> None:
     extra = () if memory else ("--cache-ram", "0")
-    server = spawn_demo_server(slots=2, extra=extra)
-    try:
-        real = await cached_beside(wait_for_demo_server(server))
-    finally:
-        stop_demo_server(server)
+    async with start_demo_servers(1, slots=2, extra=extra) as [url]:
+        real = await cached_beside(url)
     cache_ram = 64_000 if memory else 0
     async with EmulatedNode(
         slots=2, cache_ram=cache_ram, decode_tps=500, answer_tokens=10**6
@@ -254,11 +246,8 @@ async def test_the_prefix_of_a_busy_slot_is_cached_in_the_same_way(memory: bool)
 @pytest.mark.parametrize("memory", [True, False])
 async def test_the_same_share_of_every_prompt_is_cached(memory: bool) -> None:
     extra = () if memory else ("--cache-ram", "0")
-    server = spawn_demo_server(slots=2, extra=extra)
-    try:
-        real = await cached_shares(wait_for_demo_server(server))
-    finally:
-        stop_demo_server(server)
+    async with start_demo_servers(1, slots=2, extra=extra) as [url]:
+        real = await cached_shares(url)
     async with EmulatedNode(slots=2, cache_ram=64_000 if memory else 0) as node:
         emulated = await cached_shares(node.url)
     assert emulated == pytest.approx(real, abs=0.03)

@@ -33,12 +33,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import chat, post, raw_connection
 from tests.emulator.shapes import heads, shape, stream_shape
 from tests.polling import eventually
-from tests.servers import (
-    spawn_demo_server,
-    start_demo_servers,
-    stop_demo_server,
-    wait_for_demo_server,
-)
+from tests.servers import demo_servers, spawn_demo_server, start_demo_servers, stop_demo_server
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 binary_only = pytest.mark.binary_only("the wheel's server has no option for it")
@@ -49,11 +44,8 @@ IDLE_LIMIT = 5.0  # seconds
 
 @contextmanager
 def server(**options: Any) -> Iterator[str]:
-    started = spawn_demo_server(**options)
-    try:
-        yield wait_for_demo_server(started)
-    finally:
-        stop_demo_server(started)
+    with demo_servers(1, **options) as [url]:
+        yield url
 
 
 @asynccontextmanager
@@ -172,7 +164,7 @@ async def test_endpoints_that_are_off_are_refused_alike() -> None:
 
 async def test_a_busy_slot_is_shown_alike() -> None:
     async with (
-        start_demo_servers(1, 1, context=16_128) as [url],
+        start_demo_servers(1, slots=1, context=16_128) as [url],
         EmulatedNode(slots=1, context=16_128, decode_tps=100) as node,
         clients(url, node.url) as pair,
     ):
@@ -237,7 +229,7 @@ async def look_while_loading(
 
 
 async def test_an_idle_connection_is_closed_after_five_seconds_and_a_refused_one_at_once() -> None:
-    async with start_demo_servers(1, 1, context=512) as [url], EmulatedNode() as node:
+    async with start_demo_servers(1, slots=1, context=512) as [url], EmulatedNode() as node:
 
         async def seconds_open(where: str) -> float:
             async with raw_connection(where) as wire:
@@ -361,7 +353,7 @@ async def test_the_server_s_own_comments_in_a_stream_agree() -> None:
 async def test_a_stream_with_usage_and_timings_agrees() -> None:
     options: dict[str, Any] = {"stream_options": {"include_usage": True}}
     async with (
-        start_demo_servers(1, 2, context=512) as [url],
+        start_demo_servers(1, slots=2, context=512) as [url],
         EmulatedNode(slots=2, context=512) as node,
         clients(url, node.url) as pair,
     ):

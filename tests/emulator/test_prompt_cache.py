@@ -56,31 +56,6 @@ def test_a_common_prefix_ends_at_the_first_different_token(
     assert common_prefix(pack(one), pack(other)) == expected
 
 
-def test_a_prompt_goes_to_the_most_similar_slot_and_else_to_the_least_recently_used() -> None:
-    server = Server(PromptCache(0))
-    assert server.ask(text(1, 100)) == (0, 0)
-    assert server.ask(text(2, 100)) == (1, 0)
-    assert server.ask(text(1, 120)) == (0, 100)
-    assert server.ask(text(3, 100)) == (1, 0)  # no slot is similar: it replaces 2
-    assert server.ask(text(2, 100)) == (0, 0)
-
-
-def test_a_tenth_in_common_is_not_similar_enough() -> None:
-    for shared, expected in ((10, (0, 0)), (11, (1, 11))):
-        server = Server(PromptCache(0))
-        server.ask(text(1, 20))
-        server.ask(text(2, 20))
-        assert server.ask(text(2, shared) + text(3, 100 - shared)) == expected
-
-
-def test_an_evicted_prompt_is_loaded_from_host_memory() -> None:
-    server = Server(PromptCache(1000))
-    for kind in (1, 2, 3, 4):
-        assert server.ask(text(kind, 100))[1] == 0
-    assert server.ask(text(1, 150))[1] == 100
-    assert server.ask(text(2, 100))[1] == 99  # the last token is always read
-
-
 @pytest.mark.parametrize(("kind", "cached"), [(2, 0), (3, 100)])
 def test_host_memory_is_bounded_and_evicts_the_oldest_entry(kind: int, cached: int) -> None:
     server = Server(PromptCache(250))
@@ -88,58 +63,6 @@ def test_host_memory_is_bounded_and_evicts_the_oldest_entry(kind: int, cached: i
         server.ask(text(other, 100))
     assert server.cache.evicted == [text(3, 100), text(4, 100)]  # 4 is in its slot, too
     assert server.ask(text(kind, 101))[1] == cached
-
-
-def test_a_shared_prefix_serves_a_second_conversation_and_the_rest_of_the_first_is_lost() -> None:
-    server = Server(PromptCache(1000))
-    system = text(9, 150)
-    first, second = system + text(1, 50), system + text(2, 50)
-    server.ask(first)
-    assert server.ask(second) == (0, 150)  # more than half of the slot stays: nothing is exchanged
-    assert server.cache.evicted == []
-    assert server.ask(first)[1] == 150
-
-
-def test_the_contents_of_an_idle_slot_can_be_loaded_while_it_is_busy() -> None:
-    server = Server(PromptCache(1000))
-    system = text(9, 150)
-    first, second = system + text(1, 50), system + text(2, 50)
-    server.ask(first)
-    server.ask(text(3, 100))  # begins in the other slot: the first is copied
-    slot = server.slots[0]
-    server.slots = [server.slots[1]]  # the first is at work
-    assert server.ask(second)[1] == 150
-    assert slot.contents == first
-
-
-def test_a_slot_that_would_lose_more_than_half_of_its_contents_is_saved() -> None:
-    server = Server(PromptCache(1000))
-    system = text(9, 60)
-    first, second = system + text(1, 140), system + text(2, 140)
-    server.ask(first)
-    assert server.ask(second) == (0, 60)
-    assert server.ask(first)[1] == 199
-
-
-@in_virtual_time
-async def test_a_conversation_continues_from_its_cached_prefix() -> None:
-    turns = [{"role": "user", "content": "the " * 200}]
-    async with (
-        EmulatedNode(cache_ram=0) as node,
-        httpx.AsyncClient(base_url=node.url) as client,
-    ):
-        first = (await client.post(CHAT, json={"messages": turns, "max_tokens": 20})).json()
-        turns += [first["choices"][0]["message"], {"role": "user", "content": "and of it"}]
-        second = (await client.post(CHAT, json={"messages": turns, "max_tokens": 20})).json()
-        metrics = (await client.get("/metrics")).text
-    assert first["timings"]["cache_n"] == 0
-    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    held = first["usage"]["total_tokens"] - 1  # the last token of the answer was never put in
-    cached = second["timings"]["cache_n"]
-    assert cached == held
-    assert second["timings"]["prompt_n"] == second["usage"]["prompt_tokens"] - cached
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-    assert f"prompt_tokens_cached_total {cached}\n" in metrics
 
 
 @in_virtual_time

@@ -60,36 +60,6 @@ async def test_a_full_node_withholds_the_head_until_a_slot_is_free() -> None:
 
 
 @in_virtual_time
-async def test_slots_show_that_they_are_busy() -> None:
-    async with (
-        EmulatedNode(slots=1, answer_tokens=10**6, decode_tps=100) as node,
-        raw_connection(node.url) as wire,
-        httpx.AsyncClient(base_url=node.url) as client,
-    ):
-        assert (await client.get("/slots?fail_on_no_slot=1")).status_code == 200
-        await wire.send(post(CHAT, chat()))
-        await wire.until(b"\n\n")
-        [slot] = (await client.get("/slots")).json()
-        assert slot["is_processing"] is True
-        assert slot["next_token"][0]["n_decoded"] >= 1
-        full = await client.get("/slots?fail_on_no_slot=1")
-        assert (full.status_code, full.json()["error"]["message"]) == (503, "no slot available")
-
-
-@in_virtual_time
-async def test_a_stream_s_slot_is_free_when_its_client_leaves_in_decode() -> None:
-    async with (
-        EmulatedNode(answer_tokens=10**6, decode_tps=1) as node,
-        raw_connection(node.url) as wire,
-    ):
-        await wire.send(post(CHAT, chat()))
-        await wire.until(b"\n\n")
-        assert node.busy == 1
-        await wire.leave()
-        await node.until(lambda: node.busy == 0, limit=0.8)  # less than a token takes
-
-
-@in_virtual_time
 async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
     async with EmulatedNode(prefill_tps=100) as node, raw_connection(node.url) as wire:
         await wire.send(post(CHAT, chat("the " * 30)))
@@ -99,15 +69,6 @@ async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
         assert node.busy == 1
         await node.until(lambda: node.busy == 0)
         assert node.engine.tokens == 0
-
-
-@in_virtual_time
-async def test_a_stream_with_progress_is_abandoned_within_a_batch() -> None:
-    async with EmulatedNode(prefill_tps=100, batch=5) as node, raw_connection(node.url) as wire:
-        await wire.send(post(CHAT, chat("the " * 1000, return_progress=True)))  # 10 s
-        await wire.until(b"\n\n")
-        await wire.leave()
-        await node.until(lambda: node.busy == 0, limit=2)
 
 
 @in_virtual_time
@@ -137,36 +98,6 @@ async def test_a_queued_stream_whose_client_left_still_has_its_prompt_read() -> 
         await first.leave()
         await node.until(lambda: node.busy == 0)
         assert node.engine.prompt_tokens == 2 * read
-
-
-@in_virtual_time
-async def test_a_prefill_can_stall_other_slots() -> None:
-    async with (
-        EmulatedNode(
-            prefill_tps=200, decode_tps=100, answer_tokens=10**6, prefill_stalls=True
-        ) as node,
-        AsyncExitStack() as stack,
-    ):
-        first = await ask(stack, node)
-        await first.until(b"\n\n")
-        second = await ask(stack, node, "the " * 100)  # half a second
-        await second.head()
-        await node.until(lambda: node.engine.reading == 1)
-        written = node.engine.tokens
-        await node.until(lambda: node.engine.reading == 0)
-        assert node.engine.tokens <= written + 4  # not the fifty that half a second has
-        await node.until(lambda: node.engine.tokens > written + 10)
-
-
-@in_virtual_time
-async def test_a_long_prefill_sends_comments() -> None:
-    async with (
-        EmulatedNode(prefill_tps=100, ping_interval=0.05) as node,
-        raw_connection(node.url) as wire,
-    ):
-        await wire.send(post(CHAT, chat("the " * 30)))
-        await wire.head()
-        assert await wire.until(b"\n\n\r\n") == b"3\r\n:\n\n\r\n"
 
 
 @in_virtual_time

@@ -197,7 +197,7 @@ async def test_an_attempt_that_ends_with_another_one_is_left_alone() -> None:
 
 @pytest.mark.parametrize(("grace", "limit"), [(40.0, 60.0), (400.0, 400.0), (0.0, 60.0)])
 def test_a_long_prompt_on_a_slow_node_has_a_longer_timeout(grace: float, limit: float) -> None:
-    lease = a_granted_lease(prefill_grace=grace)
+    lease = a_granted_lease(grace=grace)
     assert timeouts_for(lease, a_proxy_request(), TimeoutSettings(first_byte=60.0)) == (
         AttemptTimeouts(limit, TimeoutSettings().silence, TimeoutSettings().total)
     )

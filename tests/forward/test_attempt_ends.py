@@ -485,7 +485,14 @@ def asking(text: str) -> Request:
     name, bodies = lease_request.id, {"demo": text.encode()}
     caller = Caller("c", "c", Priority.NORMAL)
     return Request(
-        name, name, "/v1/chat/completions", b"", bodies, "demo", caller, 0.0, lease_request
+        name,
+        name,
+        "/v1/chat/completions",
+        caller,
+        0.0,
+        lease_request,
+        bodies=bodies,
+        model_in_body="demo",
     )
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
-from gateway.config import ConfigError, Inventory, Settings, load_inventory, load_settings
-from gateway.config.settings import changed_restart_keys, masked_settings
+from gateway.config.errors import ConfigError
+from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.settings import Settings, changed_restart_keys, load_settings, masked_settings
 from tests.fuzz.inputs import Check, Target, divide, seed
 
 SECRET = "s3cr3t-of-a-node"

@@ -21,8 +21,8 @@ from gateway.callers.limits import (
     Reservation,
 )
 from gateway.callers.windows import DAY, WINDOW_PARTS
+from gateway.config.keys import GroupSpec, LimitSpec, parse_budget
 from gateway.config.settings import Settings
-from gateway.config.usage_limits import GroupSpec, LimitSpec, parse_budget
 from gateway.errors import GatewayError
 from gateway.terms import Caller, Priority
 from tests.fuzz.inputs import Check, Target, divide, seed

@@ -10,20 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.__main__ import NAMES, target_of
+from tests.fuzz.__main__ import target_of
 from tests.fuzz.api import fuzz_api
 from tests.fuzz.inputs import (
-    CORPUS,
-    Divided,
-    divide,
     read_corpus,
-    seed,
     timed,
     write_corpus,
 )
 from tests.fuzz.modules import MODULES
-
-MOST_CORPUS_BYTES = 600_000
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -33,27 +27,6 @@ def test_every_seed_and_kept_input_passes(name: str) -> None:
     check = target.make_check()
     for data in (*target.seeds, *read_corpus(name)):
         check(data)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_inputs_without_text_pass(name: str) -> None:
-    check = target_of(name).make_check()
-    for data in (b"", b"\0", bytes(6), b"\xff" * 7):
-        check(data)
-
-
-def test_the_kept_inputs_are_few() -> None:
-    assert sum(file.stat().st_size for file in CORPUS.iterdir()) < MOST_CORPUS_BYTES
-    assert {file.stem for file in CORPUS.iterdir()} == set(MODULES)
-
-
-def test_an_input_is_cut_where_its_end_says() -> None:
-    assert divide(seed(b"abcdefghij", 3, (0, 51, 127, 255, 127))) == Divided(
-        b"abcdefghij", 3, (0, 2, 4, 4, 10)
-    )
-    pieces = divide(seed(b"abcdefghij", 0, (51, 51, 51, 51, 127))).pieces([9])
-    assert pieces == [b"ab", b"cd", b"efghi", b"j"]
-    assert divide(b"").pieces() == []
 
 
 def test_a_corpus_holds_each_input_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,13 +41,6 @@ def test_an_input_that_takes_long_fails() -> None:
 
     with pytest.raises(AssertionError, match="CPU time"):
         timed(busy, 1e-6)(b"")
-
-
-@pytest.mark.parametrize("arguments", [["--only", "nothing", "--runs", "1"], ["--only", "head"]])
-def test_a_wrong_option_is_explained(arguments: list[str]) -> None:
-    done = _fuzz(*arguments)
-    assert done.returncode == 2
-    assert "--runs N" in done.stderr
 
 
 needs_atheris = pytest.mark.skipif(
@@ -96,10 +62,6 @@ def test_responses_of_both_listeners_are_as_the_document_says() -> None:
     figures, problems = fuzz_api(cases=400, seconds=120, jobs=1, seed=1)
     assert not problems
     assert figures["cases"] >= 300
-
-
-def test_all_targets_have_a_module() -> None:
-    assert set(NAMES) == {*MODULES, "api"}
 
 
 def _fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.house.source import PACKAGE, Module, imports, modules, package_of
+from tests.house.source import PACKAGE, ROOT, Module, imports, modules, package_of
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/architecture.md")
 BEGIN = "<!-- drawn by python -m tests.house.picture --write -->"
 END = "<!-- end of the drawing -->"

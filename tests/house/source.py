@@ -1,9 +1,10 @@
-"""A checkout's Python modules, parsed: places in them, and their imports."""
+"""A checkout's Python modules, and their imports."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,26 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "gateway"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """One place that a figure counts."""
-
-    path: str
-    line: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.text}"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A count, and the places that it counts."""
-
-    value: int
-    places: Sequence[Place | str] = ()
-
-
 @dataclass(frozen=True)
 class Module:
     """One Python file."""
@@ -40,8 +21,6 @@ class Module:
     name: str
     """The dotted name; a package has that of its folder."""
     path: Path
-    shown: str
-    """The path from the checkout's root."""
     text: str
 
     @cached_property
@@ -59,19 +38,14 @@ class Module:
         """Lines, blank ones included."""
         return len(self.text.splitlines())
 
-    def place(self, node: ast.AST, text: str = "") -> Place:
-        """The place of `node`, with its source in one line, or with `text`."""
-        return Place(self.shown, getattr(node, "lineno", 1), (text or ast.unparse(node))[:120])
-
 
 def modules(root: Path, folder: str = PACKAGE) -> list[Module]:
-    """Parse all Python files below a folder of a checkout, ordered by path."""
+    """All Python files below a folder of a checkout, ordered by path."""
     found = []
     for path in sorted((root / folder).rglob("*.py")):
-        shown = path.relative_to(root)
-        parts = shown.with_suffix("").parts
+        parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found.append(Module(name, path, shown.as_posix(), path.read_text()))
+        found.append(Module(name, path, path.read_text()))
     return found
 
 
@@ -80,40 +54,27 @@ def package_of(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+def imports(found: Sequence[Module]) -> dict[str, set[str]]:
+    """Module -> modules that it imports, also in functions and for types alone.
 
-
-def with_scopes(
-    node: ast.AST, scopes: tuple[Function | ast.ClassDef, ...] = ()
-) -> Iterator[tuple[ast.AST, tuple[Function | ast.ClassDef, ...]]]:
-    """All nodes below this one, each with its enclosing classes and functions, outermost first."""
-    for child in ast.iter_child_nodes(node):
-        yield child, scopes
-        if isinstance(child, Function | ast.ClassDef):
-            yield from with_scopes(child, (*scopes, child))
-        else:
-            yield from with_scopes(child, scopes)
-
-
-def imported(module: Module, known: frozenset[str]) -> dict[str, str]:
-    """Names that a module imports from `known` modules: local name -> full name.
-
-    Imports in functions and under TYPE_CHECKING count. A full name is a module's, or that of
-    something in a module.
+    A package counts only if something of it is imported.
     """
-    found: dict[str, str] = {}
+    known = frozenset(module.name for module in found)
+    return {module.name: _imported(module, known) - {module.name} for module in found}
+
+
+def _imported(module: Module, known: frozenset[str]) -> set[str]:
+    targets = set()
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name in known:
-                    found[alias.asname or alias.name] = alias.name
+            targets |= {alias.name for alias in node.names} & known
         elif isinstance(node, ast.ImportFrom):
             base = _base(module, node)
-            for alias in node.names:
-                name = f"{base}.{alias.name}"
-                if base in known or name in known:
-                    found[alias.asname or alias.name] = name
-    return found
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            targets |= names & known
+            if base in known and not names <= known:
+                targets.add(base)
+    return targets
 
 
 def _base(module: Module, node: ast.ImportFrom) -> str:
@@ -124,13 +85,40 @@ def _base(module: Module, node: ast.ImportFrom) -> str:
     return ".".join([*parts[:kept], *([node.module] if node.module else [])])
 
 
-def imports(found: Sequence[Module]) -> dict[str, set[str]]:
-    """Module -> modules that it imports. A package counts only if something of it is imported."""
-    known = frozenset(module.name for module in found)
-    edges: dict[str, set[str]] = {}
+def cycles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one name (Tarjan), each sorted."""
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    components = []
+
+    def visit(name: str) -> None:
+        index[name] = lowest[name] = len(index)
+        stack.append(name)
+        for other in sorted(edges.get(name, ())):
+            if other not in index:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in stack:
+                lowest[name] = min(lowest[name], index[other])
+        if lowest[name] == index[name]:
+            at = stack.index(name)
+            cycle = stack[at:]
+            del stack[at:]
+            if len(cycle) > 1:
+                components.append(sorted(cycle))
+
+    for name in sorted(edges):
+        if name not in index:
+            visit(name)
+    return sorted(components)
+
+
+def shared_class_names(found: Sequence[Module]) -> dict[str, list[str]]:
+    """Public names of classes at the top level of several modules, with these modules."""
+    owners: dict[str, list[str]] = defaultdict(list)
     for module in found:
-        targets = imported(module, known).values()
-        edges[module.name] = {
-            name if name in known else name.rpartition(".")[0] for name in targets
-        } - {module.name}
-    return edges
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                owners[node.name].append(module.name)
+    return {name: names for name, names in owners.items() if len(names) > 1}

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.local import MissingExtraError
-from gateway.local.embedded import (
-    OPENMP_LIBRARY,
-    openmp_folder,
-    packaged_openmp,
-    system_has_openmp,
-)
+from gateway.local.embedded import OPENMP_LIBRARY, openmp_folder, packaged_openmp, system_has_openmp
 from gateway.local.plan import plan_local_fleet
 from gateway.local.server import server_environment
 from tests.local.server_requests import post

@@ -8,14 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from gateway.local.gguf import (
-    Header,
-    Layer,
-    Tensor,
-    UnknownShapeError,
-    model_shape,
-    read_header,
-)
+from gateway.local.gguf import Header, Layer, Tensor, UnknownShapeError, model_shape, read_header
 from tests.each_case import each_case
 
 F32 = 0

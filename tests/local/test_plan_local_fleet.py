@@ -8,7 +8,7 @@ import pytest
 
 from gateway.local import MemoryShortError, MissingExtraError, ModelFileError
 from gateway.local.plan import plan_local_fleet
-from gateway.local.supervisor import LocalFleet
+from gateway.local.server import LocalFleet
 from gateway.local.topology import Topology, read_topology
 from tests.local.machine import make_machine, two_sockets_with_smt
 from tests.servers import server_path

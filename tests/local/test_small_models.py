@@ -11,21 +11,10 @@ import pytest
 from gateway.local import ModelFileError
 from gateway.local.gguf import read_model
 from gateway.local.memory import GIB, server_needs
-from gateway.local.plan import (
-    DEFAULT_CONTEXT,
-    DEFAULT_SLOTS,
-    plan_servers,
-    server_settings,
-)
+from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_servers, server_settings
 from gateway.local.topology import read_topology
 from tests.local.machine import make_machine
-from tests.local.small_models import (
-    MODELS,
-    Published,
-    types,
-    weights,
-    write_hollow,
-)
+from tests.local.small_models import MODELS, Published, types, weights, write_hollow
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 

@@ -12,7 +12,8 @@ class _OnImport:
             sys.meta_path.remove(self)
             import watch  # type: ignore[import-not-found] # this folder is on the path
 
-            watch.begin(watch.in_file(folder))
+            turns_only = os.environ.get("LOOP_WATCH_ONLY") == "turns"
+            watch.begin(watch.in_file(folder), turns_only=turns_only)
 
 
 folder = os.environ.get("LOOP_WATCH")

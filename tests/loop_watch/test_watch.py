@@ -27,9 +27,9 @@ def busy(seconds):
         pass
 
 async def main():
-    for seconds in (0.12, 0.001, 0.001):
+    for seconds in map(float, sys.argv[2].split(",")):
         busy(seconds)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(float(sys.argv[3]))
     time.sleep(0.12)
 
 loop = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}[sys.argv[1]]
@@ -38,19 +38,33 @@ with asyncio.Runner(loop_factory=loop) as runner:
 """
 
 
-@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_one_long_turn_of_a_gateway_s_process_is_recorded_by_cpu_time(
-    tmp_path: Path, loop: str
-) -> None:
+def turns_of(tmp_path: Path, loop: str, seconds: str, pause: str, **more: str) -> list[Record]:
+    """The turns that are recorded of a loop that is busy for these seconds, with pauses between."""
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
     reports = tmp_path / "reports"
     reports.mkdir()
-    variables = environment(reports, str(ROOT))
-    subprocess.run([sys.executable, script, loop], env=variables, check=True, timeout=100)
-    (turn,) = [one for one in Children(reports).take() if one.kind == "turn"]
+    variables = environment(reports, str(ROOT)) | more
+    command = [sys.executable, str(script), loop, seconds, pause]
+    subprocess.run(command, env=variables, check=True, timeout=100)
+    return [one for one in Children(reports).take() if one.kind == "turn"]
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_one_long_turn_of_a_gateway_s_process_is_recorded_by_cpu_time(
+    tmp_path: Path, loop: str
+) -> None:
+    (turn,) = turns_of(tmp_path, loop, "0.12,0.001,0.001", "0.05")
     assert 0.1 < turn.cpu < 0.2, "time.sleep takes no CPU time"
     assert turn.wall >= turn.cpu - 0.01
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_where_only_turns_are_watched_each_turn_of_a_busy_loop_is_recorded(
+    tmp_path: Path, loop: str
+) -> None:
+    turns = turns_of(tmp_path, loop, "0.04,0.12,0.08,0.03", "0", LOOP_WATCH_ONLY="turns")
+    assert [one.cpu for one in turns[-3:]] == pytest.approx([0.12, 0.08, 0.03], abs=0.015)
 
 
 def test_a_turn_above_50_ms_and_any_wait_fail_unless_they_are_known() -> None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from gateway.config.inventory import Inventory
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.nodes.circuit import Circuit
@@ -19,6 +18,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
 from gateway.nodes.node import (
     Lease,
+    LeaseTerms,
     Node,
     NodeSettings,
     NodeState,
@@ -101,7 +101,8 @@ def take(
     wake: float = 0.0,
 ) -> Lease:
     now = node.clock()
-    lease = Lease(node, slots, now, stream, expected_prefill, expected_total)
+    terms = LeaseTerms(stream, expected_prefill, expected_total)
+    lease = Lease(node, slots, now, terms)
     node.take(lease, now, wake)
     return lease
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 from gateway.events import EventBus, NodeCalibrated
 from gateway.nodes.calibration import (
     MOST_AT_ONCE,

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, NodeChanged
 from gateway.nodes.fleet import (

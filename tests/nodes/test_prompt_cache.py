@@ -447,11 +447,10 @@ def in_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def agreed(tree: PromptTree, blocks: tuple[int, ...], row: int, *, idle: bool) -> int:
-    found = tree.match(blocks)
     return max(
         (
             at
-            for edge, at in found.items()
+            for edge, at, _ in tree.path(blocks)
             if row in (edge.slot_counts if idle else edge.host_counts)
         ),
         default=0,

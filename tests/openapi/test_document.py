@@ -128,15 +128,12 @@ async def test_responses_are_as_the_document_says() -> None:
         own = whole["components"]["schemas"][name]["properties"]
         assert set(value) <= set(own), f"{name}: the document lacks {set(value) - set(own)}"
 
-    async with (
-        EmulatedNode(slots=1, decode_tps=5) as node,
-        bare_gateway(
-            a_spec("a", node.url),
-            settings={"admin": {"keys": [{"id": "x", "sha256": "0" * 64, "role": "viewer"}]}},
-            admin_key="key",
-            serving=True,
-        ) as gateway,
-    ):
+    async with bare_gateway(
+        EmulatedNode(slots=1, decode_tps=5),
+        settings={"admin": {"keys": [{"id": "x", "sha256": "0" * 64, "role": "viewer"}]}},
+        admin_key="key",
+        serving=True,
+    ) as gateway:
         gateway.admin.headers["authorization"] = "Bearer key"
         check("Status", (await gateway.admin.get("/admin/status")).json())
         check("Node", (await gateway.admin.get("/admin/nodes/a")).json())
@@ -172,7 +169,7 @@ async def test_answers_in_the_background_are_as_the_document_says(tmp_path: Path
         else:
             assert response.status_code in described.statuses
 
-    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+    async with running_gateway(tmp_path, [node := EmulatedNode()]) as running:
         client, kept = running.client, "/v1/responses/{id}"
         body: dict[str, Any] = {"model": node.model, "input": "x", "background": True}
         made = (await client.post("/v1/responses", json=body)).json()

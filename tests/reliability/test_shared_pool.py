@@ -20,11 +20,7 @@ from setup.llama_server import PROGRAM, build_of, cache_folder
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
 from tests.nodes.build import a_spec
-from tests.servers import (
-    spawn_demo_server,
-    stop_demo_server,
-    wait_for_demo_server,
-)
+from tests.servers import demo_servers
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway
 
@@ -272,11 +268,9 @@ def real_server(*extra: str, context: int = POOL, port: int = 0) -> Iterator[str
     if build_of(cache_folder() / PROGRAM) is None:
         pytest.skip("make llama-server")
     binary = find_binary(cache_folder() / PROGRAM)
-    started = spawn_demo_server(slots=1, context=context, extra=extra, port=port, binary=binary)
-    try:
-        yield wait_for_demo_server(started)
-    finally:
-        stop_demo_server(started)
+    options: dict[str, Any] = {"context": context, "extra": extra, "port": port}
+    with demo_servers(1, slots=1, binary=binary, **options) as [url]:
+        yield url
 
 
 def pools(running: Running) -> list[int]:

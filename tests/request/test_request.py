@@ -23,15 +23,18 @@ from gateway.request.body import (
     read_large_body,
 )
 from gateway.request.preparation import (
+    MOST_CHOICES,
     MOST_PROMPTS_BYTES,
     MOST_REPEATED_BYTES,
     MOST_TARGETS,
+    AnyTokens,
     IncomingRequest,
     ModelAliases,
     Request,
     RequestRules,
     ResolvedModel,
     Sender,
+    choose_model,
     parse_prompt_list,
     prepare,
     read_request,
@@ -73,9 +76,9 @@ def prepared(
             b"accept: */*\r\n",
             client_timeout=client_timeout,
             plain_client_timeout=client_timeout,
+            limits=AnyTokens(most_of_caller),
         ),
         received_at=100.0,
-        max_tokens=most_of_caller,
     )
     rules = RequestRules(LimitSettings(**limits), ModelAliases(models or {}), default)
     model_index = ModelIndex()
@@ -380,6 +383,59 @@ def aliases(**rules: ModelRule) -> ModelAliases:
     return ModelAliases({name.replace("_", "-"): rule for name, rule in rules.items()})
 
 
+def a_sender(models: frozenset[str] | None = None) -> Sender:
+    return Sender(Caller("c", "c", Priority.URGENT, models=models))
+
+
+def test_a_chosen_model_is_kept_until_nodes_serve_other_models() -> None:
+    index = ModelIndex()
+    index.set_nodes([a_node(model=["a", "b"])])
+    rules = RequestRules(LimitSettings(), ModelAliases({"m": ModelRule(use=("a", "b"))}), None)
+    chosen = choose_model("m", a_sender(), rules, index)
+    assert (chosen.model, chosen.names, chosen.is_served) == ("m", ("a", "b"), True)
+    assert choose_model("m", a_sender(), rules, index) is chosen
+    index.set_paused(frozenset({"a"}))
+    assert choose_model("m", a_sender(), rules, index).names == ("b",)
+    index.set_paused(frozenset({"m"}))
+    with pytest.raises(GatewayError, match="paused"):
+        choose_model("m", a_sender(), rules, index)
+    index.set_paused(frozenset())
+    assert choose_model("m", a_sender(), rules, index).names == ("a", "b")
+    index.set_nodes([a_node(model=["c"])])
+    assert not choose_model("m", a_sender(), rules, index).is_served
+
+
+def test_a_chosen_model_is_kept_for_equal_permissions_only() -> None:
+    index = ModelIndex()
+    index.set_nodes([a_node(model=["a"])])
+    rules = RequestRules(LimitSettings(), ModelAliases({}), "a")
+    chosen = choose_model(None, a_sender(frozenset({"a"})), rules, index)
+    assert choose_model("a", a_sender(frozenset({"a"})), rules, index) is chosen
+    with pytest.raises(GatewayError) as raised:
+        choose_model("a", a_sender(frozenset({"b"})), rules, index)
+    assert raised.value.code == "model_not_allowed"
+
+
+def test_names_that_no_node_serves_are_not_kept() -> None:
+    index = ModelIndex()
+    index.set_nodes([a_node(model=["a"])])
+    aliases = ModelAliases({})
+    rules = RequestRules(LimitSettings(), aliases, None)
+    for number in range(100):
+        assert not choose_model(f"x{number}", a_sender(), rules, index).is_served
+    assert not aliases._choices
+
+
+def test_no_more_than_some_choices_are_kept() -> None:
+    index = ModelIndex()
+    index.set_nodes([a_node(model=[f"m{number}" for number in range(MOST_CHOICES + 1)])])
+    aliases = ModelAliases({})
+    rules = RequestRules(LimitSettings(), aliases, None)
+    for number in range(MOST_CHOICES + 1):
+        choose_model(f"m{number}", a_sender(), rules, index)
+        assert 0 < len(aliases._choices) <= MOST_CHOICES
+
+
 TO_B, TO_BOTH = ModelRule(use=("b",), set={"x": 1}), ModelRule(use=("b", "c"))
 X, SELF, VIA = ModelRule(set={"x": 2}), ModelRule(use=("a", "b")), ModelRule(use=("via", "b"))
 
@@ -499,7 +555,8 @@ def test_fields_repeated_with_each_prompt_are_bounded() -> None:
 
 def read(path: str, body: bytes, *, patient: bool = False) -> Request:
     """The request of a body that came as it is."""
-    incoming = IncomingRequest("a", "b", ROUTES[path], body, Sender(ANYONE), 0.0, patient=patient)
+    sender = Sender(ANYONE, patient=patient)
+    incoming = IncomingRequest("a", "b", ROUTES[path], body, sender, 0.0)
     index = ModelIndex()
     index.set_nodes([a_node(model=["demo"])])
     rules = RequestRules(LimitSettings(), ModelAliases({}), None)

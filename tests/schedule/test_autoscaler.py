@@ -18,7 +18,7 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.callers.keys import new_key
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import Hook
 from gateway.local.server import claim_port, claimed_port
 from gateway.nodes.lifecycle import LifecyclePhase

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config.node import NodeSpec, TokenCost
+from gateway.config.inventory import NodeSpec, TokenCost
 from gateway.config.scheduling import HybridSettings, SpillSettings
 from gateway.schedule.core.tiers import (
     TEMPLATE_TOKENS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from setup.llama_server import BUILD, EXPECTED_BUILD, cache_folder
+from setup.llama_server import BUILD, EXPECTED_BUILD
 
 PROGRAM = Path(__file__).parents[2] / "setup/llama_server.py"
 LIMIT = 60.0
@@ -89,14 +89,6 @@ def test_the_server_is_fetched_once_and_renewed_when_asked(machine: Machine) -> 
     assert machine.fetches == 2
 
 
-def test_of_two_at_once_one_fetches(machine: Machine) -> None:
-    both = [machine.start(), machine.start()]
-    assert [process.wait(LIMIT) for process in both] == [0, 0]
-    assert machine.fetches == 1
-    for process in both:
-        process.communicate()
-
-
 def test_a_failed_fetch_tells_the_remedy_and_leaves_nothing(machine: Machine) -> None:
     machine.write("dpkg-deb", "echo 'no space' >&2; exit 2")
     status, _, told = machine.run()
@@ -112,11 +104,6 @@ def test_a_machine_without_a_debian_archive_is_told_so(machine: Machine) -> None
     assert (status, "name no Debian archive" in told) == (1, True)
 
 
-def test_a_machine_without_apt_is_told_so(machine: Machine) -> None:
-    status, _, told = machine.run(path=str(machine.folder))
-    assert (status, "apt-get is missing" in told) == (1, True)
-
-
 @pytest.mark.parametrize(
     ("told", "build"),
     [
@@ -130,7 +117,3 @@ def test_the_build_is_read_from_debian_s_and_from_upstream_s_words(
 ) -> None:
     found = BUILD.search(told)
     assert (found and (found[1] or found[2])) == build
-
-
-def test_a_relative_cache_folder_counts_as_unset() -> None:
-    assert cache_folder({"XDG_CACHE_HOME": "cache"}) == cache_folder({})

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from setup import python_build
-from setup.python_build import described, optimised, warning
+from setup.python_build import optimised, warning
 
 DEBIAN = {  # 3.13.5 of Debian 13
     "CONFIG_ARGS": "'--enable-shared' '--prefix=/usr' '--enable-ipv6' 'CC=x86_64-linux-gnu-gcc'",
@@ -37,15 +37,6 @@ def test_a_builds_records_show_whether_it_is_optimised(
     variables: dict[str, str], verdict: bool | None
 ) -> None:
     assert optimised(variables) is verdict
-
-
-def test_a_build_is_described_by_verdict_compiler_switches_and_flags_without_paths() -> None:
-    description = described(ASKED_FOR)
-    assert description.startswith("optimised, ")
-    assert description.endswith(" --enable-optimizations --with-lto -fno-strict-overflow -O2")
-    assert described(PLAIN).startswith("NOT optimised, ")
-    assert described({}).startswith("optimisation unknown, ")
-    assert "/" not in described(PLAIN) + description
 
 
 @pytest.mark.parametrize(("verdict", "warned"), [(False, True), (True, False), (None, False)])

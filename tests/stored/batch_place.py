@@ -19,7 +19,7 @@ from sqlalchemy import Connection, func, select
 
 from gateway.callers.ledger import ROW_COLUMNS, Ledger, UsageRow
 from gateway.callers.processes import ProcessIdentity
-from gateway.config.batches import BatchSettings
+from gateway.config.stored import BatchSettings
 from gateway.events import RequestRecord
 from gateway.forward.client_response import JSON_HEADER_LINE
 from gateway.store.database import locate_store

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from gateway.config.webhooks import WebhookTarget
+from gateway.config.stored import WebhookTarget
 
 SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, create_engine, func, insert, select, text
 
-from gateway.config.batches import BatchSettings
+from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError
 from gateway.store.database import locate_store
 from gateway.store.schema import batches, files

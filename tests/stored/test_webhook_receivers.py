@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import InvalidWebhookSignatureError, OpenAI
 
-from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl
+from gateway.config.stored import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.errors import GatewayError
 from gateway.stored.webhooks import (
     MOST_READ,

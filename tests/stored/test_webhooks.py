@@ -21,7 +21,7 @@ from sqlalchemy import Connection, func, select
 from structlog.testing import capture_logs
 
 from gateway.callers.keys import new_key
-from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl
+from gateway.config.stored import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
 from gateway.store.schema import webhook_deliveries
 from gateway.store.schema import webhook_deliveries as rows
@@ -631,7 +631,7 @@ from pathlib import Path
 from gateway.stored.webhooks import WebhookPoster
 from gateway.stored.webhooks import WebhookTargets
 from gateway.stored.webhooks import WebhookSender
-from gateway.config.webhooks import WebhookSettings
+from gateway.config.stored import WebhookSettings
 from gateway.events import EventBus
 from gateway.store.database import locate_store
 from gateway.store.store import Store

@@ -15,7 +15,7 @@ import pytest
 import trustme
 from pydantic import SecretStr
 
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import (
     ConnectFailed,

@@ -25,7 +25,7 @@ from gateway.callers.ledger import Ledger
 from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
 from gateway.callers.reports import CallerUsage, Reporter
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestRecord
 from gateway.forward.attempt import TimeoutMonitor
@@ -49,8 +49,9 @@ from gateway.watch.metrics import Metrics
 from gateway.watch.problems import StorageCondition
 from gateway.web.handler import RequestHandler
 from gateway.web.site import public_app
+from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS
-from tests.nodes.build import Running, a_fleet
+from tests.nodes.build import Running, a_fleet, a_spec
 from tests.virtual import now
 
 ADMIN = "http://127.0.0.1:8001"
@@ -111,7 +112,7 @@ class BareGateway:
 
 @asynccontextmanager
 async def bare_gateway(
-    *specs: NodeSpec,
+    *nodes: NodeSpec | EmulatedNode,
     settings: dict[str, Any] | None = None,
     serving: bool = False,
     loopback: bool = True,
@@ -121,9 +122,20 @@ async def bare_gateway(
     reporter: Reporter | None = None,
     **fleet: Any,
 ) -> AsyncIterator[BareGateway]:
-    """`fleet` is for `tests.nodes.build.a_fleet`; only if it is `serving` does it forward."""
+    """A gateway over these nodes; emulated ones are named a, b, c, ..., by their place.
+
+    `fleet` is for `tests.nodes.build.a_fleet`; only if it is `serving` does it forward.
+    """
     chosen, bus, clock = Settings(**settings or {}), EventBus(), now
-    async with a_fleet(*specs, **{"timeout": PROBE_LIMIT, **fleet}) as running:
+    async with AsyncExitStack() as stack:
+        specs = [
+            a_spec("abcdefgh"[place], (await stack.enter_async_context(node)).url)
+            if isinstance(node, EmulatedNode)
+            else node
+            for place, node in enumerate(nodes)
+        ]
+        started = a_fleet(*specs, **{"timeout": PROBE_LIMIT, **fleet})
+        running = await stack.enter_async_context(started)
         scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))
         registry = InFlightRegistry()
         context = ForwardContext(
@@ -190,15 +202,14 @@ async def bare_gateway(
             extra_hosts=admin_hosts,
         )
         gateway.admin = client(app, ADMIN)
-        async with AsyncExitStack() as stack:
-            if serving:
-                gateway.public = await stack.enter_async_context(served(site, handler))
-            else:
-                await stack.enter_async_context(gateway.public)
-            await stack.enter_async_context(gateway.admin)
-            stack.callback(scheduler.close)
-            stack.callback(drain_deadlines.close)
-            yield gateway
+        if serving:
+            gateway.public = await stack.enter_async_context(served(site, handler))
+        else:
+            await stack.enter_async_context(gateway.public)
+        await stack.enter_async_context(gateway.admin)
+        stack.callback(scheduler.close)
+        stack.callback(drain_deadlines.close)
+        yield gateway
 
 
 @asynccontextmanager

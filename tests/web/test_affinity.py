@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,10 @@ def a_node(prefill_tps: float = 2000.0) -> EmulatedNode:
     return EmulatedNode(slots=2, prefill_tps=prefill_tps, decode_tps=400.0, cache_ram=1 << 20)
 
 
-@asynccontextmanager
-async def a_site(
+def a_site(
     folder: Path, *nodes: EmulatedNode, settings: dict[str, Any] | None = None
-) -> AsyncIterator[Running]:
-    async with AsyncExitStack() as stack:
-        for node in nodes:
-            await stack.enter_async_context(node)
-        yield await stack.enter_async_context(
-            running_gateway(folder, [node.url for node in nodes], {**CALM, **(settings or {})})
-        )
+) -> AbstractAsyncContextManager[Running]:
+    return running_gateway(folder, nodes, {**CALM, **(settings or {})})
 
 
 class Talk:

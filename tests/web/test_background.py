@@ -34,10 +34,8 @@ pytestmark = pytest.mark.usefixtures("hurried")
 async def gateway(
     folder: Path, node: EmulatedNode | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
-    async with (
-        node or EmulatedNode() as running_node,
-        running_gateway(folder, [running_node.url], {"keys": KEYS, **settings}) as running,
-    ):
+    nodes = [node or EmulatedNode()]
+    async with running_gateway(folder, nodes, {"keys": KEYS, **settings}) as running:
         yield running
 
 
@@ -249,10 +247,7 @@ DEAD = "http://127.0.0.1:9"
 
 
 async def test_requests_that_take_no_slot_are_served_at_once(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url]) as running,
-    ):
+    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
         body = {"messages": [{"role": "user", "content": "x"}], "content": "x"}
         answer = await running.client.post(
             "/tokenize", json=body, headers={"prefer": "respond-async"}
@@ -262,7 +257,7 @@ async def test_requests_that_take_no_slot_are_served_at_once(tmp_path: Path) -> 
 
 
 async def test_a_body_of_too_many_parts_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
-    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
         parts = b"[" + b"[]," * 700_000 + b"[]]"
         for name in (b"tools", b"input", b"metadata", b"webhook_url", b"previous_response_id"):
             body = b'{"model":"demo","background":true,"%b":%b}' % (name, parts)
@@ -295,10 +290,7 @@ PREFER = {"prefer": "respond-async"}
 async def deferring(
     folder: Path, node: EmulatedNode | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
-    async with (
-        node or EmulatedNode() as running_node,
-        running_gateway(folder, [running_node.url], {"keys": KEYS, **settings}) as running,
-    ):
+    async with gateway(folder, node, **settings) as running:
         running.client.headers["authorization"] = f"Bearer {ALICE.text}"
         yield running
 

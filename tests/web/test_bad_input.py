@@ -18,6 +18,7 @@ from tests.emulator.raw_connection import raw_connection
 from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
 SMALL = {"limits": {"body_bytes": 200_000, "header_bytes": 8192, "buffered_bytes": 1_000_000}}
+CHUNKED = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
 PATIENT = Timings(linger=60.0)
 """A refused client is still read from though the machine is slow."""
 
@@ -210,9 +211,8 @@ async def test_a_client_that_sends_everything_before_it_reads_sees_the_413(
 
 async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) -> None:
     chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     async with raw_connection(gate.url) as wire:
-        await wire.send(head)
+        await wire.send(CHUNKED)
         sent = 0
         with suppress(ConnectionError):
             while sent < 100_000_000:
@@ -225,9 +225,8 @@ async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) ->
 
 async def test_a_client_that_reads_while_it_sends_sees_the_413(gate: Public) -> None:
     chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     async with raw_connection(gate.url) as wire:
-        await wire.send(head + chunk * 20)
+        await wire.send(CHUNKED + chunk * 20)
         assert outcome_of(await answer(wire)) == (413, "request_too_large")
 
 
@@ -350,9 +349,8 @@ SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 )
 async def test_broken_chunks_are_400_and_close_the_connection(gate: Public, body: bytes) -> None:
     gate.forget()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     async with raw_connection(gate.url) as wire:
-        await wire.send(head)
+        await wire.send(CHUNKED)
         await asyncio.sleep(0.05)
         await wire.send(body + b"\r\n0\r\n\r\n" + SMUGGLED)
         found = await answer(wire)
@@ -366,11 +364,10 @@ async def test_broken_chunks_are_400_and_close_the_connection(gate: Public, body
 
 
 async def test_chunk_extensions_and_trailers_are_accepted(gate: Public) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     data = json.dumps({**HELLO, "max_tokens": 1}).encode()
     chunks = b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in data)
     async with raw_connection(gate.url) as wire:
-        await wire.send(head + chunks + b"0\r\nX-Trailer: 1\r\n\r\n")
+        await wire.send(CHUNKED + chunks + b"0\r\nX-Trailer: 1\r\n\r\n")
         assert (await answer(wire)).status == 200
         await wire.send(request({**HELLO, "max_tokens": 1}))
         assert (await answer(wire)).status == 200
@@ -378,14 +375,13 @@ async def test_chunk_extensions_and_trailers_are_accepted(gate: Public) -> None:
 
 @pytest.mark.parametrize("where", ["trailers", "one trailer", "extensions"])
 async def test_chunk_extensions_and_trailers_are_limited(gate: Public, where: str) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n"
     begin, more = {
         "trailers": (b"{}\r\n0\r\n", b"X-Name: value\r\n" * 100),
         "one trailer": (b"{}\r\n0\r\nX: ", b"y" * 1000),
         "extensions": (b"", b"{}\r\n2;" + b"y" * 200 + b"\r\n"),
     }[where]
     async with raw_connection(gate.url) as wire:
-        await wire.send(head.encode() + begin)
+        await wire.send(CHUNKED + b"2\r\n" + begin)
         await wire.send(more * 100)
         assert outcome_of(await answer(wire)) == (431, "headers_too_large")
         with suppress(ConnectionError):
@@ -397,8 +393,7 @@ async def test_trailers_are_ignored(gate: Public) -> None:
     """Neither in their own request, nor in one that repeats its head."""
     data = json.dumps({**HELLO, "max_tokens": 1}).encode()
     said = b"X-Priority: batch\r\nX-Request-ID: theirs\r\nConnection: close\r\nX-Own: 1\r\n"
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    whole = head.encode() + b"%x\r\n%b\r\n0\r\n" % (len(data), data) + said + b"\r\n"
+    whole = CHUNKED + b"%x\r\n%b\r\n0\r\n" % (len(data), data) + said + b"\r\n"
     async with raw_connection(gate.url) as wire:
         for pieces in ([whole], [whole[:-100], whole[-100:]], [whole[:-1], whole[-1:]]):
             for piece in pieces:

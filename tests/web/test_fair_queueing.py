@@ -7,7 +7,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -70,21 +70,13 @@ class Site:
 async def a_site(
     folder: Path, *nodes: EmulatedNode, settings: dict[str, Any] | None = None
 ) -> AsyncIterator[Site]:
-    async with AsyncExitStack() as stack:
-        for node in nodes:
-            await stack.enter_async_context(node)
-        running = await stack.enter_async_context(
-            running_gateway(folder, [node.url for node in nodes], {**CALM, **(settings or {})})
-        )
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(
-                base_url=running.url,
-                timeout=60.0,
-                trust_env=False,
-                verify=NO_TLS,
-                limits=httpx.Limits(max_connections=None),
-            )
-        )
+    many = httpx.Limits(max_connections=None)
+    async with (
+        running_gateway(folder, nodes, {**CALM, **(settings or {})}) as running,
+        httpx.AsyncClient(
+            base_url=running.url, timeout=60.0, trust_env=False, verify=NO_TLS, limits=many
+        ) as client,
+    ):
         yield Site(running, list(nodes), client)
         await until(lambda: not running.gateway.registry)
         assert running.gateway.scheduler.queue_positions() == []

@@ -135,36 +135,29 @@ async def failing(gate: Public, path: str, kind: str, *fields: str, **fault: Any
         return await body_of(wire)
 
 
-@pytest.mark.parametrize("path", BODIES)
-@in_virtual_time
-async def test_after_a_heartbeat_a_nodes_400_is_an_event_and_keeps_its_status_in_the_record(
-    tmp_path: Path, path: str
-) -> None:
-    async with public(tmp_path, BEATING) as gate:
-        body = await failing(gate, path, "status", status=400)
-        beat = PING if path == "/v1/messages" else b":\n"
-        rest = body
-        while rest.startswith(beat):
-            rest = rest.removeprefix(beat)
-        outcome_of(path, rest, "Bad request", "invalid_request_error")
-        record = await gate.last()
-        assert record.status == 400
+def behind_heartbeats(body: bytes) -> bytes:
+    while body.startswith(PING):
+        body = body.removeprefix(PING)
+    return body.lstrip(b":\n")
 
 
 @pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("status", "said", "recorded"),
+    [
+        (400, ("Bad request", "invalid_request_error"), (400, "node_error")),
+        (404, ("refused it", "api_error"), (502, "node_failed")),
+    ],
+)
 @in_virtual_time
-async def test_after_a_heartbeat_a_502_is_an_event_and_keeps_its_status_in_the_record(
-    tmp_path: Path, path: str
+async def test_after_a_heartbeat_an_error_is_an_event_and_keeps_its_status_in_the_record(
+    tmp_path: Path, path: str, status: int, said: tuple[str, str], recorded: tuple[int, str]
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
-        body = await failing(gate, path, "status", status=404)
-        beat = PING if path == "/v1/messages" else b":\n"
-        rest = body
-        while rest.startswith(beat):
-            rest = rest.removeprefix(beat)
-        outcome_of(path, rest, "refused it")
+        body = await failing(gate, path, "status", status=status)
+        outcome_of(path, behind_heartbeats(body), *said)
         record = await gate.last()
-        assert (record.status, record.reason) == (502, "node_failed")
+        assert (record.status, record.reason) == recorded
 
 
 def outcome_of(path: str, data: bytes, message: str, kind: str = "api_error") -> None:
@@ -196,9 +189,8 @@ async def test_after_a_heartbeat_a_queue_timeout_is_an_event(tmp_path: Path, pat
             await wire.send(stream(path))
             assert (await wire.head()).startswith(b"HTTP/1.1 200 ")
             body = await body_of(wire)
-            while body.startswith(PING):
-                body = body.removeprefix(PING)
-            outcome_of(path, body.lstrip(b":\n"), "No slot came free", "overloaded_error")
+            said = "No slot came free", "overloaded_error"
+            outcome_of(path, behind_heartbeats(body), *said)
             assert [(one.status, one.reason) for one in other.records()] == [(503, "queue_timeout")]
 
 
@@ -217,7 +209,7 @@ async def test_after_a_heartbeat_a_response_that_is_no_answer_is_an_error(
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
         body = await failing(gate, CHAT, "status", status=200, body='{"choices": []}')
-        outcome_of(CHAT, body.lstrip(b":\n"), "not in this API's form")
+        outcome_of(CHAT, behind_heartbeats(body), "not in this API's form")
         assert (await gate.last()).status == 502
 
 
@@ -270,9 +262,9 @@ async def test_a_client_that_leaves_after_a_heartbeat_is_noticed(tmp_path: Path)
 @in_virtual_time
 async def test_heartbeats_continue_while_another_node_is_tried(tmp_path: Path) -> None:
     async with (
-        EmulatedNode() as one,
-        EmulatedNode() as two,
-        running_gateway(tmp_path, [one.url, two.url], BEATING) as running,
+        running_gateway(
+            tmp_path, [one := EmulatedNode(), two := EmulatedNode()], BEATING
+        ) as running,
         raw_connection(running.url) as wire,
     ):
         for node in (one, two):

@@ -310,8 +310,7 @@ async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Pat
         AdminRole.ADMIN: set[str](),
     }
     async with (
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url], settings) as running,
+        running_gateway(tmp_path, [EmulatedNode()], settings) as running,
         httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as client,
     ):
         as_admin = bearer(ADMIN_KEYS[AdminRole.ADMIN].text)

@@ -56,10 +56,9 @@ async def ids(gateway: BareGateway, **headers: str) -> list[str]:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/models"])
 async def test_models_are_those_declared_and_those_reported(path: str) -> None:
-    async with (
-        EmulatedNode(model="said") as node,
-        bare_gateway(a_spec("a", node.url), a_spec("b", DEAD, model="declared")) as gateway,
-    ):
+    async with bare_gateway(
+        EmulatedNode(model="said"), a_spec("b", DEAD, model="declared")
+    ) as gateway:
         response = await gateway.public.get(path)
     answer = response.json()
     assert answer["object"] == "list"
@@ -76,18 +75,16 @@ async def test_models_are_those_declared_and_those_reported(path: str) -> None:
 
 
 async def test_a_model_is_listed_while_its_node_is_down() -> None:
-    async with EmulatedNode(model="said") as node, bare_gateway(a_spec("a", node.url)) as gateway:
+    async with bare_gateway(node := EmulatedNode(model="said")) as gateway:
         await node.kill()
         await gateway.until(lambda: gateway["a"].state.value == "down")
         assert await ids(gateway) == ["said"]
 
 
 async def test_the_context_of_a_model_is_the_largest_of_its_nodes() -> None:
-    async with (
-        EmulatedNode(context=2048) as small,
-        EmulatedNode(context=8192, context_train=32768) as large,
-        bare_gateway(a_spec("a", small.url), a_spec("b", large.url)) as gateway,
-    ):
+    async with bare_gateway(
+        EmulatedNode(context=2048), EmulatedNode(context=8192, context_train=32768)
+    ) as gateway:
         card = (await gateway.public.get("/v1/models/demo")).json()
     assert card["meta"] == {"n_ctx": 8192, "n_ctx_train": 32768}
 
@@ -100,10 +97,7 @@ async def test_an_alias_is_listed_if_a_node_serves_its_model() -> None:
         "demo": {"set": {"temperature": 0.2}},
         "rules-alone": {"max_tokens": 5},
     }
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("a", node.url), settings={"models": models}) as gateway,
-    ):
+    async with bare_gateway(EmulatedNode(), settings={"models": models}) as gateway:
         assert await ids(gateway) == ["demo", "gpt-4o-mini", "helper"]
         card = (await gateway.public.get("/v1/models/helper")).json()
         lost = await gateway.public.get("/v1/models/lost")
@@ -148,7 +142,7 @@ async def test_an_encoded_slash_is_part_of_a_name_and_divides_no_path() -> None:
 
 
 async def test_an_unknown_model_is_404_with_the_known_ones() -> None:
-    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+    async with bare_gateway(EmulatedNode()) as gateway:
         response = await gateway.public.get("/v1/models/nobody-has-it")
         long = await gateway.public.get("/v1/models/" + "x" * 5000)
     error = error_of(response)
@@ -160,10 +154,7 @@ async def test_an_unknown_model_is_404_with_the_known_ones() -> None:
 async def test_a_key_sees_only_the_models_it_may_use() -> None:
     made, settings = keys(all=None, some=["alias"], none=[])
     settings["models"] = {"alias": {"use": "demo"}}
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("a", node.url), settings=settings) as gateway,
-    ):
+    async with bare_gateway(EmulatedNode(), settings=settings) as gateway:
         assert await ids(gateway, **bearer(made["all"])) == ["demo", "alias"]
         assert await ids(gateway, **{"x-api-key": made["some"].text}) == ["alias"]
         assert await ids(gateway, **bearer(made["none"])) == []
@@ -236,10 +227,9 @@ async def test_without_models_the_list_is_empty_in_both_forms() -> None:
 
 async def test_props_contain_sizes_but_no_path_and_no_template() -> None:
     async with (
-        EmulatedNode(context=2048, slots=2) as small,
         EmulatedNode(context=8192, slots=3, model="other") as large,
         bare_gateway(
-            a_spec("a", small.url), a_spec("b", large.url, endpoints=["vision"])
+            EmulatedNode(context=2048, slots=2), a_spec("b", large.url, endpoints=["vision"])
         ) as gateway,
     ):
         every = (await gateway.public.get("/props")).json()
@@ -259,15 +249,11 @@ async def test_props_contain_sizes_but_no_path_and_no_template() -> None:
 
 
 async def test_props_describe_the_default_model_if_there_is_one() -> None:
-    async with (
-        EmulatedNode(context=2048) as small,
-        EmulatedNode(context=8192, model="other") as large,
-        bare_gateway(
-            a_spec("a", small.url),
-            a_spec("b", large.url),
-            settings={"default_model": "demo"},
-        ) as gateway,
-    ):
+    async with bare_gateway(
+        EmulatedNode(context=2048),
+        EmulatedNode(context=8192, model="other"),
+        settings={"default_model": "demo"},
+    ) as gateway:
         props = (await gateway.public.get("/props")).json()
     assert props["default_generation_settings"] == {"n_ctx": 2048}
 
@@ -288,7 +274,7 @@ async def test_a_routed_path_accepts_post_alone() -> None:
     "path", ["/v1/models", "/v1/models/demo", "/models", "/props", "/health", "/ready"]
 )
 async def test_own_paths_accept_get_and_head(path: str) -> None:
-    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+    async with bare_gateway(EmulatedNode()) as gateway:
         assert (await gateway.public.head(path)).status_code == 200
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             response = await gateway.public.request(method, path)
@@ -568,11 +554,9 @@ async def test_a_request_without_a_model_is_told_of_the_setting_where_nothing_ap
 @in_virtual_time
 async def test_a_model_of_a_down_node_is_known(tmp_path: Path) -> None:
     settings = TO_DEMO | {"retries": {"wait_for_node": 0}}
-    async with (
-        EmulatedNode() as demo,
-        EmulatedNode(model="phi") as phi,
-        running_gateway(tmp_path, [demo.url, phi.url], settings) as running,
-    ):
+    async with running_gateway(
+        tmp_path, [EmulatedNode(), phi := EmulatedNode(model="phi")], settings
+    ) as running:
         nodes = running.gateway.fleet.nodes
         await until(lambda: nodes["node-1"].state is NodeState.READY)
         await phi.kill()
@@ -583,10 +567,7 @@ async def test_a_model_of_a_down_node_is_known(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_a_node_that_never_answered_does_not_block_unknown_names(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode() as demo,
-        running_gateway(tmp_path, [demo.url, DEAD], TO_DEMO) as running,
-    ):
+    async with running_gateway(tmp_path, [EmulatedNode(), DEAD], TO_DEMO) as running:
         nodes = running.gateway.fleet.nodes
         await until(lambda: nodes["node-1"].state is NodeState.DOWN)
         assert (await asked(running, "gpt-4o")).status_code == 200
@@ -703,10 +684,9 @@ async def unready(gateway: BareGateway) -> str:
 
 async def test_ready_is_200_while_a_node_is_ready_and_needs_no_key() -> None:
     settings = {"keys": [{"id": KEY.id, "sha256": KEY.sha256}]}
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("a", node.url), a_spec("b", DEAD), settings=settings) as gateway,
-    ):
+    async with bare_gateway(
+        node := EmulatedNode(), a_spec("b", DEAD), settings=settings
+    ) as gateway:
         assert (await gateway.public.get("/ready")).status_code == 200
         await node.kill()
         await gateway.until(lambda: gateway["a"].state.value == "down")
@@ -721,7 +701,7 @@ async def test_ready_is_503_before_the_first_probe() -> None:
 
 
 async def test_ready_is_503_during_shutdown() -> None:
-    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+    async with bare_gateway(EmulatedNode()) as gateway:
         gateway.handler.begin_shutdown()
         assert await unready(gateway) == "shutting_down"
         assert (await gateway.public.get("/health")).status_code == 200
@@ -729,12 +709,11 @@ async def test_ready_is_503_during_shutdown() -> None:
 
 @pytest.mark.parametrize(("places", "ready"), [(1, True), (0, False)])
 async def test_a_full_fleet_is_ready_while_requests_can_be_queued(places: int, ready: bool) -> None:
-    async with (
-        EmulatedNode(slots=1, decode_tps=5) as node,
-        bare_gateway(
-            a_spec("a", node.url), settings={"queue": {"max": places}}, serving=True
-        ) as gateway,
-    ):
+    async with bare_gateway(
+        node := EmulatedNode(slots=1, decode_tps=5),
+        settings={"queue": {"max": places}},
+        serving=True,
+    ) as gateway:
         assert (await gateway.public.get("/ready")).status_code == 200
         running = asyncio.create_task(gateway.chat())
         await gateway.until(lambda: node.busy == 1)

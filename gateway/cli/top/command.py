@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import GatewayRefused, connect_admin
+from gateway.cli.client import AdminFlags, GatewayRefused
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    print_json,
-    print_note,
-    print_table,
-)
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from gateway.cli.client import AdminClient
@@ -31,11 +26,10 @@ EXAMPLES = examples_epilog(
 )
 
 
+@options.takes(gateway=AdminFlags)
 def top(
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    admin_ca: options.AdminCa = None,
-    config: options.ConfigFile = None,
+    *,
+    gateway: AdminFlags,
     once: bool = typer.Option(False, "--once", help="Print the state once; the default in a pipe."),
     as_json: options.Json = False,
 ) -> None:
@@ -55,7 +49,7 @@ def top(
     """
     from gateway.cli.top.fleet import refusal
 
-    with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+    with gateway.connect() as admin:
         try:
             if once or as_json or not sys.stdout.isatty():
                 _print(_read_once(admin), as_json=as_json)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gateway.config.cache_privacy import NodeLabels
+from gateway.config.keys import NodeLabels
 from gateway.lease import BatchRoom
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FleetSync

@@ -29,37 +29,86 @@ from gateway.terms import Priority
 MOST_COMPARED_ROWS = 8
 
 
-# Structs of msgspec, since some are made for each request.
-class RowFigures(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A row with room, just before the request was placed. Letters as in `selection.py`."""
+# Structs of msgspec, since some are made for each request. Letters as in `selection.py`.
+class RowSpeed(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """How fast a row is believed to be."""
 
-    name: str
     measured: bool  # whether its speeds were measured; else they are guesses
-    total: int  # its slots
-    busy: int  # k: neighbours
     prefill_tps: float  # p
     token_base: float  # b
     token_step: float  # s
-    decode_slowdown: float  # d
-    remaining: float  # sigma r
-    prefill_wait: float  # R
     penalty: float  # the row's part of D
-    own_penalty: float  # the part of D that holds for this request alone
-    cached: float
-    wake: float = 0.0  # the seconds of `penalty` in which the node, which sleeps, wakes up
-    pool: int = 0  # tokens that its slots share; 0: none
-    pool_used: int = 0  # of these, tokens that were reserved, or that others used
+    wake: float  # the seconds of `penalty` in which the node, which sleeps, wakes up
+
+
+class RowWork(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What ran on a row."""
+
+    busy: int  # k: neighbours
+    running: int  # requests, those without a slot included
+    ends_sum: float  # the sum of their expected ends
+    prefill_until: float
+    decode_slowdown: float  # d
+    pool_used: int  # tokens of the pool that were reserved, or that others used
+
+
+class RowFigures(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A row as it stood from one change to the next; made once, for all that look meanwhile."""
+
+    name: str
+    total: int  # its slots
+    pool: int  # tokens that its slots share; 0: none
+    speed: RowSpeed
+    work: RowWork
+
+
+class OwnFigures(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What held on a row for one request alone."""
+
+    cached: float = 0.0
+    penalty: float = 0.0  # its part of D
+
+
+class NodeCounts(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """How many nodes there were for a request."""
+
+    with_room: int  # rows of its candidate set that had room for it
+    candidates: int  # rows of its candidate set
+    fleet: int
+
+
+NOTHING_OWN = OwnFigures()
+NO_OWN_FIGURES: Mapping[str, OwnFigures] = {}  # for no row; never written to
 
 
 class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The rows that a placement was compared with."""
+    """The rows that a placement was compared with, just before it was placed."""
 
     chosen: RowFigures
     others: tuple[RowFigures, ...]
     """The best of those that had room and were not chosen, in no order."""
-    with_room: int  # rows of its candidate set that had room for it
-    candidates: int  # rows of its candidate set
+    own: Mapping[str, OwnFigures]  # by the names of rows; none for those that are not there
+    at: float  # when it was; by it the times in `RowWork` are seconds
+    nodes: NodeCounts
     by_cost: bool  # whether the policy goes by the cost
+
+    def own_figures(self, row: RowFigures) -> OwnFigures:
+        """What held on this row for the request alone."""
+        return self.own.get(row.name, NOTHING_OWN)
+
+    @property
+    def cached_on_chosen(self) -> float:
+        """Tokens of its prompt that the chosen row was believed to have cached."""
+        return self.own_figures(self.chosen).cached
+
+    def remaining(self, row: RowFigures) -> float:
+        """Sigma r: seconds that the neighbours still had to run, as far as they decoded."""
+        work = row.work
+        return max(0.0, work.ends_sum - self.at * work.running) if work.decode_slowdown else 0.0
+
+    def prefill_wait(self, row: RowFigures) -> float:
+        """R: seconds until the prompts that were queued there had been read."""
+        return max(0.0, row.work.prefill_until - self.at)
 
 
 class Deferral(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -116,8 +165,7 @@ class Requirements(NamedTuple):
 NO_REQUIREMENTS = Requirements()
 
 
-@dataclass(slots=True, eq=False)
-class QueuedRequest:
+class QueuedRequest(msgspec.Struct, eq=False):
     """A request for slots on one node, in numbers, from its arrival until it is released.
 
     Out-of-range numbers are clamped. Once it has slots on a row, it is called a placement.
@@ -134,14 +182,14 @@ class QueuedRequest:
     slots: int = 1
     prompt_tokens: float = 0.0
     completion_tokens: float = DEFAULT_COMPLETION_TOKENS
-    cached: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
+    cached: Mapping[int, float] = NO_ROWS
     """Prompt tokens that a row is believed to have cached, by row index."""
-    pending: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
+    pending: Mapping[int, float] = NO_ROWS
     """Prompt tokens that a row will have cached once what runs there has ended, by row index."""
     excluded: Collection[int] = ()  # indexes of rows that can't serve it: never used
     failed: Collection[int] = ()
     """Indexes of rows that have failed it: used only while no other is alive."""
-    penalties: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
+    penalties: Mapping[int, float] = NO_ROWS
     """Seconds by which a row looks slower to this request, by row index; negative: faster."""
     prompt_key: object = None
     """Its prompt's key in the prompt cache's index, for whoever refreshes `cached`."""
@@ -170,7 +218,7 @@ class QueuedRequest:
     """When that node was predicted to have a slot, with a margin; 0: never deferred."""
     deferral: Deferral | None = None
     # Set when it is placed; the row moves its expected ends.
-    row: NodeSlots = field(init=False)
+    row: NodeSlots = None  # type: ignore[assignment] # set as soon as anybody asks for it
     group: int = 0  # the model name it is served under: an index of `groups`
     placed_at: float = 0.0
     prefill_ends: float = 0.0  # when its prompt is expected to have been read
@@ -220,6 +268,12 @@ class QueuedRequest:
     def set_fills_pool(self, *, fills: bool) -> None:
         """Set `fills_pool`; before it waits."""
         self.fills_pool = fills
+
+    def exclude(
+        self, excluded: Collection[int], failed: Collection[int], penalties: Mapping[int, float]
+    ) -> None:
+        """Set `excluded`, `failed` and `penalties`; before it is placed or waits."""
+        self.excluded, self.failed, self.penalties = excluded, failed, penalties
 
     def note_reserved_for(self) -> None:
         """A node's room is reserved for it."""
@@ -273,19 +327,32 @@ class QueuedRequest:
         if not self.deferred_until:
             self.deferred_until = until
 
-    def begin(self, row: NodeSlots, group: int, comparison: Comparison | None) -> None:
-        """It gets slots on this row, which sets when it is expected to end."""
-        self.row, self.group, self.comparison, self.released = row, group, comparison, False
+    def begin(self, row: NodeSlots, now: float, uncached: float, start: float) -> float:
+        """It gets slots on this row now, which will read `uncached` tokens from `start` on.
 
-    def expect(self, now: float, prefill_ends: float, ends: float, uncached: float) -> None:
-        """It is placed now; when its prompt is expected to have been read, and when it ends."""
-        self.placed_at, self.prefill_ends, self.ends = now, prefill_ends, ends
-        self.uncached = uncached
+        Returns when it is expected to end.
+        """
+        self.row, self.placed_at, self.uncached, self.released = row, now, uncached, False
+        self.prefill_ends = prefill_ends = start + uncached / row.prefill_tps
+        self.ends = ends = prefill_ends + self.completion_tokens * row.per_output_token
+        return ends
 
-    def charge_to(self, payer: FairnessAccount, token_weight: float) -> None:
-        """This account pays for it, for an output token so many prompt tokens."""
-        self.payer, self.token_weight = payer, token_weight
-        self.charge = self.uncached + self.completion_tokens * token_weight
+    def placed(
+        self,
+        group: int,
+        comparison: Comparison | None,
+        payer: FairnessAccount,
+        token_weight: float,
+    ) -> float:
+        """It is served under the model name of this group; returns what `payer` pays for it.
+
+        `token_weight`: for an output token so many prompt tokens.
+        """
+        self.group, self.comparison, self.payer, self.token_weight = (
+            group, comparison, payer, token_weight,
+        )  # fmt: skip
+        self.charge = charge = self.uncached + self.completion_tokens * token_weight
+        return charge
 
     def release(self) -> None:
         """Its slots are free."""
@@ -401,6 +468,23 @@ class NodeSlots:
     """Tokens of the pool that others use, or ours beyond what is reserved for them."""
     pool_room: float = math.inf
     """Tokens that a request here may need; infinity: any number, as while the node is idle."""
+    figures: RowFigures | None = None  # as it stands now; None: ask `take_figures`
+    _speed_figures: RowSpeed | None = None
+
+    def take_figures(self) -> RowFigures:
+        """The row as it stands now; the same until something changes."""
+        speed = self._speed_figures
+        if speed is None:
+            speed = self._speed_figures = RowSpeed(
+                self.measured, self.prefill_tps, self.token_base, self.token_step, self.penalty,
+                self.wake,
+            )  # fmt: skip
+        work = RowWork(
+            self.busy, len(self.running), self.ends_sum, self.prefill_until, self.decode_slowdown,
+            round(self.pool_reserved) + self.pool_foreign if self.pool else 0,
+        )  # fmt: skip
+        figures = self.figures = RowFigures(self.name, self.total, self.pool, speed, work)
+        return figures
 
     # The node's own figures.
 
@@ -434,15 +518,18 @@ class NodeSlots:
             )
         if not 0.0 <= token_step <= 1 / SLOWEST_TPS:
             token_step = clamp(token_step, 0.0, 1 / SLOWEST_TPS, 0.0)
-        prefill_ratio, base_ratio = prefill_tps / self.prefill_tps, token_base / self.token_base
+        tps, base = self.prefill_tps, self.token_base
         self.prefill_tps, self.token_base, self.token_step = prefill_tps, token_base, token_step
-        return not (0.5 <= prefill_ratio <= 2.0 and 0.5 <= base_ratio <= 2.0)
+        self._speed_figures = None
+        self.recompute()
+        return not (0.5 <= prefill_tps / tps <= 2.0 and 0.5 <= token_base / base <= 2.0)
 
     def set_learnt(self, samples: int, hope: float, *, measured: bool) -> None:
         """As `PlacementState.set_learnt`."""
         left = EXPLORING_REQUESTS if samples < self.samples else self.exploring
         self.exploring = min(left, EXPLORING_REQUESTS - samples)
         self.samples, self.hope, self.measured = samples, hope, measured
+        self.figures = self._speed_figures = None
 
     def explored(self) -> None:
         """One more request has started from which its speed may be learnt."""
@@ -452,6 +539,7 @@ class NodeSlots:
         """As `PlacementState.set_penalty`."""
         self.penalty = clamp(seconds, -MOST_PENALTY_SECONDS, MOST_PENALTY_SECONDS, 0.0)
         self.wake = wake
+        self.figures = self._speed_figures = None
 
     def set_pool(self, tokens: int, foreign: int) -> None:
         """As `PlacementState.set_pool`."""
@@ -475,15 +563,16 @@ class NodeSlots:
 
     def recompute(self) -> None:
         """Derive `busy`, `free` and the cost coefficients from slots, speeds and work."""
+        self.figures = None
         self.busy = busy = self.ours + self.foreign
         free = self.capacity - busy
         self.free = free if free > 0 else 0  # noqa: FURB136 - a call costs four times as much
-        step = self.token_step
-        self.per_output_token = per_token = self.token_base + step * busy
-        self.per_prompt_token = (1 + busy) / self.prefill_tps
         if self.pool:
             left = self.pool - self.pool_reserved - self.pool_foreign
             self.pool_room = left if busy else math.inf
+        step = self.token_step
+        self.per_output_token = per_token = self.token_base + step * busy
+        self.per_prompt_token = (1 + busy) / self.prefill_tps
         # Requests without a slot may decode where no slot is busy.
         self.decode_slowdown = step / (per_token - step) if self.decoding and step and busy else 0.0
 
@@ -497,18 +586,17 @@ class NodeSlots:
         uncached, completion = queued.prompt_tokens, queued.completion_tokens
         if queued.cached:
             uncached = max(LEAST_UNCACHED_TOKENS, uncached - queued.cached.get(self.index, 0.0))
-        prefill = uncached / self.prefill_tps
         running = self.running
         decodes = completion > NEGLIGIBLE_COMPLETION
         if not (decodes or self.decoding):
-            start = max(now, self.prefill_until)
+            start = self.prefill_until
         elif len(running) >= CROWD:
-            start = max(now, self.prefill_until)
-            self._stretch_ends(1.0 + self.decode_slowdown, prefill, now)
+            start = self.prefill_until
+            self._stretch_ends(1.0 + self.decode_slowdown, uncached / self.prefill_tps, now)
         elif running:
             self._move_ends(now)
-            start = max(now, self.prefill_until)
-            slowdown = self.decode_slowdown
+            start = self.prefill_until
+            prefill, slowdown = uncached / self.prefill_tps, self.decode_slowdown
             total = 0.0
             for other in running:
                 left = other.ends - now
@@ -517,12 +605,12 @@ class NodeSlots:
             self.ends_sum = total
         else:
             start, self.ends_sum = now, 0.0
-        self.prefill_until = prefill_ends = start + prefill
-        ends = prefill_ends + completion * self.per_output_token
-        queued.expect(now, prefill_ends, ends, uncached)
+        if start < now:  # noqa: PLR1730 - a call costs four times as much
+            start = now
+        self.ends_sum += queued.begin(self, now, uncached, start)
+        self.prefill_until = queued.prefill_ends
         running.append(queued)
         self.decoding += decodes
-        self.ends_sum += ends
         self.last_placement = number
         if queued.slots:
             self.ours += queued.slots
@@ -536,6 +624,7 @@ class NodeSlots:
 
     def prefill_done(self, placement: QueuedRequest, now: float) -> None:
         """The prompt of `placement` has been read at `now`."""
+        self.figures = None
         before = placement.prefill_ends
         shift = now - before
         placement.prefill_ends = now
@@ -914,7 +1003,7 @@ class PlacementState:
     ) -> None:
         """Prompt tokens/s, seconds per output token alone, seconds more for each neighbour."""
         self.speed_changes += row.set_speed(prefill_tps, token_base, token_step)
-        self._recompute(row)
+        self._changed.add(row.index)
 
     def set_learnt(self, row: NodeSlots, samples: int, hope: float, *, measured: bool) -> None:
         """How many responses have shown the speeds of `row`, up to `EXPLORING_REQUESTS`.
@@ -935,7 +1024,7 @@ class PlacementState:
         `wake`: those of them in which it wakes up.
         """
         row.set_penalty(seconds, wake)
-        self._recompute(row)
+        self._changed.add(row.index)
 
     def set_limits(self, batch_reserve: float, slotless_limit: int) -> None:
         """Set `batch_reserve` (0..1) and `slotless_limit`."""
@@ -971,10 +1060,9 @@ class PlacementState:
 
     # Requests on them.
 
-    def start(self, queued: QueuedRequest, now: float) -> None:
-        """Start a request on the row that it was given (`QueuedRequest.begin`)."""
+    def start(self, queued: QueuedRequest, row: NodeSlots, now: float) -> None:
+        """Start a request on this row."""
         self.placement_count = number = self.placement_count + 1
-        row = queued.row
         before = row.free
         row.start(queued, now, number)
         if before and not row.free:
@@ -987,13 +1075,17 @@ class PlacementState:
         self._changed.add(row.index)
 
     def prefill_done(self, placement: QueuedRequest, now: float) -> None:
-        """The prompt of `placement` has been read."""
+        """The prompt of `placement` has been read; after its end that is no news."""
+        if placement.released:
+            return
         row = placement.row
         row.prefill_done(placement, now)
         self._changed.add(row.index)
 
     def end(self, placement: QueuedRequest, now: float) -> None:
-        """`placement` has ended: its slots are free."""
+        """`placement` has ended: its slots are free. Calling it again does nothing."""
+        if placement.released:
+            return
         row = placement.row
         before = row.free
         row.end(placement, now)

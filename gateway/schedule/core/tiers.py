@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.callers.windows import SlidingSum
-from gateway.config.node import NodeSpec
+from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import HybridSettings, SpillSettings
 from gateway.terms import Priority
 

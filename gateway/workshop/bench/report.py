@@ -22,12 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gateway.workshop.bench.exchange import RequestResult
-from gateway.workshop.bench.load import (
-    ClientFigures,
-    Load,
-    LoadRun,
-    Loop,
-)
+from gateway.workshop.bench.load import ClientFigures, Load, LoadRun, Loop
 from gateway.workshop.bench.target import Baseline, ServerDescription
 from gateway.workshop.simulate.report import Percentiles
 
@@ -896,5 +891,12 @@ def _difference(
         tail = (1 - CONFIDENCE) / 2
         low, high = map(float, np.quantile(finite, [tail, 1 - tail]))
     return Difference(
-        label, figure, float(was), float(now), change, low, high, figure != THROUGHPUT
+        label,
+        figure,
+        before=float(was),
+        after=float(now),
+        change=change,
+        low=low,
+        high=high,
+        less_is_better=figure != THROUGHPUT,
     )

@@ -14,19 +14,8 @@ from typing import TYPE_CHECKING, Any
 from gateway import __version__
 from gateway.transport.pool import ConnectionPool
 from gateway.workshop.bench.exchange import Endpoint, RequestResult, RequestSender
-from gateway.workshop.bench.load import (
-    Load,
-    LoadRun,
-    LoadRunner,
-    RequestPattern,
-)
-from gateway.workshop.bench.report import (
-    BenchReport,
-    LoadResult,
-    RequestGoal,
-    figures_of,
-    judge,
-)
+from gateway.workshop.bench.load import Load, LoadRun, LoadRunner, RequestPattern
+from gateway.workshop.bench.report import BenchReport, LoadResult, RequestGoal, figures_of, judge
 from gateway.workshop.bench.target import (
     Baseline,
     Probe,

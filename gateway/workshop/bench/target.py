@@ -22,12 +22,7 @@ from urllib.parse import urlsplit
 
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut, UpstreamError
 from gateway.transport.pool import NodeAddress
-from gateway.workshop.bench.exchange import (
-    ExchangeError,
-    RequestResult,
-    RequestSender,
-    read_object,
-)
+from gateway.workshop.bench.exchange import ExchangeError, RequestResult, RequestSender, read_object
 from gateway.workshop.simulate.trace import TracePrompt
 
 _TEXT = """

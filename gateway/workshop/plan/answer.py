@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gateway.workshop.plan.catalogue import NodeType
+from gateway.workshop.plan.catalogue import HOURS_PER_MONTH, NodeType
 from gateway.workshop.plan.search import (
     DIRECT,
     GATEWAY,
     MOST_SIMULATED_NODES,
+    WARM_UP_SHARE,
     FleetOption,
     FleetPart,
     FleetTrial,
@@ -24,6 +25,7 @@ from gateway.workshop.plan.search import (
     least_count,
     least_that,
     option_price,
+    times_of,
     use_of,
     why_impossible,
 )
@@ -436,3 +438,189 @@ def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
     figure.savefig(path)
+
+
+# The answer in words, and for scripts.
+
+SAME_PRICE = 0.1  # two prices that differ by less are the same, as a share
+
+
+def pure_instances(question: PlanQuestion, option: FleetOption) -> tuple[float, int]:
+    """The published sum, and rounded up: only written tokens, one request at a time, at full use.
+
+    It leaves out the reading of prompts, slots that share a node, and that requests wait long
+    before an instance is fully used.
+    """
+    workload = question.workload
+    offered = workload.arrivals * workload.completion / option.parts[0].node_type.decode_tps
+    return offered, max(1, math.ceil(offered - 1e-9))
+
+
+def _per_million_tokens(per_hour: float, tokens_per_second: float) -> float:
+    """Price of a million tokens from a machine that writes all the time: its least."""
+    return per_hour / (tokens_per_second * SECONDS_PER_HOUR) * 1e6
+
+
+def contradiction(per_hour: float, tokens_per_second: float, claimed: float) -> str:
+    """What is wrong with a price of a million tokens that is claimed of a machine; or nothing."""
+    least = _per_million_tokens(per_hour, tokens_per_second)
+    if abs(claimed - least) <= SAME_PRICE * least:
+        return ""
+    return (
+        f"{tokens_per_second:g} tokens/s at {per_hour:.2f} an hour are {least:.3g} a million "
+        f"tokens, not {claimed:.2f}: a million take {1e6 / tokens_per_second / 3600:.1f} hours"
+    )
+
+
+def explain(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
+    """What each figure of a fleet comes from: lines, each with its word."""
+    workload, node_type, trial = question.workload, option.parts[0].node_type, option.trial
+    times = times_of(node_type, workload)
+    lines = {}
+    if workload.backlog_hours is None:
+        lines["arrivals"] = (
+            f"{workload.requests_per_hour:,.10g} an hour x peak {workload.peak:g} / 3,600 = "
+            f"{workload.arrivals:.4g} a second"
+        )
+    else:
+        lines["arrivals"] = (
+            f"{workload.requests_per_hour:,.10g} at once / {workload.backlog_hours:g} h / 3,600"
+            f" = {workload.arrivals:.4g} a second to be done"
+        )
+    pure, whole = pure_instances(question, option)
+    lines["pure sum"] = (
+        f"{workload.arrivals:.4g} a second x {workload.completion:g} tokens / "
+        f"{node_type.decode_tps:g} tokens/s = {pure:.2f}: {whole} instances of one slot"
+    )
+    lines["left out"] = (
+        f"reading the prompts, and waiting: {whole} would be used to {pure / whole:.0%}, and "
+        "at full use the queue grows without end"
+    )
+    if workload.repeat:
+        lines["cached"] = (
+            f"{workload.repeat:.0%} of {workload.prompt:g} prompt tokens repeat: "
+            f"{workload.uncached:g} are read"
+        )
+    if times.slots == 1:
+        capacity = f"1 / {times.full:.2f} s"
+    else:
+        lines["slots share"] = (
+            f"{times.slots} x {times.reading:.2f} s of reading, one after the other, + "
+            f"{times.writing:.2f} s of writing x (1 + {times.batch_cost:g} x {times.slots - 1})"
+            f" = {times.full:.2f} s with all busy, {times.alone:.2f} s alone"
+        )
+        capacity = f"{times.slots} slots / {times.full:.2f} s"
+    lines["one server"] = (
+        f"{capacity} = {times.capacity:.4g} requests a second, "
+        f"{times.capacity * SECONDS_PER_HOUR:,.0f} an hour"
+    )
+    servers = "" if node_type.servers == 1 else f" x {node_type.servers} servers"
+    if len(option.parts) == 1 and workload.backlog is None:
+        lines["use"] = (
+            f"{workload.arrivals:.4g} / ({option.parts[0].count}{servers} x {times.capacity:.4g}) "
+            f"= {option.use:.0%} of the capacity"
+        )
+        guess = option.estimate
+        if guess is not None and math.isfinite(guess.wait):
+            lines["estimate"] = (
+                f"Erlang C: {guess.waiting_share:.3g} of the requests wait, at most; Allen-Cunneen "
+                f"with Cs² {guess.service_scv:.2f}: {guess.wait:.3g} s in the mean"
+            )
+    if trial is not None and workload.backlog is not None:
+        lines["simulator"] = (
+            f"{trial.requests:,} requests through the real scheduler: all "
+            f"{workload.backlog:,.10g} done in {trial.seconds / SECONDS_PER_HOUR:.2f} h"
+        )
+    elif trial is not None:
+        lines["simulator"] = (
+            f"{trial.requests:,} requests through the real scheduler ({WARM_UP_SHARE:.0%} to warm "
+            f"up before): mean wait {trial.wait.mean:.3g} s ± {trial.wait_error:.2g}, completion "
+            f"{trial.completion.mean:.3g} s ± {trial.completion_error:.2g} (95 %)"
+        )
+    return lines | _price_lines(question, option)
+
+
+def _price_lines(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
+    price, workload = option.price, question.workload
+    if price.per_hour is None:
+        return {"price": "unknown: the node has no price (--price-per-hour)"}
+    hourly = [(part.count, part.node_type.price.per_hour or 0.0) for part in option.parts]
+    hours = " + ".join(f"{count} x {hour:.4g}" for count, hour in hourly)
+    extra = ""
+    tokens = price.per_hour - price.electricity_per_hour
+    for count, hour in hourly:
+        tokens -= count * hour
+    if tokens > 1e-12:
+        extra += f" + {tokens:.4g} for tokens"
+    if price.electricity_per_hour:
+        extra += f" + {price.electricity_per_hour:.4g} of electricity"
+    lines = {
+        "price": f"{hours}{extra} = {price.per_hour:.4g} an hour x {HOURS_PER_MONTH:g} = "
+        f"{price.month or 0.0:,.2f} a month; all machines run, used or not"
+    }
+    if price.per_million is None:
+        return lines
+    lines["per token"] = f"{price.per_million:.4g} a million tokens, prompts included" + (
+        "" if workload.peak == 1 else ", of the mean hour"
+    )
+    node_type = option.parts[0].node_type
+    if node_type.price.per_hour:
+        hour = node_type.price.per_hour / node_type.servers
+        lines["per token"] += (
+            f"; one slot that always writes {node_type.decode_tps:g} tokens/s at {hour:.4g} an "
+            f"hour makes {_per_million_tokens(hour, node_type.decode_tps):.3g} a million written"
+        )
+    return lines
+
+
+def headline(option: FleetOption) -> str:
+    """The answer in a line."""
+    cost = "price unknown" if option.price.month is None else f"{option.price.month:,.2f} a month"
+    unsure = "" if option.trial is not None else " or more (estimated, not simulated)"
+    return f"{option.name}{unsure}: {cost}"
+
+
+def crossing_lines(found: BreakEven) -> list[str]:
+    """Say where another kind of fleet is cheaper."""
+    least, most = found.curves[0].rates[0], found.curves[0].rates[-1]
+    lines = []
+    for one in found.crossings:
+        if one.first is None:
+            where = f"at no rate from {least:,.4g} to {most:,.10g} requests an hour"
+        elif one.stays is None:
+            where = f"at some rates from {one.first:,.0f} requests an hour on"
+        elif one.stays <= least:
+            where = f"at every rate from {least:,.4g} requests an hour on"
+        else:
+            where = f"from {one.stays:,.0f} requests an hour on"
+            if one.first < one.stays:
+                where += f", and at some rates from {one.first:,.0f} on"
+        lines.append(f"{one.cheaper} are cheaper than {one.than} {where} (by the estimate)")
+    return lines
+
+
+def as_dict(
+    found: PlanAnswer, rows: Sequence[Deployment], crossing: BreakEven | None, currency: str
+) -> dict[str, object]:
+    """The answer for scripts: seconds, tokens, and the catalogue's currency."""
+    best = found.best
+    assert best is not None
+    question = found.question
+    offered, instances = pure_instances(question, best)
+    return {
+        "nodes": sum(part.servers for part in best.parts),
+        "answer": best.as_dict(),
+        "arithmetic": {
+            "instances": instances,
+            "offered": offered,
+            "leaves_out": ["reading the prompts", "waiting, which has no bound at full use"],
+            "lines": explain(question, best),
+        },
+        **question.as_dict(),
+        "options": [one.as_dict() for one in found.options],
+        "decisions": [row.as_dict() for row in rows],
+        "break_even": None if crossing is None else crossing.as_dict(),
+        "currency": currency,
+        "simulations": found.trials,
+        "notes": list(found.notes),
+    }

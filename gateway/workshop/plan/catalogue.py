@@ -16,8 +16,14 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import ConfigModel, validation_error
-from gateway.config.validation import find_duplicates, first_of_each_place, validate
-from gateway.config.yaml_file import YamlList, YamlMapping, read_yaml
+from gateway.config.yaml_file import (
+    YamlList,
+    YamlMapping,
+    find_duplicates,
+    first_of_each_place,
+    read_yaml,
+    validate,
+)
 from gateway.workshop.simulate.simulation import (
     BATCH_COST,
     CACHE_RAM_MIB,

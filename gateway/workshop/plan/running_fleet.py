@@ -15,12 +15,7 @@ from datetime import datetime
 from statistics import fmean
 from typing import Any
 
-from gateway.workshop.plan.catalogue import (
-    MOST_SLOTS_OF_A_SERVER,
-    FleetPrice,
-    NodeType,
-    TokenPrice,
-)
+from gateway.workshop.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
 from gateway.workshop.plan.search import (
     MOST_SIMULATED_NODES,
     FleetPart,
@@ -38,13 +33,7 @@ from gateway.workshop.plan.workload import MOST_PEAK, SECONDS_PER_HOUR, Workload
 from gateway.workshop.simulate.fronts import PRIORITY_BY_LABEL
 from gateway.workshop.simulate.report import Percentiles
 from gateway.workshop.simulate.simulation import SimulatedMachine
-from gateway.workshop.simulate.trace import (
-    MOST_TOKENS,
-    Job,
-    Trace,
-    TracePrompt,
-    build_trace,
-)
+from gateway.workshop.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
 
 SAME_SPEED = 0.2  # nodes whose speeds differ by less, as a share, are of one kind
 GOAL_FACTORS = (0.75, 1.5)  # to what the goal is moved, as a multiple
@@ -308,15 +297,17 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         return not models or not models.isdisjoint(counts)
 
     hour = BusiestHour(
-        start,
-        end,
-        len(arrivals),
-        sum(one.unserved for one in arrivals),
-        sum(_held(one, first, first + span) for one in known) / (slots * span),
-        Percentiles.of([max(0.0, (one.lasted or 0.0) - one.slot_seconds) for one in known]).p95,
-        service,
-        _some(name for name, models in fleet.names if name not in nodes and serves(models)),
-        _some(nodes - {name for name, _ in fleet.names}),
+        start=start,
+        end=end,
+        requests=len(arrivals),
+        unserved=sum(one.unserved for one in arrivals),
+        slots_busy=sum(_held(one, first, first + span) for one in known) / (slots * span),
+        wait_p95=Percentiles.of(
+            [max(0.0, (one.lasted or 0.0) - one.slot_seconds) for one in known]
+        ).p95,
+        service=service,
+        added=_some(name for name, models in fleet.names if name not in nodes and serves(models)),
+        removed=_some(nodes - {name for name, _ in fleet.names}),
     )
     notes = [f"from the ledger: {requests:,.0f} requests, {len(arrivals):,} of them in {hour.name}"]
     if hour.added:
@@ -343,14 +334,14 @@ def _read(row: Mapping[str, Any], models: Container[object]) -> _Arrival:
     served = completion is not None
     tokens = (float(prompt), float(row["cached_tokens"]), float(completion)) if served else None
     return _Arrival(
-        float(row["seconds"]),
-        row["model"] if row["model"] in models else "",
-        row["class"] if row["class"] in PRIORITY_BY_LABEL else "normal",
-        str(row["node"] or ""),
-        tokens,
-        float(row["slot_seconds"]),
-        None if row["lasted"] is None else float(row["lasted"]),
-        bool(row["unserved"]),
+        at=float(row["seconds"]),
+        model=row["model"] if row["model"] in models else "",
+        priority_label=row["class"] if row["class"] in PRIORITY_BY_LABEL else "normal",
+        node=str(row["node"] or ""),
+        tokens=tokens,
+        slot_seconds=float(row["slot_seconds"]),
+        lasted=None if row["lasted"] is None else float(row["lasted"]),
+        unserved=bool(row["unserved"]),
     )
 
 
@@ -447,6 +438,29 @@ class FleetAnswer:
     changes: tuple[WhatIf, ...]
     advice: FleetAdvice
     notes: tuple[str, ...]
+
+    def as_dict(self, question: PlanQuestion) -> dict[str, object]:
+        """For scripts."""
+        hour = self.traffic.hour
+        return {
+            **question.as_dict(),
+            "busiest_hour": None if hour is None else hour.as_dict(),
+            "nodes": [
+                {
+                    "like": part.node_type.name,
+                    "count": part.count,
+                    "tier": part.node_type.tier,
+                    "slots": part.node_type.slots,
+                    "prefill_tps": part.node_type.prefill_tps,
+                    "decode_tps": part.node_type.decode_tps,
+                    "batch_cost": part.node_type.batch_cost,
+                }
+                for part in self.fleet.parts
+            ],
+            "changes": [row.as_dict() for row in self.changes],
+            "advice": self.advice.as_dict(),
+            "notes": [*self.fleet.notes, *self.traffic.notes, *self.notes],
+        }
 
 
 def what_if(

@@ -20,16 +20,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, stdev
 
-from gateway.workshop.plan.catalogue import (
-    FleetPrice,
-    NodeType,
-    PricedPart,
-    fleet_price,
-)
+from gateway.workshop.plan.catalogue import FleetPrice, NodeType, PricedPart, fleet_price
 from gateway.workshop.plan.workload import SECONDS_PER_HOUR, Workload, make_trace
 from gateway.workshop.simulate.comparison import build_front
 from gateway.workshop.simulate.report import LONGEST_WAIT, Percentiles, utilisation
@@ -296,15 +291,11 @@ class FleetTrial:
 
     def as_dict(self) -> dict[str, object]:
         """For scripts."""
-
-        def figures(one: Percentiles) -> dict[str, float]:
-            return {"mean": one.mean, "p50": one.p50, "p95": one.p95, "p99": one.p99}
-
         return {
             "requests": self.requests,
-            "wait": figures(self.wait) | {"error_95": self.wait_error},
-            "ttft": figures(self.ttft),
-            "completion": figures(self.completion) | {"error_95": self.completion_error},
+            "wait": asdict(self.wait) | {"error_95": self.wait_error},
+            "ttft": asdict(self.ttft),
+            "completion": asdict(self.completion) | {"error_95": self.completion_error},
             "service": self.service,
             "waiting_share": self.waiting_share,
             "slots_busy": self.slots_busy,
@@ -348,18 +339,18 @@ def try_fleet(
     completions = [wait + job.ended - job.began for wait, job in zip(waits, counted, strict=True)]
     began = max(job.began for job in jobs)
     return FleetTrial(
-        len(counted),
-        Percentiles.of(waits),
-        Percentiles.of(first),
-        Percentiles.of(completions),
-        fmean(job.ended - job.began for job in counted),
-        sum(wait > 0 for wait in waits) / len(waits),
-        error_of_mean(waits),
-        error_of_mean(completions),
-        utilisation(result),
-        sum(wait > LONGEST_WAIT for wait in waits),
-        began * growth + (result.ended - began),
-        tuple(_share(counted, low, high) for low, high in pairwise(bounds)),
+        requests=len(counted),
+        wait=Percentiles.of(waits),
+        ttft=Percentiles.of(first),
+        completion=Percentiles.of(completions),
+        service=fmean(job.ended - job.began for job in counted),
+        waiting_share=sum(wait > 0 for wait in waits) / len(waits),
+        wait_error=error_of_mean(waits),
+        completion_error=error_of_mean(completions),
+        slots_busy=utilisation(result),
+        too_late=sum(wait > LONGEST_WAIT for wait in waits),
+        seconds=began * growth + (result.ended - began),
+        shares=tuple(_share(counted, low, high) for low, high in pairwise(bounds)),
     )
 
 
@@ -503,6 +494,27 @@ class PlanQuestion:
             return trial.seconds / SECONDS_PER_HOUR <= self.workload.backlog_hours
         return not self.goal.misses(trial)
 
+    def as_dict(self) -> dict[str, object]:
+        """For scripts."""
+        workload, goal = self.workload, self.goal
+        return {
+            "traffic": {
+                "requests_per_hour": workload.requests_per_hour,
+                "prompt_tokens": workload.prompt,
+                "completion_tokens": workload.completion,
+                "repeat": workload.repeat,
+                "peak": workload.peak,
+                "backlog_hours": workload.backlog_hours,
+                "arrivals_per_second": workload.arrivals,
+            },
+            "goal": {
+                "ttft_p95": goal.ttft_p95,
+                "completion_p95": goal.completion_p95,
+                "most_use": goal.use,
+            },
+            "start": "warm" if self.warm else "cold",
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class FleetOption:
@@ -536,6 +548,37 @@ class FleetOption:
         """Sorts options: by price, without prices by number."""
         hour = self.price.per_hour
         return (math.inf if hour is None else hour, self.machines)
+
+    def as_dict(self) -> dict[str, object]:
+        """For scripts."""
+        found, guess = self.estimate, None
+        if found is not None and math.isfinite(found.wait):
+            guess = {
+                "waiting_share": found.waiting_share,
+                "wait": found.wait,
+                "service": found.service,
+                "completion": found.completion,
+                "erlang_c": found.waiting_share,
+            }
+        return {
+            "fleet": self.name,
+            "parts": [
+                {
+                    "type": part.node_type.name,
+                    "tier": part.node_type.tier,
+                    "count": part.count,
+                    "servers": part.servers,
+                    "slots": part.node_type.slots,
+                }
+                for part in self.parts
+            ],
+            "utilisation": self.use,
+            "source": "estimate" if self.trial is None else "simulator",
+            "estimate": guess,
+            "simulated": None if self.trial is None else self.trial.as_dict(),
+            "price": self.price.as_dict(),
+            "rejected": self.rejected or None,
+        }
 
 
 def use_of(parts: Sequence[FleetPart], workload: Workload) -> float:
@@ -626,7 +669,15 @@ def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | N
             lengths_scv=workload.lengths_scv,
         )
         price = option_price(question, parts, trial)
-        return FleetOption(parts, guess.utilisation, trial, price, guess, rejected, why)
+        return FleetOption(
+            parts,
+            guess.utilisation,
+            trial,
+            price,
+            estimate=guess,
+            rejected=rejected,
+            why_estimated=why,
+        )
 
     if limit is None:
         return option(least, None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,18 @@ def from_text(text: str, setup: ServerSetup) -> list[SimulatedMachine]:
             ) from None
         if not 1 <= count <= MOST_NODES - len(machines):
             raise FleetError(f"{part!r}: a fleet has 1 to {MOST_NODES} nodes")
-        for _ in range(count):
-            name = f"node-{len(machines) + 1}"
-            machines.append(_machine(name, slots, prefill, decode, cost, setup, part))
+        with _named(part):
+            first = SimulatedMachine(
+                "",
+                slots,
+                prefill,
+                decode,
+                cost,
+                batch_tokens=setup.batch_tokens,
+                cache_tokens=setup.cache_tokens,
+            )
+        before = len(machines)
+        machines += [replace(first, name=f"node-{before + 1 + n}") for n in range(count)]
     return machines
 
 
@@ -111,17 +121,19 @@ def from_inventory(
         prefill = own.prefill_tps or (default_speeds.prefill_tps or 0.0) * node.speed_hint
         decode = own.decode_tps or (default_speeds.decode_tps or 0.0) * node.speed_hint
         cost = own.batch_cost if own.batch_cost is not None else default_speeds.batch_cost
-        machine = _machine(
-            node.name,
-            slots or 1,
-            prefill,
-            decode,
-            BATCH_COST if cost is None else cost,
-            setup,
-            node.name,
-        )
-        calibrated = node.calibrate and node.kind == "llama.cpp"
-        machines.append(replace(machine, host=node.host, calibrated=calibrated))
+        with _named(node.name):
+            machine = SimulatedMachine(
+                node.name,
+                slots or 1,
+                prefill,
+                decode,
+                BATCH_COST if cost is None else cost,
+                host=node.host,
+                calibrated=node.calibrate and node.kind == "llama.cpp",
+                batch_tokens=setup.batch_tokens,
+                cache_tokens=setup.cache_tokens,
+            )
+        machines.append(machine)
     if not machines:
         raise FleetError("the inventory has no node that gets work")
     notes = []
@@ -188,19 +200,11 @@ def _number(where: str, node: Mapping[str, Any], key: str) -> float | None:
     return float(value)
 
 
-def _machine(
-    name: str,
-    slots: int,
-    prefill: float,
-    decode: float,
-    cost: float,
-    setup: ServerSetup,
-    source: str,
-) -> SimulatedMachine:
+@contextmanager
+def _named(source: str) -> Iterator[None]:
+    """Name what a machine was made of, where it can't be one. Raises FleetError."""
     try:
-        return SimulatedMachine(
-            name, slots, prefill, decode, cost, setup.batch_tokens, setup.cache_tokens
-        )
+        yield
     except ValueError as error:
         raise FleetError(f"{source!r}: {error}") from None
 

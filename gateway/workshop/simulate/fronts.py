@@ -24,12 +24,7 @@ from gateway.nodes.calibration import (
 )
 from gateway.nodes.fleet import COMPARE_SPEEDS_EVERY
 from gateway.nodes.lifecycle import LifecyclePhase
-from gateway.nodes.node import (
-    MOST_CALIBRATIONS,
-    CalibrationRecord,
-    Node,
-    SlotOccupancy,
-)
+from gateway.nodes.node import MOST_CALIBRATIONS, CalibrationRecord, Node, SlotOccupancy
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.nodes.speed import ObservedTiming, Speed, compare_speeds
 from gateway.schedule.candidates import show_speed
@@ -41,12 +36,7 @@ from gateway.schedule.core.autoscaling_policy import (
 )
 from gateway.schedule.core.demand_model import TokenEstimates
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.placement_state import (
-    NodeSlots,
-    PlacementState,
-    QueuedRequest,
-    TierSets,
-)
+from gateway.schedule.core.placement_state import NodeSlots, PlacementState, QueuedRequest, TierSets
 from gateway.terms import Priority
 from gateway.workshop.simulate.simulation import Front, SimulatedFleet, SimulatedMachine
 from gateway.workshop.simulate.trace import Job, common_tokens
@@ -673,7 +663,13 @@ class AutoscalingFront(GatewayFront):
             others = (slots - row.capacity, busy - (row.ours if row.capacity else 0))
             nodes.append(
                 StandbyNode(
-                    one.name, one.phase, one.slots, row.ours, others, one.started, one.stopped
+                    one.name,
+                    one.phase,
+                    one.slots,
+                    row.ours,
+                    others,
+                    started_at=one.started,
+                    stopped_at=one.stopped,
                 )
             )
         return nodes

@@ -106,18 +106,18 @@ def _by_capacity(kinds: list[_Kind], needs: list[tuple[int, int]], span: float) 
     for late in {slowest[len(slowest) // 2], slowest[-1], 2 * slowest[-1]}:
         for share in SHARES:
             prices = [0.0] * len(kinds)
-            value = _dual(kinds, sample, scale, span, late, share, prices)
+            value = _dual(kinds, sample, scale, span, late, share, prices=prices)
             for _ in range(PRICE_ROUNDS):
                 for place in range(len(kinds)):
                     for price in PRICES:
                         tried = [*prices[:place], price, *prices[place + 1 :]]
-                        found = _dual(kinds, sample, scale, span, late, share, tried)
+                        found = _dual(kinds, sample, scale, span, late, share, prices=tried)
                         if found > value:
                             value, prices = found, tried
             if value > best[0]:
                 best = (value, late, share, prices)
     _, late, share, prices = best
-    return _dual(kinds, needs, 1.0, span, late, share, prices)
+    return _dual(kinds, needs, 1.0, span, late, share, prices=prices)
 
 
 def _dual(
@@ -273,24 +273,24 @@ def summarise(
     busy_seconds = sum(job.ended - job.began for job in jobs)
     return PolicyReport(
         policy,
-        len(jobs),
-        Percentiles.of(completion),
-        Percentiles.of(ttft),
-        Percentiles.of([job.began - job.arrived for job in jobs]),
-        busy_seconds / len(jobs) if jobs else 0.0,
-        slots,
-        _by_class(jobs),
-        seconds,
-        sum(job.output for job in jobs) / seconds if seconds else 0.0,
-        sum(job.cached for job in jobs) / prompt if prompt else 0.0,
-        utilisation(result),
-        _load(jobs, busy_seconds, slots),
-        _longest_queue(jobs),
-        sum(job.began - job.arrived > LONGEST_WAIT for job in jobs),
-        bound,
-        cpu_seconds,
-        _curve(ttft),
-        _curve(completion),
+        requests=len(jobs),
+        completion=Percentiles.of(completion),
+        ttft=Percentiles.of(ttft),
+        wait=Percentiles.of([job.began - job.arrived for job in jobs]),
+        service=busy_seconds / len(jobs) if jobs else 0.0,
+        slots=slots,
+        classes=_by_class(jobs),
+        seconds=seconds,
+        tokens_per_second=sum(job.output for job in jobs) / seconds if seconds else 0.0,
+        cached_share=sum(job.cached for job in jobs) / prompt if prompt else 0.0,
+        utilisation=utilisation(result),
+        load=_load(jobs, busy_seconds, slots),
+        longest_queue=_longest_queue(jobs),
+        too_late=sum(job.began - job.arrived > LONGEST_WAIT for job in jobs),
+        bound=bound,
+        cpu_seconds=cpu_seconds,
+        curve=_curve(ttft),
+        completion_curve=_curve(completion),
     )
 
 

@@ -25,12 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from gateway.workshop.simulate.trace import (
-    Job,
-    Trace,
-    TracePrompt,
-    common_tokens,
-)
+from gateway.workshop.simulate.trace import Job, Trace, TracePrompt, common_tokens
 
 
 class SimulatedServer:

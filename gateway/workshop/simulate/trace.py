@@ -248,10 +248,10 @@ class _Lines:
             time,
             TracePrompt(stream, prompt, head, shared if head else 0),
             output if limit is None else min(output, limit),
-            limit,
-            klass,
-            line.text("caller"),
-            pause,
+            max_tokens=limit,
+            priority_label=klass,
+            caller=line.text("caller"),
+            pause=pause,
         )
 
 
@@ -488,7 +488,17 @@ def generate(traffic: Traffic, seed: int) -> Trace:
                 prompt = TracePrompt(
                     stream, prompt_tokens, tenant if traffic.system else 0, traffic.system
                 )
-                jobs.append(Job(0, time, prompt, output, traffic.limit, label, caller))
+                jobs.append(
+                    Job(
+                        0,
+                        time,
+                        prompt,
+                        output,
+                        max_tokens=traffic.limit,
+                        priority_label=label,
+                        caller=caller,
+                    )
+                )
                 heappush(later, time)
             if rng.random() >= continue_share:
                 break

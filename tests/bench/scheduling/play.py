@@ -6,13 +6,12 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
-import httptools
 import msgspec
 
-from tests.bench.load import Address
+from tests.bench.load import Address, LoadConnection
 from tests.bench.scheduling.fronts import MODEL
 from tests.bench.scheduling.trace import Trace, Turn
 from tests.emulator import expected_chat_text
@@ -36,41 +35,28 @@ class Answer:
     problem: str = ""
 
 
-@dataclass(slots=True, eq=False)
-class _Exchange(asyncio.Protocol):
-    """One connection for one request."""
+class _Exchange(LoadConnection):
+    """One connection for one request, which notes when its text begins."""
 
-    done: asyncio.Future[str]
-    clock: Callable[[], float]
-    body: bytearray = field(default_factory=bytearray)
-    first: float = 0.0
-    transport: asyncio.Transport | None = None
-    parser: Any = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        self.parser = httptools.HttpResponseParser(self)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._end(f"not HTTP: {error}")
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(self._finish, 0, 0)
+        self.done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.clock = clock
+        self.body = bytearray()
+        self.first = 0.0
 
     def on_body(self, body: bytes) -> None:
+        self.length += len(body)
         self.body += body
         if not self.first and TOKEN in self.body:
             self.first = self.clock()
 
-    def on_message_complete(self) -> None:
+    def problem(self) -> str:
         status = self.parser.get_status_code()
         reply = bytes(self.body[:300]).decode(errors="replace")
-        self._end("" if status == 200 else f"status {status}: {reply}")
+        return "" if status == 200 else f"status {status}: {reply}"
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end(f"connection lost after {len(self.body)} bytes: {exc}")
-
-    def _end(self, problem: str) -> None:
+    def _finish(self, _: LoadConnection, problem: str) -> None:
         if not self.done.done():
             self.done.set_result(problem)
 
@@ -83,12 +69,13 @@ async def ask(
 ) -> Answer:
     """Send a chat request and read its answer to the end, for `limit` seconds at most."""
     loop = asyncio.get_running_loop()
-    exchange = _Exchange(loop.create_future(), clock)
+    exchange = _Exchange(clock)
+    transport: asyncio.Transport | None = None
     answer = Answer(sent=clock())
     try:
         async with asyncio.timeout(limit):
             transport, _ = await loop.create_connection(lambda: exchange, *address)
-            transport.write(_request(address, body))
+            exchange.send(_request(address, body))
             answer.problem = await exchange.done
     except TimeoutError:
         answer.problem = f"no end after {limit:.0f} s"
@@ -96,8 +83,9 @@ async def ask(
         answer.problem = str(error)
     finally:
         answer.done = clock()
-        if exchange.transport is not None:
-            exchange.transport.abort()
+        exchange.busy = False
+        if transport is not None:
+            transport.abort()
     answer.first = exchange.first
     if not answer.problem:
         answer.problem = _read(bytes(exchange.body), answer)

@@ -5,10 +5,10 @@ from typing import Any
 from gateway.local.server import claim_port, claimed_port
 from tests.bench.load import Address
 from tests.bench.scheduling import trace
-from tests.bench.scheduling.fronts import FAST, SLOW, nodes
+from tests.bench.scheduling.fronts import FAST, nodes
 from tests.bench.scheduling.play import Player, as_emulated, ask
 from tests.bench.scheduling.trace import Shape
-from tests.emulator import EmulatedNode, expected_chat_text
+from tests.emulator import EmulatedNode
 from tests.virtual import in_virtual_time, now
 
 TALK = [{"role": "user", "content": "hello there"}]
@@ -22,25 +22,6 @@ BODY: dict[str, Any] = {
 
 def address(node: EmulatedNode) -> Address:
     return node.host, node.port
-
-
-@in_virtual_time
-async def test_an_answer_is_read_with_its_times_and_its_usage() -> None:
-    async with EmulatedNode(prefill_tps=200, decode_tps=50) as node:
-        answer = await ask(address(node), BODY, 5, now)
-    assert answer.problem == ""
-    assert answer.text == expected_chat_text(TALK, 5)
-    assert (answer.finish, answer.completion_tokens) == ("length", 5)
-    assert answer.prompt_tokens > 5
-    assert answer.first - answer.sent > answer.prompt_tokens / 200 * 0.9
-    assert answer.done - answer.first > 4 / 50 * 0.9
-
-
-@in_virtual_time
-async def test_progress_events_are_no_first_token() -> None:
-    async with EmulatedNode(prefill_tps=100, batch=2) as node:
-        answer = await ask(address(node), BODY | {"return_progress": True}, 5, now)
-    assert answer.first - answer.sent > answer.prompt_tokens / 100 * 0.9
 
 
 @in_virtual_time
@@ -71,16 +52,6 @@ async def test_a_trace_is_played_to_its_end_and_conversations_hit_their_cache() 
     lengths = [turn.answer_tokens for session in small.sessions for turn in session.turns]
     assert [record.completion for record in records] == lengths
     assert all(0 < record.ttft < record.took for record in records)
-
-
-@in_virtual_time
-async def test_a_session_ends_with_the_request_that_failed() -> None:
-    shape = Shape(sessions=1, turns=2, tenants=1, system_tokens=10)
-    async with nodes([SLOW], 40, now) as [node]:
-        node.faults.next("status", status=500)
-        player = Player(address(node), 40, known=True, check=as_emulated, clock=now)
-        [record] = await player.play(trace.make("1", 1.0, shape))
-    assert record.problem.startswith("status 500")
 
 
 @in_virtual_time

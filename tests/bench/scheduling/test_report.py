@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.bench.scheduling import report
@@ -54,24 +52,3 @@ def test_the_worst_figure_is_found_whether_more_or_less_is_better() -> None:
     assert worst.kept == "MISS"
     [best] = Results([played("gateway", 1.0), played("haproxy", 1.0)]).verdicts()
     assert (best.value, best.kept) == (1, "must")
-
-
-def test_tables_have_the_ratios_to_both_proxies_and_to_the_bound() -> None:
-    results = Results([played("gateway", 2.0), played("nginx", 4.0), played("haproxy", 5.0)])
-    text = report.tables(results)
-    assert "| gateway, lengths known | 2 (0.50, 0.40) |" in text
-    assert "| gateway, lengths known | 1 | 0.5 | 2.00 x |" in text
-    for part in text.strip().split("\n\n"):
-        assert len({line.count("|") for line in part.splitlines()}) == 1
-
-
-def test_json_holds_every_request_and_the_figures() -> None:
-    results = Results([played("gateway", 2.0), played("nginx", 4.0)])
-    setting = report.Setting("x", {"cpu": "A"}, 4.0, 1, {"capacity": 0.5})
-    outcome = report.outcome(results, setting)
-    text = json.loads(outcome.json)
-    assert text["figures"][0]["mean"] == 2
-    assert text["played"][1]["records"][0]["took"] == 4
-    assert text["verdicts"][0]["kept"] == "aim"
-    assert not outcome.failed
-    assert "- sessions a second: capacity 0.50" in outcome.page

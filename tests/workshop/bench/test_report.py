@@ -15,12 +15,7 @@ from typing import Any
 import pytest
 
 from gateway.workshop.bench.exchange import RequestResult
-from gateway.workshop.bench.load import (
-    ClientFigures,
-    Load,
-    LoadRun,
-    Loop,
-)
+from gateway.workshop.bench.load import ClientFigures, Load, LoadRun, Loop
 from gateway.workshop.bench.report import (
     CSV_COLUMNS,
     FORMAT,

@@ -13,19 +13,8 @@ import pytest
 
 from gateway.local.energy import EnergyMeter, find_energy_domains
 from gateway.workshop.bench.exchange import ENDPOINTS
-from gateway.workshop.bench.load import (
-    Load,
-    Loop,
-    RequestPattern,
-    closed_loads,
-    poisson_loads,
-)
-from gateway.workshop.bench.report import (
-    BenchReport,
-    Limit,
-    LoadFigures,
-    RequestGoal,
-)
+from gateway.workshop.bench.load import Load, Loop, RequestPattern, closed_loads, poisson_loads
+from gateway.workshop.bench.report import BenchReport, Limit, LoadFigures, RequestGoal
 from gateway.workshop.bench.session import BenchSession, FitError
 from gateway.workshop.bench.target import TargetError
 from gateway.workshop.simulate.trace import read_trace
@@ -33,13 +22,7 @@ from tests.emulator import EmulatedNode
 from tests.local.powercap import PowercapTree
 from tests.virtual import in_virtual_time, now
 from tests.workshop.bench.beside_guidellm import emulated_node
-from tests.workshop.bench.measuring import (
-    STREAM_HEAD,
-    answers,
-    measure,
-    odd_server,
-    plan,
-)
+from tests.workshop.bench.measuring import STREAM_HEAD, answers, measure, odd_server, plan
 
 
 def only(report: BenchReport) -> LoadFigures:

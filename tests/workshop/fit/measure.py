@@ -26,20 +26,10 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
-from gateway.local.gguf import (
-    ModelShape,
-    model_parts,
-    model_shape,
-    read_headers,
-)
+from gateway.local.gguf import ModelShape, model_parts, model_shape, read_headers
 from gateway.local.memory import ServerSettings, repacked_types, server_memory
 from gateway.local.topology import read_topology
-from gateway.workshop.fit import (
-    Cores,
-    expected_speed,
-    instruction_set,
-    measure_bandwidth,
-)
+from gateway.workshop.fit import Cores, expected_speed, instruction_set, measure_bandwidth
 from tests.workshop.fit.random_models import Recipe, write
 from tests.workshop.fit.real_server import RealServer, python, real_server
 

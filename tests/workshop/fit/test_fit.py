@@ -8,13 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gateway.local.gguf import ModelFile, ModelShape, read_model
-from gateway.local.memory import (
-    GIB,
-    MEMORY_RESERVE,
-    ServerSettings,
-    server_memory,
-    slot_bytes,
-)
+from gateway.local.memory import GIB, MEMORY_RESERVE, ServerSettings, server_memory, slot_bytes
 from gateway.local.topology import read_topology
 from gateway.workshop.fit import (
     INSTRUCTION_FACTORS,
@@ -35,13 +29,7 @@ from gateway.workshop.fit import (
     quantizations,
 )
 from tests.local.machine import make_machine
-from tests.local.small_models import (
-    MODELS,
-    Published,
-    types,
-    weights,
-    write_hollow,
-)
+from tests.local.small_models import MODELS, Published, types, weights, write_hollow
 from tests.workshop.fit.choosing import rows
 from tests.workshop.fit.shapes import LLAMA_8B, MISTRAL_7B, MIXTRAL
 

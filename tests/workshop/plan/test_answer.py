@@ -2,20 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.workshop.plan.answer import (
-    Deployment,
-    PlanAnswer,
-    break_even,
-    compare_deployments,
-)
+from gateway.workshop.plan.answer import Deployment, PlanAnswer, break_even, compare_deployments
 from gateway.workshop.plan.search import Goal, TimeLimit
 from gateway.workshop.plan.workload import Workload
-from tests.workshop.plan.build import (
-    CPU,
-    GPU,
-    a_type,
-    planned,
-)
+from tests.workshop.plan.build import CPU, GPU, a_type, planned
 
 
 def test_the_cheapest_that_meets_the_goal_is_first() -> None:

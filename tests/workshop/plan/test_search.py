@@ -33,12 +33,7 @@ from gateway.workshop.plan.search import (
 )
 from gateway.workshop.plan.workload import LENGTHS_SCV, Workload, make_trace
 from gateway.workshop.simulate.simulation import SimulatedMachine, SimulatedServer
-from gateway.workshop.simulate.trace import (
-    Job,
-    TracePrompt,
-    build_trace,
-    random_length,
-)
+from gateway.workshop.simulate.trace import Job, TracePrompt, build_trace, random_length
 from tests.each_case import each_case
 from tests.workshop.plan.accuracy import SHAPES, Shape, both
 from tests.workshop.plan.build import a_type

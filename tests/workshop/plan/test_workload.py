@@ -5,18 +5,8 @@ from statistics import fmean
 
 import pytest
 
-from gateway.workshop.plan.workload import (
-    TraceTooShortError,
-    Workload,
-    from_trace,
-    make_trace,
-)
-from gateway.workshop.simulate.trace import (
-    Job,
-    Trace,
-    TracePrompt,
-    build_trace,
-)
+from gateway.workshop.plan.workload import TraceTooShortError, Workload, from_trace, make_trace
+from gateway.workshop.simulate.trace import Job, Trace, TracePrompt, build_trace
 from tests.each_case import each_case
 
 

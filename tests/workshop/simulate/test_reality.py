@@ -20,12 +20,7 @@ from gateway.workshop.simulate.trace import Job, TracePrompt
 from tests.servers import spawn_demo_server, start_demo_servers, stop_demo_server
 from tests.servers import wait_for_demo_server as wait_for
 from tests.workshop.simulate.build import job, trace
-from tests.workshop.simulate.real import (
-    BATCH,
-    ask,
-    computed,
-    words,
-)
+from tests.workshop.simulate.real import BATCH, ask, computed, words
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -99,7 +94,7 @@ async def test_a_neighbour_decodes_one_token_for_each_prefill_batch(
     client: httpx.AsyncClient,
 ) -> None:
     rng = random.Random(1)
-    async with start_demo_servers(1, 2, context=ENDLESS + 1000) as (url,):
+    async with start_demo_servers(1, slots=2, context=ENDLESS + 1000) as (url,):
         writer = asyncio.create_task(ask(client, url, words(rng, 20), ENDLESS))
         while (before := await computed(client, url))[0] < 50:
             assert not writer.done()
@@ -123,7 +118,7 @@ async def test_only_the_uncached_rest_is_read_as_on_a_real_server(
 ) -> None:
     rng = random.Random(4)
     prompt = words(rng, 2000)
-    async with start_demo_servers(1, 2) as (url,):
+    async with start_demo_servers(1, slots=2) as (url,):
         cold = await ask(client, url, prompt, 2)
         warm = await ask(client, url, [*prompt, *cold.ids, *words(rng, 20)], 2)
     jobs = [

@@ -14,13 +14,7 @@ from gateway.workshop.simulate.simulation import (
     StuckError,
     simulate,
 )
-from gateway.workshop.simulate.trace import (
-    Job,
-    TracePrompt,
-    Traffic,
-    common_tokens,
-    generate,
-)
+from gateway.workshop.simulate.trace import Job, TracePrompt, Traffic, common_tokens, generate
 from tests.each_case import each_case
 from tests.workshop.simulate.build import job, machine, trace
 

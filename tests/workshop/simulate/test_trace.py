@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.errors import ConfigError
-from gateway.workshop.simulate.trace import (
-    TRACE_KEYS,
-    TracePrompt,
-    Traffic,
-    generate,
-    read_trace,
-)
+from gateway.workshop.simulate.trace import TRACE_KEYS, TracePrompt, Traffic, generate, read_trace
 from tests.each_case import each_case
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

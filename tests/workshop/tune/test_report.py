@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.cli.tune_progress import print_report
+from gateway.cli.workshop.tune import print_report
 from gateway.workshop.tune.report import (
     WriteError,
     check_target,

@@ -35,12 +35,7 @@ from gateway.workshop.tune.search import (
     server_spec,
 )
 from tests.local.machine import make_machine, two_sockets_with_smt, write
-from tests.workshop.tune.fake_machine import (
-    EACH,
-    SUBJECT,
-    Bench,
-    reported,
-)
+from tests.workshop.tune.fake_machine import EACH, SUBJECT, Bench, reported
 
 SPACE = SearchSpace(
     threads=(8, 12, 15, 16),

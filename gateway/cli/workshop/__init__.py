@@ -1,0 +1,1 @@
+"""The commands of the workshop: what a fleet would do, takes and costs, measured or simulated."""

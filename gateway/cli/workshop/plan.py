@@ -1,0 +1,642 @@
+"""`llama-gateway plan`: how many of which nodes, at what wait and price."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused
+from gateway.cli.options import examples_epilog
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
+
+if TYPE_CHECKING:
+    from gateway.workshop.plan.answer import BreakEven, Deployment, PlanAnswer
+    from gateway.workshop.plan.catalogue import NodeCatalogue, NodeType
+    from gateway.workshop.plan.running_fleet import FleetAnswer, FleetTraffic, MeasuredFleet
+    from gateway.workshop.plan.search import FleetOption, FleetTrial, PlanQuestion, TimeLimit
+    from gateway.workshop.plan.workload import Workload
+
+# Prompt tokens per second by written ones, where only these are given: CPUs read some ten times as
+# fast as they write.
+PREFILL_FACTOR = 10.0
+
+EXAMPLES = examples_epilog(
+    (
+        "llama-gateway plan --requests-per-hour 1000 --prompt 500 --completion 150",
+        "by the catalogue, which comes with examples: how many of which, and what they cost",
+    ),
+    (
+        (
+            "llama-gateway plan --requests-per-hour 1000 --prompt 300 --completion 100"
+            " --tokens-per-second 10 --prefill-tokens-per-second 90 --slots 2 --price-per-month 60"
+        ),
+        "of a node of your own, as measured",
+    ),
+    (
+        (
+            "llama-gateway plan --requests-per-hour 200 --peak 4 --prompt 1200 --repeat 0.7"
+            " --completion 200 --ttft-p95 8 --completion-p95 40 --plot break-even.png"
+        ),
+        "with a goal, a busy hour and system prompts that repeat; drawn",
+    ),
+    (
+        "llama-gateway plan --backlog 50000 --within 8 --prompt 1500 --completion 120",
+        "a nightly batch, to be done in eight hours",
+    ),
+    (
+        "llama-gateway plan --trace yesterday.jsonl --catalogue mine.yaml --ttft-p95 5",
+        "recorded traffic, your own prices",
+    ),
+    (
+        "llama-gateway plan --fleet --completion-p95 60",
+        "the running fleet, as measured: what if one more, one less, another goal",
+    ),
+)
+
+_traffic = partial(typer.Option, rich_help_panel="Traffic")
+_goal = partial(typer.Option, rich_help_panel="Goal")
+_nodes = partial(typer.Option, rich_help_panel="Nodes")
+_fleet = partial(typer.Option, rich_help_panel="Running fleet")
+_simulation = partial(typer.Option, rich_help_panel="Simulation and output")
+
+
+def plan(
+    requests_per_hour: float | None = _traffic(None, metavar="N", help="Requests of a mean hour."),
+    prompt: float | None = _traffic(None, metavar="TOKENS", help="Mean prompt."),
+    completion: float | None = _traffic(None, metavar="TOKENS", help="Mean completion."),
+    repeat: float = _traffic(
+        0.0,
+        metavar="SHARE",
+        help="Share of the prompt that all have in common, 0 to 1: a node reads it once.",
+    ),
+    peak: float = _traffic(
+        1.0,
+        metavar="FACTOR",
+        help=(
+            "Requests of the busiest hour, as a multiple of the mean hour: latency is that of "
+            "the busiest hour, prices are those of the mean. With --fleet: how many times as "
+            "many as in the ledger's."
+        ),
+    ),
+    backlog: float | None = _traffic(
+        None,
+        metavar="N",
+        help="In place of --requests-per-hour: requests that all wait from the start.",
+    ),
+    within: float = _traffic(8.0, metavar="HOURS", help="Hours that a backlog may take."),
+    trace: Path | None = _traffic(
+        None,
+        metavar="FILE",
+        help="Recorded requests, as `llama-gateway simulate --trace` reads them.",
+    ),
+    limit: int = _traffic(200_000, min=2, metavar="N", help="First requests of the trace."),
+    ttft_p95: float | None = _goal(
+        None, metavar="SECONDS", help="95 % of the requests have their first token by then."
+    ),
+    completion_p95: float | None = _goal(
+        None, metavar="SECONDS", help="95 % of the requests have ended by then."
+    ),
+    most_use: float = _goal(
+        0.8,
+        metavar="SHARE",
+        help="Without a goal: share of the capacity that the busiest hour may use.",
+    ),
+    tokens_per_second: float | None = _nodes(
+        None,
+        metavar="R",
+        show_default="nodes by the catalogue",
+        help="Your node: tokens/s of one request alone.",
+    ),
+    prefill_tokens_per_second: float | None = _nodes(
+        None,
+        metavar="R",
+        show_default="10 times --tokens-per-second",
+        help="Your node: prompt tokens/s.",
+    ),
+    slots: int = _nodes(1, min=1, max=256, metavar="N", help="Your node: requests at a time."),
+    batch_cost: float = _nodes(
+        0.15, metavar="SHARE", help="Your node: by how much one more busy slot prolongs a step."
+    ),
+    price_per_hour: float | None = _nodes(None, metavar="PRICE", help="Your node."),
+    price_per_month: float | None = _nodes(None, metavar="PRICE", help="Likewise, of 730 hours."),
+    watts: float = _nodes(0.0, metavar="W", help="Your node, while it works."),
+    idle_watts: float = _nodes(0.0, metavar="W", help="Your node, idle."),
+    catalogue: Path | None = _nodes(
+        None,
+        metavar="FILE",
+        show_default="the package's, of examples",
+        help="Node types with their speeds and prices.",
+    ),
+    types: list[str] | None = _nodes(
+        None,
+        "--type",
+        metavar="NAME",
+        show_default="all",
+        help="A type of the catalogue, also beside your node. Repeat it.",
+    ),
+    model_gib: float | None = _nodes(
+        None,
+        metavar="GIB",
+        show_default="the catalogue's model",
+        help="Size of the model's file: scales the catalogue's speeds, checks its memory.",
+    ),
+    price_per_kwh: float = _nodes(
+        0.0, metavar="PRICE", help="Electricity of the types that have `watts`."
+    ),
+    claimed_per_million: float | None = _nodes(
+        None,
+        metavar="PRICE",
+        help="A price of a million tokens that somebody claims of your node: is it possible?",
+    ),
+    fleet: bool = _fleet(
+        False,
+        "--fleet",
+        help=(
+            "Nodes of the gateway that runs, and the busiest hour of its ledger: what if one "
+            "more, one less?"
+        ),
+    ),
+    since: str = _fleet(
+        "7d",
+        metavar="TIME",
+        help="The busiest hour of the ledger from then on: a date, or how long ago.",
+    ),
+    config: options.ConfigFile = None,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    admin_ca: options.AdminCa = None,
+    requests: int = _simulation(
+        3000,
+        min=100,
+        max=1_000_000,
+        metavar="N",
+        help="Made-up requests of a simulation: more make its figures surer.",
+    ),
+    seed: int = _simulation(1, metavar="N", help="Same seed, same plan."),
+    start: options.Start = options.StartKind.COLD,
+    time_limit: float = _simulation(
+        180.0,
+        metavar="SECONDS",
+        help="Longest time for all simulations; what is missing then is estimated.",
+    ),
+    plot: Path | None = _simulation(
+        None, metavar="FILE", help="Draw the break-even of CPU, GPU and hybrid: .png, .svg or .pdf."
+    ),
+    as_json: options.Json = False,
+) -> None:
+    """Say how many of which nodes a traffic takes, at what wait and price.
+
+    The first estimate is queueing theory (Erlang C, Allen-Cunneen, with slots that share a node's
+    speed). The answer is a simulation in which the gateway's own scheduler places the requests. The
+    table says which figure is from which. Nothing is sent anywhere, but for --fleet.
+    """
+    options.check_plot_file(plot)
+    _check_numbers(
+        {
+            "--requests-per-hour": (requests_per_hour, 0.0, 1e9, False),
+            "--prompt": (prompt, 0.0, 1e6, True),
+            "--completion": (completion, 0.0, 1e6, False),
+            "--repeat": (repeat, 0.0, 1.0, True),
+            "--peak": (peak, 1.0, 1000.0, True),
+            "--backlog": (backlog, 0.0, 1e9, False),
+            "--within": (within, 0.0, 10_000.0, False),
+            "--ttft-p95": (ttft_p95, 0.0, 1e7, False),
+            "--completion-p95": (completion_p95, 0.0, 1e7, False),
+            "--most-use": (most_use, 0.0, 1.0, False),
+            "--tokens-per-second": (tokens_per_second, 0.0, 1e7, False),
+            "--prefill-tokens-per-second": (prefill_tokens_per_second, 0.0, 1e7, False),
+            "--batch-cost": (batch_cost, 0.0, 100.0, True),
+            "--price-per-hour": (price_per_hour, 0.0, 1e9, True),
+            "--price-per-month": (price_per_month, 0.0, 1e9, True),
+            "--watts": (watts, 0.0, 1e6, True),
+            "--idle-watts": (idle_watts, 0.0, 1e6, True),
+            "--model-gib": (model_gib, 0.0, 1e6, False),
+            "--price-per-kwh": (price_per_kwh, 0.0, 1e6, True),
+            "--claimed-per-million": (claimed_per_million, 0.0, 1e9, True),
+            "--time-limit": (time_limit, 0.0, 86_400.0, False),
+        }
+    )
+    from gateway.cli.workshop.simulate import read_trace_file
+    from gateway.workshop.plan.catalogue import packaged_catalogue, read_catalogue
+    from gateway.workshop.plan.search import Goal, PlanQuestion
+    from gateway.workshop.plan.workload import TraceTooShortError, from_trace
+
+    goal = Goal(ttft_p95, completion_p95, most_use)
+    recorded = None if trace is None else read_trace_file(trace, limit=limit)
+    given = (requests_per_hour, backlog, prompt, completion)
+
+    def workload() -> Workload:
+        if recorded is None:
+            return _build_workload(*given, repeat, peak, within)
+        with _reported("--trace: ", TraceTooShortError, ValueError, status=2):
+            return from_trace(recorded)
+
+    if fleet:
+        for name, unfit in (("--backlog", backlog), ("--plot", plot)):
+            if unfit is not None:
+                raise CommandFailed(f"{name} has no meaning with --fleet: leave it out", status=2)
+        from gateway.workshop.plan.running_fleet import (
+            UnmeasuredFleetError,
+            measured_fleet,
+            traffic_of,
+        )
+
+        flags = AdminFlags(
+            config=config, admin_url=admin_url, admin_key_file=admin_key_file, admin_ca=admin_ca
+        )
+        with flags.connect() as admin:
+            with _reported("--fleet: ", UnmeasuredFleetError, ValueError):
+                measured = measured_fleet(admin.nodes())
+            for note in measured.notes:
+                print_note(note)
+            if recorded is None and all(value is None for value in given):
+                traffic = _ledger_traffic(admin, since, measured, peak)
+            else:
+                traffic = traffic_of(workload(), recorded)
+        # The fleet has learnt its speeds.
+        question = PlanQuestion(
+            traffic.workload,
+            goal,
+            (),
+            price_per_kwh,
+            requests,
+            seed,
+            warm=True,
+            recorded=traffic.recorded,
+        )
+        _plan_fleet(question, measured, traffic, time_limit, as_json)
+        return
+    asked = workload()
+    listed = packaged_catalogue() if catalogue is None else read_catalogue(catalogue)
+    nodes: list[NodeType] = []
+    if tokens_per_second is not None:
+        figures = (tokens_per_second, prefill_tokens_per_second, slots, batch_cost)
+        nodes.append(_own_node(figures, (price_per_hour, price_per_month), (watts, idle_watts)))
+    else:
+        for option, value in (
+            ("--prefill-tokens-per-second", prefill_tokens_per_second),
+            ("--price-per-hour", price_per_hour),
+            ("--price-per-month", price_per_month),
+            ("--claimed-per-million", claimed_per_million),
+        ):
+            if value is not None:
+                raise CommandFailed(
+                    f"{option} is of your node: give --tokens-per-second, too; prices of types are "
+                    "in the catalogue (--catalogue FILE)",
+                    status=2,
+                )
+    currency = ""
+    if not nodes or types:
+        nodes += _choose_types(listed, model_gib, tuple(types or ()))
+        currency = listed.currency
+    if claimed_per_million is not None:
+        _check_claim(nodes[0], claimed_per_million)
+    question = PlanQuestion(
+        asked,
+        goal,
+        tuple(nodes),
+        price_per_kwh,
+        requests,
+        seed,
+        warm=start is options.StartKind.WARM,
+        recorded=recorded,
+    )
+    _plan_new(question, currency, time_limit, plot, as_json)
+
+
+@contextmanager
+def _reported(before: str, *kinds: type[Exception], status: int = 1) -> Iterator[None]:
+    """Report errors of these kinds as failures of the command."""
+    try:
+        yield
+    except kinds as error:
+        raise CommandFailed(f"{before}{error}", status) from None
+
+
+def _check_numbers(given: dict[str, tuple[float | None, float, float, bool]]) -> None:
+    """Check each option's bounds: value, least, most, and whether the least is allowed."""
+    for name, (value, least, most, inclusive) in given.items():
+        if value is None:
+            continue
+        above = value >= least if inclusive else value > least
+        if not (math.isfinite(value) and above and value <= most):
+            bound = f"at least {least:g}" if inclusive else f"above {least:g}"
+            raise CommandFailed(
+                f"{name} {value:g}: must be a number {bound}, and at most {most:,.0f}", status=2
+            )
+
+
+def _build_workload(
+    requests_per_hour: float | None,
+    backlog: float | None,
+    prompt: float | None,
+    completion: float | None,
+    repeat: float,
+    peak: float,
+    within: float,
+) -> Workload:
+    """Return the traffic of the figures on the command line. Raises CommandFailed."""
+    from gateway.workshop.plan.workload import Workload
+
+    if (requests_per_hour is None) == (backlog is None):
+        raise CommandFailed(
+            "how much is there to do? One of --requests-per-hour N, --backlog N, --trace FILE or "
+            "--fleet",
+            status=2,
+        )
+    for name, value in (("--prompt", prompt), ("--completion", completion)):
+        if value is None:
+            raise CommandFailed(f"{name} TOKENS is missing: how long are they?", status=2)
+    with _reported("", ValueError, status=2):
+        return Workload(
+            requests_per_hour or backlog or 0.0,
+            prompt or 0.0,
+            completion or 0.0,
+            repeat=repeat,
+            peak=1.0 if backlog is not None else peak,
+            backlog_hours=within if backlog is not None else None,
+        )
+
+
+def _ledger_traffic(
+    admin: AdminClient, since: str, fleet: MeasuredFleet, peak: float
+) -> FleetTraffic:
+    """Return the busiest hour of the running gateway's ledger, `peak` times as fast.
+
+    Notes go to stderr. Raises CommandFailed.
+    """
+    from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, busiest_hour
+
+    instead = "--requests-per-hour, --prompt and --completion or --trace tell the traffic"
+    try:
+        told = admin.request("GET", "/admin/usage/arrivals", {"since": since}, timeout=90.0)
+    except GatewayRefused as error:
+        if error.code == 404:
+            raise CommandFailed(
+                f"the gateway at {admin.url} is older than this command and does not tell its "
+                f"busiest hour: upgrade it; or {instead}"
+            ) from None
+        raise CommandFailed(f"{error}; instead of its ledger, {instead}") from None
+    with _reported("--fleet: ", UnmeasuredFleetError, ValueError):
+        traffic = busiest_hour(told, fleet, peak)
+    for note in traffic.notes:
+        print_note(note)
+    return traffic
+
+
+def _own_node(
+    figures: tuple[float, float | None, int, float],
+    prices: tuple[float | None, float | None],
+    power: tuple[float, float],
+) -> NodeType:
+    """Return the node that the command line describes: speeds and slots, prices, watts."""
+    from gateway.workshop.plan.catalogue import NodeType
+
+    decode, prefill, slots, batch_cost = figures
+    if prices[0] is not None and prices[1] is not None:
+        raise CommandFailed("--price-per-hour and --price-per-month: give one of them", status=2)
+    if power[1] > power[0]:
+        raise CommandFailed(
+            f"--idle-watts {power[1]:g}: must not be above --watts {power[0]:g}", status=2
+        )
+    if prefill is None:
+        prefill = min(1e7, PREFILL_FACTOR * decode)
+        print_note(
+            f"assumed that a node reads {prefill:g} prompt tokens/s, {PREFILL_FACTOR:g} times what "
+            "it writes: --prefill-tokens-per-second tells more"
+        )
+    return NodeType(
+        name="node",
+        slots=slots,
+        decode_tps=max(decode, 1e-3),
+        prefill_tps=max(prefill, 1e-3),
+        batch_cost=batch_cost,
+        price_per_hour=prices[0],
+        price_per_month=prices[1],
+        watts=power[0],
+        idle_watts=power[1],
+    )
+
+
+def _choose_types(
+    listed: NodeCatalogue, model_gib: float | None, names: tuple[str, ...]
+) -> tuple[NodeType, ...]:
+    """Return the catalogue's types that can serve the model. Raises CommandFailed."""
+    from gateway.workshop.plan.catalogue import NoTypeFitsError, fitting_types
+
+    with _reported("", NoTypeFitsError, status=2):
+        found, notes = fitting_types(listed, model_gib, names)
+    for note in notes:
+        print_note(note)
+    return found
+
+
+def _check_claim(node: NodeType, claimed: float) -> None:
+    """Say whether a claimed price of a million tokens can be. Raises CommandFailed."""
+    from gateway.workshop.plan.answer import contradiction
+
+    hour = node.price.per_hour
+    if hour is None:
+        raise CommandFailed("--claimed-per-million needs --price-per-hour or -month", status=2)
+    wrong = contradiction(hour, node.decode_tps, claimed)
+    print_note(wrong or f"{claimed:g} a million tokens is what its speed and price make")
+
+
+def _plan_new(
+    question: PlanQuestion, currency: str, time_limit: float, plot: Path | None, as_json: bool
+) -> None:
+    from gateway.workshop.plan.answer import (
+        answer,
+        as_dict,
+        break_even,
+        compare_deployments,
+        plot_break_even,
+    )
+    from gateway.workshop.simulate.simulation import StuckError
+
+    with _reported("", StuckError), _time_limit(time_limit) as limit:
+        found = answer(question, limit)
+        rows = compare_deployments(found, limit)
+    if found.best is None:
+        reasons = "\n".join(f"{one.name}: {one.rejected}" for one in found.options)
+        raise CommandFailed(f"no fleet of these nodes meets the goal:\n{reasons}")
+    crossing = break_even(found)
+    if as_json:
+        print_json(as_dict(found, rows, crossing, currency))
+    else:
+        _show(found, rows, crossing, currency)
+    for note in found.notes:
+        print_note(note)
+    if plot is not None:
+        if crossing is None:
+            raise CommandFailed(
+                "--plot: there is no break-even to draw: it takes priced types of both tiers that "
+                "meet the goal, and no backlog (--type adds types of the catalogue to your node)"
+            )
+        plot_break_even(plot, crossing, currency)
+        print_note(f"written: {plot}")
+
+
+def _plan_fleet(
+    question: PlanQuestion,
+    measured: MeasuredFleet,
+    traffic: FleetTraffic,
+    time_limit: float,
+    as_json: bool,
+) -> None:
+    from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, what_if
+    from gateway.workshop.simulate.simulation import StuckError
+
+    with _reported("--fleet: ", UnmeasuredFleetError, StuckError), _time_limit(time_limit) as limit:
+        found = what_if(question, measured, traffic, limit)
+    for note in found.notes:
+        print_note(note)
+    if as_json:
+        print_json(found.as_dict(question))
+    else:
+        _show_changes(question, found)
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[TimeLimit]:
+    """The limit of all simulations, with a bar on a terminal."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+    from gateway.cli.progress import Progress
+    from gateway.workshop.plan.search import TimeLimit
+
+    with Progress(
+        TextColumn("simulating {task.description}"),
+        BarColumn(),
+        TextColumn("of the time limit"),
+        TimeElapsedColumn(),
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def update(name: str, share: float) -> None:
+            bar.update(task, completed=share, description=name)
+
+        yield TimeLimit(seconds, on_trial=update if bar.on_terminal else None)
+
+
+_COLUMNS = (
+    "FLEET",
+    "USE",
+    "WAIT",
+    "TTFT P95",
+    "COMPLETION",
+    "P95",
+    "HOUR",
+    "MONTH",
+    "PER 1M",
+    "FIGURES BY",
+)
+
+_DEPLOYMENTS = ("DEPLOYMENT", "FLEET", "", "P95", "MONTH", "REASON")
+_CHANGES = ("CHANGE", "FLEET", "USE", "WAIT", "TTFT P95", "COMPLETION", "P95", "MONTH", "GOAL")
+
+
+def _show(
+    found: PlanAnswer, rows: Sequence[Deployment], crossing: BreakEven | None, currency: str
+) -> None:
+    """Print the answer."""
+    from gateway.workshop.plan.answer import crossing_lines, explain, headline
+
+    best = found.best
+    assert best is not None
+    unit = f" {currency}" if currency and best.price.month is not None else ""
+    print(f"{headline(best)}{unit}\n")
+    print_table(_COLUMNS, map(_row, found.options))
+    for option in found.options:
+        if option.rejected:
+            print(f"  {option.name} misses the goal: {option.rejected}")
+    print()
+    print_table(
+        _DEPLOYMENTS,
+        (
+            [
+                row.way,
+                row.fleet,
+                row.verdict,
+                None if row.trial is None else f"{row.trial.completion.p95:.1f}",
+                _money(row.per_month),
+                row.reason,
+            ]
+            for row in rows
+        ),
+    )
+    if crossing is not None:
+        print()
+        for line in crossing_lines(crossing):
+            print(line)
+    print("\nhow it comes about")
+    for word, line in explain(found.question, best).items():
+        print(f"  {word:<12}{line}")
+
+
+def _row(option: FleetOption) -> list[object]:
+    trial, guess = option.trial, option.estimate
+    times: list[str | None] = ["-"] * 4
+    if trial is not None:
+        times = _times(trial)
+    elif guess is not None and math.isfinite(guess.wait):
+        times = [f"{guess.wait:.2f}", "-", f"{guess.completion:.2f}", "-"]
+    return [
+        option.name if trial is not None or option.rejected else f"{option.name} or more",
+        f"{option.use:.0%}",
+        *times,
+        _money(option.price.per_hour, 4),
+        _money(option.price.month),
+        _money(option.price.per_million),
+        "estimate" if trial is None else "simulator",
+    ]
+
+
+def _times(trial: FleetTrial | None) -> list[str | None]:
+    if trial is None:
+        return [None] * 4
+    wait, completion = trial.wait, trial.completion
+    return [f"{one:.2f}" for one in (wait.mean, trial.ttft.p95, completion.mean, completion.p95)]
+
+
+def _money(value: float | None, digits: int = 2) -> str | None:
+    return None if value is None else f"{value:,.{digits}f}"
+
+
+def _show_changes(question: PlanQuestion, found: FleetAnswer) -> None:
+    """Print what changes of the running fleet would do, and what to do."""
+    workload = question.workload
+    print(
+        f"{workload.requests_per_hour:,.1f} requests an hour, {workload.peak:.2f} times as many in "
+        f"the busiest; {workload.prompt:,.0f} prompt tokens, {workload.repeat:.0%} of them cached; "
+        f"{workload.completion:,.0f} written"
+    )
+    for part in found.fleet.parts:
+        one = part.node_type
+        print(
+            f"{part.count} {'node' if part.count == 1 else 'nodes'} like {one.name}: {one.slots} "
+            f"slots, {one.prefill_tps:.0f} prompt tokens/s, {one.decode_tps:.1f} written (measured)"
+        )
+    print()
+    print_table(
+        _CHANGES,
+        (
+            [
+                row.change,
+                row.fleet,
+                f"{row.use:.0%}" if math.isfinite(row.use) else None,
+                *_times(row.trial),
+                _money(row.price.month),
+                ", ".join(row.missed) or "met",
+            ]
+            for row in found.changes
+        ),
+    )
+    print(f"\n{found.advice.sentence}")

@@ -1,0 +1,403 @@
+"""`llama-gateway simulate`: plays traffic on a model of a fleet, under one policy or several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.options import examples_epilog
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
+
+if TYPE_CHECKING:
+    from gateway.schedule.core.autoscaling_policy import AutoscalingRules
+    from gateway.workshop.simulate.comparison import StandbyResult
+    from gateway.workshop.simulate.fleets import ServerSetup
+    from gateway.workshop.simulate.report import PolicyReport
+    from gateway.workshop.simulate.simulation import SimulatedMachine
+    from gateway.workshop.simulate.trace import Trace
+
+
+EXAMPLES = examples_epilog(
+    ("llama-gateway simulate --fleet 4x2@40:600,2x2@16:250", "every policy, generated chats"),
+    (
+        "llama-gateway simulate --fleet 100x2@40:600 --generate rate=15,requests=50000,system=3000",
+        "a larger fleet, 15 requests a second, system prompts of 3,000 tokens",
+    ),
+    (
+        "llama-gateway nodes --json > speeds.json && llama-gateway simulate --speeds speeds.json",
+        "your own fleet, with the speeds that the running gateway measured",
+    ),
+    (
+        "llama-gateway simulate --trace yesterday.jsonl --policy least_finish --policy nginx",
+        "your own traffic, two policies",
+    ),
+    (
+        "llama-gateway simulate --fleet 4x2@40:600,2x2@16:250 --start warm",
+        "the same nodes, with speeds that are known from the start",
+    ),
+    (
+        "llama-gateway simulate --fleet 2x2@40:600 --standby 4x2@40:600 --generate burst=8",
+        "bursts: what standby machines save, and what they cost in waits",
+    ),
+    (
+        "llama-gateway simulate --trace AzureLLMInferenceTrace_conv.csv --plot conv.png",
+        "a public trace, and a plot",
+    ),
+)
+
+_fleet = partial(typer.Option, rich_help_panel="Fleet")
+_traffic = partial(typer.Option, rich_help_panel="Traffic")
+
+_COLUMNS = (
+    "POLICY",
+    "COMPLETION",
+    "BOUND x",
+    "TTFT P50",
+    "P95",
+    "P99",
+    "WAIT",
+    "SERVICE",
+    "TOKENS/S",
+    "CACHED",
+    "BUSY",
+    "LOAD",
+    "QUEUE",
+    "CPU",
+)
+
+
+def simulate(
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+    fleet: str | None = _fleet(
+        None,
+        metavar="COUNTxSLOTS@DECODE:PREFILL",
+        show_default="the inventory",
+        help=(
+            "A made-up fleet: nodes, slots each, tokens/s of decode for one request, tokens/s "
+            "of prefill. Several kinds with commas; +0.3 behind one: the share that another "
+            "busy slot adds to a step (default 0.15)."
+        ),
+    ),
+    standby: str | None = _fleet(
+        None,
+        metavar="COUNTxSLOTS@DECODE:PREFILL",
+        help=(
+            "Standby machines beside --fleet. Compares all always on, autoscaled, and without them."
+        ),
+    ),
+    elastic: str = _fleet(
+        "startup=60",
+        metavar="NAME=VALUE,...",
+        help=(
+            "Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
+            "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour."
+        ),
+    ),
+    speeds: Path | None = _fleet(
+        None,
+        metavar="FILE",
+        help="Speeds of the inventory's nodes: the output of `llama-gateway nodes --json`.",
+    ),
+    speed: str = _fleet(
+        "10:100",
+        metavar="DECODE:PREFILL",
+        help="Tokens/s of a node that is not in --speeds, times its `speed_hint`.",
+    ),
+    batch: int = _fleet(512, min=32, max=65536, metavar="TOKENS", help="Tokens of a step."),
+    cache_ram: int = _fleet(
+        8192, min=0, metavar="MiB", help="Host memory of each node for prompts; 0 for none."
+    ),
+    trace: Path | None = _traffic(
+        None,
+        metavar="FILE",
+        show_default="generated traffic",
+        help="Requests: JSON lines, or .csv in the layout of the public Azure LLM traces.",
+    ),
+    skip_broken: bool = _traffic(
+        False, "--skip-broken", help="Skip broken lines of the trace, and print their number."
+    ),
+    limit: int | None = _traffic(
+        None, min=1, metavar="N", help="Only the first N requests of the trace."
+    ),
+    generate: str = _traffic(
+        "rate=1,requests=5000",
+        metavar="NAME=VALUE,...",
+        help=(
+            "Traffic without a trace: rate (requests/s), requests, turns, tenants, system, "
+            "question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
+            "(shares); burst (times as many), every, lasting (s)."
+        ),
+    ),
+    seed: int = _traffic(1, metavar="N", help="Same seed, same traffic."),
+    policy: list[str] | None = typer.Option(
+        None,
+        metavar="NAME",
+        show_default="all",
+        help=(
+            "Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; "
+            "nginx (least_conn), haproxy (leastconn, maxconn = slots)."
+        ),
+    ),
+    exact: bool = typer.Option(
+        False,
+        "--exact",
+        help=(
+            "The gateway knows speeds, lengths and caches instead of learning them. For "
+            "fleets of some dozens of nodes."
+        ),
+    ),
+    start: options.Start = options.StartKind.COLD,
+    plot: Path | None = typer.Option(
+        None, metavar="FILE", help="Plot the results: .png, .svg or .pdf."
+    ),
+    as_json: options.Json = False,
+) -> None:
+    """Play traffic on a model of the fleet, under one policy after the other.
+
+    The model has llama.cpp's slots, batches and prompt caches; the gateway's policies are its own
+    code. Nothing is sent anywhere. Times are seconds; BOUND x is the mean completion over a bound
+    that no schedule could beat.
+    """
+    from gateway.workshop.simulate.comparison import compare, known_policies
+    from gateway.workshop.simulate.fleets import FleetError, ServerSetup
+    from gateway.workshop.simulate.report import overload_warning, plot_reports
+    from gateway.workshop.simulate.simulation import StuckError
+
+    warm = start is options.StartKind.WARM
+    if exact and warm:
+        raise CommandFailed("--exact knows all speeds: leave --start out", status=2)
+    names = list(dict.fromkeys(policy or known_policies()))
+    for name in names:
+        if name not in known_policies():
+            raise CommandFailed(
+                f"--policy {name}: there is no such policy; known: {', '.join(known_policies())}",
+                status=2,
+            )
+    setup = ServerSetup(batch, cache_ram)
+    try:
+        machines = _machines(nodes, fleet, speeds, speed, setup)
+    except FleetError as error:
+        raise CommandFailed(str(error), status=2) from None
+    if standby is not None:
+        if fleet is None:
+            raise CommandFailed("--standby needs --fleet: describe both", status=2)
+        if policy not in (None, ["least_finish"]) or plot is not None or exact:
+            raise CommandFailed(
+                "--standby compares fleets under least_finish: leave --policy, --plot and --exact "
+                "out",
+                status=2,
+            )
+        traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
+        _simulate_elastic(
+            machines, standby, elastic, setup, traffic, seed=seed, warm=warm, as_json=as_json
+        )
+        return
+    options.check_plot_file(plot)
+    requests = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
+    try:
+        with _progress(len(names) * len(requests.jobs)) as progress:
+            reports = compare(
+                requests, machines, names, exact=exact, warm=warm, seed=seed, progress=progress
+            )
+    except StuckError as error:
+        raise CommandFailed(str(error)) from None
+    slots = sum(machine.slots for machine in machines)
+    if as_json:
+        print_json(
+            {
+                "start": start.value,
+                "nodes": len(machines),
+                "slots": slots,
+                "requests": len(requests.jobs),
+                "skipped_lines": requests.skipped,
+                "policies": [report.as_dict() for report in reports],
+            }
+        )
+    else:
+        print_table(_COLUMNS, map(_row, reports), state_column=0)
+        if warning := overload_warning(reports):
+            print(f"\n{warning}")
+    if plot is not None:
+        title = f"{len(requests.jobs):,} requests on {len(machines):,} nodes of {slots:,} slots"
+        plot_reports(plot, reports, title)
+        print_note(f"written: {plot}")
+
+
+def _machines(
+    nodes: Path, fleet: str | None, speeds: Path | None, speed: str, setup: ServerSetup
+) -> list[SimulatedMachine]:
+    from gateway.workshop.simulate import fleets
+
+    if fleet is not None:
+        if speeds is not None:
+            raise fleets.FleetError("--speeds is for an inventory; --fleet holds its own speeds")
+        return fleets.from_text(fleet, setup)
+    from gateway.config.inventory import load_inventory
+
+    default = fleets.from_text(f"1x1@{speed}", setup)[0]
+    machines, notes = fleets.from_inventory(
+        load_inventory(nodes),
+        {} if speeds is None else fleets.read_speeds(speeds),
+        fleets.NodeSpeeds(default.prefill_tps, default.decode_tps, default.batch_cost),
+        setup,
+    )
+    for line in notes:
+        print_note(line)
+    return machines
+
+
+def _requests(
+    trace: Path | None, generate: str, seed: int, limit: int | None, *, skip_broken: bool
+) -> Trace:
+    if trace is None:
+        from gateway.workshop.simulate.trace import Traffic
+        from gateway.workshop.simulate.trace import generate as generate_traffic
+
+        try:
+            return generate_traffic(Traffic.from_text(generate), seed)
+        except ValueError as error:
+            raise CommandFailed(f"--generate: {error}", status=2) from None
+    requests = read_trace_file(trace, skip_broken=skip_broken, limit=limit)
+    if requests.skipped:
+        print_note(f"{trace}: skipped {requests.skipped} broken lines")
+    return requests
+
+
+def read_trace_file(path: Path, *, skip_broken: bool = False, limit: int | None = None) -> Trace:
+    """Read the file of `--trace`. Raises CommandFailed, ConfigError."""
+    from gateway.workshop.simulate.trace import read_trace
+
+    try:
+        return read_trace(path, skip_broken=skip_broken, limit=limit)
+    except OSError as error:
+        raise CommandFailed(
+            f"--trace {path}: can't be read: {error.strerror} (check the path and its rights)",
+            status=2,
+        ) from None
+
+
+@contextmanager
+def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
+    """Show a bar on a terminal, nothing elsewhere."""
+    from gateway.cli.progress import Progress
+
+    with Progress() as bar:
+        task = bar.add_task("", total=requests)
+        done: dict[str, int] = {}
+
+        def update(name: str, ended: int) -> None:
+            done[name] = ended
+            bar.update(task, completed=sum(done.values()), description=name)
+
+        yield update if bar.on_terminal else None
+
+
+def _row(report: PolicyReport) -> list[object]:
+    ttft = report.ttft
+    return [
+        report.policy,
+        f"{report.completion.mean:.2f}",
+        f"{report.ratio:.2f}",
+        *(f"{value:.2f}" for value in (ttft.p50, ttft.p95, ttft.p99)),
+        f"{report.wait.mean:.2f}",
+        f"{report.service:.2f}",
+        f"{report.tokens_per_second:.0f}",
+        f"{report.cached_share:.0%}",
+        f"{report.utilisation:.0%}",
+        None if report.load is None else f"{report.load:.0%}",
+        str(report.longest_queue),
+        f"{report.cpu_seconds:.1f}",
+    ]
+
+
+_ELASTIC_COLUMNS = (
+    "FLEET",
+    "MACHINE-HOURS",
+    "COST",
+    "STARTS",
+    "WAIT",
+    "WAIT P95",
+    "TTFT P50",
+    "P95",
+    "P99",
+    "COMPLETION",
+)
+
+
+def _simulate_elastic(
+    base: list[SimulatedMachine],
+    standby: str,
+    rules_text: str,
+    setup: ServerSetup,
+    trace: Trace,
+    *,
+    seed: int,
+    warm: bool,
+    as_json: bool,
+) -> None:
+    from gateway.workshop.simulate.comparison import compare_elastic
+    from gateway.workshop.simulate.fleets import FleetError, from_text
+    from gateway.workshop.simulate.simulation import StuckError
+
+    rules, startup, cost = _parse_elastic(rules_text)
+    try:
+        spares = from_text(standby, setup)
+    except FleetError as error:
+        raise CommandFailed(f"--standby: {error}", status=2) from None
+    try:
+        found = compare_elastic(trace, base, spares, rules, startup, warm=warm, seed=seed)
+    except StuckError as error:
+        raise CommandFailed(str(error)) from None
+    if as_json:
+        start = options.StartKind.WARM if warm else options.StartKind.COLD
+        print_json({"start": start.value, "fleets": [one.as_dict(cost) for one in found]})
+    else:
+        print_table(_ELASTIC_COLUMNS, [_elastic_row(one, cost) for one in found], state_column=0)
+
+
+def _parse_elastic(text: str) -> tuple[AutoscalingRules, float, float]:
+    """Parse `--elastic`: the policy's rules, the start-up time and the cost of an hour."""
+    from gateway.schedule.core.autoscaling_policy import AutoscalingRules
+
+    values = {"startup": 60.0, "cost": 0.0}
+    whole = ("min", "max")
+    known = (*(field.name for field in fields(AutoscalingRules)), *values)
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, number = part.partition("=")
+        if name not in known:
+            raise CommandFailed(
+                f"--elastic: there is no {name!r}; known: {', '.join(known)}", status=2
+            )
+        try:
+            value = int(number) if name in whole else float(number)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            kind = "a whole number" if name in whole else "a number"
+            raise CommandFailed(f"--elastic: {part!r}: write {kind} after the =", status=2)
+        values[name] = value
+    startup, cost = values.pop("startup"), values.pop("cost")
+    if values.get("max", math.inf) < max(1, values.get("min", 0)):
+        raise CommandFailed("--elastic: max must be at least 1, and not below min", status=2)
+    return AutoscalingRules(**values), startup, cost  # type: ignore[arg-type]
+
+
+def _elastic_row(one: StandbyResult, cost: float) -> list[object]:
+    report = one.report
+    ttft, wait = report.ttft, report.wait
+    return [
+        one.fleet,
+        f"{one.machine_hours:.2f}",
+        f"{one.machine_hours * cost:.2f}",
+        one.starts,
+        *(f"{value:.2f}" for value in (wait.mean, wait.p95, ttft.p50, ttft.p95, ttft.p99)),
+        f"{report.completion.mean:.2f}",
+    ]

@@ -1,0 +1,407 @@
+"""`llama-gateway tune`: measures which settings serve a model best on this machine."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.options import examples_epilog
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
+from gateway.config.errors import single_line
+
+if TYPE_CHECKING:
+    from gateway.local.energy import EnergyMeter
+    from gateway.local.plan import LocalFleetPlan
+    from gateway.local.topology import Topology
+    from gateway.workshop.tune.benchmark import MachineBenchmark
+    from gateway.workshop.tune.report import SettingResult, TuningReport
+    from gateway.workshop.tune.search import (
+        BenchmarkRequest,
+        Measurement,
+        MeasurementLog,
+        Setting,
+        TuningSession,
+    )
+
+
+EXAMPLES = examples_epilog(
+    (
+        "llama-gateway tune --model m.gguf --write host_vars/epyc-1/tuned.yml",
+        "half an hour at most; the play `site.yml` uses the result",
+    ),
+    (
+        "llama-gateway tune --model m.gguf --goal latency --minutes 90 --plot tuned.png",
+        "for one request at a time, more thoroughly, with a picture",
+    ),
+    ("llama-gateway tune --model m.gguf --prompt 3000 --answer 60", "for long prompts"),
+    ("llama-gateway tune --minutes 3", "with a demo model, to see how it works"),
+)
+
+SLOT_HEADROOM = 64  # tokens of a slot that stay free beside prompt and answer
+_judged = partial(typer.Option, rich_help_panel="What is judged")
+_servers = partial(typer.Option, rich_help_panel="Servers")
+_output = partial(typer.Option, rich_help_panel="Output")
+
+
+def tune(
+    model: Path | None = _servers(
+        None,
+        metavar="FILE.gguf",
+        show_default="a small demo model; its results mean little",
+        help="The model to measure with.",
+    ),
+    goal: str = _judged(
+        "balanced",
+        metavar="GOAL",
+        help=(
+            "latency: a request alone, and the stalls by other prompts. throughput: requests "
+            "an hour with all slots busy. balanced: both."
+        ),
+    ),
+    prompt: int = _judged(
+        1024, min=64, metavar="TOKENS", help="Prompt of the request that settings are judged by."
+    ),
+    answer: int = _judged(128, min=16, metavar="TOKENS", help="Its answer."),
+    minutes: float = typer.Option(30.0, min=0.1, metavar="M", help="Longest duration."),
+    context: int = _servers(4096, min=256, metavar="TOKENS", help="Context of one slot."),
+    max_slots: int = _servers(8, min=1, max=32, metavar="N", help="Most slots to try."),
+    server_bin: Path | None = _servers(
+        None,
+        metavar="FILE",
+        show_default="llama-server on PATH, else the embedded one",
+        help="The llama-server program to measure.",
+    ),
+    write: Path | None = _output(
+        None,
+        metavar="FILE",
+        help=(
+            "Write the best setting: .yml as variables of the Ansible role llama_node (a file "
+            "of its own, such as host_vars/HOST/tuned.yml), .json with all figures."
+        ),
+    ),
+    plot: Path | None = _output(
+        None, metavar="FILE", help="Plot the measurements: .png, .svg or .pdf."
+    ),
+    measurements: Path | None = _output(
+        None,
+        metavar="FILE.jsonl",
+        show_default="tuning.jsonl in the cache folder",
+        help="File of the measurements; those of an earlier run are used again.",
+    ),
+    remeasure: bool = _output(False, "--again", help="Measure everything again."),
+    force: bool = typer.Option(
+        False, "--force", help="Measure even if other work loads the machine."
+    ),
+    force_memory: bool = _servers(
+        False, "--force-memory", help="Start servers even if too little memory would stay free."
+    ),
+    as_json: options.Json = False,
+) -> None:
+    """Measure real llama.cpp servers on this machine, and find the best settings for a model.
+
+    One server is started on each NUMA node, again and again with other settings: threads,
+    micro-batch, slots, batch, pinning. Measured are the speeds of prefill, of decode alone and of
+    decode with all slots busy, the stall of a stream during another prompt's prefill, memory, and
+    joules for each token where the machine shows its energy counters (RAPL). The search begins
+    with the rule of thumb (a thread for each physical core), turns one knob after the other, and
+    repeats what seems better until it is known to be more than noise or not.
+
+    Nothing else should run meanwhile. Ctrl-C keeps the measurements; the same command continues.
+    """
+    from gateway.local import LocalFleetError
+    from gateway.local.cache import cache_folder, models_in_use
+    from gateway.local.gguf import model_parts
+    from gateway.local.plan import plan_local_fleet
+    from gateway.local.topology import read_topology
+    from gateway.workshop.tune.benchmark import MachineBenchmark, measurement_subject
+    from gateway.workshop.tune.report import build_report
+    from gateway.workshop.tune.search import (
+        GOALS,
+        BenchmarkRequest,
+        MeasurementLog,
+        Search,
+        TuningSession,
+        rule_of_thumb,
+        search_space,
+    )
+
+    chosen_goal = next((one for one in GOALS if one == goal), None)
+    if chosen_goal is None:
+        raise CommandFailed(f"--goal {goal}: there is no such goal; known: {', '.join(GOALS)}", 2)
+    _check_target(write)
+    options.check_plot_file(plot)
+    request = BenchmarkRequest(prompt, answer)
+    try:
+        plan = plan_local_fleet(model, server_bin=server_bin, force_memory=force_memory)
+        slot = _slot_tokens(plan, context, request)
+        topology = read_topology()
+        if plan.is_demo:
+            print_note(
+                "No --model: measuring the demo model. It is so small that the results mean little "
+                "for a real one, and should not be used."
+            )
+        _refuse_other_work(topology, force=force)
+        subject = measurement_subject(plan, topology, request, slot)
+        records = MeasurementLog(measurements or cache_folder() / "tuning.jsonl", subject)
+        space = search_space(topology, context=slot, max_slots=max_slots)
+        session = TuningSession(
+            Search(space, rule_of_thumb(topology)),
+            request,
+            chosen_goal,
+            _earlier(records, remeasure=remeasure),
+        )
+        meter = _energy_meter()
+        machine = MachineBenchmark(
+            plan,
+            request,
+            context=slot,
+            force_memory=force_memory,
+            known_memory=_known_memory(session, len(plan.specs)),
+            meter=meter,
+        )
+        with models_in_use(model_parts(plan.model.path)):
+            status = _run(session, machine, records, minutes)
+    except LocalFleetError as error:
+        raise CommandFailed(str(error)) from None
+    if meter is not None and meter.failure is not None:
+        print_note(f"Energy was measured only in part: {meter.failure}")
+    report = build_report(session)
+    if report is None:
+        raise _no_measurement(session, minutes, status)
+    if as_json:
+        print_json({"subject": subject, **report.as_dict()})
+    else:
+        print_report(report)
+    _write_files(report, topology, subject, plot, write)
+    if session.end_reason == "interrupted":
+        print_note(
+            f"Interrupted: the measurements are in {records.path}; the same command goes on."
+        )
+    raise typer.Exit(status)
+
+
+def _energy_meter() -> EnergyMeter | None:
+    """Return a meter of this machine; None, with a note, where it can't measure energy."""
+    from gateway.local.energy import EnergyUnavailableError, open_meter
+
+    try:
+        return open_meter()
+    except EnergyUnavailableError as error:
+        print_note(f"Energy is not measured: {error}")
+        return None
+
+
+def _slot_tokens(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) -> int:
+    """Return the tokens of a slot: `context`, but at most the model's trained context."""
+    slot = min(context, plan.model.trained_context or context)
+    if request.prompt + request.answer + SLOT_HEADROOM > slot:
+        raise CommandFailed(
+            f"--prompt {request.prompt} and --answer {request.answer} do not fit into a slot of "
+            f"{slot} tokens ({SLOT_HEADROOM} must stay free). Remedy: a larger --context"
+            + ("" if slot == context else " does not help, the model was trained on no more")
+            + ", or shorter ones",
+            2,
+        )
+    return slot
+
+
+def _refuse_other_work(topology: Topology, *, force: bool) -> None:
+    import time
+
+    from gateway.workshop.tune.benchmark import (
+        MOST_OTHER_WORK,
+        SAMPLE_SECONDS,
+        other_work_between,
+        read_cpu_times,
+    )
+
+    cpus = [cpu for node in topology.nodes for cpu in node.cpus]
+    before = read_cpu_times(cpus)
+    time.sleep(SAMPLE_SECONDS)
+    found = other_work_between(before, read_cpu_times(cpus))
+    if not before.cpus:
+        print_note("This system has no /proc/stat: other work on it can't be seen.")
+    elif found.busy_cpus > MOST_OTHER_WORK and force:
+        print_note(f"Measuring beside other work (--force), which makes figures worse: {found}")
+    elif found.busy_cpus > MOST_OTHER_WORK:
+        raise CommandFailed(
+            f"other work loads this machine: {found}, by /proc/stat over {SAMPLE_SECONDS:g} s "
+            f"(at most {MOST_OTHER_WORK} CPUs are tolerated). It would distort the figures. "
+            "Remedy: stop it, or measure anyway with --force"
+        )
+
+
+def _earlier(records: MeasurementLog, *, remeasure: bool) -> list[Measurement]:
+    if remeasure:
+        records.rotate()
+    earlier, broken = records.read()
+    if broken:
+        print_note(f"{records.path}: {broken} broken lines are ignored")
+    if earlier:
+        print_note(
+            f"{records.path}: uses {len(earlier)} earlier measurements of this model on this "
+            "machine where they fit (--again measures everything again)"
+        )
+    return earlier
+
+
+def _known_memory(session: TuningSession, servers: int) -> tuple[Setting, int] | None:
+    """Return a setting of an earlier run, and the memory that a server took with it."""
+    for one in session.earlier:
+        if one.figures is not None and one.figures.memory is not None:
+            return one.setting, one.figures.memory // servers
+    return None
+
+
+def _run(
+    session: TuningSession, machine: MachineBenchmark, records: MeasurementLog, minutes: float
+) -> int:
+    """Run the search; return the exit status."""
+    import asyncio
+    import signal
+
+    from gateway.cli.progress import TuningProgress
+
+    async def search() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        with TuningProgress(session, minutes) as progress:
+            await session.run(
+                machine.measure,
+                seconds=minutes * 60,
+                record=records.append,
+                on_begin=progress.measurement_started,
+                on_end=progress.measurement_done,
+            )
+
+    print_note(
+        f"About {session.search.expected_measurements()} measurements (the full grid has "
+        f"{session.search.space.size} settings), at most {minutes:g} minutes. They are stored in "
+        f"{records.path}."
+    )
+    try:
+        asyncio.run(search())
+    except KeyboardInterrupt:
+        return 130
+    except asyncio.CancelledError:
+        return 143
+    return 0
+
+
+def _no_measurement(session: TuningSession, minutes: float, status: int) -> CommandFailed:
+    if error := session.errors().get(session.search.baseline):
+        return CommandFailed(f"{session.search.baseline}: {error}")
+    if session.end_reason == "interrupted":
+        return CommandFailed("interrupted before the first measurement was done", status)
+    return CommandFailed(
+        f"no measurement was done in {minutes:g} minutes. Remedy: a larger --minutes, or a "
+        "shorter --prompt and --answer"
+    )
+
+
+def _check_target(path: Path | None) -> None:
+    """Check before the work that `--write` can be written. Raises CommandFailed."""
+    from gateway.workshop.tune.report import WriteError, check_target
+
+    if path is not None:
+        try:
+            check_target(path)
+        except WriteError as error:
+            raise CommandFailed(f"--write {error}", 2) from None
+
+
+def _write_files(
+    report: TuningReport,
+    topology: Topology,
+    subject: dict[str, object],
+    plot: Path | None,
+    write: Path | None,
+) -> None:
+    from datetime import UTC, datetime
+
+    from gateway.workshop.tune.report import draw_report, write_result
+
+    if plot is not None:
+        title = f"{subject['model']} on {subject['processor']}: {report.best.setting}"
+        draw_report(plot, report, title)
+        print_note(f"written: {plot}")
+    if write is not None and report.session.end_reason == "interrupted":
+        print_note(f"{write} is not written: the search was interrupted")
+    elif write is not None:
+        write_result(write, report, topology, subject, datetime.now(UTC))
+        print_note(f"written: {write}")
+
+
+# Short, so that a row fits into 80 characters.
+REPORT_COLUMNS = (
+    "THR",
+    "BATCH",
+    "SLOTS",
+    "READS",
+    "WRITES",
+    "BUSY",
+    "STALL",
+    "MEM",
+    "SCORE",
+    "GAIN",
+    "N",
+)
+
+
+def print_report(report: TuningReport) -> None:
+    """Print the table of all settings, the best first, and the verdict."""
+    pinnings = len(report.session.search.space.pinning) > 1
+    energy = any(row.figures.decode_joules is not None for row in report.results)
+    print_table(
+        (*REPORT_COLUMNS, *(["J/TOK"] if energy else []), *(["PINNED"] if pinnings else [])),
+        (_cells(row, pinning=pinnings, energy=energy) for row in report.results),
+        state_column=0,
+    )
+    request = report.session.request
+    print(
+        "\nREADS, WRITES (alone), BUSY (all slots): tokens/s of one server. STALL: seconds.\n"
+        f"SCORE: seconds for {request.prompt} + {request.answer} tokens, goal "
+        f"{report.session.goal}. GAIN: against the rule of thumb;\nin brackets where it may be "
+        "noise. N: times measured."
+        + (" J/TOK: joules for a token written in all slots.\n" if energy else "\n")
+    )
+    for setting, error in report.session.errors().items():
+        print(f"Does not run: {setting}: {single_line(error)}")
+    for line in report.verdict():
+        print(line)
+
+
+def _cells(row: SettingResult, *, pinning: bool, energy: bool) -> list[object]:
+    from gateway.local.memory import format_gib
+    from gateway.workshop.tune.search import PINNING_LABELS
+
+    setting, figures = row.setting, row.figures
+    gain = f"{row.gain:+.1%}"
+    return [
+        str(setting.threads),
+        f"{setting.batch}/{setting.micro_batch}",
+        str(setting.slots),
+        _short(figures.prefill),
+        _short(figures.decode),
+        _short(figures.decode_busy),
+        None if figures.stall is None else f"{figures.stall:.2f}",
+        None if figures.memory is None else format_gib(figures.memory),
+        f"{row.score:.2f}",
+        gain if row.significant else f"({gain})",
+        str(row.repeats),
+        *([_joules(figures.decode_joules)] if energy else []),
+        *([PINNING_LABELS[setting.pinning]] if pinning else []),
+    ]
+
+
+def _joules(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3g}"
+
+
+def _short(speed: float) -> str:
+    return f"{speed:.0f}" if speed >= 100 else f"{speed:.1f}"

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+
+from gateway.cli.batch import upload_name
+from gateway.cli.batch_files import CHAT, PreparedInput
+from gateway.cli.client import GatewayAway, GatewayRefused, Patience, PublicFlags
+from gateway.cli.terminal import CommandFailed
+from tests.cli.batch_api import batch_api
+
+
+class Time:
+    """A clock that sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.notes: list[str] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def patience(self, seconds: float) -> Patience:
+        return Patience(seconds, lambda: self.now, self.sleep, note=self.notes.append)
+
+
+def failing(times: int, retry_after: float | None = None) -> Callable[[], str]:
+    left = [times]
+
+    def job() -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise GatewayAway("nobody answers", retry_after)
+        return "done"
+
+    return job
+
+
+def test_a_gateway_that_is_away_is_asked_again_at_growing_intervals() -> None:
+    time = Time()
+    assert time.patience(600.0).call(failing(6)) == "done"
+    assert 10.0 < time.now < 25.0
+    assert time.notes == [
+        "nobody answers; trying again for up to 600 s",
+        f"the gateway answers again after {time.now:.0f} s",
+    ]
+
+
+def test_patience_ends() -> None:
+    time = Time()
+    with pytest.raises(GatewayAway):
+        time.patience(30.0).call(failing(10_000))
+    assert time.now == pytest.approx(30.0)
+    with pytest.raises(GatewayAway):
+        time.patience(0.0).call(failing(1))
+
+
+def test_it_waits_for_as_long_as_the_gateway_says() -> None:
+    time = Time()
+    assert time.patience(600.0).call(failing(1, retry_after=42.0)) == "done"
+    assert time.now == 42.0
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "error"),
+    [
+        (503, {"retry-after": "7"}, GatewayAway),
+        (429, {}, GatewayAway),
+        (429, {"x-should-retry": "false"}, GatewayRefused),
+        (507, {}, GatewayRefused),
+        (404, {}, GatewayRefused),
+    ],
+)
+def test_which_errors_are_worth_another_try(
+    status: int, headers: dict[str, str], error: type[Exception]
+) -> None:
+    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
+        api.refusals.append((status, headers, "no"))
+        with pytest.raises(error) as raised:
+            client.batch("batch_1")
+        assert f"answers {status}: no" in str(raised.value)
+        if isinstance(raised.value, GatewayAway):
+            assert raised.value.retry_after == (7.0 if headers else None)
+
+
+def test_pages_of_batches_are_put_together() -> None:
+    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
+        for number in range(3):
+            api.batches[f"batch_{number}"] = {"id": f"batch_{number}"}
+        assert [one["id"] for one in client.batches(2)] == ["batch_2", "batch_1"]
+
+
+def test_a_server_that_is_no_gateway_is_told() -> None:
+    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
+        api.batches["batch_1"] = ["no", "object"]  # type: ignore[assignment]
+        api.answer = lambda *_: (200, b"<html>")  # type: ignore[method-assign]
+        with pytest.raises(CommandFailed, match="is no gateway with /v1/batches"):
+            client.batch("batch_1")
+
+
+def test_an_upload_is_called_by_its_bytes() -> None:
+    found = PreparedInput(io.BytesIO(), 'my "lines"\n', CHAT, sha256="0123456789abcdef0000")
+    assert upload_name(found) == "my _lines__-0123456789abcdef.jsonl"

@@ -1,0 +1,396 @@
+"""Request bodies: parts, memory, and fair shares of it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+
+from gateway.callers.fair_share import FairShare
+from gateway.callers.keys import new_key
+from gateway.config.listeners import LimitSettings
+from gateway.errors import GatewayError, body_too_large
+from gateway.http.body_memory import (
+    PART_BYTES,
+    BodyAllocation,
+    BodyMemory,
+    body_parts,
+    check_plain,
+    content_length,
+)
+from gateway.request.preparation import prepare
+from tests.emulator import EmulatedNode
+from tests.emulator.raw_connection import RawConnection, raw_connection
+from tests.gateways import until
+from tests.virtual import in_virtual_time
+from tests.web.raw_client import HELLO, Answer, Public, answer, public, request
+
+LIMIT = 800
+
+
+def allocate(
+    memory: BodyMemory, caller: str, size: int, user: str = "", *, runs: bool = False
+) -> BodyAllocation:
+    """A body of so many bytes, which can be evicted unless its request runs."""
+    allocation = BodyAllocation(caller, user or caller)
+    allocation.set_evict(lambda _: not runs)
+    memory.allocate(allocation, size, LIMIT)
+    return allocation
+
+
+def test_bodies_of_running_requests_stay_and_leave_the_reserve_to_others() -> None:
+    memory = BodyMemory()
+    running = [allocate(memory, "a", 100, runs=True) for _ in range(7)]
+    with pytest.raises(GatewayError) as raised:
+        allocate(memory, "a", 1)
+    assert (raised.value.code, raised.value.retry_after) == ("queue_full", 2.0)
+    other = allocate(memory, "b", 100, runs=True)
+    assert [body.size for body in running] == [100] * 7
+    with pytest.raises(GatewayError):
+        allocate(memory, "c", 1)
+    for body in (*running, other):
+        memory.release(body)
+        memory.release(body)
+    assert (memory.total_bytes, memory.fair_share, memory.allocation_count) == (
+        0,
+        FairShare(),
+        0,
+    )
+
+
+def test_a_user_with_more_is_evicted_for_another_of_the_same_caller() -> None:
+    memory = BodyMemory()
+    anna = [allocate(memory, "web", 100, "web/anna") for _ in range(6)]
+    ben = allocate(memory, "web", 100, "web/ben")
+    assert allocate(memory, "web", 100, "web/carl").size == 100
+    assert [body.size for body in anna] == [100] * 5 + [0]
+    assert ben.size == 100
+
+
+def test_small_bodies_count_for_no_caller() -> None:
+    memory = BodyMemory()
+    most = 1 << 20
+    assert memory.allocate_small(64, most)
+    assert not memory.allocate_small(65, most)
+    assert (memory.total_bytes, memory.fair_share.total) == (64, 0)
+    full = BodyMemory(total_bytes=most - most // 8)
+    assert not full.allocate_small(1, most)
+
+
+def test_part_of_an_allocation_can_be_released() -> None:
+    memory = BodyMemory()
+    allocation = allocate(memory, "a", 100)
+    memory.allocate(allocation, 50, LIMIT)
+    memory.release(allocation, 50)
+    assert (allocation.size, memory.total_bytes, memory.allocation_count) == (100, 100, 1)
+    memory.release(allocation)
+    assert (allocation.size, memory.total_bytes, memory.allocation_count) == (0, 0, 0)
+
+
+LIMITS = LimitSettings(body_timeout=5.0, body_rate=1000)
+
+
+def posted(pieces: list[bytes], *headers: tuple[bytes, bytes], stalls: bool = False) -> Request:
+    left = list(pieces)
+
+    async def receive() -> dict[str, Any]:
+        if not left and stalls:
+            await asyncio.Event().wait()
+        if not left:
+            return {"type": "http.disconnect"}
+        body = left.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(left) or stalls}
+
+    return Request({"type": "http", "method": "POST", "headers": list(headers)}, receive)
+
+
+async def read(asked: Request, most: int = 1 << 30, limits: LimitSettings = LIMITS) -> list[bytes]:
+    return [one async for one in body_parts(asked, limits, most, lambda: body_too_large(most))]
+
+
+async def test_small_pieces_come_in_parts_of_some_size() -> None:
+    pieces = [bytes([number % 256]) * 1000 for number in range(600)]
+    parts = await read(posted(pieces))
+    assert b"".join(parts) == b"".join(pieces)
+    assert [len(part) >= PART_BYTES for part in parts] == [True, True, False]
+    assert await read(posted([b""])) == []
+
+
+async def test_a_body_that_is_too_large_ends_where_it_exceeds_the_limit() -> None:
+    assert await read(posted([b"x" * 10]), most=10) == [b"x" * 10]
+    with pytest.raises(GatewayError) as refused:
+        await read(posted([b"x" * 11]), most=10)
+    assert refused.value.status == 413
+
+
+async def test_a_body_that_stalls_is_refused_and_one_that_is_left_ends() -> None:
+    limits = LimitSettings(body_timeout=0.05, body_rate=1 << 20)
+    with pytest.raises(GatewayError) as refused:
+        await read(posted([b"x"], stalls=True), limits=limits)
+    assert refused.value.status == 408
+    with pytest.raises(ClientDisconnect):
+        await read(posted([]))
+
+
+def test_the_head_tells_length_and_encoding() -> None:
+    assert content_length(posted([])) is None
+    assert content_length(posted([], (b"content-length", b"12"))) == 12
+    check_plain(posted([], (b"content-encoding", b"identity")))
+    with pytest.raises(GatewayError) as refused:
+        check_plain(posted([], (b"content-encoding", b"gzip")))
+    assert refused.value.status == 415
+
+
+A, B, WEB = new_key(), new_key(), new_key()
+KEYS = [
+    {"id": A.id, "sha256": A.sha256, "max_class": "urgent", "class": "normal"},
+    {"id": B.id, "sha256": B.sha256, "max_class": "urgent", "class": "normal"},
+    {"id": WEB.id, "sha256": WEB.sha256, "trust_user_headers": True},
+]
+
+
+def key(one: Any) -> str:
+    return f"Authorization: Bearer {one.text}"
+
+
+@asynccontextmanager
+async def shared(
+    folder: Path, node: EmulatedNode | None = None, **settings: Any
+) -> AsyncIterator[Public]:
+    """A gateway with keys; at the end no body is counted."""
+    async with public(folder, {"keys": KEYS, **settings}, node, well=False) as gate:
+        yield gate
+        body_memory = gate.running.gateway.handler.body_memory
+        await until(lambda: not gate.running.gateway.registry)
+        await until(lambda: body_memory.fair_share == FairShare())
+        assert (body_memory.total_bytes, body_memory.allocation_count) == (0, 0)
+
+
+async def begun(stack: AsyncExitStack, gate: Public, size: int, *fields: str) -> RawConnection:
+    """A body that stops after so many bytes."""
+    wire = await stack.enter_async_context(raw_connection(gate.url))
+    holdings = gate.running.gateway.handler.body_memory.fair_share
+    before = dict(holdings.by_caller)
+    await wire.send(request(b" " * size, *fields, length=90_000))
+    await until(lambda: holdings.by_caller != before)
+    return wire
+
+
+async def refused(wire: RawConnection) -> bool:
+    """Whether it got 429; it may have got nothing yet."""
+    try:
+        data = await wire.some(0.05)
+    except TimeoutError:
+        return False
+    assert b"HTTP/1.1 429" in data
+    assert b"queue_full" in data
+    assert b"retry-after" in data.lower()
+    return True
+
+
+@in_virtual_time
+async def test_bodies_of_one_key_are_evicted_for_another(tmp_path: Path) -> None:
+    limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
+    async with shared(tmp_path, limits=limits) as gate, AsyncExitStack() as stack:
+        held = [await begun(stack, gate, 10_000, key(A)) for _ in range(7)]
+        for _ in range(3):
+            async with raw_connection(gate.url) as wire:
+                await wire.send(request(b" " * 10_000, key(A), length=90_000))
+                assert (await answer(wire)).status == 429, "a key alone leaves a reserve"
+        found = await gate.ask(request({**HELLO, "max_tokens": 1, "x": "x" * 25_000}, key(B)))
+        assert found.status == 200
+        # The newest bodies of the other key were evicted, and no more than needed.
+        assert [await refused(wire) for wire in held] == [False] * 4 + [True] * 3
+
+
+@in_virtual_time
+async def test_a_key_gains_no_memory_by_sending_more(tmp_path: Path) -> None:
+    limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
+    async with shared(tmp_path, limits=limits) as gate, AsyncExitStack() as stack:
+        first = [await begun(stack, gate, 5_000, key(A)) for _ in range(14)]
+        second = [await begun(stack, gate, 5_000, key(B)) for _ in range(7)]
+        async with raw_connection(gate.url) as wire:
+            await wire.send(request(b" " * 5_000, key(B), length=90_000))
+            assert (await answer(wire)).status == 429
+        assert not any([await refused(wire) for wire in second])
+        assert sum([await refused(wire) for wire in first]) == 7
+
+
+@in_virtual_time
+async def test_the_body_of_a_queued_request_is_evicted_for_another_key(tmp_path: Path) -> None:
+    limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
+    node = EmulatedNode(slots=1, decode_tps=5)
+    async with shared(tmp_path, node, limits=limits) as gate:
+        body = {**HELLO, "max_tokens": 20, "x": "x" * 12_000}
+        theirs = [asyncio.create_task(gate.ask(request(body, key(A)))) for _ in range(5)]
+        await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == 4)
+        found = asyncio.create_task(gate.ask(request({**body, "x": "x" * 20_000}, key(B))))
+        await until(lambda: any(task.done() for task in theirs))
+        response_of = [task.result().status for task in theirs if task.done()]
+        assert response_of == [429]
+        assert (await found).status == 200
+        assert Counter([(await task).status for task in theirs]) == {200: 4, 429: 1}
+
+
+@in_virtual_time
+async def test_a_request_of_several_prompts_is_evicted_until_its_first_has_started(
+    tmp_path: Path,
+) -> None:
+    limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
+    node = EmulatedNode(slots=1, decode_tps=20)
+    async with shared(tmp_path, node, limits=limits) as gate:
+        body = {"prompt": ["a", "b"], "max_tokens": 20, "x": "x" * 12_000}
+        data = request(body, key(A), path="/v1/completions")
+        theirs = [asyncio.create_task(gate.ask(data)) for _ in range(5)]
+        # The second prompt of the first request is queued, and the first prompts of the others.
+        await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == 5)
+        other = {**HELLO, "max_tokens": 20, "x": "x" * 20_000}
+        found = asyncio.create_task(gate.ask(request(other, key(B))))
+        await until(lambda: any(task.done() for task in theirs))
+        assert [task.result().status for task in theirs if task.done()] == [429]
+        assert not theirs[0].done()
+        assert (await found).status == 200
+        assert Counter([(await task).status for task in theirs]) == {200: 4, 429: 1}
+
+
+@in_virtual_time
+async def test_a_callers_only_body_may_use_the_reserve(tmp_path: Path) -> None:
+    # A body counts twice while it is prepared.
+    limits = {"buffered_bytes": 200_000, "body_bytes": 100_000}
+    async with shared(tmp_path, limits=limits) as gate:
+        found = await gate.ask(request({**HELLO, "max_tokens": 1, "x": "x" * 95_000}, key(A)))
+        assert found.status == 200
+
+
+@in_virtual_time
+async def test_three_hundred_requests_of_one_key_do_not_exclude_another(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=50)
+    async with shared(tmp_path, node, queue={"max": 24}) as gate:
+        body = {**HELLO, "max_tokens": 3}
+        crowd = [asyncio.create_task(gate.ask(request(body, key(A)))) for _ in range(300)]
+        await until(lambda: sum(task.done() for task in crowd) > 250)
+        for data in (request(body, key(B)), request(body, key(B), "X-Priority: batch")):
+            assert (await gate.ask(data)).status == 200
+        fates = Counter([(await task).status for task in crowd])
+        assert set(fates) == {200, 429}
+        assert fates[200] >= 20
+
+
+@in_virtual_time
+async def test_naming_users_gives_a_key_no_more_places_in_the_queue(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=50)
+    async with shared(tmp_path, node, queue={"max": 24}) as gate:
+        body = {**HELLO, "max_tokens": 3}
+
+        async def by(user: int) -> Answer:
+            return await gate.ask(request(body, key(WEB), f"X-User-Id: u{user}"))
+
+        crowd = [asyncio.create_task(by(user)) for user in range(100)]
+        await until(lambda: sum(task.done() for task in crowd) > 60)
+        assert len(gate.running.gateway.scheduler.queue_positions()) <= 21
+        assert (await gate.ask(request(body, key(B)))).status == 200
+        for task in crowd:
+            task.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+
+
+@pytest.mark.parametrize("path", ["/apply-template", "/tokenize", "/v1/messages/count_tokens"])
+@in_virtual_time
+async def test_requests_without_a_slot_reach_a_node_few_at_a_time(
+    tmp_path: Path, path: str
+) -> None:
+    node = EmulatedNode(slots=2)
+    async with shared(tmp_path, node, queue={"slotless": 4}) as gate:
+        node.faults.set("hang", path=path)
+        body = {**HELLO, "content": "x", "max_tokens": 3}
+        scheduler = gate.running.gateway.scheduler
+
+        def asked(who: Any) -> asyncio.Task[Answer]:
+            return asyncio.create_task(gate.ask(request(body, key(who), path=path)))
+
+        crowd = [asked(A) for _ in range(16)]
+        await until(lambda: len(scheduler.queue_positions()) == 14)
+        row = scheduler.dispatcher.placement_state.rows[0]
+        assert row.slotless_by_caller == {A.id: 2}
+        status = (await gate.running.client.get(f"{gate.running.admin_url}/admin/status")).json()
+        assert status["queue"]["normal"] == 14
+        others = [asked(B) for _ in range(3)]
+        await until(lambda: len(scheduler.queue_positions()) == 15)
+        assert row.slotless_by_caller == {A.id: 2, B.id: 2}
+        # They take neither slots nor places in the queue for slots.
+        found = await gate.ask(request({**HELLO, "max_tokens": 1}, key(B)))
+        assert found.status == 200
+        node.faults.clear()
+        for task in crowd + others:
+            task.cancel()
+        await asyncio.gather(*crowd, *others, return_exceptions=True)
+        await until(lambda: row.slotless_running == 0)
+
+
+@in_virtual_time
+async def test_requests_without_a_slot_queue_in_order_and_within_their_deadline(
+    tmp_path: Path,
+) -> None:
+    node = EmulatedNode(slots=1)
+    async with shared(tmp_path, node, queue={"slotless": 1}) as gate:
+        body = {"content": "x"}
+        response_of = await asyncio.gather(
+            *(gate.ask(request(body, key(A), path="/tokenize")) for _ in range(20))
+        )
+        assert {one.status for one in response_of} == {200}
+        node.faults.set("hang", path="/tokenize")
+        held = asyncio.create_task(gate.ask(request(body, key(A), path="/tokenize")))
+        scheduler = gate.running.gateway.scheduler
+        await until(lambda: scheduler.dispatcher.placement_state.rows[0].slotless_running == 1)
+        late = await gate.ask(request(body, key(B), "X-Request-Timeout: 0.5", path="/tokenize"))
+        assert (late.status, late.code) == (503, "queue_timeout")
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+
+
+SHAPES = [
+    {"messages": [{}] * 1500},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1500}]},
+    {**HELLO, "tools": [{}] * 1500},
+    {**HELLO, "a_url": 1, "x": [[]] * 1500},
+]
+
+
+@pytest.mark.parametrize("body", SHAPES, ids=["messages", "parts", "tools", "links"])
+@in_virtual_time
+async def test_one_slow_body_is_prepared_per_round_of_the_event_loop(
+    tmp_path: Path, body: dict[str, Any]
+) -> None:
+    rounds: Counter[int] = Counter()
+    now = 0
+
+    def count_calls(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is prepare.__code__:
+            rounds[now] += 1
+
+    async def count() -> None:
+        nonlocal now
+        while True:
+            now += 1
+            await asyncio.sleep(0)
+
+    async with public(tmp_path, None, EmulatedNode(slots=20, context=1 << 20)) as gate:
+        counting = asyncio.create_task(count())
+        data = request({**body, "max_tokens": 1})
+        sys.setprofile(count_calls)
+        try:
+            found = await asyncio.gather(*(gate.ask(data) for _ in range(20)))
+        finally:
+            sys.setprofile(None)
+            counting.cancel()
+    assert {one.status for one in found} <= {200, 400}
+    assert sum(rounds.values()) >= 20
+    assert max(rounds.values()) == 1

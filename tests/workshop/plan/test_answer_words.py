@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.workshop.plan.answer import contradiction, explain, headline
+from gateway.workshop.plan.workload import Workload
+from tests.workshop.plan.build import CPU, a_type, planned
+
+
+def lines_of(workload: Workload, **fields: Any) -> dict[str, str]:
+    found = planned(workload, a_type(**fields) if fields else CPU)
+    assert found.best is not None
+    return explain(found.question, found.best)
+
+
+def test_every_figure_is_shown_with_what_it_comes_from() -> None:
+    lines = lines_of(Workload(500, 100, 100, peak=2.0))
+    assert lines["arrivals"] == "500 an hour x peak 2 / 3,600 = 0.2778 a second"
+    assert lines["pure sum"] == (
+        "0.2778 a second x 100 tokens / 10 tokens/s = 2.78: 3 instances of one slot"
+    )
+    assert "2 x 0.92 s of reading" in lines["slots share"]
+    assert "x (1 + 0.15 x 1)" in lines["slots share"]
+    assert "Allen-Cunneen with Cs²" in lines["estimate"]
+    assert "± " in lines["simulator"]
+    assert "x 730 =" in lines["price"]
+    assert "makes 5.56 a million written" in lines["per token"]
+
+
+def test_what_repeats_is_not_read() -> None:
+    lines = lines_of(Workload(100, 1000, 50, repeat=0.8))
+    assert lines["cached"] == "80% of 1000 prompt tokens repeat: 200 are read"
+
+
+def test_an_unknown_price_is_said() -> None:
+    lines = lines_of(Workload(100, 100, 50), price_per_hour=None)
+    assert lines["price"] == "unknown: the node has no price (--price-per-hour)"
+
+
+def test_a_backlog_shows_its_hours() -> None:
+    lines = lines_of(Workload(1000, 100, 50, backlog_hours=2.0))
+    assert lines["arrivals"] == "1,000 at once / 2 h / 3,600 = 0.1389 a second to be done"
+    assert "all 1,000 done in " in lines["simulator"]
+
+
+def test_the_headline_is_fleet_and_price() -> None:
+    best = planned(Workload(500, 100, 100), CPU).best
+    assert best is not None
+    assert headline(best) == "2 x cpu: 292.00 a month"
+
+
+def test_a_price_that_contradicts_its_own_speed_is_noticed() -> None:
+    wrong = contradiction(0.20, 10, 0.50)
+    assert "10 tokens/s at 0.20 an hour are 5.56 a million tokens, not 0.50" in wrong
+    assert contradiction(0.20, 10, 5.6) == ""
