@@ -253,8 +253,8 @@ class Attempt:
                 if write is None:
                     await connection.wait_for_data()
                 else:
-                    relay = events.relay_to(write)
-                    await connection.wait_for_data(self._write_through, relay)
+                    pass_chunk = events.passing_to(write)
+                    await connection.wait_for_data(self._write_through, pass_chunk)
                 if self._held is not None:
                     held, self._held = self._held, None
                     return held or None

@@ -26,7 +26,7 @@ from gateway.api.sse import EventFramer
 from gateway.config.settings import Settings
 from gateway.request.preparation import Request
 from gateway.request.request_limits import max_event_bytes
-from gateway.transport.connection import MOST_RELAYED_BYTES, Relay
+from gateway.transport.connection import MOST_PASSED_BYTES, PassChunk
 from gateway.transport.errors import InvalidResponse
 
 
@@ -40,7 +40,7 @@ class WriteToClient(Protocol):
 # Removes fields or events that only the gateway asked for. Raises: InvalidResponse.
 EventFilter = Callable[[bytes], bytes]
 # No chunk that comes to `pass_chunk` begins with these bytes: it is shorter.
-NO_EVENT = b"\n" * MOST_RELAYED_BYTES
+NO_EVENT = b"\n" * MOST_PASSED_BYTES
 MOST_PASSED = 32  # events that pass before all stages know of them
 # Bytes of a stream's end that are read for `usage`; an event that reaches further back counts
 # whole.
@@ -88,7 +88,7 @@ class EventPipeline:
         """The one of `_filters` that knows the usage, if only the gateway has asked for it."""
         self._rewrite: Callable[[bytes], bytes] | None = None
         self._record = record
-        self._write: WriteToClient  # set by `relay_to`
+        self._write: WriteToClient  # set by `passing_to`
         self._begin = NO_EVENT  # how an event begins that `pass_chunk` may pass
         self._passed: list[bytes] = []
         """Events that `pass_chunk` has passed, of which the other stages have yet to know."""
@@ -198,7 +198,7 @@ class EventPipeline:
                 self._record(events)
         return events
 
-    def relay_to(self, write: WriteToClient) -> Relay:
+    def passing_to(self, write: WriteToClient) -> PassChunk:
         """What passes chunks of HTTP to `write` as they come: most of a stream, untouched."""
         self._write = write
         return self.pass_chunk

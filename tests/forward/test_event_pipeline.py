@@ -594,7 +594,7 @@ def test_a_chunk_passes_as_it_came_only_if_it_is_one_more_event_like_the_last(
 
     size, events = b"%x\r\n" % len(body), pipeline.content_events
     chunk = b"%b%b\r\n" % (size, body)
-    assert pipeline.relay_to(write)(chunk, len(size)) is passes
+    assert pipeline.passing_to(write)(chunk, len(size)) is passes
     assert written == ([(body, chunk)] if passes else [])
     assert pipeline.content_events == events + passes
     del recorded[:]
