@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import GatewayError
-from gateway.events import RequestRecord
+from gateway.events import RequestRecord, StreamResumed
 from gateway.forward.attempt_ends import MOST_QUARANTINED, Quarantine
 from gateway.forward.in_flight import PROGRESS_TOKENS
 from gateway.lease import KeyedHash
@@ -569,12 +569,16 @@ async def test_a_request_that_kills_nodes_reaches_no_third_one(
 async def test_a_stream_that_kills_its_node_counts_as_well(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(3)]
     async with proxy_over(tmp_path, *servers) as proxy:
+        resumed: list[StreamResumed] = []
+        proxy.app.bus.subscribe(StreamResumed, resumed.append)
         for server in servers:
             server.faults.set("reset", after_events=3)
         stream = await proxy.stream()
         assert (stream.status, len(stream.errors)) == (200, 1)
         assert "2 nodes died" in stream.errors[0]["message"]
         assert len(proxy.attempts) == 2, "it went on elsewhere, and that node died too"
+        failures = [one.failure for one in resumed]
+        assert failures == [None, "nodes died on this very request"]
         assert (await proxy.ask(stream=True)).status_code == 502
         assert len(proxy.attempts) == 2
         assert (proxy.finished[0].status, proxy.finished[0].reason) == (502, "node_failed")
