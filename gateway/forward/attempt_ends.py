@@ -258,7 +258,7 @@ class AttemptEnds:
     def _publish(
         self, in_flight: InFlightRequest, attempt: Attempt, outcome: str, now: float
     ) -> None:
-        self.bus.publish(
+        self.bus.tell(
             AttemptEnded(
                 in_flight.request.x_request_id,
                 attempt.lease.node.name,

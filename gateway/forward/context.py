@@ -30,8 +30,8 @@ class RetryBudget:
     """Counts requests and retries of the last minute; retries are at most a share of requests."""
 
     def __init__(self) -> None:
-        self._requests: deque[tuple[int, int]] = deque()
-        """Seconds of the clock, and the requests counted in each."""
+        self._requests: deque[list[int]] = deque()
+        """Each second of the clock, and the requests counted in it."""
         self._request_count = 0
         self._retries: deque[float] = deque()
 
@@ -40,9 +40,9 @@ class RetryBudget:
         second = int(now)
         requests = self._requests
         if requests and requests[-1][0] == second:
-            requests[-1] = (second, requests[-1][1] + 1)
+            requests[-1][1] += 1
         else:
-            requests.append((second, 1))
+            requests.append([second, 1])
             self._forget(now)
         self._request_count += 1
 
