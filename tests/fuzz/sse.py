@@ -28,7 +28,7 @@ from gateway.api.native import NATIVE
 from gateway.api.ollama import OllamaChatApi, OllamaGenerateApi
 from gateway.api.responses import RESPONSES, ResponseLimits, ResponsesRepair
 from gateway.api.transcript import TranscriptRecorder
-from gateway.forward.stream import TokenIdExtractor
+from gateway.forward.event_pipeline import TokenIdExtractor
 from gateway.transport.errors import InvalidResponse
 from tests.fuzz.inputs import Check, Target, divide, seed
 
