@@ -91,7 +91,10 @@ class RequestRecord:
     def dispatched(self, received_at: float, sent_at: float) -> None:
         """The request was sent to a node; only the first time counts."""
         if self.overhead_seconds is None:
-            self.overhead_seconds = max(0.0, sent_at - received_at - self.queue_seconds)
+            overhead = sent_at - received_at
+            if self.queue_seconds:
+                overhead = max(0.0, overhead - self.queue_seconds)
+            self.overhead_seconds = overhead
 
     def first_content_sent(self, seconds: float) -> None:
         """The first content is on its way to the client, so long after the request came."""

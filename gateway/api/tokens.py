@@ -3,7 +3,7 @@
 llama.cpp adds `timings` to the last chunk of a stream and to plain responses, and `usage` where the
 API has it. Inside a JSON string the quotes of `"usage":{` would be escaped, so its raw bytes are
 found only where it is a real key. Streams of OpenAI-compatible nodes report `usage` only if asked.
-Where the client does not ask, the gateway does, and takes it out again (`stream.UsageFilter`).
+Where the client does not ask, the gateway does, and takes it out again (`UsageFilter`).
 
 Of the bound llama.cpp obeys one of several names, another one on each API: `n_predict` before
 `max_completion_tokens` before `max_tokens`; on `/v1/responses` `max_output_tokens`, null too, in

@@ -333,7 +333,7 @@ class Attempt:
         self._on_fail = callback
 
     def drop_content(self) -> None:
-        """Forget the response's content, which is on its way: the accounts may come much later."""
+        """Forget the response's content, which is on its way: the end is written up much later."""
         self.content = b""
 
     def report_progress(self) -> None:
