@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
+
+import msgspec
 
 from gateway.terms import Priority, RequestTrace
 
@@ -45,7 +48,7 @@ class RequestRecord:
     request_id: str = ""  # The gateway's own id, unique in this process
     ended_at: float = 0.0  # Monotonic seconds of the gateway's clock
     trace: RequestTrace | None = None  # Its part of a trace; None: it is not traced
-    _open_parts: int = 0  # Sub-requests whose tokens are not yet counted
+    open_parts: int = 0  # Sub-requests whose tokens are not yet counted
     _on_complete: Callable[[], None] | None = None
 
     def fail(self, status: int, reason: str) -> None:
@@ -123,26 +126,26 @@ class RequestRecord:
 
     def sub_request_began(self) -> None:
         """A sub-request begins, whose tokens will be counted here."""
-        self._open_parts += 1
+        self.open_parts += 1
 
     def sub_request_ended(self, part: RequestRecord) -> None:
         """Add what a sub-request took."""
         self.count_tokens(part.prompt_tokens, part.cached_tokens, part.completion_tokens)
         self.charge(part.cost, part.slot_seconds)
-        self._open_parts -= 1
-        if not self._open_parts and self._on_complete is not None:
+        self.open_parts -= 1
+        if not self.open_parts and self._on_complete is not None:
             on_complete, self._on_complete = self._on_complete, None
             on_complete()
 
-    def when_complete(self, callback: Callable[[], None]) -> None:
+    def when_complete(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Call `callback` when the tokens of all sub-requests are counted; perhaps at once.
 
         A sub-request that is cancelled ends somewhat later than the request.
         """
-        if self._open_parts:
-            self._on_complete = callback
+        if self.open_parts:
+            self._on_complete = partial(callback, *arguments)
         else:
-            callback()
+            callback(*arguments)
 
 
 @dataclass(slots=True)
@@ -153,8 +156,7 @@ class LimitReached:
     scope: str  # Whose it is: `total`, `group`, `key` or `user`
 
 
-@dataclass(slots=True)
-class AttemptEnded:
+class AttemptEnded(msgspec.Struct, frozen=True):
     """An attempt on one node has ended. `outcome` is a word of a small set, never free text."""
 
     x_request_id: str
@@ -269,6 +271,102 @@ class HookEnded:
     output: str = ""  # The end of the command's output or of the HTTP response; without secrets
 
 
+MOST_KINDS = 2048  # Kinds of requests that are known at a time; one more forgets them all
+
+
+class EndedKind:
+    """Requests that are alike in all but their ids, times, tokens and cost, and sums of these.
+
+    The sums are of the requests since `EndedRequests.tell_sums`.
+    """
+
+    __slots__ = (
+        "attempts", "cached", "caller", "completion", "cost", "model", "node", "path", "priority",
+        "prompt", "readers", "reason", "requests", "status", "stream", "tier", "timed",
+    )  # fmt: skip
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.path = record.path
+        self.model = record.model
+        self.priority = record.priority
+        self.caller = record.caller
+        self.status = record.status
+        self.reason = record.reason
+        self.stream = record.stream
+        self.node = record.node
+        self.tier = record.tier
+        self.attempts = record.attempts
+        self.timed = record.ttft is not None  # Whether the time of the first content is known
+        self.readers: tuple[Callable[[RequestRecord], object], ...] = ()
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin the sums anew."""
+        self.requests = self.prompt = self.cached = self.completion = 0
+        self.cost = 0.0
+
+
+class EndedRequests:
+    """Reads the record of each request that has ended, once for the log, metrics and history.
+
+    Each of them makes a reader for each kind of requests, which is called with every record, and
+    gets what is only added up when somebody asks for it.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[object, ...], EndedKind] = {}
+        self._counted: list[EndedKind] = []  # Kinds with sums that are still to be told
+        self._make_readers: list[Callable[[EndedKind], Callable[[RequestRecord], object]]] = []
+        self._take_sums: list[Callable[[EndedKind], None]] = []
+
+    def read_by(
+        self,
+        make_reader: Callable[[EndedKind], Callable[[RequestRecord], object]],
+        take_sums: Callable[[EndedKind], None] | None = None,
+    ) -> None:
+        """Have later records read by what `make_reader` makes for their kind."""
+        self.forget_kinds()
+        self._make_readers.append(make_reader)
+        if take_sums is not None:
+            self._take_sums.append(take_sums)
+
+    def read(self, record: RequestRecord) -> None:
+        """Read the record of a request that has ended."""
+        key = (
+            record.path, record.model, record.priority, record.caller, record.status,
+            record.reason, record.stream, record.node, record.tier, record.attempts,
+            record.ttft is None,
+        )  # fmt: skip
+        kind = self._kinds.get(key)
+        if kind is None:
+            if len(self._kinds) >= MOST_KINDS:
+                self.forget_kinds()
+            kind = self._kinds[key] = EndedKind(record)
+            kind.readers = tuple(make(kind) for make in self._make_readers)
+        if not kind.requests:
+            self._counted.append(kind)
+        kind.requests += 1
+        kind.prompt += record.prompt_tokens
+        kind.cached += record.cached_tokens
+        kind.completion += record.completion_tokens
+        kind.cost += record.cost
+        for read in kind.readers:
+            read(record)
+
+    def tell_sums(self) -> None:
+        """Hand over what has been added up since the last call."""
+        counted, self._counted = self._counted, []
+        for kind in counted:
+            for take in self._take_sums:
+                take(kind)
+            kind.clear()
+
+    def forget_kinds(self) -> None:
+        """Have the readers of each kind made anew."""
+        self.tell_sums()
+        self._kinds.clear()
+
+
 E = TypeVar("E")
 DEFER_SECONDS = 0.05  # Longest delay of deferred work, in seconds
 MOST_DEFERRED = 512  # Pieces of work that may be deferred; one more flushes them all
@@ -288,6 +386,8 @@ class EventBus:
         self._subscribers: dict[type, list[Callable[[Any], None]]] = defaultdict(list)
         self._call_later = call_later
         self._deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.ended = EndedRequests()
+        self.subscribe(RequestRecord, self.ended.read)
 
     def subscribe(self, kind: type[E], subscriber: Callable[[E], None]) -> None:
         """Call `subscriber` with every later event of exactly this type."""
@@ -297,12 +397,16 @@ class EventBus:
         """Call the subscribers of this type, after all deferred work."""
         if self._deferred:
             self.flush()
+        self.tell(event)
+
+    def tell(self, event: object) -> None:
+        """Call the subscribers of this type at once: for work that is deferred itself."""
         for subscriber in self._subscribers.get(type(event), ()):
             subscriber(event)
 
     def publish_deferred(self, event: object) -> None:
         """Publish within `DEFER_SECONDS`."""
-        self.defer(self._notify, event)
+        self.defer(self.tell, event)
 
     def defer(self, work: Callable[..., None], *arguments: Any) -> None:
         """Call `work` within `DEFER_SECONDS`, and before any event that is published later."""
@@ -312,6 +416,11 @@ class EventBus:
             self.flush()
         elif len(deferred) == 1:
             self._call_later(DEFER_SECONDS, self.flush)
+
+    def catch_up(self) -> None:
+        """Do the deferred work now, and tell the sums of the requests that have ended."""
+        self.flush()
+        self.ended.tell_sums()
 
     def flush(self) -> None:
         """Do the deferred work now."""
@@ -325,7 +434,3 @@ class EventBus:
             if self._deferred and self._call_later is not None:
                 self._call_later(DEFER_SECONDS, self.flush)
             raise
-
-    def _notify(self, event: object) -> None:
-        for subscriber in self._subscribers.get(type(event), ()):
-            subscriber(event)

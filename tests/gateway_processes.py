@@ -33,7 +33,8 @@ class Succession:
     nodes_file: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    killed: bool = False
+    ends_with: int = 0
+    """The exit status that the first process must have."""
 
     async def read_log(self) -> None:
         assert self.first.stderr is not None
@@ -75,9 +76,13 @@ class Succession:
 
     async def kill(self) -> None:
         """Kill the first process, which has no successor."""
-        self.killed = True
         self.first.kill()
-        await self.first.wait()
+        await self.status()
+
+    async def status(self) -> int:
+        """The exit status of the first process, once it has ended."""
+        self.ends_with = await asyncio.wait_for(self.first.wait(), LIMIT)
+        return self.ends_with
 
     async def succeed(self) -> None:
         """Let the newest process be succeeded; returns when the new one has taken over."""
@@ -91,7 +96,8 @@ async def serving(
     folder: Path,
     node: EmulatedNode | Sequence[Mapping[str, Any]],
     *command: str,
-    settings: dict[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
     **spec: Any,
 ) -> AsyncIterator[Succession]:
     """A gateway over this node, ended with all its successors; `spec` is more of the inventory.
@@ -104,7 +110,7 @@ async def serving(
         "admin": {"port": 0},
         "health": {"interval": 0.2, "timeout": 30},
     }
-    (folder / "gateway.yaml").write_text(yaml.safe_dump(config | (settings or {})))
+    (folder / "gateway.yaml").write_text(yaml.safe_dump({**config, **(settings or {})}))
     nodes = (
         [{"name": "one", "url": node.url, **spec}]
         if isinstance(node, EmulatedNode)
@@ -116,7 +122,8 @@ async def serving(
         *(command or (sys.executable, "-m", "gateway")), "serve", *files,
         stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, close_fds=not command,
         env={
-            "XDG_STATE_HOME": str(folder / "state"), "PATH": os.environ["PATH"], **inherited()
+            "XDG_STATE_HOME": str(folder / "state"), "PATH": os.environ["PATH"], **inherited(),
+            **(environment or {}),
         },
     )  # fmt: skip
     line = Succession(process, folder / "nodes.yaml")
@@ -135,4 +142,4 @@ async def serving(
             for pid in {process.pid, *(entry["pid"] for entry in line.logged("succeeded"))}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    assert await process.wait() == (-signal.SIGKILL if line.killed else 0)
+    assert await process.wait() == line.ends_with

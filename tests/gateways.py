@@ -55,6 +55,22 @@ class Running:
     settings_file: Path
     client: httpx.AsyncClient
     """Speaks to the public listener; relative URLs."""
+    admin: httpx.AsyncClient
+    """Speaks to the admin listener likewise."""
+
+    def held(self) -> dict[str, int]:
+        """All counts of what is held for requests that are not zero."""
+        gateway = self.gateway
+        counts = {
+            "requests": len(gateway.registry),
+            "waiting": len(gateway.scheduler.queue_positions()),
+            "bodies": gateway.handler.body_memory.total_bytes,
+            "watched": len(gateway.timeout_monitor),
+        }
+        for node in gateway.fleet.nodes.values():
+            counts[f"leased by {node.name}"] = node.leased
+            counts[f"leases of {node.name}"] = len(node.leases)
+        return {name: count for name, count in counts.items() if count}
 
     def write_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
         """Replace the inventory as an editor does: by a rename."""
@@ -123,10 +139,13 @@ async def running_gateway(
                 lambda: [f"{node.name}: {node.reason}" for node in found],
             )
         url, admin_url = gateway.public_listener.url, gateway.admin_listener.url
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=url, timeout=120.0, trust_env=False, verify=NO_TLS)
-        )
-        yield Running(gateway, url, admin_url, nodes_file, settings_file, client)
+        client, admin = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(base_url=base, timeout=120.0, trust_env=False, verify=NO_TLS)
+            )
+            for base in (url, admin_url)
+        ]
+        yield Running(gateway, url, admin_url, nodes_file, settings_file, client, admin)
 
 
 @functools.cache

@@ -15,7 +15,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -25,6 +24,8 @@ from pathlib import Path
 import psutil
 import psycopg
 import pytest
+
+from tests.processes import free_port
 
 START_LIMIT = 60.0  # seconds until a server must answer, or must have ended
 
@@ -54,12 +55,6 @@ def _account() -> str | None:
     return "postgres" if "postgres" in names else "nobody"
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 class PostgresServer:
     """One server with a folder of its own; it can be stopped, killed, halted and started again."""
 
@@ -71,7 +66,7 @@ class PostgresServer:
         self._data = folder / "data"
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
-        self.port = _free_port()
+        self.port = free_port()
         if (account := _account()) is not None:
             entry = pwd.getpwnam(account)
             os.chown(folder, entry.pw_uid, entry.pw_gid)

@@ -1,11 +1,19 @@
-"""Waits for processes that are not children of the test to end."""
+"""Processes of tests: a port for one, and the end of those that are not children of the test."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterable
 
 import psutil
+
+
+def free_port() -> int:
+    """A port of loopback that nobody has now, for a program that must be told one."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def gone(pid: int | None) -> bool:

@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.events import AttemptEnded, EventBus, NodeChanged
+from gateway.events import (
+    MOST_KINDS,
+    AttemptEnded,
+    EndedKind,
+    EventBus,
+    NodeChanged,
+    RequestRecord,
+)
 
 
 def changed(name: str) -> NodeChanged:
@@ -52,3 +59,44 @@ def test_deferred_work_is_done_though_other_work_fails() -> None:
     timers.pop()()
     assert done == ["first", "second", "third"]
     assert not timers
+
+
+def test_each_record_is_read_once_by_each_reader_of_its_kind_and_added_up() -> None:
+    bus = EventBus()
+    read: list[tuple[int, str]] = []
+    sums: list[tuple[str, int, int, float]] = []
+
+    def make_reader(kind: EndedKind) -> Callable[[RequestRecord], None]:
+        return lambda record: read.append((kind.status, record.x_request_id))
+
+    bus.ended.read_by(
+        make_reader, lambda kind: sums.append((kind.caller, kind.requests, kind.prompt, kind.cost))
+    )
+    for name, caller in (("a", "ann"), ("b", "bob"), ("c", "ann")):
+        bus.publish(RequestRecord(name, "/x", caller=caller, prompt_tokens=2, cost=0.5))
+    assert read == [(200, "a"), (200, "b"), (200, "c")]
+    assert sums == []
+    bus.catch_up()
+    bus.catch_up()
+    assert sums == [("ann", 2, 4, 1.0), ("bob", 1, 2, 0.5)]
+
+
+def test_kinds_of_strangers_take_bounded_memory_and_no_sum_is_lost() -> None:
+    bus = EventBus()
+    counts: list[int] = []
+    bus.ended.read_by(lambda _: lambda _: None, lambda kind: counts.append(kind.requests))
+    for number in range(MOST_KINDS + 1):
+        bus.publish(RequestRecord("r", "/x", caller=f"c{number}"))
+    assert len(counts) == MOST_KINDS
+    bus.catch_up()
+    assert sum(counts) == MOST_KINDS + 1
+
+
+def test_a_reader_that_comes_late_gets_no_sums_of_earlier_requests() -> None:
+    bus = EventBus()
+    bus.publish(RequestRecord("early", "/x"))
+    counts: list[int] = []
+    bus.ended.read_by(lambda _: lambda _: None, lambda kind: counts.append(kind.requests))
+    bus.publish(RequestRecord("late", "/x"))
+    bus.catch_up()
+    assert counts == [1]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -18,6 +17,7 @@ from gateway.store.schema import open_requests, processes
 from gateway.store.store import Store
 from tests.callers.build import read_rows
 from tests.emulator import EmulatedNode
+from tests.emulator.raw_connection import RawConnection, post, raw_connection
 from tests.gateway_processes import LIMIT, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -36,34 +36,13 @@ KEPT = 40
 """Connections to the old process: each has one more reply after the hand-over."""
 
 
-class RawConnection:
-    """A connection that is never made anew: what answers is the process that has accepted it."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def to(cls, url: str) -> RawConnection:
-        parts = urlsplit(url)
-        return cls(*await asyncio.open_connection(parts.hostname, parts.port))
-
-    async def status(self, key: str) -> int:
-        """The status of one chat."""
-        body = json.dumps(CHAT).encode()
-        head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
-            f"Content-Type: application/json\r\nAuthorization: Bearer {key}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        async with asyncio.timeout(LIMIT):
-            self._writer.write(head.encode() + body)
-            answer = await self._reader.readuntil(b"\r\n\r\n")
-            fields = dict(line.split(b": ", 1) for line in answer.lower().split(b"\r\n")[1:-2])
-            await self._reader.readexactly(int(fields[b"content-length"]))
-        return int(answer.split(b" ")[1])
-
-    def close(self) -> None:
-        self._writer.transport.abort()
+async def status(kept: RawConnection, key: str) -> int:
+    """The status of one chat on a connection that is never made anew."""
+    await kept.send(post("/v1/chat/completions", CHAT, f"Authorization: Bearer {key}\r\n"))
+    head = await kept.head()
+    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+    await kept.reader.readexactly(length)
+    return int(head.split(b" ")[1])
 
 
 def bearer(key: ApiKey | str) -> dict[str, str]:
@@ -87,6 +66,7 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
     admitted = 0
     refused: list[tuple[int, str | None]] = []
     async with (
+        AsyncExitStack() as stack,
         EmulatedNode(slots=64) as node,
         serving(tmp_path, node, settings=SETTINGS, cost_per_million_tokens=PRICE) as line,
         httpx.AsyncClient(
@@ -123,9 +103,9 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
         assert (await ask(SPENT)).status_code == 200
         for _ in range(3):
             assert (await ask(COUNTED)).status_code == 200
-        kept = [await RawConnection.to(line.url) for _ in range(KEPT)]
+        kept = [await stack.enter_async_context(raw_connection(line.url)) for _ in range(KEPT)]
         for one in kept:
-            assert await one.status(made) == 200
+            assert await status(one, made) == 200
             admitted += 1
         # One request of each of these keys hangs in the old process.
         node.faults.next("hang", n=2, after_events=2)
@@ -180,7 +160,7 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
             while (await ask(made)).status_code != 401:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         admitted += await until_answered(kept, made, 401)
-        assert await kept[-1].status(made) == 401
+        assert await status(kept[-1], made) == 401
 
         # What runs is served to its end, by the process that has it.
         assert len(line.logged("ended")) == 0
@@ -189,7 +169,7 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
             assert response.status_code == 200
             assert response.text.endswith("data: [DONE]\n\n")
         for one in kept:
-            one.close()
+            await one.leave()
         await line.until("ended")
 
         # Each request once, and nothing is left of the old process.
@@ -201,17 +181,17 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
         assert await store.aclose(LIMIT)
 
 
-async def until_answered(kept: list[RawConnection], key: str, status: int) -> int:
+async def until_answered(kept: list[RawConnection], key: str, wanted: int) -> int:
     """Use one connection after the other until this is the answer; how many had another one.
 
     Each has one reply left, so the old process is asked only now and then.
     """
     served = 0
-    while (found := await kept[-1].status(key)) != status:
+    while (found := await status(kept[-1], key)) != wanted:
         assert found == 200
-        kept.pop().close()
+        await kept.pop().leave()
         served += 1
-        assert len(kept) > 2, f"{served} requests of a key that should get {status} were served"
+        assert len(kept) > 2, f"{served} requests of a key that should get {wanted} were served"
         await asyncio.sleep(0.1)
-    kept.pop().close()
+    await kept.pop().leave()
     return served

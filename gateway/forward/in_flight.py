@@ -19,7 +19,7 @@ from gateway.api.outcome import RequestCancelled, RequestEvicted, RequestYielded
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.forward.attempt import Attempt
-from gateway.forward.stream import EventFilter
+from gateway.forward.event_pipeline import EventFilter
 from gateway.lease import GrantedLease
 from gateway.request import edits
 from gateway.request.body import Body, without_large_fields
@@ -29,8 +29,7 @@ from gateway.transport.errors import InvalidResponse
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
-class InFlightRequest:
+class InFlightRequest(msgspec.Struct, eq=False):
     """A request on its way: its value, its record, and the attempt under way."""
 
     request: Request
@@ -186,9 +185,8 @@ class InFlightRegistry:
         self, request: Request, record: RequestRecord, progress: PrefillProgress | None = None
     ) -> InFlightRequest:
         """A request was admitted; `progress`: of a client that asked for it. See `remove`."""
-        in_flight = self._requests[request.id] = InFlightRequest(
-            request, record, prefill_progress=progress
-        )
+        in_flight = InFlightRequest(request, record, None, None, progress)
+        self._requests[request.id] = in_flight
         return in_flight
 
     def remove(self, in_flight: InFlightRequest) -> None:

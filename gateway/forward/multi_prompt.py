@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 from msgspec.structs import replace
 
 from gateway import errors
@@ -20,11 +20,11 @@ from gateway.api import outcome, sse
 from gateway.api.outcome import to_gateway_error
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
-from gateway.forward.accounting import ForwardContext
 from gateway.forward.attempt import Attempt
 from gateway.forward.client_response import JSON_HEADER_LINE, BodyStream, ClientResponse
+from gateway.forward.context import ForwardContext
+from gateway.forward.event_pipeline import WriteToClient
 from gateway.forward.in_flight import InFlightRequest
-from gateway.forward.stream import WriteToClient
 from gateway.request.body import LARGE_BODY_BYTES
 from gateway.request.preparation import PromptList
 from gateway.request.routes import ROUTES
@@ -49,18 +49,16 @@ class PromptRefused(Exception):  # noqa: N818 - a response
         return GatewayError(status, code, message or f"The node answered with status {status}.")
 
 
-@dataclass(slots=True, eq=False)
-class SubRequest(InFlightRequest):
+class SubRequest(InFlightRequest, eq=False, kw_only=True):
     """The request of one prompt."""
 
-    dequeued: asyncio.Event = field(default_factory=asyncio.Event)
+    dequeued: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     """Set when it has left the wait queue."""
 
     def begin_attempt(self, attempt: Attempt) -> None:
         """An attempt begins: it has its slots."""
         self.dequeued.set()
-        # `super()` does not work in dataclasses with slots.
-        InFlightRequest.begin_attempt(self, attempt)
+        super().begin_attempt(attempt)
 
 
 class MultiPromptForwarder:

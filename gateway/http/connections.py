@@ -24,7 +24,7 @@ import enum
 import ipaddress
 import secrets
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import Protocol
@@ -36,7 +36,7 @@ from gateway import errors
 from gateway.callers.callers import IPNetwork, client_address, client_network
 from gateway.callers.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.errors import GatewayError
-from gateway.http.exchange import HttpExchange
+from gateway.http.exchange import HttpExchange, Serve
 from gateway.http.request_head import x_request_id_of
 from gateway.http.response_head import encode_headers, error_headers
 from gateway.request.routes import Route, api_of_path
@@ -149,9 +149,7 @@ class ConnectionLimiter:
             del self._by_network[network]
         self.fair_share.remove(network, 1)
 
-    def count_forwarded(
-        self, serve: Callable[[Route, HttpExchange], Awaitable[None]], address: str | None
-    ) -> Callable[[Route, HttpExchange], Awaitable[None]]:
+    def count_forwarded(self, serve: Serve, address: str | None) -> Serve:
         """`serve` for a connection of this peer; a proxy's requests count for whom it forwards."""
         if not self.is_trusted_proxy(address):
             return serve

@@ -6,7 +6,7 @@ That saves an event, two messages and two writes for each response (`docs/perfor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, cast
@@ -53,8 +53,8 @@ class HttpExchange(EagerTask):
         route: Route,
         headers: Headers,
         length: int,
-        *,
         body: bytes | None = None,
+        *,
         http_10: bool = False,
         keep_alive: bool = True,
         expects_continue: bool = False,
@@ -132,25 +132,31 @@ class HttpExchange(EagerTask):
     def start(self) -> None:
         """Serve the request; without a task if its body is complete."""
         if self.more_body:
+            # Not earlier: a client that leaves by then has asked for nothing.
             self.run_in_task(self._serve())
+            return
+        try:
+            serving = self._connection.serve(self.route, self)
+        except Exception as error:  # noqa: BLE001 - `failed` logs it
+            self.failed(error)
         else:
-            self.run(self._serve())
+            self.run(serving)
 
     async def _serve(self) -> None:
-        try:
-            if not self.disconnected:
-                await self._connection.serve(self.route, self)
-        except (ClientClosed, asyncio.CancelledError):
+        await self._connection.serve(self.route, self)
+
+    def failed(self, error: BaseException) -> None:
+        """The handler has raised `error`, or was cancelled."""
+        if isinstance(error, (ClientClosed, asyncio.CancelledError)):
             if not self.disconnected:
                 self.abort()
-                raise
-        except Exception:
-            log.exception("a request failed")
-            if self.response_started:
-                self.abort()
-            else:
-                self.close_after_response()
-                self.respond(500, b"content-type: application/json\r\n", _INTERNAL_ERROR)
+            return
+        log.error("a request failed", exc_info=error)
+        if self.response_started:
+            self.abort()
+        else:
+            self.close_after_response()
+            self.respond(500, b"content-type: application/json\r\n", _INTERNAL_ERROR)
 
     # Called by the handler.
 
@@ -192,16 +198,17 @@ class HttpExchange(EagerTask):
         if self.disconnected:
             return
         self.response_started = True
-        head = b"%b%bcontent-length: %d\r\n%b" % (
+        size = len(content)
+        parts = (
             STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
             header_lines,
-            len(content),
+            b"content-length: %d\r\n" % size,
             _HEAD_END if self.keep_alive else _HEAD_END_CLOSE,
         )
-        if len(content) < MOST_COALESCED_BYTES:
-            self._transport.write(head + content)
+        if size < MOST_COALESCED_BYTES:
+            self._transport.write(b"".join((*parts, content)))
         else:
-            self._transport.write(head)
+            self._transport.write(b"".join(parts))
             self._transport.write(content)
         self._complete()
 
@@ -285,6 +292,9 @@ class HttpExchange(EagerTask):
         self._connection.on_response_complete()
 
 
+Serve = Callable[[Route, HttpExchange], Coroutine[Any, Any, None]]  # serves one request
+
+
 class _BegunTransport:
     """A client's transport that has sent the first bytes of a status line."""
 
@@ -314,7 +324,7 @@ class ClientConnection:
     transport: asyncio.Transport
     flow: FlowControl
     peer_address: str | None
-    serve: Callable[[Route, HttpExchange], Awaitable[None]]
+    serve: Serve
     on_response_complete: Callable[[], None]  # called when a response is complete
     tasks: set[asyncio.Task[None]]  # owns the running tasks
     context_cache: ContextCache = field(default_factory=ContextCache)

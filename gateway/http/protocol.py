@@ -22,7 +22,7 @@ import contextlib
 import logging
 import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import unquote, unquote_to_bytes
 
@@ -48,13 +48,12 @@ from gateway.http.connections import (
     health_only_app,
     too_many_connections,
 )
-from gateway.http.exchange import STATUS_LINES, ClientConnection, HttpExchange
+from gateway.http.exchange import STATUS_LINES, ClientConnection, HttpExchange, Serve
 from gateway.http.response_head import encode_rejection
 from gateway.request.routes import ROUTES, Route
 from gateway.terms import Headers
-from gateway.transport.connection import KnownHead, TurnLimit
+from gateway.transport.connection import KnownHead, TurnBoundProtocol, TurnLimit
 
-Serve = Callable[[Route, HttpExchange], Awaitable[None]]
 # Seconds for which a refused client is still read from, so that it sees the response.
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 8 * 1024 * 1024  # most bytes that are read from a refused client
@@ -71,7 +70,7 @@ _HEAD_END = b"\r\n\r\n"
 _ASGI_LOGGER = logging.getLogger("uvicorn.error")
 
 
-class BoundedProtocol(asyncio.Protocol):
+class BoundedProtocol(TurnBoundProtocol):
     """A client's connection. `protocol_class` sets the class attributes."""
 
     limits: LimitSettings
@@ -82,6 +81,7 @@ class BoundedProtocol(asyncio.Protocol):
     connection_limiter: ConnectionLimiter
     linger_seconds: float
     turn: TurnLimit
+    transport: asyncio.Transport
     draining = False
     """Another process accepts new connections: each connection here has one more response."""
 
@@ -94,6 +94,7 @@ class BoundedProtocol(asyncio.Protocol):
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """`connections` and `tasks`: those of the listener. It is idle for `keep_alive` seconds."""
+        super().__init__(self.turn)
         self.app: Any = app  # Starlette's types of ASGI messages are not uvicorn's.
         self.loop = loop or asyncio.get_running_loop()
         self.tasks = tasks
@@ -117,7 +118,6 @@ class BoundedProtocol(asyncio.Protocol):
         """Received bytes that wait until the response to the request before them is complete."""
         self._counted_backlog = 0  # how many of them `pipeline_queue` has counted
         self._in_pipeline_queue = False
-        self._unreceived = b""  # has come, and waits for another turn of the event loop
         self.idle_since = 0.0
         self._content_length = b""
         self._transfer_encoding: bytes | None = None
@@ -300,24 +300,35 @@ class BoundedProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._unreceived or self.turn.look(self.loop):
-            if not self._unreceived:
-                self.turn.wait(self._receive_late)
-            # Each time, as a handler may have resumed it meanwhile.
-            self.transport.pause_reading()
-            self._unreceived += data
+            self._hold(data)
         else:
             self._receive(data)
 
-    def _receive_late(self) -> None:
-        """Receive what had to wait."""
-        data, self._unreceived = self._unreceived, b""
-        if data:
-            self._receive(data)
-            if not self.flow.read_paused:
-                self.transport.resume_reading()
+    @property
+    def read_paused(self) -> bool:
+        """Whether the request, or the backlog, takes no more bytes."""
+        return self.flow.read_paused
 
     def _receive(self, data: bytes) -> None:
         if self.transport.is_closing():
+            return
+        between = self._in_head and not self._partial_head
+        known, exchange = self._known_head, self.cycle
+        if (
+            known is not None
+            and exchange is not None
+            and exchange.response_complete
+            and between
+            and not (self.backlog or self.flow.write_paused or self._discarding)
+            and (body := known.match_body(data)) is not None
+        ):
+            # One complete request whose head is known.
+            assert self._connection is not None
+            route, headers = self._known_request
+            exchange = self.cycle = HttpExchange(
+                self._connection, route, headers, len(body), body, keep_alive=not self.draining
+            )
+            exchange.start()
             return
         if self._lingered_bytes >= 0:
             self._lingered_bytes += len(data)
@@ -326,20 +337,9 @@ class BoundedProtocol(asyncio.Protocol):
                 return
             if self._discarding:
                 return
-        between = self._in_head and not self._partial_head
         if self.backlog:
             self._defer(data)
             return
-        if self._known_head is not None and between:
-            body, cycle = self._known_head.match_body(data), self.cycle
-            if (
-                body is not None
-                and cycle is not None
-                and cycle.response_complete
-                and not self.flow.write_paused
-            ):
-                self._serve_known(body)
-                return
         read = self._read(data)
         if read < len(data):
             self._defer(data[read:])
@@ -477,15 +477,6 @@ class BoundedProtocol(asyncio.Protocol):
         usual = exchange.keep_alive and self._content_length and not self._expects_continue
         self._known_head = KnownHead.from_message(data) if usual else None
         self._known_request = exchange.route, exchange.headers
-
-    def _serve_known(self, body: bytes) -> None:
-        """Serve a complete request whose head is known."""
-        assert self._connection is not None
-        keep_alive = not self.draining
-        exchange = self.cycle = HttpExchange(
-            self._connection, *self._known_request, len(body), body=body, keep_alive=keep_alive
-        )
-        exchange.start()
 
     # Called by the parser.
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -51,7 +52,7 @@ from gateway.nodes.node import (
     NodeState,
 )
 from gateway.nodes.server_properties import server_identity, server_key
-from gateway.nodes.speed import SpeedSample, compare_speeds
+from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
 from gateway.nodes.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
@@ -790,6 +791,47 @@ class Fleet:
                 if node.degradation.refresh(now):
                     self.refresh_state(node)
             self._notify_change()
+
+
+def compare_speeds(nodes: Iterable[Node]) -> None:
+    """Set every node's assumed speed: the best that similar nodes show.
+
+    Similar nodes serve the same models in the same tier and are of the same kind. Where none shows
+    its speed, the best of the catalogue is assumed. A node with a hint is assumed to be so many
+    times as fast as the best of them, each divided by its own hint, so that hints and measurements
+    are on one scale.
+    """
+    groups: dict[tuple[frozenset[str], str, str], list[Node]] = defaultdict(list)
+    for node in nodes:
+        groups[node.public_models, node.spec.tier, node.spec.kind].append(node)
+    for (_, tier, _), group in groups.items():
+        usual = CPU_PRIOR if tier == "cpu" else GPU_PRIOR
+        best = _best_shown([(node.speed, 1.0) for node in group], usual)
+        unit = _best_shown([(node.speed, node.spec.written_hint or 1.0) for node in group], usual)
+        for node in group:
+            hint = node.spec.written_hint
+            if hint is None:
+                node.speed.set_prior(best)
+            else:
+                node.speed.set_prior(unit.scaled(hint), hinted=True)
+
+
+def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPrior:
+    """The best that answers or calibrations have shown, each divided by its factor."""
+    read = [
+        speed.expected_prefill_tps / factor
+        for speed, factor in speeds
+        if speed.prefill_tps or speed.calibrated
+    ]
+    wrote = [
+        (speed.token_base * factor, speed.token_step * factor)
+        for speed, factor in speeds
+        if speed.decode_tps or speed.calibrated
+    ]
+    return SpeedPrior(
+        max(read, default=usual.prefill_tps),
+        *min(wrote, default=(usual.token_base, usual.token_step)),
+    )
 
 
 class ClosingNodes:

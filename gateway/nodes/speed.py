@@ -25,10 +25,10 @@ for about eight hours of work; then this is its usual speed.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 
@@ -221,79 +221,6 @@ class TrendState(msgspec.Struct, frozen=True, array_like=True):
     y: _Sum
     xx: _Sum
     xy: _Sum
-
-
-class RatedSpec(Protocol):
-    """A node's entry in the inventory, as far as it says how fast the node is."""
-
-    @property
-    def tier(self) -> str:
-        """`cpu` or `gpu`."""
-
-    @property
-    def kind(self) -> str:
-        """`llama.cpp` or `openai`."""
-
-    @property
-    def written_hint(self) -> float | None:
-        """Its speed relative to other nodes, as guessed by the operator; None: not guessed."""
-
-
-class RatedNode(Protocol):
-    """A node, as far as its speed is compared with that of others."""
-
-    @property
-    def spec(self) -> RatedSpec:
-        """Its entry in the inventory."""
-
-    @property
-    def speed(self) -> Speed:
-        """Its known speed."""
-
-    @property
-    def public_models(self) -> frozenset[str]:
-        """The models that it serves, by the names that clients use."""
-
-
-def compare_speeds(nodes: Iterable[RatedNode]) -> None:
-    """Set every node's assumed speed: the best that similar nodes show.
-
-    Similar nodes serve the same models in the same tier and are of the same kind. Where none shows
-    its speed, the best of the catalogue is assumed. A node with a hint is assumed to be so many
-    times as fast as the best of them, each divided by its own hint, so that hints and measurements
-    are on one scale.
-    """
-    groups: dict[tuple[frozenset[str], str, str], list[RatedNode]] = defaultdict(list)
-    for node in nodes:
-        groups[node.public_models, node.spec.tier, node.spec.kind].append(node)
-    for (_, tier, _), group in groups.items():
-        usual = CPU_PRIOR if tier == "cpu" else GPU_PRIOR
-        best = _best_shown([(node.speed, 1.0) for node in group], usual)
-        unit = _best_shown([(node.speed, node.spec.written_hint or 1.0) for node in group], usual)
-        for node in group:
-            hint = node.spec.written_hint
-            if hint is None:
-                node.speed.set_prior(best)
-            else:
-                node.speed.set_prior(unit.scaled(hint), hinted=True)
-
-
-def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPrior:
-    """The best that answers or calibrations have shown, each divided by its factor."""
-    read = [
-        speed.expected_prefill_tps / factor
-        for speed, factor in speeds
-        if speed.prefill_tps or speed.calibrated
-    ]
-    wrote = [
-        (speed.token_base * factor, speed.token_step * factor)
-        for speed, factor in speeds
-        if speed.decode_tps or speed.calibrated
-    ]
-    return SpeedPrior(
-        max(read, default=usual.prefill_tps),
-        *min(wrote, default=(usual.token_base, usual.token_step)),
-    )
 
 
 LEAST_SAMPLE_TOKENS = 2  # one token's time is mostly rounding and overhead

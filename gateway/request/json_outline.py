@@ -141,8 +141,8 @@ class JsonOutline(NamedTuple):
     media_spans: list[Span]  # Base64 of images and audio
     uncounted_media: int  # Further ones, beyond `MOST_MEDIA_FILES`
     uncounted_media_bytes: int  # Bytes of those
-    escape_count: int
-    unicode_escape_count: int  # escapes in all, and those of the form `\u0041`
+    escape_count: int  # Escapes in all
+    unicode_escape_count: int  # Those of the form `\u0041`
 
 
 def read_outline(
@@ -266,9 +266,16 @@ class OutlineScanner:
             )
         uncounted = self._uncounted
         return JsonOutline(
-            self._fields, self._depth, self._links, self._has_images, self._media,
-            len(uncounted), sum(uncounted), self._escapes, self._unicode_escapes,
-        )  # fmt: skip
+            fields=self._fields,
+            depth=self._depth,
+            links=self._links,
+            has_images=self._has_images,
+            media_spans=self._media,
+            uncounted_media=len(uncounted),
+            uncounted_media_bytes=sum(uncounted),
+            escape_count=self._escapes,
+            unicode_escape_count=self._unicode_escapes,
+        )
 
     def _check_chunk(self, start: int, end: int, state: int, brackets: bytes) -> int:
         """Check that the chunk is JSON in its place; return `end`. Raises: GatewayError 400."""

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import httptools
 
@@ -31,12 +31,12 @@ MOST_HEAD_BYTES = 64 * 1024
 BODY_HIGH_WATER = 256 * 1024  # unread bytes of body at which the socket is no longer read
 # If a reused connection breaks later than this after sending, the request reached the node.
 STALE_SECONDS = 1.0
-MOST_RELAYED_BYTES = 1024  # larger chunks are parsed; one with a token has some 300 bytes
+MOST_PASSED_BYTES = 1024  # larger chunks are parsed; one with a token has some 300 bytes
 # Work on what has come, up to twice as much in one turn of the event loop; once on what waited.
 TURN_SECONDS = 0.01
 # Gets what came where a chunk begins, and where the size line ends that fits all of it. It is one
 # chunk if it ends in CRLF, too. Returns whether it has dealt with it. It must not raise.
-Relay = Callable[[bytes, int], bool]
+PassChunk = Callable[[bytes, int], bool]
 # Parts of a limit that pass one after the other. However long the event loop is held up, one or two
 # of them pass, and the data that has come meanwhile is read before the next one ends.
 TIMEOUT_STEPS = 10
@@ -95,7 +95,49 @@ class TurnLimit:
                 self._schedule()
 
 
-class NodeConnection(asyncio.Protocol):
+class TurnBoundProtocol(asyncio.Protocol):
+    """A connection that leaves what comes behind its turn's limit to a later turn."""
+
+    __slots__ = ("_unreceived", "transport", "turn")
+
+    def __init__(self, turn: TurnLimit) -> None:
+        self.turn = turn
+        self.transport: Any = None
+        self._unreceived = b""  # has come, and waits for another turn
+
+    @property
+    def read_paused(self) -> bool:
+        """Whether its user has paused reading."""
+        raise NotImplementedError
+
+    def _receive(self, data: bytes) -> None:
+        """Work on what has come."""
+        raise NotImplementedError
+
+    def _hold(self, data: bytes) -> None:
+        """Leave `data` to a later turn, and read no more until then."""
+        if not self._unreceived:
+            self.turn.wait(self._receive_late)
+        # Each time, as its user may have resumed it meanwhile.
+        self.transport.pause_reading()
+        self._unreceived += data
+
+    def _receive_late(self) -> None:
+        """Receive what had to wait."""
+        data, self._unreceived = self._unreceived, b""
+        if not data:
+            return
+        transport = self.transport
+        try:
+            self._receive(data)
+        except BaseException:
+            transport.abort()  # As event loops do if `data_received` raises.
+            raise
+        if not (self.read_paused or transport.is_closing()):
+            transport.resume_reading()
+
+
+class NodeConnection(TurnBoundProtocol):
     """Sends one request at a time and reads its response, part by part.
 
     If it breaks in reuse, before the first byte and within `stale_seconds` of sending, it is a
@@ -104,10 +146,9 @@ class NodeConnection(asyncio.Protocol):
 
     __slots__ = (
         "_between_chunks", "_bodyless", "_error", "_framed", "_known", "_known_headers", "_loop",
-        "_made", "_made_for", "_parser", "_parts", "_paused", "_pending", "_relay", "_sent_at",
-        "_sink", "_stale_seconds", "_turn", "_unreceived", "_waiter", "alive", "complete",
-        "headers", "on_body", "on_wake", "received_bytes", "requests_sent", "reusable", "status",
-        "transport",
+        "_made", "_made_for", "_parser", "_parts", "_pass_chunk", "_paused", "_pending", "_sent_at",
+        "_sink", "_stale_seconds", "_waiter", "_whole_headers", "alive", "complete", "headers",
+        "on_body", "on_wake", "received_bytes", "requests_sent", "reusable", "status",
     )  # fmt: skip
 
     def __init__(
@@ -117,9 +158,8 @@ class NodeConnection(asyncio.Protocol):
         stale_seconds: float = STALE_SECONDS,
         turn: TurnLimit | None = None,
     ) -> None:
+        super().__init__(turn or TurnLimit())
         self._loop = loop
-        self._turn = turn or TurnLimit()
-        self._unreceived = b""  # has come, and waits for another turn
         self._stale_seconds = stale_seconds
         self.transport: asyncio.Transport | None = None
         self.alive = False
@@ -128,7 +168,7 @@ class NodeConnection(asyncio.Protocol):
         self.on_wake: Callable[[bool], None] | None = None
         """Called instead of a future when no task waits (`eager_task.Wakeable`)."""
         self._sink: Callable[[], bool] | None = None
-        self._relay: Relay | None = None
+        self._pass_chunk: PassChunk | None = None
         self._parts: list[bytes] = []
         # The parser calls this for every piece of a body: a C function is fastest.
         self.on_body = self._parts.append
@@ -137,6 +177,7 @@ class NodeConnection(asyncio.Protocol):
         self._known: KnownHead | None = None
         """That head, if its reply had status 200 and came in one read."""
         self._known_headers: Headers = []  # its headers, all but the length
+        self._whole_headers: tuple[int, Headers] = -1, []  # with a body of so many bytes
         self._made: bytes | None = None  # what `made_of_head` has made of it
         self._made_for: object = None
         self._clear()
@@ -258,22 +299,22 @@ class NodeConnection(asyncio.Protocol):
         """Close at once; unsent bytes are lost."""
         self.alive = False
         self._unreceived = b""
-        self._sink = self._relay = None
+        self._sink = self._pass_chunk = None
         if self.transport is not None:
             self.transport.abort()
 
     def wait_for_data(
-        self, sink: Callable[[], bool] | None = None, relay: Relay | None = None
+        self, sink: Callable[[], bool] | None = None, pass_chunk: PassChunk | None = None
     ) -> Awaitable[object]:
         """Done when more has come, or the end. Raises: UpstreamError, if nothing more can come.
 
         `sink` is called first when more has come, from within the event loop. While it returns
         True it has dealt with the data, and the waiter is not woken. At the end it must return
-        False. It must not raise. `relay` may take a chunk before it is parsed.
+        False. It must not raise. `pass_chunk` may take a chunk before it is parsed.
         """
         if self._error is not None:
             raise self._error
-        self._sink, self._relay = sink, relay
+        self._sink, self._pass_chunk = sink, pass_chunk
         if asyncio.current_task() is None:
             return self
         waiter = self._waiter = self._loop.create_future()
@@ -283,7 +324,7 @@ class NodeConnection(asyncio.Protocol):
         yield self
 
     def _wake(self) -> None:
-        self._sink = self._relay = None
+        self._sink = self._pass_chunk = None
         on_wake = self.on_wake
         if on_wake is not None:
             self.on_wake = None
@@ -314,44 +355,39 @@ class NodeConnection(asyncio.Protocol):
         self.alive = True
 
     def data_received(self, data: bytes) -> None:
-        if self._between_chunks and self._relay is not None and not self._turn.is_spent:
+        if self._between_chunks and self._pass_chunk is not None and not self.turn.is_spent:
             size = len(data)
-            if size < MOST_RELAYED_BYTES:
+            if size < MOST_PASSED_BYTES:
                 line = _SIZE_LINES[size]
-                if data.startswith(line) and self._relay(data, len(line)):
+                if data.startswith(line) and self._pass_chunk(data, len(line)):
                     return  # the parser would be where it was
         if self.complete or not self.requests_sent:
             # A response without a request: the connection can't be trusted.
             self.reusable = False
             self.close()
-        elif self._unreceived or self._turn.look(self._loop):
-            if not self._unreceived:
-                self._turn.wait(self._receive_late)
-            # Each time, as its reader may have resumed it meanwhile.
-            if not self._paused and self.transport is not None:
-                self.transport.pause_reading()
-            self._unreceived += data
+        elif self._unreceived or self.turn.look(self._loop):
+            self._hold(data)
             self._between_chunks = False  # no chunk overtakes these bytes
         else:
             self._receive(data)
 
-    def _receive_late(self) -> None:
-        """Receive what had to wait."""
-        data, self._unreceived = self._unreceived, b""
-        if not data:
-            return
-        self._receive(data)
-        transport = self.transport
-        if not self._paused and transport is not None and not transport.is_closing():
-            transport.resume_reading()
+    @property
+    def read_paused(self) -> bool:
+        """Whether too much of the body is unread."""
+        return self._paused
 
     def _receive(self, data: bytes) -> None:
         if self._known is not None and not self.received_bytes and not self._bodyless:
             body = self._known.match_body(data)
             if body is not None:
                 # A whole response with the known head has come.
+                size, headers = self._whole_headers
+                if size != len(body):
+                    size = len(body)
+                    headers = [(b"content-length", b"%d" % size), *self._known_headers]
+                    self._whole_headers = size, headers
                 self.received_bytes = len(data)
-                self.headers = [(b"content-length", b"%d" % len(body)), *self._known_headers]
+                self.headers = headers
                 self.status = 200
                 self.complete = self.reusable = self._framed = True
                 if body:
@@ -400,6 +436,7 @@ class NodeConnection(asyncio.Protocol):
         if whole and self.status == 200 and data.startswith(b" 200 ", len(b"HTTP/1.1")):
             self._known = KnownHead.from_message(data)
             self._known_headers = [f for f in self.headers if f[0] != b"content-length"]
+            self._whole_headers = -1, []
 
     def eof_received(self) -> bool:
         return False
@@ -461,11 +498,11 @@ class NodeConnection(asyncio.Protocol):
 
 def _size_lines() -> list[bytes]:
     """By the bytes of a whole chunk, the line that it begins with; `-` if there is none."""
-    lines = [b"-"] * MOST_RELAYED_BYTES
-    for size in range(1, MOST_RELAYED_BYTES):
+    lines = [b"-"] * MOST_PASSED_BYTES
+    for size in range(1, MOST_PASSED_BYTES):
         line = b"%x\r\n" % size
         whole = len(line) + size + len(b"\r\n")
-        if whole < MOST_RELAYED_BYTES:
+        if whole < MOST_PASSED_BYTES:
             lines[whole] = line
     return lines
 

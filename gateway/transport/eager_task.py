@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any, Protocol
+
+_ENDED: Any = object()  # in place of what the coroutine waits for
+_NO_STEPS: Iterator[Any] = iter(())
 
 
 class Wakeable(Protocol):
@@ -30,19 +33,25 @@ def ensure_task() -> Generator[None, None, None]:
 
 
 class EagerTask:
-    """Runs one coroutine, which must catch its own exceptions."""
+    """Runs one coroutine; what it raises goes to `failed`."""
 
-    __slots__ = ("_coroutine", "_task", "_tasks")
+    __slots__ = ("_coroutine", "_steps", "_task", "_tasks")
 
     def __init__(self, tasks: set[asyncio.Task[None]]) -> None:
         self._tasks = tasks  # holds the task, if one is needed
         self._task: asyncio.Task[None] | None = None
         self._coroutine: Coroutine[Any, Any, None] | None = None
+        self._steps: Iterator[Any] = _NO_STEPS
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it until it waits."""
-        self._coroutine = coroutine
+        self._coroutine, self._steps = coroutine, coroutine.__await__()
         self._step()
+
+    def failed(self, error: BaseException) -> None:
+        """The coroutine has raised `error`, or was cancelled."""
+        if not isinstance(error, asyncio.CancelledError):
+            raise error
 
     def run_in_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it as a task, from the next iteration of the event loop on."""
@@ -56,13 +65,16 @@ class EagerTask:
             self._task.cancel()
 
     def _step(self) -> None:
-        assert self._coroutine is not None
         try:
-            awaited = self._coroutine.send(None)
-        except (StopIteration, asyncio.CancelledError):
+            # Not `send`, which would raise an exception at the end.
+            awaited = next(self._steps, _ENDED)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - `failed` gets it
             self._coroutine = None
+            self.failed(error)
             return
-        if awaited is None:
+        if awaited is _ENDED:
+            self._coroutine = None
+        elif awaited is None:
             self._go_on_in_task()
         elif hasattr(awaited, "on_wake"):
             wakeable: Wakeable = awaited
@@ -89,3 +101,6 @@ class EagerTask:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._coroutine = None
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            self.failed(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ import structlog
 
 from gateway.events import (
     AttemptEnded,
+    EndedKind,
     EventBus,
     HookEnded,
     InventoryChanged,
@@ -24,12 +24,11 @@ from gateway.events import (
     SlotYielded,
     StreamResumed,
 )
-from gateway.terms import Priority
 from gateway.watch.logs import (
     LEVELS,
     Logs,
     escape_unprintable,
-    utc_timestamp,
+    utc_second,
 )
 
 # Outcomes of attempts that are no node's fault: logged at `debug` only.
@@ -47,7 +46,7 @@ _BAD_STATES = frozenset({"down", "ejected", "mute", "degraded"})
 def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.random) -> EventLog:
     """Log each event of `bus`. `draw`: a number from 0 to 1, for `EventLog.configure`."""
     event_log = EventLog(logs, draw)
-    bus.subscribe(RequestRecord, event_log.request)
+    bus.ended.read_by(event_log.request)
     bus.subscribe(AttemptEnded, event_log.attempt)
     bus.subscribe(StreamResumed, event_log.resumed)
     bus.subscribe(SlotYielded, event_log.yielded)
@@ -76,44 +75,32 @@ class EventLog:
         """
         self._share = share
 
-    def request(self, event: RequestRecord) -> None:
-        """The access log; a request that the gateway or a node failed is a warning."""
-        share = self._share
-        if share < 1 and (not share or (event.status < 500 and self._draw() >= share)):
-            return
-        level = "warning" if event.status >= 500 else "info"
-        if not self._logs.is_enabled_for(LEVELS[level]):
-            return
-        if self._logs.json:
-            # The only line of every request. Built here, it costs a tenth of structlog's chain.
-            self._logs.writer.write(access_log_line(event, level))
-            return
-        fields: dict[str, Any] = {
-            "id": escape_unprintable(event.x_request_id),
-            "path": escape_unprintable(event.path),
-            "status": event.status,
-            "class": event.priority.label,
-            "model": event.model,
-            "node": event.node,
-            "attempts": event.attempts,
-            "queue": round(event.queue_seconds, 4),
-            "ttft": None if event.ttft is None else round(event.ttft, 4),
-            "duration": round(event.duration_seconds, 4),
-            "prompt_tokens": event.prompt_tokens,
-            "cached_tokens": event.cached_tokens,
-            "completion_tokens": event.completion_tokens,
-            "stream": event.stream,
-            "caller": event.caller,
-        }
-        if event.reason is not None:
-            fields["reason"] = event.reason
-        if event.trace is not None:
-            fields["trace_id"] = event.trace.trace_id
-        self._write(level, "request", fields)
+    def request(self, kind: EndedKind) -> Callable[[RequestRecord], None]:
+        """What writes the access log's lines of requests of this kind.
+
+        A request that the gateway or a node failed is a warning.
+        """
+        failed = kind.status >= 500
+        level = "warning" if failed else "info"
+        number, template, logs = LEVELS[level], access_line_template(kind, level), self._logs
+
+        def write(record: RequestRecord) -> None:
+            share = self._share
+            if share < 1 and (not share or (not failed and self._draw() >= share)):
+                return
+            if number < logs.level:
+                return
+            if logs.json:
+                # The only line of every request. Built here, it costs a tenth of structlog's chain.
+                logs.writer.write(access_log_line(template, record))
+            else:
+                self._write(level, "request", access_log_fields(record))
+
+        return write
 
     def attempt(self, event: AttemptEnded) -> None:
         """An attempt that failed; the request may still succeed on another node."""
-        if event.outcome == "ok" and not self._logs.is_enabled_for(_DEBUG):
+        if event.outcome == "ok" and self._logs.level > _DEBUG:
             return
         fields: dict[str, Any] = {
             "id": event.x_request_id,
@@ -220,7 +207,7 @@ class EventLog:
             self._log("info", "settings changed", {})
 
     def _log(self, level: str, event: str, fields: dict[str, Any]) -> None:
-        if self._logs.is_enabled_for(LEVELS[level]):
+        if LEVELS[level] >= self._logs.level:
             self._write(level, event, fields)
 
     def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
@@ -230,69 +217,78 @@ class EventLog:
             structlog.get_logger().log(LEVELS[level], event, **fields)
 
 
-_ACCESS_LINE = (
-    b'{"timestamp":"%b","level":"%b","event":"request","id":%b,%b,"queue":%b,"ttft":%b,'
-    b'"duration":%.4f,"prompt_tokens":%d,"cached_tokens":%d,"completion_tokens":%d%b%b}\n'
-)
+def access_log_fields(record: RequestRecord) -> dict[str, Any]:
+    """What a request's line on a terminal tells."""
+    fields: dict[str, Any] = {
+        "id": escape_unprintable(record.x_request_id),
+        "path": escape_unprintable(record.path),
+        "status": record.status,
+        "class": record.priority.label,
+        "model": record.model,
+        "node": record.node,
+        "attempts": record.attempts,
+        "queue": round(record.queue_seconds, 4),
+        "ttft": None if record.ttft is None else round(record.ttft, 4),
+        "duration": round(record.duration_seconds, 4),
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "stream": record.stream,
+        "caller": record.caller,
+    }
+    if record.reason is not None:
+        fields["reason"] = record.reason
+    if record.trace is not None:
+        fields["trace_id"] = record.trace.trace_id
+    return fields
 
 
-def access_log_line(event: RequestRecord, level: str) -> bytes:
-    """A request's line as JSON; the part that many requests share is cached."""
-    return _ACCESS_LINE % (
-        utc_timestamp().encode(),
-        level.encode(),
-        _quoted(event.x_request_id),
-        _shared_fields(
-            event.path,
-            event.priority,
-            event.model,
-            event.node,
-            event.stream,
-            event.caller,
-            event.status,
-            event.attempts,
-        ),
-        b"%.4f" % event.queue_seconds if event.queue_seconds else b"0.0000",
-        b"null" if event.ttft is None else b"%.4f" % event.ttft,
-        event.duration_seconds,
-        event.prompt_tokens,
-        event.cached_tokens,
-        event.completion_tokens,
-        b"" if event.reason is None else b',"reason":' + _quoted(event.reason),
-        b"" if event.trace is None else b',"trace_id":"%b"' % event.trace.trace_id.encode(),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _shared_fields(
-    path: str,
-    priority: Priority,
-    model: str,
-    node: str | None,
-    stream: bool,  # noqa: FBT001 - part of the cache's key, like the others
-    caller: str,
-    status: int,
-    attempts: int,
-) -> bytes:
-    """Fields that are equal for many requests."""
-    return (
+def access_line_template(kind: EndedKind, level: str) -> bytes:
+    """The line of requests of this kind as JSON, but for what differs between them."""
+    fixed = (
         b'"path":%b,"class":"%b","model":%b,"node":%b,"stream":%b,"caller":%b,'
         b'"status":%d,"attempts":%d'
     ) % (
-        _quoted(path),
-        priority.label.encode(),
-        _quoted(model),
-        b"null" if node is None else _quoted(node),
-        b"true" if stream else b"false",
-        _quoted(caller),
-        status,
-        attempts,
+        _quoted(kind.path),
+        kind.priority.label.encode(),
+        _quoted(kind.model),
+        b"null" if kind.node is None else _quoted(kind.node),
+        b"true" if kind.stream else b"false",
+        _quoted(kind.caller),
+        kind.status,
+        kind.attempts,
     )
+    reason = b"" if kind.reason is None else b',"reason":' + _quoted(kind.reason)
+    return (
+        b'{"timestamp":"%%b.%%03dZ","level":"%b","event":"request","id":%%b,%b,"queue":%%b,"ttft":%%b,'
+        b'"duration":%%.4f,"prompt_tokens":%%d,"cached_tokens":%%d,"completion_tokens":%%d%b%%b}\n'
+    ) % (level.encode(), fixed.replace(b"%", b"%%"), reason.replace(b"%", b"%%"))
+
+
+def access_log_line(template: bytes, record: RequestRecord) -> bytes:
+    """A request's line as JSON; `template`: that of its kind."""
+    queue, ttft, trace = record.queue_seconds, record.ttft, record.trace
+    second, milliseconds = utc_second()
+    return template % (
+        second,
+        milliseconds,
+        _quoted(record.x_request_id),
+        b"%.4f" % queue if queue else b"0.0000",
+        b"null" if ttft is None else b"%.4f" % ttft,
+        record.duration_seconds,
+        record.prompt_tokens,
+        record.cached_tokens,
+        record.completion_tokens,
+        b"" if trace is None else b',"trace_id":"%b"' % trace.trace_id.encode(),
+    )
+
+
+_encode_text = msgspec.json.Encoder().encode
 
 
 def _quoted(text: str) -> bytes:
     """A text as a JSON string."""
-    return msgspec.json.encode(escape_unprintable(text))
+    return _encode_text(escape_unprintable(text))
 
 
 def _problems(error: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES
-from gateway.events import EventBus, RequestRecord
+from gateway.events import EndedKind, EventBus, RequestRecord
 
 STEP_SECONDS = 5.0  # Seconds of one step
 SPAN_SECONDS = 3600.0  # Seconds that are kept
@@ -89,7 +89,6 @@ class _Step:
     gpu: int = 0
     prompt: int = 0
     cached: int = 0
-    completion: int = 0
     cost: float = 0.0
     times: Counter[int] = field(default_factory=Counter)  # TTFTs by class
     models: dict[str, list[int]] = field(default_factory=dict)
@@ -115,7 +114,7 @@ class FleetHistory:
         self.step_seconds = step_seconds
         self.points: deque[HistoryPoint] = deque(maxlen=max(1, int(SPAN_SECONDS / step_seconds)))
         """The oldest first."""
-        self._flush = bus.flush
+        self._catch_up = bus.catch_up
         self._gpu_cost = gpu_cost
         self._step = _Step()
         self._recent: deque[_Step] = deque(maxlen=max(1, int(RECENT_SECONDS / step_seconds)))
@@ -124,7 +123,7 @@ class FleetHistory:
         self._closed_at: float | None = None
         self._served: deque[RequestRecord] = deque(maxlen=MOST_SERVED)
         self._unserved: deque[RequestRecord] = deque(maxlen=MOST_UNSERVED)
-        bus.subscribe(RequestRecord, self.finished)
+        bus.ended.read_by(self._reader_of, self._add)
 
     def restore(self, points: Iterable[HistoryPoint], now: float) -> None:
         """Put these points of an earlier process among the others; `now` is Unix time."""
@@ -133,55 +132,64 @@ class FleetHistory:
         self.points.clear()
         self.points.extend(whole[at] for at in recent)
 
-    def finished(self, event: RequestRecord) -> None:
-        """Count and keep a request that has ended."""
-        (self._served if event.attempts else self._unserved).append(event)
-        step = self._step
-        completion = event.completion_tokens
-        self._completion += completion
-        step.completion += completion
-        caller = event.caller
+    def _reader_of(self, kind: EndedKind) -> Callable[[RequestRecord], None]:
+        """What keeps the newest requests of this kind, and counts their times."""
+        keep = (self._served if kind.attempts else self._unserved).append
+        if not kind.timed:
+            return keep
+
+        def read(record: RequestRecord) -> None:
+            keep(record)
+            if record.ttft is not None:
+                self._step.times[_class_of(record.ttft)] += 1
+
+        return read
+
+    def _add(self, kind: EndedKind) -> None:
+        """Add the requests of this kind to the step."""
+        step, requests = self._step, kind.requests
+        self._completion += kind.completion
+        caller = kind.caller
         if caller not in step.callers and len(step.callers) >= MOST_CALLERS:
             caller = OTHER_CALLER
-        step.callers[caller] += 1
-        if event.status != CLIENT_CLOSED_STATUS:
-            step.requests += 1
-            if event.status in {429, 503}:
-                step.refused[event.reason or "refused"] += 1
-                if event.reason in LIMIT_CODES:
-                    step.limited[caller] += 1
-            elif event.status >= 500:
-                step.failed += 1
-                failure = (event.reason or f"status {event.status}", event.node or "")
+        step.callers[caller] += requests
+        if kind.status != CLIENT_CLOSED_STATUS:
+            step.requests += requests
+            if kind.status in {429, 503}:
+                step.refused[kind.reason or "refused"] += requests
+                if kind.reason in LIMIT_CODES:
+                    step.limited[caller] += requests
+            elif kind.status >= 500:
+                step.failed += requests
+                failure = (kind.reason or f"status {kind.status}", kind.node or "")
                 if failure in step.failures or len(step.failures) < MOST_FAILURES:
-                    step.failures[failure] += 1
-        if event.ttft is not None:
-            step.times[_class_of(event.ttft)] += 1
-        if event.tier is None:
+                    step.failures[failure] += requests
+        if kind.tier is None:
             return
-        step.served += 1
-        step.gpu += event.tier == "gpu"
-        step.prompt += event.prompt_tokens
-        step.cached += event.cached_tokens
-        step.cost += event.cost
-        if not (event.prompt_tokens or completion):
+        step.served += requests
+        if kind.tier == "gpu":
+            step.gpu += requests
+        step.prompt += kind.prompt
+        step.cached += kind.cached
+        step.cost += kind.cost
+        if not (kind.prompt or kind.completion):
             return
-        tokens = step.models.get(event.model)
+        tokens = step.models.get(kind.model)
         if tokens is None:
             if len(step.models) >= MOST_MODELS:
                 step.too_many_models = True
                 return
-            tokens = step.models[event.model] = [0, 0, 0]
-        tokens[0] += event.prompt_tokens
-        tokens[1] += event.cached_tokens
-        tokens[2] += completion
+            tokens = step.models[kind.model] = [0, 0, 0]
+        tokens[0] += kind.prompt
+        tokens[1] += kind.cached
+        tokens[2] += kind.completion
 
     def find(self, name: str) -> Iterator[RequestRecord]:
         """Ended requests of this id or `X-Request-ID`, the newest first in each of the two kinds.
 
         They have no text, as records have none.
         """
-        self._flush()
+        self._catch_up()
         for kind in (self._served, self._unserved):
             for one in reversed(kind):
                 if name in {one.request_id, one.x_request_id}:
@@ -189,7 +197,7 @@ class FleetHistory:
 
     def close_step(self, at: float, now: float, gauges: Gauges) -> HistoryPoint:
         """End the step; `at` is Unix time, `now` monotonic seconds."""
-        self._flush()
+        self._catch_up()
         step, self._step = self._step, _Step()
         self._recent.append(step)
         written = self._completion + gauges.completion_tokens
@@ -220,7 +228,7 @@ class FleetHistory:
 
     def recent(self) -> RecentTraffic:
         """What ended within the last minute, the step that runs included."""
-        self._flush()
+        self._catch_up()
         steps: Iterable[_Step] = (*self._recent, self._step)
         refused: Counter[str] = Counter()
         callers: Counter[str] = Counter()

@@ -59,34 +59,31 @@ class Logs:
         self.writer = writer
         self.json = json
         self._render = _render_json if json else _console_renderer(colours=colours)
-        self._level = logging.INFO
+        self.level = logging.INFO
+        """Lines from this level on are written, a number of `logging`."""
         self._handler = _StructlogHandler()
         self._replaced = logging.getLogger().handlers[:]
         self._levels = {name: logging.getLogger(name).level for name in ("", "gateway")}
 
     def configure(self, level: str) -> None:
         """Log from `level` on; called again when the settings change."""
-        self._level = LEVELS[level]
+        self.level = LEVELS[level]
         structlog.configure(
             processors=[_add_timestamp, _format_exc_info, _escape_values, self._render],
-            wrapper_class=structlog.make_filtering_bound_logger(self._level),
+            wrapper_class=structlog.make_filtering_bound_logger(self.level),
             logger_factory=lambda *_: _LineLogger(self.writer.write),
             cache_logger_on_first_use=False,
         )
         root = logging.getLogger()
         if self._handler not in root.handlers:
             root.handlers[:] = [self._handler]
-        root.setLevel(max(self._level, logging.WARNING))
-        logging.getLogger("gateway").setLevel(self._level)
+        root.setLevel(max(self.level, logging.WARNING))
+        logging.getLogger("gateway").setLevel(self.level)
         for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
             logger = logging.getLogger(name)
             logger.handlers.clear()
             logger.propagate = True
         logging.captureWarnings(capture=True)
-
-    def is_enabled_for(self, level: int) -> bool:
-        """Whether lines of this level (a number of `logging`) are written."""
-        return level >= self._level
 
     def write_json(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
         """Write a JSON line without structlog's chain; the caller has checked the level.
@@ -189,14 +186,21 @@ def _add_timestamp(_: object, method: str, event: EventDict) -> EventDict:
 
 def utc_timestamp() -> str:
     """UTC, ISO 8601, milliseconds."""
-    return _moment(int(time.time() * 1000))
+    second, milliseconds = utc_second()
+    return f"{second.decode()}.{milliseconds:03d}Z"
+
+
+def utc_second() -> tuple[bytes, int]:
+    """UTC, ISO 8601, without the milliseconds, which follow."""
+    now = time.time()
+    second = int(now)
+    return _format_second(second), int(now * 1000) - 1000 * second
 
 
 @lru_cache(maxsize=2)
-def _moment(milliseconds: int) -> str:
-    # Many lines are written within one millisecond.
-    seconds, rest = divmod(milliseconds, 1000)
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest:03d}Z"
+def _format_second(second: int) -> bytes:
+    # Many lines are written within one second.
+    return f"{datetime.fromtimestamp(second, UTC):%Y-%m-%dT%H:%M:%S}".encode()
 
 
 def _format_exc_info(_: object, __: str, event: EventDict) -> EventDict:

@@ -28,6 +28,7 @@ from gateway.events import (
     CALIBRATION_OUTCOMES,
     WEBHOOK_OUTCOMES,
     AttemptEnded,
+    EndedKind,
     EventBus,
     HookEnded,
     LimitReached,
@@ -373,7 +374,8 @@ class Metrics:
 
     def __init__(self, bus: EventBus, snapshot: Callable[[], MetricsSnapshot]) -> None:
         self._snapshot = snapshot
-        self._flush = bus.flush
+        self._catch_up = bus.catch_up
+        self._ended = bus.ended
         self._requests: dict[tuple[Priority, str, int], RequestCounts] = {}
         self._models: set[str] = set()
         self._attempts: dict[str, dict[str, int]] = {}
@@ -390,13 +392,11 @@ class Metrics:
         self._response = LabelledHistogram("model", "class", "tier", "outcome")
         self._first_token = LabelledHistogram("model", "class", "tier")
         self._wait = LabelledHistogram("model", "class", "tier")
-        self._alike: dict[tuple[Priority, str, int, str | None], _Alike] = {}
-        """The series of requests of models within the cap."""
         self._gen_ai = GenAiHistograms()
         self._with_gen_ai = False
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
-        bus.subscribe(RequestRecord, self.finished)
+        bus.ended.read_by(self._times_of, self._add)
         bus.subscribe(AttemptEnded, self.attempted)
         bus.subscribe(HookEnded, self.hook_ended)
         bus.subscribe(StreamResumed, self.resumed)
@@ -408,62 +408,53 @@ class Metrics:
 
     def configure(self, *, gen_ai: bool) -> None:
         """Count requests under OpenTelemetry's names too, or stop it."""
-        self._with_gen_ai = gen_ai
+        if gen_ai != self._with_gen_ai:
+            self._with_gen_ai = gen_ai
+            self._ended.forget_kinds()
 
-    def finished(self, event: RequestRecord) -> None:
-        """Count a request that has ended."""
-        alike = self._alike.get((event.priority, event.model, event.status, event.tier))
-        if alike is None:
-            alike = self._alike_to(event)
-        counts = alike.counts
-        counts.requests += 1
-        counts.prompt += event.prompt_tokens
-        counts.cached += event.cached_tokens
-        counts.completion += event.completion_tokens
-        alike.response.observe(event.duration_seconds)
-        if event.ttft is not None:
-            if alike.first_token is None:
-                alike.first_token = self._first_token.of(*alike.labels)
-            alike.first_token.observe(event.ttft)
-        if event.attempts or event.queue_seconds:
-            if alike.wait is None:
-                alike.wait = self._wait.of(*alike.labels)
-            alike.wait.observe(event.queue_seconds)
-        if event.overhead_seconds is not None:
-            self._overhead.observe(event.overhead_seconds)
-        if event.tier is not None:
-            self._cost[event.tier] = self._cost.get(event.tier, 0.0) + event.cost
-        if event.status == REFUSED_STATUS:
-            self._count_refusal(event.caller, event.reason or "unknown")
-        if self._with_gen_ai:
-            self._gen_ai.count(event)
-
-    def _alike_to(self, event: RequestRecord) -> _Alike:
-        """The series for the first event of its kind; models above the cap count as `other`."""
-        model, priority, status = event.model, event.priority, event.status
-        is_capped = model not in self._models and len(self._models) >= MOST_MODELS
-        if not is_capped:
-            self._models.add(model)
-        key = (priority, OTHER_LABEL if is_capped else model, status)
-        labelled = (model, priority.label, event.tier or NO_TIER)
-        alike = _Alike(
-            self._requests.setdefault(key, RequestCounts()),
+    def _times_of(self, kind: EndedKind) -> Callable[[RequestRecord], None]:
+        """What counts the times of the requests of this kind."""
+        labelled = (kind.model, kind.priority.label, kind.tier or NO_TIER)
+        times = _Times(
+            self._response.of(*labelled, outcome_of(kind.status)),
+            self._first_token.of(*labelled) if kind.timed else None,
+            self._wait,
             labelled,
-            self._response.of(*labelled, outcome_of(status)),
+            self._overhead,
         )
-        if not is_capped:
-            self._alike[(priority, model, status, event.tier)] = alike
-        return alike
+        if not self._with_gen_ai:
+            return times.observe
 
-    def _count_refusal(self, caller: str, reason: str) -> None:
-        key = (caller, reason)
-        if key not in self._refused and len(self._refused) >= MOST_REFUSED:
-            key = (OTHER_LABEL, reason)
-        self._refused[key] = self._refused.get(key, 0) + 1
+        def observe(record: RequestRecord) -> None:
+            times.observe(record)
+            self._gen_ai.count(record)
+
+        return observe
+
+    def _add(self, kind: EndedKind) -> None:
+        """Add the requests of this kind; models above the cap count as `other`."""
+        model = kind.model
+        if model not in self._models:
+            if len(self._models) < MOST_MODELS:
+                self._models.add(model)
+            else:
+                model = OTHER_LABEL
+        counts = self._requests.setdefault((kind.priority, model, kind.status), RequestCounts())
+        counts.requests += kind.requests
+        counts.prompt += kind.prompt
+        counts.cached += kind.cached
+        counts.completion += kind.completion
+        if kind.tier is not None:
+            self._cost[kind.tier] = self._cost.get(kind.tier, 0.0) + kind.cost
+        if kind.status == REFUSED_STATUS:
+            key = (kind.caller, kind.reason or "unknown")
+            if key not in self._refused and len(self._refused) >= MOST_REFUSED:
+                key = (OTHER_LABEL, key[1])
+            self._refused[key] = self._refused.get(key, 0) + kind.requests
 
     def counts_by_status(self) -> Iterator[tuple[int, RequestCounts]]:
         """Counts of requests that have ended, by status; a status may come several times."""
-        self._flush()
+        self._catch_up()
         for (_, _, status), counts in self._requests.items():
             yield status, counts
 
@@ -515,7 +506,7 @@ class Metrics:
 
         The state is that of the first steps, and counts are those at the time of their piece.
         """
-        self._flush()
+        self._catch_up()
         snapshot = self._snapshot()
         nodes = []
         for node in snapshot.nodes:
@@ -753,15 +744,41 @@ class LabelledHistogram:
         yield {}, total
 
 
-@dataclass(slots=True)
-class _Alike:
-    """What is counted of the requests of one model, class, status and tier, looked up once."""
+class _Times:
+    """The histograms of requests of one model, class, tier and outcome, looked up once."""
 
-    counts: RequestCounts
-    labels: tuple[str, str, str]  # Model, class and tier
-    response: Histogram
-    first_token: Histogram | None = None
-    wait: Histogram | None = None
+    __slots__ = ("_first_token", "_labels", "_overhead", "_response", "_wait", "_waits")
+
+    def __init__(
+        self,
+        response: Histogram,
+        first_token: Histogram | None,
+        waits: LabelledHistogram,
+        labelled: tuple[str, ...],
+        overhead: Histogram,
+    ) -> None:
+        self._response = response
+        self._first_token = first_token
+        self._wait: Histogram | None = None  # Looked up for the first that has waited
+        self._waits, self._labels = waits, labelled
+        self._overhead = overhead
+
+    def observe(self, record: RequestRecord) -> None:
+        """Count the times of one request."""
+        self._response.observe(record.duration_seconds)
+        if self._first_token is not None and record.ttft is not None:
+            self._first_token.observe(record.ttft)
+        waited = record.queue_seconds
+        if record.attempts or waited:
+            wait = self._wait
+            if wait is None:
+                wait = self._wait = self._waits.of(*self._labels)
+            if waited:
+                wait.observe(waited)
+            else:
+                wait.counts[0] += 1
+        if record.overhead_seconds is not None:
+            self._overhead.observe(record.overhead_seconds)
 
 
 # https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ advises these bounds; those

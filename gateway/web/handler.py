@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gateway import errors
 from gateway.api.base import Api, NumberedHeartbeats, ResponseRewriter
 from gateway.api.json_values import run_at_once
 from gateway.callers.callers import client_address
-from gateway.callers.meter import Meter, MeteredRequest
+from gateway.callers.limits import Reservation
+from gateway.callers.meter import Meter
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestRecord
@@ -38,7 +40,7 @@ from gateway.forward.in_flight import (
     PrefillProgress,
     SupersedingMap,
 )
-from gateway.http.body import (
+from gateway.http.body_memory import (
     PARSE_WORKING_BYTES,
     BodyAllocation,
     BodyMemory,
@@ -120,7 +122,7 @@ class RequestHandler:
     _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def serve(self, route: Route, exchange: HttpExchange) -> Awaitable[None]:
+    def serve(self, route: Route, exchange: HttpExchange) -> Coroutine[Any, Any, None]:
         """Serve one request to a routed path; cancelled when its client disconnects."""
         return _HandledRequest(self, route, exchange).serve()
 
@@ -158,7 +160,7 @@ class _HandledRequest:
         self.exchange = exchange
         self.config = handler.config
         self._context: RequestContext | None = None  # None: the caller is not known yet
-        self._metered: MeteredRequest | None = None  # None: it was not admitted
+        self._metered: Reservation | None = None  # None: it was not admitted
         self._in_flight: InFlightRequest | None = None
         self._edit_session: str | None = None
         """The editor's session, if a newer request of it supersedes this one."""
@@ -515,10 +517,11 @@ class _HandledRequest:
             record = self.record.finish(self.received_at, handler.clock())
             if self._metered is not None:
                 handler.meter.ended(self._metered, record)
+            else:
+                handler.bus.publish_deferred(record)
             tracing = handler.tracing
             if tracing is not None and tracing.active:
                 tracing.finished(self.request_id, record, self.exchange.headers, self.received_at)
-            handler.bus.publish_deferred(record)
 
     def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""

@@ -24,7 +24,7 @@ from gateway.api.json_values import (
     parse_json,
 )
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
-from gateway.http.body import body_parts, check_plain, content_length
+from gateway.http.body_memory import body_parts, check_plain, content_length
 from gateway.stored.batch_registry import BatchRegistry
 from gateway.stored.batch_rows import Batch, BatchProgress
 from gateway.stored.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RETRY_AFTER

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,74 +15,45 @@ import httpx
 import pytest
 import yaml
 
+from tests import gateway_processes
 from tests.cli.running import Ran, run
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection
+from tests.gateway_processes import LIMIT, Succession
 from tests.web.raw_client import HELLO, answer, request
 
 pytestmark = pytest.mark.slow
 
-START_LIMIT = 120.0
 STREAM = request({**HELLO, "stream": True})
-QUIET = {"health": {"interval": 0.2, "timeout": 30}}
 
 
-@dataclass(slots=True)
-class Process:
-    """A gateway that runs as `llama-gateway serve`."""
+async def get(gateway: Succession, path: str) -> int:
+    async with raw_connection(gateway.url) as wire:
+        await wire.send(request(b"", method="GET", path=path))
+        return (await answer(wire)).status
 
-    process: asyncio.subprocess.Process
-    url: str = ""
-    admin: str = ""
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    """What it has logged."""
 
-    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
-        self.process.send_signal(number)
+async def until_waiting(gateway: Succession, count: int) -> None:
+    """Wait until so many requests are queued."""
+    async with (
+        asyncio.timeout(LIMIT),
+        httpx.AsyncClient(base_url=gateway.admin_url, timeout=60) as client,
+    ):
+        while (await client.get("/admin/status")).json()["queue"]["normal"] != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
-    async def status(self) -> int:
-        """Its exit status, once it has ended."""
-        async with asyncio.timeout(START_LIMIT):
-            return await self.process.wait()
 
-    async def logged(self, event: str) -> dict[str, Any]:
-        """The first line of this event."""
-        async with asyncio.timeout(START_LIMIT):
-            while True:
-                for line in self.lines:
-                    if line["event"] == event:
-                        return line
-                assert self.process.returncode is None or not self.reading(), self.lines
-                await asyncio.sleep(0.01)
-
-    def reading(self) -> bool:
-        assert self.process.stderr is not None
-        return self.process.stderr.at_eof()
-
-    async def read(self) -> None:
-        assert self.process.stderr is not None
-        async for line in self.process.stderr:
-            self.lines.append(json.loads(line))
-
-    async def ready(self) -> None:
-        """Wait until it is ready."""
-        async with asyncio.timeout(START_LIMIT):
-            while (await self.get("/ready")) != 200:  # noqa: ASYNC110 - another process
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path, node: EmulatedNode, settings: Mapping[str, Any] | None = None, **more: Any
+) -> AsyncIterator[Succession]:
+    """A gateway over `node`, once it is ready."""
+    async with gateway_processes.serving(folder, node, settings=settings, **more) as gateway:
+        async with asyncio.timeout(LIMIT):
+            while (await get(gateway, "/ready")) != 200:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.02)
-
-    async def until_waiting(self, count: int) -> None:
-        """Wait until so many requests are queued."""
-        async with (
-            asyncio.timeout(START_LIMIT),
-            httpx.AsyncClient(base_url=self.admin, timeout=60) as client,
-        ):
-            while (await client.get("/admin/status")).json()["queue"]["normal"] != count:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
-    async def get(self, path: str) -> int:
-        async with raw_connection(self.url) as wire:
-            await wire.send(request(b"", method="GET", path=path))
-            return (await answer(wire)).status
+        yield gateway
+    assert not any("exception" in line or line["level"] == "error" for line in gateway.lines)
 
 
 def command(folder: Path, url: str, settings: Mapping[str, Any], *arguments: str) -> list[str]:
@@ -95,39 +63,6 @@ def command(folder: Path, url: str, settings: Mapping[str, Any], *arguments: str
     files = ["--nodes", str(nodes), "--config", str(config)]
     ports = ["--port", "0", "--admin-port", "0"]
     return [sys.executable, "-m", "gateway", "serve", *files, *ports, *arguments]
-
-
-def environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
-
-
-@contextlib.asynccontextmanager
-async def serving(
-    folder: Path,
-    node: EmulatedNode,
-    settings: Mapping[str, Any] | None = None,
-    more: Mapping[str, str] | None = None,
-) -> AsyncIterator[Process]:
-    """A ready gateway over `node`; it is killed if the test has not ended it."""
-    process = await asyncio.create_subprocess_exec(
-        *command(folder, node.url, {**QUIET, **(settings or {})}),
-        env={**environment(folder), **(more or {})},
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    found = Process(process)
-    reading = asyncio.create_task(found.read())
-    try:
-        listening = await found.logged("listening")
-        found.url, found.admin = listening["public"], listening["admin"]
-        await found.ready()
-        yield found
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        await reading
-    assert not any("exception" in line or line["level"] == "error" for line in found.lines)
 
 
 def refused(folder: Path, *arguments: str, settings: Mapping[str, Any]) -> Ran:
@@ -141,7 +76,7 @@ async def test_an_interrupt_shuts_the_gateway_down(tmp_path: Path) -> None:
         async with raw_connection(gateway.url) as idle:
             await idle.send(request({**HELLO, "max_tokens": 1}))
             assert (await answer(idle)).status == 200
-            gateway.signal(signal.SIGINT)
+            gateway.first.send_signal(signal.SIGINT)
             assert await idle.rest() == b"", "an idle connection is closed"
         assert await gateway.status() == 0
         assert [line["event"] for line in gateway.lines][-1] == "ended"
@@ -152,21 +87,21 @@ async def test_it_is_not_ready_but_serves_until_a_second_signal(
 ) -> None:
     settings = {"shutdown": {"delay": 600}}
     async with EmulatedNode() as node, serving(tmp_path, node, settings) as gateway:
-        gateway.signal()
-        await gateway.logged("shutting down")
-        assert await gateway.get("/ready") == 503
-        assert await gateway.get("/health") == 200
+        gateway.first.send_signal(signal.SIGTERM)
+        await gateway.until("shutting down")
+        assert await get(gateway, "/ready") == 503
+        assert await get(gateway, "/health") == 200
         async with raw_connection(gateway.url) as wire:
             await wire.send(request({**HELLO, "max_tokens": 1}))
             assert (await answer(wire)).status == 200, "new requests are still served"
-        gateway.signal()
+        gateway.first.send_signal(signal.SIGTERM)
         assert await gateway.status() == 1
 
 
 async def test_listeners_close_after_the_delay(tmp_path: Path) -> None:
     settings = {"shutdown": {"delay": 0.5}}
     async with EmulatedNode() as node, serving(tmp_path, node, settings) as gateway:
-        gateway.signal()
+        gateway.first.send_signal(signal.SIGTERM)
         assert await gateway.status() == 0
 
 
@@ -183,9 +118,9 @@ async def test_running_and_queued_requests_may_end(tmp_path: Path) -> None:
         await running.head()
         await running.some()
         await waiting.send(request({**HELLO, "max_tokens": 2}))
-        await gateway.until_waiting(1)
-        gateway.signal()
-        await gateway.logged("shutting down")
+        await until_waiting(gateway, 1)
+        gateway.first.send_signal(signal.SIGTERM)
+        await gateway.until("shutting down")
         with pytest.raises(OSError):  # noqa: PT012 - the listener closes a moment later
             while True:
                 async with raw_connection(gateway.url):
@@ -211,8 +146,8 @@ async def test_requests_that_outlast_the_grace_get_an_error(tmp_path: Path) -> N
         await running.head()
         await running.some()
         await waiting.send(request())
-        await gateway.until_waiting(1)
-        gateway.signal()
+        await until_waiting(gateway, 1)
+        gateway.first.send_signal(signal.SIGTERM)
         body = await running.rest()
         assert body.endswith(b"\n\n\r\n0\r\n\r\n"), "the stream was cut"
         assert b'"code":"shutting_down"' in body[-300:]
@@ -221,7 +156,7 @@ async def test_requests_that_outlast_the_grace_get_an_error(tmp_path: Path) -> N
         assert (refusal.status, refusal.code) == (503, "shutting_down")
         assert int(refusal.headers["retry-after"]) > 0
         assert await gateway.status() == 0
-        assert (await gateway.logged("the grace is over"))["ended"] == 2
+        assert (await gateway.until("the grace is over"))["ended"] == 2
         await node.until(lambda: node.busy == 0)
 
 
@@ -233,9 +168,9 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     ):
         await running.send(STREAM)
         await running.head()
-        gateway.signal()
-        await gateway.logged("shutting down")
-        gateway.signal()
+        gateway.first.send_signal(signal.SIGTERM)
+        await gateway.until("shutting down")
+        gateway.first.send_signal(signal.SIGTERM)
         assert await gateway.status() == 1
         await node.until(lambda: node.busy == 0)
 
@@ -248,20 +183,20 @@ async def test_systemd_is_notified(tmp_path: Path) -> None:
         heard: list[str] = []
 
         async def hear(until: str) -> None:
-            async with asyncio.timeout(START_LIMIT):
+            async with asyncio.timeout(LIMIT):
                 while until not in heard:
                     data = await asyncio.get_running_loop().sock_recv(sock, 4096)
                     heard.extend(data.decode().split("\n"))
 
         more = {"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "200000"}
-        async with EmulatedNode() as node, serving(tmp_path, node, more=more) as gateway:
+        async with EmulatedNode() as node, serving(tmp_path, node, environment=more) as gateway:
             await hear("READY=1")
             assert any(line.startswith("STATUS=") for line in heard)
             heard.clear()
             for _ in range(3):
                 await hear("WATCHDOG=1")
                 heard.clear()
-            gateway.signal()
+            gateway.first.send_signal(signal.SIGTERM)
             await hear("STOPPING=1")
             assert await gateway.status() == 0
 
@@ -281,23 +216,18 @@ def test_a_port_in_use_is_reported_with_the_remedy(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "hint"),
+    ("arguments", "settings", "hints"),
     [
-        (("--host", "0.0.0.0"), "--allow-anonymous"),
-        (("--admin-host", "0.0.0.0"), "--admin-key-file"),
-        (("--admin-host", "0.0.0.0", "--admin-key-file", "missing.key"), "missing.key"),
+        (("--host", "0.0.0.0"), {}, ["--allow-anonymous"]),
+        (("--admin-host", "0.0.0.0"), {}, ["--admin-key-file"]),
+        (("--admin-host", "0.0.0.0", "--admin-key-file", "missing.key"), {}, ["missing.key"]),
+        ((), {"listn": {"port": 1}}, ["gateway.yaml:1", "listen"]),
     ],
 )
-def test_a_public_address_needs_keys(tmp_path: Path, arguments: tuple[str, ...], hint: str) -> None:
-    ran = refused(tmp_path, *arguments, settings={})
+def test_a_public_address_without_keys_and_invalid_settings_are_refused_with_the_remedy(
+    tmp_path: Path, arguments: tuple[str, ...], settings: dict[str, Any], hints: list[str]
+) -> None:
+    ran = refused(tmp_path, *arguments, settings=settings)
     assert ran.status == 2
-    assert hint in ran.err
-    assert "Traceback" not in ran.err
-
-
-def test_invalid_settings_are_reported_with_their_line(tmp_path: Path) -> None:
-    ran = refused(tmp_path, settings={"listn": {"port": 1}})
-    assert ran.status == 2
-    assert "gateway.yaml:1" in ran.err
-    assert "listen" in ran.err
+    assert all(hint in ran.err for hint in hints)
     assert "Traceback" not in ran.err

@@ -9,7 +9,6 @@ Two cores are used: the proxy has one to itself, and this process, which is both
 upstream and the load, has the other. Every answer is checked; a sample with errors is invalid.
 
     python -m tests.bench.dataplane --quick                          seconds; figures mean little
-    python -m tests.bench.dataplane --only chunk --targets gateway --perf      for a profile
     python -m tests.bench.dataplane --markdown docs/performance.md --json bench.json
 
 While many streams run, the turns of the gateway's event loop are measured, too
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine.print_facts(facts, progress)
     setting = report.Setting(command, facts, sizes, rounds)
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
-    run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress, perf=options.perf)
+    run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress)
     results = Results(machine.run_beside(run.samples(), cores))
     tables = report.tables(results, scenarios, names)
     sys.stdout.write(tables)
@@ -78,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.markdown:
         facts |= {"rounds": str(rounds)}
         report.write_between_markers(options.markdown, report.page(command, facts, tables))
-    if not options.perf:
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
     return 0
 
 
@@ -108,7 +106,6 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Si
         type=Path,
         help="write the tables between the markers of this page, if every sample is valid",
     )
-    add("--perf", action="store_true", help="perf record each proxy while it is measured")
     options = parser.parse_args(words)
     sizes = QUICK if options.quick else Sizes()
     if options.streams:
@@ -136,7 +133,6 @@ class Run:
     core: int
     folder: Path
     progress: Console
-    perf: bool = False
 
     async def samples(self) -> list[Sample]:
         """Measure. Each sample starts its target anew; no other target runs meanwhile."""
@@ -167,7 +163,6 @@ class Run:
     ) -> Sample:
         folder = self.folder / f"{scenario.name}-{target.name}-{round_}"
         folder.mkdir()
-        perf = folder / "perf.data" if self.perf else None
         turns = None
         if scenario.watches_turns and target.name == report.OURS:
             turns = Children(folder / "turns")
@@ -175,7 +170,7 @@ class Run:
             target = _watched(target, turns.folder)
         try:
             async with running(target, folder, upstream.ports, self.core) as proxy:
-                subject = RunningTarget(proxy.address, proxy.pid, upstream, perf, turns)
+                subject = RunningTarget(proxy.address, proxy.pid, upstream, turns)
                 figures, outcome = await scenario.run(subject, self.sizes)
         except (TargetError, OSError) as error:
             return Sample(scenario.name, target.name, round_, {}, 1, str(error))
@@ -202,8 +197,6 @@ class Run:
         if "longest_turn_ms" in seen:
             line += f", longest turn {number(seen['longest_turn_ms'])} ms"
             line += f", {seen['long_turns']:.0f} above 50 ms"
-        if self.perf:
-            line += f", {self.folder / f'{scenario.name}-{sample.target}-{sample.round}'}"
         self.progress.print(line, markup=False)
 
 

@@ -7,7 +7,10 @@ finds the same as in production.
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
+
+from tests.emulator import EmulatedNode, info_endpoints
 
 MODEL = "demo"
 CONTEXT = 4096  # context of a slot, in tokens, that the emulated node reports
@@ -182,47 +185,10 @@ NOT_FOUND = plain_response(
 
 def info_responses(slots: int) -> dict[bytes, bytes]:
     """Responses to a gateway's requests for the node's state and properties, by path."""
-    meta = {"n_ctx": CONTEXT, "n_ctx_train": CONTEXT, "n_params": 1, "size": 1, "n_vocab": 512}
+    node = EmulatedNode(
+        slots=slots, context=CONTEXT, context_train=CONTEXT, model=MODEL, clock=time.monotonic
+    )
     return {
-        b"/health": plain_response(compact({"status": "ok"})),
-        b"/props": plain_response(
-            compact(
-                {
-                    "default_generation_settings": {"id": 0, "n_ctx": CONTEXT, "params": {}},
-                    "total_slots": slots,
-                    "model_alias": MODEL,
-                    "model_path": "demo.gguf",
-                    "modalities": {"vision": False, "audio": False},
-                    "endpoint_slots": True,
-                    "endpoint_props": True,
-                    "endpoint_metrics": True,
-                    "chat_template": "",
-                    "build_info": "b0-unknown",
-                }
-            )
-        ),
-        b"/slots": plain_response(
-            compact(
-                [
-                    {"id": i, "n_ctx": CONTEXT, "speculative": False, "is_processing": False}
-                    for i in range(slots)
-                ]
-            )
-        ),
-        b"/v1/models": plain_response(
-            compact(
-                {
-                    "object": "list",
-                    "data": [
-                        {
-                            "id": MODEL,
-                            "object": "model",
-                            "created": _CREATED,
-                            "owned_by": "llamacpp",
-                            "meta": meta,
-                        }
-                    ],
-                }
-            )
-        ),
+        path.encode(): plain_response(compact(answer(node, "")))
+        for path, answer in info_endpoints.GETS.items()
     }

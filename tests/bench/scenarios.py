@@ -7,14 +7,12 @@ import contextlib
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from zlib import crc32
 
 from tests.bench import node_replies
@@ -34,7 +32,6 @@ class RunningTarget:
     address: Address
     pid: int | None
     upstream: Upstream
-    perf: Path | None = None  # the file for the samples of `perf record`
     turns: Children | None = None  # what the watch of its event loop reports
 
 
@@ -74,16 +71,15 @@ async def measuring(subject: RunningTarget) -> AsyncIterator[Measurement]:
     if subject.turns is not None:
         subject.turns.take()  # those of its start
     opened = subject.upstream.counters.connections
-    with _recording(subject):
-        proxy = cpu_seconds(subject.pid) if subject.pid else 0.0
-        waited = waited_seconds(os.getpid())  # the proxy is a child of this process
-        load, wall = time.process_time(), time.perf_counter()
-        yield measured
-        measured.load = time.process_time() - load
-        measured.wall = time.perf_counter() - wall
-        measured.waited = waited_seconds(os.getpid()) - waited
-        await asyncio.sleep(SETTLE)
-        measured.proxy = cpu_seconds(subject.pid) - proxy if subject.pid else 0.0
+    proxy = cpu_seconds(subject.pid) if subject.pid else 0.0
+    waited = waited_seconds(os.getpid())  # the proxy is a child of this process
+    load, wall = time.process_time(), time.perf_counter()
+    yield measured
+    measured.load = time.process_time() - load
+    measured.wall = time.perf_counter() - wall
+    measured.waited = waited_seconds(os.getpid()) - waited
+    await asyncio.sleep(SETTLE)
+    measured.proxy = cpu_seconds(subject.pid) - proxy if subject.pid else 0.0
     measured.connections = subject.upstream.counters.connections - opened
     if subject.turns is not None:
         turns = [one for one in subject.turns.take() if one.kind == "turn"]
@@ -92,20 +88,6 @@ async def measuring(subject: RunningTarget) -> AsyncIterator[Measurement]:
         measured.extra["long_turns"] = len(long)
         if long:
             sys.stderr.write(table(long))
-
-
-@contextlib.contextmanager
-def _recording(subject: RunningTarget) -> Iterator[None]:
-    if subject.perf is None or subject.pid is None:
-        yield
-        return
-    command = ["perf", "record", "-q", "-g", "-F", "999", "-p", str(subject.pid)]
-    recorder = subprocess.Popen([*command, "-o", str(subject.perf)])
-    try:
-        yield
-    finally:
-        recorder.terminate()
-        recorder.wait()
 
 
 LIMIT = 120.0  # seconds after which an unfinished load is an error

@@ -103,7 +103,7 @@ class GatewayWorker:
         assert self._running is not None
         gateway = self._running.gateway
         until = time.monotonic() + limit
-        while _nonzero_counters(self._running) and time.monotonic() < until:  # noqa: ASYNC110
+        while _held(self._running) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         gateway.bus.flush()
         # Connections close in later iterations of the event loop. Polls are counted, not seconds,
@@ -149,7 +149,7 @@ class GatewayWorker:
         """Counters that are not zero, tasks, descriptors, memory, and live request objects."""
         gc.collect()
         return {
-            "counts": {} if self._running is None else _nonzero_counters(self._running),
+            "counts": {} if self._running is None else _held(self._running),
             "tasks": sorted(
                 task.get_name()
                 for task in asyncio.all_tasks()
@@ -165,21 +165,11 @@ class GatewayWorker:
         self._loop_errors.append(f"{context.get('message')}: {context.get('exception')!r}"[:500])
 
 
-def _nonzero_counters(running: Running) -> dict[str, Any]:
-    gateway = running.gateway
-    counts: dict[str, Any] = {
-        "requests": len(gateway.registry),
-        "waiting": len(gateway.scheduler.queue_positions()),
-        "buffered": gateway.handler.body_memory.total_bytes,
-        "watched": len(gateway.timeout_monitor),
-        "reclaiming": [
-            task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("reclaim")
-        ],
-    }
-    for node in gateway.fleet.nodes.values():
-        counts[f"leased by {node.name}"] = node.leased
-        counts[f"leases of {node.name}"] = len(node.leases)
-    return {name: value for name, value in counts.items() if value}
+def _held(running: Running) -> dict[str, Any]:
+    """What is held for requests, and the tasks that look whether a slot has become free."""
+    tasks = [task.get_name() for task in asyncio.all_tasks()]
+    reclaiming = [name for name in tasks if name.startswith("reclaim")]
+    return {**running.held(), **({"reclaiming": reclaiming} if reclaiming else {})}
 
 
 def _rss() -> int:

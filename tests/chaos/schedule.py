@@ -56,8 +56,6 @@ EMULATOR_FAULTS = ("once", "standing", "kill", "process", "stop", "loading", "re
 SERVER_FAULTS = ("link", "process", "stop")
 """Kinds of faults of real servers."""
 GATEWAY_FAULTS = ("remove", "change", "bad inventory", "settings", "reload", "drain", "full disk")
-PROCESS_FAULTS = ("descriptors", "clock")
-"""Faults of the gateway's own process; `make test` leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,6 @@ class ScheduledFault:
     node: str = ""
     lasts: float = 0.0
     detail: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        words = " ".join(f"{key}={value}" for key, value in self.detail.items())
-        lasts = f" for {self.lasts:.2f} s" if self.lasts else ""
-        return f"{self.at:6.2f} {self.kind} {self.node} {words}{lasts}".rstrip()
 
 
 def schedule(

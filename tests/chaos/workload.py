@@ -12,7 +12,6 @@ from tests.emulator.language_model import WORDS
 
 EMULATED_MODEL = "words"
 REAL_MODEL = "demo"
-EMBEDDING_SIZE = 16
 
 MAX_TOKENS_FIELDS: dict[str, str] = {
     "/v1/chat/completions": "max_tokens",
@@ -55,7 +54,7 @@ def emulated_request(rng: random.Random, *, seed: str) -> WorkloadRequest:
     words = " ".join(rng.choices(WORDS, k=rng.choice((2, 5, 20, 60))))
     prompt = f"{seed} {rng.getrandbits(32):x} {words}"
     if rng.random() < 0.1:
-        vector = tuple(expected_embedding(prompt, EMBEDDING_SIZE))
+        vector = tuple(expected_embedding(prompt))
         return WorkloadRequest(
             EMBEDDINGS, {"model": EMULATED_MODEL, "input": prompt}, "", vector=vector
         )

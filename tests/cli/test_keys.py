@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import os
-import socket
 import sqlite3
 import stat
 from collections.abc import Awaitable, Callable
@@ -22,18 +21,13 @@ from gateway.config.settings import load_settings
 from tests.cli.running import Ran, run, run_process
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
+from tests.processes import free_port
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
 
 OWN = new_key("own")
 
 SETTINGS: dict[str, Any] = {"keys": [{"id": OWN.id, "sha256": OWN.sha256, "name": "owner"}]}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture

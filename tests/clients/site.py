@@ -66,20 +66,9 @@ class Site:
         """Slots in use by node."""
         return {node.name: node.leased for node in self.gateway.fleet.nodes.values()}
 
-    @property
-    def idle(self) -> bool:
-        """Whether every counter is at zero."""
-        gateway = self.gateway
-        return (
-            not any(self.leased.values())
-            and not len(gateway.registry)
-            and not gateway.scheduler.queue_positions()
-            and not gateway.handler.body_memory.total_bytes
-        )
-
     async def until_idle(self, limit: float = 60.0) -> None:
-        """Wait until every counter is at zero."""
-        await until(lambda: self.idle, limit)
+        """Wait until nothing is held for requests."""
+        await until(lambda: not self.running.held(), limit, self.running.held)
 
 
 @asynccontextmanager

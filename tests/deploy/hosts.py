@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -290,15 +289,3 @@ def _run(*command: str, check: bool = True) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if check and done.returncode != 0:
         raise HostError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def main() -> None:
-    """`python -m tests.deploy.hosts NAME...`: run hosts to try a playbook on, until Ctrl-C."""
-    with contextlib.suppress(KeyboardInterrupt), running_hosts(sys.argv[1:] or ["h1"]) as hosts:
-        for host in hosts.hosts.values():
-            print(f"{host.name} {host.address}: {' '.join(host.ssh())}", flush=True)
-        signal.pause()
-
-
-if __name__ == "__main__":
-    main()

@@ -99,16 +99,3 @@ def _complete(text: str) -> bool:
     return any(
         choice.get("finish_reason") for chunk in chunks for choice in chunk.get("choices", [])
     ) and not any("error" in chunk for chunk in chunks)
-
-
-def main() -> None:
-    """`python -m tests.deploy.load URL SECONDS`: load a fleet for so long, print the result."""
-    import sys
-
-    with DeployLoad(sys.argv[1]) as load:
-        time.sleep(float(sys.argv[2]))
-    print(load.answered, "answered,", len(load.failures), "failed", load.failures[:5])
-
-
-if __name__ == "__main__":
-    main()

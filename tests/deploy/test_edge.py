@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from tests.deploy.control import PLAYBOOKS, ansible_programs
+from tests.processes import free_port
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
 
@@ -193,12 +194,6 @@ def render(folder: Path, upstream: int, settings: dict[str, Any]) -> None:
         check=True,
         timeout=200,
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
 
 
 def wait_for_port(port: int) -> None:

@@ -1,6 +1,6 @@
-"""The admin interface of a node, for other processes: `POST /__faults`, `GET /__stats`.
+"""The admin interface of a node, for other processes: `POST /__faults`.
 
-No fault applies to these two paths. They answer on the node's own port and, since that one may
+No fault applies to this path. It answers on the node's own port and, since that one may
 refuse connections, on a second listener (`AdminServer.listen`).
 """
 
@@ -67,9 +67,8 @@ class AdminServer:
         self, connection: Connection, request: ReceivedRequest, response: Response
     ) -> None:
         try:
-            if request.path == "/__faults":
-                await self._execute(read_json(request.body))
-            await response.plain(200, to_json(self.stats()))
+            await self._execute(read_json(request.body))
+            await response.plain(200, b"{}")
         except RefusedError as refused:
             await response.plain(refused.status, to_json(refused.value))
         finally:
@@ -102,21 +101,3 @@ class AdminServer:
                     raise bad_request(f"no command {other!r}")
         except (TypeError, ValueError) as error:
             raise bad_request(str(error)) from None
-
-    def stats(self) -> dict[str, Any]:
-        """The node's counters."""
-        node = self.node
-        return {
-            "requests": node.requests,
-            "control_requests": node.control_requests,
-            "connections_opened": node.connections_opened,
-            "connections": node.connections,
-            "busy": node.busy,
-            "peak_busy": node.peak_busy,
-            "queued": node.queued,
-            "faults_fired": node.faults.fired,
-            "tokens": node.engine.tokens,
-            "prompt_tokens": node.engine.prompt_tokens,
-            "cached_tokens": node.engine.cached_tokens,
-            "failures": [repr(failure) for failure in node.failures],
-        }

@@ -13,11 +13,13 @@ from tests.emulator.generation import Engine
 from tests.emulator.language_model import count_tokens
 from tests.emulator.request_body import RefusedError, bad_request, raw_prompts
 
+EMBEDDING_SIZE = 16
 
-def expected_embedding(text: str, size: int) -> list[float]:
+
+def expected_embedding(text: str) -> list[float]:
     """The embedding of a text: a unit vector."""
     numbers = random.Random(crc32(text.encode(errors="replace")))
-    vector = [numbers.uniform(-1, 1) for _ in range(size)]
+    vector = [numbers.uniform(-1, 1) for _ in range(EMBEDDING_SIZE)]
     norm = math.sqrt(sum(x * x for x in vector))
     return [x / norm for x in vector]
 
@@ -28,14 +30,14 @@ def expected_score(query: str, document: str) -> float:
 
 
 async def embeddings(
-    engine: Engine, body: dict[str, Any], size: int, *, native: bool
+    engine: Engine, body: dict[str, Any], *, native: bool
 ) -> dict[str, Any] | list[Any]:
     inputs = body.get("input", body.get("content"))
     if inputs is None:
         raise bad_request('"input" or "content" must be provided')
     texts = raw_prompts(inputs)
     tokens = await _read(engine, texts)
-    vectors = [expected_embedding(text, size) for text in texts]
+    vectors = [expected_embedding(text) for text in texts]
     if native:
         return [{"index": i, "embedding": [vector]} for i, vector in enumerate(vectors)]
     packed = body.get("encoding_format") == "base64"
@@ -43,7 +45,7 @@ async def embeddings(
     for i, vector in enumerate(vectors):
         row: dict[str, Any] = {"embedding": vector, "index": i, "object": "embedding"}
         if packed:
-            raw = struct.pack(f"<{size}f", *vector)
+            raw = struct.pack(f"<{EMBEDDING_SIZE}f", *vector)
             row |= {"embedding": base64.b64encode(raw).decode(), "encoding_format": "base64"}
         rows.append(row)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}

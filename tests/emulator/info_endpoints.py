@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tests.emulator.apis.sampling import SAMPLING
+from tests.emulator.embeddings import EMBEDDING_SIZE
 from tests.emulator.language_model import BEGIN_TOKEN, count_tokens, detokenize, tokenize
 from tests.emulator.request_body import RefusedError, chat_prompt, messages_prompt
 
@@ -120,7 +121,7 @@ def meta(node: EmulatedNode) -> Body:
         "n_vocab": 576,
         "n_ctx": node.context,
         "n_ctx_train": node.context_train,
-        "n_embd": node.embedding_size,
+        "n_embd": EMBEDDING_SIZE,
         "n_params": 794240,
         "size": 3176960,
         "ftype": "all F32",

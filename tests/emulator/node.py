@@ -90,7 +90,6 @@ class EmulatedNode:
         load_seconds: float = 0.0,
         endpoint_slots: bool = True,
         progress: bool = True,
-        embedding_size: int = 16,
         api_key: str | None = None,
         build: str = "b0-unknown",
         keepalive_seconds: float = 5.0,
@@ -140,7 +139,6 @@ class EmulatedNode:
         self.audio = audio
         self.endpoint_slots = endpoint_slots
         self.progress = progress  # whether it knows `return_progress`
-        self.embedding_size = embedding_size
         self.api_key = api_key
         self.build = build
         self.keepalive_seconds = keepalive_seconds
@@ -403,8 +401,7 @@ class EmulatedNode:
         body = read_json(request.body)
         if path in _EMBEDDINGS:
             native = path == "/embedding"
-            size = self.embedding_size
-            value: Any = await embeddings.embeddings(self.engine, body, size, native=native)
+            value: Any = await embeddings.embeddings(self.engine, body, native=native)
             await response.plain(200, to_json(value))
         elif path in _RERANKS:
             await response.plain(200, to_json(await embeddings.rerank(self.engine, body)))

@@ -31,7 +31,6 @@ def test_a_process_executes_commands_even_while_it_refuses_connections() -> None
 
         assert "there are: hang" in command(do="set", kind="rset").json()["error"]["message"]
         assert "no command" in command(do="dance").json()["error"]["message"]
-        assert client.post(node.url + "/__faults", json={"do": "clear"}).json()["requests"] == 2
 
         command(do="kill")
         with pytest.raises(httpx.ConnectError):
@@ -40,8 +39,6 @@ def test_a_process_executes_commands_even_while_it_refuses_connections() -> None
         assert client.get(node.url + "/health").status_code == 503
         command(do="loading", on=False)
         assert client.get(node.url + "/health").status_code == 200
-        stats = client.get(node.admin_url + "/__stats").json()
-        assert (stats["requests"], stats["faults_fired"], stats["failures"]) == (2, 1, [])
 
         node.process.send_signal(signal.SIGTERM)
         assert node.process.wait(LIMIT) == 0

@@ -125,7 +125,6 @@ def _node(stack: ExitStack, slots: int) -> str:
 def _gateway(
     stack: ExitStack, folder: Path, nodes: list[str], keys: Mapping[str, ApiKey]
 ) -> tuple[str, str, subprocess.Popen[str]]:
-    ports = _free_ports(2)
     specs = [{"name": f"node-{number}", "url": node} for number, node in enumerate(nodes)]
     right, limited = ({"id": key.id, "sha256": key.sha256} for key in keys.values())
     limits = {"tpm": 20_000, "concurrency": 1, "prompt_tokens": 100, "completion_tokens": 5}
@@ -144,21 +143,24 @@ def _gateway(
     (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
     command = [
         *(sys.executable, "-m", "gateway", "serve", "--nodes", "nodes.yaml"),
-        *("--config", "gateway.yaml", "--port", str(ports[0]), "--admin-port", str(ports[1])),
+        *("--config", "gateway.yaml", "--port", "0", "--admin-port", "0"),
     ]
     log = stack.enter_context((folder / "gateway.log").open("ab"))
     environment = {**os.environ, "STATE_DIRECTORY": str(folder / "state")}
     environment |= watched(reports_folder(folder), str(Path.cwd()))
     process = _start(stack, command, cwd=folder, stdout=log, stderr=log, env=environment)
-    url, admin_url = (f"http://127.0.0.1:{port}" for port in ports)
     until = time.monotonic() + START_SECONDS
     while True:
-        assert process.poll() is None, (folder / "gateway.log").read_text()
-        try:
-            if requests.get(f"{url}/ready", timeout=5).status_code == 200:
-                return url, admin_url, process
-        except requests.ConnectionError:
-            pass
+        log_text = (folder / "gateway.log").read_text()
+        assert process.poll() is None, log_text
+        lines = [
+            json.loads(line) for line in log_text.splitlines(keepends=True) if line[-1:] == "\n"
+        ]
+        for line in lines:
+            if line["event"] == "listening":
+                url, admin_url = line["public"], line["admin"]
+                if requests.get(f"{url}/ready", timeout=5).status_code == 200:
+                    return url, admin_url, process
         assert time.monotonic() < until, "the gateway is not ready"
         time.sleep(0.1)
 
@@ -168,17 +170,6 @@ def _start(stack: ExitStack, command: list[str], **options: Any) -> subprocess.P
     stack.callback(process.wait, 30)
     stack.callback(process.terminate)
     return process
-
-
-def _free_ports(count: int) -> list[int]:
-    import socket
-
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
 class Fuzzer:

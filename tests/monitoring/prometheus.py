@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 from asyncio.subprocess import DEVNULL, STDOUT
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ import yaml
 
 from tests.gateways import NO_TLS
 from tests.polling import eventually
+from tests.processes import free_port
 
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None,
@@ -67,12 +67,6 @@ class Prometheus:
         return await eventually(look, limit)
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @asynccontextmanager
 async def running_prometheus(
     folder: Path, gateways: Mapping[str, str], rules: str
@@ -90,7 +84,7 @@ async def running_prometheus(
         "scrape_configs": [{"job_name": "llama-gateway", "static_configs": targets}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    port = _free_port()
+    port = free_port()
     with (folder / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             "prometheus",

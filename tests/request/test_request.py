@@ -23,6 +23,7 @@ from gateway.request.body import (
     read_large_body,
 )
 from gateway.request.preparation import (
+    MOST_CHOICES,
     MOST_PROMPTS_BYTES,
     MOST_REPEATED_BYTES,
     MOST_TARGETS,
@@ -33,6 +34,7 @@ from gateway.request.preparation import (
     RequestRules,
     ResolvedModel,
     Sender,
+    choose_model,
     parse_prompt_list,
     prepare,
     read_request,
@@ -379,6 +381,59 @@ SERVED = ModelIndex()
 
 def aliases(**rules: ModelRule) -> ModelAliases:
     return ModelAliases({name.replace("_", "-"): rule for name, rule in rules.items()})
+
+
+def a_sender(models: frozenset[str] | None = None) -> Sender:
+    return Sender(Caller("c", "c", Priority.URGENT, models=models))
+
+
+def test_a_chosen_model_is_kept_until_nodes_serve_other_models() -> None:
+    index = ModelIndex()
+    index.set_nodes([a_node(model=["a", "b"])])
+    rules = RequestRules(LimitSettings(), ModelAliases({"m": ModelRule(use=("a", "b"))}), None)
+    chosen = choose_model("m", a_sender(), rules, index)
+    assert (chosen.model, chosen.names, chosen.is_served) == ("m", ("a", "b"), True)
+    assert choose_model("m", a_sender(), rules, index) is chosen
+    index.set_paused(frozenset({"a"}))
+    assert choose_model("m", a_sender(), rules, index).names == ("b",)
+    index.set_paused(frozenset({"m"}))
+    with pytest.raises(GatewayError, match="paused"):
+        choose_model("m", a_sender(), rules, index)
+    index.set_paused(frozenset())
+    assert choose_model("m", a_sender(), rules, index).names == ("a", "b")
+    index.set_nodes([a_node(model=["c"])])
+    assert not choose_model("m", a_sender(), rules, index).is_served
+
+
+def test_a_chosen_model_is_kept_for_equal_permissions_only() -> None:
+    index = ModelIndex()
+    index.set_nodes([a_node(model=["a"])])
+    rules = RequestRules(LimitSettings(), ModelAliases({}), "a")
+    chosen = choose_model(None, a_sender(frozenset({"a"})), rules, index)
+    assert choose_model("a", a_sender(frozenset({"a"})), rules, index) is chosen
+    with pytest.raises(GatewayError) as raised:
+        choose_model("a", a_sender(frozenset({"b"})), rules, index)
+    assert raised.value.code == "model_not_allowed"
+
+
+def test_names_that_no_node_serves_are_not_kept() -> None:
+    index = ModelIndex()
+    index.set_nodes([a_node(model=["a"])])
+    aliases = ModelAliases({})
+    rules = RequestRules(LimitSettings(), aliases, None)
+    for number in range(100):
+        assert not choose_model(f"x{number}", a_sender(), rules, index).is_served
+    assert not aliases._choices
+
+
+def test_no_more_than_some_choices_are_kept() -> None:
+    index = ModelIndex()
+    index.set_nodes([a_node(model=[f"m{number}" for number in range(MOST_CHOICES + 1)])])
+    aliases = ModelAliases({})
+    rules = RequestRules(LimitSettings(), aliases, None)
+    for number in range(MOST_CHOICES + 1):
+        choose_model(f"m{number}", a_sender(), rules, index)
+        assert 0 < len(aliases._choices) <= MOST_CHOICES
 
 
 TO_B, TO_BOTH = ModelRule(use=("b",), set={"x": 1}), ModelRule(use=("b", "c"))

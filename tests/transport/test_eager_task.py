@@ -74,6 +74,32 @@ async def test_a_coroutine_without_a_wait_ends_at_once() -> None:
     assert not tasks
 
 
+class Failing(EagerTask):
+    __slots__ = ("errors",)
+
+    def __init__(self, tasks: set[asyncio.Task[None]]) -> None:
+        super().__init__(tasks)
+        self.errors: list[BaseException] = []
+
+    def failed(self, error: BaseException) -> None:
+        self.errors.append(error)
+
+
+@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
+async def test_what_a_coroutine_raises_is_told_once_with_or_without_a_task(
+    error: type[BaseException],
+) -> None:
+    async def fail() -> None:
+        raise error
+
+    tasks: set[asyncio.Task[None]] = set()
+    without, within = Failing(tasks), Failing(tasks)
+    await from_a_callback(lambda: without.run(fail()))
+    within.run_in_task(fail())
+    await settled(tasks)
+    assert [type(one) for one in (*without.errors, *within.errors)] == [error, error]
+
+
 async def test_a_whole_response_continues_it_at_once_and_without_a_task() -> None:
     tasks: set[asyncio.Task[None]] = set()
     reply = Response()

@@ -131,6 +131,7 @@ def test_models_and_callers_of_strangers_take_bounded_memory() -> None:
     counted = Counted(gpu_cost=lambda *_: 1.0)
     for number in range(2000):
         counted.bus.publish(ended(model=f"m{number}", caller=f"c{number}", prompt_tokens=1))
+    counted.bus.catch_up()
     step = counted.history._step
     assert len(step.models) == MOST_MODELS
     assert len(step.callers) == MOST_CALLERS + 1

@@ -124,16 +124,11 @@ class Public:
     async def is_well(self) -> None:
         """Check that nothing is left of earlier requests, and that a valid one is served."""
         self.node.faults.clear()
-        gateway = self.running.gateway
-        await until(lambda: len(gateway.registry) == 0)
-        await until(lambda: gateway.handler.body_memory.total_bytes == 0)
-        assert gateway.scheduler.queue_positions() == []
-        nodes = gateway.fleet.nodes.values()
-        await until(lambda: all(node.leased == 0 for node in nodes))
+        await until(lambda: not self.running.held(), seen=self.running.held)
         good = await self.chat(max_tokens=2)
         assert good.status == 200, good
         assert json.loads(good.body)["choices"][0]["message"]["content"]
-        await until(lambda: gateway.handler.body_memory.total_bytes == 0)
+        await until(lambda: not self.running.held(), seen=self.running.held)
 
 
 @asynccontextmanager

@@ -22,11 +22,11 @@ from gateway.nodes.calibration import (
     WRITE_TOKENS,
     due,
 )
-from gateway.nodes.fleet import COMPARE_SPEEDS_EVERY
+from gateway.nodes.fleet import COMPARE_SPEEDS_EVERY, compare_speeds
 from gateway.nodes.lifecycle import LifecyclePhase
 from gateway.nodes.node import MOST_CALIBRATIONS, CalibrationRecord, Node, SlotOccupancy
 from gateway.nodes.prompt_cache import FleetPromptCache
-from gateway.nodes.speed import ObservedTiming, Speed, compare_speeds
+from gateway.nodes.speed import ObservedTiming, Speed
 from gateway.schedule.candidates import show_speed
 from gateway.schedule.core.autoscaling_policy import (
     AutoscalingPolicy,

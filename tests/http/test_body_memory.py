@@ -18,7 +18,7 @@ from gateway.callers.fair_share import FairShare
 from gateway.callers.keys import new_key
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError, body_too_large
-from gateway.http.body import (
+from gateway.http.body_memory import (
     PART_BYTES,
     BodyAllocation,
     BodyMemory,

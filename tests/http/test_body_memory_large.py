@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from asyncio.subprocess import PIPE
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-import yaml
 
 from tests.emulator.process import emulator_process
+from tests.gateway_processes import serving
 
 pytestmark = pytest.mark.slow
 
 SIZE = 24_000_000
-START_LIMIT = 60.0
 TRIES = 5
 """What the gateway takes it takes each time; the machine does not stand still each time."""
 CHAT = "/v1/chat/completions"
@@ -44,37 +42,6 @@ class Process:
         """Reset the peak; returns the current memory."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
         return int(psutil.Process(self.pid).memory_info().rss)
-
-
-@asynccontextmanager
-async def process(folder: Path, node: str) -> AsyncIterator[Process]:
-    """A gateway in a process of its own. Its node has no room for what is sent."""
-    nodes, config = folder / "nodes.yaml", folder / "gateway.yaml"
-    nodes.write_text(yaml.safe_dump({"nodes": [{"name": "a", "url": node, "context": 1000}]}))
-    config.write_text(yaml.safe_dump({"listen": {"port": 0}, "admin": {"port": 0}}))
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway", "serve", "--nodes", nodes, "--config", config,
-        stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE,
-        env={"XDG_STATE_HOME": str(folder / "state"), "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
-    assert child.stderr is not None
-    reading: asyncio.Task[None] | None = None
-    try:
-        async with asyncio.timeout(START_LIMIT):
-            while (line := json.loads(await child.stderr.readline()))["event"] != "listening":
-                pass
-        reading = asyncio.create_task(_drained(child.stderr))
-        yield Process(str(line["public"]), child.pid)
-    finally:
-        if reading is not None:
-            reading.cancel()
-        child.kill()
-        await child.wait()
-
-
-async def _drained(log: asyncio.StreamReader) -> None:
-    while await log.readline():
-        pass
 
 
 SEND = """
@@ -109,7 +76,10 @@ async def test_other_clients_wait_no_longer_than_beside_a_plain_text(tmp_path: P
     # The node reads all that is sent; in this process it would delay the measuring.
     async with AsyncExitStack() as stack:
         node = stack.enter_context(emulator_process())
-        gateway = await stack.enter_async_context(process(tmp_path, node.url))
+        # Its node has no room for what is sent.
+        nodes = [{"name": "a", "url": node.url, "context": 1000}]
+        line = await stack.enter_async_context(serving(tmp_path, nodes))
+        gateway = Process(line.url, line.first.pid)
         plain, _ = await _measured(tmp_path, gateway, chat(b'"' + b"a" * SIZE + b'"'))
         for shape, body in shapes():
             waited, grown = await _measured(tmp_path, gateway, body)
