@@ -48,7 +48,7 @@ class RequestRecord:
     request_id: str = ""  # The gateway's own id, unique in this process
     ended_at: float = 0.0  # Monotonic seconds of the gateway's clock
     trace: RequestTrace | None = None  # Its part of a trace; None: it is not traced
-    _open_parts: int = 0  # Sub-requests whose tokens are not yet counted
+    open_parts: int = 0  # Sub-requests whose tokens are not yet counted
     _on_complete: Callable[[], None] | None = None
 
     def fail(self, status: int, reason: str) -> None:
@@ -126,14 +126,14 @@ class RequestRecord:
 
     def sub_request_began(self) -> None:
         """A sub-request begins, whose tokens will be counted here."""
-        self._open_parts += 1
+        self.open_parts += 1
 
     def sub_request_ended(self, part: RequestRecord) -> None:
         """Add what a sub-request took."""
         self.count_tokens(part.prompt_tokens, part.cached_tokens, part.completion_tokens)
         self.charge(part.cost, part.slot_seconds)
-        self._open_parts -= 1
-        if not self._open_parts and self._on_complete is not None:
+        self.open_parts -= 1
+        if not self.open_parts and self._on_complete is not None:
             on_complete, self._on_complete = self._on_complete, None
             on_complete()
 
@@ -142,7 +142,7 @@ class RequestRecord:
 
         A sub-request that is cancelled ends somewhat later than the request.
         """
-        if self._open_parts:
+        if self.open_parts:
             self._on_complete = partial(callback, *arguments)
         else:
             callback(*arguments)
@@ -274,7 +274,7 @@ class HookEnded:
 MOST_KINDS = 2048  # Kinds of requests that are known at a time; one more forgets them all
 
 
-class RequestKind:
+class EndedKind:
     """Requests that are alike in all but their ids, times, tokens and cost, and sums of these.
 
     The sums are of the requests since `EndedRequests.tell_sums`.
@@ -314,15 +314,15 @@ class EndedRequests:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[object, ...], RequestKind] = {}
-        self._counted: list[RequestKind] = []  # Kinds with sums that are still to be told
-        self._make_readers: list[Callable[[RequestKind], Callable[[RequestRecord], object]]] = []
-        self._take_sums: list[Callable[[RequestKind], None]] = []
+        self._kinds: dict[tuple[object, ...], EndedKind] = {}
+        self._counted: list[EndedKind] = []  # Kinds with sums that are still to be told
+        self._make_readers: list[Callable[[EndedKind], Callable[[RequestRecord], object]]] = []
+        self._take_sums: list[Callable[[EndedKind], None]] = []
 
     def read_by(
         self,
-        make_reader: Callable[[RequestKind], Callable[[RequestRecord], object]],
-        take_sums: Callable[[RequestKind], None] | None = None,
+        make_reader: Callable[[EndedKind], Callable[[RequestRecord], object]],
+        take_sums: Callable[[EndedKind], None] | None = None,
     ) -> None:
         """Have later records read by what `make_reader` makes for their kind."""
         self.forget_kinds()
@@ -341,7 +341,7 @@ class EndedRequests:
         if kind is None:
             if len(self._kinds) >= MOST_KINDS:
                 self.forget_kinds()
-            kind = self._kinds[key] = RequestKind(record)
+            kind = self._kinds[key] = EndedKind(record)
             kind.readers = tuple(make(kind) for make in self._make_readers)
         if not kind.requests:
             self._counted.append(kind)

@@ -309,6 +309,17 @@ class NodeInfo(msgspec.Struct, frozen=True, eq=False):
     part of the message: another process would open connections of its own."""
 
 
+class ExpectedReading(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """How long the node is expected to read the prompt; in seconds."""
+
+    prompt_tokens: int = 0
+    seconds: float | None = None
+    """Until it is expected to have been read; None: the node's speed is unknown."""
+    grace: float = 0.0  # that the node may take to read it, whatever the settings say
+    wake: float = 0.0
+    """That the node may take besides, since its server sleeps or may have fallen asleep."""
+
+
 class GrantedLease(msgspec.Struct, frozen=True, eq=False):
     """Slots of a node, granted to one request until its attempt is reported as ended."""
 
@@ -316,18 +327,12 @@ class GrantedLease(msgspec.Struct, frozen=True, eq=False):
     node: NodeInfo
     model: str  # the one of the request's `model_names` for which it was granted
     served_name: str  # the node's own name for this model
-    slots: int
     stream: bool
     """Whether the node must be asked for a stream; False also where it is known not to stream."""
-    prefill_grace: float
-    """Seconds that the node may take to read the prompt, whatever the settings say."""
-    expected_prefill: float | None
-    """Seconds until the prompt is expected to have been read; None: the node's speed is unknown."""
+    reading: ExpectedReading
+    slots: int = 1
     fallback: str | None = None
     """Why the node is not of the tier that the request's class belongs to."""
-    wake: float = 0.0
-    """Seconds that the node may take besides, since its server sleeps or may have fallen asleep."""
-    prompt_tokens: int = 0  # tokens of the prompt, as they are expected
 
 
 # What is reported.
@@ -433,9 +438,6 @@ class LeaseService(Protocol):
 
         `response_started`: the client has the head of a response. Raises: GatewayError.
         """
-
-    def keep_in_queue(self, request_id: str) -> None:
-        """The client has the head of a response: it is displaced last."""
 
     # Ask where else a request could go.
 

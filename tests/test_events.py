@@ -9,9 +9,9 @@ import pytest
 from gateway.events import (
     MOST_KINDS,
     AttemptEnded,
+    EndedKind,
     EventBus,
     NodeChanged,
-    RequestKind,
     RequestRecord,
 )
 
@@ -66,7 +66,7 @@ def test_each_record_is_read_once_by_each_reader_of_its_kind_and_added_up() -> N
     read: list[tuple[int, str]] = []
     sums: list[tuple[str, int, int, float]] = []
 
-    def make_reader(kind: RequestKind) -> Callable[[RequestRecord], None]:
+    def make_reader(kind: EndedKind) -> Callable[[RequestRecord], None]:
         return lambda record: read.append((kind.status, record.x_request_id))
 
     bus.ended.read_by(

@@ -24,10 +24,11 @@ from gateway.api.json_values import JsonObject
 from gateway.api.outcome import to_gateway_error
 from gateway.callers.callers import cache_policy_of
 from gateway.callers.keys import AdminIdentity
-from gateway.callers.meter import MeteredRequest
+from gateway.callers.limits import Reservation
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import RequestRecord
-from gateway.forward.client_response import ClientResponse, headers_for_node, node_error
+from gateway.forward.client_response import ClientResponse, node_error
+from gateway.forward.header_fields import headers_for_node
 from gateway.forward.in_flight import InFlightRequest, PrefillProgress
 from gateway.http.request_head import class_of
 from gateway.request.preparation import IncomingRequest, Sender, read_in_turn
@@ -77,7 +78,7 @@ class _Chat:
             id=f"playground:{identity.name}", name="playground", max_priority=Priority.URGENT
         )
         self._record.identify(self._caller.id)
-        self._metered: MeteredRequest | None = None
+        self._metered: Reservation | None = None
         self._in_flight: InFlightRequest | None = None
         self._forwarding: asyncio.Task[ClientResponse] | None = None
         self._response: ClientResponse | None = None

@@ -22,7 +22,7 @@ from gateway.events import RequestRecord
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
-from gateway.schedule.core.placement_state import (
+from gateway.schedule.core.requests import (
     MOST_COMPARED_ROWS,
     Comparison,
     Deferral,
@@ -47,128 +47,6 @@ MOST_PARTS = 100  # parts of a request of several prompts that are named
 Json = dict[str, Any]
 
 
-class WhyObject(msgspec.Struct, kw_only=True):
-    """Why the requests of an id went where they went. Times are in seconds, sizes in tokens."""
-
-    id: Annotated[str, "as it was asked for"]
-    remembered_since: Annotated[str, "since when every attempt is remembered, UTC"]
-    requests: Annotated[list[ExplainedRequest], "those of this id or `X-Request-ID`, the newest "
-        "first, 20 at most"]  # fmt: skip
-
-
-class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
-    """A request of that id, with the decisions about it."""
-
-    id: Annotated[str, "inside the gateway"]
-    request_id: Annotated[str, "`X-Request-ID`"]
-    state: Annotated[str, "`waiting`, `running`, `finished`, `failed` (on its nodes), `refused` "
-        "(it was at none) or `left` (by its client)"]  # fmt: skip
-    summary: Annotated[str, "the whole story in some sentences, for people"]
-    path: Annotated[str | None, "asked for; like the next three null once only the scheduler "
-        "remembers it"]  # fmt: skip
-    class_: Annotated[str | None, "in force"]
-    model: Annotated[str | None, "its public name"]
-    caller: Annotated[str | None, "the key's id, or the address of one without a key"]
-    received_at: Annotated[str | None, "when it came, UTC"]
-    seconds: Annotated[float | None, "from then to its end, or until now"]
-    outcome: Annotated[dict[str, Any] | None, "once it has ended: `status`, `reason`, `node`, "
-        "`tier`, `attempts`, `queue_seconds`, `ttft`, `seconds`, `prompt_tokens`, "
-        "`cached_tokens`, `completion_tokens`, `cost`"]  # fmt: skip
-    waiting: Annotated[dict[str, Any] | None, "while it waits: `position`, `expected_start`, "
-        "`waited`, `expires_in`, `deferred_to` (the busy node that has its prompt cached), "
-        "`tokens_needed` (in a pool that slots share; null: it is to run alone there), "
-        "`nodes_alive`, and in `nodes` the best 8 of them: `name`, `state`, `slots_busy`, "
-        "`slots_total`, `pool` (as a node has it), `free_in` (seconds until it has room, were it "
-        "alone), `cached_tokens`, `expected_seconds` (that wait included)"]  # fmt: skip
-    decisions: Annotated[list[ToldDecision], "about it, the oldest first, [below](#a-decision)"]
-    parts: Annotated[list[str], "of a request of several prompts: the ids that they ran under"]
-
-
-class ToldDecision(msgspec.Struct, kw_only=True):
-    """What every decision of the scheduler has."""
-
-    kind: Annotated[str, "`granted` (an attempt on a node), `queued` or `refused`"]
-    at: Annotated[str, "when, UTC"]
-    seconds: Annotated[float, "after it came"]
-    summary: Annotated[str, "in words"]
-
-
-class ToldQueueing(ToldDecision, kw_only=True, rename={"class_": "class"}):
-    """No node had room: the request was queued."""
-
-    ahead: Annotated[int | None, "`queued`: about how many went before it"]
-    waiting: Annotated[int, "`queued`: how many others waited"]
-    predicted_wait: Annotated[float | None, "`queued`: seconds, as predicted then; null: nothing "
-        "measured"]  # fmt: skip
-    may_wait: Annotated[float, "`queued`: seconds, at most"]
-    waited: Annotated[float, "`queued`: seconds until the next decision, or until now"]
-    class_: Annotated[str, "`queued`: in force"]
-
-
-class ToldRefusal(ToldDecision, kw_only=True):
-    """The request was refused."""
-
-    status: Annotated[int, "`refused`: as its client got it, or would have without a heartbeat"]
-    code: Annotated[str, "`refused`: likewise"]
-    message: Annotated[str, "`refused`: likewise"]
-
-
-class ToldGrant(ToldDecision, kw_only=True):
-    """A lease that was granted: what its node was compared with, predicted and actual figures."""
-
-    attempt: Annotated[int, "`granted`, like all that follow: 1, 2, …"]
-    node: Annotated[str | None, "the chosen one"]
-    model: Annotated[str, "the name for which it was granted"]
-    tier: Annotated[str, "`cpu` or `gpu`"]
-    fallback: Annotated[str | None, "why it is not the tier of its class (`X-Gateway-Fallback`)"]
-    slots: Annotated[int, "that it takes"]
-    resumes: Annotated[bool, "whether it goes on with a response that another node began"]
-    yielded: Annotated[int, "how often it had given up its slot to a higher class"]
-    failed_nodes: Annotated[list[str], "nodes that had failed it"]
-    excluded_nodes: Annotated[list[str], "nodes that had refused it for good"]
-    deferral: Annotated[dict[str, Any] | None, "if it waited for a busy node while another was "
-        "free: `node`, `wait`, `expected_seconds` with that wait, `expected_seconds_at_once` "
-        "elsewhere, `cached_tokens`"]  # fmt: skip
-    by_cost: Annotated[bool, "whether the setting `policy` compares costs"]
-    nodes: Annotated[list[ComparedNode], "the best 8 that had room, the least cost first, "
-        "[below](#a-node-that-was-considered)"]  # fmt: skip
-    not_listed: Annotated[dict[str, int], "how many nodes are not listed, by the reason: `slower` "
-        "(had room and cost more), `full` (no free slot, or kept for others), a node state, "
-        "`paused` (asked for less work), `failed`, `excluded` (context or slots too small, or "
-        "refused it), `not_candidates` (serve another model or endpoint, are of another pool, or "
-        "of a tier that was closed to it)"]  # fmt: skip
-    predicted: Annotated[dict[str, Any], "`ttft` and `seconds` from the grant on, `prompt_tokens`, "
-        "`cached_tokens`, `completion_tokens`"]  # fmt: skip
-    actual: Annotated[dict[str, Any], "likewise, as it came, null where it is not known (yet); "
-        "`outcome` of the attempt, null while it runs, its `status`, and whether the node "
-        "`reported` the tokens"]  # fmt: skip
-
-
-class ComparedNode(msgspec.Struct, kw_only=True):
-    """A node that had room, with its cost and the terms that add up to it (`selection.py`)."""
-
-    name: Annotated[str, "of the node"]
-    chosen: Annotated[bool, "whether it was"]
-    measured: Annotated[bool, "whether it had shown its speed; else its figures are guesses"]
-    expected_seconds: Annotated[float, "its cost: the request's time there and the time that it "
-        "takes from others; the sum of `terms`"]  # fmt: skip
-    terms: Annotated[dict[str, float], "`queue` (prompts that it had to read first), `reading` "
-        "(what was not cached), `writing` (alone), `neighbours` (what they and this request cost "
-        "each other), `doubt` (failures, a trial; negative for the session's last node), in "
-        "seconds"]  # fmt: skip
-    slowed_by_neighbours: Annotated[float, "part of `neighbours`: this request's own loss"]
-    holds_up_neighbours: Annotated[float, "the other part: theirs"]
-    doubts: Annotated[list[str], "why `doubt` is not 0, in words"]
-    cached_tokens: Annotated[int, "of its prompt, believed to be in the node's cache"]
-    cached_saves: Annotated[float, "seconds of reading that these save"]
-    prefill_tps: Annotated[float, "tokens/s of prefill, as expected"]
-    decode_tps: Annotated[float, "tokens/s of decode, as expected of one request alone"]
-    slots_busy: Annotated[int, "neighbours, before this request came"]
-    slots_total: Annotated[int, "its slots"]
-    pool_tokens: Annotated[int, "tokens of the pool that its slots share; 0: they share none"]
-    pool_used: Annotated[int, "of these reserved or in use, before this request came"]
-
-
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A request of the id that was asked for."""
@@ -176,7 +54,6 @@ class _Found:
     id: str
     record: RequestRecord | None  # None: only the scheduler remembers it
     ended_at: float | None  # None: it waits or runs
-    caller: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +200,128 @@ class WhyEndpoints:
         return text.replace("+00:00", "Z")
 
 
+class WhyObject(msgspec.Struct, kw_only=True):
+    """Why the requests of an id went where they went. Times are in seconds, sizes in tokens."""
+
+    id: Annotated[str, "as it was asked for"]
+    remembered_since: Annotated[str, "since when every attempt is remembered, UTC"]
+    requests: Annotated[list[ExplainedRequest], "those of this id or `X-Request-ID`, the newest "
+        "first, 20 at most"]  # fmt: skip
+
+
+class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
+    """A request of that id, with the decisions about it."""
+
+    id: Annotated[str, "inside the gateway"]
+    request_id: Annotated[str, "`X-Request-ID`"]
+    state: Annotated[str, "`waiting`, `running`, `finished`, `failed` (on its nodes), `refused` "
+        "(it was at none) or `left` (by its client)"]  # fmt: skip
+    summary: Annotated[str, "the whole story in some sentences, for people"]
+    path: Annotated[str | None, "asked for; like the next three null once only the scheduler "
+        "remembers it"]  # fmt: skip
+    class_: Annotated[str | None, "in force"]
+    model: Annotated[str | None, "its public name"]
+    caller: Annotated[str | None, "the key's id, or the address of one without a key"]
+    received_at: Annotated[str | None, "when it came, UTC"]
+    seconds: Annotated[float | None, "from then to its end, or until now"]
+    outcome: Annotated[dict[str, Any] | None, "once it has ended: `status`, `reason`, `node`, "
+        "`tier`, `attempts`, `queue_seconds`, `ttft`, `seconds`, `prompt_tokens`, "
+        "`cached_tokens`, `completion_tokens`, `cost`"]  # fmt: skip
+    waiting: Annotated[dict[str, Any] | None, "while it waits: `position`, `expected_start`, "
+        "`waited`, `expires_in`, `deferred_to` (the busy node that has its prompt cached), "
+        "`tokens_needed` (in a pool that slots share; null: it is to run alone there), "
+        "`nodes_alive`, and in `nodes` the best 8 of them: `name`, `state`, `slots_busy`, "
+        "`slots_total`, `pool` (as a node has it), `free_in` (seconds until it has room, were it "
+        "alone), `cached_tokens`, `expected_seconds` (that wait included)"]  # fmt: skip
+    decisions: Annotated[list[ToldDecision], "about it, the oldest first, [below](#a-decision)"]
+    parts: Annotated[list[str], "of a request of several prompts: the ids that they ran under"]
+
+
+class ToldDecision(msgspec.Struct, kw_only=True):
+    """What every decision of the scheduler has."""
+
+    kind: Annotated[str, "`granted` (an attempt on a node), `queued` or `refused`"]
+    at: Annotated[str, "when, UTC"]
+    seconds: Annotated[float, "after it came"]
+    summary: Annotated[str, "in words"]
+
+
+class ToldQueueing(ToldDecision, kw_only=True, rename={"class_": "class"}):
+    """No node had room: the request was queued."""
+
+    ahead: Annotated[int | None, "`queued`: about how many went before it"]
+    waiting: Annotated[int, "`queued`: how many others waited"]
+    predicted_wait: Annotated[float | None, "`queued`: seconds, as predicted then; null: nothing "
+        "measured"]  # fmt: skip
+    may_wait: Annotated[float, "`queued`: seconds, at most"]
+    waited: Annotated[float, "`queued`: seconds until the next decision, or until now"]
+    class_: Annotated[str, "`queued`: in force"]
+
+
+class ToldRefusal(ToldDecision, kw_only=True):
+    """The request was refused."""
+
+    status: Annotated[int, "`refused`: as its client got it, or would have without a heartbeat"]
+    code: Annotated[str, "`refused`: likewise"]
+    message: Annotated[str, "`refused`: likewise"]
+
+
+class ToldGrant(ToldDecision, kw_only=True):
+    """A lease that was granted: what its node was compared with, predicted and actual figures."""
+
+    attempt: Annotated[int, "`granted`, like all that follow: 1, 2, …"]
+    node: Annotated[str | None, "the chosen one"]
+    model: Annotated[str, "the name for which it was granted"]
+    tier: Annotated[str, "`cpu` or `gpu`"]
+    fallback: Annotated[str | None, "why it is not the tier of its class (`X-Gateway-Fallback`)"]
+    slots: Annotated[int, "that it takes"]
+    resumes: Annotated[bool, "whether it goes on with a response that another node began"]
+    yielded: Annotated[int, "how often it had given up its slot to a higher class"]
+    failed_nodes: Annotated[list[str], "nodes that had failed it"]
+    excluded_nodes: Annotated[list[str], "nodes that had refused it for good"]
+    deferral: Annotated[dict[str, Any] | None, "if it waited for a busy node while another was "
+        "free: `node`, `wait`, `expected_seconds` with that wait, `expected_seconds_at_once` "
+        "elsewhere, `cached_tokens`"]  # fmt: skip
+    by_cost: Annotated[bool, "whether the setting `policy` compares costs"]
+    nodes: Annotated[list[ComparedNode], "the best 8 that had room, the least cost first, "
+        "[below](#a-node-that-was-considered)"]  # fmt: skip
+    not_listed: Annotated[dict[str, int], "how many nodes are not listed, by the reason: `slower` "
+        "(had room and cost more), `full` (no free slot, or kept for others), a node state, "
+        "`paused` (asked for less work), `failed`, `excluded` (context or slots too small, or "
+        "refused it), `not_candidates` (serve another model or endpoint, are of another pool, or "
+        "of a tier that was closed to it)"]  # fmt: skip
+    predicted: Annotated[dict[str, Any], "`ttft` and `seconds` from the grant on, `prompt_tokens`, "
+        "`cached_tokens`, `completion_tokens`"]  # fmt: skip
+    actual: Annotated[dict[str, Any], "likewise, as it came, null where it is not known (yet); "
+        "`outcome` of the attempt, null while it runs, its `status`, and whether the node "
+        "`reported` the tokens"]  # fmt: skip
+
+
+class ComparedNode(msgspec.Struct, kw_only=True):
+    """A node that had room, with its cost and the terms that add up to it (`selection.py`)."""
+
+    name: Annotated[str, "of the node"]
+    chosen: Annotated[bool, "whether it was"]
+    measured: Annotated[bool, "whether it had shown its speed; else its figures are guesses"]
+    expected_seconds: Annotated[float, "its cost: the request's time there and the time that it "
+        "takes from others; the sum of `terms`"]  # fmt: skip
+    terms: Annotated[dict[str, float], "`queue` (prompts that it had to read first), `reading` "
+        "(what was not cached), `writing` (alone), `neighbours` (what they and this request cost "
+        "each other), `doubt` (failures, a trial; negative for the session's last node), in "
+        "seconds"]  # fmt: skip
+    slowed_by_neighbours: Annotated[float, "part of `neighbours`: this request's own loss"]
+    holds_up_neighbours: Annotated[float, "the other part: theirs"]
+    doubts: Annotated[list[str], "why `doubt` is not 0, in words"]
+    cached_tokens: Annotated[int, "of its prompt, believed to be in the node's cache"]
+    cached_saves: Annotated[float, "seconds of reading that these save"]
+    prefill_tps: Annotated[float, "tokens/s of prefill, as expected"]
+    decode_tps: Annotated[float, "tokens/s of decode, as expected of one request alone"]
+    slots_busy: Annotated[int, "neighbours, before this request came"]
+    slots_total: Annotated[int, "its slots"]
+    pool_tokens: Annotated[int, "tokens of the pool that its slots share; 0: they share none"]
+    pool_used: Annotated[int, "of these reserved or in use, before this request came"]
+
+
 def _state(found: _Found, waiter: Waiter | None) -> str:
     record = found.record
     if waiter is not None:
@@ -371,33 +370,33 @@ def _told_queueing(queueing: Queueing, at: str, seconds: float, later: float) ->
 
 
 def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float) -> ToldGrant:
-    comparison = grant.comparison
-    chosen = None if comparison is None else comparison.chosen
-    prompt, completion = grant.prompt_tokens, grant.completion_tokens
-    cached = 0.0 if chosen is None else min(chosen.cached, prompt)
-    tried = grant.tried
+    granted, predicted, circumstances = grant.granted, grant.predicted, grant.circumstances
+    comparison, tried = predicted.comparison, circumstances.tried
+    prompt, completion = predicted.prompt_tokens, predicted.completion_tokens
+    cached = 0.0 if comparison is None else min(comparison.cached_on_chosen, prompt)
+    deferral = circumstances.deferral
     told = ToldGrant(
         kind="granted",
         at=at,
         seconds=seconds,
         summary="",
         attempt=attempt,
-        node=None if chosen is None else chosen.name,
-        model=grant.model,
-        tier=grant.tier,
-        fallback=grant.fallback,
-        slots=grant.slots,
-        resumes=grant.resumes,
-        yielded=grant.times_yielded,
+        node=None if comparison is None else comparison.chosen.name,
+        model=granted.model,
+        tier=granted.tier,
+        fallback=circumstances.fallback,
+        slots=granted.slots,
+        resumes=circumstances.resumes,
+        yielded=circumstances.times_yielded,
         failed_nodes=[] if tried is None else sorted(tried.failed_nodes),
         excluded_nodes=[] if tried is None else sorted(tried.excluded_nodes),
-        deferral=None if grant.deferral is None else _deferral_json(grant.deferral),
+        deferral=None if deferral is None else _deferral_json(deferral),
         by_cost=comparison is None or comparison.by_cost,
         nodes=[] if comparison is None else _compared(comparison, prompt, completion),
         not_listed=_not_listed(grant),
         predicted={
-            "ttft": _if_known(grant.expected_ttft),
-            "seconds": _if_known(grant.expected_seconds),
+            "ttft": _if_known(predicted.ttft),
+            "seconds": _if_known(predicted.seconds),
             "prompt_tokens": round(prompt),
             "cached_tokens": round(cached),
             "completion_tokens": round(completion),
@@ -435,15 +434,14 @@ def _deferral_json(deferral: Deferral) -> Json:
 
 def _not_listed(grant: Grant) -> Json:
     """Nodes that are not listed, by the reason."""
-    comparison = grant.comparison
+    comparison, out = grant.predicted.comparison, grant.circumstances.out
     if comparison is None:
         return {}
-    listed = 1 + len(comparison.others)
-    candidates = comparison.with_room + sum(grant.out.values())
+    nodes = comparison.nodes
     found = {
-        "slower": comparison.with_room - listed,
-        **grant.out,
-        "not_candidates": grant.fleet_size - candidates,
+        "slower": nodes.with_room - 1 - len(comparison.others),
+        **out,
+        "not_candidates": nodes.fleet - nodes.with_room - sum(out.values()),
     }
     return {reason: count for reason, count in found.items() if count > 0}
 
@@ -451,38 +449,41 @@ def _not_listed(grant: Grant) -> Json:
 def _compared(comparison: Comparison, prompt: float, completion: float) -> list[ComparedNode]:
     """The rows of a comparison, the least cost first."""
     rows = [comparison.chosen, *comparison.others]
-    told = [_compare(row, prompt, completion, chosen=row is comparison.chosen) for row in rows]
+    told = [_compare(comparison, row, prompt, completion) for row in rows]
     return sorted(told, key=lambda one: (one.expected_seconds, not one.chosen))
 
 
-def _compare(row: RowFigures, prompt: float, completion: float, *, chosen: bool) -> ComparedNode:
-    uncached, busy = uncached_tokens(row, prompt), row.busy
-    reading = uncached / row.prefill_tps
-    slowed = completion * row.token_step * busy
-    held_up = reading * busy + row.decode_slowdown * row.remaining
+def _compare(
+    comparison: Comparison, row: RowFigures, prompt: float, completion: float
+) -> ComparedNode:
+    speed, work, own = row.speed, row.work, comparison.own_figures(row)
+    uncached, busy = uncached_tokens(own, prompt), work.busy
+    reading = uncached / speed.prefill_tps
+    slowed = completion * speed.token_step * busy
+    held_up = reading * busy + work.decode_slowdown * comparison.remaining(row)
     return ComparedNode(
         name=row.name,
-        chosen=chosen,
-        measured=row.measured,
-        expected_seconds=_rounded(cost_of_figures(row, prompt, completion)),
+        chosen=row is comparison.chosen,
+        measured=speed.measured,
+        expected_seconds=_rounded(cost_of_figures(comparison, row, prompt, completion)),
         terms={
-            "queue": _rounded(row.prefill_wait),
+            "queue": _rounded(comparison.prefill_wait(row)),
             "reading": _rounded(reading),
-            "writing": _rounded(completion * row.token_base),
+            "writing": _rounded(completion * speed.token_base),
             "neighbours": _rounded(slowed + held_up),
-            "doubt": _rounded(row.penalty + row.own_penalty),
+            "doubt": _rounded(speed.penalty + own.penalty),
         },
         slowed_by_neighbours=_rounded(slowed),
         holds_up_neighbours=_rounded(held_up),
-        doubts=_of_doubts(row.penalty - row.wake, row.own_penalty, row.wake),
-        cached_tokens=round(min(row.cached, prompt)),
-        cached_saves=_rounded((prompt - uncached) / row.prefill_tps),
-        prefill_tps=_rounded(row.prefill_tps),
-        decode_tps=_rounded(1 / row.token_base),
+        doubts=_of_doubts(speed.penalty - speed.wake, own.penalty, speed.wake),
+        cached_tokens=round(min(own.cached, prompt)),
+        cached_saves=_rounded((prompt - uncached) / speed.prefill_tps),
+        prefill_tps=_rounded(speed.prefill_tps),
+        decode_tps=_rounded(1 / speed.token_base),
         slots_busy=busy,
         slots_total=row.total,
         pool_tokens=row.pool,
-        pool_used=row.pool_used,
+        pool_used=work.pool_used,
     )
 
 

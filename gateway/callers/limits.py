@@ -302,10 +302,10 @@ class LimitStanding(NamedTuple):
 
 
 class Reservation:
-    """What one admitted request holds until it is settled."""
+    """One admitted request, and what it holds of its caller's limits until it is settled."""
 
     __slots__ = (
-        "_book", "_released", "_settled", "accounts", "admitted_at", "cost", "model", "tokens",
+        "_book", "_is_settled", "accounts", "admitted_at", "cost", "ended_at", "request", "tokens",
         "tracked", "version",
     )  # fmt: skip
 
@@ -313,26 +313,28 @@ class Reservation:
         self,
         book: LimitBook,
         accounts: Accounts,
-        model: str,
+        request: LeaseRequest,
+        admitted_at: float,
         tokens: int,
         cost: float,
-        admitted_at: float,
     ) -> None:
         self._book = book
-        self._released = self._settled = False
+        self._is_settled = False
         self.accounts = accounts
         self.tracked = accounts.tracked
         self.version = accounts.version
-        self.model = model
+        self.request = request
         self.tokens = tokens
         self.cost = cost
         self.admitted_at = admitted_at
         """Unix time at which the request counts; the ledger's `started_at`."""
+        self.ended_at: float | None = None
+        """Unix time of the end of the response; the ledger's."""
 
     def release(self, now: float) -> None:
         """The response has ended: another request may run. Only the first call counts."""
-        if not self._released:
-            self._released = True
+        if self.ended_at is None:
+            self.ended_at = now
             if self.tracked:
                 seconds = max(now - self.admitted_at, 0.0)
                 for account in self.tracked:
@@ -343,9 +345,10 @@ class Reservation:
 
         `ended_at`: as in the ledger's row.
         """
-        self.release(ended_at)
-        if not self._settled:
-            self._settled = True
+        if self.ended_at is None:
+            self.release(ended_at)
+        if not self._is_settled:
+            self._is_settled = True
             self._book.settled(self, tokens, cost, ended_at)
 
 
@@ -526,7 +529,7 @@ class LimitBook:
     # Admit and settle.
 
     def reserve(
-        self, accounts: Accounts, request: LeaseRequest, now: float, *, prompts: int = 1
+        self, accounts: Accounts, request: LeaseRequest, now: float, prompts: int = 1
     ) -> Reservation:
         """Admit a request at `now`, and reserve what it may use; `prompts`: it has so many.
 
@@ -537,7 +540,7 @@ class LimitBook:
             accounts.replace_accounts(tracked, self._version)
         tracked = accounts.tracked
         if not tracked:
-            return Reservation(self, accounts, request.wanted.model, 0, 0.0, now)
+            return Reservation(self, accounts, request, now, 0, 0.0)
         tokens = _estimate(accounts, request, prompts) if request.size.slots else 0
         cost = 0.0
         if accounts.most_cost < math.inf:
@@ -555,7 +558,7 @@ class LimitBook:
                 break
         for account in tracked:
             account.admit(tokens, cost, clock)
-        return Reservation(self, accounts, request.wanted.model, tokens, cost, now)
+        return Reservation(self, accounts, request, now, tokens, cost)
 
     def _check(
         self, tracked: tuple[Account, ...], tokens: int, cost: float, clock: float, now: float
@@ -577,7 +580,14 @@ class LimitBook:
         """A request has ended that used so much; its reservation calls this once."""
         tracked = reservation.tracked
         if tokens > 0:
-            self._learn_rate(reservation.model, cost / tokens)
+            rates, model, rate = self._rates, reservation.request.wanted.model, cost / tokens
+            mean = rates.get(model)
+            if mean is None:
+                if len(rates) >= MOST_RATES:
+                    del rates[next(iter(rates))]
+                rates[model] = rate
+            else:
+                rates[model] = mean + (rate - mean) * RATE_WEIGHT
         if reservation.version != self._version:
             # On the accounts that were made since it was admitted.
             self.count_recovered(reservation.accounts, tokens, cost, ended_at, tracked)
@@ -607,15 +617,6 @@ class LimitBook:
             # Accounts that were made later read it from the ledger, with its row.
             if account not in tracked and ended_at >= self._unloaded.get(scope, 0.0):
                 account.count(tokens, cost, ended, self._calendar)
-
-    def _learn_rate(self, model: str, rate: float) -> None:
-        rates = self._rates
-        mean = rates.get(model)
-        if mean is None:
-            if len(rates) >= MOST_RATES:
-                del rates[next(iter(rates))]
-            mean = rate
-        rates[model] = mean + (rate - mean) * RATE_WEIGHT
 
     def monotonic(self, when: float) -> float:
         """The monotonic time of a Unix time within the last minute; others count as its ends."""

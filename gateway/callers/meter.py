@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.callers.ledger import OpenRequest, UsageRow
 from gateway.callers.limits import Accounts, LimitBook, Reservation
@@ -43,30 +43,6 @@ class UsedBefore(NamedTuple):
     ended_at: float
 
 
-class MeteredRequest:
-    """One admitted request."""
-
-    __slots__ = ("accounts", "ended_at", "record", "request", "reservation")
-
-    def __init__(
-        self,
-        accounts: Accounts,
-        request: LeaseRequest,
-        record: RequestRecord,
-        reservation: Reservation,
-    ) -> None:
-        self.accounts = accounts
-        self.request = request
-        self.record = record
-        self.reservation = reservation
-        self.ended_at: float | None = None
-
-    def end(self, now: float) -> None:
-        """The response has ended."""
-        self.ended_at = now
-        self.reservation.release(now)
-
-
 class Meter:
     """What the handler calls when a request is admitted, and when it has ended.
 
@@ -99,50 +75,47 @@ class Meter:
         self._slot_seconds_so_far = slot_seconds_so_far
         self._cost_of_use = cost_of_use
         self._wall_clock = wall_clock
-        self._open: dict[str, MeteredRequest] = {}  # the requests that run, the oldest first
+        self._open: dict[str, tuple[Reservation, RequestRecord]] = {}
+        """The requests that run, by their ids, the oldest first."""
 
     def admit(
         self, accounts: Accounts, request: LeaseRequest, record: RequestRecord, prompts: int = 1
-    ) -> MeteredRequest:
+    ) -> Reservation:
         """Admit a request, which has so many prompts, or refuse it. Raises: GatewayError.
 
         Each admitted request must be reported to `ended`.
         """
-        reservation = self.book.reserve(accounts, request, self._wall_clock(), prompts=prompts)
-        metered = MeteredRequest(accounts, request, record, reservation)
-        self._open[request.id] = metered
-        return metered
+        reservation = self.book.reserve(accounts, request, self._wall_clock(), prompts)
+        self._open[request.id] = reservation, record
+        return reservation
 
-    def ended(self, metered: MeteredRequest, record: RequestRecord) -> None:
+    def ended(self, reservation: Reservation, record: RequestRecord) -> None:
         """The response has ended. Its record is published when what it used is known, soon."""
-        metered.end(self._wall_clock())
-        self._bus.defer(self._publish, metered, record)
+        reservation.release(self._wall_clock())
+        self._bus.defer(self._publish, reservation, record)
 
     # Stored requests: their usage is recorded with their result, by those who run them.
 
     def admit_stored(
-        self, accounts: Accounts, request: LeaseRequest, record: RequestRecord, prompts: int = 1
-    ) -> MeteredRequest:
+        self, accounts: Accounts, request: LeaseRequest, prompts: int = 1
+    ) -> Reservation:
         """Admit a stored request, or refuse it. Raises: GatewayError.
 
         It must be reported to `ended_stored` or `dropped`. No journal has it while it runs: if the
         process dies it is run again, under the same id, and what it took costs its caller nothing.
         """
-        reservation = self.book.reserve(accounts, request, self._wall_clock(), prompts=prompts)
-        return MeteredRequest(accounts, request, record, reservation)
+        return self.book.reserve(accounts, request, self._wall_clock(), prompts)
 
     def ended_stored(
-        self, metered: MeteredRequest, record: RequestRecord, deliver: Callable[[UsageRow], None]
+        self, reservation: Reservation, record: RequestRecord, deliver: Callable[[UsageRow], None]
     ) -> None:
         """The response has ended; `deliver` gets its row in place of the ledger, a little later."""
-        metered.end(self._wall_clock())
-        self._bus.defer(record.when_complete, self._settle, metered, deliver)
+        reservation.release(self._wall_clock())
+        self._bus.defer(self._settle, reservation, record, deliver)
 
-    def dropped(self, metered: MeteredRequest) -> None:
+    def dropped(self, reservation: Reservation) -> None:
         """A stored request has no result and is run again: it costs its caller nothing."""
-        now = self._wall_clock()
-        metered.end(now)
-        metered.reservation.settle(0, 0.0, now)
+        reservation.settle(0, 0.0, self._wall_clock())
 
     def cost_so_far(self, request_id: str, node: str | None, tokens: TokensSoFar) -> CostSoFar:
         """What the request with this id, which runs on this node, has cost with these tokens."""
@@ -157,9 +130,9 @@ class Meter:
         prompt, completion = record.prompt_tokens, record.completion_tokens
         if accounts is not None:
             self.book.count_recovered(accounts, prompt + completion, record.cost, used.ended_at)
-        return self._row(
-            used.id, record.model, used.started_at, used.ended_at, used.key, used.group, used.user,
-            record, prompt, completion,
+        return (
+            used.id, self._process, used.started_at, used.ended_at, used.key, used.group, used.user,
+            *self._rest_of_row(record, record.model, prompt, completion),
         )  # fmt: skip
 
     def open_requests(self, before: float) -> Iterator[OpenRequest]:
@@ -167,22 +140,21 @@ class Meter:
 
         Requests may begin and end while the ledger walks over them.
         """
-        for metered in list(self._open.values()):
-            if metered.request.id not in self._open:
+        for id_, (reservation, record) in list(self._open.items()):
+            if id_ not in self._open:
                 continue
-            reservation = metered.reservation
             if before < reservation.admitted_at <= before + CLOCK_STEP_SECONDS:
                 # Those behind it are younger still.
                 break
-            caller, record, request = metered.accounts.caller, metered.record, metered.request
-            prompt, completion = self._tokens_so_far(request.id)
-            slot_seconds = self._slot_seconds_so_far(request.id)
+            accounts = reservation.accounts
+            prompt, completion = self._tokens_so_far(id_)
+            slot_seconds = self._slot_seconds_so_far(id_)
             yield OpenRequest(
-                request.id,
+                id_,
                 reservation.admitted_at,
-                caller.id,
-                caller.group,
-                metered.accounts.user,
+                accounts.caller.id,
+                accounts.caller.group,
+                accounts.user,
                 record.model,
                 record.priority.label,
                 record.tier,
@@ -197,59 +169,47 @@ class Meter:
                 self._cost_of_use(record.node, prompt, completion, slot_seconds),
             )
 
-    def _publish(self, metered: MeteredRequest, record: RequestRecord) -> None:
-        record.when_complete(self._settle, metered)
+    def _publish(self, reservation: Reservation, record: RequestRecord) -> None:
+        self._settle(reservation, record, None)
         self._bus.tell(record)
 
     def _settle(
-        self, metered: MeteredRequest, deliver: Callable[[UsageRow], None] | None = None
+        self,
+        reservation: Reservation,
+        record: RequestRecord,
+        deliver: Callable[[UsageRow], None] | None,
     ) -> None:
         """Count what a request has used, and record it; `deliver`: of a stored request."""
-        record, reservation, request = metered.record, metered.reservation, metered.request
-        ended_at = metered.ended_at
+        if record.open_parts:
+            record.when_complete(self._settle, reservation, record, deliver)
+            return
+        request, ended_at = reservation.request, reservation.ended_at
         assert ended_at is not None
-        add_row = self._add_row
         if deliver is None:
             del self._open[request.id]
+            deliver = self._add_row
+        if request.size.slots:
+            prompt, completion = record.prompt_tokens, record.completion_tokens
         else:
-            add_row = deliver
-        prompt, completion, cost = record.prompt_tokens, record.completion_tokens, record.cost
-        if not request.size.slots:
             # Token counts and the like: what they are told is no use of a node's slots.
             prompt = completion = 0
-        reservation.settle(prompt + completion, cost, ended_at)
-        if add_row is None:
-            return
-        caller = metered.accounts.caller
-        add_row(
-            self._row(
-                request.id, request.wanted.model, reservation.admitted_at, ended_at, caller.id,
-                caller.group, metered.accounts.user, record, prompt, completion,
-            )
-        )  # fmt: skip
+        reservation.settle(prompt + completion, record.cost, ended_at)
+        if deliver is not None:
+            accounts = reservation.accounts
+            caller = accounts.caller
+            deliver(
+                (
+                    request.id, self._process, reservation.admitted_at, ended_at, caller.id,
+                    caller.group, accounts.user,
+                    *self._rest_of_row(record, request.wanted.model, prompt, completion),
+                )
+            )  # fmt: skip
 
-    def _row(
-        self,
-        request_id: str,
-        model: str,
-        started_at: float,
-        ended_at: float,
-        key: str,
-        group: str | None,
-        user: str | None,
-        record: RequestRecord,
-        prompt: int,
-        completion: int,
-    ) -> UsageRow:
-        # Positional, in the order of `ROW_COLUMNS`: there is one for each request.
+    def _rest_of_row(
+        self, record: RequestRecord, model: str, prompt: int, completion: int
+    ) -> tuple[Any, ...]:
+        """The columns of `ROW_COLUMNS` from `model` on; `model`: as the request names it."""
         return (
-            request_id,
-            self._process,
-            started_at,
-            ended_at,
-            key,
-            group,
-            user,
             record.model,
             record.priority.label,
             record.tier,

@@ -19,7 +19,7 @@ from gateway.api.outcome import RequestCancelled, RequestEvicted, RequestYielded
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.forward.attempt import Attempt
-from gateway.forward.stream import EventFilter
+from gateway.forward.event_pipeline import EventFilter
 from gateway.lease import GrantedLease
 from gateway.request import edits
 from gateway.request.body import Body, without_large_fields
@@ -119,7 +119,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
                 if known is not None:
                     prompt += known[0]
                 elif attempt.last_content_at is not None:
-                    prompt += attempt.lease.prompt_tokens
+                    prompt += attempt.lease.reading.prompt_tokens
         for one in (self.sub_requests or {}).values():
             part = one.tokens_so_far()
             prompt, completion = prompt + part[0], completion + part[1]
@@ -378,9 +378,10 @@ class PrefillProgress:
         assert last is not None
         if last.done > first.done and last.elapsed > first.elapsed:
             return (last.done - first.done) / (last.elapsed - first.elapsed)
-        if lease.expected_prefill is None or lease.expected_prefill <= 0:
+        expected = lease.reading.seconds
+        if expected is None or expected <= 0:
             return 0.0
-        return (last.total - self._cached) / lease.expected_prefill
+        return (last.total - self._cached) / expected
 
     def status(self, now: float) -> PrefillStatus | None:
         """How far the prompt is read; None: unknown, hidden, or no prompt is being read."""
@@ -390,7 +391,7 @@ class PrefillProgress:
         if self._last is not None:
             _, done, total = self._last
             return PrefillStatus(100 * done // max(1, total), (done, total))
-        elapsed, expected = now - attempt.started_at, attempt.lease.expected_prefill
+        elapsed, expected = now - attempt.started_at, attempt.lease.reading.seconds
         # A prefill that takes longer than expected may take any time.
         if expected is None or not 0.0 <= elapsed < expected:
             return None

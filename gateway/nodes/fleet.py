@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -51,7 +52,7 @@ from gateway.nodes.node import (
     NodeState,
 )
 from gateway.nodes.server_properties import server_identity, server_key
-from gateway.nodes.speed import SpeedSample, compare_speeds
+from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
 from gateway.nodes.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
@@ -541,16 +542,20 @@ class Fleet:
             self._closing.lease_released(node)
         if not counted or lease.trial or node.state is NodeState.EJECTED:
             self._notify_change(node)
-        self._notify_capacity()
+        if self._on_capacity is not None:
+            self._on_capacity()
 
     def request_succeeded(self, node: Node, now: float, began: float | None = None) -> None:
         """A request whose lease was taken at `began` went well."""
-        node.key_rejection.record_success()
-        had_failures = node.circuit.failures
-        if node.circuit.record_success(now, began):
-            self._refresh_and_wake(node)
-        elif had_failures:
-            self._notify_change(node)
+        if not node.key_rejection.key_worked:
+            node.key_rejection.record_success()
+        circuit = node.circuit
+        had_failures = circuit.failures
+        if had_failures or circuit.suspect_callers or circuit.open_until is not None:
+            if circuit.record_success(now, began):
+                self._refresh_and_wake(node)
+            elif had_failures:
+                self._notify_change(node)
 
     def woke(self, lease: Lease, now: float, expected: float) -> None:
         """Content came from a server that had slept; awake, it would have taken `expected` s."""
@@ -681,7 +686,7 @@ class Fleet:
         """Learn from llama.cpp's `timings` of a whole answer; with a lease, from our clock too."""
         if lease is None or lease.slots:
             seen = None if lease is None else lease.observed_timing()
-            self._learn_speed(node, node.speed.learn_timings(timings, seen))
+            self._compare_speed(node, node.speed.learn_timings(timings, seen))
 
     def stream_went_on(self, lease: Lease, tokens: int, context_tokens: float) -> None:
         """So many events of a stream have come by now; 0: unknown, or others' fault.
@@ -699,14 +704,14 @@ class Fleet:
         """Learn from a whole answer without timings, by its tokens and our clock."""
         seen, node = lease.observed_timing(), lease.node
         if seen is not None:
-            self._learn_speed(
+            self._compare_speed(
                 node,
                 node.speed.learn_clocked(
                     prompt_tokens, cached_tokens, completion_tokens / lease.slots, seen
                 ),
             )
 
-    def _learn_speed(self, node: Node, sample: SpeedSample) -> None:
+    def _compare_speed(self, node: Node, sample: SpeedSample) -> None:
         if node.degradation.learn(sample, self._clock()):
             self.refresh_state(node)
 
@@ -786,6 +791,47 @@ class Fleet:
                 if node.degradation.refresh(now):
                     self.refresh_state(node)
             self._notify_change()
+
+
+def compare_speeds(nodes: Iterable[Node]) -> None:
+    """Set every node's assumed speed: the best that similar nodes show.
+
+    Similar nodes serve the same models in the same tier and are of the same kind. Where none shows
+    its speed, the best of the catalogue is assumed. A node with a hint is assumed to be so many
+    times as fast as the best of them, each divided by its own hint, so that hints and measurements
+    are on one scale.
+    """
+    groups: dict[tuple[frozenset[str], str, str], list[Node]] = defaultdict(list)
+    for node in nodes:
+        groups[node.public_models, node.spec.tier, node.spec.kind].append(node)
+    for (_, tier, _), group in groups.items():
+        usual = CPU_PRIOR if tier == "cpu" else GPU_PRIOR
+        best = _best_shown([(node.speed, 1.0) for node in group], usual)
+        unit = _best_shown([(node.speed, node.spec.written_hint or 1.0) for node in group], usual)
+        for node in group:
+            hint = node.spec.written_hint
+            if hint is None:
+                node.speed.set_prior(best)
+            else:
+                node.speed.set_prior(unit.scaled(hint), hinted=True)
+
+
+def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPrior:
+    """The best that answers or calibrations have shown, each divided by its factor."""
+    read = [
+        speed.expected_prefill_tps / factor
+        for speed, factor in speeds
+        if speed.prefill_tps or speed.calibrated
+    ]
+    wrote = [
+        (speed.token_base * factor, speed.token_step * factor)
+        for speed, factor in speeds
+        if speed.decode_tps or speed.calibrated
+    ]
+    return SpeedPrior(
+        max(read, default=usual.prefill_tps),
+        *min(wrote, default=(usual.token_base, usual.token_step)),
+    )
 
 
 class ClosingNodes:

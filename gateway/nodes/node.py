@@ -65,6 +65,10 @@ class LeasePhase(enum.Enum):
     RELEASED = "over"  # the slots are free
 
 
+_WAITING_HEAD, _RELEASED = LeasePhase.WAITING_HEAD, LeasePhase.RELEASED
+_NO_SPAN = (0.0, 0, 0.0, 0.0)
+
+
 @dataclass(slots=True, eq=False)
 class SlotsQuery:
     """A request to the node's `/slots` that is under way."""
@@ -339,12 +343,13 @@ class Node:
     on_lease_abandoned: Callable[[Node], None] = lambda _: None
     name: str = field(init=False)
     info: NodeInfo = field(init=False)  # what those who send requests to it may know of it
+    is_priced: bool = field(init=False)  # whether its hours or its tokens cost anything
 
     def __post_init__(self) -> None:
         self.name = self.spec.name
         if self.spec.kind == "openai":
             self.concurrency_limit = ConcurrencyLimit()
-        self.info = self._new_info()
+        self.info, self.is_priced = self._new_info(), _is_priced(self.spec)
 
     # What it may be given.
 
@@ -577,6 +582,12 @@ class Node:
         """Seconds until it could begin a request, while it sleeps and none of ours wakes it."""
         if self.state is not NodeState.SLEEPING or any(lease.wakes for lease in self.leases):
             return 0.0
+        return self.seconds_asleep(now)
+
+    def seconds_asleep(self, now: float) -> float:
+        """Seconds until it is awake, if a request wakes it now or has done so; 0: it is awake."""
+        if self.state is not NodeState.SLEEPING:
+            return 0.0
         return self.sleep.seconds_left(self.properties.size, now)
 
     def next_change(self, now: float) -> float:
@@ -596,31 +607,27 @@ class Node:
         slots = lease.slots
         if slots < 0:
             raise ValueError(f"{slots} slots")
-        lease.upstream, lease.prefill_began_at = self.upstream, now
-        lease.prefilling = lease.stream and slots > 0
         if wake:
-            lease.wake, lease.wakes = wake, self.sleep.begin_wake(now)
+            lease.wakes_server(wake, self.sleep.begin_wake(now))
         circuit, occupancy = self.circuit, self.occupancy
         if circuit.open_until is not None and circuit.wants_trial(now):
-            lease.trial = True
+            lease.begin_trial()
             circuit.begin_trial(lease)
         self.leases.add(lease)
         if self.concurrency_limit is not None:
             self.concurrency_limit.record_in_flight(occupancy.leased + slots)
         occupancy.take(slots, now, lease.prefilling)
-        lease.slot_seconds = occupancy.slot_seconds
-        lease.prefill_seconds = occupancy.prefill_seconds
+        lease.counted(occupancy.slot_seconds, occupancy.prefill_seconds)
         self.requests += 1
         self.announced_free = self.announced_free - slots if self.announced_free > slots else 0
 
     def take_calibration_lease(self, now: float) -> Lease:
         """A lease on no slot, since no request may wait for it, and none of the `requests`."""
-        lease = Lease(self, 0, now, True, None, None)
-        lease.upstream, lease.prefill_began_at = self.upstream, now
+        lease = Lease(self, 0, now, LeaseTerms(stream=True))
         self.leases.add(lease)
         return lease
 
-    def lease_released(self, lease: Lease, *, counted: bool) -> None:
+    def lease_released(self, lease: Lease, counted: bool) -> None:  # noqa: FBT001
         """The lease's slots are free: called by the lease, once.
 
         `counted`: it has told the scheduler that they are free.
@@ -642,7 +649,7 @@ class Node:
         """Take in a changed entry of the inventory; probe soon if that puts it into service."""
         was_in_service = self.in_service
         self.spec = spec
-        self.info = self._new_info()
+        self.info, self.is_priced = self._new_info(), _is_priced(spec)
         if not was_in_service:
             self.reset_probes(now)
 
@@ -763,6 +770,10 @@ class Node:
         return self.drift != before
 
 
+def _is_priced(spec: NodeSpec) -> bool:
+    return bool(spec.cost_per_hour) or spec.cost_per_million_tokens is not None
+
+
 def _may_be_same(before: ServedAs, now: ServedAs) -> bool:
     """Whether they agree wherever both say something."""
     return all(old in {None, new} or new is None for old, new in zip(before, now, strict=True))
@@ -776,44 +787,68 @@ def _together(now: ServedAs, before: ServedAs) -> ServedAs:
     return (models, params, size, file, build, slots)  # type: ignore[return-value]
 
 
-@dataclass(slots=True, eq=False)
+class LeaseTerms(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """How a lease's request is sent, and how long its response is expected to take."""
+
+    stream: bool
+    """Whether the node streams its answer: if so it stops soon after the gateway leaves."""
+    expected_prefill: float | None = None
+    """Predicted seconds from dispatch to the first content; None: unknown."""
+    expected_total: float | None = None  # predicted seconds from dispatch to the end; None: unknown
+
+
 class Lease:
-    """Slots held on a node: taken by `Node.take`, ended by `release`.
+    """Slots held on a node: counted by `Node.take`, ended by `release`.
 
     After `abandon` the reclaimer releases them, once the node shows them idle. Times are monotonic
     seconds. The scheduler's leases override what their own counts follow.
     """
 
-    node: Node
-    slots: int
-    taken_at: float
-    stream: bool
-    """Whether the node streams its answer: if so it stops soon after the gateway leaves."""
-    expected_prefill: float | None
-    """Predicted seconds from dispatch to the first content; None: unknown."""
-    expected_total: float | None  # predicted seconds from dispatch to the end; None: unknown
-    wake: float = 0.0  # the part of `expected_prefill` in which its server, which slept, wakes up
-    wakes: bool = False
-    """Whether it was the first request to a server that slept, and no content has come."""
-    trial: bool = False  # whether its outcome closes or reopens the node's circuit
-    phase: LeasePhase = LeasePhase.WAITING_HEAD
-    prefill_began_at: float = 0.0
-    upstream: ConnectionPool = field(init=False)
-    """The node's pool when the lease was taken; it stays open until the lease has ended."""
-    last_content_at: float | None = None  # when the last byte of content came from the node
-    abandoned_at: float = 0.0
-    abandoned_phase: LeasePhase | None = None
-    prefilling: bool = False  # whether the node's occupancy counts its prompt as being read
-    released_at: float | None = None  # when the slots became free
-    mean_prefills: float = 1.0  # mean number of prompts read on the node while its own was
-    slot_seconds: float = 0.0
-    """The node's sum (`SlotOccupancy`) when the lease was taken, then when its prompt was read;
-    after the release the difference since then."""
-    prefill_seconds: float = 0.0  # the node's other sum, at the same moments
-    first_content_at: float | None = None
-    span: tuple[float, int, float, float] = (0.0, 0, 0.0, 0.0)
-    """The span of its decode that goes on: when it began, the events before it (0: none goes on),
-    and the node's `slot_seconds` and `prefill_seconds` then."""
+    __slots__ = (
+        "abandoned_at", "abandoned_phase", "expected_prefill", "expected_total",
+        "first_content_at", "last_content_at", "mean_prefills", "node", "phase",
+        "prefill_began_at", "prefill_seconds", "prefilling", "released_at", "slot_seconds", "slots",
+        "span", "stream", "taken_at", "trial", "upstream", "wake", "wakes",
+    )  # fmt: skip
+
+    def __init__(self, node: Node, slots: int, taken_at: float, terms: LeaseTerms) -> None:
+        self.node, self.slots, self.taken_at = node, slots, taken_at
+        self.stream = stream = terms.stream
+        self.expected_prefill = terms.expected_prefill
+        self.expected_total = terms.expected_total
+        self.upstream = node.upstream  # it stays open until the lease has ended
+        self.wake = 0.0  # the part of `expected_prefill` in which its server, which slept, wakes up
+        self.wakes = self.trial = False
+        """Whether it was the first request to a server that slept, and no content has come; and
+        whether its outcome closes or reopens the node's circuit."""
+        self.phase = _WAITING_HEAD
+        self.prefill_began_at = taken_at
+        self.prefilling = stream and slots > 0
+        """Whether the node's occupancy counts its prompt as being read."""
+        self.last_content_at: float | None = None  # when the last byte of content came
+        self.first_content_at: float | None = None
+        self.released_at: float | None = None  # when the slots became free
+        self.abandoned_at = 0.0
+        self.abandoned_phase: LeasePhase | None = None
+        self.mean_prefills = 1.0  # mean number of prompts read on the node while its own was
+        self.slot_seconds = self.prefill_seconds = 0.0
+        """The node's sums (`SlotOccupancy`) when the lease was taken, then when its prompt was
+        read; after the release the difference since then."""
+        self.span = _NO_SPAN
+        """The span of its decode that goes on: when it began, the events before it (0: none goes
+        on), and the node's `slot_seconds` and `prefill_seconds` then."""
+
+    def counted(self, slot_seconds: float, prefill_seconds: float) -> None:
+        """Its node counts it from now on; these are the node's sums."""
+        self.slot_seconds, self.prefill_seconds = slot_seconds, prefill_seconds
+
+    def wakes_server(self, seconds: float, first: bool) -> None:  # noqa: FBT001 - read by `take`
+        """Its server sleeps, and takes so long to wake up; `first`: it is the first to wake it."""
+        self.wake, self.wakes = seconds, first
+
+    def begin_trial(self) -> None:
+        """Its outcome closes or reopens the node's circuit."""
+        self.trial = True
 
     def prefill_ended(self, now: float) -> None:
         """The first content came: the prompt has been read."""
@@ -876,9 +911,9 @@ class Lease:
 
     def release(self) -> None:
         """The slots are free. Calling it again does nothing."""
-        if self.phase is LeasePhase.RELEASED:
+        if self.phase is _RELEASED:
             return
-        self.phase = LeasePhase.RELEASED
+        self.phase = _RELEASED
         node = self.node
         self.released_at = now = node.clock()
         counted = self.slots_freed(now)
@@ -886,7 +921,7 @@ class Lease:
         occupancy.release(self.slots, now, self.prefilling)
         self.slot_seconds = occupancy.slot_seconds - self.slot_seconds
         self.prefill_seconds = occupancy.prefill_seconds - self.prefill_seconds
-        node.lease_released(self, counted=counted)
+        node.lease_released(self, counted)
 
     def abandon(self) -> None:
         """The gateway leaves, the node may still be at work: hold the slots until they are idle."""

@@ -81,27 +81,14 @@ class PromptTree:
         leaf, copy = held.leaf, held.other_copy
         if leaf is None:
             return []
-        held.unlink()
+        if copy is not None:
+            copy.unlink_copy()
         leaf.remove_end(held, copy)
         left = leaf.uncount(held.row, in_slot=held.in_slot)
         for edge in left:
             if not (edge.slot_counts or edge.host_counts):
                 del self._edges[edge.blocks[0]]
         return left
-
-    def copy_to_host(self, held: CachedPrompt) -> CachedPrompt:
-        """A slot's prompt is in the node's host memory as well; returns the copy there."""
-        leaf = held.leaf
-        assert leaf is not None
-        leaf.count(held.row, in_slot=False)
-        return held.copy_to_host()
-
-    def move_to_host(self, held: CachedPrompt) -> None:
-        """A slot's prompt moves to the node's host memory."""
-        if held.leaf is not None:
-            held.leaf.uncount(held.row, in_slot=True)
-            held.leaf.count(held.row, in_slot=False)
-        held.leave_slot()
 
     def _split(self, edge: PrefixEdge, at: int) -> PrefixEdge:
         """Split an edge before block `at`; returns the new edge in front."""
@@ -142,19 +129,14 @@ class CachedPrompt:
         """It is in the tree, and ends at the end of this edge."""
         self.leaf = leaf
 
-    def unlink(self) -> None:
-        """It is no longer in the tree."""
-        self.leaf = None
-        copy, self.other_copy = self.other_copy, None
-        if copy is not None:
-            copy.unlink_copy()
-
     def unlink_copy(self) -> None:
         """Its copy is no longer in the tree."""
         self.other_copy = None
 
     def copy_to_host(self) -> CachedPrompt:
-        """It is in host memory as well; returns the copy there."""
+        """The prompt of a slot is in host memory as well; returns the copy there."""
+        assert self.leaf is not None
+        self.leaf.count(self.row, in_slot=False)
         copied = CachedPrompt(
             self.row,
             self.leaf,
@@ -168,8 +150,11 @@ class CachedPrompt:
         self.other_copy = copied
         return copied
 
-    def leave_slot(self) -> None:
-        """It is in host memory now."""
+    def move_to_host(self) -> None:
+        """The prompt of a slot moves to host memory."""
+        if self.leaf is not None:
+            self.leaf.uncount(self.row, in_slot=True)
+            self.leaf.count(self.row, in_slot=False)
         self.in_slot = False
 
 
@@ -703,7 +688,7 @@ class NodePromptCache:
                 held = next(iter(self.uncopied))
                 del self.uncopied[held]
                 if held.other_copy is None and self._host_takes(held):
-                    self._add_to_host(self.tree.copy_to_host(held))
+                    self._add_to_host(held.copy_to_host())
 
     def move_to_host(self, held: CachedPrompt) -> None:
         """A slot's prompt goes to host memory."""
@@ -712,7 +697,7 @@ class NodePromptCache:
             return
         del self.slot_prompts[held]
         self.uncopied.pop(held, None)
-        self.tree.move_to_host(held)
+        held.move_to_host()
         self._add_to_host(held)
 
     def evict(self, held: CachedPrompt) -> None:

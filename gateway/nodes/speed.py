@@ -25,10 +25,10 @@ for about eight hours of work; then this is its usual speed.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 
@@ -164,10 +164,11 @@ class Speed:
     def _update(self) -> None:
         """Derive the figures from what was learnt and assumed."""
         self.version += 1
-        prior, decode = self.calibrated or self.prior, self._decode
-        prefill = self._prefill.level
-        self.prefill_tps = 1 / prefill if prefill else None
-        self.expected_prefill_tps = 1 / prefill if prefill else prior.prefill_tps
+        prior, decode, prefill = self.calibrated or self.prior, self._decode, self._prefill.level
+        if prefill:
+            self.prefill_tps = self.expected_prefill_tps = 1 / prefill
+        else:
+            self.prefill_tps, self.expected_prefill_tps = None, prior.prefill_tps
         if decode.level:
             self.decode_tps = 1 / decode.level
             self.token_base, self.token_step = decode.level, decode.slope
@@ -222,79 +223,6 @@ class TrendState(msgspec.Struct, frozen=True, array_like=True):
     xy: _Sum
 
 
-class RatedSpec(Protocol):
-    """A node's entry in the inventory, as far as it says how fast the node is."""
-
-    @property
-    def tier(self) -> str:
-        """`cpu` or `gpu`."""
-
-    @property
-    def kind(self) -> str:
-        """`llama.cpp` or `openai`."""
-
-    @property
-    def written_hint(self) -> float | None:
-        """Its speed relative to other nodes, as guessed by the operator; None: not guessed."""
-
-
-class RatedNode(Protocol):
-    """A node, as far as its speed is compared with that of others."""
-
-    @property
-    def spec(self) -> RatedSpec:
-        """Its entry in the inventory."""
-
-    @property
-    def speed(self) -> Speed:
-        """Its known speed."""
-
-    @property
-    def public_models(self) -> frozenset[str]:
-        """The models that it serves, by the names that clients use."""
-
-
-def compare_speeds(nodes: Iterable[RatedNode]) -> None:
-    """Set every node's assumed speed: the best that similar nodes show.
-
-    Similar nodes serve the same models in the same tier and are of the same kind. Where none shows
-    its speed, the best of the catalogue is assumed. A node with a hint is assumed to be so many
-    times as fast as the best of them, each divided by its own hint, so that hints and measurements
-    are on one scale.
-    """
-    groups: dict[tuple[frozenset[str], str, str], list[RatedNode]] = defaultdict(list)
-    for node in nodes:
-        groups[node.public_models, node.spec.tier, node.spec.kind].append(node)
-    for (_, tier, _), group in groups.items():
-        usual = CPU_PRIOR if tier == "cpu" else GPU_PRIOR
-        best = _best_shown([(node.speed, 1.0) for node in group], usual)
-        unit = _best_shown([(node.speed, node.spec.written_hint or 1.0) for node in group], usual)
-        for node in group:
-            hint = node.spec.written_hint
-            if hint is None:
-                node.speed.set_prior(best)
-            else:
-                node.speed.set_prior(unit.scaled(hint), hinted=True)
-
-
-def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPrior:
-    """The best that answers or calibrations have shown, each divided by its factor."""
-    read = [
-        speed.expected_prefill_tps / factor
-        for speed, factor in speeds
-        if speed.prefill_tps or speed.calibrated
-    ]
-    wrote = [
-        (speed.token_base * factor, speed.token_step * factor)
-        for speed, factor in speeds
-        if speed.decode_tps or speed.calibrated
-    ]
-    return SpeedPrior(
-        max(read, default=usual.prefill_tps),
-        *min(wrote, default=(usual.token_base, usual.token_step)),
-    )
-
-
 LEAST_SAMPLE_TOKENS = 2  # one token's time is mostly rounding and overhead
 SLOWEST_TPS, FASTEST_TPS = 1e-3, 1e6  # tokens/s outside of which a measurement is a mistake
 MOST_REQUEST_TOKENS = 1e8  # of one request; timings with more are wrong
@@ -307,8 +235,8 @@ MOST_STALLED_SHARE = 0.875
 _NEVER, _NAN = math.inf, math.nan
 
 
-@dataclass(slots=True)
-class ObservedTiming:
+# Structs of msgspec: some are made for each response from which a speed is learnt.
+class ObservedTiming(msgspec.Struct, frozen=True, gc=False):
     """What the gateway saw of a request, in seconds of its own clock."""
 
     duration: float  # from sending until the end
@@ -320,8 +248,7 @@ class ObservedTiming:
     """Mean number of prompts being read while its own was, its own included."""
 
 
-@dataclass(slots=True)
-class TokenTime:
+class TokenTime(msgspec.Struct, gc=False):
     """So many tokens took between `low` and `high` seconds each."""
 
     tokens: float
@@ -348,8 +275,7 @@ class TokenTime:
         self.low /= max(1.0, requests)
 
 
-@dataclass(slots=True)
-class SpeedSample:
+class SpeedSample(msgspec.Struct):
     """What one request showed of its node's speed; None: nothing."""
 
     prefill: TokenTime | None = None
@@ -401,43 +327,52 @@ def sample_from_clock(
     prompt_tokens: float, cached_tokens: float, completion_tokens: float, seen: ObservedTiming
 ) -> SpeedSample:
     """The sample of an endpoint without timings: what the gateway saw, its queue included."""
-    if not _is_sane(seen) or not all(
-        math.isfinite(n) and 0 <= n <= MOST_REQUEST_TOKENS
-        for n in (prompt_tokens, cached_tokens, completion_tokens)
+    if not (
+        _is_sane(seen)
+        and 0 <= prompt_tokens <= MOST_REQUEST_TOKENS
+        and 0 <= cached_tokens <= MOST_REQUEST_TOKENS
+        and 0 <= completion_tokens <= MOST_REQUEST_TOKENS
     ):
         return SpeedSample()
-    sample = SpeedSample(busy_slots=max(1.0, seen.busy_slots), context_tokens=prompt_tokens)
-    if seen.ttft is None:
-        # It includes the prefill, for an unknown time.
-        sample.decode = _token_time(completion_tokens, seen.duration)
-        if sample.decode is not None:
-            sample.decode.shared_by(2)
-        else:
-            sample.prefill = _token_time(prompt_tokens - cached_tokens, seen.duration)
+    duration, ttft, uncached = seen.duration, seen.ttft, prompt_tokens - cached_tokens
+    prefill = decode = None
+    if ttft is not None:
+        prefill = _token_time(uncached, ttft)
+        decode = _token_time(completion_tokens - 1, duration - ttft)
     else:
-        sample.prefill = _token_time(prompt_tokens - cached_tokens, seen.ttft)
-        sample.decode = _token_time(completion_tokens - 1, seen.duration - seen.ttft)
-    if sample.prefill is not None:
-        sample.prefill.shared_by(seen.mean_prefills)
-    if sample.decode is not None:
-        sample.decode.allow_stalls(seen.stalled_seconds)
-    return sample
+        # It includes the prefill, for an unknown time.
+        if completion_tokens:
+            decode = _token_time(completion_tokens, duration)
+        if decode is not None:
+            decode.shared_by(2)
+        else:
+            prefill = _token_time(uncached, duration)
+    if prefill is not None and seen.mean_prefills > 1.0:
+        prefill.shared_by(seen.mean_prefills)
+    if decode is not None:
+        decode.allow_stalls(seen.stalled_seconds)
+    busy = seen.busy_slots if seen.busy_slots > 1.0 else 1.0  # noqa: FURB136 - as above
+    return SpeedSample(prefill, decode, busy, prompt_tokens)
 
 
 def _token_time(tokens: float, seconds: float) -> TokenTime | None:
-    if not (LEAST_SAMPLE_TOKENS <= tokens <= MOST_REQUEST_TOKENS and 0 < seconds < _NEVER):
+    if not (LEAST_SAMPLE_TOKENS <= tokens <= MOST_REQUEST_TOKENS and seconds > 0):
         return None
     each = seconds / tokens
     return TokenTime(tokens, each, each) if 1 / FASTEST_TPS <= each <= 1 / SLOWEST_TPS else None
 
 
 def _is_sane(seen: ObservedTiming) -> bool:
+    # Without calls of `min` and `max` here and below: each costs as much as four comparisons.
+    duration, ttft = seen.duration, seen.ttft or 0.0
+    busy, stalled, prefills = seen.busy_slots, seen.stalled_seconds, seen.mean_prefills
     return (
-        0 < seen.duration < _NEVER
-        and 0 <= (seen.ttft or 0.0) < _NEVER
-        and 0 <= seen.busy_slots < _NEVER
-        and 0 <= seen.stalled_seconds < _NEVER
-        and 0 <= seen.mean_prefills < _NEVER
+        duration > 0
+        and ttft >= 0
+        and busy >= 0
+        and stalled >= 0
+        and prefills >= 0
+        and duration + ttft + busy + stalled + prefills < _NEVER
     )
 
 
@@ -506,7 +441,8 @@ class LinearTrend:
         little: to its nearer end, and slowly on to the lower one, since the cause of a wide
         interval (other requests' work) mostly did take time.
         """
-        weight = min(weight, self.half_life * MOST_SAMPLE_WEIGHT) * low / high
+        half_life = self.half_life
+        weight = min(weight, half_life * MOST_SAMPLE_WEIGHT) * low / high
         expected = self.level + self.slope * x
         left = 1.0
         if expected:
@@ -533,21 +469,23 @@ class LinearTrend:
             return False
         else:
             y = math.sqrt(low * high)
-        kept = left * 0.5 ** (weight / self.half_life)
-        self._w = self._w * kept + weight
-        self._x = self._x * kept + weight * x
-        self._y = self._y * kept + weight * y
-        self._xx = self._xx * kept + weight * x * x
-        self._xy = self._xy * kept + weight * x * y
+        kept = left * 0.5 ** (weight / half_life)
+        self._w = sum_w = self._w * kept + weight
+        self._x = sum_x = self._x * kept + weight * x
+        self._y = sum_y = self._y * kept + weight * y
+        self._xx = sum_xx = self._xx * kept + weight * x * x
+        self._xy = sum_xy = self._xy * kept + weight * x * y
         # Fit the line.
-        x, y = self._x / self._w, self._y / self._w
-        spread = max(0.0, self._xx - self._x * x)
-        usual = self.slope_prior * y / (1 + self.slope_prior * x)
-        slope = (self._xy - self._x * y + self.prior_strength * usual) / (
-            spread + self.prior_strength
+        x, y = sum_x / sum_w, sum_y / sum_w
+        prior, strength = self.slope_prior, self.prior_strength
+        usual, spread = prior * y / (1 + prior * x), sum_xx - sum_x * x
+        slope = (sum_xy - sum_x * y + strength * usual) / (
+            spread + strength if spread > 0.0 else strength
         )
-        self.slope = min(max(slope, 0.0), y / (x + 1 / self.most_slope))
-        self.level = y - self.slope * x
+        most = y / (x + 1 / self.most_slope)
+        if not 0.0 <= slope <= most:
+            slope = most if slope > most else 0.0
+        self.slope, self.level = slope, y - slope * x
         return True
 
 
@@ -760,19 +698,20 @@ class DegradationDetector:
 
     def learn(self, sample: SpeedSample, now: float) -> bool:
         """Compare what a request measured; whether `degraded` has changed."""
+        read, wrote = sample.prefill, sample.decode
+        if read is not None and read.tokens < LEAST_PREFILL_TOKENS:
+            read = None
+        if wrote is not None and (wrote.tokens < LEAST_DECODE_TOKENS or sample.busy_slots is None):
+            wrote = None
+        if read is None and wrote is None:
+            return False
         before = self.degraded
-        rate = sample.prefill
-        if rate is not None and rate.tokens >= LEAST_PREFILL_TOKENS:
+        if read is not None:
             self.prefill.learn(
-                (_size_class(rate.tokens), _size_class(sample.context_tokens)), rate, now
+                (_size_class(read.tokens), _size_class(sample.context_tokens)), read, now
             )
-        rate = sample.decode
-        if (
-            rate is not None
-            and rate.tokens >= LEAST_DECODE_TOKENS
-            and sample.busy_slots is not None
-        ):
-            self.decode.learn(_decode_kind(sample), rate, now)
+        if wrote is not None:
+            self.decode.learn(_decode_kind(sample), wrote, now)
         return self.degraded is not before
 
     def learn_events(self, tokens: float, events: float) -> None:

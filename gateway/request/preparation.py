@@ -342,7 +342,7 @@ class RequestRules:
     keyed_hash: KeyedHash = field(default_factory=KeyedHash)  # Identifies prompts
 
 
-class TokenBounds(Protocol):
+class AllowedTokens(Protocol):
     """How many tokens a caller's limits allow."""
 
     completion_tokens: int | None  # Most tokens of one answer; None: any number
@@ -373,7 +373,7 @@ class Sender:
     """Whether `plain_client_timeout` is that of an official client's own timer."""
     cache: CachePolicy = SHARED_CACHE
     """Which nodes may serve it, and what it may learn of their prompt caches."""
-    limits: TokenBounds = field(default_factory=AnyTokens)
+    limits: AllowedTokens = field(default_factory=AnyTokens)
     headers: Headers = field(default_factory=list)
     """The head of a form, which says how it is divided."""
     patient: bool = False

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from msgspec import structs
+
 from gateway import errors
 from gateway.config.keys import NodeLabels, has_labels
 from gateway.config.settings import Settings
@@ -27,12 +29,14 @@ from gateway.nodes.prompt_cache import CacheContents, FleetPromptCache
 from gateway.nodes.speed import Speed
 from gateway.schedule.core.dispatcher import Dispatcher
 from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
     EXPLORING_REQUESTS,
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     CandidateSet,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
     TierSets,
 )
@@ -225,8 +229,11 @@ class FleetSync:
 
     def speed_learnt(self, node: Node) -> None:
         """The node's speed has been learnt from a response, and nothing else has changed."""
-        row = self._rows.get(node)
-        if row is not None:
+        row, speed = self._rows.get(node), node.speed
+        if row is not None and speed.samples:
+            self._speed_versions[row] = speed.version
+            show_speed(self.placement_state, row, speed)
+        elif row is not None:
             self._refresh_speed(node, row)
 
     def sync(self) -> None:
@@ -729,7 +736,7 @@ class TierRouter:
         failed = any(row.index in queued.failed for row in rows)
         if not alive:
             return TierStatus(alive=False, has_room=False, failed=failed)
-        alone = replace(queued, groups=((tier,),))
+        alone = structs.replace(queued, groups=((tier,),))
         available = available_rows(self.dispatcher.placement_state, alone)
         has_room = available is not None and any(
             row.index not in queued.failed for row in available.rows

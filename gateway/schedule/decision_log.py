@@ -24,7 +24,11 @@ import msgspec
 
 from gateway.errors import GatewayError
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried, Usage
-from gateway.schedule.core.placement_state import Comparison, Deferral, QueuedRequest
+from gateway.schedule.core.requests import (
+    Comparison,
+    Deferral,
+    QueuedRequest,
+)
 from gateway.terms import Priority
 
 # Leases that are remembered: at 5 requests a second, those of a quarter of an hour.
@@ -63,28 +67,48 @@ class Refusal(msgspec.Struct, frozen=True, eq=False, gc=False):
     restart."""
 
 
+class GrantedSlots(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What was granted."""
+
+    lease_id: int
+    model: str
+    tier: str
+    slots: int
+
+
+class Prediction(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What was expected of the request on its node, and of others."""
+
+    prompt_tokens: float
+    completion_tokens: float
+    ttft: float  # seconds from the grant until the prompt was expected to have been read
+    seconds: float  # seconds from the grant until the answer was expected to end
+    comparison: Comparison | None  # what its node was compared with; None: nothing was kept
+
+
+class Circumstances(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What made the choice another one than that of most requests."""
+
+    tried: Tried | None = None  # what earlier attempts have shown; None: it was the first
+    resumes: bool = False  # whether it continues a response on another node
+    times_yielded: int = 0
+    deferral: Deferral | None = None  # the last time that it was deferred to a busy node
+    fallback: str | None = None  # why it is not of the tier of its class
+    out: Mapping[str, int] = {}  # nodes that serve its model and had no room, by the reason
+
+
+ORDINARY = Circumstances()
+
+
 class Grant(msgspec.Struct, eq=False, gc=False):
     """A request was granted a lease: one attempt, and what came of it."""
 
     request_id: str
     at: float
     received_at: float
-    model: str
-    slots: int
-    prompt_tokens: float  # expected tokens of the prompt
-    completion_tokens: float  # expected tokens of the answer
-    expected_ttft: float  # seconds from the grant until the prompt was expected to have been read
-    expected_seconds: float  # seconds from the grant until the answer was expected to end
-    comparison: Comparison | None  # what its node was compared with; None: nothing was kept
-    tier: str
-    fallback: str | None  # why it is not of the tier of its class
-    tried: Tried | None  # what earlier attempts have shown; None: it was the first
-    resumes: bool  # whether it continues a response on another node
-    times_yielded: int
-    deferral: Deferral | None  # the last time that it was deferred to a busy node
-    fleet_size: int  # nodes of the inventory
-    out: Mapping[str, int]  # nodes that serve its model and had no room for it, by the reason
-    lease_id: int
+    granted: GrantedSlots
+    predicted: Prediction
+    circumstances: Circumstances
     first_content_at: float | None = None
     ended_at: float | None = None
     outcome: str | None = None
@@ -144,37 +168,37 @@ class DecisionLog:
         placement: QueuedRequest,
         request: LeaseRequest,
         tried: Tried,
-        model: str,
-        tier: str,
+        granted: GrantedSlots,
         fallback: str | None,
-        fleet_size: int,
         out: Mapping[str, int],
-        lease_id: int,
     ) -> Grant:
         """A placement has become a lease."""
-        now = placement.placed_at
-        # By position: this runs for each request.
-        grant = Grant(
-            request.id,
-            now,
-            placement.received_at,
-            model,
-            placement.slots,
+        now, circumstances = placement.placed_at, ORDINARY
+        resumes, times_yielded = request.wanted.resume_key is not None, request.caller.times_yielded
+        if (
+            out
+            or resumes
+            or times_yielded
+            or tried is not NOTHING_TRIED
+            or fallback is not None
+            or placement.deferral is not None
+        ):
+            circumstances = Circumstances(
+                None if tried is NOTHING_TRIED else tried,
+                resumes,
+                times_yielded,
+                placement.deferral,
+                fallback,
+                out,
+            )
+        prediction = Prediction(
             placement.prompt_tokens,
             placement.completion_tokens,
             placement.prefill_ends - now,
             placement.ends - now,
             placement.comparison,
-            tier,
-            fallback,
-            None if tried is NOTHING_TRIED else tried,
-            request.wanted.resume_key is not None,
-            request.caller.times_yielded,
-            placement.deferral,
-            fleet_size,
-            out,
-            lease_id,
         )
+        grant = Grant(request.id, now, placement.received_at, granted, prediction, circumstances)
         self.grants.append(grant)
         if self.followed:
             self._collect(grant)
@@ -279,7 +303,7 @@ class DecisionLog:
 
 
 def _identity(one: Decision) -> object:
-    return (one.request_id, one.lease_id) if isinstance(one, Grant) else one
+    return (one.request_id, one.granted.lease_id) if isinstance(one, Grant) else one
 
 
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
@@ -337,11 +361,14 @@ class PredictionAccuracy:
         """A complete response's tokens are known."""
         if grant.used is None:
             return
-        if grant.first_content_at is not None and grant.expected_ttft >= LEAST_SECONDS:
-            self.first_token.count((grant.first_content_at - grant.at) / grant.expected_ttft)
-        if grant.ended_at is not None and grant.expected_seconds >= LEAST_SECONDS:
-            self.completion.count((grant.ended_at - grant.at) / grant.expected_seconds)
-        if grant.comparison is not None:
+        first, ended, predicted = grant.first_content_at, grant.ended_at, grant.predicted
+        if first is not None and predicted.ttft >= LEAST_SECONDS:
+            self.first_token.count((first - grant.at) / predicted.ttft)
+        if ended is not None and predicted.seconds >= LEAST_SECONDS:
+            self.completion.count((ended - grant.at) / predicted.seconds)
+        comparison = predicted.comparison
+        if comparison is not None:
             prompt, cached, _ = grant.used
-            self.cached_expected += min(grant.comparison.chosen.cached, prompt)
+            if comparison.own:
+                self.cached_expected += min(comparison.cached_on_chosen, prompt)
             self.cached_found += cached

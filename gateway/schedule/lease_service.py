@@ -7,7 +7,6 @@ given more, how fast it is, what the request took, and who pays for it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,9 +57,6 @@ class LocalLeaseService:
     scheduler: Scheduler
     fleet: Fleet
     most_failed_requests: int = MOST_FAILED_REQUESTS
-    lease_now: Callable[[LeaseRequest, Tried, float], GrantedLease | None] = field(init=False)
-    """The scheduler's own, since each request calls it."""
-    keep_in_queue: Callable[[str], None] = field(init=False)  # the scheduler's own
     _sampled_at: dict[str, float] = field(default_factory=dict)
     """When a response was last a sample of each node's speed."""
     _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
@@ -70,11 +66,16 @@ class LocalLeaseService:
     _records: dict[int, LeaseRecord] = field(init=False)  # the scheduler's, by lease id
 
     def __post_init__(self) -> None:
-        self.lease_now = self.scheduler.lease_now
-        self.keep_in_queue = self.scheduler.keep_in_queue
         self._records = self.scheduler.records
 
     # Asked for a lease.
+
+    def lease_now(self, request: LeaseRequest, tried: Tried, age: float) -> GrantedLease | None:
+        """A lease for a request that was received `age` seconds ago; None: it must wait.
+
+        Raises: GatewayError, if no node can serve it, or not in time.
+        """
+        return self.scheduler.lease_now(request, tried, age)
 
     async def wait_for_lease(
         self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False
@@ -196,21 +197,22 @@ class LocalLeaseService:
 
         Returns what it took if no response began; else `settle` does.
         """
-        lease, charge = self._records[report.lease_id], NOTHING_CHARGED
-        if lease.request.caller.yields:
-            self.scheduler.yielding.pop(report.lease_id, None)
+        lease, scheduler, charge = self._records[report.lease_id], self.scheduler, NOTHING_CHARGED
+        request = lease.request
+        if request.caller.yields:
+            scheduler.yielding.pop(report.lease_id, None)
         if report.node_done:
             lease.release()
         else:
             lease.abandon()
-        now = self.scheduler.clock()
+        now = scheduler.clock()
         lease.grant.ended(report.outcome, report.status, now)
         if report.response_began:
-            if lease.request.size.prompt_key is not None:
-                self.scheduler.demand_model.answer_ended(lease.request)
+            if request.size.prompt_key is not None:
+                scheduler.demand_model.answer_ended(request)
             # Requests without a slot, such as token counts, don't show how fast slots come free.
             if lease.slots:
-                self.scheduler.completion_rate.completed(now)
+                scheduler.completion_rate.completed(now)
             if report.outcome == "ok":
                 self.fleet.request_succeeded(lease.node, now, lease.taken_at)
                 if report.came_plain:
@@ -231,35 +233,33 @@ class LocalLeaseService:
 
         `request`: the client's own, of which the attempt may be a resumption.
         """
-        lease, complete = self._records.pop(report.lease_id), report.complete
-        now = lease.abandoned_at or lease.released_at or self.scheduler.clock()
-        usage, reported = report.attempt, report.reported
+        scheduler, lease = self.scheduler, self._records.pop(report.lease_id)
+        node, complete, usage, reported = (
+            lease.node, report.complete, report.attempt, report.reported,
+        )  # fmt: skip
+        now = lease.abandoned_at or lease.released_at or scheduler.clock()
         lease.grant.settled(usage, reported=reported is not None)
-        if complete and lease.wakes:
-            self._woke(lease, now)  # A response in one piece.
-        if complete and reported is not None and not lease.wake:
-            self.scheduler.accuracy.settled(lease.grant)
         is_sample = False
-        if reported is not None and complete:
-            name = lease.node.name
-            is_sample = now - self._sampled_at.get(name, -1.0) >= SPEED_SAMPLE_INTERVAL
-            if is_sample:
-                self._sampled_at[name] = now
-                self._learn_speed(lease, usage)
-                lease.node.degradation.learn_events(usage.completion_tokens, report.sent_tokens)
-        self.scheduler.demand_model.learn(
-            lease.placement,
-            request,
-            reported,
-            report.sent_tokens,
-            complete=complete,
-            learn_sizes=request.size.generates or is_sample,
+        if complete:
+            if lease.wakes:
+                self._woke(lease, now)  # A response in one piece.
+            if reported is not None:
+                if not lease.wake:
+                    scheduler.accuracy.settled(lease.grant)
+                is_sample = now - self._sampled_at.get(node.name, -1.0) >= SPEED_SAMPLE_INTERVAL
+                if is_sample:
+                    self._sampled_at[node.name] = now
+                    self._learn_speed(lease, usage)
+                    if report.sent_tokens:
+                        node.degradation.learn_events(usage.completion_tokens, report.sent_tokens)
+        scheduler.demand_model.learn(
+            lease.placement, request, report, request.size.generates or is_sample
         )
-        if complete and lease.slots and lease.node.concurrency_limit is not None:
+        if complete and node.concurrency_limit is not None and lease.slots:
             self.fleet.adjust_limit(
                 lease, usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
             )
-        cost = _cost(lease, usage, now)
+        cost = _cost(lease, usage, now) if node.is_priced else 0.0
         if lease.reservation is not None:
             lease.reservation.settle(cost, happened=True, now=now)
         return AttemptCharge(cost, lease.slots * (now - lease.taken_at))
@@ -319,15 +319,16 @@ class LocalLeaseService:
         self.fleet.woke(lease, now, tokens / speed.expected_prefill_tps)
 
     def _learn_speed(self, lease: Lease, usage: Usage) -> None:
-        if lease.wake or _woke_unnoticed(lease, usage):
+        node = lease.node
+        if lease.wake or (node.sleep.seen and _woke_unnoticed(lease, usage)):
             return  # Its time, and the first use of freshly loaded weights, say nothing.
         if usage.timings is not None:
-            self.fleet.learn_timings(lease.node, usage.timings, lease)
+            self.fleet.learn_timings(node, usage.timings, lease)
         elif lease.slots:
             self.fleet.learn_clocked(
                 lease, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
             )
-        self.scheduler.fleet_sync.speed_learnt(lease.node)
+        self.scheduler.fleet_sync.speed_learnt(node)
 
     # Who is to blame.
 
@@ -383,9 +384,9 @@ class LocalLeaseService:
 
 
 def _woke_unnoticed(lease: Lease, usage: Usage) -> bool:
-    """Whether the server had fallen asleep since the last probe, so that it was loading first."""
+    """Whether a server that may sleep had done so since the last probe, and was loading first."""
     sleep, content_at = lease.node.sleep, lease.first_content_at
-    if not sleep.seen or content_at is None or usage.timings is None:
+    if content_at is None or usage.timings is None:
         return False
     read = usage.timings.get("prompt_ms")
     waited = content_at - lease.taken_at - (read / 1000 if isinstance(read, int | float) else 0.0)
@@ -426,12 +427,11 @@ def _charge_of_failed(lease: LeaseRecord, report: AttemptReport, now: float) -> 
 
 
 def _cost(lease: Lease, usage: Usage, now: float) -> float:
-    spec = lease.node.spec
     # Without a slot no token is read or written: tokens are counted, say.
-    if not lease.slots or (not spec.cost_per_hour and spec.cost_per_million_tokens is None):
+    if not lease.slots or not lease.node.is_priced:
         return 0.0
     return cost_of(
-        spec,
+        lease.node.spec,
         lease.node.slots_total,
         prompt=usage.prompt_tokens,
         completion=usage.completion_tokens,

@@ -24,6 +24,7 @@ from gateway.config.settings import Settings
 from gateway.lease import (
     NOTHING_TRIED,
     BatchRoom,
+    ExpectedReading,
     GrantedLease,
     LeaseRequest,
     QueuePosition,
@@ -31,7 +32,7 @@ from gateway.lease import (
 )
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import PREFILL_GRACE_FACTOR
-from gateway.nodes.node import Lease, LeasePhase, NodeState
+from gateway.nodes.node import Lease, LeasePhase, LeaseTerms, Node
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.schedule.admission import (
     Admission,
@@ -62,9 +63,15 @@ from gateway.schedule.core.batch_slots import (
 )
 from gateway.schedule.core.demand_model import DemandModel, has_long_prompt
 from gateway.schedule.core.dispatcher import Dispatcher, dispatch_rules
-from gateway.schedule.core.placement_state import PlacementState, QueuedRequest, TierSets
+from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
+    QueuedRequest,
+    TierSets,
+)
 from gateway.schedule.core.tiers import SpillReservation, TierPolicy, dearest_token
-from gateway.schedule.decision_log import DecisionLog, Grant, PredictionAccuracy
+from gateway.schedule.decision_log import DecisionLog, Grant, GrantedSlots, PredictionAccuracy
 from gateway.terms import Endpoint, Priority
 
 TICK = 0.5  # seconds between two looks at every waiting request, and at the whole fleet
@@ -81,33 +88,50 @@ PESSIMISTIC_PREFILL_TPS = 25.0
 _NOTHING_OUT: Mapping[str, int] = {}  # no node had no room; never written to
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
 class LeaseRecord(Lease):
     """A lease and what the scheduler keeps of it, until its attempt has been accounted for.
 
     The placement state follows the lease.
     """
 
-    request: LeaseRequest
-    placement: QueuedRequest | None
-    """None: its row is no longer its node's, which counts the slots by itself."""
-    reservation: SpillReservation | None  # the share of the budget that it holds
-    dispatcher: Dispatcher
-    grant: Grant  # what is kept of it to explain it
+    __slots__ = ("grant", "placement", "placement_state", "request", "reservation")
+
+    def __init__(
+        self,
+        node: Node,
+        terms: LeaseTerms,
+        request: LeaseRequest,
+        placement: QueuedRequest,
+        placement_state: PlacementState,
+        grant: Grant,
+    ) -> None:
+        """`grant`: what is kept of the lease to explain it."""
+        Lease.__init__(self, node, placement.slots, placement.placed_at, terms)
+        self.request = request
+        self.placement: QueuedRequest | None = placement
+        """None: its row is no longer its node's, which counts the slots by itself."""
+        self.placement_state = placement_state
+        self.grant = grant
+        self.reservation: SpillReservation | None = None
+        """The share of the budget for the GPU tier that it holds."""
+
+    def reserve(self, reservation: SpillReservation) -> None:
+        """It holds this share of the budget."""
+        self.reservation = reservation
 
     def prefill_ended(self, now: float) -> None:
         """Replace the predicted prefill by the real one."""
         assert self.placement is not None
         self.grant.content_began(now)
-        self.dispatcher.prefill_done(self.placement, now)
+        self.placement_state.prefill_done(self.placement, now)
 
     def slots_freed(self, now: float) -> bool:
         """The slots are free. Returns whether the row is still the node's."""
-        placement = self.placement
+        placement, state = self.placement, self.placement_state
         assert placement is not None
-        self.dispatcher.released(placement, now)
+        state.end(placement, now)
         row = placement.row
-        if self.dispatcher.placement_state.by_name.get(row.name) is row:
+        if state.by_name.get(row.name) is row:
             return True
         self.placement = None
         return False
@@ -267,16 +291,27 @@ class Scheduler:
         if self.fleet_sync.has_gpu_tier and request.size.slots and not tried.failed_nodes:
             self.tier_policy.arrived(request.caller.priority, now)
         try:
-            candidates, queued = self.begin(request, tried, now - age, now)
+            candidates, queued = self.find_and_estimate(request, tried, now - age, now)
             if queued.deadline is not None:
                 self._check_deadline(queued, candidates, now)
         except errors.GatewayError as error:
             self.decision_log.refused(request, error, now - age, now)
             raise
-        granted = self._place(queued, request, tried, candidates, now)
-        if granted is None:
-            self.tier_router.cancel_reservation(candidates)
-        return granted
+        dispatcher = self.dispatcher
+        for earlier in range(MOST_STALE_PLACEMENTS):
+            if dispatcher.waiting and dispatcher.placement_state.slots_freed:
+                self.match()  # Waiting requests go first.
+            placement = dispatcher.place(queued, now)
+            if placement is None:
+                if not earlier and candidates.tier_route is None:
+                    version = self.fleet_sync.rows_version
+                    self._unplaced = request, tried, candidates, queued, version
+                break
+            granted = self.grant(placement, request, tried, candidates, now)
+            if granted is not None:
+                return granted
+        self.tier_router.cancel_reservation(candidates)
+        return None
 
     async def wait_for_lease(
         self,
@@ -297,7 +332,7 @@ class Scheduler:
         if self.closing:
             raise errors.shutting_down()
         now = self.clock()
-        candidates, queued = self._take_unplaced(request, tried) or self.begin(
+        candidates, queued = self._take_unplaced(request, tried) or self.find_and_estimate(
             request, tried, now - age, now
         )
         room = queue_room(request, self.waiters, self.admission)
@@ -475,7 +510,7 @@ class Scheduler:
 
     # Where a request may go.
 
-    def begin(
+    def find_and_estimate(
         self, request: LeaseRequest, tried: Tried, received_at: float, now: float
     ) -> tuple[NodeCandidates, QueuedRequest]:
         """Where a request may go now, and the request in numbers. Raises: GatewayError.
@@ -494,7 +529,7 @@ class Scheduler:
     def _take_unplaced(
         self, request: LeaseRequest, tried: Tried
     ) -> tuple[NodeCandidates, QueuedRequest] | None:
-        """What `begin` found for the request that `lease_now` could not place; None: begin anew."""
+        """What was found for the request that `lease_now` could not place; None: find it anew."""
         unplaced, self._unplaced = self._unplaced, None
         if unplaced is None or unplaced[0] is not request or unplaced[1] is not tried:
             return None
@@ -582,30 +617,6 @@ class Scheduler:
 
     # Granting.
 
-    def _place(
-        self,
-        queued: QueuedRequest,
-        request: LeaseRequest,
-        tried: Tried,
-        candidates: NodeCandidates,
-        now: float,
-    ) -> GrantedLease | None:
-        """A lease now; None: the request would have to wait."""
-        dispatcher = self.dispatcher
-        for earlier in range(MOST_STALE_PLACEMENTS):
-            if dispatcher.waiting and dispatcher.placement_state.slots_freed:
-                self.match()  # Waiting requests go first.
-            placement = dispatcher.place(queued, now)
-            if placement is None:
-                if not earlier and candidates.tier_route is None:
-                    version = self.fleet_sync.rows_version
-                    self._unplaced = request, tried, candidates, queued, version
-                return None
-            granted = self.grant(placement, request, tried, candidates, now)
-            if granted is not None:
-                return granted
-        return None
-
     def _enqueue(self, waiter: Waiter) -> None:
         """Queue it, or grant its lease at once."""
         now = self.clock()
@@ -665,7 +676,7 @@ class Scheduler:
                 break
         self._set_timer()
 
-    def grant(
+    def grant(  # noqa: PLR0912, PLR0915 - each call costs
         self,
         placement: QueuedRequest,
         request: LeaseRequest,
@@ -686,52 +697,38 @@ class Scheduler:
         reservation: SpillReservation | None = None
         if candidates.tier_route is not None:
             fallback, reservation = self.tier_router.placed(candidates, placement.row)
-        stream = now >= node.plain_until and (
-            request.wanted.stream
-            or (
-                request.wanted.may_assemble and tried.may_assemble and node.spec.kind == "llama.cpp"
-            )
-        )
+        info, wanted, size = node.info, request.wanted, request.size
+        assembles = wanted.may_assemble and tried.may_assemble and info.kind == "llama.cpp"
+        stream = now >= node.plain_until and (wanted.stream or assembles)
         # The predicted prefill and total bound how long the node may be silent.
         speed, prefill_tps = node.speed, node.speed.prefill_tps
-        tokens = max(request.size.prompt_tokens, placement.prompt_tokens)
+        tokens = placement.prompt_tokens
+        if size.prompt_tokens > tokens:  # noqa: PLR1730 - a call costs four times as much
+            tokens = size.prompt_tokens
         grace = prefill = tokens / (prefill_tps or PESSIMISTIC_PREFILL_TPS)
         wake = wake_limit = 0.0
         if node.sleep.seen:
             # It may have fallen asleep since the last probe, too.
             wake_limit = node.sleep.wake_limit(node.properties.size)
-            if node.state is NodeState.SLEEPING:
-                wake = node.sleep.seconds_left(node.properties.size, now)
-                prefill += wake
+            wake = node.seconds_asleep(now)
+            prefill += wake
         total: float | None = None
-        if request.size.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
-            total = prefill + request.size.max_tokens / decode_tps
-        model = candidates.by_model[placement.group][0]
-        lease_id = next(self._lease_ids)
-        grant = self.decision_log.granted(
-            placement,
-            request,
-            tried,
-            model=model,
-            tier=node.spec.tier,
-            fallback=fallback,
-            fleet_size=self.dispatcher.placement_state.node_count,
-            out=self._nodes_without_room(placement, now),
-            lease_id=lease_id,
-        )
-        lease = LeaseRecord(
-            node,
-            slots,
-            now,
-            stream,
-            prefill,
-            total,
-            request=request,
-            placement=placement,
-            reservation=reservation,
-            dispatcher=self.dispatcher,
-            grant=grant,
-        )
+        if size.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
+            total = prefill + size.max_tokens / decode_tps
+        model, lease_id = candidates.by_model[placement.group][0], next(self._lease_ids)
+        granted, out = GrantedSlots(lease_id, model, info.tier, slots), _NOTHING_OUT
+        comparison = placement.comparison
+        if comparison is not None and (
+            comparison.nodes.with_room < comparison.nodes.candidates
+            or len(placement.groups[placement.group]) > 1
+        ):
+            out = self._nodes_without_room(placement, comparison.nodes.with_room, now)
+        grant = self.decision_log.granted(placement, request, tried, granted, fallback, out)
+        terms = LeaseTerms(stream, prefill, total)
+        state = self.dispatcher.placement_state
+        lease = LeaseRecord(node, terms, request, placement, state, grant)
+        if reservation is not None:
+            lease.reserve(reservation)
         node.take(lease, now, wake)
         self.records[lease_id] = lease
         if request.caller.yields:
@@ -743,34 +740,30 @@ class Scheduler:
             self.fleet_sync.node_changed(node)
         if node.probe_history.load_unread:
             self.fleet_sync.fleet.read_load(node)
-        if request.size.prompt_key is not None or request.caller.session is not None:
+        if size.prompt_key is not None or request.caller.session is not None:
             self.demand_model.placed(placement, request)
+        reading = ExpectedReading(
+            round(tokens),
+            None if prefill_tps is None else placement.prefill_ends - now,
+            PREFILL_GRACE_FACTOR * grace,
+            wake_limit,
+        )
+        served_name = node.served_name(model) or model
+        if slots == 1 and fallback is None:
+            return GrantedLease(lease_id, info, model, served_name, stream, reading)
         return GrantedLease(
-            lease_id,
-            node.info,
-            model,
-            node.served_name(model) or model,
-            slots,
-            stream=stream,
-            prefill_grace=PREFILL_GRACE_FACTOR * grace,
-            expected_prefill=None
-            if prefill_tps is None
-            else placement.prefill_ends - placement.placed_at,
-            fallback=fallback,
-            wake=wake_limit,
-            prompt_tokens=round(tokens),
+            lease_id, info, model, served_name, stream, reading, slots=slots, fallback=fallback
         )
 
-    def _nodes_without_room(self, placement: QueuedRequest, now: float) -> Mapping[str, int]:
-        """Other nodes that serve the model of a placement and had no room for it, by the reason."""
-        comparison = placement.comparison
-        tiers = placement.groups[placement.group]
-        if comparison is None or (
-            comparison.with_room == comparison.candidates and len(tiers) == 1
-        ):
-            return _NOTHING_OUT  # Nearly always.
+    def _nodes_without_room(
+        self, placement: QueuedRequest, with_room: int, now: float
+    ) -> Mapping[str, int]:
+        """Other nodes that serve the model of a placement and had no room for it, by the reason.
+
+        `with_room`: how many nodes of its tier had.
+        """
         found: Counter[str] = Counter()
-        for candidates in tiers:
+        for candidates in placement.groups[placement.group]:
             if placement.excluded or placement.failed:
                 rows = [row for row in candidates.rows if row.index not in placement.excluded]
                 found["excluded"] += len(candidates.rows) - len(rows)
@@ -781,7 +774,7 @@ class Scheduler:
             out = self.fleet_sync.out_of_service(candidates, now)
             found.update(out)
             if placement.row.index in candidates.row_indexes:
-                found["full"] += max(0, count - comparison.with_room - sum(out.values()))
+                found["full"] += max(0, count - with_room - sum(out.values()))
                 break
             found["full"] += max(0, count - sum(out.values()))
         return {reason: number for reason, number in found.items() if number}

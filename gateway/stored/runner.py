@@ -23,13 +23,8 @@ from gateway.api.relayed import RELAYED
 from gateway.callers.callers import cache_policy_of, owner_of_stored
 from gateway.callers.keys import KeyRing
 from gateway.callers.ledger import UsageRow
-from gateway.callers.limits import Accounts
-from gateway.callers.meter import (
-    Meter,
-    MeteredRequest,
-    TokensSoFar,
-    UsedBefore,
-)
+from gateway.callers.limits import Accounts, Reservation
+from gateway.callers.meter import Meter, TokensSoFar, UsedBefore
 from gateway.catalog import ServedModels
 from gateway.config.keys import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
@@ -41,12 +36,12 @@ from gateway.forward.client_response import (
     ClientResponse,
     EventsForClient,
     for_client,
-    headers_for_node,
     node_error_body,
     node_error_code,
     rewrite_in_steps,
 )
 from gateway.forward.forwarder import Forwarder
+from gateway.forward.header_fields import headers_for_node
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.forward.resume import (
     FirstRun,
@@ -311,7 +306,7 @@ class _Run:
         self._record = RequestRecord(stored.id, stored.path, request_id=stored.id)
         if runner.tracing.active:
             runner.tracing.begin(stored.id, self._record, [], self._received_at)
-        self._metered: MeteredRequest | None = None  # None: it was not admitted
+        self._metered: Reservation | None = None  # None: it was not admitted
         self._in_flight: InFlightRequest | None = None
         self._response: ClientResponse | None = None
 
@@ -391,9 +386,7 @@ class _Run:
             raise errors.invalid_request(
                 "'stream' is not possible here: the response is kept whole.", "stream"
             )
-        self._metered = runner.meter.admit_stored(
-            accounts, request.lease_request, record, request.prompts
-        )
+        self._metered = runner.meter.admit_stored(accounts, request.lease_request, request.prompts)
         in_flight = self._in_flight = runner.registry.begin(request, record)
         response = self._response = await self._forward(in_flight)
         rewriter = None
@@ -448,7 +441,7 @@ class _Run:
         runner, record, metered, id_ = self._runner, self._record, self._metered, self._stored.id
         assert metered is not None
         cost = runner.meter.cost_so_far(id_, record.node, tokens)
-        started_at, now = metered.reservation.admitted_at, runner.wall_clock()
+        started_at, now = metered.admitted_at, runner.wall_clock()
         return RunEnd(started_at, now, node_word(id_, record.node), record.attempts, *cost)
 
     async def _read(self, route: Route, accounts: Accounts, body: bytes) -> Request:
@@ -523,7 +516,7 @@ class _Run:
             self._runner.registry.remove(self._in_flight)
         self._on_slot_free()
 
-    async def _usage(self, metered: MeteredRequest) -> UsageRow:
+    async def _usage(self, metered: Reservation) -> UsageRow:
         """What the request has used, once that is known. Raises: RowDeferred."""
         known: asyncio.Future[UsageRow] = asyncio.get_running_loop().create_future()
 

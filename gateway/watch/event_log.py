@@ -11,6 +11,7 @@ import structlog
 
 from gateway.events import (
     AttemptEnded,
+    EndedKind,
     EventBus,
     HookEnded,
     InventoryChanged,
@@ -18,7 +19,6 @@ from gateway.events import (
     NodeCalibrated,
     NodeChanged,
     NodeDrift,
-    RequestKind,
     RequestRecord,
     SettingsChanged,
     SlotYielded,
@@ -75,7 +75,7 @@ class EventLog:
         """
         self._share = share
 
-    def request(self, kind: RequestKind) -> Callable[[RequestRecord], None]:
+    def request(self, kind: EndedKind) -> Callable[[RequestRecord], None]:
         """What writes the access log's lines of requests of this kind.
 
         A request that the gateway or a node failed is a warning.
@@ -243,7 +243,7 @@ def access_log_fields(record: RequestRecord) -> dict[str, Any]:
     return fields
 
 
-def access_line_template(kind: RequestKind, level: str) -> bytes:
+def access_line_template(kind: EndedKind, level: str) -> bytes:
     """The line of requests of this kind as JSON, but for what differs between them."""
     fixed = (
         b'"path":%b,"class":"%b","model":%b,"node":%b,"stream":%b,"caller":%b,'

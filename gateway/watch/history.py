@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES
-from gateway.events import EventBus, RequestKind, RequestRecord
+from gateway.events import EndedKind, EventBus, RequestRecord
 
 STEP_SECONDS = 5.0  # Seconds of one step
 SPAN_SECONDS = 3600.0  # Seconds that are kept
@@ -132,7 +132,7 @@ class FleetHistory:
         self.points.clear()
         self.points.extend(whole[at] for at in recent)
 
-    def _reader_of(self, kind: RequestKind) -> Callable[[RequestRecord], None]:
+    def _reader_of(self, kind: EndedKind) -> Callable[[RequestRecord], None]:
         """What keeps the newest requests of this kind, and counts their times."""
         keep = (self._served if kind.attempts else self._unserved).append
         if not kind.timed:
@@ -145,7 +145,7 @@ class FleetHistory:
 
         return read
 
-    def _add(self, kind: RequestKind) -> None:
+    def _add(self, kind: EndedKind) -> None:
         """Add the requests of this kind to the step."""
         step, requests = self._step, kind.requests
         self._completion += kind.completion

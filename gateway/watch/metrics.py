@@ -28,12 +28,12 @@ from gateway.events import (
     CALIBRATION_OUTCOMES,
     WEBHOOK_OUTCOMES,
     AttemptEnded,
+    EndedKind,
     EventBus,
     HookEnded,
     LimitReached,
     NodeCalibrated,
     NodeChanged,
-    RequestKind,
     RequestRecord,
     SlotYielded,
     StreamResumed,
@@ -412,7 +412,7 @@ class Metrics:
             self._with_gen_ai = gen_ai
             self._ended.forget_kinds()
 
-    def _times_of(self, kind: RequestKind) -> Callable[[RequestRecord], None]:
+    def _times_of(self, kind: EndedKind) -> Callable[[RequestRecord], None]:
         """What counts the times of the requests of this kind."""
         labelled = (kind.model, kind.priority.label, kind.tier or NO_TIER)
         times = _Times(
@@ -431,7 +431,7 @@ class Metrics:
 
         return observe
 
-    def _add(self, kind: RequestKind) -> None:
+    def _add(self, kind: EndedKind) -> None:
         """Add the requests of this kind; models above the cap count as `other`."""
         model = kind.model
         if model not in self._models:

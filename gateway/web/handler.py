@@ -16,7 +16,8 @@ from gateway import errors
 from gateway.api.base import Api, NumberedHeartbeats, ResponseRewriter
 from gateway.api.json_values import run_at_once
 from gateway.callers.callers import client_address
-from gateway.callers.meter import Meter, MeteredRequest
+from gateway.callers.limits import Reservation
+from gateway.callers.meter import Meter
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestRecord
@@ -159,7 +160,7 @@ class _HandledRequest:
         self.exchange = exchange
         self.config = handler.config
         self._context: RequestContext | None = None  # None: the caller is not known yet
-        self._metered: MeteredRequest | None = None  # None: it was not admitted
+        self._metered: Reservation | None = None  # None: it was not admitted
         self._in_flight: InFlightRequest | None = None
         self._edit_session: str | None = None
         """The editor's session, if a newer request of it supersedes this one."""

@@ -186,10 +186,11 @@ async def test_a_real_server_is_known_after_a_restart_until_it_has_other_slots(
             gateway.gateway.bus.flush()
             (grant,) = gateway.gateway.scheduler.decision_log.find([last])[last].decisions
             assert isinstance(grant, Grant)
-            assert grant.comparison is not None
+            comparison = grant.predicted.comparison
+            assert comparison is not None
             assert grant.used is not None
             # What it was believed to have cached, it had.
-            assert grant.comparison.chosen.cached == pytest.approx(grant.used[1], abs=40)
+            assert comparison.cached_on_chosen == pytest.approx(grant.used[1], abs=40)
             assert grant.used[1] > 100
         await asyncio.to_thread(stop_demo_server, server)
         server = await asyncio.to_thread(spawn_demo_server, slots=4, port=claimed_port(claim))

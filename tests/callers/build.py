@@ -11,8 +11,8 @@ from sqlalchemy import Connection, select
 
 from gateway.callers.ledger import Ledger
 from gateway.callers.limit_sync import LimitSync
-from gateway.callers.limits import Account, LimitBook
-from gateway.callers.meter import Meter, MeteredRequest
+from gateway.callers.limits import Account, LimitBook, Reservation
+from gateway.callers.meter import Meter
 from gateway.callers.processes import ProcessIdentity
 from gateway.config.keys import LimitSpec
 from gateway.config.settings import Settings
@@ -82,7 +82,7 @@ class LimitedProcess:
     store: Store
     clocks: Clocks
     settings: Settings
-    open: list[MeteredRequest] = field(default_factory=list)
+    open: list[tuple[Reservation, RequestRecord]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         wall, clock = self.clocks.wall, self.clocks.clock
@@ -117,14 +117,14 @@ class LimitedProcess:
     def admit(self, caller: Caller, request: LeaseRequest, user: str | None = None) -> None:
         record = RequestRecord(request.id, "/v1/chat/completions")
         accounts = self.book.accounts(caller, user)
-        self.open.append(self.meter.admit(accounts, request, record))
+        self.open.append((self.meter.admit(accounts, request, record), record))
 
     def end(self, index: int, tokens: int, cost: float = 0.0) -> None:
         """The request at this place has used so much."""
-        metered = self.open.pop(index)
-        metered.record.count_tokens(tokens, 0, 0)
-        metered.record.charge(cost, 0.0)
-        self.meter.ended(metered, metered.record)
+        reservation, record = self.open.pop(index)
+        record.count_tokens(tokens, 0, 0)
+        record.charge(cost, 0.0)
+        self.meter.ended(reservation, record)
 
     def account(self, subject: str) -> Account:
         return next(one for one in self.book.all_accounts() if one.subject == subject)

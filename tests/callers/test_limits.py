@@ -316,6 +316,14 @@ def test_a_request_that_began_before_a_limit_counts_when_it_ends() -> None:
     assert book.refusal(limited, request=answers(500)).code == "rate_limit_exceeded"
 
 
+def test_a_request_counts_once_though_others_are_limited_while_it_runs() -> None:
+    book, alice = Book(), a_caller(limits={"tpm": 1000})
+    running = book.admit(alice, request=answers(700))
+    book.accounts(a_caller("bob", limits={"tpm": 1000}))
+    running.settle(600, 0.0, book.clocks.wall())
+    book.admit(alice, request=answers(400))
+
+
 # End users.
 
 

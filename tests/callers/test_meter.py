@@ -100,7 +100,7 @@ def test_the_row_of_a_stored_request_is_handed_over_and_no_journal_has_it() -> N
     world, handed_over = World(), list[UsageRow]()
     record = a_record(prompt_tokens=30, completion_tokens=10)
     accounts = world.book.accounts(ALICE)
-    metered = world.meter.admit_stored(accounts, a_lease_request("row_1"), record)
+    metered = world.meter.admit_stored(accounts, a_lease_request("row_1"))
     world.clock.passes(5.0)
     assert world.open == []
     world.meter.ended_stored(metered, record, handed_over.append)
@@ -118,10 +118,9 @@ def test_a_stored_request_without_a_result_costs_nothing() -> None:
     limited = Caller("k2", "bob", Priority.NORMAL, limits=limits)
     accounts = world.book.accounts(limited)
     for _ in range(10):
-        record = a_record(prompt_tokens=500, completion_tokens=1000)
-        metered = world.meter.admit_stored(accounts, a_lease_request("row_1"), record)
+        metered = world.meter.admit_stored(accounts, a_lease_request("row_1"))
         with pytest.raises(GatewayError, match="concurrency"):
-            world.meter.admit_stored(accounts, a_lease_request("row_2"), a_record())
+            world.meter.admit_stored(accounts, a_lease_request("row_2"))
         world.meter.dropped(metered)
         world.bus.flush()
     (account,) = accounts.tracked
@@ -157,7 +156,8 @@ def test_a_row_waits_for_the_tokens_of_all_sub_requests() -> None:
 def test_requests_are_open_from_their_admission_to_their_row() -> None:
     world = World()
     accounts = world.book.accounts(ALICE, "bob")
-    old = world.meter.admit(accounts, a_lease_request("old"), a_record())
+    record = a_record()
+    old = world.meter.admit(accounts, a_lease_request("old"), record)
     world.clock.passes(1.0)
     world.meter.admit(accounts, a_lease_request("new"), a_record())
     assert world.open == ["old"]
@@ -166,10 +166,10 @@ def test_requests_are_open_from_their_admission_to_their_row() -> None:
     assert (one.started_at, one.key, one.group, one.user) == (NOW, "k1", "team", "bob")
     assert (one.prompt_tokens, one.completion_tokens, one.class_) == (12, 34, "premium")
     assert (one.slot_seconds, one.cost) == (2.0, 0.0)
-    old.record.attempt_began("a", "gpu", None)
+    record.attempt_began("a", "gpu", None)
     (one,) = world.meter.open_requests(NOW)
     assert one.cost == 36.0
-    world.meter.ended(old, old.record)
+    world.meter.ended(old, record)
     world.clock.passes(1.0)
     # Until its tokens are counted.
     assert world.open == ["old", "new"]

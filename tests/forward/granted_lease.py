@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.lease import (
+    ExpectedReading,
     GrantedLease,
     NodeInfo,
 )
@@ -23,17 +24,17 @@ def a_node_info(name: str = "a", **keys: Any) -> NodeInfo:
 
 
 def a_granted_lease(**keys: Any) -> GrantedLease:
-    """A lease on a node without connections."""
+    """A lease on a node without connections; keys of its `reading` among the others."""
+    fields = ExpectedReading.__struct_fields__
+    reading = ExpectedReading(**{name: keys.pop(name) for name in fields if name in keys})
     return GrantedLease(
         **{
             "id": 1,
             "node": a_node_info(),
             "model": "demo",
             "served_name": "demo",
-            "slots": 1,
             "stream": True,
-            "prefill_grace": 0.0,
-            "expected_prefill": None,
+            "reading": reading,
             **keys,
         }
     )

@@ -14,7 +14,7 @@ import pytest
 from gateway import errors
 from gateway.events import AttemptEnded
 from gateway.forward.in_flight import PrefillProgress
-from gateway.lease import GrantedLease, NodeInfo
+from gateway.lease import ExpectedReading, GrantedLease, NodeInfo
 from gateway.nodes.node import LeasePhase
 from gateway.transport.errors import InvalidResponse
 from tests.api.events import event
@@ -210,7 +210,7 @@ class Prefill:
 
     def __init__(self, expected: float | None = None) -> None:
         node = NodeInfo("a", "cpu", "llama.cpp", None, None, None, None, None, ())
-        lease = GrantedLease(1, node, "demo", "demo", 1, True, 60.0, expected)
+        lease = GrantedLease(1, node, "demo", "demo", True, ExpectedReading(0, expected, 60.0))
         self.attempt = Reading(lease)
         self.progress = PrefillProgress()
         request = SimpleNamespace(lease_request=SimpleNamespace(size=SimpleNamespace(slots=1)))

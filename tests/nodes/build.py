@@ -18,6 +18,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
 from gateway.nodes.node import (
     Lease,
+    LeaseTerms,
     Node,
     NodeSettings,
     NodeState,
@@ -100,7 +101,8 @@ def take(
     wake: float = 0.0,
 ) -> Lease:
     now = node.clock()
-    lease = Lease(node, slots, now, stream, expected_prefill, expected_total)
+    terms = LeaseTerms(stream, expected_prefill, expected_total)
+    lease = Lease(node, slots, now, terms)
     node.take(lease, now, wake)
     return lease
 

@@ -387,24 +387,32 @@ async def test_a_frozen_node_is_mute_and_comes_back_when_its_slots_can_be_read()
         assert now() - began < 3
 
 
+@each_case(
+    ("slots", "event", "states"),
+    [
+        # A prompt that is read excuses a node for its grace; a stream without a head excuses none.
+        (True, "head_received", [(55, NodeState.READY), (25, NodeState.MUTE)]),
+        (True, "", [(15, NodeState.MUTE)]),
+        # A node without `/slots` is never mute for it.
+        (False, None, [(60, NodeState.READY)]),
+    ],
+)
 @in_virtual_time
-async def test_a_prompt_that_is_read_excuses_a_node_for_its_grace() -> None:
-    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), **USUAL) as fleet:
+async def test_a_frozen_node_is_mute_unless_it_is_excused(
+    slots: bool, event: str | None, states: list[tuple[float, NodeState]]
+) -> None:
+    async with (
+        EmulatedNode(endpoint_slots=slots) as server,
+        a_fleet(a_spec(url=server.url), **USUAL) as fleet,
+    ):
         freeze(server)
-        lease = take(fleet["a"])
-        lease.head_received(now())
-        assert await state_after(fleet, 55) is NodeState.READY
-        assert await state_after(fleet, 25) is NodeState.MUTE
-        lease.release()
-
-
-@in_virtual_time
-async def test_a_stream_without_a_head_excuses_no_node() -> None:
-    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), **USUAL) as fleet:
-        freeze(server)
-        lease = take(fleet["a"])
-        assert await state_after(fleet, 15) is NodeState.MUTE
-        lease.release()
+        lease = None if event is None else take(fleet["a"])
+        if lease is not None and event:
+            lease.head_received(now())
+        for seconds, state in states:
+            assert await state_after(fleet, seconds) is state
+        if lease is not None:
+            lease.release()
 
 
 @in_virtual_time
@@ -417,16 +425,6 @@ async def test_a_node_whose_streams_move_is_not_mute() -> None:
             assert await state_after(fleet, 0.5) is NodeState.READY
         assert await state_after(fleet, 20) is NodeState.MUTE
         lease.release()
-
-
-@in_virtual_time
-async def test_a_node_without_slots_endpoint_is_never_mute_for_it() -> None:
-    async with (
-        EmulatedNode(endpoint_slots=False) as server,
-        a_fleet(a_spec(url=server.url), **USUAL) as fleet,
-    ):
-        freeze(server)
-        assert await state_after(fleet, 60) is NodeState.READY
 
 
 @in_virtual_time

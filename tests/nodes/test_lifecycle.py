@@ -391,44 +391,33 @@ TIMED_OUT, FAILED, LOCKED = ProbeAnswer.TIMED_OUT, ProbeAnswer.FAILED, ProbeAnsw
         ([REFUSED, TIMED_OUT], 1, "one of its streams moves", "down"),
         ([LOADING, REFUSED], 1, None, "down"),
         ([UP, FAILED, FAILED, UP, FAILED, FAILED], 1, None, "up"),
+        # A node that works goes down at the third failure in a row.
+        *(([UP, failure, failure], 1, None, "up") for failure in (TIMED_OUT, FAILED, LOCKED)),
+        *(([UP, *[failure] * 3], 1, None, "down") for failure in (TIMED_OUT, FAILED, LOCKED)),
+        # One that was down must answer as often as `rise` says.
+        ([FAILED, UP], 2, None, "down"),
+        ([FAILED, UP, FAILED, UP], 2, None, "down"),
+        ([FAILED, UP, FAILED, UP, UP], 2, None, "up"),
+        # Loading is believed at once, and is not down.
+        ([UP, LOADING], 1, None, "loading"),
+        ([UP, LOADING, UP], 3, None, "up"),
     ],
 )
 def test_the_last_answers_decide_whether_a_node_is_up_or_down(
     answers: list[ProbeAnswer], rise: int, sign: str | None, verdict: str
 ) -> None:
     history = after(ProbeHistory(), *answers, rise=rise, sign=sign)
-    assert (history.up, history.down) == (verdict == "up", verdict == "down")
-    assert history.up or history.detail == answers[-1].value
+    found = {"up": history.up, "down": history.down, "loading": history.loading}
+    assert [name for name, holds in found.items() if holds] == [verdict]
+    assert history.up or history.detail == [one.value for one in answers if one is not UP][-1]
 
 
 def test_a_node_that_went_down_is_probed_often_for_a_while() -> None:
     history = after(ProbeHistory(), UP, REFUSED)
     assert history.unstable
     assert not after(history, *[REFUSED] * 30).unstable
-
-
-@pytest.mark.parametrize("failure", [TIMED_OUT, FAILED, LOCKED])
-def test_a_node_that_works_goes_down_at_the_third_failure_in_a_row(failure: ProbeAnswer) -> None:
-    history = after(ProbeHistory(), UP, failure, failure)
-    assert history.up
-    assert history.unstable
-    assert after(history, failure).down
-
-
-def test_a_node_that_was_down_must_answer_as_often_as_rise_says() -> None:
-    history = after(ProbeHistory(), FAILED)
-    assert not after(history, UP, rise=2).up
-    assert not after(history, FAILED, UP, rise=2).up
-    assert after(history, UP, rise=2).up
-
-
-def test_loading_is_believed_at_once_and_is_not_down() -> None:
-    history = after(ProbeHistory(), UP, LOADING)
-    assert history.loading
-    assert not history.up
-    assert not history.down
-    assert history.unstable
-    assert after(history, UP, rise=3).up
+    for answers in ([UP, FAILED], [UP, FAILED, FAILED], [UP, LOADING]):
+        assert after(ProbeHistory(), *answers).unstable
 
 
 def test_time_outs_do_not_count_while_there_is_a_sign_of_life() -> None:

@@ -12,7 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gateway.nodes.circuit import KEY_REJECTED_SECONDS, MOST_LIMIT, START_LIMIT
 from gateway.nodes.health import judge_state
 from gateway.nodes.lifecycle import ProbeHistory
-from gateway.nodes.node import SLOT_LINGER, Lease, LeasePhase, Node, NodeState, SlotOccupancy
+from gateway.nodes.node import (
+    SLOT_LINGER,
+    Lease,
+    LeasePhase,
+    LeaseTerms,
+    Node,
+    NodeState,
+    SlotOccupancy,
+)
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import SpeedSample, TokenTime
 from tests.each_case import each_case
@@ -343,7 +351,7 @@ class CountedLease(Lease):
 
 def test_a_lease_is_told_once_of_the_prefill_and_of_the_release() -> None:
     node = a_node(slots=2)
-    lease = CountedLease(node, 1, node.clock(), True, None, None)
+    lease = CountedLease(node, 1, node.clock(), LeaseTerms(stream=True))
     node.take(lease, node.clock())
     for _ in range(2):
         lease.content_received(node.clock())

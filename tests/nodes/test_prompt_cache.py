@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -31,8 +32,8 @@ FEW = 4
 """Nodes."""
 
 
-def chain(words: str) -> tuple[int, ...]:
-    """One block for each letter."""
+def chain(words: Iterable[object]) -> tuple[int, ...]:
+    """One block for each letter, or number."""
     last, blocks = 0, []
     for word in words:
         last = hash((last, word))
@@ -429,14 +430,6 @@ def test_a_prompt_that_thousands_share_is_compared_with_a_few() -> None:
 # The tree gives the same result as comparing every prompt with every other.
 
 
-def chained(*words: int) -> tuple[int, ...]:
-    last, blocks = 0, []
-    for word in words:
-        last = hash((last, word))
-        blocks.append(last)
-    return tuple(blocks)
-
-
 def in_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     count = 0
     for a, b in zip(one, other, strict=False):
@@ -458,7 +451,7 @@ def agreed(tree: PromptTree, blocks: tuple[int, ...], row: int, *, idle: bool) -
 
 
 # Few words and lengths, so that prompts share prefixes, branch, and are prefixes of others.
-PROMPTS = st.lists(st.integers(0, 2), max_size=6).map(lambda words: chained(*words))
+PROMPTS = st.lists(st.integers(0, 2), max_size=6).map(chain)
 TREE_STEPS = st.lists(
     st.tuples(st.sampled_from(["add", "move", "remove"]), st.integers(0, 2), PROMPTS), max_size=40
 )
@@ -479,7 +472,7 @@ def test_the_tree_finds_how_far_each_row_agrees(
         elif kept and what == "move":
             held = kept[row % len(kept)][0]
             if held.in_slot:
-                tree.move_to_host(held)
+                held.move_to_host()
         elif kept:
             tree.remove(kept.pop(row % len(kept))[0])
     for row in range(3):
@@ -496,21 +489,21 @@ def test_the_tree_finds_how_far_each_row_agrees(
 
 def test_a_long_prompt_is_one_edge() -> None:
     tree = PromptTree()
-    tree.add(CachedPrompt(0, None, 1.0, 0.0, ends_on_block=True), chained(*range(500)))
-    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chained(*range(500)))
+    tree.add(CachedPrompt(0, None, 1.0, 0.0, ends_on_block=True), chain(range(500)))
+    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chain(range(500)))
     assert len(tree) == 1
-    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chained(*range(300), 7))
+    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chain([*range(300), 7]))
     assert len(tree) == 3
 
 
 def test_a_prompt_without_ends_has_blocks_of_one_size() -> None:
-    prompt = PromptKey(chained(1, 2, 3, 4), 100.0)
+    prompt = PromptKey(chain([1, 2, 3, 4]), 100.0)
     assert [prompt.share_of(i) for i in range(5)] == [0, 0.25, 0.5, 0.75, 1]
     assert prompt.ends_on_block
 
 
 def test_a_prompt_that_goes_on_after_its_last_block_does_not_end_on_a_block() -> None:
-    prompt = PromptKey(chained(1, 2), 100.0, (300, 400), 500)
+    prompt = PromptKey(chain([1, 2]), 100.0, (300, 400), 500)
     assert [prompt.share_of(i) for i in range(3)] == [0, 0.6, 0.8]
     assert not prompt.ends_on_block
-    assert PromptKey(chained(1, 2), 100.0, (300, 400), 400).ends_on_block
+    assert PromptKey(chain([1, 2]), 100.0, (300, 400), 400).ends_on_block

@@ -177,23 +177,31 @@ def test_busy_slots_are_counted_in_metrics_too() -> None:
     assert count_processing(b"llamacpp:requests_processing much\n") is None
 
 
-def test_drift_names_both_values() -> None:
-    facts = ServerProperties()
-    facts.read_props(PROPS)
-    spec = a_spec(slots=4, context=8192, model={"public": "phi-4"})
-    assert inventory_drift(spec, facts) == (
-        "slots: the inventory says 4, the server has 2",
-        "context: the inventory says 8192 tokens a slot, the server has 4096",
-        "model: the inventory says phi-4, the server serves demo",
-    )
-
-
-def test_undeclared_or_unreported_values_are_no_drift() -> None:
-    facts = ServerProperties()
-    assert inventory_drift(a_spec(slots=4, context=1, model="x"), facts) == ()
-    facts.read_props(PROPS)
-    assert inventory_drift(a_spec(), facts) == ()
-    assert inventory_drift(a_spec(slots=2, context=4096, model={"mine": "demo"}), facts) == ()
+@each_case(
+    ("declared", "reported", "drift"),
+    [
+        (
+            {"slots": 4, "context": 8192, "model": {"public": "phi-4"}},
+            PROPS,
+            (
+                "slots: the inventory says 4, the server has 2",
+                "context: the inventory says 8192 tokens a slot, the server has 4096",
+                "model: the inventory says phi-4, the server serves demo",
+            ),
+        ),
+        ({"kv": "split"}, {}, ("kv: the inventory says split, the server's slots share one pool",)),
+        # Equal, undeclared or unreported values are none.
+        ({"slots": 2, "context": 4096, "model": {"mine": "demo"}}, PROPS, ()),
+        ({}, PROPS, ()),
+        ({"slots": 4, "context": 1, "model": "x"}, {}, ()),
+    ],
+)
+def test_drift_names_both_values(
+    declared: dict[str, Any], reported: dict[str, Any], drift: tuple[str, ...]
+) -> None:
+    facts = ServerProperties(shared_pool=True)
+    facts.read_props(reported)
+    assert inventory_drift(a_spec(**declared), facts) == drift
 
 
 def test_a_shared_pool_is_known_until_another_process_answers() -> None:
@@ -220,14 +228,6 @@ def test_where_processes_have_no_mark_a_shared_pool_is_forgotten_sooner(end: Any
     assert not properties.shared_pool
     assert not properties.all_refused
     assert (properties.purpose, properties.purpose_asked) == ("rerank", False)
-
-
-def test_a_pool_that_was_declared_as_split_is_a_difference() -> None:
-    properties = ServerProperties(shared_pool=True)
-    assert inventory_drift(a_spec(kv="split"), properties) == (
-        "kv: the inventory says split, the server's slots share one pool",
-    )
-    assert inventory_drift(a_spec(), properties) == ()
 
 
 @each_case(

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.nodes.fleet import compare_speeds
 from gateway.nodes.node import NodeState
 from gateway.nodes.speed import (
     BASELINE_HALF_LIFE,
@@ -26,7 +27,6 @@ from gateway.nodes.speed import (
     Speed,
     SpeedSample,
     TokenTime,
-    compare_speeds,
     sample_from_clock,
     sample_from_timings,
 )
@@ -344,32 +344,26 @@ def test_a_line_is_found_under_noise() -> None:
     assert trend.slope == pytest.approx(0.8, rel=0.25)
 
 
-@pytest.mark.parametrize("factor", [0.001, 1000])
-def test_two_surprises_move_it_little(factor: float) -> None:
+@each_case(
+    ("before", "learnt", "times", "level", "within"),
+    [
+        # Two surprises move it little.
+        (20, (0.001, 0.001), 2, 1, 0.15),
+        (20, (1000, 1000), 2, 1, 0.15),
+        # A lasting change is believed within a few measurements.
+        (200, (0.25, 0.25), 8, 0.25, 0.2),
+        (200, (4, 4), 8, 4, 0.2),
+        # An interval around the line leaves it nearly as it was.
+        (20, (0.001, 10), 1, 1, 0.01),
+    ],
+)
+def test_what_differs_moves_it_when_it_lasts(
+    before: int, learnt: tuple[float, float], times: int, level: float, within: float
+) -> None:
     trend = a_trend()
-    for _ in range(20):
-        exactly(trend, 0, 1)
-    exactly(trend, 0, factor)
-    exactly(trend, 0, factor)
-    assert trend.level == pytest.approx(1, rel=0.15)
-
-
-@pytest.mark.parametrize("factor", [0.25, 4])
-def test_a_lasting_change_is_believed_within_a_few_measurements(factor: float) -> None:
-    trend = a_trend()
-    for _ in range(200):
-        exactly(trend, 0, 1)
-    for _ in range(8):
-        exactly(trend, 0, factor)
-    assert trend.level == pytest.approx(factor, rel=0.2)
-
-
-def test_an_interval_around_the_line_leaves_it_nearly_as_it_was() -> None:
-    trend = a_trend()
-    for _ in range(20):
-        exactly(trend, 0, 1)
-    trend.learn(0, 0.001, 10, 40)
-    assert trend.level == pytest.approx(1, rel=0.01)
+    for low, high in [(1, 1)] * before + [learnt] * times:
+        trend.learn(0, low, high, 40)
+    assert trend.level == pytest.approx(level, rel=within)
 
 
 def test_an_interval_moves_it_to_its_nearer_end_at_most_at_once() -> None:
@@ -422,61 +416,34 @@ def bounds(rate: TokenTime | None) -> tuple[float, float]:
     return rate.low * rate.tokens, rate.high * rate.tokens
 
 
-def test_plausible_timings_are_taken_as_they_are() -> None:
-    sample = sample_from_timings(timings_of(), ObservedTiming(10.1, 2.05, busy_slots=1.5))
-    assert bounds(sample.prefill) == pytest.approx((2, 2))
-    assert bounds(sample.decode) == pytest.approx((8, 8))
-    assert (sample.busy_slots, sample.context_tokens) == (1.5, 250)
-
-
-def test_without_our_clock_timings_are_taken_as_they_are() -> None:
-    sample = sample_from_timings(timings_of(wrote=0.001))
-    assert bounds(sample.decode) == pytest.approx((0.001, 0.001))
-    assert sample.busy_slots is None
-
-
-def test_timings_that_are_far_too_short_are_only_the_lower_end() -> None:
-    sample = sample_from_timings(timings_of(read=0.002, wrote=0.008), ObservedTiming(10, 2))
-    assert bounds(sample.prefill) == pytest.approx((0.002, 2))
-    assert bounds(sample.decode) == pytest.approx((0.008, 8))
-
-
-def test_timings_that_are_far_too_long_are_bounded_by_our_clock() -> None:
-    sample = sample_from_timings(timings_of(read=2000, wrote=8000), ObservedTiming(10, 2))
-    assert bounds(sample.prefill) == pytest.approx((2, 2))
-    assert bounds(sample.decode) == pytest.approx((10, 10))
-
-
-def test_an_answer_in_one_piece_is_compared_with_the_whole_duration() -> None:
-    assert bounds(sample_from_timings(timings_of(), ObservedTiming(10.2)).decode) == pytest.approx(
-        (8, 8)
-    )
-    assert bounds(
-        sample_from_timings(timings_of(wrote=0.008), ObservedTiming(10.0)).decode
-    ) == pytest.approx((0.008, 8))
-
-
-def test_the_time_that_other_prefills_may_have_taken_stays_open() -> None:
-    sample = sample_from_timings(
-        timings_of(),
-        ObservedTiming(10, 2, busy_slots=2, stalled_seconds=3, mean_prefills=2),
-    )
-    assert bounds(sample.prefill) == pytest.approx((1, 2))
-    assert bounds(sample.decode) == pytest.approx((5, 8))
-
-
-def test_neighbours_of_an_answer_in_one_piece_are_assumed_to_prefill_as_long() -> None:
-    """A fifth of their time, with two neighbours."""
-    sample = sample_from_timings(timings_of(), ObservedTiming(10, None, busy_slots=3))
-    assert bounds(sample.prefill) == pytest.approx((2 / 1.4, 2))
-    assert bounds(sample.decode) == pytest.approx((8 * 0.6, 8))
-
-
-def test_a_decode_is_never_all_stall() -> None:
-    low, _ = bounds(
-        sample_from_timings(timings_of(), ObservedTiming(10, 2, stalled_seconds=100)).decode
-    )
-    assert low == pytest.approx(1)
+@each_case(
+    ("told", "seen", "prefill", "decode"),
+    [
+        # Plausible ones are taken as they are, and without our clock all.
+        ({}, ObservedTiming(10.1, 2.05), (2, 2), (8, 8)),
+        ({}, ObservedTiming(10.2), (2, 2), (8, 8)),
+        ({"wrote": 0.001}, None, (2, 2), (0.001, 0.001)),
+        # Those that are far too short are only the lower end, those far too long are bounded.
+        ({"read": 0.002, "wrote": 0.008}, ObservedTiming(10, 2), (0.002, 2), (0.008, 8)),
+        ({"wrote": 0.008}, ObservedTiming(10.0), (2, 2), (0.008, 8)),
+        ({"read": 2000, "wrote": 8000}, ObservedTiming(10, 2), (2, 2), (10, 10)),
+        # The time that other prefills may have taken stays open; but a decode is never all stall.
+        ({}, ObservedTiming(10, 2, 2, 3, 2), (1, 2), (5, 8)),
+        ({}, ObservedTiming(10, 2, stalled_seconds=100), (2, 2), (1, 8)),
+        # Neighbours of an answer in one piece are assumed to prefill as long: a fifth of the time.
+        ({}, ObservedTiming(10, None, busy_slots=3), (2 / 1.4, 2), (8 * 0.6, 8)),
+    ],
+)
+def test_timings_are_believed_as_far_as_our_clock_allows(
+    told: dict[str, float],
+    seen: ObservedTiming | None,
+    prefill: tuple[float, float],
+    decode: tuple[float, float],
+) -> None:
+    sample = sample_from_timings(timings_of(**told), seen)
+    assert bounds(sample.prefill) == pytest.approx(prefill)
+    assert bounds(sample.decode) == pytest.approx(decode)
+    assert (sample.busy_slots, sample.context_tokens) == (seen and seen.busy_slots, 250)
 
 
 def test_an_endpoint_without_timings_is_measured_by_our_clock() -> None:
@@ -677,24 +644,40 @@ def test_a_new_process_keeps_the_baselines_and_another_model_none() -> None:
     assert not any(work.does(20, speed=0.25))
 
 
-def test_short_requests_prove_nothing() -> None:
+@each_case(
+    ("prefill", "decode"),
+    [
+        # Short requests.
+        (TokenTime(20, 1, 1), TokenTime(4, 5, 5)),
+        # Slowness that others may have caused.
+        (TokenTime(500, 0.01, 1), TokenTime(40, 0.1, 5)),
+    ],
+)
+def test_what_proves_nothing_is_no_degradation(prefill: TokenTime, decode: TokenTime) -> None:
     work = Work()
     work.does(30)
     for _ in range(50):
         work.now += 10
-        work.pace.learn(SpeedSample(TokenTime(20, 1, 1), TokenTime(4, 5, 5), 1, 500), work.now)
+        work.pace.learn(SpeedSample(prefill, decode, 1, 500), work.now)
     assert not work.pace.degraded
 
 
-def test_slowness_that_others_may_have_caused_is_no_degradation() -> None:
-    work = Work()
-    work.does(30)
-    for _ in range(50):
-        work.now += 10
-        work.pace.learn(
-            SpeedSample(TokenTime(500, 0.01, 1), TokenTime(40, 0.1, 5), 1, 500), work.now
-        )
-    assert not work.pace.degraded
+def works(
+    fleet: Running, clock: Clock, times: int, per_token: float, *, timed: bool = True
+) -> NodeState:
+    """So many answers take so long a token; the node's state then. `timed`: it tells timings."""
+    node = fleet["a"]
+    for _ in range(times):
+        lease = take(node)
+        lease.content_received(clock.passes(1))
+        clock.passes(40 * per_token)
+        lease.release()
+        if timed:
+            timings = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
+            fleet.fleet.learn_timings(node, timings, lease)
+        else:
+            fleet.fleet.learn_clocked(lease, 300, 100, 41)
+    return fleet.state("a")
 
 
 async def test_becoming_degraded_and_recovering_are_published() -> None:
@@ -703,27 +686,13 @@ async def test_becoming_degraded_and_recovering_are_published() -> None:
         EmulatedNode() as server,
         a_fleet(a_spec(url=server.url), clock=clock, interval=600_000) as fleet,
     ):
-        node = fleet["a"]
-
-        def works(times: int, per_token: float) -> None:
-            for _ in range(times):
-                lease = take(node)
-                lease.content_received(clock.passes(1))
-                clock.passes(40 * per_token)
-                lease.release()
-                timings = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
-                fleet.fleet.learn_timings(node, timings, lease)
-
-        works(20, 0.1)
-        assert fleet.state("a") is NodeState.READY
-        works(12, 0.5)
-        assert fleet.state("a") is NodeState.DEGRADED
-        assert node.free_slots(clock()) == node.slots_total
+        assert works(fleet, clock, 20, 0.1) is NodeState.READY
+        assert works(fleet, clock, 12, 0.5) is NodeState.DEGRADED
+        assert fleet["a"].free_slots(clock()) == fleet["a"].slots_total
         change = fleet.changes[-1]
         assert (change.old_state, change.new_state) == ("ready", "degraded")
         assert change.reason.startswith("writes at 20% of its usual speed (2 tokens/s instead of")
-        works(12, 0.1)
-        assert fleet.state("a") is NodeState.READY
+        assert works(fleet, clock, 12, 0.1) is NodeState.READY
         assert fleet.states("a")[-2:] == ["degraded", "ready"]
 
 
@@ -733,22 +702,11 @@ async def test_an_endpoint_without_timings_is_judged_by_our_clock() -> None:
         EmulatedNode() as server,
         a_fleet(a_spec(url=server.url, kind="openai"), clock=clock, interval=600_000) as fleet,
     ):
-        node = fleet["a"]
-
-        def works(times: int, per_token: float) -> None:
-            for _ in range(times):
-                lease = take(node)
-                lease.content_received(clock.passes(1))
-                clock.passes(40 * per_token)
-                lease.release()
-                fleet.fleet.learn_clocked(lease, 300, 100, 41)
-
-        works(20, 0.1)
-        assert node.speed.decode_tps == pytest.approx(10)
-        assert node.speed.prefill_tps == pytest.approx(200)
-        works(12, 0.5)
-        assert fleet.state("a") is NodeState.DEGRADED
-        assert node.reason.endswith("look at the endpoint's load and its rate limits")
+        works(fleet, clock, 20, 0.1, timed=False)
+        speed = fleet["a"].speed
+        assert (speed.decode_tps, speed.prefill_tps) == pytest.approx((10, 200))
+        assert works(fleet, clock, 12, 0.5, timed=False) is NodeState.DEGRADED
+        assert fleet["a"].reason.endswith("look at the endpoint's load and its rate limits")
 
 
 rates = st.none() | st.builds(

@@ -85,20 +85,30 @@ def test_properties_are_read_from_older_versions_and_kept_readable_for_them(tmp_
 
 @each_case(
     "damage",
-    [b"", b"{", b"[]", b"null", b'{"version": "1"}', b'{"version": 1}', b"\xff" * 9, b"[" * 9999],
-)
+    [
+        b"", b"{", b"[]", b"null", b'{"version": "1"}', b'{"version": 1}', b'{"drained": "a"}',
+        b'{"drained": [1]}', b"\xff" * 9, b"[" * 9999,
+    ],
+)  # fmt: skip
 def test_a_damaged_file_is_set_aside_and_logged(
     tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.clear()
-    path = tmp_path / "seen.json"
-    path.write_bytes(damage)
+    seen, drained = tmp_path / "seen.json", tmp_path / "drains.json"
+    for path in (seen, drained):
+        path.write_bytes(damage)
     with caplog.at_level(logging.WARNING):
-        assert PropertiesStore(path).recall(a_spec()) == ServerProperties()
-    assert (tmp_path / "seen.json.bad").read_bytes() == damage
-    assert "seen.json.bad" in caplog.text
-    written(path, saying(SAID))
-    assert PropertiesStore(path).recall(a_spec()) == SAID
+        assert PropertiesStore(seen).recall(a_spec()) == ServerProperties()
+        drains = DrainedNodes(drained)
+    assert "a" not in drains
+    for path in (seen, drained):
+        assert path.with_name(f"{path.name}.bad").read_bytes() == damage
+        assert f"{path.name}.bad" in caplog.text
+    written(seen, saying(SAID))
+    assert PropertiesStore(seen).recall(a_spec()) == SAID
+    drains.add("a")
+    drains.save()
+    assert "a" in DrainedNodes(drained)
 
 
 def test_a_file_of_another_version_is_logged_and_not_read(
@@ -140,7 +150,11 @@ def test_a_folder_that_cannot_be_used_is_logged_and_harmless(
     (tmp_path / "file").write_text("no folder")
     with caplog.at_level(logging.WARNING):
         written(tmp_path / "file" / "seen.json", saying(SAID))
-    assert "forgotten at a restart" in caplog.text
+        drains = DrainedNodes(tmp_path / "file" / "drains.json")
+        drains.add("a")
+        drains.save()
+    assert caplog.text.count("forgotten at a restart") == 2
+    assert "a" in drains
     (tmp_path / "folder").mkdir()
     with caplog.at_level(logging.WARNING):
         assert PropertiesStore(tmp_path / "folder").recall(a_spec()) == ServerProperties()
@@ -187,43 +201,11 @@ async def test_changes_are_saved_until_a_successor_takes_over(tmp_path: Path) ->
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
-@each_case(
-    "damage",
-    [b"", b"{", b"[]", b"null", b'{"drained": "a"}', b'{"drained": [1]}', b"\xff" * 9, b"[" * 9999],
-)
-def test_a_damaged_file_of_drains_is_set_aside_and_logged(
-    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.clear()
-    path = tmp_path / "drains.json"
-    path.write_bytes(damage)
-    with caplog.at_level(logging.WARNING):
-        drains = DrainedNodes(path)
-    assert "a" not in drains
-    assert (tmp_path / "drains.json.bad").read_bytes() == damage
-    assert "drains.json.bad" in caplog.text
-    drains.add("a")
-    drains.save()
-    assert "a" in DrainedNodes(path)
-
-
 def test_an_enormous_file_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "drains.json"
     path.write_bytes(b'{"drained": ["' + b"a" * LARGEST_NAMES_FILE + b'"]}')
     DrainedNodes(path)
     assert not path.exists()
-
-
-def test_a_folder_that_cannot_be_written_is_logged_and_the_drain_holds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("no folder")
-    drains = DrainedNodes(tmp_path / "file" / "drains.json")
-    with caplog.at_level(logging.WARNING):
-        drains.add("a")
-        drains.save()
-    assert "a" in drains
-    assert "forgotten at a restart" in caplog.text
 
 
 @settings(max_examples=20)

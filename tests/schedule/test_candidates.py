@@ -11,7 +11,9 @@ from gateway.errors import GatewayError
 from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey, Tried
 from gateway.nodes.node import Node, NodeState
 from gateway.schedule.candidates import CandidateFinder, NodeCandidates, with_context
-from gateway.schedule.core.placement_state import NodeSlots
+from gateway.schedule.core.requests import (
+    NodeSlots,
+)
 from gateway.schedule.scheduler import Scheduler
 from tests.each_case import each_case
 from tests.nodes.build import take
@@ -364,7 +366,7 @@ def test_the_cached_prompts_go_with_the_server() -> None:
 def test_nodes_out_of_service_are_counted_by_state_and_anew_when_one_changes() -> None:
     nodes = [node(name) for name in "abc"]
     scheduler = a_scheduler(*nodes)
-    queued = scheduler.begin(a_request(), NOTHING_TRIED, 0.0, 0.0)[1]
+    queued = scheduler.find_and_estimate(a_request(), NOTHING_TRIED, 0.0, 0.0)[1]
     candidates = queued.groups[0][0]
     count = scheduler.fleet_sync.out_of_service
     assert count(candidates, 0.0) == {}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.lease import LeaseRequest, PromptKey, Usage
+from gateway.lease import LeaseRequest, PromptKey, Usage, UsageReport
 from gateway.nodes.node import Node, NodeState
 from gateway.schedule.core.demand_model import (
     DEFAULT_ANSWER_TOKENS,
@@ -21,7 +21,9 @@ from gateway.schedule.core.demand_model import (
     SessionAffinity,
     TokenEstimates,
 )
-from gateway.schedule.core.placement_state import QueuedRequest
+from gateway.schedule.core.requests import (
+    QueuedRequest,
+)
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from tests.each_case import each_case
 from tests.schedule.build import (
@@ -34,6 +36,8 @@ from tests.schedule.build import (
 )
 from tests.schedule.queue_simulation import QueueSimulation
 
+USED = Usage(1000, 0, 5)
+
 
 def serve(
     scheduler: Scheduler, request: LeaseRequest, reported: Usage | None, **keys: bool
@@ -43,7 +47,8 @@ def serve(
     record.release()
     scheduler.demand_model.answer_ended(request)
     complete = keys.pop("complete", reported is not None)
-    scheduler.demand_model.learn(record.placement, request, reported, 30.0, complete=complete)
+    report = UsageReport(0, reported or Usage(), reported, 30, complete)
+    scheduler.demand_model.learn(record.placement, request, report)
     return record.node
 
 
@@ -103,7 +108,7 @@ def test_ended_answers_are_learnt_before_a_long_prompt_is_placed(nodes: list[Nod
     demand_model, first = scheduler.demand_model, prompt_request(1, 2, 3)
     record = lease_at_once(scheduler, first)
     scheduler.learn_pending = lambda: demand_model.learn(
-        record.placement, first, Usage(1000, 0, 5), 5.0, complete=True
+        record.placement, first, UsageReport(0, USED, USED, 5)
     )
     record.release()
     demand_model.answer_ended(first)
@@ -120,7 +125,7 @@ async def test_ended_answers_are_learnt_before_their_slots_are_given_out() -> No
     demand_model, first = scheduler.demand_model, prompt_request(1, 2, 3)
     record = lease_at_once(scheduler, first)
     scheduler.learn_pending = lambda: demand_model.learn(
-        record.placement, first, Usage(1000, 0, 5), 5.0, complete=True
+        record.placement, first, UsageReport(0, USED, USED, 5)
     )
     waiting = asyncio.create_task(scheduler.wait_for_lease(prompt_request(1, 2, 3, 4)))
     await asyncio.sleep(0)
@@ -171,7 +176,7 @@ def test_an_answer_of_a_removed_node_leaves_nothing_cached(nodes: list[Node]) ->
     scheduler.capacity_changed()
     record.release()
     scheduler.demand_model.answer_ended(request)
-    scheduler.demand_model.learn(record.placement, request, Usage(1000, 0, 5), 5.0, complete=True)
+    scheduler.demand_model.learn(record.placement, request, UsageReport(0, USED, USED, 5))
     assert scheduler.prompt_cache.lookup(PromptKey((1, 2, 3), 1000.0)).cached == {}
     assert not scheduler.demand_model.learning_pending
 

@@ -856,8 +856,8 @@ def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:
     request = a_request(exact_tokens=500, prompt_tokens=500)
     first = scheduler.lease_now(request)
     assert first is not None
-    assert first.expected_prefill is None
-    assert first.prefill_grace == 4 * 500 / 25.0
+    assert first.reading.seconds is None
+    assert first.reading.grace == 4 * 500 / 25.0
     only.speed.learn_timings(
         {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
     )
@@ -865,9 +865,9 @@ def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:
     scheduler.fleet.refresh_state(only)
     second = scheduler.lease_now(request)
     assert second is not None
-    assert second.expected_prefill is not None
-    assert 4.0 < second.expected_prefill < 6.0
-    assert 16.0 < second.prefill_grace < 24.0
+    assert second.reading.seconds is not None
+    assert 4.0 < second.reading.seconds < 6.0
+    assert 16.0 < second.reading.grace < 24.0
 
 
 def test_only_a_llama_cpp_server_is_asked_for_a_stream_to_assemble() -> None:

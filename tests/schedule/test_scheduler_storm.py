@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.lease import LeaseRequest, PromptKey, Usage
+from gateway.lease import LeaseRequest, PromptKey, Usage, UsageReport
 from gateway.nodes.node import Node, NodeState
 from gateway.schedule.admission import Waiter
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
@@ -100,11 +100,12 @@ class World:
         if number % 4 == 0:
             demand_model.abandoned(record.placement, refund=bool(number % 8))
         elif number % 4 == 1:
-            demand_model.learn(record.placement, request, None, float(number), complete=False)
+            report = UsageReport(0, Usage(), None, number, complete=False)
+            demand_model.learn(record.placement, request, report)
         else:
             absurd = [0.0, float("nan"), -5.0, 1e300, 40.0, 400.0]
             reported = Usage(*(self.rng.choice(absurd) for _ in range(3)))  # type: ignore[arg-type]
-            demand_model.learn(record.placement, request, reported, 3.0, complete=True)
+            demand_model.learn(record.placement, request, UsageReport(0, reported, reported, 3))
 
     def cancel(self, number: int) -> None:
         if self.tasks:

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.schedule.candidates import HOPE_AWAITED, HOPE_GUESSED, HOPE_UNKNOWN
 from gateway.schedule.core.dispatcher import DispatchRules
-from gateway.schedule.core.placement_state import (
+from gateway.schedule.core.requests import (
     EXPLORING_REQUESTS,
     MOST_COMPARED_ROWS,
     AvailableRows,
@@ -26,7 +26,6 @@ from gateway.schedule.core.selection import (
     row_cost,
     row_cost_after,
     row_costs,
-    row_figures,
 )
 from gateway.terms import Priority
 from tests.each_case import each_case
@@ -107,15 +106,16 @@ def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(
     available = available_rows(sim.state, queued)
     assert available is not None
     row = made.choose(available, queued, 1.0, rng)
-    found = compare(available, queued, row, made, 1.0)
+    found = compare(available, queued, row, made, 1.0, nodes)
     names = [found.chosen.name, *(one.name for one in found.others)]
     assert names[0] == row.name
     assert len(set(names)) == len(names) == min(len(available.rows), MOST_COMPARED_ROWS)
-    assert (found.with_room, found.candidates) == (len(available.rows), nodes)
+    assert found.nodes.with_room == len(available.rows)
+    assert (found.nodes.candidates, found.nodes.fleet) == (nodes, nodes)
     assert found.by_cost is made.by_cost
     if found.by_cost:
         costs = sorted(row_cost(one, queued, 1.0) for one in available.rows)
-        kept = [cost_of_figures(one, 400, 80) for one in (found.chosen, *found.others)]
+        kept = [cost_of_figures(found, one, 400, 80) for one in (found.chosen, *found.others)]
         assert kept[0] == pytest.approx(costs[0])
         assert sorted(kept) == pytest.approx(costs[: len(kept)])
 
@@ -130,7 +130,8 @@ def test_a_comparison_after_another_request_was_compared_is_not_mixed_up_with_it
     assert available is not None
     row = policy.choose(available, first, 0.0, rng)
     policy.choose(available, second, 0.0, rng)
-    assert {one.cached for one in compare(available, first, row, policy, 0.0).others} == {90.0}
+    found = compare(available, first, row, policy, 0.0, 20)
+    assert {found.own_figures(one).cached for one in found.others} == {90.0}
 
 
 WARM = {"prompt_tokens": 1600.0, "completion_tokens": 40.0}
@@ -233,9 +234,9 @@ def test_the_figures_of_an_exploring_request_say_why_it_went_there() -> None:
     assert available is not None
     row = explore(sim.state, available, queued, sim.rows[0], 0.0, random.Random(1))
     assert row is sim.rows[1]
-    found = compare(available, queued, row, LeastFinish(sim.state), 0.0)
-    least = cost_of_figures(found.others[0], 1600.0, 40.0)
-    assert cost_of_figures(found.chosen, 1600.0, 40.0) == pytest.approx(least)
+    found = compare(available, queued, row, LeastFinish(sim.state), 0.0, 2)
+    least = cost_of_figures(found, found.others[0], 1600.0, 40.0)
+    assert cost_of_figures(found, found.chosen, 1600.0, 40.0) == pytest.approx(least)
 
 
 @each_case(
@@ -349,13 +350,16 @@ def test_kept_figures_give_the_cost_by_which_the_row_was_chosen() -> None:
             penalties=rng.choice([{}, {1: 7.0, 2: -1.5}]),
         )
         now = rng.uniform(0, 20)
-        for row in sim.rows:
-            figures = row_figures(row, queued, now)
-            assert cost_of_figures(
-                figures, queued.prompt_tokens, queued.completion_tokens
-            ) == pytest.approx(row_cost(row, queued, now), rel=1e-12)
-        if sim.state.free_rows:
+        available = available_rows(sim.state, queued)
+        if available is not None:
+            row = rng.choice(available.rows)
+            costs = {one.name: row_cost(one, queued, now) for one in sim.rows}
+            found = compare(available, queued, row, LeastFinish(sim.state), now, len(sim.rows))
             sim.dispatcher.place(queued, now)
+            for figures in (found.chosen, *found.others):
+                assert cost_of_figures(
+                    found, figures, queued.prompt_tokens, queued.completion_tokens
+                ) == pytest.approx(costs[figures.name], rel=1e-12)
 
 
 def test_the_rows_of_the_least_cost_are_found_at_once_in_a_large_fleet() -> None:

@@ -25,15 +25,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, TypeVar
 
-from gateway.lease import LeaseRequest, PromptKey, Usage
+from gateway.lease import LeaseRequest, PromptKey, UsageReport
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.schedule.candidates import NodeCandidates
 from gateway.schedule.core.dispatcher import Dispatcher
 from gateway.schedule.core.placement_state import (
-    NEGLIGIBLE_COMPLETION,
-    NO_ROWS,
-    NodeSlots,
     PlacementState,
+)
+from gateway.schedule.core.requests import (
+    NEGLIGIBLE_COMPLETION,
+    NodeSlots,
     QueuedRequest,
 )
 
@@ -183,12 +184,7 @@ class TokenEstimates:
         """
         common = self._models.get(model, _NO_STATS)
         own = self._callers.get((caller, model), _NO_STATS)
-        # Tokens per byte: the caller's, with the model's as its prior, and that a constant.
-        ratio = (common.prompt_tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (
-            common.prompt_bytes + PRIOR_BYTES
-        )
-        ratio = (own.prompt_tokens + PRIOR_BYTES * ratio) / (own.prompt_bytes + PRIOR_BYTES)
-        prompt = text_bytes * ratio + exact_tokens
+        prompt = text_bytes * _tokens_per_byte(common, own) + exact_tokens
         if media_tokens:
             prompt += media_tokens * common.media_factor
         if not 0.0 <= prompt <= MOST_TOKENS:
@@ -235,21 +231,19 @@ class TokenEstimates:
         ):
             text_bytes = min(text_bytes, MOST_TEXT_BYTES)
             left = min(prompt_tokens, MOST_TOKENS) - exact_tokens
-            usual = (common.prompt_tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (
-                common.prompt_bytes + PRIOR_BYTES
-            )
-            expected = text_bytes * (
-                (own.prompt_tokens + PRIOR_BYTES * usual) / (own.prompt_bytes + PRIOR_BYTES)
-            )
+            expected = text_bytes * _tokens_per_byte(common, own)
             if media_tokens > 0:
                 common.correct_media(left - expected, media_tokens)
             elif text_bytes > 0 and left > 0:
-                tokens = min(max(left, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
-                tokens = min(
-                    max(tokens, text_bytes * LEAST_TOKENS_PER_BYTE),
-                    text_bytes * MOST_TOKENS_PER_BYTE,
-                )
-                decayed = 0.5 ** (min(text_bytes, TEXT_HALF_LIFE) / TEXT_HALF_LIFE)
+                tokens = left
+                if not expected / OUTLIER_RATIO <= left <= expected * OUTLIER_RATIO:
+                    tokens = min(max(left, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
+                least, most = text_bytes * LEAST_TOKENS_PER_BYTE, text_bytes * MOST_TOKENS_PER_BYTE
+                if not least <= tokens <= most:
+                    tokens = least if tokens < least else most
+                decayed = 0.5
+                if text_bytes < TEXT_HALF_LIFE:
+                    decayed **= text_bytes / TEXT_HALF_LIFE
                 own.add_prompt(text_bytes, tokens, decayed)
                 common.add_prompt(text_bytes, tokens, decayed)
         if 0 < completion_tokens < math.inf:
@@ -284,6 +278,14 @@ class TokenEstimates:
         """Forget what was learnt of the callers (fairness keys) that are gone."""
         for key in [key for key in self._callers if is_gone(key[0])]:
             del self._callers[key]
+
+
+def _tokens_per_byte(common: TokenStats, own: TokenStats) -> float:
+    """The caller's ratio, with the model's as its prior, and that a constant."""
+    ratio = (common.prompt_tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (
+        common.prompt_bytes + PRIOR_BYTES
+    )
+    return (own.prompt_tokens + PRIOR_BYTES * ratio) / (own.prompt_bytes + PRIOR_BYTES)
 
 
 def _clamp_tokens(value: float) -> float:
@@ -330,10 +332,11 @@ class DemandModel:
         `earlier`: the same request in numbers; its estimate of the tokens still holds. `overflows`:
         `Tried.pool_overflows`.
         """
-        key = request.size.prompt_key
+        caller, size = request.caller, request.size
+        key = size.prompt_key
         if earlier is None:
             prompt_tokens, completion_tokens = self._expected_tokens(request)
-            if not request.size.generates:
+            if not size.generates:
                 completion_tokens = NEGLIGIBLE_COMPLETION
             if key is not None:
                 key = PromptKey(key.blocks, prompt_tokens, key.ends, key.size, key.omits_volatile)
@@ -345,27 +348,24 @@ class DemandModel:
         queued = QueuedRequest(
             request.id,
             candidates.groups,
-            request.caller.priority,
-            request.caller.fairness_key,
+            caller.priority,
+            caller.fairness_key,
             received_at,
-            request.size.slots if request.size.slots < 2 else _slots(request, candidates),
+            size.slots if size.slots < 2 else _slots(request, candidates),
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
-            cached=NO_ROWS,
-            pending=NO_ROWS,
-            excluded=candidates.excluded,
-            failed=candidates.failed,
-            penalties=candidates.penalties,
         )
-        if request.caller.time_limit is not None:
-            queued.deadline = received_at + request.caller.time_limit
+        if candidates.excluded or candidates.failed or candidates.penalties:
+            queued.exclude(candidates.excluded, candidates.failed, candidates.penalties)
+        if caller.time_limit is not None:
+            queued.deadline = received_at + caller.time_limit
         if self.dispatcher.placement_state.pools:
             self.estimate_pool(queued, request, overflows)
-        if not request.size.slots:
-            queued.slotless_caller = request.caller.id
-        if request.caller.session is not None and request.size.generates:
+        if not size.slots:
+            queued.slotless_caller = caller.id
+        if caller.session is not None and size.generates:
             queued.penalties = self.session_affinity.penalties(
-                request.caller.session,
+                caller.session,
                 request.wanted.model,
                 queued,
                 self.dispatcher.placement_state,
@@ -383,13 +383,14 @@ class DemandModel:
 
     def _expected_tokens(self, request: LeaseRequest) -> tuple[float, float]:
         """Tokens of its prompt and of its answer."""
+        size = request.size
         return self.token_estimates.expected_tokens(
             request.wanted.model,
             request.caller.fairness_key,
-            request.size.text_bytes,
-            request.size.max_tokens if request.size.generates else 0,
-            request.size.exact_tokens,
-            request.size.media_tokens,
+            size.text_bytes,
+            size.max_tokens if size.generates else 0,
+            size.exact_tokens,
+            size.media_tokens,
         )
 
     def estimate_pool(self, queued: QueuedRequest, request: LeaseRequest, overflows: int) -> None:
@@ -453,20 +454,14 @@ class DemandModel:
         self,
         placement: QueuedRequest | None,
         request: LeaseRequest,
-        reported: Usage | None,
-        sent_tokens: float,
-        *,
-        complete: bool,
-        learn_sizes: bool = True,
+        report: UsageReport,
+        learn_sizes: bool = True,  # noqa: FBT001, FBT002 - this runs for each request
     ) -> None:
-        """Learn from an answer that has ended.
-
-        `reported` is None if its node reported nothing; `sent_tokens` went to the client.
-        `complete`: it ended by itself. `learn_sizes`: correct the token estimates by it.
-        """
+        """Learn from an answer that has ended; `learn_sizes`: correct the token estimates by it."""
         self.learning_pending = False  # The caller learns of all answers that have ended.
         if placement is None:
             return
+        reported, sent_tokens = report.reported, report.sent_tokens
         completion: float = sent_tokens
         if reported is not None:
             completion = reported.completion_tokens
@@ -476,20 +471,25 @@ class DemandModel:
         elif sent_tokens:
             cached = placement.cached.get(placement.row.index, 0.0)
             self.dispatcher.settled(placement, placement.prompt_tokens, cached, sent_tokens)
-        if learn_sizes and (request.size.generates or reported is not None):
+        size = request.size
+        if learn_sizes and (size.generates or reported is not None):
             self.token_estimates.learn(
                 request.wanted.model,
                 request.caller.fairness_key,
-                request.size.text_bytes,
+                size.text_bytes,
                 0.0 if reported is None else reported.prompt_tokens,
-                completion / max(1, placement.slots),
-                request.size.max_tokens,
-                request.size.exact_tokens,
-                request.size.media_tokens,
-                complete=complete,
+                completion / (placement.slots or 1),
+                size.max_tokens,
+                exact_tokens=size.exact_tokens,
+                media_tokens=size.media_tokens,
+                complete=report.complete,
             )
         prompt_key = placement.prompt_key
-        if not isinstance(prompt_key, PromptKey) or not self._row_is_current(placement):
+        if (
+            prompt_key is None
+            or not isinstance(prompt_key, PromptKey)
+            or not self._row_is_current(placement)
+        ):
             return
         if reported is None:
             self.prompt_cache.request_dropped(placement.row.index, prompt_key)

@@ -33,13 +33,15 @@ from itertools import islice
 from gateway.config.scheduling import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
 from gateway.config.settings import Settings
 from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
     MOST_TOKENS_PER_REQUEST,
     AvailableRows,
     CandidateSet,
     Deferral,
     FairnessAccount,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
     clamp,
 )
@@ -592,8 +594,7 @@ class Dispatcher:
 
     def prefill_done(self, placement: QueuedRequest, now: float) -> None:
         """The first token came: the prompt has been read. Sharpens the predictions."""
-        if not placement.released:
-            self.placement_state.prefill_done(placement, now)
+        self.placement_state.prefill_done(placement, now)
 
     def finished(
         self,
@@ -609,8 +610,7 @@ class Dispatcher:
 
     def released(self, placement: QueuedRequest, now: float) -> None:
         """The slots of `placement` are free again. Then call `match`."""
-        if not placement.released:
-            self.placement_state.end(placement, now)
+        self.placement_state.end(placement, now)
 
     def settled(
         self,
@@ -627,12 +627,20 @@ class Dispatcher:
             if not 0.0 <= completion_tokens <= MOST_TOKENS_PER_REQUEST:
                 completion_tokens = clamp(completion_tokens, 0.0, MOST_TOKENS_PER_REQUEST, 0.0)
             used += completion_tokens * placement.token_weight
-        self._settle(placement, used)
+        account = placement.take_payer()
+        if account is None:
+            return
+        correction = used - placement.charge
+        if account.fifos:
+            queue = self._queue_of(placement)
+            queue.levels[placement.priority].counters.settled(account, correction)
+        else:
+            account.settled(correction)
 
     def cancelled(self, placement: QueuedRequest, now: float) -> None:
         """The placement was never used: it costs its caller nothing."""
         self.released(placement, now)
-        self._settle(placement, 0.0)
+        self.settled(placement, 0.0, 0.0, 0.0)
 
     # Predictions and counts.
 
@@ -707,21 +715,14 @@ class Dispatcher:
         number = state.placement_count + 1
         if number >= forecast.refresh_at or state.speed_changes:
             forecast.refresh_if_due(number)
-        queued.begin(
-            row,
-            available.group,
-            compare(available, queued, row, self._policy, now) if self._keeps_comparisons else None,
-        )
-        state.start(queued, now)
-        queued.charge_to(account, forecast.token_weight)
-        counters.started(account, queued.charge)
+        comparison = None
+        if self._keeps_comparisons:
+            fleet_size = len(state.by_name)
+            comparison = compare(available, queued, row, self._policy, now, fleet_size)
+        state.start(queued, row, now)
+        charge = queued.placed(available.group, comparison, account, forecast.token_weight)
+        counters.started(account, charge)
         return queued
-
-    def _settle(self, placement: QueuedRequest, used: float) -> None:
-        account = placement.take_payer()
-        if account is not None:
-            queue = self._queue_of(placement)
-            queue.levels[placement.priority].counters.settled(account, used - placement.charge)
 
     def _queue_of(self, queued: QueuedRequest) -> WaitQueue:
         return self._wait_queue if queued.slots else self._slotless_queue

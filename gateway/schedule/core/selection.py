@@ -33,20 +33,25 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
     LEAST_UNCACHED_TOKENS,
     MOST_COMPARED_ROWS,
     MOST_SLOTS,
+    NO_OWN_FIGURES,
     AvailableRows,
     CandidateSet,
     Comparison,
+    NodeCounts,
     NodeSlots,
-    PlacementState,
+    OwnFigures,
     QueuedRequest,
     Requirements,
     RowFigures,
@@ -68,20 +73,14 @@ def expected_cost(
     per_prompt_token: Numbers,
     per_output_token: Numbers,
     delay: Numbers,
-    decode_slowdown: Numbers,
-    remaining: Numbers,
+    slowed: Numbers,
 ) -> Numbers:
     """T from a row's coefficients, for floats as for numpy arrays.
 
     `per_prompt_token` = (1 + k)/p, `per_output_token` = b + s·k, `delay` = W + R + D,
-    `decode_slowdown` = d, `remaining` = Σr.
+    `slowed` = d·Σr.
     """
-    return (
-        delay
-        + uncached * per_prompt_token
-        + completion * per_output_token
-        + decode_slowdown * remaining
-    )
+    return delay + uncached * per_prompt_token + completion * per_output_token + slowed
 
 
 def row_cost(row: NodeSlots, queued: QueuedRequest, now: float) -> float:
@@ -95,19 +94,18 @@ def row_cost(row: NodeSlots, queued: QueuedRequest, now: float) -> float:
     uncached = queued.prompt_tokens
     if queued.cached:
         uncached = max(LEAST_UNCACHED_TOKENS, uncached - queued.cached.get(index, 0.0))
-    remaining = 0.0
+    slowed = 0.0
     if row.decode_slowdown:
         remaining = row.ends_sum - now * len(row.running)
-        if remaining < 0.0:  # noqa: PLR1730 - a call costs four times as much
-            remaining = 0.0
+        if remaining > 0.0:
+            slowed = row.decode_slowdown * remaining
     return expected_cost(
         uncached,
         queued.completion_tokens,
         row.per_prompt_token,
         row.per_output_token,
         delay,
-        row.decode_slowdown,
-        remaining,
+        slowed,
     )
 
 
@@ -154,55 +152,29 @@ def row_cost_after(row: NodeSlots, queued: QueuedRequest, wait: float) -> float:
         # A bonus, as of the node that served its session last, is no reason to wait.
         wait + row.penalty + max(0.0, penalty),
         0.0,
-        0.0,
     )
 
 
-def row_figures(row: NodeSlots, queued: QueuedRequest, now: float) -> RowFigures:
-    """The terms of `row_cost`, to be kept. It runs for each request."""
-    index, slowdown, remaining = row.index, row.decode_slowdown, 0.0
-    if slowdown:
-        remaining = max(0.0, row.ends_sum - now * len(row.running))
-    wait = row.prefill_until - now
-    cached, penalties = queued.cached, queued.penalties
-    return RowFigures(
-        row.name,
-        row.measured,
-        row.total,
-        row.busy,
-        row.prefill_tps,
-        row.token_base,
-        row.token_step,
-        slowdown,
-        remaining,
-        max(0.0, wait),
-        row.penalty,
-        penalties.get(index, 0.0) if penalties else 0.0,
-        cached.get(index, 0.0) if cached else 0.0,
-        row.wake,
-        row.pool,
-        round(row.pool_reserved) + row.pool_foreign if row.pool else 0,
-    )
-
-
-def cost_of_figures(figures: RowFigures, prompt_tokens: float, completion_tokens: float) -> float:
-    """T of a request of so many tokens, as `row_cost` had it when the figures were taken."""
+def cost_of_figures(
+    comparison: Comparison, row: RowFigures, prompt_tokens: float, completion_tokens: float
+) -> float:
+    """T of a request of so many tokens on a row that it was compared with, as `row_cost` had it."""
+    speed, work, own = row.speed, row.work, comparison.own_figures(row)
     return expected_cost(
-        uncached_tokens(figures, prompt_tokens),
+        uncached_tokens(own, prompt_tokens),
         completion_tokens,
-        (1 + figures.busy) / figures.prefill_tps,
-        figures.token_base + figures.token_step * figures.busy,
-        figures.prefill_wait + figures.penalty + figures.own_penalty,
-        figures.decode_slowdown,
-        figures.remaining,
+        (1 + work.busy) / speed.prefill_tps,
+        speed.token_base + speed.token_step * work.busy,
+        comparison.prefill_wait(row) + speed.penalty + own.penalty,
+        work.decode_slowdown * comparison.remaining(row),
     )
 
 
-def uncached_tokens(figures: RowFigures, prompt_tokens: float) -> float:
+def uncached_tokens(own: OwnFigures, prompt_tokens: float) -> float:
     """u: tokens of a prompt that the row would have to read."""
-    if not figures.cached:
+    if not own.cached:
         return prompt_tokens
-    return max(LEAST_UNCACHED_TOKENS, prompt_tokens - figures.cached)
+    return max(LEAST_UNCACHED_TOKENS, prompt_tokens - own.cached)
 
 
 LOOP_ROWS = 64  # rows up to which the loop of `row_costs` is as fast as numpy
@@ -279,8 +251,7 @@ class CostColumns:
             per_prompt,
             per_output,
             penalty + np.maximum(prefill - now, 0.0),
-            slowdown,
-            np.maximum(ends - now * running, 0.0),
+            slowdown * np.maximum(ends - now * running, 0.0),
         )
         if queued.cached:
             self._subtract_cached(costs, per_prompt, queued)
@@ -514,24 +485,38 @@ def compare(
     chosen: NodeSlots,
     policy: SelectionPolicy,
     now: float,
+    fleet_size: int,
 ) -> Comparison:
     """What a request is compared with that is about to be placed on `chosen`."""
     rows = available.rows
     count = len(rows)
-    others: tuple[RowFigures, ...] = ()
+    others: list[NodeSlots] = []
     if count > 1:
         best: Sequence[NodeSlots] = rows
         if count > MOST_COMPARED_ROWS:
             best = policy.best_rows(available, queued, now, MOST_COMPARED_ROWS)
-        found = [row_figures(row, queued, now) for row in best if row is not chosen]
-        others = tuple(found[: MOST_COMPARED_ROWS - 1])
+        others = [row for row in best if row is not chosen][: MOST_COMPARED_ROWS - 1]
+    own = NO_OWN_FIGURES
+    if queued.cached or queued.penalties:
+        own = _own_figures(queued, [chosen, *others])
     return Comparison(
-        row_figures(chosen, queued, now),
-        others,
-        count,
-        len(available.candidate_set.rows),
+        chosen.figures or chosen.take_figures(),
+        tuple([row.figures or row.take_figures() for row in others]),
+        own,
+        now,
+        NodeCounts(count, len(available.candidate_set.rows), fleet_size),
         policy.by_cost,
     )
+
+
+def _own_figures(queued: QueuedRequest, rows: Sequence[NodeSlots]) -> Mapping[str, OwnFigures]:
+    """What holds on these rows for the request alone."""
+    cached, penalties = queued.cached, queued.penalties
+    return {
+        row.name: OwnFigures(cached.get(row.index, 0.0), penalties.get(row.index, 0.0))
+        for row in rows
+        if row.index in cached or row.index in penalties
+    }
 
 
 # Rows whose speed is known up to which each request may explore another; of more rows, one in so

@@ -27,11 +27,13 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
     LEAST_UNCACHED_TOKENS,
     CandidateSet,
     FairnessAccount,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
     Requirements,
 )
@@ -95,13 +97,10 @@ class VirtualTokenCounters:
             account.started(charge)
 
     def settled(self, account: FairnessAccount, correction: float) -> None:
-        """A request has ended; its real price differs from its charge by `correction`."""
-        if account.fifos:
-            self.remove_waiting(account)
-            account.settled(correction)
-            self.add_waiting(account)
-        else:
-            account.settled(correction)
+        """A request of a caller that waits has ended; its price is its charge and `correction`."""
+        self.remove_waiting(account)
+        account.settled(correction)
+        self.add_waiting(account)
 
     def _drop_idle(self) -> None:
         """Drop the lower half of the idle accounts: they would start anew at the same counter."""

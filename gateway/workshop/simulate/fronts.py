@@ -22,11 +22,11 @@ from gateway.nodes.calibration import (
     WRITE_TOKENS,
     due,
 )
-from gateway.nodes.fleet import COMPARE_SPEEDS_EVERY
+from gateway.nodes.fleet import COMPARE_SPEEDS_EVERY, compare_speeds
 from gateway.nodes.lifecycle import LifecyclePhase
 from gateway.nodes.node import MOST_CALIBRATIONS, CalibrationRecord, Node, SlotOccupancy
 from gateway.nodes.prompt_cache import FleetPromptCache
-from gateway.nodes.speed import ObservedTiming, Speed, compare_speeds
+from gateway.nodes.speed import ObservedTiming, Speed
 from gateway.schedule.candidates import show_speed
 from gateway.schedule.core.autoscaling_policy import (
     AutoscalingPolicy,
@@ -36,7 +36,14 @@ from gateway.schedule.core.autoscaling_policy import (
 )
 from gateway.schedule.core.demand_model import TokenEstimates
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.placement_state import NodeSlots, PlacementState, QueuedRequest, TierSets
+from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
+    NodeSlots,
+    QueuedRequest,
+    TierSets,
+)
 from gateway.terms import Priority
 from gateway.workshop.simulate.simulation import Front, SimulatedFleet, SimulatedMachine
 from gateway.workshop.simulate.trace import Job, common_tokens

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.lease import LeaseRequest, Usage
+from gateway.lease import LeaseRequest, UsageReport
 from gateway.schedule.core.demand_model import DemandModel
-from gateway.schedule.core.placement_state import QueuedRequest
+from gateway.schedule.core.requests import (
+    QueuedRequest,
+)
 from tests.bench.scheduling.fronts import FLEET, nodes
 from tests.bench.scheduling.play import Record
 from tests.bench.scheduling.trace import Shape, make, session_rate
@@ -52,15 +54,15 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
         self: DemandModel,
         placement: QueuedRequest | None,
         request: LeaseRequest,
-        reported: Usage | None,
-        seen: float,
-        **keys: bool,
+        report: UsageReport,
+        learn_sizes: bool = True,
     ) -> None:
+        reported = report.reported
         assert reported is not None
         assert placement is not None
         believed = placement.cached.get(placement.row.index, 0.0)
         beliefs.append(Belief(believed, reported.cached_tokens))
-        learn(self, placement, request, reported, seen, **keys)
+        learn(self, placement, request, report, learn_sizes)
 
     monkeypatch.setattr(DemandModel, "learn", noting)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

@@ -36,7 +36,7 @@ def test_a_failure_has_its_word() -> None:
 
 
 def test_an_expectation_without_a_bound_is_left_out() -> None:
-    _, attempt = encoded(grant(11.0, 1, expected_ttft=float("inf")))
+    _, attempt = encoded(grant(11.0, 1, ttft=float("inf")))
     assert "llama_gateway.expected_time_to_first_token" not in attempt.attributes
     assert attempt.attributes["llama_gateway.expected_seconds"] == 2.0
 

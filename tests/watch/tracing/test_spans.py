@@ -9,8 +9,11 @@ from typing import Any
 from gateway.events import RequestRecord
 from gateway.lease import NOTHING_TRIED
 from gateway.schedule.decision_log import (
+    Circumstances,
     Decision,
     Grant,
+    GrantedSlots,
+    Prediction,
     Queueing,
     Refusal,
 )
@@ -25,11 +28,13 @@ from gateway.watch.spans import (
 PATH = "/v1/chat/completions"
 
 
-def grant(at: float, lease_id: int, request_id: str = "req_1", **more: Any) -> Grant:
-    found = Grant(
-        request_id, at, 10.0, "demo", 1, 5.0, 8.0, 0.5, 2.0, None, "cpu", None, None,
-        resumes=False, times_yielded=0, deferral=None, fleet_size=1, out={}, lease_id=lease_id,
-    )  # fmt: skip
+def grant(
+    at: float, lease_id: int, request_id: str = "req_1", *, ttft: float = 0.5, **more: Any
+) -> Grant:
+    fields = Circumstances.__struct_fields__
+    circumstances = Circumstances(**{name: more.pop(name) for name in fields if name in more})
+    granted, predicted = GrantedSlots(lease_id, "demo", "cpu", 1), Prediction(5, 8, ttft, 2, None)
+    found = Grant(request_id, at, 10.0, granted, predicted, circumstances)
     for name, value in more.items():
         setattr(found, name, value)
     return found
