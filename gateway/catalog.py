@@ -36,7 +36,9 @@ class ServerFigures:
 
 
 class ServedModels(Protocol):
-    """The models that nodes serve, by public name. Asked by each request, so it must be cheap.
+    """The models that nodes serve, by public name (`nodes.model_index.ModelIndex`).
+
+    Asked by each request, so it must be cheap.
 
     `labels`: those of the nodes that the caller may use; empty: all nodes.
     """

@@ -439,9 +439,6 @@ class LeaseService(Protocol):
         `response_started`: the client has the head of a response. Raises: GatewayError.
         """
 
-    def keep_in_queue(self, request_id: str) -> None:
-        """The client has the head of a response: it is displaced last."""
-
     # Ask where else a request could go.
 
     def has_other_node(

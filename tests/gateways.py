@@ -55,6 +55,8 @@ class Running:
     settings_file: Path
     client: httpx.AsyncClient
     """Speaks to the public listener; relative URLs."""
+    admin: httpx.AsyncClient
+    """Speaks to the admin listener likewise."""
 
     def held(self) -> dict[str, int]:
         """All counts of what is held for requests that are not zero."""
@@ -137,10 +139,13 @@ async def running_gateway(
                 lambda: [f"{node.name}: {node.reason}" for node in found],
             )
         url, admin_url = gateway.public_listener.url, gateway.admin_listener.url
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=url, timeout=120.0, trust_env=False, verify=NO_TLS)
-        )
-        yield Running(gateway, url, admin_url, nodes_file, settings_file, client)
+        client, admin = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(base_url=base, timeout=120.0, trust_env=False, verify=NO_TLS)
+            )
+            for base in (url, admin_url)
+        ]
+        yield Running(gateway, url, admin_url, nodes_file, settings_file, client, admin)
 
 
 @functools.cache

@@ -9,9 +9,9 @@ import pytest
 from gateway.events import (
     MOST_KINDS,
     AttemptEnded,
+    EndedKind,
     EventBus,
     NodeChanged,
-    EndedKind,
     RequestRecord,
 )
 

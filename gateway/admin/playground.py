@@ -27,7 +27,8 @@ from gateway.callers.keys import AdminIdentity
 from gateway.callers.limits import Reservation
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import RequestRecord
-from gateway.forward.client_response import ClientResponse, headers_for_node, node_error
+from gateway.forward.client_response import ClientResponse, node_error
+from gateway.forward.header_fields import headers_for_node
 from gateway.forward.in_flight import InFlightRequest, PrefillProgress
 from gateway.http.request_head import class_of
 from gateway.request.preparation import IncomingRequest, Sender, read_in_turn

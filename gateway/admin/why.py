@@ -22,7 +22,7 @@ from gateway.events import RequestRecord
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
-from gateway.schedule.core.placement_state import (
+from gateway.schedule.core.requests import (
     MOST_COMPARED_ROWS,
     Comparison,
     Deferral,
@@ -47,128 +47,6 @@ MOST_PARTS = 100  # parts of a request of several prompts that are named
 Json = dict[str, Any]
 
 
-class WhyObject(msgspec.Struct, kw_only=True):
-    """Why the requests of an id went where they went. Times are in seconds, sizes in tokens."""
-
-    id: Annotated[str, "as it was asked for"]
-    remembered_since: Annotated[str, "since when every attempt is remembered, UTC"]
-    requests: Annotated[list[ExplainedRequest], "those of this id or `X-Request-ID`, the newest "
-        "first, 20 at most"]  # fmt: skip
-
-
-class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
-    """A request of that id, with the decisions about it."""
-
-    id: Annotated[str, "inside the gateway"]
-    request_id: Annotated[str, "`X-Request-ID`"]
-    state: Annotated[str, "`waiting`, `running`, `finished`, `failed` (on its nodes), `refused` "
-        "(it was at none) or `left` (by its client)"]  # fmt: skip
-    summary: Annotated[str, "the whole story in some sentences, for people"]
-    path: Annotated[str | None, "asked for; like the next three null once only the scheduler "
-        "remembers it"]  # fmt: skip
-    class_: Annotated[str | None, "in force"]
-    model: Annotated[str | None, "its public name"]
-    caller: Annotated[str | None, "the key's id, or the address of one without a key"]
-    received_at: Annotated[str | None, "when it came, UTC"]
-    seconds: Annotated[float | None, "from then to its end, or until now"]
-    outcome: Annotated[dict[str, Any] | None, "once it has ended: `status`, `reason`, `node`, "
-        "`tier`, `attempts`, `queue_seconds`, `ttft`, `seconds`, `prompt_tokens`, "
-        "`cached_tokens`, `completion_tokens`, `cost`"]  # fmt: skip
-    waiting: Annotated[dict[str, Any] | None, "while it waits: `position`, `expected_start`, "
-        "`waited`, `expires_in`, `deferred_to` (the busy node that has its prompt cached), "
-        "`tokens_needed` (in a pool that slots share; null: it is to run alone there), "
-        "`nodes_alive`, and in `nodes` the best 8 of them: `name`, `state`, `slots_busy`, "
-        "`slots_total`, `pool` (as a node has it), `free_in` (seconds until it has room, were it "
-        "alone), `cached_tokens`, `expected_seconds` (that wait included)"]  # fmt: skip
-    decisions: Annotated[list[ToldDecision], "about it, the oldest first, [below](#a-decision)"]
-    parts: Annotated[list[str], "of a request of several prompts: the ids that they ran under"]
-
-
-class ToldDecision(msgspec.Struct, kw_only=True):
-    """What every decision of the scheduler has."""
-
-    kind: Annotated[str, "`granted` (an attempt on a node), `queued` or `refused`"]
-    at: Annotated[str, "when, UTC"]
-    seconds: Annotated[float, "after it came"]
-    summary: Annotated[str, "in words"]
-
-
-class ToldQueueing(ToldDecision, kw_only=True, rename={"class_": "class"}):
-    """No node had room: the request was queued."""
-
-    ahead: Annotated[int | None, "`queued`: about how many went before it"]
-    waiting: Annotated[int, "`queued`: how many others waited"]
-    predicted_wait: Annotated[float | None, "`queued`: seconds, as predicted then; null: nothing "
-        "measured"]  # fmt: skip
-    may_wait: Annotated[float, "`queued`: seconds, at most"]
-    waited: Annotated[float, "`queued`: seconds until the next decision, or until now"]
-    class_: Annotated[str, "`queued`: in force"]
-
-
-class ToldRefusal(ToldDecision, kw_only=True):
-    """The request was refused."""
-
-    status: Annotated[int, "`refused`: as its client got it, or would have without a heartbeat"]
-    code: Annotated[str, "`refused`: likewise"]
-    message: Annotated[str, "`refused`: likewise"]
-
-
-class ToldGrant(ToldDecision, kw_only=True):
-    """A lease that was granted: what its node was compared with, predicted and actual figures."""
-
-    attempt: Annotated[int, "`granted`, like all that follow: 1, 2, …"]
-    node: Annotated[str | None, "the chosen one"]
-    model: Annotated[str, "the name for which it was granted"]
-    tier: Annotated[str, "`cpu` or `gpu`"]
-    fallback: Annotated[str | None, "why it is not the tier of its class (`X-Gateway-Fallback`)"]
-    slots: Annotated[int, "that it takes"]
-    resumes: Annotated[bool, "whether it goes on with a response that another node began"]
-    yielded: Annotated[int, "how often it had given up its slot to a higher class"]
-    failed_nodes: Annotated[list[str], "nodes that had failed it"]
-    excluded_nodes: Annotated[list[str], "nodes that had refused it for good"]
-    deferral: Annotated[dict[str, Any] | None, "if it waited for a busy node while another was "
-        "free: `node`, `wait`, `expected_seconds` with that wait, `expected_seconds_at_once` "
-        "elsewhere, `cached_tokens`"]  # fmt: skip
-    by_cost: Annotated[bool, "whether the setting `policy` compares costs"]
-    nodes: Annotated[list[ComparedNode], "the best 8 that had room, the least cost first, "
-        "[below](#a-node-that-was-considered)"]  # fmt: skip
-    not_listed: Annotated[dict[str, int], "how many nodes are not listed, by the reason: `slower` "
-        "(had room and cost more), `full` (no free slot, or kept for others), a node state, "
-        "`paused` (asked for less work), `failed`, `excluded` (context or slots too small, or "
-        "refused it), `not_candidates` (serve another model or endpoint, are of another pool, or "
-        "of a tier that was closed to it)"]  # fmt: skip
-    predicted: Annotated[dict[str, Any], "`ttft` and `seconds` from the grant on, `prompt_tokens`, "
-        "`cached_tokens`, `completion_tokens`"]  # fmt: skip
-    actual: Annotated[dict[str, Any], "likewise, as it came, null where it is not known (yet); "
-        "`outcome` of the attempt, null while it runs, its `status`, and whether the node "
-        "`reported` the tokens"]  # fmt: skip
-
-
-class ComparedNode(msgspec.Struct, kw_only=True):
-    """A node that had room, with its cost and the terms that add up to it (`selection.py`)."""
-
-    name: Annotated[str, "of the node"]
-    chosen: Annotated[bool, "whether it was"]
-    measured: Annotated[bool, "whether it had shown its speed; else its figures are guesses"]
-    expected_seconds: Annotated[float, "its cost: the request's time there and the time that it "
-        "takes from others; the sum of `terms`"]  # fmt: skip
-    terms: Annotated[dict[str, float], "`queue` (prompts that it had to read first), `reading` "
-        "(what was not cached), `writing` (alone), `neighbours` (what they and this request cost "
-        "each other), `doubt` (failures, a trial; negative for the session's last node), in "
-        "seconds"]  # fmt: skip
-    slowed_by_neighbours: Annotated[float, "part of `neighbours`: this request's own loss"]
-    holds_up_neighbours: Annotated[float, "the other part: theirs"]
-    doubts: Annotated[list[str], "why `doubt` is not 0, in words"]
-    cached_tokens: Annotated[int, "of its prompt, believed to be in the node's cache"]
-    cached_saves: Annotated[float, "seconds of reading that these save"]
-    prefill_tps: Annotated[float, "tokens/s of prefill, as expected"]
-    decode_tps: Annotated[float, "tokens/s of decode, as expected of one request alone"]
-    slots_busy: Annotated[int, "neighbours, before this request came"]
-    slots_total: Annotated[int, "its slots"]
-    pool_tokens: Annotated[int, "tokens of the pool that its slots share; 0: they share none"]
-    pool_used: Annotated[int, "of these reserved or in use, before this request came"]
-
-
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A request of the id that was asked for."""
@@ -176,7 +54,6 @@ class _Found:
     id: str
     record: RequestRecord | None  # None: only the scheduler remembers it
     ended_at: float | None  # None: it waits or runs
-    caller: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +198,128 @@ class WhyEndpoints:
         seconds = self.wall_clock() - (self.scheduler.clock() - at)
         text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
         return text.replace("+00:00", "Z")
+
+
+class WhyObject(msgspec.Struct, kw_only=True):
+    """Why the requests of an id went where they went. Times are in seconds, sizes in tokens."""
+
+    id: Annotated[str, "as it was asked for"]
+    remembered_since: Annotated[str, "since when every attempt is remembered, UTC"]
+    requests: Annotated[list[ExplainedRequest], "those of this id or `X-Request-ID`, the newest "
+        "first, 20 at most"]  # fmt: skip
+
+
+class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
+    """A request of that id, with the decisions about it."""
+
+    id: Annotated[str, "inside the gateway"]
+    request_id: Annotated[str, "`X-Request-ID`"]
+    state: Annotated[str, "`waiting`, `running`, `finished`, `failed` (on its nodes), `refused` "
+        "(it was at none) or `left` (by its client)"]  # fmt: skip
+    summary: Annotated[str, "the whole story in some sentences, for people"]
+    path: Annotated[str | None, "asked for; like the next three null once only the scheduler "
+        "remembers it"]  # fmt: skip
+    class_: Annotated[str | None, "in force"]
+    model: Annotated[str | None, "its public name"]
+    caller: Annotated[str | None, "the key's id, or the address of one without a key"]
+    received_at: Annotated[str | None, "when it came, UTC"]
+    seconds: Annotated[float | None, "from then to its end, or until now"]
+    outcome: Annotated[dict[str, Any] | None, "once it has ended: `status`, `reason`, `node`, "
+        "`tier`, `attempts`, `queue_seconds`, `ttft`, `seconds`, `prompt_tokens`, "
+        "`cached_tokens`, `completion_tokens`, `cost`"]  # fmt: skip
+    waiting: Annotated[dict[str, Any] | None, "while it waits: `position`, `expected_start`, "
+        "`waited`, `expires_in`, `deferred_to` (the busy node that has its prompt cached), "
+        "`tokens_needed` (in a pool that slots share; null: it is to run alone there), "
+        "`nodes_alive`, and in `nodes` the best 8 of them: `name`, `state`, `slots_busy`, "
+        "`slots_total`, `pool` (as a node has it), `free_in` (seconds until it has room, were it "
+        "alone), `cached_tokens`, `expected_seconds` (that wait included)"]  # fmt: skip
+    decisions: Annotated[list[ToldDecision], "about it, the oldest first, [below](#a-decision)"]
+    parts: Annotated[list[str], "of a request of several prompts: the ids that they ran under"]
+
+
+class ToldDecision(msgspec.Struct, kw_only=True):
+    """What every decision of the scheduler has."""
+
+    kind: Annotated[str, "`granted` (an attempt on a node), `queued` or `refused`"]
+    at: Annotated[str, "when, UTC"]
+    seconds: Annotated[float, "after it came"]
+    summary: Annotated[str, "in words"]
+
+
+class ToldQueueing(ToldDecision, kw_only=True, rename={"class_": "class"}):
+    """No node had room: the request was queued."""
+
+    ahead: Annotated[int | None, "`queued`: about how many went before it"]
+    waiting: Annotated[int, "`queued`: how many others waited"]
+    predicted_wait: Annotated[float | None, "`queued`: seconds, as predicted then; null: nothing "
+        "measured"]  # fmt: skip
+    may_wait: Annotated[float, "`queued`: seconds, at most"]
+    waited: Annotated[float, "`queued`: seconds until the next decision, or until now"]
+    class_: Annotated[str, "`queued`: in force"]
+
+
+class ToldRefusal(ToldDecision, kw_only=True):
+    """The request was refused."""
+
+    status: Annotated[int, "`refused`: as its client got it, or would have without a heartbeat"]
+    code: Annotated[str, "`refused`: likewise"]
+    message: Annotated[str, "`refused`: likewise"]
+
+
+class ToldGrant(ToldDecision, kw_only=True):
+    """A lease that was granted: what its node was compared with, predicted and actual figures."""
+
+    attempt: Annotated[int, "`granted`, like all that follow: 1, 2, …"]
+    node: Annotated[str | None, "the chosen one"]
+    model: Annotated[str, "the name for which it was granted"]
+    tier: Annotated[str, "`cpu` or `gpu`"]
+    fallback: Annotated[str | None, "why it is not the tier of its class (`X-Gateway-Fallback`)"]
+    slots: Annotated[int, "that it takes"]
+    resumes: Annotated[bool, "whether it goes on with a response that another node began"]
+    yielded: Annotated[int, "how often it had given up its slot to a higher class"]
+    failed_nodes: Annotated[list[str], "nodes that had failed it"]
+    excluded_nodes: Annotated[list[str], "nodes that had refused it for good"]
+    deferral: Annotated[dict[str, Any] | None, "if it waited for a busy node while another was "
+        "free: `node`, `wait`, `expected_seconds` with that wait, `expected_seconds_at_once` "
+        "elsewhere, `cached_tokens`"]  # fmt: skip
+    by_cost: Annotated[bool, "whether the setting `policy` compares costs"]
+    nodes: Annotated[list[ComparedNode], "the best 8 that had room, the least cost first, "
+        "[below](#a-node-that-was-considered)"]  # fmt: skip
+    not_listed: Annotated[dict[str, int], "how many nodes are not listed, by the reason: `slower` "
+        "(had room and cost more), `full` (no free slot, or kept for others), a node state, "
+        "`paused` (asked for less work), `failed`, `excluded` (context or slots too small, or "
+        "refused it), `not_candidates` (serve another model or endpoint, are of another pool, or "
+        "of a tier that was closed to it)"]  # fmt: skip
+    predicted: Annotated[dict[str, Any], "`ttft` and `seconds` from the grant on, `prompt_tokens`, "
+        "`cached_tokens`, `completion_tokens`"]  # fmt: skip
+    actual: Annotated[dict[str, Any], "likewise, as it came, null where it is not known (yet); "
+        "`outcome` of the attempt, null while it runs, its `status`, and whether the node "
+        "`reported` the tokens"]  # fmt: skip
+
+
+class ComparedNode(msgspec.Struct, kw_only=True):
+    """A node that had room, with its cost and the terms that add up to it (`selection.py`)."""
+
+    name: Annotated[str, "of the node"]
+    chosen: Annotated[bool, "whether it was"]
+    measured: Annotated[bool, "whether it had shown its speed; else its figures are guesses"]
+    expected_seconds: Annotated[float, "its cost: the request's time there and the time that it "
+        "takes from others; the sum of `terms`"]  # fmt: skip
+    terms: Annotated[dict[str, float], "`queue` (prompts that it had to read first), `reading` "
+        "(what was not cached), `writing` (alone), `neighbours` (what they and this request cost "
+        "each other), `doubt` (failures, a trial; negative for the session's last node), in "
+        "seconds"]  # fmt: skip
+    slowed_by_neighbours: Annotated[float, "part of `neighbours`: this request's own loss"]
+    holds_up_neighbours: Annotated[float, "the other part: theirs"]
+    doubts: Annotated[list[str], "why `doubt` is not 0, in words"]
+    cached_tokens: Annotated[int, "of its prompt, believed to be in the node's cache"]
+    cached_saves: Annotated[float, "seconds of reading that these save"]
+    prefill_tps: Annotated[float, "tokens/s of prefill, as expected"]
+    decode_tps: Annotated[float, "tokens/s of decode, as expected of one request alone"]
+    slots_busy: Annotated[int, "neighbours, before this request came"]
+    slots_total: Annotated[int, "its slots"]
+    pool_tokens: Annotated[int, "tokens of the pool that its slots share; 0: they share none"]
+    pool_used: Annotated[int, "of these reserved or in use, before this request came"]
 
 
 def _state(found: _Found, waiter: Waiter | None) -> str:

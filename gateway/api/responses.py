@@ -481,7 +481,7 @@ _CONTENT_EVENTS = ("response.output_text.", "response.reasoning_text.", "respons
 _COMPLETED = b'"status":"completed"'  # bytes in each event that says that something is complete
 
 
-def _token_limits(bodies: Bodies, context: int | None) -> TokenLimits:
+def _token_limits(bodies: Bodies, context: int | None) -> ResponseLimits:
     """The limits of the response to these bodies, the operator's included."""
     given = [
         count
@@ -489,11 +489,11 @@ def _token_limits(bodies: Bodies, context: int | None) -> TokenLimits:
         for name in BOUND_NAMES
         if is_number(count := decoded_field(body_fields(body), name)) and count >= 0
     ]
-    return TokenLimits(min(given, default=None), context)
+    return ResponseLimits(min(given, default=None), context)
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLimits:
+class ResponseLimits:
     """Tokens at which a node cuts a response off; None: there is no limit, or none is known."""
 
     output: float | None = None
@@ -530,7 +530,7 @@ class ResponsesRepair(ResponseRewriter):
         self,
         *,
         numbers_events: bool,
-        limits: Callable[[], TokenLimits] | None,
+        limits: Callable[[], ResponseLimits] | None,
         model: str,
         created_at: int,
     ) -> None:

@@ -10,7 +10,7 @@ from gateway.app.metering import Metering, NamedLoop
 from gateway.app.startup import Options, batches_folder
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.config.settings import Settings
-from gateway.forward.accounting import ForwardContext
+from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.fleet import Fleet

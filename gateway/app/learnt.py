@@ -41,7 +41,7 @@ from gateway.nodes.node import LearntOfServer, Node
 from gateway.nodes.prompt_cache import KeptPrompt
 from gateway.nodes.server_properties import server_key
 from gateway.schedule.core.demand_model import TokenEstimates, TokenStats
-from gateway.schedule.core.placement_state import (
+from gateway.schedule.core.requests import (
     Comparison,
     Deferral,
     NodeCounts,

@@ -227,15 +227,12 @@ class Ledger:
 
     async def start(self, limit: float) -> None:
         """Register this process and recover what dead ones left, within `limit` seconds if so."""
-        try:
-            async with asyncio.timeout(limit):
-                await self._step()
-                while self._more_to_recover:
-                    await self._step()
-        except StoreError as error:
-            self.worker.failed(str(error))
-        except TimeoutError:
-            self.worker.failed("the store has not answered yet")
+        await self.worker.attempt_within(limit, self._first_steps)
+
+    async def _first_steps(self) -> None:
+        await self._step()
+        while self._more_to_recover:
+            await self._step()
 
     async def close(self, limit: float) -> None:
         """Write what waits, within `limit` seconds; call it when `run` has ended."""

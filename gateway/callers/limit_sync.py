@@ -8,7 +8,6 @@ holds across processes, but for what they admit within about a second.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +27,6 @@ from gateway.callers.limits import (
 )
 from gateway.callers.processes import LOST
 from gateway.callers.windows import DAY, Calendar, month_start
-from gateway.store.failures import StoreError
 from gateway.store.schema import open_requests, processes, usage, usage_days
 from gateway.store.store import Store
 from gateway.store.worker import StoreWorker
@@ -126,13 +124,7 @@ class LimitSync:
 
     async def start(self, limit: float = START_SECONDS) -> None:
         """Load the counters of all accounts, within `limit` seconds if the store answers."""
-        try:
-            async with asyncio.timeout(limit):
-                await self.look()
-        except StoreError as error:
-            self.worker.failed(str(error))
-        except TimeoutError:
-            self.worker.failed("the store has not answered yet")
+        await self.worker.attempt_within(limit, self.look)
 
     async def _look_if_due(self) -> None:
         """Look, if the store may have something new."""

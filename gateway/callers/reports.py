@@ -138,19 +138,21 @@ def _row_sums() -> tuple[ColumnElement[Any], ...]:
     )
 
 
-_ROW_SUMS = _row_sums()
+ROW_SUMS = _row_sums()
 _DAY_SUMS = tuple(func.sum(usage_days.c[name]) for name in SUM_NAMES)
 _COLUMNS = {"group": "group_name", "class": "class_"}
 
 
-def _dimension(table: FromClause, name: Dimension) -> ColumnElement[Any]:
+def dimension(table: FromClause, name: Dimension) -> ColumnElement[Any]:
+    """What rows of the table are summed by."""
     if name == "day":
-        # Days since 1970 in `usage`, a date in `usage_days`; `_label` makes them the same.
+        # Days since 1970 in `usage`, a date in `usage_days`; `label_of` makes them the same.
         return func.floor(usage.c.ended_at / DAY) if table is usage else usage_days.c.day
     return table.c[_COLUMNS.get(name, name)]
 
 
-def _label(name: str, value: Any) -> str:
+def label_of(name: str, value: Any) -> str:
+    """The value of a dimension, as reports and the sums of days name it."""
     if name == "day" and not isinstance(value, str):
         return date_of(float(value) * DAY)
     return "" if value is None else str(value)
@@ -300,7 +302,7 @@ class ReportReader:
 
     def _read_rows(self, connection: Connection, start: float, end: float) -> None:
         places = self._places(usage)
-        statement = select(*places, *_ROW_SUMS).group_by(*places)
+        statement = select(*places, *ROW_SUMS).group_by(*places)
         self._add(connection, self._where(statement, start, end))
 
     def _read_days(self, connection: Connection) -> None:
@@ -321,12 +323,12 @@ class ReportReader:
 
     def _places(self, table: FromClause) -> list[ColumnElement[Any]]:
         """The columns of a group: its dimensions, then tier and node."""
-        return [*(_dimension(table, name) for name in self.query.by), table.c.tier, table.c.node]
+        return [*(dimension(table, name) for name in self.query.by), table.c.tier, table.c.node]
 
     def _add(self, connection: Connection, statement: Select[Any]) -> None:
         width = len(self.query.by)
         for row in connection.execute(statement):
-            group = tuple(map(_label, self.query.by, row[:width]))
+            group = tuple(map(label_of, self.query.by, row[:width]))
             values = row[width + 2 :]
             if group not in self._groups and len(self._groups) >= MOST_GROUPS:
                 raise InvalidQuery(
@@ -335,7 +337,7 @@ class ReportReader:
                     "choose another dimension",
                 )
             self._groups.setdefault(group, Sums()).add(values)
-            node = (_label("tier", row[width]), _label("node", row[width + 1]))
+            node = (label_of("tier", row[width]), label_of("node", row[width + 1]))
             self._nodes.setdefault(node, Sums()).add(values)
 
     def _read_hours(self, connection: Connection) -> list[money.NodeHours]:

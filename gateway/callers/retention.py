@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
-from sqlalchemy import Connection, RowMapping, delete, func, select, true
+from sqlalchemy import Connection, delete, func, select
 
 from gateway.callers.reports import (
     ROLLED_UP,
+    ROW_SUMS,
     SUM_NAMES,
     Reporter,
     Sums,
+    dimension,
+    end_of_step,
+    label_of,
 )
-from gateway.callers.windows import DAY, date_of
+from gateway.callers.windows import DAY
 from gateway.config.stored import RetentionSettings
-from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.store.database import insert_for
 from gateway.store.schema import revisions, usage, usage_days
 from gateway.store.worker import StoreWorker
@@ -40,6 +42,8 @@ YOUNGEST = 2 * 3600.0
 VACUUM_PAGES = 500  # free pages that one job gives back to the file system, 2 MB of a SQLite file
 MOST_VACUUMS = 1000  # such jobs in one pass
 _DIMENSIONS = ("key", "group_name", "user", "model", "class_", "tier", "node", "outcome")
+# What sums of rows are kept by.
+_PLACE = (dimension(usage, "day"), *(usage.c[name] for name in _DIMENSIONS))
 log = structlog.get_logger()
 
 
@@ -62,38 +66,20 @@ class RollUp:
                 index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
             )
         )
-        oldest = (
-            select(usage)
-            .where(usage.c.ended_at < self.before)
-            .order_by(usage.c.ended_at)
-            .limit(self.rows)
-        )
-        rows = connection.execute(oldest).mappings().all()
-        if not rows:
+        oldest = select(usage.c.id).where(usage.c.ended_at < self.before)
+        ids = list(connection.scalars(oldest.order_by(usage.c.ended_at).limit(self.rows)))
+        if not ids:
             return 0
         sums: dict[tuple[str, ...], Sums] = {}
-        for row in rows:
-            place = (date_of(row[usage.c.ended_at]), *(row[usage.c[n]] or "" for n in _DIMENSIONS))
-            sums.setdefault(place, Sums()).add(_values(row))
+        summed = select(*_PLACE, *ROW_SUMS).where(usage.c.id.in_(ids)).group_by(*_PLACE)
+        for day, *values in connection.execute(summed):
+            place, numbers = values[: len(_DIMENSIONS)], values[len(_DIMENSIONS) :]
+            whose = (label_of("day", day), *(value or "" for value in place))
+            sums.setdefault(whose, Sums()).add(numbers)
         _add_to_days(connection, sums)
-        ids = [row[usage.c.id] for row in rows]
         gone = connection.execute(delete(usage).where(usage.c.id.in_(ids))).rowcount
         assert gone == len(ids), "rows were deleted by somebody else"
         return gone
-
-
-def _values(row: RowMapping) -> tuple[Any, ...]:
-    """The row as sums over one request, in the order of the fields of `Sums`."""
-    status = row[usage.c.status]
-    special = {
-        "requests": 1,
-        "failures": int(status >= 400 and status != CLIENT_CLOSED_STATUS),
-        "clients_left": int(status == CLIENT_CLOSED_STATUS),
-        "gpu_priced": int(row[usage.c.gpu_cost] is not None),
-    }
-    return tuple(
-        special[name] if name in special else row[usage.c[name]] or 0 for name in SUM_NAMES
-    )
 
 
 def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> None:
@@ -182,23 +168,22 @@ class RowCounter:
     def __init__(self, rows_per_step: int = COUNTED_ROWS) -> None:
         self.counted = 0  # rows so far. Those that come meanwhile may be among them.
         self._rows_per_step = rows_per_step
-        self._from: float | None = None  # `ended_at` of the next row
+        self._from = 0.0  # `ended_at` of the next row
 
     def __call__(self, connection: Connection) -> bool:
         """Run within the transaction of `connection`."""
         ended = usage.c.ended_at
-        left = true() if self._from is None else ended >= self._from
-        later = select(ended).where(left).order_by(ended)
-        end = connection.scalar(later.offset(self._rows_per_step).limit(1))
-        if end is not None and end == self._from:
-            # More requests than a step counts ended at the same time.
-            end = connection.scalar(later.where(ended > end).limit(1))
+        left = ended >= self._from
+        later = select(ended).order_by(ended)
+        end = end_of_step(connection, later, self._from, self._rows_per_step)
         counting = select(func.count()).select_from(usage).where(left)
         if end is not None:
             counting = counting.where(ended < end)
         self.counted += connection.scalar(counting) or 0
+        if end is None:
+            return True
         self._from = end
-        return end is None
+        return False
 
 
 def give_back_pages(connection: Connection) -> bool:

@@ -24,7 +24,7 @@ from gateway.cli.terminal import (
     format_cell,
     print_json,
     print_note,
-    print_table,
+    print_rows,
 )
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def list_(
     if as_json:
         print_json({"batches": found})
     elif found:
-        print_table(_COLUMNS, map(_row, found), state_column=1)
+        print_rows(map(_row, found), state_column=1)
     else:
         print_note("this key has no batches")
 
@@ -670,21 +670,18 @@ def _reasons(batch: dict[str, Any]) -> str:
     return f": {'; '.join(messages[:3])}" if messages else ""
 
 
-_COLUMNS = ("ID", "STATUS", "LINES", "DONE", "FAILED", "ENDPOINT", "CREATED", "DUE")
-
-
-def _row(batch: dict[str, Any]) -> list[object]:
+def _row(batch: dict[str, Any]) -> list[tuple[str, object]]:
     """A batch in the table of `list`."""
     progress = progress_of(batch)
     return [
-        batch.get("id"),
-        "paused" if progress.paused is not None else progress.status,
-        progress.total,
-        progress.done,
-        progress.failed,
-        batch.get("endpoint"),
-        _clock_time(batch.get("created_at")),
-        _clock_time(batch.get("expires_at")),
+        ("ID", batch.get("id")),
+        ("STATUS", "paused" if progress.paused is not None else progress.status),
+        ("LINES", progress.total),
+        ("DONE", progress.done),
+        ("FAILED", progress.failed),
+        ("ENDPOINT", batch.get("endpoint")),
+        ("CREATED", _clock_time(batch.get("created_at"))),
+        ("DUE", _clock_time(batch.get("expires_at"))),
     ]
 
 

@@ -41,7 +41,7 @@ from gateway.cli.terminal import (
     format_cell,
     print_json,
     print_note,
-    print_table,
+    print_rows,
 )
 from gateway.config.errors import ConfigError, escape_json
 
@@ -234,7 +234,7 @@ def list_(
     if as_json:
         print_json(found)
     elif found["keys"]:
-        print_table(KEY_COLUMNS, map(key_row, found["keys"]), state_column=3)
+        print_rows(map(key_row, found["keys"]), state_column=3)
     else:
         print_note("there are no keys; 'llama-gateway keys create --name NAME' makes one")
 
@@ -441,23 +441,21 @@ def _read_key() -> ApiKey:
 
 # How keys are shown.
 
-KEY_COLUMNS = ("NAME", "ID", "SOURCE", "STATE", "CLASS", "GROUP", "MODELS", "LIMITS", "EXPIRES")
 
-
-def key_row(key: Mapping[str, Any]) -> list[object]:
-    """Return the cells of a key, for `KEY_COLUMNS`."""
+def key_row(key: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Return a key's row of the table."""
     get = key.get
     classes = [word for word in (get("class"), get("max_class")) if word]
     return [
-        get("name"),
-        get("id"),
-        get("source"),
-        get("state"),
-        " to ".join(dict.fromkeys(classes)),
-        get("group"),
-        get("models"),
-        limits_text(get("limits")),
-        get("expires"),
+        ("NAME", get("name")),
+        ("ID", get("id")),
+        ("SOURCE", get("source")),
+        ("STATE", get("state")),
+        ("CLASS", " to ".join(dict.fromkeys(classes))),
+        ("GROUP", get("group")),
+        ("MODELS", get("models")),
+        ("LIMITS", limits_text(get("limits"))),
+        ("EXPIRES", get("expires")),
     ]
 
 

@@ -21,7 +21,7 @@ from gateway.cli.terminal import (
     print_error,
     print_json,
     print_note,
-    print_table,
+    print_rows,
 )
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def fit(
         repacked_types,
     )
     from gateway.local.topology import read_topology
-    from gateway.workshop.fit import LAYOUT_FLAGS, choice_table, fit_as_dict, report_lines
+    from gateway.workshop.fit import LAYOUT_FLAGS, choice_rows, fit_as_dict, report_lines
     from gateway.workshop.fit import fit as compute
 
     key_type, value_type = _kv_types(kv_type)
@@ -278,7 +278,7 @@ def fit(
     for name, text in report_lines(found):
         out.print(f"{name:<14}{text}", soft_wrap=True)
     out.print("")
-    print_table(*choice_table(found))
+    print_rows(choice_rows(found))
     if found.speed is None:
         print_note(
             "No tokens/s: the memory's bandwidth is not known. --measure measures this machine's; "
@@ -428,10 +428,7 @@ def list_cache(as_json: options.Json = False) -> None:
     if not entries:
         print_note(f"{folder}: the cache is empty")
         return
-    print_table(
-        ("NAME", "KIND", "SIZE", "LAST USED", "IN USE", "SOURCE"),
-        [_row(entry) for entry in entries],
-    )
+    print_rows(map(_row, entries))
     print_note(f"{_size(total)} in {folder}")
 
 
@@ -538,12 +535,19 @@ def _chosen(
     return [entry for entry in entries if time.time() - entry.last_used >= seconds]
 
 
-def _row(entry: CacheEntry) -> list[object]:
+def _row(entry: CacheEntry) -> list[tuple[str, object]]:
     size = _size(entry.size)
     if entry.expected:
         size += f" of {_size(entry.expected)}"
     used = datetime.fromtimestamp(entry.last_used).astimezone()
-    return [entry.name, entry.kind, size, f"{used:%Y-%m-%d %H:%M}", _use(entry), entry.source]
+    return [
+        ("NAME", entry.name),
+        ("KIND", entry.kind),
+        ("SIZE", size),
+        ("LAST USED", f"{used:%Y-%m-%d %H:%M}"),
+        ("IN USE", _use(entry)),
+        ("SOURCE", entry.source),
+    ]
 
 
 def _use(entry: CacheEntry) -> str:

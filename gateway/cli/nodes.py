@@ -16,7 +16,7 @@ import typer
 from gateway.cli import options
 from gateway.cli.client import AdminClient, AdminFlags, NoGateway
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_table
+from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_rows
 
 NODES_EXAMPLES = examples_epilog(
     ("llama-gateway nodes", "every node, its state and the reason"),
@@ -40,11 +40,6 @@ _which = partial(typer.Option, rich_help_panel="Which nodes")
 # States of nodes that serve their models, or will in a moment.
 SERVING_STATES = frozenset({"ready", "degraded", "mute", "sleeping", "loading", "starting"})
 _NOT_ANSWERING = frozenset({"down", "loading", "mute"})
-
-_NODE_COLUMNS = (
-    *("NAME", "STATE", "SLOTS", "RUNNING", "MODELS", "CONTEXT", "PREFILL/S", "DECODE/S"),
-    *("REQUESTS", "FAILURES", "REASON"),
-)
 
 
 class NodeAction(enum.StrEnum):
@@ -230,25 +225,25 @@ def _list(nodes: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         print_json({"nodes": nodes})
     elif nodes:
-        print_table(_NODE_COLUMNS, map(_row, nodes), state_column=1)
+        print_rows(map(_row, nodes), state_column=1)
     else:
         print_note("the gateway has no nodes")
 
 
-def _row(node: dict[str, Any]) -> list[object]:
+def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
     get = node.get
     return [
-        get("name"),
-        get("state"),
-        f"{format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}",
-        get("in_flight"),
-        get("models"),
-        _context(get("context"), get("pool")),
-        _speed(node, "prefill_tps"),
-        _speed(node, "decode_tps"),
-        get("requests"),
-        get("failures"),
-        get("reason") if get("state") != "ready" else _dedicated(node),
+        ("NAME", get("name")),
+        ("STATE", get("state")),
+        ("SLOTS", f"{format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}"),
+        ("RUNNING", get("in_flight")),
+        ("MODELS", get("models")),
+        ("CONTEXT", _context(get("context"), get("pool"))),
+        ("PREFILL/S", _speed(node, "prefill_tps")),
+        ("DECODE/S", _speed(node, "decode_tps")),
+        ("REQUESTS", get("requests")),
+        ("FAILURES", get("failures")),
+        ("REASON", get("reason") if get("state") != "ready" else _dedicated(node)),
     ]
 
 
@@ -409,8 +404,6 @@ MODELS_EXAMPLES = examples_epilog(
     ("llama-gateway models --json | jq -r '.models[] | select(.paused) | .name'", "for scripts"),
 )
 
-_MODEL_COLUMNS = ("NAME", "STATE", "NODES", "SLOTS", "WAITING", "STANDS FOR")
-
 
 class ModelAction(enum.StrEnum):
     """The actions of the command."""
@@ -463,20 +456,20 @@ def _list_models(found: dict[str, Any], *, as_json: bool) -> None:
     if not shown:
         print_note("no node has said yet what it serves")
         return
-    print_table(_MODEL_COLUMNS, map(_model_row, shown))
+    print_rows(map(_model_row, shown))
     told = dict.fromkeys(difference for one in shown for difference in one["differences"])
     for difference in told:
         print_note(f"warning: nodes of one model differ: {difference}")
 
 
-def _model_row(model: dict[str, Any]) -> list[object]:
+def _model_row(model: dict[str, Any]) -> list[tuple[str, object]]:
     return [
-        model["name"],
-        _state_of(model),
-        ", ".join(f"{count} {state}" for state, count in model["nodes"].items()),
-        f"{model['slots_busy']}/{model['slots_total']}",
-        model["waiting"],
-        model["stands_for"],
+        ("NAME", model["name"]),
+        ("STATE", _state_of(model)),
+        ("NODES", ", ".join(f"{count} {state}" for state, count in model["nodes"].items())),
+        ("SLOTS", f"{model['slots_busy']}/{model['slots_total']}"),
+        ("WAITING", model["waiting"]),
+        ("STANDS FOR", model["stands_for"]),
     ]
 
 

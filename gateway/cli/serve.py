@@ -19,7 +19,7 @@ from gateway.cli.terminal import (
     print_error,
     print_json,
     print_note,
-    print_table,
+    print_rows,
 )
 from gateway.config.errors import ConfigError, Problem
 
@@ -45,8 +45,6 @@ CHECK_EXAMPLES = examples_epilog(
     ("llama-gateway check --probe", "and asks every node for its properties"),
     ("llama-gateway check --nodes new.yaml && mv new.yaml config/nodes.yaml", "before a change"),
 )
-
-_CHECK_COLUMNS = ("NAME", "ANSWER", "SLOTS", "CONTEXT", "MODELS", "BUILD", "LATENCY", "REMARKS")
 
 
 @options.takes(process=options.ProcessFlags)
@@ -94,8 +92,8 @@ def check(
     found = check_startup(given)
     if found.problems or found.start_problems or found.settings is None or found.inventory is None:
         if as_json:
-            problems = [*map(_problem, found.problems), *map(_start_problem, found.start_problems)]
-            print_json({"valid": False, "problems": problems})
+            told: list[Problem | StartProblem] = [*found.problems, *found.start_problems]
+            print_json({"valid": False, "problems": [_as_dict(one) for one in told]})
         else:
             if found.problems:
                 print_config_error(ConfigError(found.problems))
@@ -127,26 +125,14 @@ def check(
         raise typer.Exit(1)
 
 
-def _problem(problem: Problem) -> dict[str, object]:
-    return {
-        "file": str(problem.file),
-        "line": problem.line,
-        "key": problem.key,
-        "message": problem.message,
-        "remedy": problem.remedy,
-        "lines": list(problem.lines),
-    }
-
-
-def _start_problem(problem: StartProblem) -> dict[str, object]:
-    return {
-        "file": None,
-        "line": 0,
-        "key": problem.key,
-        "message": problem.message,
-        "remedy": "",
-        "lines": [],
-    }
+def _as_dict(problem: Problem | StartProblem) -> dict[str, object]:
+    """Return a problem for scripts: of a file, or what else keeps a gateway from starting."""
+    place: dict[str, object] = {"file": None, "line": 0}
+    remedy: dict[str, object] = {"remedy": "", "lines": []}
+    if isinstance(problem, Problem):
+        place = {"file": str(problem.file), "line": problem.line}
+        remedy = {"remedy": problem.remedy, "lines": list(problem.lines)}
+    return {**place, "key": problem.key, "message": problem.message, **remedy}
 
 
 def _report(
@@ -166,7 +152,7 @@ def _report(
         print_note(f"warning: {warning}")
     if checks:
         print()
-        print_table(_CHECK_COLUMNS, (one.table_row() for one in checks), state_column=1)
+        print_rows((one.table_row() for one in checks), state_column=1)
 
 
 # `check --probe`: every node is asked for its properties, as the gateway itself does.
@@ -199,7 +185,7 @@ class NodeCheck:
         """Whether the node can't take requests, though the inventory lets it work."""
         return self.spec.enabled and not self.spec.standby and not self.up
 
-    def table_row(self) -> list[object]:
+    def table_row(self) -> list[tuple[str, object]]:
         """Return the row of the table; its remarks have the tools, as a danger."""
         properties = self.properties
         danger = ""
@@ -210,14 +196,14 @@ class NodeCheck:
             )
         remarks = (self.detail, *self.drift, *self.hints, danger)
         return [
-            self.spec.name,
-            self.answer,
-            properties.slots,
-            properties.context,
-            properties.names,
-            properties.build,
-            f"{self.seconds * 1000:.0f} ms" if self.seconds else None,
-            "; ".join(filter(None, remarks)),
+            ("NAME", self.spec.name),
+            ("ANSWER", self.answer),
+            ("SLOTS", properties.slots),
+            ("CONTEXT", properties.context),
+            ("MODELS", properties.names),
+            ("BUILD", properties.build),
+            ("LATENCY", f"{self.seconds * 1000:.0f} ms" if self.seconds else None),
+            ("REMARKS", "; ".join(filter(None, remarks))),
         ]
 
     def as_dict(self) -> dict[str, object]:

@@ -90,6 +90,16 @@ def print_table(
     console().print(make_table(columns, rows, state_column=state_column))
 
 
+def print_rows(
+    rows: Iterable[Sequence[tuple[str, object]]], *, state_column: int | None = None
+) -> None:
+    """Print a table of rows whose cells come with the titles of their columns; no row: nothing."""
+    listed = list(rows)
+    for first in listed[:1]:
+        cells = ([cell for _, cell in row] for row in listed)
+        print_table([title for title, _ in first], cells, state_column=state_column)
+
+
 def make_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, state_column: int | None = None
 ) -> Table:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -120,6 +121,19 @@ def validation_error(message: str, remedy: str = "", key: str = "") -> PydanticC
     """
     context = {"message": message, "remedy": remedy, "key": key}
     return PydanticCustomError("config", "{message}", context)
+
+
+def at_least(other: str) -> AfterValidator:
+    """Check that a number is not below that of another key, which stands before it."""
+
+    def check(value: float, info: ValidationInfo) -> float:
+        if value < info.data.get(other, 0.0):
+            raise validation_error(
+                f"must not be less than `{other}`", f"raise {info.field_name} or lower {other}"
+            )
+        return value
+
+    return AfterValidator(check)
 
 
 def _number(value: object) -> object:

@@ -164,6 +164,11 @@ GroupName = Annotated[
 ]
 
 
+ModelNames = Annotated[
+    tuple[NonEmptyText, ...] | None, BeforeValidator(as_list), TypeLabel("list of names")
+]
+
+
 class LimitSpec(ConfigModel):
     """Limits on use. What is unset is not limited."""
 
@@ -196,9 +201,7 @@ class LimitSpec(ConfigModel):
     """Most tokens of one answer; a request for more is lowered to it."""
     max_class: Annotated[PriorityName | None, Lowercased] = None
     """Highest class of the requests; higher ones are lowered."""
-    models: Annotated[
-        tuple[NonEmptyText, ...] | None, BeforeValidator(as_list), TypeLabel("list of names")
-    ] = None
+    models: ModelNames = None
     """Public model names that may be used, of those that the key may use; written as in `keys`."""
 
     @property
@@ -247,6 +250,17 @@ def check_sha256(value: object) -> object:
     return value
 
 
+def check_unique(keys: Iterable[object], attribute: str) -> None:
+    """Check that no two keys have the same one, but for empty ones. Raises: PydanticCustomError."""
+    seen: set[str] = set()
+    for word in (getattr(key, attribute) for key in keys):
+        if word and word in seen:
+            raise validation_error(
+                f"two keys have the {attribute} {word}", f"a key's {attribute} must be unique"
+            )
+        seen.add(word)
+
+
 KeyHash = Annotated[
     str,
     BeforeValidator(check_sha256),
@@ -280,9 +294,7 @@ class KeySpec(ConfigModel):
     """Class of its requests that name none. Unset: `normal`, or `max_class` if that is lower."""
     max_class: Annotated[PriorityName | None, Lowercased] = None
     """Highest class of its requests; higher ones are lowered. Unset: its `class`, else `normal`."""
-    models: Annotated[
-        tuple[NonEmptyText, ...] | None, BeforeValidator(as_list), TypeLabel("list of names")
-    ] = None
+    models: ModelNames = None
     """Public model names that it may use; `"*"` allows the names that the catch-all of `models`
     takes. Unset: all."""
     trust_user_headers: bool = False

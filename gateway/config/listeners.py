@@ -23,9 +23,11 @@ from gateway.config.fields import (
     as_list,
     validation_error,
 )
-from gateway.config.keys import KEY_ID, KeyHash, LimitSpec, check_key_id
+from gateway.config.keys import KEY_ID, KeyHash, LimitSpec, check_key_id, check_unique
 
 MIB = 1 << 20
+
+HostNames = Annotated[tuple[Host, ...], BeforeValidator(as_list), TypeLabel("list of host names")]
 
 
 class TlsFiles(ConfigModel):
@@ -52,9 +54,7 @@ class ListenSettings(ConfigModel):
     ] = ()
     """Proxies in front of the gateway, as addresses or networks. `X-Forwarded-For` is trusted from
     them only. With proxies no caller is local, so `keys` are needed, or `allow_anonymous`."""
-    hosts: Annotated[
-        tuple[Host, ...], BeforeValidator(as_list), TypeLabel("list of host names")
-    ] = ()
+    hosts: HostNames = ()
     """Further `Host` names that are accepted from requests without a key. On a loopback address
     without `trusted_proxies` a `Host` that is not loopback is refused, so that no web page reaches
     the gateway through a browser; elsewhere only if this is set."""
@@ -166,9 +166,7 @@ class LimitSettings(ConfigModel):
     grammar_depth: Annotated[Count, Field(le=900)] = 64
     """Deepest nesting of such a grammar's parentheses, or of such a schema's JSON; above it,
     400."""
-    media_hosts: Annotated[
-        tuple[Host, ...], BeforeValidator(as_list), TypeLabel("list of host names")
-    ] = ()
+    media_hosts: HostNames = ()
     """Hosts of remote image URLs that are forwarded. All others are refused, since the node would
     fetch them; `data:` URLs always pass."""
     json_containers: Count = 100_000
@@ -238,20 +236,12 @@ class AdminSettings(ConfigModel):
     """Admin keys with roles. Without any, and without `key_file`, no key is needed on a loopback
     address; but after a reload that removes the last one every request gets 401, until there is a
     key or a restart."""
-    hosts: Annotated[
-        tuple[Host, ...], BeforeValidator(as_list), TypeLabel("list of host names")
-    ] = ()
+    hosts: HostNames = ()
     """Further `Host` names that are accepted. Requests with another `Host` are refused, so that no
     web page reaches the listener through a browser."""
 
     @field_validator("keys")
     @classmethod
     def _ids_are_unique(cls, keys: tuple[AdminKeySpec, ...]) -> tuple[AdminKeySpec, ...]:
-        seen: set[str] = set()
-        for key in keys:
-            if key.id in seen:
-                raise validation_error(
-                    f"two keys have the id {key.id}", "a key's id must be unique"
-                )
-            seen.add(key.id)
+        check_unique(keys, "id")
         return keys

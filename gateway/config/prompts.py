@@ -28,6 +28,9 @@ def _pattern(value: object) -> object:
 
 
 LinePattern = Annotated[str, BeforeValidator(_pattern), TypeLabel("regular expression")]
+LinePatterns = Annotated[
+    tuple[LinePattern, ...], BeforeValidator(as_list), TypeLabel("list of patterns")
+]
 
 
 class PromptSettings(ConfigModel):
@@ -36,13 +39,9 @@ class PromptSettings(ConfigModel):
     Patterns are matched against the beginnings of lines. The billing line of Claude Code is known.
     """
 
-    volatile: Annotated[
-        tuple[LinePattern, ...], BeforeValidator(as_list), TypeLabel("list of patterns")
-    ] = ()
+    volatile: LinePatterns = ()
     """Lines to overlook when the node that knows a prompt is looked for."""
-    strip: Annotated[
-        tuple[LinePattern, ...], BeforeValidator(as_list), TypeLabel("list of patterns")
-    ] = ()
+    strip: LinePatterns = ()
     """Lines to overlook, and to take out of the request as well."""
     remember: bool = True
     """Keep over a restart which prompts each node has cached, as digests beside their key. `false`:

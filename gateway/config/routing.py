@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field
 
 from gateway.config.fields import (
     ConfigModel,
@@ -18,6 +18,7 @@ from gateway.config.fields import (
     SecondsOrZero,
     TypeLabel,
     as_list,
+    at_least,
     validation_error,
 )
 
@@ -126,17 +127,10 @@ class HealthSettings(ConfigModel):
     """Failed requests in a row that open a node's circuit."""
     open: Seconds = 30.0
     """An open circuit lets one trial through after this time; then it doubles."""
-    open_max: Annotated[Seconds, Field(validate_default=True)] = 300.0
+    open_max: Annotated[Seconds, at_least("open"), Field(validate_default=True)] = 300.0
     """Longest time a circuit stays open."""
     slow_start: SecondsOrZero = 30.0
     """Time after which a recovered node gets its full share."""
-
-    @field_validator("open_max")
-    @classmethod
-    def _not_below_open(cls, longest: float, info: ValidationInfo) -> float:
-        if longest < info.data.get("open", 0.0):
-            raise validation_error("must not be less than `open`", "raise open_max or lower open")
-        return longest
 
 
 class TimeoutSettings(ConfigModel):
@@ -161,7 +155,7 @@ class RetrySettings(ConfigModel):
     """Attempts in all; 1 never retries."""
     backoff: SecondsOrZero = 0.05
     """Wait before the first retry; doubles, with jitter."""
-    backoff_max: Annotated[SecondsOrZero, Field(validate_default=True)] = 2.0
+    backoff_max: Annotated[SecondsOrZero, at_least("backoff"), Field(validate_default=True)] = 2.0
     """Longest wait before a retry."""
     budget: Fraction = 0.2
     """Retries allowed, as a share of the last minute's requests. Each further resumption of a
@@ -174,15 +168,6 @@ class RetrySettings(ConfigModel):
     when a node answers it."""
     wait_for_node: SecondsOrZero = 30.0
     """When no node is available, wait this long for one; then 503 `no_node`."""
-
-    @field_validator("backoff_max")
-    @classmethod
-    def _not_below_backoff(cls, longest: float, info: ValidationInfo) -> float:
-        if longest < info.data.get("backoff", 0.0):
-            raise validation_error(
-                "must not be less than `backoff`", "raise backoff_max or lower backoff"
-            )
-        return longest
 
 
 class RepairSettings(ConfigModel):

@@ -51,6 +51,9 @@ DEFAULT_SLOTLESS = 4
 than slots, and each such request keeps one busy."""
 
 
+PriorityNames = Annotated[tuple[PriorityName, ...], BeforeValidator(as_list), TypeLabel("list")]
+
+
 class ClassRule(ConfigModel):
     """Rules for one class of requests."""
 
@@ -97,9 +100,7 @@ class SpillSettings(ConfigModel):
 
     after: SecondsOrZero = 10.0
     """Requests spill over when the predicted wait for a CPU node is longer than this."""
-    classes: Annotated[tuple[PriorityName, ...], BeforeValidator(as_list), TypeLabel("list")] = (
-        "normal",
-    )
+    classes: PriorityNames = ("normal",)
     """Classes that spill over. `batch` does only if it is named here."""
     share: Fraction | None = None
     """At most this share of these classes' requests within `window`."""
@@ -128,10 +129,7 @@ class HybridSettings(ConfigModel):
     Other classes use GPU nodes only to spill over, or for a model that no CPU node serves.
     """
 
-    gpu_first: Annotated[tuple[PriorityName, ...], BeforeValidator(as_list), TypeLabel("list")] = (
-        "urgent",
-        "premium",
-    )
+    gpu_first: PriorityNames = ("urgent", "premium")
     """Classes that go to a GPU node while one has room, else to a CPU node."""
     wait: SecondsOrZero = 2.0
     """Time that these classes wait for a full GPU node, where it is predicted to finish sooner than
@@ -288,11 +286,7 @@ class ElasticSettings(ConfigModel):
     """Another node is started when the predicted wait stays above this."""
     start_after: SecondsOrZero = 5.0
     """Time that it must stay above; counted again after each start."""
-    classes: Annotated[tuple[PriorityName, ...], BeforeValidator(as_list), TypeLabel("list")] = (
-        "urgent",
-        "premium",
-        "normal",
-    )
+    classes: PriorityNames = ("urgent", "premium", "normal")
     """Classes whose wait counts. A model that only standby nodes serve is started for a request of
     any class."""
     stop_after: Seconds = 600.0

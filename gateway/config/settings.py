@@ -25,7 +25,7 @@ from gateway.config.fields import (
     validation_error,
 )
 from gateway.config.foreign import foreign_problem
-from gateway.config.keys import CacheSpec, GroupName, GroupSpec, KeySpec
+from gateway.config.keys import CacheSpec, GroupName, GroupSpec, KeySpec, check_unique
 from gateway.config.listeners import AdminSettings, CorsSpec, LimitSettings, ListenSettings
 from gateway.config.prompts import PromptSettings
 from gateway.config.routing import (
@@ -140,6 +140,9 @@ def _header(value: object) -> object:
 
 HeaderName = Annotated[str, BeforeValidator(_header), TypeLabel("header name")]
 
+HeaderNames = Annotated[
+    tuple[HeaderName, ...], BeforeValidator(as_list), TypeLabel("list of header names")
+]
 
 _Names = Annotated[
     tuple[Annotated[HeaderName, AfterValidator(_may_pass)], ...],
@@ -171,14 +174,14 @@ class IdentitySettings(ConfigModel):
     loopback listener, no proxy); session headers count for everybody, within one caller.
     """
 
-    user_headers: Annotated[
-        tuple[HeaderName, ...], BeforeValidator(as_list), TypeLabel("list of header names")
-    ] = ("X-OpenWebUI-User-Id", "X-User-Id")
+    user_headers: HeaderNames = ("X-OpenWebUI-User-Id", "X-User-Id")
     """Headers that name the end user; the first one present counts. The queue is fair between end
     users. An empty list trusts nobody."""
-    session_headers: Annotated[
-        tuple[HeaderName, ...], BeforeValidator(as_list), TypeLabel("list of header names")
-    ] = ("X-OpenWebUI-Chat-Id", "X-Claude-Code-Session-Id", "X-Session-Id")
+    session_headers: HeaderNames = (
+        "X-OpenWebUI-Chat-Id",
+        "X-Claude-Code-Session-Id",
+        "X-Session-Id",
+    )
     """Headers that name the conversation or the editor's session; the first one present counts. A
     session keeps its node unless another is a good deal faster, and a request can supersede an
     earlier one of its session only."""
@@ -309,16 +312,8 @@ class Settings(ConfigModel):
     @classmethod
     def _names_are_unique(cls, keys: tuple[KeySpec, ...]) -> tuple[KeySpec, ...]:
         """Ids, and names, too: limits and the ledger tell callers apart, and people by names."""
-        for attribute in ("id", "name"):
-            seen: set[str] = set()
-            for key in keys:
-                word = getattr(key, attribute)
-                if word and word in seen:
-                    raise validation_error(
-                        f"two keys have the {attribute} {word}",
-                        f"a key's {attribute} must be unique",
-                    )
-                seen.add(word)
+        check_unique(keys, "id")
+        check_unique(keys, "name")
         return keys
 
     @field_validator("groups")

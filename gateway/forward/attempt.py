@@ -1,4 +1,14 @@
-"""One attempt: a lease on a node, a request sent, its response up to the end, and its timeouts."""
+"""One attempt: a lease on a node, a request sent, its response up to the end, and its timeouts.
+
+Bytes of a stream go to the client in one of three ways:
+
+    1. The node's connection hands a chunk of HTTP to `EventPipeline.pass_chunk`, which writes it
+       as it is if it holds one event like the last: nearly every token.
+    2. It has any other bytes fed to the pipeline, and what comes out written, by
+       `Attempt._write_through`, while the reader still waits in `Attempt.read`.
+    3. `Attempt.read` returns them to its reader: those that had come before it waited, and the last
+       ones, when the stream ends or fails, the client lags, or a turn of the event loop is spent.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +34,8 @@ from gateway.api.sse import MOST_STEP_LINES
 from gateway.api.transcript import SplicePoint
 from gateway.config.routing import TimeoutSettings
 from gateway.config.settings import Settings
-from gateway.forward.client_response import headers_for_client
-from gateway.forward.stream import EventPipeline, WriteToClient
+from gateway.forward.event_pipeline import EventPipeline, WriteToClient
+from gateway.forward.header_fields import headers_for_client
 from gateway.lease import GrantedLease, LeaseService
 from gateway.request.preparation import Request
 from gateway.request.routes import ROUTES
@@ -48,7 +58,7 @@ JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 
 
 class Attempt:
-    """Made with a lease, then opened. `close` ends it, once; the accounting reports its end."""
+    """Made with a lease, then opened. `close` ends it, once; `AttemptEnds` reports how it ended."""
 
     __slots__ = (
         "_clock", "_closed", "_connection", "_held", "_leases", "_on_fail", "_reported_content_at",
@@ -243,8 +253,8 @@ class Attempt:
                 if write is None:
                     await connection.wait_for_data()
                 else:
-                    relay = events.relay_to(write)
-                    await connection.wait_for_data(self._write_through, relay)
+                    pass_chunk = events.passing_to(write)
+                    await connection.wait_for_data(self._write_through, pass_chunk)
                 if self._held is not None:
                     held, self._held = self._held, None
                     return held or None

@@ -1,10 +1,7 @@
 """What the client gets of a node's response: head, body, and errors in the form of its API.
 
-For every kind of client alike, whether it waits on a connection or reads a stored result. Of a head
-only listed fields are forwarded, either way (RFC 9110, section 7.6.1). Others of a request (tokens,
-names, addresses that a proxy, a login or a browser adds) must not reach a node, least of all an
-outside endpoint. Others of a response (redirects, cookies, instructions to a browser or to nginx)
-would be obeyed by clients that trust the gateway. The settings can add names (`headers`).
+For every kind of client alike, whether it waits on a connection or reads a stored result. Which
+fields of the head it gets is told by `header_fields.py`.
 
 Where the settings want it, the client learns nothing of what nodes had cached of its prompt: who
 shares nodes with others could guess their prompts, since a right guess is cached and a wrong one
@@ -17,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -37,11 +33,11 @@ from gateway.api.json_values import (
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
-from gateway.forward.stream import WriteToClient
+from gateway.forward.event_pipeline import WriteToClient
+from gateway.forward.header_fields import without_times
 from gateway.lease import NodeInfo
 from gateway.request.body import LARGE_BODY_BYTES
 from gateway.request.preparation import Request
-from gateway.terms import Headers
 from gateway.transport.errors import InvalidResponse, UpstreamError
 
 JSON_HEADER_LINE = b"content-type: application/json; charset=utf-8\r\n"
@@ -49,7 +45,7 @@ SSE_HEADER_LINE = b"content-type: text/event-stream\r\n"
 
 
 class BodyStream(Protocol):
-    """The rest of a response behind its first bytes; `forwarder.ResponseStream` is the model."""
+    """The rest of a response behind its first bytes; `stream.ResponseStream` is the model."""
 
     @property
     def is_sse(self) -> bool:
@@ -383,84 +379,3 @@ def _object(raw: msgspec.Raw) -> JsonObject | None:
 
 def _encoded(value: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
-
-
-_TO_NODE = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"})
-_TO_CLIENT = frozenset({b"content-type", b"retry-after", b"traceparent", b"tracestate"})
-# Prefixes of two APIs' headers: versions, betas, organisations, processing times, limits.
-_EITHER_WAY = (b"anthropic-", b"openai-")
-_NO_HEADER_NAMES = (b"keep-alive", b"close")
-# The content type of forms, which no routed path takes.
-_FORM = b"application/x-www-form-urlencoded"
-# Header names that are never forwarded by their prefix alone.
-_SECRET = re.compile(rb"-(api-?)?(key|token|secret|password|auth|authorization|cookie)$")
-
-
-def headers_for_node(headers: Headers, extra: tuple[str, ...] = ()) -> bytes:
-    """The header lines of a client that are forwarded to a node, but for the request's id.
-
-    `extra`: further names, from the settings.
-    """
-    passed = _allowed(_TO_NODE, extra)
-    lines = []
-    # Not strings that grow: a head of 64 KiB may have thousands of these two headers.
-    hop_by_hop: set[bytes] = set()
-    via: list[bytes] = []
-    for name, value in headers:
-        if name in passed or (name.startswith(_EITHER_WAY) and not _SECRET.search(name)):
-            # curl's default for every POST, of which llama.cpp's server takes 8 kB at most.
-            sent = b"application/json" if value[:33].lower() == _FORM else value
-            lines.append(name + b": " + sent + b"\r\n")
-        elif name == b"connection":
-            if value.lower() not in _NO_HEADER_NAMES:
-                hop_by_hop.update(_names_in(value))
-        elif name == b"via":
-            via.append(value)
-    if hop_by_hop:
-        lines = [line for line in lines if line[: line.index(b":")] not in hop_by_hop]
-    via.append(b"1.1 llama-gateway")
-    lines.append(b"accept-encoding: identity\r\nvia: %b\r\n" % b", ".join(via))
-    return b"".join(lines)
-
-
-def headers_for_client(headers: Headers, extra: tuple[str, ...] = ()) -> bytes:
-    """The header lines of a node that are forwarded to the client, but for the length.
-
-    `extra`: further names, from the settings.
-    """
-    passed = _allowed(_TO_CLIENT, extra)
-    hop_by_hop: set[bytes] = set()
-    for name, value in headers:
-        if name == b"connection":
-            hop_by_hop.update(_names_in(value))
-    return b"".join(
-        b"%b: %b\r\n" % (name, value)
-        for name, value in headers
-        if (name in passed or name.startswith(_EITHER_WAY)) and name not in hop_by_hop
-    )
-
-
-# Words in names of headers that tell a time, or what a node has counted of a request: Anthropic's
-# limits leave cached tokens out, for one.
-_TELLING_NAMES = re.compile(
-    rb"(^|-)(ms|seconds|time|timing|duration|elapsed|latency|runtime|cache|cached|ratelimit)(-|$)"
-)
-
-
-def without_times(lines: bytes) -> bytes:
-    """Header lines without those that tell a client what was cached of its prompt."""
-    return b"".join(
-        line
-        for line in lines.splitlines(keepends=True)
-        if not _TELLING_NAMES.search(line.partition(b":")[0].lower())
-    )
-
-
-def _names_in(connection: bytes) -> list[bytes]:
-    """The headers that `Connection` restricts to the next hop."""
-    return [part.strip() for part in connection.lower().split(b",")]
-
-
-@lru_cache(maxsize=16)
-def _allowed(passed: frozenset[bytes], also: tuple[str, ...]) -> frozenset[bytes]:
-    return passed.union(name.lower().encode() for name in also)

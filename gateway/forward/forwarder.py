@@ -1,7 +1,7 @@
 """Forwards a request to nodes, one attempt after another, until one has answered to the end.
 
 It knows no web framework: a `Request` comes in, a response head and bytes to read go out. A stream
-that has begun is resumed on another node by `ResponseStream`.
+that has begun is resumed on another node by `stream.ResponseStream`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,14 +24,12 @@ from gateway.api.json_values import SHORT_BODY_BYTES, InvalidJson, parse_object
 from gateway.api.outcome import (
     RequestCancelled,
     RequestEvicted,
-    RequestYielded,
     ResponseOutcome,
     is_resumable,
     to_gateway_error,
 )
-from gateway.api.transcript import OverlapMismatch, TranscriptRecorder
+from gateway.api.transcript import TranscriptRecorder
 from gateway.errors import GatewayError, drop_traceback
-from gateway.forward.accounting import MOST_POOL_OVERFLOWS, ForwardContext
 from gateway.forward.attempt import Attempt
 from gateway.forward.client_response import (
     JSON_HEADER_LINE,
@@ -41,20 +37,20 @@ from gateway.forward.client_response import (
     ClientResponse,
     EndedStream,
 )
+from gateway.forward.context import MOST_POOL_OVERFLOWS, ForwardContext
+from gateway.forward.event_pipeline import (
+    EventPipeline,
+    TokenIdExtractor,
+    UsageFilter,
+)
 from gateway.forward.in_flight import PROGRESS_TOKENS, InFlightRequest
 from gateway.forward.multi_prompt import MultiPromptForwarder
 from gateway.forward.resume import (
     FirstRun,
     NotResumable,
-    Resumed,
     Resumer,
 )
-from gateway.forward.stream import (
-    EventPipeline,
-    TokenIdExtractor,
-    UsageFilter,
-    WriteToClient,
-)
+from gateway.forward.stream import ResponseStream, StreamFailed
 from gateway.lease import NOTHING_TRIED, NodeError, NodeInfo, Tried
 from gateway.request import edits
 from gateway.request.body import Body, bytes_to_parse, without_large_fields
@@ -134,7 +130,7 @@ class Forwarder:
     ) -> ClientResponse | FailedAttempt:
         """One attempt: select a node, count, exchange, judge. Raises: GatewayError."""
         context, record, clock = self.context, in_flight.record, self.context.clock
-        leases, accounting = context.leases, context.accounting
+        leases, ends = context.leases, context.ends
         api = ROUTES[in_flight.request.path].api
 
         # Select a node.
@@ -196,7 +192,7 @@ class Forwarder:
             drop_traceback(failure)
             return self._judge_failure(in_flight, attempt, tried, failure)
         except BaseException:
-            accounting.attempt_failed(in_flight, attempt, "client_closed")
+            ends.attempt_failed(in_flight, attempt, "client_closed")
             raise
         record.dispatched(request.received_at, attempt.sent_at)
 
@@ -223,7 +219,7 @@ class Forwarder:
     ) -> ClientResponse:
         """A whole plain response; `events`: as the stream that the client asked for."""
         lines, content, node = attempt.header_lines, attempt.content, attempt.lease.node
-        self.context.accounting.response_completed(in_flight, attempt, content)
+        self.context.ends.response_completed(in_flight, attempt, content)
         if events is not None:
             age = self.context.clock() - in_flight.request.received_at
             in_flight.record.first_content_sent(age)
@@ -328,7 +324,7 @@ class Forwarder:
             failure = failed.failure
             out_of_time = isinstance(failure, UpstreamTimeout) and failure.limit == "total"
             if not (out_of_time or isinstance(failure, RequestCancelled)):
-                self.context.accounting.discard(in_flight)
+                self.context.ends.discard(in_flight)
             pool_full = isinstance(failure, PoolFull)
             if stream.pool_overflows is not None:
                 # It has counted this overflow already.
@@ -344,7 +340,7 @@ class Forwarder:
             return FailedAttempt(node, tried, failed.error, retryable=retryable)
         except AssemblyError as odd:
             # The server is not quite llama.cpp's: it may still answer plainly.
-            self.context.accounting.discard(in_flight)
+            self.context.ends.discard(in_flight)
             error = errors.node_failed(f"{odd}".capitalize() + ".")
             return FailedAttempt(
                 node, replace(tried.failed_on(node.name), may_assemble=False), error
@@ -365,7 +361,7 @@ class Forwarder:
             kind = ResponseOutcome.SERVER_ERROR
         word = "ok" if kind is ResponseOutcome.PASS else kind.value
         shown = _shown_error(request, attempt) if kind in _SHOWING_OUTCOMES else None
-        self.context.accounting.attempt_failed(in_flight, attempt, word, error=shown)
+        self.context.ends.attempt_failed(in_flight, attempt, word, error=shown)
         response = ClientResponse(status, attempt.header_lines, content)
         if kind is ResponseOutcome.PASS:
             if status >= 500:
@@ -442,9 +438,9 @@ class Forwarder:
         self, in_flight: InFlightRequest, attempt: Attempt, tried: Tried, failure: UpstreamError
     ) -> FailedAttempt:
         """There is no response that could be passed on. Raises: GatewayError."""
-        accounting, request, node = self.context.accounting, in_flight.request, attempt.lease.node
+        ends, request, node = self.context.ends, in_flight.request, attempt.lease.node
         took_time = request.deadline is not None or attempt.last_content_at is not None
-        accounting.attempt_failed(
+        ends.attempt_failed(
             in_flight,
             attempt,
             failure.outcome,
@@ -459,7 +455,7 @@ class Forwarder:
             retryable = self.context.leases.has_other_node(request.lease_request, tried)
             return FailedAttempt(node, tried, error, retryable=retryable)
         if isinstance(failure, ConnectionReset):
-            accounting.node_lost(in_flight, attempt)
+            ends.node_lost(in_flight, attempt)
             self.context.check_quarantine(request)
         out_of_time = isinstance(failure, UpstreamTimeout) and failure.limit == "total"
         reached_node = not isinstance(failure, ConnectFailed | ConnectTimedOut)
@@ -529,190 +525,3 @@ def _shown_error(request: Request, attempt: Attempt) -> NodeError | None:
             retry_after=outcome.retry_after(attempt.headers, time.time()),
         )
     return None
-
-
-class ResponseStream:
-    """The rest of an attempt's response. `close` must be called, whether it was read or not.
-
-    A stream is resumed on another node if its own fails.
-    """
-
-    __slots__ = (
-        "_attempt", "_closed", "_context", "_in_flight", "_recorder", "_resumed", "_resumer",
-        "_resuming", "_tried", "api",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        attempt: Attempt,
-        in_flight: InFlightRequest,
-        api: Api,
-        context: ForwardContext,
-        recorder: TranscriptRecorder | None,
-        tried: Tried = NOTHING_TRIED,
-        resumer: Resumer | None = None,
-    ) -> None:
-        """`recorder`: of a stream that may be resumed. `resumer`: has begun to do so."""
-        self._attempt = attempt
-        self._in_flight = in_flight
-        self.api = api  # The API that the client uses
-        self._context = context
-        self._recorder = recorder
-        self._tried = tried
-        self._resumer = resumer
-        self._resumed = resumer is not None  # Whether the events continue an earlier stream's
-        self._resuming = False
-        self._closed = False
-        if recorder is not None and in_flight.request.lease_request.caller.yields:
-            in_flight.allow_yield(attempt, self._can_resume)
-
-    @property
-    def is_sse(self) -> bool:
-        """Whether the response is a stream of events."""
-        return self._attempt.is_sse
-
-    @property
-    def failure(self) -> UpstreamError | None:
-        """Why the attempt was failed, if it was."""
-        return self._attempt.failure
-
-    @property
-    def is_open(self) -> bool:
-        """Whether more is to come, so that a heartbeat may precede it."""
-        return self._resuming or not (self._closed or self._attempt.stream_ended)
-
-    @property
-    def last_content_at(self) -> float:
-        """When content last came from the node; monotonic."""
-        return self._attempt.last_content_at or 0.0
-
-    @property
-    def pool_overflows(self) -> int | None:
-        """How often the request has met a full pool; None: it was not tried to be resumed."""
-        return None if self._resumer is None else self._resumer.pool_overflows
-
-    def notify_failure(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the attempt is failed: the reader may wait for something else."""
-        self._attempt.notify_failure(callback)
-
-    def resumer(self) -> Resumer:
-        """What resumes the stream that is recorded."""
-        if self._resumer is None:
-            assert self._recorder is not None
-            lease = self._attempt.lease
-            first_run = FirstRun(lease.model, None, lease.node.resume_key)
-            self._resumer = Resumer(
-                self._context, self._in_flight, self._recorder, first_run, self._tried
-            )
-        return self._resumer
-
-    def _can_resume(self) -> bool:
-        """Whether the stream could be resumed from what was sent so far."""
-        if self._attempt.events is not None:
-            self._attempt.events.settle()
-        return self.resumer().can_resume()
-
-    async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
-        """The next bytes for the client, empty at the end.
-
-        Chunks of a stream that arrive during the wait go straight to `write`; None: it reported
-        that the client lags.
-
-        A stream that fails ends with its API's error event. A plain response has none; Raises:
-        UpstreamError.
-        """
-        if self._closed:
-            return b""
-        try:
-            chunk = await self._attempt.read(write)
-        except UpstreamError as failure:
-            try:
-                return await self._end(failure, write)
-            finally:
-                drop_traceback(failure)
-        return await self._end(None, write) if chunk == b"" else chunk
-
-    def close(self) -> None:
-        """The client has received everything, or has left."""
-        if not self._closed:
-            self._closed = True
-            accounting = self._context.accounting
-            accounting.response_aborted(self._in_flight, self._attempt, "client_closed")
-
-    async def _end(  # noqa: PLR0912 - one story
-        self, failure: UpstreamError | None, write: WriteToClient | None
-    ) -> bytes | None:
-        """The attempt has ended, with `failure` or without: complete, resume or fail the stream."""
-        self._closed = True
-        attempt, in_flight, api = self._attempt, self._in_flight, self.api
-        accounting, events = self._context.accounting, attempt.events
-        if events is None:
-            if failure is None:
-                accounting.response_completed(in_flight, attempt, attempt.content)
-                return b""
-            accounting.response_aborted(in_flight, attempt, failure.outcome)
-            raise failure
-        rest = b""
-        if not events.ended:
-            with suppress(UpstreamError, OverlapMismatch):
-                rest = attempt.read_unclosed()
-        failure = failure or attempt.failure
-        tail, answers = events.last_events, in_flight.request.lease_request.size.slots
-        # Where each answer has a terminal event of its own, a failure may hide others that are due.
-        ends_once = attempt.api.single_terminal_event or answers < 2
-        if attempt.api.is_stream_complete(tail) and (
-            ends_once or (failure is None and not events.framer.has_partial)
-        ):
-            accounting.response_completed(in_flight, attempt, tail)
-            return rest + api.stream_end if self._resumed else rest
-        # All answers have ended: what the node does then is no error to the client.
-        is_finished = attempt.api.finished_answers(tail) >= max(1, answers)
-        if is_finished and not (self._recorder is not None and self.resumer().owes_usage()):
-            accounting.response_completed(in_flight, attempt, tail)
-            return rest + api.terminal_event
-        outcome = "truncated" if failure is None else failure.outcome
-        if failure is None and attempt.api.ends_with_error(tail):
-            outcome = "error_event"
-        accounting.response_aborted(in_flight, attempt, outcome)
-        error = to_gateway_error(failure)
-        if self._recorder is not None and is_resumable(failure):
-            self._resuming = True
-            try:
-                resumed = await self.resumer().resume(
-                    attempt,
-                    yielded=isinstance(failure, RequestYielded),
-                    pool_full=isinstance(failure, PoolFull),
-                )
-            except GatewayError as ended:
-                failure, error = RequestCancelled(ended), ended
-            else:
-                if resumed is not None:
-                    return rest + self._continue(resumed) or await self.next_chunk(write)
-            finally:
-                self._resuming = False
-        if is_finished:
-            return rest + api.terminal_event
-        if in_flight.request.stream:
-            in_flight.record.fail(error.status, error.code)
-            return rest + api.error_event(error, in_flight.request.x_request_id)
-        raise StreamFailed(error, failure)
-
-    def _continue(self, resumed: Resumed) -> bytes:
-        """The first bytes of the resumed stream, from which the rest is read now."""
-        if resumed.attempt is None:
-            return resumed.first_bytes + self.api.stream_end
-        self._closed, self._resumed, self._attempt = False, True, resumed.attempt
-        assert self._recorder is not None
-        self._recorder.add(resumed.first_bytes)
-        if self._in_flight.request.lease_request.caller.yields:
-            self._in_flight.allow_yield(resumed.attempt, self._can_resume)
-        return resumed.first_bytes
-
-
-class StreamFailed(UpstreamError):  # noqa: N818 - as `RequestCancelled`
-    """A stream failed of which the client has received nothing; `failure` None: it ended early."""
-
-    def __init__(self, error: GatewayError, failure: UpstreamError | None) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.failure = failure

@@ -19,7 +19,7 @@ from gateway.api.outcome import RequestCancelled, RequestEvicted, RequestYielded
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.forward.attempt import Attempt
-from gateway.forward.stream import EventFilter
+from gateway.forward.event_pipeline import EventFilter
 from gateway.lease import GrantedLease
 from gateway.request import edits
 from gateway.request.body import Body, without_large_fields

@@ -39,10 +39,10 @@ from gateway.api.transcript import (
 )
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import SlotYielded, StreamResumed
-from gateway.forward.accounting import MOST_POOL_OVERFLOWS, ForwardContext, Retries
 from gateway.forward.attempt import Attempt
+from gateway.forward.context import MOST_POOL_OVERFLOWS, ForwardContext, Retries
+from gateway.forward.event_pipeline import EventPipeline
 from gateway.forward.in_flight import InFlightRequest
-from gateway.forward.stream import EventPipeline
 from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried
 from gateway.request.body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.request.edits import NO_PROMPT_CACHE
@@ -741,13 +741,13 @@ class Resumer:
             fault = fault_of(outcome, request_took_time=self._request.deadline is not None)
             unreachable = str(failure) if isinstance(failure, ConnectFailed) else None
             if outcome == ConnectionReset.outcome:
-                context.accounting.node_lost(in_flight, attempt)
+                context.ends.node_lost(in_flight, attempt)
             if isinstance(failure, UpstreamTimeout) and failure.limit == "total":
                 raise errors.node_timeout(f"{failure}.") from failure
             raise
         finally:
             if outcome:
-                context.accounting.attempt_failed(
+                context.ends.attempt_failed(
                     in_flight, attempt, outcome, fault, unreachable=unreachable, resumes=True
                 )
 

@@ -33,7 +33,7 @@ from gateway.callers.limits import Accounts, LimitBook
 from gateway.config.listeners import CorsSpec, ListenSettings
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.forward.client_response import headers_for_node
+from gateway.forward.header_fields import headers_for_node
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.lease import KeyedHash
 from gateway.request.body import ParsedBody

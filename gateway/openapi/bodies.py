@@ -24,6 +24,7 @@ from gateway.admin.why import (
 )
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
+from gateway.watch.audit import AuditEntry
 
 JsonSchema = dict[str, Any]
 Fields = Mapping[str, tuple[str, str]]  # type and meaning, by name
@@ -36,29 +37,28 @@ def object_schema(optional: Collection[str] = (), /, **properties: JsonSchema) -
     return {"type": "object", "properties": properties, "required": required}
 
 
-def _named(table: str) -> dict[str, str]:
-    """The names and meanings of a table: `name: meaning`, further lines of which are indented."""
-    rows = table.strip().replace("\n    ", " ").split("\n")
-    return dict(row.split(": ", 1) for row in rows)
-
-
 def _fields(table: str) -> Fields:
-    """Type and meaning of fields, by name: `name (type): meaning`; the type's `?` is: or null."""
+    """Type and meaning of fields, by name: `name (type): meaning`; the type's `?` is: or null.
+
+    Further lines of a field are indented.
+    """
     fields = {}
-    for key, meaning in _named(table).items():
+    for row in table.strip().replace("\n    ", " ").split("\n"):
+        key, meaning = row.split(": ", 1)
         name, kind = key.removesuffix(")").split(" (")
         fields[name] = (kind, meaning)
     return fields
 
 
-def described_fields(*kinds: type[msgspec.Struct]) -> Fields:
+def described_fields(*kinds: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:
     """Type and meaning of the fields of a body that is made as one of these Structs, by name."""
     fields = {}
     for kind in kinds:
         for field in msgspec.structs.fields(kind):
             types = _value_schema(field.type)["type"]
             name = types if isinstance(types, str) else f"{types[0]}?"
-            fields[field.encode_name] = (name, field.type.__metadata__[0])
+            [meaning] = getattr(field.type, "__metadata__", ("",))
+            fields[field.encode_name] = (name, meaning)
     return fields
 
 
@@ -139,56 +139,14 @@ STATUS_HEADERS: Mapping[int, tuple[str, JsonSchema, str]] = {
     503: ("Retry-After", {"type": "integer", "minimum": 1}, "Seconds."),
 }
 
-_BODY_FIELDS = _named("""
-model: The model's public name; unset: `default_model`, the only one there is, or that of `"*"`.
-stream: Answer by events, as the text is written.
-n: Completions; above `limits.n` 400.
-max_tokens: Most tokens of the answer; the largest of its names counts, and is lowered to
-    `limits.max_tokens`. Negative: no bound.
-max_completion_tokens: As `max_tokens`.
-max_output_tokens: As `max_tokens`, on `/v1/responses`.
-n_predict: As `max_tokens`, of llama.cpp.
-n_probs: Lowered to `limits.n_probs`.
-top_logprobs: Lowered to `limits.n_probs`.
-logprobs: True, false, or a number, which is lowered to `limits.n_probs`.
-n_cmpl: As `n`, of llama.cpp.
-best_of: As `n`; llama.cpp refuses it.
-repeat_last_n: Lowered to the model's largest context.
-dry_penalty_last_n: Lowered to the model's largest context.
-priority: One of the classes' names: the class, where no header names one.
-service_tier: `priority` is premium, `flex` is batch.
-id_slot: Removed.
-lora: Removed.
-suffix: The text behind the gap that is to be filled.
-prompt: A text, token ids, or a list of them.
-messages: The conversation.
-input: Text, texts, or items.
-tools: At most `limits.tools_bytes`.
-system: The system prompt, on `/v1/messages`.
-instructions: The system prompt, on `/v1/responses`.
-grammar: GBNF, at most `limits.grammar_bytes` and `limits.grammar_depth`.
-json_schema: A schema of the answer, of llama.cpp.
-response_format: A form of the answer.
-text: A form of the answer, on `/v1/responses`.
-output_config: A form of the answer, on `/v1/messages`.
-output_format: A form of the answer, on `/v1/messages`.
-stop: At most `limits.stop_bytes`.
-stop_sequences: At most `limits.stop_bytes`.
-logit_bias: At most `limits.logit_bias_bytes`.
-samplers: At most 32, in 1 KiB.
-dry_sequence_breakers: At most 1 KiB.
-response_fields: At most `limits.logit_bias_bytes`.
-grammar_triggers: Refused.
-conversation: Refused on `/v1/responses`, as is its `prompt`.
-""")
-
 
 def routed_body() -> JsonSchema:
     """The schema of a JSON body, as far as the gateway reads it: by `ParsedBody`."""
     properties = {}
     for one in msgspec.structs.fields(ParsedBody):
-        schema = {} if one.type is msgspec.Raw else msgspec.json.schema(one.type)
-        properties[one.name] = {**schema, "description": _BODY_FIELDS[one.name]}
+        kind, [meaning] = one.type.__origin__, one.type.__metadata__
+        schema = {} if kind is msgspec.Raw else msgspec.json.schema(kind)
+        properties[one.name] = {**schema, "description": _sentence(meaning)}
     return {
         "type": "object",
         "description": (
@@ -229,19 +187,7 @@ revoked_at (string?): when it was revoked
 previous_until (string?): until when the secret before the last rotation works
 warnings (array?): models of it that no node has named yet
 """),
-    "AuditEntry": _fields("""
-id (integer): grows with time
-at (string): time, UTC
-actor (string): an admin key's id, `key_file`, `local` (no key is needed), `file`, `signal` or
-    `gateway`
-role (string?): of the key
-action (string): `drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, `inventory`,
-    `certificate`, `handover`, `start`, `stop`; `keys.…`
-target (string): the node, request, key or file
-outcome (string): `done`, or the code of the error
-refused (boolean): whether it was refused (4xx) and changed nothing
-details (object): what else is known, such as a drain's deadline
-"""),
+    "AuditEntry": described_fields(AuditEntry) | {"at": ("string", "time, UTC")},
     "CallerUsage": _fields("""
 object (string): `usage`
 key (string): the key's id, or `anonymous:` and the address of a caller without one

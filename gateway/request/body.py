@@ -13,7 +13,7 @@ import asyncio
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -46,48 +46,54 @@ MISSING = msgspec.Raw()  # The value of a field that the body does not have
 class ParsedBody(msgspec.Struct):
     """The fields that decide where a request goes; everything else stays bytes.
 
-    Fields that are only ever removed or bounded are here so that their presence is known.
+    Fields that are only ever removed or bounded are here so that their presence is known. What
+    each means is in the OpenAPI document too.
     """
 
-    model: str | None = None
-    stream: bool | None = None
-    n: Number = None
-    max_tokens: Number = None
-    max_completion_tokens: Number = None
-    max_output_tokens: Number = None
-    n_predict: Number = None
-    n_probs: Number = None
-    top_logprobs: Number = None
-    logprobs: msgspec.Raw = MISSING
-    n_cmpl: Number = None
-    best_of: Number = None
-    repeat_last_n: Number = None
-    dry_penalty_last_n: Number = None
-    priority: Any = None
-    service_tier: Any = None
-    id_slot: msgspec.Raw = MISSING
-    lora: msgspec.Raw = MISSING
-    suffix: msgspec.Raw = MISSING
-    prompt: msgspec.Raw = MISSING
-    messages: msgspec.Raw = MISSING
-    input: msgspec.Raw = MISSING
-    tools: msgspec.Raw = MISSING
-    system: msgspec.Raw = MISSING
-    instructions: msgspec.Raw = MISSING
-    grammar: msgspec.Raw = MISSING
-    json_schema: msgspec.Raw = MISSING
-    response_format: msgspec.Raw = MISSING
-    text: msgspec.Raw = MISSING
-    output_config: msgspec.Raw = MISSING
-    output_format: msgspec.Raw = MISSING
-    stop: msgspec.Raw = MISSING
-    stop_sequences: msgspec.Raw = MISSING
-    logit_bias: msgspec.Raw = MISSING
-    samplers: msgspec.Raw = MISSING
-    dry_sequence_breakers: msgspec.Raw = MISSING
-    response_fields: msgspec.Raw = MISSING
-    grammar_triggers: msgspec.Raw = MISSING
-    conversation: msgspec.Raw = MISSING
+    model: Annotated[str | None, "the model's public name; unset: `default_model`, the only one "
+        'there is, or that of `"*"`'] = None  # fmt: skip
+    stream: Annotated[bool | None, "answer by events, as the text is written"] = None
+    n: Annotated[Number, "completions; above `limits.n` 400"] = None
+    max_tokens: Annotated[Number, "most tokens of the answer; the largest of its names counts, and "
+        "is lowered to `limits.max_tokens`. Negative: no bound"] = None  # fmt: skip
+    max_completion_tokens: Annotated[Number, "as `max_tokens`"] = None
+    max_output_tokens: Annotated[Number, "as `max_tokens`, on `/v1/responses`"] = None
+    n_predict: Annotated[Number, "as `max_tokens`, of llama.cpp"] = None
+    n_probs: Annotated[Number, "lowered to `limits.n_probs`"] = None
+    top_logprobs: Annotated[Number, "lowered to `limits.n_probs`"] = None
+    logprobs: Annotated[msgspec.Raw, "true, false, or a number, which is lowered to "
+        "`limits.n_probs`"] = MISSING  # fmt: skip
+    n_cmpl: Annotated[Number, "as `n`, of llama.cpp"] = None
+    best_of: Annotated[Number, "as `n`; llama.cpp refuses it"] = None
+    repeat_last_n: Annotated[Number, "lowered to the model's largest context"] = None
+    dry_penalty_last_n: Annotated[Number, "lowered to the model's largest context"] = None
+    priority: Annotated[Any, "one of the classes' names: the class, where no header names "
+        "one"] = None  # fmt: skip
+    service_tier: Annotated[Any, "`priority` is premium, `flex` is batch"] = None
+    id_slot: Annotated[msgspec.Raw, "removed"] = MISSING
+    lora: Annotated[msgspec.Raw, "removed"] = MISSING
+    suffix: Annotated[msgspec.Raw, "the text behind the gap that is to be filled"] = MISSING
+    prompt: Annotated[msgspec.Raw, "a text, token ids, or a list of them"] = MISSING
+    messages: Annotated[msgspec.Raw, "the conversation"] = MISSING
+    input: Annotated[msgspec.Raw, "text, texts, or items"] = MISSING
+    tools: Annotated[msgspec.Raw, "at most `limits.tools_bytes`"] = MISSING
+    system: Annotated[msgspec.Raw, "the system prompt, on `/v1/messages`"] = MISSING
+    instructions: Annotated[msgspec.Raw, "the system prompt, on `/v1/responses`"] = MISSING
+    grammar: Annotated[msgspec.Raw, "GBNF, at most `limits.grammar_bytes` and "
+        "`limits.grammar_depth`"] = MISSING  # fmt: skip
+    json_schema: Annotated[msgspec.Raw, "a schema of the answer, of llama.cpp"] = MISSING
+    response_format: Annotated[msgspec.Raw, "a form of the answer"] = MISSING
+    text: Annotated[msgspec.Raw, "a form of the answer, on `/v1/responses`"] = MISSING
+    output_config: Annotated[msgspec.Raw, "a form of the answer, on `/v1/messages`"] = MISSING
+    output_format: Annotated[msgspec.Raw, "a form of the answer, on `/v1/messages`"] = MISSING
+    stop: Annotated[msgspec.Raw, "at most `limits.stop_bytes`"] = MISSING
+    stop_sequences: Annotated[msgspec.Raw, "at most `limits.stop_bytes`"] = MISSING
+    logit_bias: Annotated[msgspec.Raw, "at most `limits.logit_bias_bytes`"] = MISSING
+    samplers: Annotated[msgspec.Raw, "at most 32, in 1 KiB"] = MISSING
+    dry_sequence_breakers: Annotated[msgspec.Raw, "at most 1 KiB"] = MISSING
+    response_fields: Annotated[msgspec.Raw, "at most `limits.logit_bias_bytes`"] = MISSING
+    grammar_triggers: Annotated[msgspec.Raw, "refused"] = MISSING
+    conversation: Annotated[msgspec.Raw, "refused on `/v1/responses`, as is its `prompt`"] = MISSING
 
 
 _PARSED_BODY = msgspec.json.Decoder(ParsedBody)

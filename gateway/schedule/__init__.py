@@ -1,6 +1,18 @@
 """Scheduling: which node serves a request and when, within limits on waiting.
 
-How a request goes through it:
+The words:
+
+- A *row* is a node as the scheduler sees it: its slots, speeds and what runs there, in numbers.
+- The *candidates* of a request are the rows that could serve it, however busy they are.
+- A *tier* is the CPU or the GPU nodes; rules and a budget say which are open to a request.
+- The *demand* of a request is what it is expected to take: tokens of its prompt, those of them that
+  a row has cached, and tokens of its answer.
+- Its *finish* on a row is the expected cost of placing it there, in seconds: its own time and that
+  by which it holds up what runs there. The row of the least finish gets it.
+- A request with slots on a row is a *placement*; the *lease* is what its sender is given for it.
+
+How a request goes through it (read `core.requests` first: what a request, a row and a candidate set
+are in numbers):
 
 1. `scheduler` is asked for a lease.
 2. `candidates` keeps the fleet as a table, a row for each node, and finds the nodes that can serve

@@ -7,7 +7,6 @@ given more, how fast it is, what the request took, and who pays for it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,9 +57,6 @@ class LocalLeaseService:
     scheduler: Scheduler
     fleet: Fleet
     most_failed_requests: int = MOST_FAILED_REQUESTS
-    lease_now: Callable[[LeaseRequest, Tried, float], GrantedLease | None] = field(init=False)
-    """The scheduler's own, since each request calls it."""
-    keep_in_queue: Callable[[str], None] = field(init=False)  # the scheduler's own
     _sampled_at: dict[str, float] = field(default_factory=dict)
     """When a response was last a sample of each node's speed."""
     _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
@@ -70,11 +66,16 @@ class LocalLeaseService:
     _records: dict[int, LeaseRecord] = field(init=False)  # the scheduler's, by lease id
 
     def __post_init__(self) -> None:
-        self.lease_now = self.scheduler.lease_now
-        self.keep_in_queue = self.scheduler.keep_in_queue
         self._records = self.scheduler.records
 
     # Asked for a lease.
+
+    def lease_now(self, request: LeaseRequest, tried: Tried, age: float) -> GrantedLease | None:
+        """A lease for a request that was received `age` seconds ago; None: it must wait.
+
+        Raises: GatewayError, if no node can serve it, or not in time.
+        """
+        return self.scheduler.lease_now(request, tried, age)
 
     async def wait_for_lease(
         self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False

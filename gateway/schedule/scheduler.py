@@ -63,7 +63,13 @@ from gateway.schedule.core.batch_slots import (
 )
 from gateway.schedule.core.demand_model import DemandModel, has_long_prompt
 from gateway.schedule.core.dispatcher import Dispatcher, dispatch_rules
-from gateway.schedule.core.placement_state import PlacementState, QueuedRequest, TierSets
+from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
+    QueuedRequest,
+    TierSets,
+)
 from gateway.schedule.core.tiers import SpillReservation, TierPolicy, dearest_token
 from gateway.schedule.decision_log import DecisionLog, Grant, GrantedSlots, PredictionAccuracy
 from gateway.terms import Endpoint, Priority

@@ -68,6 +68,16 @@ class StoreWorker:
         self.succeeded()
         return True
 
+    async def attempt_within(self, seconds: float, work: Callable[[], Awaitable[object]]) -> None:
+        """Do what comes before the first pass; a store that takes longer is away."""
+        try:
+            async with asyncio.timeout(seconds):
+                await work()
+        except StoreError as error:
+            self.failed(str(error))
+        except TimeoutError:
+            self.failed("the store has not answered yet")
+
     def wake(self) -> None:
         """Do the next pass at once, unless the store is away."""
         if self.problem is None:

@@ -36,12 +36,12 @@ from gateway.forward.client_response import (
     ClientResponse,
     EventsForClient,
     for_client,
-    headers_for_node,
     node_error_body,
     node_error_code,
     rewrite_in_steps,
 )
 from gateway.forward.forwarder import Forwarder
+from gateway.forward.header_fields import headers_for_node
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.forward.resume import (
     FirstRun,

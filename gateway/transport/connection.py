@@ -31,12 +31,12 @@ MOST_HEAD_BYTES = 64 * 1024
 BODY_HIGH_WATER = 256 * 1024  # unread bytes of body at which the socket is no longer read
 # If a reused connection breaks later than this after sending, the request reached the node.
 STALE_SECONDS = 1.0
-MOST_RELAYED_BYTES = 1024  # larger chunks are parsed; one with a token has some 300 bytes
+MOST_PASSED_BYTES = 1024  # larger chunks are parsed; one with a token has some 300 bytes
 # Work on what has come, up to twice as much in one turn of the event loop; once on what waited.
 TURN_SECONDS = 0.01
 # Gets what came where a chunk begins, and where the size line ends that fits all of it. It is one
 # chunk if it ends in CRLF, too. Returns whether it has dealt with it. It must not raise.
-Relay = Callable[[bytes, int], bool]
+PassChunk = Callable[[bytes, int], bool]
 # Parts of a limit that pass one after the other. However long the event loop is held up, one or two
 # of them pass, and the data that has come meanwhile is read before the next one ends.
 TIMEOUT_STEPS = 10
@@ -146,7 +146,7 @@ class NodeConnection(TurnBoundProtocol):
 
     __slots__ = (
         "_between_chunks", "_bodyless", "_error", "_framed", "_known", "_known_headers", "_loop",
-        "_made", "_made_for", "_parser", "_parts", "_paused", "_pending", "_relay", "_sent_at",
+        "_made", "_made_for", "_parser", "_parts", "_pass_chunk", "_paused", "_pending", "_sent_at",
         "_sink", "_stale_seconds", "_waiter", "_whole_headers", "alive", "complete", "headers",
         "on_body", "on_wake", "received_bytes", "requests_sent", "reusable", "status",
     )  # fmt: skip
@@ -168,7 +168,7 @@ class NodeConnection(TurnBoundProtocol):
         self.on_wake: Callable[[bool], None] | None = None
         """Called instead of a future when no task waits (`eager_task.Wakeable`)."""
         self._sink: Callable[[], bool] | None = None
-        self._relay: Relay | None = None
+        self._pass_chunk: PassChunk | None = None
         self._parts: list[bytes] = []
         # The parser calls this for every piece of a body: a C function is fastest.
         self.on_body = self._parts.append
@@ -299,22 +299,22 @@ class NodeConnection(TurnBoundProtocol):
         """Close at once; unsent bytes are lost."""
         self.alive = False
         self._unreceived = b""
-        self._sink = self._relay = None
+        self._sink = self._pass_chunk = None
         if self.transport is not None:
             self.transport.abort()
 
     def wait_for_data(
-        self, sink: Callable[[], bool] | None = None, relay: Relay | None = None
+        self, sink: Callable[[], bool] | None = None, pass_chunk: PassChunk | None = None
     ) -> Awaitable[object]:
         """Done when more has come, or the end. Raises: UpstreamError, if nothing more can come.
 
         `sink` is called first when more has come, from within the event loop. While it returns
         True it has dealt with the data, and the waiter is not woken. At the end it must return
-        False. It must not raise. `relay` may take a chunk before it is parsed.
+        False. It must not raise. `pass_chunk` may take a chunk before it is parsed.
         """
         if self._error is not None:
             raise self._error
-        self._sink, self._relay = sink, relay
+        self._sink, self._pass_chunk = sink, pass_chunk
         if asyncio.current_task() is None:
             return self
         waiter = self._waiter = self._loop.create_future()
@@ -324,7 +324,7 @@ class NodeConnection(TurnBoundProtocol):
         yield self
 
     def _wake(self) -> None:
-        self._sink = self._relay = None
+        self._sink = self._pass_chunk = None
         on_wake = self.on_wake
         if on_wake is not None:
             self.on_wake = None
@@ -355,11 +355,11 @@ class NodeConnection(TurnBoundProtocol):
         self.alive = True
 
     def data_received(self, data: bytes) -> None:
-        if self._between_chunks and self._relay is not None and not self.turn.is_spent:
+        if self._between_chunks and self._pass_chunk is not None and not self.turn.is_spent:
             size = len(data)
-            if size < MOST_RELAYED_BYTES:
+            if size < MOST_PASSED_BYTES:
                 line = _SIZE_LINES[size]
-                if data.startswith(line) and self._relay(data, len(line)):
+                if data.startswith(line) and self._pass_chunk(data, len(line)):
                     return  # the parser would be where it was
         if self.complete or not self.requests_sent:
             # A response without a request: the connection can't be trusted.
@@ -498,11 +498,11 @@ class NodeConnection(TurnBoundProtocol):
 
 def _size_lines() -> list[bytes]:
     """By the bytes of a whole chunk, the line that it begins with; `-` if there is none."""
-    lines = [b"-"] * MOST_RELAYED_BYTES
-    for size in range(1, MOST_RELAYED_BYTES):
+    lines = [b"-"] * MOST_PASSED_BYTES
+    for size in range(1, MOST_PASSED_BYTES):
         line = b"%x\r\n" % size
         whole = len(line) + size + len(b"\r\n")
-        if whole < MOST_RELAYED_BYTES:
+        if whole < MOST_PASSED_BYTES:
             lines[whole] = line
     return lines
 

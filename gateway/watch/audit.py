@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import structlog
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, not_, or_, select
 
@@ -38,35 +39,25 @@ MOST_REFUSED_ROWS = 10_000  # refused attempts that the store keeps
 RETRY_SECONDS = 5.0  # seconds until a store that failed is tried again
 
 
-@dataclass(frozen=True, slots=True)
-class AuditEntry:
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One change, or an attempt at one. It holds no secret."""
 
+    id: Annotated[int, "grows with time"] = 0  # 0: not yet stored
     at: float  # seconds since 1970
-    actor: str  # the id of an admin key; `local`, `file`, `signal` or `gateway` without one
-    role: str | None
-    action: str
-    target: str
-    outcome: str  # `done`, or the code of the error
-    details: Mapping[str, str]
-    refused: bool = False
-    """Whether nothing was changed: it was the fault of the one who tried, or not for its role."""
-    id: int = 0  # grows with time; 0: not yet stored
+    actor: Annotated[str, "an admin key's id, `key_file`, `local` (no key is needed), `file`, "
+        "`signal` or `gateway`"]  # fmt: skip
+    role: Annotated[str | None, "of the key"]
+    action: Annotated[str, "`drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, "
+        "`inventory`, `certificate`, `handover`, `start`, `stop`; `keys.…`"]  # fmt: skip
+    target: Annotated[str, "the node, request, key or file"]
+    outcome: Annotated[str, "`done`, or the code of the error"]
+    refused: Annotated[bool, "whether it was refused (4xx) and changed nothing"] = False
+    details: Annotated[Mapping[str, str], "what else is known, such as a drain's deadline"]
 
     def as_json(self) -> dict[str, Any]:
         """The entry as JSON values."""
         at = datetime.fromtimestamp(self.at, UTC).isoformat(timespec="milliseconds")
-        return {
-            "id": self.id,
-            "at": at.replace("+00:00", "Z"),
-            "actor": self.actor,
-            "role": self.role,
-            "action": self.action,
-            "target": self.target,
-            "outcome": self.outcome,
-            "refused": self.refused,
-            "details": dict(self.details),
-        }
+        return {**msgspec.structs.asdict(self), "at": at.replace("+00:00", "Z")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +120,15 @@ class AuditTrail:
         self._last_at = max(self._wall_clock(), self._last_at + 1e-6)
         self._last_id += 1
         entry = AuditEntry(
-            self._last_at,
-            _shortened(actor),
-            role,
-            action,
-            _shortened(target),
-            outcome,
-            {_shortened(key): _shortened(value) for key, value in (details or {}).items()},
-            refused,
-            self._last_id if self._store is None else 0,
+            id=self._last_id if self._store is None else 0,
+            at=self._last_at,
+            actor=_shortened(actor),
+            role=role,
+            action=action,
+            target=_shortened(target),
+            outcome=outcome,
+            refused=refused,
+            details={_shortened(key): _shortened(value) for key, value in (details or {}).items()},
         )
         log.info(
             "audit",

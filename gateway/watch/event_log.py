@@ -11,6 +11,7 @@ import structlog
 
 from gateway.events import (
     AttemptEnded,
+    EndedKind,
     EventBus,
     HookEnded,
     InventoryChanged,
@@ -18,7 +19,6 @@ from gateway.events import (
     NodeCalibrated,
     NodeChanged,
     NodeDrift,
-    EndedKind,
     RequestRecord,
     SettingsChanged,
     SlotYielded,

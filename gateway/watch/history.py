@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES
-from gateway.events import EventBus, EndedKind, RequestRecord
+from gateway.events import EndedKind, EventBus, RequestRecord
 
 STEP_SECONDS = 5.0  # Seconds of one step
 SPAN_SECONDS = 3600.0  # Seconds that are kept

@@ -616,24 +616,24 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-def choice_table(found: Fit) -> tuple[list[str], list[list[object]]]:
-    """Return the columns and rows of the quantisations."""
-    columns = ["quantisation", "weights", "a server needs", "fits", "longest context"]
-    if found.speed is not None:
-        columns += ["decode/s", "prefill/s"]
-    rows: list[list[object]] = []
+def choice_rows(found: Fit) -> list[list[tuple[str, object]]]:
+    """Return a row for each quantisation: of each cell the title of its column, and the text."""
+    rows = []
     for one in found.choices:
-        row: list[object] = [
-            one.name,
-            format_gib(one.size),
-            format_gib(one.needed),
-            "yes" if one.fits else "no",
-            f"{one.largest_context:,}" if one.largest_context else None,
+        row: list[tuple[str, object]] = [
+            ("quantisation", one.name),
+            ("weights", format_gib(one.size)),
+            ("a server needs", format_gib(one.needed)),
+            ("fits", "yes" if one.fits else "no"),
+            ("longest context", f"{one.largest_context:,}" if one.largest_context else None),
         ]
         if one.speed is not None:
-            row += [f"{one.speed.decode:.1f}", f"{one.speed.prefill:.0f}"]
+            row += [
+                ("decode/s", f"{one.speed.decode:.1f}"),
+                ("prefill/s", f"{one.speed.prefill:.0f}"),
+            ]
         rows.append(row)
-    return columns, rows
+    return rows
 
 
 def fit_as_dict(found: Fit) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, ConsoleMessage, Page, Route, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Page, Route, async_playwright, expect
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = [
@@ -25,6 +25,7 @@ ARGUMENTS = [
 PATIENCE = 60_000.0
 """Milliseconds to wait for what the page is to show; a slow machine may stand still for seconds."""
 
+expect.set_options(timeout=PATIENCE)
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium here: apt-get install chromium"
 )

@@ -3,11 +3,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import httpx
-
 from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
-from tests.gateways import NO_TLS, running_gateway
+from tests.gateways import running_gateway
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import bare_gateway, error_of
 
@@ -43,8 +41,8 @@ async def test_a_reload_reports_changes_and_what_needs_a_restart(tmp_path: Path)
     async with (
         EmulatedNode() as two,
         running_gateway(tmp_path, [one := EmulatedNode(), "http://127.0.0.1:9"]) as running,
-        httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=NO_TLS) as admin,
     ):
+        admin = running.admin
         await unwatched()
         running.write_nodes(
             [{"name": "node-0", "url": one.url, "slots": 2}, {"name": "fresh", "url": two.url}]
@@ -71,10 +69,8 @@ async def test_a_reload_reports_changes_and_what_needs_a_restart(tmp_path: Path)
 async def test_an_invalid_file_is_422_with_every_problem_and_changes_nothing(
     tmp_path: Path,
 ) -> None:
-    async with (
-        running_gateway(tmp_path, [one := EmulatedNode()]) as running,
-        httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=NO_TLS) as admin,
-    ):
+    async with running_gateway(tmp_path, [one := EmulatedNode()]) as running:
+        admin = running.admin
         await unwatched()
         running.write_nodes(
             [{"name": "x", "url": one.url, "slotz": 2}, {"name": "y", "url": "ftp://z"}]

@@ -19,7 +19,6 @@ from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
 from tests.admin.browser import (
-    PATIENCE,
     a_browser,
     a_page,
     needs_browser,
@@ -35,7 +34,6 @@ ADMIN = {
 }
 AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text()
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\u0007</script><script>alert(2)</script>"
-expect.set_options(timeout=PATIENCE)
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,6 @@ from playwright.async_api import expect
 
 from gateway.callers.keys import AdminRole
 from tests.admin.browser import (
-    PATIENCE,
     a_browser,
     a_page,
     needs_browser,
@@ -31,7 +30,6 @@ from tests.gateways import running_gateway, until
 pytestmark = [pytest.mark.slow, needs_browser]
 
 WITHOUT_OPERATOR = {"keys": [key for key in ADMIN["keys"] if key["role"] != "operator"]}
-expect.set_options(timeout=PATIENCE)
 
 
 async def test_a_page_without_its_gateway_does_not_look_calm_and_comes_back(tmp_path: Path) -> None:

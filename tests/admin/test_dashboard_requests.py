@@ -18,7 +18,6 @@ from tests.gateways import running_gateway, until
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
-expect.set_options(timeout=PATIENCE)
 
 SECONDS = re.compile(r"^\d+(\.\d)? (s|min)$")
 NOT_KNOWN = "\u2013"

@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.slow, needs_browser]
 
 EDGE, READING = "136,150,165", "224,155,27"
 WRITING, DARK_WRITING = "32,120,184", "74,163,223"
-expect.set_options(timeout=PATIENCE)
 
 INK = """(name) => {
   const canvas = document.querySelector(".wall canvas");

@@ -31,13 +31,9 @@ SETTINGS: dict[str, Any] = {"keys": [{"id": OWN.id, "sha256": OWN.sha256, "name"
 async def keyed_gateway(
     folder: Path, settings: dict[str, Any] | None = None
 ) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
-    async with (
-        running_gateway(
-            folder, [EmulatedNode(model="mistral-7b")], settings or SETTINGS
-        ) as running,
-        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
-    ):
-        yield running, admin
+    node = EmulatedNode(model="mistral-7b")
+    async with running_gateway(folder, [node], settings or SETTINGS) as running:
+        yield running, running.admin
 
 
 async def status_with(client: httpx.AsyncClient, key: str) -> int:

@@ -141,12 +141,9 @@ async def test_a_viewer_sees_no_requests_and_no_callers(tmp_path: Path) -> None:
 
 
 async def test_without_a_valid_key_there_is_no_stream(tmp_path: Path) -> None:
-    async with (
-        running_gateway(tmp_path, [EmulatedNode()], {"admin": ADMIN}) as running,
-        httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT) as client,
-    ):
+    async with running_gateway(tmp_path, [EmulatedNode()], {"admin": ADMIN}) as running:
         for headers in ({}, {"authorization": "Bearer wrong"}):
-            response = await client.get(f"{running.admin_url}/admin/live", headers=headers)
+            response = await running.admin.get("/admin/live", headers=headers)
             assert response.status_code == 401
         assert running.gateway.live.watchers == 0
 
@@ -181,15 +178,12 @@ async def test_a_stream_ends_when_the_role_of_its_key_changes(tmp_path: Path) ->
 
 
 async def test_once_gives_one_snapshot_for_scripts(tmp_path: Path) -> None:
-    async with (
-        running_gateway(tmp_path, [EmulatedNode()]) as running,
-        httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT) as client,
-    ):
-        response = await client.get(f"{running.admin_url}/admin/live?once=1")
+    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
+        response = await running.admin.get("/admin/live?once=1")
         assert response.headers["content-type"].startswith("text/event-stream")
         names = [line[7:] for line in response.text.splitlines() if line.startswith("event: ")]
         assert names == ["hello", "snapshot"]
-        wrong = await client.get(f"{running.admin_url}/admin/live?once=maybe")
+        wrong = await running.admin.get("/admin/live?once=maybe")
         assert wrong.status_code == 400
         await until(lambda: running.gateway.live.watchers == 0)
 
@@ -203,8 +197,7 @@ async def test_watchers_are_bounded_and_a_place_is_free_when_one_leaves(tmp_path
             for watcher in watchers:
                 await watcher.next()
             assert running.gateway.live.watchers == MOST_WATCHERS
-            async with httpx.AsyncClient(trust_env=False, verify=NO_TLS) as client:
-                refused = await client.get(f"{running.admin_url}/admin/live")
+            refused = await running.admin.get("/admin/live")
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "too_many_watchers"
             assert refused.headers["retry-after"]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,13 @@ import pytest
 
 from gateway.terms import Priority
 from tests.emulator import EmulatedNode
-from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.gateways import Running, running_gateway, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60.0) as one:
-        yield one
-
-
-async def chat(
-    client: httpx.AsyncClient, running: Running, **body: Any
-) -> tuple[httpx.Response, list[tuple[str, Any]]]:
-    response = await client.post(f"{running.admin_url}/admin/chat", json={**HELLO, **body})
+async def chat(running: Running, **body: Any) -> tuple[httpx.Response, list[tuple[str, Any]]]:
+    response = await running.admin.post("/admin/chat", json={**HELLO, **body})
     return response, events_of(response.text)
 
 
@@ -39,11 +30,9 @@ def events_of(text: str) -> list[tuple[str, Any]]:
     return events
 
 
-async def test_a_chat_is_streamed_with_its_node_and_its_figures(
-    tmp_path: Path, client: httpx.AsyncClient
-) -> None:
+async def test_a_chat_is_streamed_with_its_node_and_its_figures(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [EmulatedNode(answer_tokens=5)]) as run:
-        response, events = await chat(client, run)
+        response, events = await chat(run)
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         names = [name for name, _ in events]
@@ -59,23 +48,21 @@ async def test_a_chat_is_streamed_with_its_node_and_its_figures(
         assert len(run.gateway.registry) == 0
 
 
-async def test_it_is_a_caller_of_its_own_in_the_ledger_and_in_the_audit_log(
-    tmp_path: Path, client: httpx.AsyncClient
-) -> None:
+async def test_it_is_a_caller_of_its_own_in_the_ledger_and_in_the_audit_log(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [EmulatedNode(answer_tokens=5)]) as run:
-        await chat(client, run)
+        await chat(run)
         ledger = run.gateway.ledger
         assert ledger is not None
         await until(lambda: ledger.written >= 1)
-        usage = (await client.get(f"{run.admin_url}/admin/usage?by=key")).json()
+        usage = (await run.admin.get("/admin/usage?by=key")).json()
         assert "playground:local" in json.dumps(usage)
         await run.gateway.audit.flush()
-        audit = (await client.get(f"{run.admin_url}/admin/audit?action=chat")).json()
+        audit = (await run.admin.get("/admin/audit?action=chat")).json()
         assert [entry["outcome"] for entry in audit["entries"]] == ["done"]
         assert "Hello" not in json.dumps(audit)
 
 
-async def test_one_that_waits_is_told_its_place(tmp_path: Path, client: httpx.AsyncClient) -> None:
+async def test_one_that_waits_is_told_its_place(tmp_path: Path) -> None:
     async with running_gateway(
         tmp_path, [EmulatedNode(slots=1, decode_tps=20.0, answer_tokens=400)]
     ) as run:
@@ -83,7 +70,7 @@ async def test_one_that_waits_is_told_its_place(tmp_path: Path, client: httpx.As
         async with run.client.stream("POST", "/v1/chat/completions", json=body) as busy:
             answer = busy.aiter_bytes()
             await anext(answer)
-            asked = asyncio.create_task(chat(client, run, max_tokens=3))
+            asked = asyncio.create_task(chat(run, max_tokens=3))
             await until(lambda: run.gateway.scheduler.depths()[Priority.NORMAL] == 1)
             await asyncio.sleep(1.2)  # The first event that tells of the wait.
         _, events = await asked
@@ -101,32 +88,29 @@ async def test_one_that_waits_is_told_its_place(tmp_path: Path, client: httpx.As
     ],
 )
 async def test_what_can_not_be_served_gets_its_error(
-    tmp_path: Path, client: httpx.AsyncClient, body: dict[str, Any], status: int, code: str | None
+    tmp_path: Path, body: dict[str, Any], status: int, code: str | None
 ) -> None:
     async with running_gateway(tmp_path, [EmulatedNode()]) as run:
-        response, _ = await chat(client, run, **body)
+        response, _ = await chat(run, **body)
         if code is not None:
             assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert len(run.gateway.registry) == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe"])
-async def test_a_body_that_is_no_object_is_refused(
-    tmp_path: Path, client: httpx.AsyncClient, content: bytes
-) -> None:
+async def test_a_body_that_is_no_object_is_refused(tmp_path: Path, content: bytes) -> None:
     async with running_gateway(tmp_path, [EmulatedNode()]) as run:
-        response = await client.post(f"{run.admin_url}/admin/chat", content=content)
+        response = await run.admin.post("/admin/chat", content=content)
         assert response.status_code == 400
-        large = await client.post(f"{run.admin_url}/admin/chat", content=b"x" * 300_000)
+        large = await run.admin.post("/admin/chat", content=b"x" * 300_000)
         assert large.status_code == 413
 
 
-async def test_a_page_that_leaves_frees_the_slot(tmp_path: Path, client: httpx.AsyncClient) -> None:
+async def test_a_page_that_leaves_frees_the_slot(tmp_path: Path) -> None:
     async with running_gateway(
         tmp_path, [EmulatedNode(slots=1, decode_tps=20.0, answer_tokens=4000)]
     ) as run:
-        url = f"{run.admin_url}/admin/chat"
-        async with client.stream("POST", url, json=HELLO) as response:
+        async with run.admin.stream("POST", "/admin/chat", json=HELLO) as response:
             parts = response.aiter_bytes()
             await anext(parts)
             assert len(run.gateway.registry) == 1
@@ -136,13 +120,11 @@ async def test_a_page_that_leaves_frees_the_slot(tmp_path: Path, client: httpx.A
         assert recent.failed == 0
 
 
-async def test_a_node_that_dies_before_it_answers_is_an_honest_error(
-    tmp_path: Path, client: httpx.AsyncClient
-) -> None:
+async def test_a_node_that_dies_before_it_answers_is_an_honest_error(tmp_path: Path) -> None:
     settings = {"retries": {"attempts": 1, "wait_for_node": 0.2}}
     async with running_gateway(tmp_path, [node := EmulatedNode()], settings) as run:
         node.faults.set(kind="reset")
-        response, events = await chat(client, run)
+        response, events = await chat(run)
         if response.status_code == 200:
             assert any("error" in value for _, value in events if isinstance(value, dict))
             assert events[-1][1]["status"] >= 500

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.callers.metered_gateway import (
@@ -26,38 +25,38 @@ async def test_operators_see_what_every_key_used_and_cost(tmp_path: Path) -> Non
         await chat(running, VIP)
         await chat(running, CHAT, **{"X-User-Id": "bob"})
         await recorded(running, 5)
-        async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
-            told = (await admin.get("/admin/usage?by=key")).json()
-            rows = {row["key"]: row for row in told["rows"]}
-            assert {key: row["requests"] for key, row in rows.items()} == {
-                "alice": 3,
-                "vip": 1,
-                "chat": 1,
-            }
-            vip = rows["vip"]
-            price = (vip["prompt_tokens"] * 1000 + vip["completion_tokens"] * 2000) / 1e6
-            assert vip["cost"] == pytest.approx(price)
-            assert vip["gpu_cost"] == pytest.approx(price)
-            alice = rows["alice"]
-            assert alice["slot_seconds"] > 0
-            tokens = alice["prompt_tokens"] * 1000 + alice["completion_tokens"] * 2000
-            assert alice["gpu_cost"] == pytest.approx(tokens / 1e6)
-            assert told["money"]["all_gpu"]["value"] == pytest.approx(told["total"]["gpu_cost"])
-            assert set(told["money"]["tiers"]) == {"cpu", "gpu"}
-            assert told["total"]["requests"] == told["rows_found"] + 2 == 5
+        admin = running.admin
+        told = (await admin.get("/admin/usage?by=key")).json()
+        rows = {row["key"]: row for row in told["rows"]}
+        assert {key: row["requests"] for key, row in rows.items()} == {
+            "alice": 3,
+            "vip": 1,
+            "chat": 1,
+        }
+        vip = rows["vip"]
+        price = (vip["prompt_tokens"] * 1000 + vip["completion_tokens"] * 2000) / 1e6
+        assert vip["cost"] == pytest.approx(price)
+        assert vip["gpu_cost"] == pytest.approx(price)
+        alice = rows["alice"]
+        assert alice["slot_seconds"] > 0
+        tokens = alice["prompt_tokens"] * 1000 + alice["completion_tokens"] * 2000
+        assert alice["gpu_cost"] == pytest.approx(tokens / 1e6)
+        assert told["money"]["all_gpu"]["value"] == pytest.approx(told["total"]["gpu_cost"])
+        assert set(told["money"]["tiers"]) == {"cpu", "gpu"}
+        assert told["total"]["requests"] == told["rows_found"] + 2 == 5
 
-            users = (await admin.get("/admin/usage?by=user,class&since=0d")).json()
-            # The dearest first; on a node by the hour that is a matter of time.
-            assert {(row["user"], row["class"], row["requests"]) for row in users["rows"]} == {
-                (None, "premium", 1),
-                (None, "normal", 3),
-                ("bob", "normal", 1),
-            }
-            table = await admin.get("/admin/usage?by=key&format=csv")
-            assert table.headers["content-type"].startswith("text/csv")
-            lines = table.text.splitlines()
-            assert lines[0].startswith("key,requests,failures,clients_left,prompt_tokens,")
-            assert {line.split(",")[0] for line in lines[1:]} == {"alice", "vip", "chat"}
+        users = (await admin.get("/admin/usage?by=user,class&since=0d")).json()
+        # The dearest first; on a node by the hour that is a matter of time.
+        assert {(row["user"], row["class"], row["requests"]) for row in users["rows"]} == {
+            (None, "premium", 1),
+            (None, "normal", 3),
+            ("bob", "normal", 1),
+        }
+        table = await admin.get("/admin/usage?by=key&format=csv")
+        assert table.headers["content-type"].startswith("text/csv")
+        lines = table.text.splitlines()
+        assert lines[0].startswith("key,requests,failures,clients_left,prompt_tokens,")
+        assert {line.split(",")[0] for line in lines[1:]} == {"alice", "vip", "chat"}
 
 
 async def test_a_gateway_records_hours_and_sums_up_old_usage_by_itself(tmp_path: Path) -> None:

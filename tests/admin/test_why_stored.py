@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.emulator import EmulatedNode
@@ -26,8 +25,7 @@ SECRET = "write text"
 
 
 async def why(running: Running, name: str) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as client:
-        response = await client.get(f"/admin/requests/{name}/why")
+    response = await running.admin.get(f"/admin/requests/{name}/why")
     assert response.status_code == 200, response.text
     assert SECRET not in response.text
     (request,) = response.json()["requests"]

@@ -23,7 +23,7 @@ from gateway.api.chat import (
 from gateway.api.completions import COMPLETIONS
 from gateway.api.resuming import ReasoningEndMark, wants_usage
 from gateway.api.transcript import OverlapMismatch, Transcript, TranscriptRecorder
-from gateway.forward.stream import TokenIdExtractor
+from gateway.forward.event_pipeline import TokenIdExtractor
 from gateway.transport.errors import InvalidResponse
 from tests.api.events import (
     IDENTITY,

@@ -22,7 +22,7 @@ from gateway.api.transcript import (
     Transcript,
     TranscriptRecorder,
 )
-from gateway.forward.stream import TokenIdExtractor
+from gateway.forward.event_pipeline import TokenIdExtractor
 from gateway.transport.errors import InvalidResponse
 from tests.api.events import (
     IDENTITY,

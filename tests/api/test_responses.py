@@ -17,8 +17,8 @@ from gateway.api.responses import (
     MOST_ITEMS,
     RESPONSES,
     NativeToResponsesRewriter,
+    ResponseLimits,
     ResponsesRepair,
-    TokenLimits,
     read_response,
     response_as_chat,
 )
@@ -37,10 +37,10 @@ NOW = 1_800_000_000
 END = NOW + 5
 
 
-LIMITS = TokenLimits(100, 4096)
+LIMITS = ResponseLimits(100, 4096)
 
 
-def repair(*, events: bool = True, limits: TokenLimits | None = LIMITS) -> ResponsesRepair:
+def repair(*, events: bool = True, limits: ResponseLimits | None = LIMITS) -> ResponsesRepair:
     return ResponsesRepair(
         numbers_events=events,
         limits=None if limits is None else lambda: limits,
@@ -184,16 +184,16 @@ def test_the_arguments_of_a_call_are_told_whole_before_its_end() -> None:
 @each_case(
     ("limits", "cut_off"),
     [
-        (TokenLimits(4, None), True),
-        (TokenLimits(5, None), False),
-        (TokenLimits(None, 19), True),
-        (TokenLimits(None, 20), False),
-        (TokenLimits(), False),
+        (ResponseLimits(4, None), True),
+        (ResponseLimits(5, None), False),
+        (ResponseLimits(None, 19), True),
+        (ResponseLimits(None, 20), False),
+        (ResponseLimits(), False),
     ],
 )
 @each_case("events", [True, False])
 def test_a_response_that_was_cut_off_is_incomplete(
-    limits: TokenLimits, cut_off: bool, events: bool
+    limits: ResponseLimits, cut_off: bool, events: bool
 ) -> None:
     last = rewritten(repair(events=events, limits=limits), TEXT)[-1]
     plain = parse_object(sse.payload(TEXT[-1]))["response"]

@@ -27,7 +27,7 @@ from gateway.api.tokens import (
     read_usage,
 )
 from gateway.events import AttemptEnded, RequestRecord
-from gateway.forward.stream import UsageFilter
+from gateway.forward.event_pipeline import UsageFilter
 from gateway.lease import Usage
 from tests.each_case import each_case
 from tests.gateways import Running, running_gateway, until

@@ -70,8 +70,8 @@ WINDOW_SECONDS = 1.0
 
 RATE = 100  # requests a second by which work of the clock is shared out
 FLUSH_ROWS = RATE // 4  # rows that the ledger writes at once at that rate
-DEFERRED = 3 * RATE // 20
-"""Deferred work that is done at once at that rate: three pieces for each request, 20 times a
+DEFERRED = 2 * RATE // 20
+"""Deferred work that is done at once at that rate: two pieces for each request, 20 times a
 second."""
 SETTLE_SECONDS = 5.0
 """Seconds after the last request of an idle gateway: its row is written by then. So long also after

@@ -7,6 +7,7 @@ finds the same as in production.
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from tests.emulator import EmulatedNode, info_endpoints
@@ -184,7 +185,9 @@ NOT_FOUND = plain_response(
 
 def info_responses(slots: int) -> dict[bytes, bytes]:
     """Responses to a gateway's requests for the node's state and properties, by path."""
-    node = EmulatedNode(slots=slots, context=CONTEXT, context_train=CONTEXT, model=MODEL)
+    node = EmulatedNode(
+        slots=slots, context=CONTEXT, context_train=CONTEXT, model=MODEL, clock=time.monotonic
+    )
     return {
         path.encode(): plain_response(compact(answer(node, "")))
         for path, answer in info_endpoints.GETS.items()

@@ -15,7 +15,13 @@ import time
 from dataclasses import dataclass, field
 
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.placement_state import PlacementState, QueuedRequest, TierSets
+from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
+    QueuedRequest,
+    TierSets,
+)
 from gateway.terms import Priority
 
 SYSTEM_TOKENS = 1500.0

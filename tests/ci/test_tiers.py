@@ -48,7 +48,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Py
     """A project whose tests belong to the groups of the real table."""
     monkeypatch.delenv("TESTS_UNDER_GATE", raising=False)
     pytester.makefile(".ini", pytest=INI)
-    for name in ("stored/test_kills", "fuzz/test_targets"):
+    for name in ("stored/test_kills", "fuzz/test_made"):
         path = pytester.path / "tests" / f"{name}.py"
         path.parent.mkdir(parents=True)
         path.write_text(FILE)
@@ -73,8 +73,8 @@ def test_without_a_path_fast_tests_run_and_smoke_tests_by_their_first_case(
 ) -> None:
     assert outcome(run) == [
         # One file is of the tests' own equipment: of it the smoke test alone.
-        "fuzz/test_targets.py::test_smoke[sqlite]",
-        "fuzz/test_targets.py::test_smoke[postgresql]",
+        "fuzz/test_made.py::test_smoke[sqlite]",
+        "fuzz/test_made.py::test_smoke[postgresql]",
         "stored/test_kills.py::test_fast",
         "stored/test_kills.py::test_smoke[sqlite]",
         "stored/test_kills.py::test_smoke[postgresql]",

@@ -99,6 +99,11 @@ def ended(seen: bytes) -> bool:
     return seen.endswith(b"\r\n0\r\n\r\n")
 
 
+def broke_off(seen: bytes, after: int) -> bool:
+    """Whether so many events came, and no end."""
+    return len(events(seen)) == after and not ended(seen)
+
+
 def whole(seen: bytes) -> bool:
     """Whether all of the answer is there."""
     return text_of(events(unchunk(seen.partition(b"\r\n\r\n")[2]))) == expected_chat_text(HELLO, 4)
@@ -110,108 +115,60 @@ def missing(seen: bytes) -> int:
     return int(head.partition(b"Content-Length: ")[2].split()[0]) - len(body)
 
 
-def messages(path: str) -> bytes:
+def streamed(path: str) -> bytes:
     return post(path, {"messages": HELLO, "prompt": "hello", "stream": True})
 
 
+ERROR = b'\ndata: {"error":{"code":500'
+NAMED_ERROR = b'event: error\ndata: {"code":500'
+LINK = b"HTTP/1.1 103 Interim\r\nLink: <a>\r\n\r\n"
+WRONG = post(CHAT, {"messages": 1})
+
+
+def count(seen: bytes, mark: bytes) -> int:
+    return unchunk(seen.partition(b"\r\n\r\n")[2]).count(mark)
+
+
 @pytest.mark.parametrize(
-    ("fault", "request_bytes", "is_so"),
+    ("kind", "options", "request_bytes", "is_so"),
     [
-        ({"kind": "close"}, ASK, lambda seen: seen == b""),
-        ({"kind": "close", "after_events": 0}, ASK, lambda seen: b" 200 OK" in seen),
-        (
-            {"kind": "close", "after_events": 3},
-            ASK,
-            lambda seen: len(events(seen)) == 3 and not ended(seen),
-        ),
-        (
-            {"kind": "close", "after_events": EVENTS},
-            ASK,
-            lambda seen: len(events(seen)) == EVENTS and not ended(seen),
-        ),
-        (
-            {"kind": "close", "after_events": 1},
-            post(CHAT, {"messages": 1}),
-            lambda seen: seen.startswith(b"HTTP/1.1 400") and missing(seen) > 0,
-        ),
-        ({"kind": "cut", "after_events": 2}, ASK, lambda seen: not seen.endswith(b"\n\n\r\n")),
-        ({"kind": "cut"}, PLAIN, lambda seen: missing(seen) > 0),
-        (
-            {"kind": "end", "after_events": 3},
-            ASK,
-            lambda seen: len(events(seen)) == 3 and ended(seen),
-        ),
-        ({"kind": "hang", "after_events": 2, "seconds": 0.1}, ASK, whole),
-        ({"kind": "garbage"}, ASK, lambda seen: seen == GARBAGE),
-        ({"kind": "garbage_body", "after_events": 2}, ASK, lambda seen: seen.endswith(GARBAGE)),
-        (
-            {"kind": "garbage_body", "after_events": 2},
-            PLAIN,
-            lambda seen: b" 200 OK" in seen and b"choices" not in seen,
-        ),
-        (
-            {"kind": "insert", "what": "huge", "size": 3_000_000, "after_events": 1},
-            ASK,
-            lambda seen: len(seen) > 3_000_000,
-        ),
-        (
-            {"kind": "error_event", "after_events": 2},
-            ASK,
-            lambda seen: b'\ndata: {"error":{"code":500' in seen and ended(seen),
-        ),
-        (
-            {"kind": "error_event", "after_events": 2},
-            messages("/v1/messages"),
-            lambda seen: b'event: error\ndata: {"code":500' in seen,
-        ),
-        (
-            {"kind": "error_event", "after_events": 2},
-            messages("/completion"),
-            lambda seen: b'\ndata: {"error":{"code":500' in seen,
-        ),
-        (
-            {"kind": "crlf"},
-            ASK,
-            lambda seen: unchunk(seen.partition(b"\r\n\r\n")[2]).count(b"\r\n\r\n") == EVENTS,
-        ),
-        ({"kind": "comments"}, ASK, lambda seen: seen.count(b"\n\n:\n\n") == EVENTS),
-        ({"kind": "double_done"}, ASK, lambda seen: seen.count(b"[DONE]") == 2 and whole(seen)),
-        ({"kind": "no_done"}, ASK, lambda seen: b"[DONE]" not in seen and whole(seen)),
-        (
-            {"kind": "no_done"},
-            messages("/v1/messages"),
-            lambda seen: b"message_delta" in seen and b"message_stop" not in seen,
-        ),
-        ({"kind": "head_bomb", "count": 5000}, ASK, lambda seen: seen.count(b"X-Bomb-") == 5000),
-        (
-            {"kind": "head_bomb", "count": 1, "size": 1 << 20},
-            ASK,
-            lambda seen: len(seen.partition(b"\r\n\r\n")[0]) > 1 << 20,
-        ),
-        (
-            {"kind": "interim", "count": 3, "headers": {"Link": "<a>"}},
-            ASK,
-            lambda seen: seen.startswith(
-                b"HTTP/1.1 103 Interim\r\nLink: <a>\r\n\r\n" * 3 + b"HTTP/1.1 200 OK\r\n"
-            ),
-        ),
-        ({"kind": "wrong_length", "delta": 10}, PLAIN, lambda seen: missing(seen) == 10),
-        ({"kind": "wrong_length", "delta": -10}, PLAIN, lambda seen: missing(seen) == -10),
-        (
-            {"kind": "chunk_extensions"},
-            ASK,
-            lambda seen: (
-                b";node=emulated\r\n" in seen and seen.endswith(b"0\r\nX-Checked: yes\r\n\r\n")
-            ),
-        ),
+        ("close", {}, ASK, lambda seen: seen == b""),
+        ("close", {"after_events": 0}, ASK, lambda seen: b" 200 OK" in seen),
+        ("close", {"after_events": 3}, ASK, lambda seen: broke_off(seen, 3)),
+        ("close", {"after_events": EVENTS}, ASK, lambda seen: broke_off(seen, EVENTS)),
+        ("close", {"after_events": 1}, WRONG, lambda seen: b" 400 " in seen and missing(seen) > 0),
+        ("cut", {"after_events": 2}, ASK, lambda seen: not seen.endswith(b"\n\n\r\n")),
+        ("cut", {}, PLAIN, lambda seen: missing(seen) > 0),
+        ("end", {"after_events": 3}, ASK, lambda seen: len(events(seen)) == 3 and ended(seen)),
+        ("hang", {"after_events": 2, "seconds": 0.1}, ASK, whole),
+        ("garbage", {}, ASK, lambda seen: seen == GARBAGE),
+        ("garbage_body", {"after_events": 2}, ASK, lambda seen: seen.endswith(GARBAGE)),
+        ("garbage_body", {"after_events": 2}, PLAIN, lambda seen: b"choices" not in seen),
+        ("insert", {"what": "huge", "size": 3_000_000}, ASK, lambda seen: len(seen) > 3_000_000),
+        ("error_event", {"after_events": 2}, ASK, lambda seen: ERROR in seen and ended(seen)),
+        ("error_event", {}, streamed("/v1/messages"), lambda seen: NAMED_ERROR in seen),
+        ("error_event", {"after_events": 2}, streamed("/completion"), lambda seen: ERROR in seen),
+        ("crlf", {}, ASK, lambda seen: count(seen, b"\r\n\r\n") == EVENTS),
+        ("comments", {}, ASK, lambda seen: count(seen, b"\n\n:\n\n") == EVENTS),
+        ("double_done", {}, ASK, lambda seen: seen.count(b"[DONE]") == 2 and whole(seen)),
+        ("no_done", {}, ASK, lambda seen: b"[DONE]" not in seen and whole(seen)),
+        ("no_done", {}, streamed("/v1/messages"), lambda seen: b"message_stop" not in seen),
+        ("head_bomb", {"count": 5000}, ASK, lambda seen: seen.count(b"X-Bomb-") == 5000),
+        ("head_bomb", {"count": 1, "size": 1 << 20}, ASK, lambda seen: len(seen) > 1 << 20),
+        ("interim", {"count": 3, "headers": {"Link": "<a>"}}, ASK,
+         lambda seen: seen.startswith(LINK * 3 + b"HTTP/1.1 200 OK\r\n")),
+        ("wrong_length", {"delta": 10}, PLAIN, lambda seen: missing(seen) == 10),
+        ("wrong_length", {"delta": -10}, PLAIN, lambda seen: missing(seen) == -10),
+        ("chunk_extensions", {}, ASK,
+         lambda seen: b";node=emulated\r\n" in seen and seen.endswith(b"X-Checked: yes\r\n\r\n")),
     ],
-)
+)  # fmt: skip
 @in_virtual_time
 async def test_a_fault_shows_in_the_bytes_of_its_response(
-    fault: dict[str, Any], request_bytes: bytes, is_so: Callable[[bytes], bool]
+    kind: str, options: dict[str, Any], request_bytes: bytes, is_so: Callable[[bytes], bool]
 ) -> None:
     async with EmulatedNode() as node:
-        node.faults.next(**fault)
+        node.faults.next(kind, **options)
         seen = await bytes_of(node, request_bytes)
         assert is_so(seen), seen
 

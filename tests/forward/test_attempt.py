@@ -17,10 +17,12 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 import pytest
 
 from gateway import errors
 from gateway.config.routing import TimeoutSettings
+from gateway.config.settings import Settings
 from gateway.forward.attempt import (
     REPORT_INTERVAL,
     Attempt,
@@ -28,13 +30,16 @@ from gateway.forward.attempt import (
     TimeoutMonitor,
     timeouts_for,
 )
+from gateway.lease import LeaseService
 from gateway.nodes.health import another_prefills
 from gateway.nodes.node import Lease, LeasePhase, NodeState
-from gateway.transport.connection import BODY_HIGH_WATER
-from gateway.transport.errors import UpstreamError
+from gateway.request.routes import ROUTES
+from gateway.transport.connection import BODY_HIGH_WATER, NodeConnection
+from gateway.transport.errors import ConnectTimedOut, UpstreamError
+from gateway.transport.pool import ConnectionPool
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.raw_connection import RawConnection, chat, post, raw_connection
-from tests.forward.granted_lease import a_granted_lease, a_proxy_request
+from tests.forward.granted_lease import a_granted_lease, a_node_info, a_proxy_request
 from tests.forward.proxy_over_nodes import (
     A_FIRST,
     BODIES,
@@ -255,6 +260,38 @@ async def test_silence_is_excused_while_another_prompt_is_read(tmp_path: Path) -
         )
         one_reply, other = await asyncio.gather(first, second)
         assert (one_reply.errors, other.errors) == ([], [])
+
+
+class Unreachable(ConnectionPool):
+    """Connections to a node to which none can be made in time."""
+
+    def __init__(self) -> None:
+        self.limits: list[float] = []
+
+    def take_idle(self) -> None:
+        return None
+
+    async def connect(self, timeout: float) -> NodeConnection:
+        self.limits.append(timeout)
+        raise ConnectTimedOut("No connection")
+
+
+@pytest.mark.parametrize(
+    ("deadline", "outcome"), [(1.0, "total_timeout"), (9.0, "connect_timeout")]
+)
+async def test_a_client_that_waits_no_longer_than_for_a_connection_blames_no_node(
+    deadline: float, outcome: str
+) -> None:
+    pool, clock = Unreachable(), Clock(0.0)
+    lease = a_granted_lease(node=a_node_info(connections=pool))
+    request = msgspec.structs.replace(a_proxy_request(), deadline=deadline)
+    settings = Settings(timeouts=TimeoutSettings(connect=3.0))
+    leases = cast("LeaseService", None)  # It is told of nothing.
+    attempt = Attempt(lease, request, settings, leases, TimeoutMonitor(clock), clock)
+    with pytest.raises(UpstreamError) as failed:
+        await attempt.open(ROUTES[request.path].api, b"", b"", None)
+    assert failed.value.outcome == outcome
+    assert pool.limits == [min(deadline, 3.0)]
 
 
 @pytest.mark.parametrize("stream", [False, True])

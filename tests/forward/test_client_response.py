@@ -18,13 +18,11 @@ from gateway.forward.client_response import (
     CacheFigureHider,
     ClientResponse,
     EventsForClient,
-    headers_for_client,
-    headers_for_node,
     node_error,
     node_error_body,
     rewrite_body,
-    without_times,
 )
+from gateway.forward.header_fields import headers_for_client, headers_for_node, without_times
 from gateway.transport.errors import InvalidResponse
 
 SAID = b'{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'

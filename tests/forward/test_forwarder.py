@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.callers.keys import new_key
-from gateway.forward.accounting import RetryBudget
+from gateway.forward.context import RetryBudget
 from gateway.nodes.node import NodeState
 from gateway.request.routes import ROUTES
 from tests.emulator import EmulatedNode, expected_chat_text

@@ -43,7 +43,7 @@ from tests.forward.proxy_over_nodes import (
     proxy_over,
 )
 from tests.forward.test_attempt import nobody_answers
-from tests.forward.test_stream import AFTER, BREAKS, check_failed
+from tests.forward.test_event_pipeline import AFTER, BREAKS, check_failed
 from tests.gateways import running_gateway, until
 from tests.reliability.cutting_proxy import CutPlan, cutting_proxies
 from tests.servers import start_demo_servers

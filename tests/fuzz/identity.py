@@ -23,7 +23,7 @@ from gateway.callers.keys import KeyRing, hash_key
 from gateway.callers.limits import LimitBook
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.forward.client_response import headers_for_client, headers_for_node
+from gateway.forward.header_fields import headers_for_client, headers_for_node
 from gateway.http.request_head import HandlerConfig, parse_context, x_request_id_of
 from gateway.lease import KeyedHash
 from gateway.terms import Headers, Priority

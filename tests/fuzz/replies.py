@@ -13,7 +13,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from gateway.forward.client_response import headers_for_client
+from gateway.forward.header_fields import headers_for_client
 from gateway.terms import Headers
 from gateway.transport.connection import NodeConnection, TurnLimit
 from gateway.transport.errors import UpstreamError

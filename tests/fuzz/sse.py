@@ -26,9 +26,9 @@ from gateway.api.json_values import run_at_once
 from gateway.api.messages import MESSAGES, ChatToMessage, StopReasonRepair
 from gateway.api.native import NATIVE
 from gateway.api.ollama import OllamaChatApi, OllamaGenerateApi
-from gateway.api.responses import RESPONSES, ResponsesRepair, TokenLimits
+from gateway.api.responses import RESPONSES, ResponseLimits, ResponsesRepair
 from gateway.api.transcript import TranscriptRecorder
-from gateway.forward.stream import TokenIdExtractor
+from gateway.forward.event_pipeline import TokenIdExtractor
 from gateway.transport.errors import InvalidResponse
 from tests.fuzz.inputs import Check, Target, divide, seed
 
@@ -48,7 +48,7 @@ REWRITERS: dict[Api, tuple[Callable[[], ResponseRewriter], ...]] = {
     MESSAGES: (lambda: StopReasonRepair(lambda: frozenset({"x"})),),
     RESPONSES: (
         lambda: ResponsesRepair(
-            numbers_events=True, limits=lambda: TokenLimits(10, 100), model="m", created_at=1
+            numbers_events=True, limits=lambda: ResponseLimits(10, 100), model="m", created_at=1
         ),
     ),
     NATIVE: (),

@@ -10,8 +10,10 @@ from typing import Any
 
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
 from gateway.schedule.core.placement_state import (
-    NodeSlots,
     PlacementState,
+)
+from gateway.schedule.core.requests import (
+    NodeSlots,
     QueuedRequest,
     TierSets,
 )

@@ -21,7 +21,9 @@ from gateway.schedule.core.demand_model import (
     SessionAffinity,
     TokenEstimates,
 )
-from gateway.schedule.core.placement_state import QueuedRequest
+from gateway.schedule.core.requests import (
+    QueuedRequest,
+)
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from tests.each_case import each_case
 from tests.schedule.build import (

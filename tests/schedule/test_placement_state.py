@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.schedule.core import placement_state
+from gateway.schedule.core import requests
 from gateway.schedule.core.dispatcher import DispatchRules
 from gateway.schedule.core.placement_state import (
+    PlacementState,
+    spread_reserve,
+)
+from gateway.schedule.core.requests import (
     DEFAULT_COMPLETION_TOKENS,
     MOST_PENALTY_SECONDS,
     MOST_TOKENS_PER_REQUEST,
-    PlacementState,
-    spread_reserve,
 )
 from gateway.terms import Priority
 from tests.each_case import each_case
@@ -64,8 +66,8 @@ def test_a_burst_on_a_crowded_row_moves_the_ends_of_all_only_now_and_then(
 ) -> None:
     """Else 1,000 answers that end in one turn of the event loop would look at 1,000 each."""
     ends, moves = [], []
-    for crowd in (placement_state.CROWD, 10_000):
-        monkeypatch.setattr(placement_state, "CROWD", crowd)
+    for crowd in (requests.CROWD, 10_000):
+        monkeypatch.setattr(requests, "CROWD", crowd)
         sim = QueueSimulation((1000,))
         [row] = sim.rows
         sim.state.set_speed(row, 5000.0, 0.03, 0.0001)

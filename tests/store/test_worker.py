@@ -81,3 +81,15 @@ async def test_a_worker_that_is_woken_begins_its_pass_at_once() -> None:
         passes.worker.wake()
         await asyncio.sleep(11.0)
     assert passes.began == [3.0, 13.0]
+
+
+@in_virtual_time
+async def test_a_store_that_takes_too_long_before_the_first_pass_is_away() -> None:
+    passes = Passes(1.0)
+    passes.start, passes.lasts = now(), 3.0
+    await passes.worker.attempt_within(2.0, passes)
+    assert now() - passes.start == 2.0
+    passes.lasts, passes.is_away = 0.0, True
+    await passes.worker.attempt_within(2.0, passes)
+    assert passes.told == ["the store has not answered yet"]
+    assert (passes.worker.problem, passes.worker.failures) == ("gone; wait", 2)

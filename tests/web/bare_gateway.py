@@ -28,8 +28,8 @@ from gateway.callers.reports import CallerUsage, Reporter
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestRecord
-from gateway.forward.accounting import ForwardContext
 from gateway.forward.attempt import TimeoutMonitor
+from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.http.certificates import ListenerCertificates

@@ -20,9 +20,10 @@ from gateway.callers.keys import ApiKey
 from gateway.store.schema import files
 from gateway.stored.batch_rows import Batch as Row
 from gateway.web.batches import batch_object
+from tests.each_case import each_case
 from tests.gateways import Running, running_gateway
 from tests.polling import eventually
-from tests.web.two_keys import ALICE, BOB, DEAD, client, gateway, reason
+from tests.web.two_keys import ALICE, BOB, DEAD, client, gateway, reason, two_callers
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -236,11 +237,7 @@ async def test_a_list_is_read_page_by_page(tmp_path: Path) -> None:
 
 
 async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with (
-        gateway(tmp_path) as running,
-        client(running) as alice,
-        client(running, BOB) as bob,
-    ):
+    async with two_callers(tmp_path) as (running, alice, bob):
         made = await created(alice)
         unknown = (await ask(running, "GET", "/v1/batches/batch_1", BOB)).json()
         for method, path in (
@@ -286,55 +283,57 @@ async def test_without_a_store_there_are_no_batches(tmp_path: Path) -> None:
 ASKED = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
 
 
-@pytest.mark.parametrize(
-    ("changed", "code", "param"),
-    [
-        ({"input_file_id": None}, "missing_required_parameter", "input_file_id"),
-        ({"input_file_id": 1}, "invalid_type", "input_file_id"),
-        ({"input_file_id": "file-\0"}, "invalid_value", "input_file_id"),
-        ({"input_file_id": "ä/'--"}, "file_not_found", "input_file_id"),
-        ({"endpoint": None}, "missing_required_parameter", "endpoint"),
-        ({"endpoint": "/v1/invalid/endpoint"}, "invalid_value", "endpoint"),
-        ({"endpoint": "/v1/audio/transcriptions"}, "invalid_value", "endpoint"),
-        ({"endpoint": "/tokenize"}, "invalid_value", "endpoint"),
-        ({"completion_window": "10s"}, "invalid_value", "completion_window"),
-        ({"completion_window": "8d"}, "invalid_value", "completion_window"),
-        ({"completion_window": "soon"}, "invalid_value", "completion_window"),
-        ({"completion_window": ""}, "invalid_value", "completion_window"),
-        ({"completion_window": 24}, "invalid_type", "completion_window"),
-        ({"completion_window": "9" * 400}, "invalid_value", "completion_window"),
-        ({"metadata": []}, "invalid_type", "metadata"),
-        ({"metadata": {"tags": ["a"]}}, "invalid_type", "metadata.tags"),
-        ({"metadata": {"n": 1}}, "invalid_type", "metadata.n"),
-        ({"metadata": {"a": "x" * 513}}, "invalid_value", "metadata"),
-        ({"metadata": {"x" * 65: "a"}}, "invalid_value", "metadata"),
-        ({"metadata": {str(n): "a" for n in range(17)}}, "invalid_value", "metadata"),
-        ({"output_expires_after": 3600}, "invalid_type", "output_expires_after"),
-        ({"output_expires_after": {"seconds": 3600}}, "invalid_value", "output_expires_after"),
-        (
-            {"output_expires_after": {"anchor": "created_at", "seconds": 3599}},
-            "invalid_value",
-            "output_expires_after",
-        ),
-        (
-            {"output_expires_after": {"anchor": "created_at", "seconds": True}},
-            "invalid_value",
-            "output_expires_after",
-        ),
-        ({"webhook_url": "http://x/\0"}, "invalid_request", "webhook_url"),
-        ({"webhook_url": {}}, "invalid_request", "webhook_url"),
-        ({"webhook_url": "https://x.example/hook"}, "webhook_url_not_allowed", "webhook_url"),
-        ({"completion_windows": "24h"}, "unknown_parameter", None),
-        ({}, "file_not_found", "input_file_id"),
-    ],
-)
-async def test_what_is_wrong_with_a_batch_is_told_at_once(
-    tmp_path: Path, changed: dict[str, Any], code: str, param: str | None
-) -> None:
+WRONG: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"input_file_id": None}, "missing_required_parameter", "input_file_id"),
+    ({"input_file_id": 1}, "invalid_type", "input_file_id"),
+    ({"input_file_id": "file-\0"}, "invalid_value", "input_file_id"),
+    ({"input_file_id": "ä/'--"}, "file_not_found", "input_file_id"),
+    ({"endpoint": None}, "missing_required_parameter", "endpoint"),
+    ({"endpoint": "/v1/invalid/endpoint"}, "invalid_value", "endpoint"),
+    ({"endpoint": "/v1/audio/transcriptions"}, "invalid_value", "endpoint"),
+    ({"endpoint": "/tokenize"}, "invalid_value", "endpoint"),
+    ({"completion_window": "10s"}, "invalid_value", "completion_window"),
+    ({"completion_window": "8d"}, "invalid_value", "completion_window"),
+    ({"completion_window": "soon"}, "invalid_value", "completion_window"),
+    ({"completion_window": ""}, "invalid_value", "completion_window"),
+    ({"completion_window": 24}, "invalid_type", "completion_window"),
+    ({"completion_window": "9" * 400}, "invalid_value", "completion_window"),
+    ({"metadata": []}, "invalid_type", "metadata"),
+    ({"metadata": {"tags": ["a"]}}, "invalid_type", "metadata.tags"),
+    ({"metadata": {"n": 1}}, "invalid_type", "metadata.n"),
+    ({"metadata": {"a": "x" * 513}}, "invalid_value", "metadata"),
+    ({"metadata": {"x" * 65: "a"}}, "invalid_value", "metadata"),
+    ({"metadata": {str(n): "a" for n in range(17)}}, "invalid_value", "metadata"),
+    ({"output_expires_after": 3600}, "invalid_type", "output_expires_after"),
+    ({"output_expires_after": {"seconds": 3600}}, "invalid_value", "output_expires_after"),
+    (
+        {"output_expires_after": {"anchor": "created_at", "seconds": 3599}},
+        "invalid_value",
+        "output_expires_after",
+    ),
+    (
+        {"output_expires_after": {"anchor": "created_at", "seconds": True}},
+        "invalid_value",
+        "output_expires_after",
+    ),
+    ({"webhook_url": "http://x/\0"}, "invalid_request", "webhook_url"),
+    ({"webhook_url": {}}, "invalid_request", "webhook_url"),
+    ({"webhook_url": "https://x.example/hook"}, "webhook_url_not_allowed", "webhook_url"),
+    ({"completion_windows": "24h"}, "unknown_parameter", None),
+    ({}, "file_not_found", "input_file_id"),
+]
+
+
+async def test_what_is_wrong_with_a_batch_is_told_at_once(tmp_path: Path) -> None:
     async with gateway(tmp_path) as running:
-        refused = await ask(running, "POST", "/v1/batches", json=ASKED | changed)
-        assert reason(refused) == (400, code), refused.text
-        assert refused.json()["error"]["param"] == param
+
+        @each_case(("changed", "code", "param"), WRONG)
+        async def check(changed: dict[str, Any], code: str, param: str | None) -> None:
+            refused = await ask(running, "POST", "/v1/batches", json=ASKED | changed)
+            assert reason(refused) == (400, code), refused.text
+            assert refused.json()["error"]["param"] == param
+
+        await check()
         assert (await ask(running, "GET", "/v1/batches")).json()["data"] == []
 
 
@@ -375,11 +374,7 @@ def _expire(connection: Connection, id_: str) -> None:
 
 
 async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
-    async with (
-        gateway(tmp_path) as running,
-        client(running) as alice,
-        client(running, BOB) as bob,
-    ):
+    async with two_callers(tmp_path) as (running, alice, bob):
         file, other = await uploaded(alice), await uploaded(bob)
         asked = ASKED | {"input_file_id": file.id, "metadata": {"a": "1", "b": "2"}}
         key = {"idempotency-key": '"night-1"'}
@@ -410,11 +405,7 @@ async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
 
 
 async def test_a_key_has_so_many_batches_at_one_time(tmp_path: Path) -> None:
-    async with (
-        gateway(tmp_path, batches={"batches_per_key": 2}) as running,
-        client(running) as alice,
-        client(running, BOB) as bob,
-    ):
+    async with two_callers(tmp_path, batches={"batches_per_key": 2}) as (_, alice, bob):
         made = [await created(alice) for _ in range(2)]
         with pytest.raises(openai.RateLimitError, match="2 batches") as refused:
             await created(alice)

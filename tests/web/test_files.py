@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 from gateway.callers.keys import ApiKey
 from gateway.errors import GatewayError
 from gateway.web.files import UNNAMED, ContentResponse, UploadForm, boundary_of, content_headers
+from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, running_gateway, until
 from tests.web.raw_client import answer
-from tests.web.two_keys import ALICE, BOB, DEAD, client, gateway, kept, reason
+from tests.web.two_keys import ALICE, DEAD, client, gateway, kept, reason, two_callers
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -115,11 +116,7 @@ async def test_a_list_is_read_page_by_page_in_both_orders_and_by_purpose(tmp_pat
 
 
 async def test_a_file_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with (
-        gateway(tmp_path) as running,
-        client(running) as alice,
-        client(running, BOB) as bob,
-    ):
+    async with two_callers(tmp_path) as (running, alice, bob):
         made = await alice.files.create(file=("a", LINES), purpose="batch")
         for ask in (bob.files.retrieve, bob.files.content, bob.files.delete):
             with pytest.raises(openai.NotFoundError):
@@ -190,31 +187,31 @@ async def test_without_a_store_there_are_no_files(tmp_path: Path) -> None:
         assert (failed.value.status_code, failed.value.code) == (501, "not_supported")
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        (form(b"x", purpose="fine-tune"), "purpose"),
-        (form(b""), "file"),
-        (NO_FILE, "file"),
-        (form(b"x").replace(b'"purpose"', b'"other"'), "purpose"),
-        (form(b"x").replace(b'"purpose"', b'"file"'), "file"),
-        (form(b"x")[:-8], None),
-        (b"", None),
-        (b"{}", None),
-        (form(b"x").replace(b"batch", b"b" * 5000), None),
-        (form(b"x").replace(b"\r\n\r\nbatch", b"\r\nX: " + b"b" * 5000 + b"\r\n\r\nbatch"), None),
-    ],
-    ids=["unknown purpose", "empty", "no file", "no purpose", "two files", "cut", "nothing",
-         "JSON", "long value", "long header"],
-)  # fmt: skip
-async def test_a_form_that_is_wrong_is_refused_and_leaves_nothing(
-    tmp_path: Path, body: bytes, param: str | None
-) -> None:
+WRONG_FORMS: list[tuple[bytes, str | None]] = [
+    (form(b"x", purpose="fine-tune"), "purpose"),
+    (form(b""), "file"),
+    (NO_FILE, "file"),
+    (form(b"x").replace(b'"purpose"', b'"other"'), "purpose"),
+    (form(b"x").replace(b'"purpose"', b'"file"'), "file"),
+    (form(b"x")[:-8], None),
+    (b"", None),
+    (b"{}", None),
+    (form(b"x").replace(b"batch", b"b" * 5000), None),
+    (form(b"x").replace(b"\r\n\r\nbatch", b"\r\nX: " + b"b" * 5000 + b"\r\n\r\nbatch"), None),
+]
+
+
+async def test_a_form_that_is_wrong_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     async with gateway(tmp_path) as running:
-        response = await post(running, body)
-        assert reason(response) == (400, "invalid_request"), response.text
-        assert response.json()["error"]["param"] == param
-        assert kept(tmp_path) == []
+
+        @each_case(("body", "param"), WRONG_FORMS)
+        async def check(body: bytes, param: str | None) -> None:
+            response = await post(running, body)
+            assert reason(response) == (400, "invalid_request"), response.text
+            assert response.json()["error"]["param"] == param
+            assert kept(tmp_path) == []
+
+        await check()
 
 
 async def test_a_body_that_is_no_form_is_415(tmp_path: Path) -> None:
@@ -267,11 +264,7 @@ async def test_a_chunked_upload_is_refused_where_it_exceeds_the_limit(
 
 async def test_the_limits_of_a_key_hold(tmp_path: Path) -> None:
     limits = {"files_per_key": 2, "file_bytes": 1000, "bytes_per_key": 1500}
-    async with (
-        gateway(tmp_path, batches=limits) as running,
-        client(running) as alice,
-        client(running, BOB) as bob,
-    ):
+    async with two_callers(tmp_path, batches=limits) as (_, alice, bob):
         first = await alice.files.create(file=("a", b"x" * 900), purpose="batch")
         with pytest.raises(openai.RateLimitError, match="1500 bytes") as refused:
             await alice.files.create(file=("a", b"x" * 900), purpose="batch")
@@ -357,7 +350,7 @@ async def test_a_fast_sender_is_held_back_and_not_kept_in_memory(tmp_path: Path)
 
 
 async def test_uploads_run_side_by_side_up_to_a_limit(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as running, client(running) as alice, client(running, BOB) as bob:
+    async with two_callers(tmp_path) as (running, alice, bob):
         started = head("Content-Length: 100000") + form(b"x")[:150]
         async with connections(running, 8) as wires:
             for wire in wires:

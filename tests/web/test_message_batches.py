@@ -174,35 +174,37 @@ async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
         assert listed.json()["data"] == []
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "The request body is not valid JSON: it ends too early"),
-        (b"{}", "requests: Field required"),
-        (b'{"requests":[]}', "requests: List should have at least 1 item after validation, not 0"),
-        (
-            b'{"requests":[{"custom_id":"a b","params":{}}]}',
-            "requests.0.custom_id: String should match pattern '^[a-zA-Z0-9_-]{1,64}$'",
-        ),
-        (
-            b'{"requests":[{"custom_id":"a","params":{}},{"custom_id":"a","params":{}}]}',
-            "requests: custom_id's must be unique within a batch. Duplicate custom_id found: a",
-        ),
-        (
-            b'{"completion_window":"1s","requests":[{"custom_id":"a","params":{}}]}',
-            "'completion_window' must be a time from 1m to 168h",
-        ),
-        (b'{"webhook_url":1,"requests":[{"custom_id":"a","params":{}}]}', "webhook_url"),
-    ],
-)
-async def test_what_is_wrong_is_told_at_once_and_leaves_nothing(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+WRONG = [
+    (b"", "The request body is not valid JSON: it ends too early"),
+    (b"{}", "requests: Field required"),
+    (b'{"requests":[]}', "requests: List should have at least 1 item after validation, not 0"),
+    (
+        b'{"requests":[{"custom_id":"a b","params":{}}]}',
+        "requests.0.custom_id: String should match pattern '^[a-zA-Z0-9_-]{1,64}$'",
+    ),
+    (
+        b'{"requests":[{"custom_id":"a","params":{}},{"custom_id":"a","params":{}}]}',
+        "requests: custom_id's must be unique within a batch. Duplicate custom_id found: a",
+    ),
+    (
+        b'{"completion_window":"1s","requests":[{"custom_id":"a","params":{}}]}',
+        "'completion_window' must be a time from 1m to 168h",
+    ),
+    (b'{"webhook_url":1,"requests":[{"custom_id":"a","params":{}}]}', "webhook_url"),
+]
+
+
+async def test_what_is_wrong_is_told_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     async with gateway(tmp_path) as running:
-        refused = await ask(running, "POST", content=content)
-        assert reason(refused) == (400, "invalid_request_error")
-        assert message in refused.json()["error"]["message"]
-        assert kept(tmp_path) == []
+
+        @each_case(("content", "message"), WRONG)
+        async def check(content: bytes, message: str) -> None:
+            refused = await ask(running, "POST", content=content)
+            assert reason(refused) == (400, "invalid_request_error")
+            assert message in refused.json()["error"]["message"]
+            assert kept(tmp_path) == []
+
+        await check()
         assert (await ask(running, "GET")).json()["data"] == []
 
 

@@ -309,10 +309,8 @@ async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Pat
         AdminRole.OPERATOR: {"stored-nobody-knows"},
         AdminRole.ADMIN: set[str](),
     }
-    async with (
-        running_gateway(tmp_path, [EmulatedNode()], settings) as running,
-        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as client,
-    ):
+    async with running_gateway(tmp_path, [EmulatedNode()], settings) as running:
+        client = running.admin
         as_admin = bearer(ADMIN_KEYS[AdminRole.ADMIN].text)
         made = await client.post(
             "/admin/keys", json={"name": "stored-nobody-knows"}, headers=as_admin

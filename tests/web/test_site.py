@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, NotFoundError
 from starlette.routing import Route
@@ -497,26 +495,18 @@ def outcome(answer: httpx.Response) -> tuple[int, str | None]:
     return answer.status_code, answer.headers.get("x-gateway-reason")
 
 
-@pytest_asyncio.fixture
-async def node() -> AsyncIterator[EmulatedNode]:
-    async with EmulatedNode() as one:
-        yield one
-
-
 @pytest.mark.parametrize("name", ["gpt-4o", "*", "a/b:c", "DEMO", "x" * 10_000, "\u00e9\n"])
-async def test_an_unknown_name_is_served_by_the_catch_all(
-    name: str, node: EmulatedNode, tmp_path: Path
-) -> None:
-    async with running_gateway(tmp_path, [node.url], TO_DEMO) as running:
+async def test_an_unknown_name_is_served_by_the_catch_all(name: str, tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode()], TO_DEMO) as running:
         answer = await asked(running, name)
         assert answer.status_code == 200
         assert answer.headers["x-gateway-node"] == "node-0"
 
 
-async def test_the_catch_all_leaves_known_names_alone(node: EmulatedNode, tmp_path: Path) -> None:
+async def test_the_catch_all_leaves_known_names_alone(tmp_path: Path) -> None:
     declared = {"name": "other", "url": DEAD, "model": "declared"}
     settings = TO_DEMO | {"retries": {"wait_for_node": 0}}
-    async with running_gateway(tmp_path, [node.url, declared], settings) as running:
+    async with running_gateway(tmp_path, [EmulatedNode(), declared], settings) as running:
         assert (await asked(running, "demo")).status_code == 200
         # Down, but known: the catch-all does not replace it.
         assert outcome(await asked(running, "declared")) == (503, "no_node")
@@ -528,22 +518,22 @@ async def test_the_catch_all_leaves_known_names_alone(node: EmulatedNode, tmp_pa
 
 @pytest.mark.parametrize("padding", ["", "x" * 100_000])
 async def test_a_request_without_a_model_gets_the_catch_alls_where_there_are_several(
-    node: EmulatedNode, tmp_path: Path, padding: str
+    tmp_path: Path, padding: str
 ) -> None:
     declared = {"name": "other", "url": DEAD, "model": "declared"}
-    async with running_gateway(tmp_path, [declared, node.url], TO_DEMO) as running:
+    async with running_gateway(tmp_path, [declared, EmulatedNode()], TO_DEMO) as running:
         answer = await asked(running, None, padding=padding)
         assert (answer.status_code, answer.headers["x-gateway-node"]) == (200, "node-1")
 
 
 async def test_a_request_without_a_model_is_told_of_the_setting_where_nothing_applies(
-    node: EmulatedNode, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     declared = {"name": "other", "url": DEAD, "model": "declared"}
     key = new_key()
     spec = {"id": key.id, "sha256": key.sha256, "models": ["demo", "declared"]}
     settings = {**TO_DEMO, "keys": [spec]}
-    async with running_gateway(tmp_path, [declared, node.url], settings) as running:
+    async with running_gateway(tmp_path, [declared, EmulatedNode()], settings) as running:
         # A key that may not use the catch-all.
         answer = await asked(running, None, key.text)
         assert outcome(answer) == (400, "invalid_request")
@@ -590,14 +580,12 @@ async def test_the_catch_all_waits_for_a_starting_node_to_report_its_models(
             assert (await asked(running, "gpt-4o")).headers["x-gateway-node"] == "node-0"
 
 
-async def test_the_rules_of_the_catch_all_and_its_target_apply(
-    node: EmulatedNode, tmp_path: Path
-) -> None:
+async def test_the_rules_of_the_catch_all_and_its_target_apply(tmp_path: Path) -> None:
     models = {
         "*": {"use": "inner", "set": {"temperature": 0.5}, "strip": ["logit_bias"]},
         "inner": {"use": ["nobody", "demo"], "default": {"top_k": 7}, "max_tokens": 5},
     }
-    async with running_gateway(tmp_path, [node.url], {"models": models}) as running:
+    async with running_gateway(tmp_path, [node := EmulatedNode()], {"models": models}) as running:
         body: dict[str, Any] = {"temperature": 2, "logit_bias": {"1": 1}, "max_tokens": 99}
         assert (await asked(running, "gpt-4o", **body)).status_code == 200
         seen = json.loads(node.seen[-1].body)
@@ -605,7 +593,7 @@ async def test_the_rules_of_the_catch_all_and_its_target_apply(
         assert "logit_bias" not in seen
 
 
-async def test_a_key_needs_the_name_or_the_star(node: EmulatedNode, tmp_path: Path) -> None:
+async def test_a_key_needs_the_name_or_the_star(tmp_path: Path) -> None:
     allowed = {
         "all": None, "demo": ["demo"], "named": ["gpt-4o"], "star": ["*"], "both": ["demo", "*"]
     }  # fmt: skip
@@ -617,7 +605,7 @@ async def test_a_key_needs_the_name_or_the_star(node: EmulatedNode, tmp_path: Pa
         "all": {"demo", "gpt-4o", "o3"}, "demo": {"demo"}, "named": {"gpt-4o"},
         "star": {"gpt-4o", "o3"}, "both": {"demo", "gpt-4o", "o3"},
     }  # fmt: skip
-    async with running_gateway(tmp_path, [node.url], TO_DEMO | {"keys": keys}) as running:
+    async with running_gateway(tmp_path, [EmulatedNode()], TO_DEMO | {"keys": keys}) as running:
         for name, key in made.items():
             listed = await running.client.get("/v1/models", headers={"x-api-key": key.text})
             names = {card["id"] for card in listed.json()["data"]}
@@ -631,10 +619,8 @@ async def test_a_key_needs_the_name_or_the_star(node: EmulatedNode, tmp_path: Pa
                 assert (found.status_code == 200) == (model in served[name]), (name, model)
 
 
-async def test_models_are_listed_without_the_star_and_found_by_any_name(
-    node: EmulatedNode, tmp_path: Path
-) -> None:
-    async with running_gateway(tmp_path, [node.url], TO_DEMO) as running:
+async def test_models_are_listed_without_the_star_and_found_by_any_name(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode()], TO_DEMO) as running:
         listed = (await running.client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in listed] == ["demo"]
         card = (await running.client.get("/v1/models/gpt-4o")).json()
@@ -646,14 +632,11 @@ async def test_models_are_listed_without_the_star_and_found_by_any_name(
         assert sizes[0] == sizes[1]
 
 
-async def test_names_invented_by_clients_do_not_become_labels(
-    node: EmulatedNode, tmp_path: Path
-) -> None:
-    async with running_gateway(tmp_path, [node.url], TO_DEMO) as running:
+async def test_names_invented_by_clients_do_not_become_labels(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode()], TO_DEMO) as running:
         for number in range(5):
             assert (await asked(running, f"made-up-{number}")).status_code == 200
-        async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
-            text = (await admin.get("/metrics")).text
+        text = (await running.admin.get("/metrics")).text
         assert "made-up" not in text
         assert 'model="demo"' in text
         assert not any(
@@ -661,15 +644,12 @@ async def test_names_invented_by_clients_do_not_become_labels(
         )
 
 
-async def test_without_a_catch_all_an_unknown_name_is_404(
-    node: EmulatedNode, tmp_path: Path
-) -> None:
-    async with running_gateway(tmp_path, [node.url], {}) as running:
+async def test_without_a_catch_all_an_unknown_name_is_404(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode()], {}) as running:
         for name in ("gpt-4o", "*"):
             assert outcome(await asked(running, name)) == (404, "model_not_found")
         assert running.gateway.fleet.model_index.cached_lookups == {}
-        async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
-            assert "gpt-4o" not in (await admin.get("/metrics")).text
+        assert "gpt-4o" not in (await running.admin.get("/metrics")).text
 
 
 KEY = new_key("all")

@@ -50,3 +50,16 @@ def reason(response: httpx.Response) -> tuple[int, str]:
     assert set(error) >= {"message", "type", "param", "code"}
     assert error["code"] == response.headers["x-gateway-reason"]
     return response.status_code, error["code"]
+
+
+@asynccontextmanager
+async def two_callers(
+    folder: Path, **settings: Any
+) -> AsyncIterator[tuple[Running, AsyncOpenAI, AsyncOpenAI]]:
+    """A gateway, and clients with Alice's key and with Bob's."""
+    async with (
+        gateway(folder, **settings) as running,
+        client(running) as alice,
+        client(running, BOB) as bob,
+    ):
+        yield running, alice, bob

@@ -11,7 +11,7 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_rows, print_table
 
 if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
@@ -231,7 +231,6 @@ def bench(
         draw_report,
         remarks,
         render_page,
-        table_columns,
         table_rows,
         write_requests,
     )
@@ -265,7 +264,7 @@ def bench(
     if as_json:
         print_json(report.as_dict())
     else:
-        print_table(table_columns(report), table_rows(report))
+        print_rows(table_rows(report))
         print()
         for line in remarks(report):
             print(single_line(line))

@@ -14,7 +14,7 @@ import typer
 from gateway.cli import options
 from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_rows
 
 if TYPE_CHECKING:
     from gateway.workshop.plan.answer import BreakEven, Deployment, PlanAnswer
@@ -526,23 +526,6 @@ def _time_limit(seconds: float) -> Iterator[TimeLimit]:
         yield TimeLimit(seconds, on_trial=update if bar.on_terminal else None)
 
 
-_COLUMNS = (
-    "FLEET",
-    "USE",
-    "WAIT",
-    "TTFT P95",
-    "COMPLETION",
-    "P95",
-    "HOUR",
-    "MONTH",
-    "PER 1M",
-    "FIGURES BY",
-)
-
-_DEPLOYMENTS = ("DEPLOYMENT", "FLEET", "", "P95", "MONTH", "REASON")
-_CHANGES = ("CHANGE", "FLEET", "USE", "WAIT", "TTFT P95", "COMPLETION", "P95", "MONTH", "GOAL")
-
-
 def _show(
     found: PlanAnswer, rows: Sequence[Deployment], crossing: BreakEven | None, currency: str
 ) -> None:
@@ -553,25 +536,12 @@ def _show(
     assert best is not None
     unit = f" {currency}" if currency and best.price.month is not None else ""
     print(f"{headline(best)}{unit}\n")
-    print_table(_COLUMNS, map(_row, found.options))
+    print_rows(map(_row, found.options))
     for option in found.options:
         if option.rejected:
             print(f"  {option.name} misses the goal: {option.rejected}")
     print()
-    print_table(
-        _DEPLOYMENTS,
-        (
-            [
-                row.way,
-                row.fleet,
-                row.verdict,
-                None if row.trial is None else f"{row.trial.completion.p95:.1f}",
-                _money(row.per_month),
-                row.reason,
-            ]
-            for row in rows
-        ),
-    )
+    print_rows(map(_deployment_row, rows))
     if crossing is not None:
         print()
         for line in crossing_lines(crossing):
@@ -581,29 +551,42 @@ def _show(
         print(f"  {word:<12}{line}")
 
 
-def _row(option: FleetOption) -> list[object]:
+def _row(option: FleetOption) -> list[tuple[str, object]]:
     trial, guess = option.trial, option.estimate
-    times: list[str | None] = ["-"] * 4
-    if trial is not None:
-        times = _times(trial)
-    elif guess is not None and math.isfinite(guess.wait):
-        times = [f"{guess.wait:.2f}", "-", f"{guess.completion:.2f}", "-"]
+    times = _times(trial)
+    if trial is None and guess is not None and math.isfinite(guess.wait):
+        times[0] = "WAIT", f"{guess.wait:.2f}"
+        times[2] = "COMPLETION", f"{guess.completion:.2f}"
+    is_least = trial is None and not option.rejected
     return [
-        option.name if trial is not None or option.rejected else f"{option.name} or more",
-        f"{option.use:.0%}",
+        ("FLEET", f"{option.name} or more" if is_least else option.name),
+        ("USE", f"{option.use:.0%}"),
         *times,
-        _money(option.price.per_hour, 4),
-        _money(option.price.month),
-        _money(option.price.per_million),
-        "estimate" if trial is None else "simulator",
+        ("HOUR", _money(option.price.per_hour, 4)),
+        ("MONTH", _money(option.price.month)),
+        ("PER 1M", _money(option.price.per_million)),
+        ("FIGURES BY", "estimate" if trial is None else "simulator"),
     ]
 
 
-def _times(trial: FleetTrial | None) -> list[str | None]:
+def _times(trial: FleetTrial | None) -> list[tuple[str, object]]:
+    titles = ("WAIT", "TTFT P95", "COMPLETION", "P95")
     if trial is None:
-        return [None] * 4
+        return [(title, None) for title in titles]
     wait, completion = trial.wait, trial.completion
-    return [f"{one:.2f}" for one in (wait.mean, trial.ttft.p95, completion.mean, completion.p95)]
+    figures = (wait.mean, trial.ttft.p95, completion.mean, completion.p95)
+    return [(title, f"{one:.2f}") for title, one in zip(titles, figures, strict=True)]
+
+
+def _deployment_row(row: Deployment) -> list[tuple[str, object]]:
+    return [
+        ("DEPLOYMENT", row.way),
+        ("FLEET", row.fleet),
+        ("", row.verdict),
+        ("P95", None if row.trial is None else f"{row.trial.completion.p95:.1f}"),
+        ("MONTH", _money(row.per_month)),
+        ("REASON", row.reason),
+    ]
 
 
 def _money(value: float | None, digits: int = 2) -> str | None:
@@ -625,18 +608,15 @@ def _show_changes(question: PlanQuestion, found: FleetAnswer) -> None:
             f"slots, {one.prefill_tps:.0f} prompt tokens/s, {one.decode_tps:.1f} written (measured)"
         )
     print()
-    print_table(
-        _CHANGES,
-        (
-            [
-                row.change,
-                row.fleet,
-                f"{row.use:.0%}" if math.isfinite(row.use) else None,
-                *_times(row.trial),
-                _money(row.price.month),
-                ", ".join(row.missed) or "met",
-            ]
-            for row in found.changes
-        ),
+    print_rows(
+        [
+            ("CHANGE", row.change),
+            ("FLEET", row.fleet),
+            ("USE", f"{row.use:.0%}" if math.isfinite(row.use) else None),
+            *_times(row.trial),
+            ("MONTH", _money(row.price.month)),
+            ("GOAL", ", ".join(row.missed) or "met"),
+        ]
+        for row in found.changes
     )
     print(f"\n{found.advice.sentence}")

@@ -14,7 +14,7 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_rows
 
 if TYPE_CHECKING:
     from gateway.schedule.core.autoscaling_policy import AutoscalingRules
@@ -55,23 +55,6 @@ EXAMPLES = examples_epilog(
 
 _fleet = partial(typer.Option, rich_help_panel="Fleet")
 _traffic = partial(typer.Option, rich_help_panel="Traffic")
-
-_COLUMNS = (
-    "POLICY",
-    "COMPLETION",
-    "BOUND x",
-    "TTFT P50",
-    "P95",
-    "P99",
-    "WAIT",
-    "SERVICE",
-    "TOKENS/S",
-    "CACHED",
-    "BUSY",
-    "LOAD",
-    "QUEUE",
-    "CPU",
-)
 
 
 def simulate(
@@ -222,7 +205,7 @@ def simulate(
             }
         )
     else:
-        print_table(_COLUMNS, map(_row, reports), state_column=0)
+        print_rows(map(_row, reports), state_column=0)
         if warning := overload_warning(reports):
             print(f"\n{warning}")
     if plot is not None:
@@ -300,36 +283,24 @@ def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
         yield update if bar.on_terminal else None
 
 
-def _row(report: PolicyReport) -> list[object]:
+def _row(report: PolicyReport) -> list[tuple[str, object]]:
     ttft = report.ttft
     return [
-        report.policy,
-        f"{report.completion.mean:.2f}",
-        f"{report.ratio:.2f}",
-        *(f"{value:.2f}" for value in (ttft.p50, ttft.p95, ttft.p99)),
-        f"{report.wait.mean:.2f}",
-        f"{report.service:.2f}",
-        f"{report.tokens_per_second:.0f}",
-        f"{report.cached_share:.0%}",
-        f"{report.utilisation:.0%}",
-        None if report.load is None else f"{report.load:.0%}",
-        str(report.longest_queue),
-        f"{report.cpu_seconds:.1f}",
+        ("POLICY", report.policy),
+        ("COMPLETION", f"{report.completion.mean:.2f}"),
+        ("BOUND x", f"{report.ratio:.2f}"),
+        ("TTFT P50", f"{ttft.p50:.2f}"),
+        ("P95", f"{ttft.p95:.2f}"),
+        ("P99", f"{ttft.p99:.2f}"),
+        ("WAIT", f"{report.wait.mean:.2f}"),
+        ("SERVICE", f"{report.service:.2f}"),
+        ("TOKENS/S", f"{report.tokens_per_second:.0f}"),
+        ("CACHED", f"{report.cached_share:.0%}"),
+        ("BUSY", f"{report.utilisation:.0%}"),
+        ("LOAD", None if report.load is None else f"{report.load:.0%}"),
+        ("QUEUE", str(report.longest_queue)),
+        ("CPU", f"{report.cpu_seconds:.1f}"),
     ]
-
-
-_ELASTIC_COLUMNS = (
-    "FLEET",
-    "MACHINE-HOURS",
-    "COST",
-    "STARTS",
-    "WAIT",
-    "WAIT P95",
-    "TTFT P50",
-    "P95",
-    "P99",
-    "COMPLETION",
-)
 
 
 def _simulate_elastic(
@@ -360,7 +331,7 @@ def _simulate_elastic(
         start = options.StartKind.WARM if warm else options.StartKind.COLD
         print_json({"start": start.value, "fleets": [one.as_dict(cost) for one in found]})
     else:
-        print_table(_ELASTIC_COLUMNS, [_elastic_row(one, cost) for one in found], state_column=0)
+        print_rows((_elastic_row(one, cost) for one in found), state_column=0)
 
 
 def _parse_elastic(text: str) -> tuple[AutoscalingRules, float, float]:
@@ -390,14 +361,17 @@ def _parse_elastic(text: str) -> tuple[AutoscalingRules, float, float]:
     return AutoscalingRules(**values), startup, cost  # type: ignore[arg-type]
 
 
-def _elastic_row(one: StandbyResult, cost: float) -> list[object]:
-    report = one.report
-    ttft, wait = report.ttft, report.wait
+def _elastic_row(one: StandbyResult, cost: float) -> list[tuple[str, object]]:
+    wait, ttft = one.report.wait, one.report.ttft
     return [
-        one.fleet,
-        f"{one.machine_hours:.2f}",
-        f"{one.machine_hours * cost:.2f}",
-        one.starts,
-        *(f"{value:.2f}" for value in (wait.mean, wait.p95, ttft.p50, ttft.p95, ttft.p99)),
-        f"{report.completion.mean:.2f}",
+        ("FLEET", one.fleet),
+        ("MACHINE-HOURS", f"{one.machine_hours:.2f}"),
+        ("COST", f"{one.machine_hours * cost:.2f}"),
+        ("STARTS", one.starts),
+        ("WAIT", f"{wait.mean:.2f}"),
+        ("WAIT P95", f"{wait.p95:.2f}"),
+        ("TTFT P50", f"{ttft.p50:.2f}"),
+        ("P95", f"{ttft.p95:.2f}"),
+        ("P99", f"{ttft.p99:.2f}"),
+        ("COMPLETION", f"{one.report.completion.mean:.2f}"),
     ]

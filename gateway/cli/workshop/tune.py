@@ -10,7 +10,7 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
+from gateway.cli.terminal import CommandFailed, print_json, print_note, print_rows
 from gateway.config.errors import single_line
 
 if TYPE_CHECKING:
@@ -337,31 +337,12 @@ def _write_files(
         print_note(f"written: {write}")
 
 
-# Short, so that a row fits into 80 characters.
-REPORT_COLUMNS = (
-    "THR",
-    "BATCH",
-    "SLOTS",
-    "READS",
-    "WRITES",
-    "BUSY",
-    "STALL",
-    "MEM",
-    "SCORE",
-    "GAIN",
-    "N",
-)
-
-
 def print_report(report: TuningReport) -> None:
     """Print the table of all settings, the best first, and the verdict."""
     pinnings = len(report.session.search.space.pinning) > 1
     energy = any(row.figures.decode_joules is not None for row in report.results)
-    print_table(
-        (*REPORT_COLUMNS, *(["J/TOK"] if energy else []), *(["PINNED"] if pinnings else [])),
-        (_cells(row, pinning=pinnings, energy=energy) for row in report.results),
-        state_column=0,
-    )
+    rows = (_cells(row, pinning=pinnings, energy=energy) for row in report.results)
+    print_rows(rows, state_column=0)
     request = report.session.request
     print(
         "\nREADS, WRITES (alone), BUSY (all slots): tokens/s of one server. STALL: seconds.\n"
@@ -376,31 +357,31 @@ def print_report(report: TuningReport) -> None:
         print(line)
 
 
-def _cells(row: SettingResult, *, pinning: bool, energy: bool) -> list[object]:
+def _cells(row: SettingResult, *, pinning: bool, energy: bool) -> list[tuple[str, object]]:
+    """Return a row of the table; its titles are short, so that it fits into 80 characters."""
     from gateway.local.memory import format_gib
     from gateway.workshop.tune.search import PINNING_LABELS
 
     setting, figures = row.setting, row.figures
-    gain = f"{row.gain:+.1%}"
-    return [
-        str(setting.threads),
-        f"{setting.batch}/{setting.micro_batch}",
-        str(setting.slots),
-        _short(figures.prefill),
-        _short(figures.decode),
-        _short(figures.decode_busy),
-        None if figures.stall is None else f"{figures.stall:.2f}",
-        None if figures.memory is None else format_gib(figures.memory),
-        f"{row.score:.2f}",
-        gain if row.significant else f"({gain})",
-        str(row.repeats),
-        *([_joules(figures.decode_joules)] if energy else []),
-        *([PINNING_LABELS[setting.pinning]] if pinning else []),
+    gain, joules = f"{row.gain:+.1%}", figures.decode_joules
+    cells: list[tuple[str, object]] = [
+        ("THR", str(setting.threads)),
+        ("BATCH", f"{setting.batch}/{setting.micro_batch}"),
+        ("SLOTS", str(setting.slots)),
+        ("READS", _short(figures.prefill)),
+        ("WRITES", _short(figures.decode)),
+        ("BUSY", _short(figures.decode_busy)),
+        ("STALL", None if figures.stall is None else f"{figures.stall:.2f}"),
+        ("MEM", None if figures.memory is None else format_gib(figures.memory)),
+        ("SCORE", f"{row.score:.2f}"),
+        ("GAIN", gain if row.significant else f"({gain})"),
+        ("N", str(row.repeats)),
     ]
-
-
-def _joules(value: float | None) -> str | None:
-    return None if value is None else f"{value:.3g}"
+    if energy:
+        cells.append(("J/TOK", None if joules is None else f"{joules:.3g}"))
+    if pinning:
+        cells.append(("PINNED", PINNING_LABELS[setting.pinning]))
+    return cells
 
 
 def _short(speed: float) -> str:

@@ -19,7 +19,11 @@ from gateway.config.keys import NodeLabels
 from gateway.lease import BatchRoom
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FleetSync
-from gateway.schedule.core.placement_state import CandidateSet, NodeSlots, QueuedRequest
+from gateway.schedule.core.requests import (
+    CandidateSet,
+    NodeSlots,
+    QueuedRequest,
+)
 from gateway.terms import Endpoint, Priority
 
 

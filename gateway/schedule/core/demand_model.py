@@ -30,9 +30,11 @@ from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.schedule.candidates import NodeCandidates
 from gateway.schedule.core.dispatcher import Dispatcher
 from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
     NEGLIGIBLE_COMPLETION,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
 )
 

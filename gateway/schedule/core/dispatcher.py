@@ -33,13 +33,15 @@ from itertools import islice
 from gateway.config.scheduling import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
 from gateway.config.settings import Settings
 from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
     MOST_TOKENS_PER_REQUEST,
     AvailableRows,
     CandidateSet,
     Deferral,
     FairnessAccount,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
     clamp,
 )

@@ -39,6 +39,9 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
     LEAST_UNCACHED_TOKENS,
     MOST_COMPARED_ROWS,
     MOST_SLOTS,
@@ -49,7 +52,6 @@ from gateway.schedule.core.placement_state import (
     NodeCounts,
     NodeSlots,
     OwnFigures,
-    PlacementState,
     QueuedRequest,
     Requirements,
     RowFigures,

@@ -27,11 +27,13 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from gateway.schedule.core.placement_state import (
+    PlacementState,
+)
+from gateway.schedule.core.requests import (
     LEAST_UNCACHED_TOKENS,
     CandidateSet,
     FairnessAccount,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
     Requirements,
 )

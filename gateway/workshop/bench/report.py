@@ -426,49 +426,30 @@ class BenchReport:
         }
 
 
-def table_columns(report: BenchReport) -> list[str]:
-    """Heads of the table's columns."""
+def table_rows(report: BenchReport) -> list[list[tuple[str, str | None]]]:
+    """Rows of the table: of each cell the title of its column, and the text."""
     energy = any(one.figures.joules_per_token is not None for one in report.loads)
-    return [
-        "LOAD",
-        "REQUESTS",
-        "FAILED",
-        "TTFT P50",
-        "P95",
-        "P99",
-        "INTER-TOKEN P50",
-        "P95",
-        "COMPLETION P50",
-        "P95",
-        "TOK/S EACH",
-        "TOK/S ALL",
-        "REQ/S",
-        *(["GOOD"] if report.goal else []),
-        *(["J/TOK"] if energy else []),
-        "LIMIT",
-    ]
-
-
-def table_rows(report: BenchReport) -> Iterator[list[str | None]]:
-    """Rows of the table."""
-    energy = any(one.figures.joules_per_token is not None for one in report.loads)
+    rows = []
     for one in report.loads:
         found = one.figures
-        good, joules = found.goodput, found.joules_per_token
-        yield [
-            found.load.label,
-            str(found.requests),
-            str(found.failed),
-            *_shown(found.ttft, "p50", "p95", "p99"),
-            *_shown(found.inter_token, "p50", "p95"),
-            *_shown(found.completion, "p50", "p95"),
-            None if found.tokens_per_second is None else f"{found.tokens_per_second.p50:.1f}",
-            f"{found.total_tokens_per_second:.1f}",
-            f"{found.requests_per_second:.3g}",
-            *([None if good is None else f"{good.share:.0%}"] if report.goal else []),
-            *([None if joules is None else f"{joules:.3g}"] if energy else []),
-            one.verdict.limit.value,
+        good, joules, speed = found.goodput, found.joules_per_token, found.tokens_per_second
+        row = [
+            ("LOAD", found.load.label),
+            ("REQUESTS", str(found.requests)),
+            ("FAILED", str(found.failed)),
+            *_shown("TTFT", found.ttft, "p50", "p95", "p99"),
+            *_shown("INTER-TOKEN", found.inter_token, "p50", "p95"),
+            *_shown("COMPLETION", found.completion, "p50", "p95"),
+            ("TOK/S EACH", None if speed is None else f"{speed.p50:.1f}"),
+            ("TOK/S ALL", f"{found.total_tokens_per_second:.1f}"),
+            ("REQ/S", f"{found.requests_per_second:.3g}"),
         ]
+        if report.goal:
+            row.append(("GOOD", None if good is None else f"{good.share:.0%}"))
+        if energy:
+            row.append(("J/TOK", None if joules is None else f"{joules:.3g}"))
+        rows.append([*row, ("LIMIT", one.verdict.limit.value)])
+    return rows
 
 
 def remarks(report: BenchReport) -> list[str]:
@@ -541,8 +522,11 @@ def write_requests(file: TextIO, runs: Sequence[LoadRun]) -> None:
             writer.writerow([f"{x:.6f}" if isinstance(x, float) else x for x in cells])
 
 
-def _shown(found: Percentiles | None, *names: str) -> list[str | None]:
-    return [None if found is None else milliseconds(getattr(found, name)) for name in names]
+def _shown(title: str, found: Percentiles | None, *names: str) -> Iterator[tuple[str, str | None]]:
+    """Cells of percentiles, of which the first one's title names the figure."""
+    for place, name in enumerate(names):
+        text = None if found is None else milliseconds(getattr(found, name))
+        yield name.upper() if place else f"{title} {name.upper()}", text
 
 
 WIDTH, HEIGHT, MARGIN = 520, 260, 46  # of a drawing, in pixels
@@ -588,7 +572,7 @@ def render_page(report: BenchReport) -> str:
             f"<h1>{_text(report.title)}</h1>",
             _definitions(facts),
             "<h2>Results</h2>",
-            _table(table_columns(report), table_rows(report)),
+            _table(table_rows(report)),
             "<ul>",
             *(f"<li>{_text(line)}</li>" for line in remarks(report)),
             "</ul>",
@@ -612,10 +596,11 @@ def _definitions(pairs: Iterable[tuple[str, str]]) -> str:
     return f"<dl>{''.join(lines)}</dl>"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str | None]]) -> str:
-    head = "".join(f'<th scope="col">{_text(one)}</th>' for one in columns)
+def _table(rows: Sequence[Sequence[tuple[str, str | None]]]) -> str:
+    head = "".join(f'<th scope="col">{_text(title)}</th>' for title, _ in rows[0])
     body = "".join(
-        "<tr>" + "".join(f"<td>{_text(cell or '-')}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{_text(cell or '-')}</td>" for _, cell in row) + "</tr>"
+        for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 

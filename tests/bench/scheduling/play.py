@@ -124,9 +124,6 @@ def _read(body: bytes, answer: Answer) -> str:
 
 UNKNOWN = 4096  # `max_tokens` of a client that doesn't know how long its answer will be
 
-Check = Callable[[list[dict[str, Any]], Turn, Answer], str]
-"""What is wrong with an answer, or an empty text."""
-
 Asking = Callable[[Address, dict[str, Any], float, Callable[[], float]], Awaitable[Answer]]
 """Sends one request to an address, within a limit of seconds by that clock."""
 
@@ -156,7 +153,6 @@ class Player:
     address: Address
     scale: float
     known: bool  # whether `max_tokens` is the answer's real length
-    check: Check
     limit: float = 600.0
     clock: Callable[[], float] = time.monotonic
     asking: Asking = ask
@@ -181,7 +177,7 @@ class Player:
             messages.append({"role": "user", "content": turn.question})
             limit = self.limit / self.scale
             answer = await self.asking(self.address, self._body(messages, turn), limit, self.clock)
-            problem = answer.problem or self.check(messages, turn, answer)
+            problem = answer.problem or as_emulated(messages, turn, answer)
             records.append(
                 Record(
                     session=which,

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from tests.bench.machine import cpu_seconds, waited_seconds
 from tests.bench.scheduling.fronts import FLEET, Front, Speed, nodes
-from tests.bench.scheduling.play import Player, Record, as_emulated
+from tests.bench.scheduling.play import Player, Record
 from tests.bench.scheduling.report import LOADS, Played
 from tests.bench.scheduling.trace import (
     Shape,
@@ -90,7 +90,7 @@ class Rounds:
         async with AsyncExitStack() as stack:
             runs = [await self._started(stack, front, load, seed) for front in fronts]
             players = [
-                Player(run.address, plan.scale, front.known, as_emulated)
+                Player(run.address, plan.scale, front.known)
                 for run, front in zip(runs, fronts, strict=True)
             ]
             await asyncio.gather(*(player.play(warm_up) for player in players))

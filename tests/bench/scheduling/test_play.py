@@ -44,7 +44,7 @@ async def test_a_trace_is_played_to_its_end_and_conversations_hit_their_cache() 
     shape = Shape(sessions=3, turns=2, tenants=1, system_tokens=200)
     small = trace.make("1", 5.0, shape)
     async with nodes([FAST], 40, now) as [node]:
-        player = Player(address(node), 40, known=False, check=as_emulated, clock=now)
+        player = Player(address(node), 40, known=False, clock=now)
         records = await player.play(small)
     assert [(r.session, r.turn) for r in records] == [(s, t) for s in range(3) for t in range(2)]
     assert not any(record.problem for record in records)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.bench.load import Address
 from tests.bench.scheduling.fronts import FRONTS, OURS, nodes
-from tests.bench.scheduling.play import Answer, Player, as_emulated, ask
+from tests.bench.scheduling.play import Answer, Player, ask
 from tests.bench.scheduling.report import (
     FIGURES,
     Figure,
@@ -113,7 +113,7 @@ async def _asked(plan: Plan, front: str, load: str, seed: int, folder: Path) -> 
 def _beside(fleet: Sequence[EmulatedNode], scale: float) -> Player:
     addresses = [(HOST, node.port) for node in fleet]
     asking = LeastConn(addresses)
-    return Player(addresses[0], scale, known=False, check=as_emulated, clock=now, asking=asking)
+    return Player(addresses[0], scale, known=False, clock=now, asking=asking)
 
 
 @asynccontextmanager
@@ -125,7 +125,7 @@ async def behind_gateway(
     async with running_gateway(folder, urls, rng=random.Random(seed)) as site:
         assert site.gateway.public_listener is not None
         address = site.gateway.public_listener.host, site.gateway.public_listener.port
-        yield Player(address, scale, known=known, check=as_emulated, clock=now)
+        yield Player(address, scale, known=known, clock=now)
 
 
 def _table(results: Results, load: str) -> str:

@@ -5,24 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gateway.config.routing import RetrySettings
 from gateway.errors import GatewayError
-from gateway.events import RequestRecord
-from gateway.forward.accounting import (
-    BUDGET_WINDOW,
-    MOST_QUARANTINED,
-    Quarantine,
-    Retries,
-    RetryBudget,
-)
+from gateway.events import RequestRecord, StreamResumed
+from gateway.forward.attempt_ends import MOST_QUARANTINED, Quarantine
 from gateway.forward.in_flight import PROGRESS_TOKENS
 from gateway.lease import KeyedHash
 from gateway.request.preparation import Request
@@ -42,7 +32,7 @@ from tests.forward.proxy_over_nodes import (
 from tests.gateways import running_gateway, until
 from tests.schedule.build import a_request
 from tests.transport.raw import Peer, raw_server
-from tests.virtual import in_virtual_time, now
+from tests.virtual import in_virtual_time
 
 
 @pytest.mark.parametrize(
@@ -579,12 +569,16 @@ async def test_a_request_that_kills_nodes_reaches_no_third_one(
 async def test_a_stream_that_kills_its_node_counts_as_well(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(3)]
     async with proxy_over(tmp_path, *servers) as proxy:
+        resumed: list[StreamResumed] = []
+        proxy.app.bus.subscribe(StreamResumed, resumed.append)
         for server in servers:
             server.faults.set("reset", after_events=3)
         stream = await proxy.stream()
         assert (stream.status, len(stream.errors)) == (200, 1)
         assert "2 nodes died" in stream.errors[0]["message"]
         assert len(proxy.attempts) == 2, "it went on elsewhere, and that node died too"
+        failures = [one.failure for one in resumed]
+        assert failures == [None, "nodes died on this very request"]
         assert (await proxy.ask(stream=True)).status_code == 502
         assert len(proxy.attempts) == 2
         assert (proxy.finished[0].status, proxy.finished[0].reason) == (502, "node_failed")
@@ -601,85 +595,3 @@ async def test_an_assembled_response_that_kills_its_node_counts_as_well(tmp_path
         assert "2 nodes died" in refused.json()["error"]["message"]
         assert refused.headers["x-should-retry"] == "false"
         assert len(proxy.attempts) == 2
-
-
-# How often a failed request is tried again.
-
-
-def spent(budget: RetryBudget, now: float, share: float, least: int) -> int:
-    count = 0
-    while count < 10_000 and budget.spend(now, share, least):
-        count += 1
-    return count
-
-
-def test_the_past_is_forgotten_on_both_sides() -> None:
-    budget = RetryBudget()
-    for _ in range(1000):
-        budget.count_request(0.0)
-    assert spent(budget, 0.0, 0.2, 10) == 200
-    later = 2 * BUDGET_WINDOW
-    assert budget.remaining(later, 0.2, 10) == 10
-    budget.count_request(later)
-    assert spent(budget, later, 0.2, 10) == 10
-
-
-def test_what_is_left_is_told_and_never_negative() -> None:
-    budget = RetryBudget()
-    assert budget.remaining(0.0, 0.2, 10) == 10
-    for _ in range(100):
-        budget.count_request(0.0)
-    assert spent(budget, 1.0, 0.2, 10) == 20
-    assert budget.remaining(1.0, 0.2, 10) == 0
-    assert budget.remaining(1.0, 0.1, 10) == 0, "the settings may have changed"
-    assert budget.remaining(1.0, 0.5, 10) == 30
-
-
-@given(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200))
-def test_retries_never_pass_the_share_or_the_minimum(steps: list[tuple[float, bool]]) -> None:
-    budget, retries = RetryBudget(), 0
-    for requests, (at, fails) in enumerate(sorted(steps), 1):
-        budget.count_request(at)
-        if fails and budget.spend(at, 0.2, 3):
-            retries += 1
-        assert retries <= max(3, 0.2 * requests)
-
-
-AT_ONCE = RetrySettings(backoff=0.0, backoff_max=0.0)
-
-
-async def attempts(
-    spend: Callable[[], bool] = lambda: True, *, most: int = 3, reached_node: bool = True
-) -> int:
-    """How many attempts are made that all fail like this."""
-    retries, count = Retries(AT_ONCE, most, spend), 1
-    while await retries.granted(reached_node=reached_node):
-        count += 1
-    return count
-
-
-async def test_the_budget_is_asked_once_for_each_further_attempt() -> None:
-    asked = iter(range(10))
-    assert await attempts(lambda: next(asked) < 10) == 3
-    assert next(asked) == 2
-    assert await attempts(lambda: next(asked) < 10, reached_node=False) == 3
-    assert next(asked) == 3, "no node has more work by a failure that reached none"
-
-
-async def test_a_lack_of_budget_is_told_from_the_most_attempts() -> None:
-    for most, spend in ((3, lambda: False), (1, lambda: True)):
-        retries = Retries(AT_ONCE, most, spend)
-        assert not await retries.granted()
-        assert retries.out_of_budget is (most > 1)
-
-
-@in_virtual_time
-async def test_pauses_double_up_to_the_longest() -> None:
-    retries, pauses = Retries(RetrySettings(backoff=1.0, backoff_max=3.0), 200, lambda: True), []
-    for _ in range(199):
-        began = now()
-        assert await retries.granted()
-        pauses.append(now() - began)
-    assert pauses[0] <= 1.0
-    assert pauses[1] <= 2.0
-    assert 2.0 < max(pauses) <= 3.0

@@ -13,7 +13,8 @@ import pytest
 
 from gateway.api import sse
 from gateway.config.settings import Settings
-from gateway.forward.stream import EventPipeline
+from gateway.events import RequestRecord
+from gateway.forward.event_pipeline import EventPipeline
 from gateway.request.routes import ROUTES
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.forward.granted_lease import a_proxy_request
@@ -561,6 +562,35 @@ async def test_a_last_event_without_a_blank_line_is_an_event(
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
 
 
+@pytest.mark.parametrize("line_end", [b"", b"\n", b"\n\n"])
+async def test_an_error_event_that_ends_a_stream_is_the_nodes_with_or_without_a_blank_line(
+    tmp_path: Path, line_end: bytes
+) -> None:
+    async def serve(peer: Peer) -> None:
+        request = await peer.request()
+        if request.startswith(b"GET"):
+            models = json.dumps({"data": [{"id": "demo"}]}).encode()
+            await peer.say(b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n" % len(models) + models)
+            return
+        error = b'data: {"error":{"message":"It says so","type":"overloaded_error"}}' + line_end
+        await peer.say(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + TOKEN + error
+        )
+
+    async with raw_server(serve) as server:
+        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
+        async with running_gateway(tmp_path, [node], {"retries": {"attempts": 1}}) as running:
+            ended: list[RequestRecord] = []
+            running.gateway.bus.subscribe(RequestRecord, ended.append)
+            body = {"messages": MESSAGES, "stream": True}
+            reply = await running.client.post("/v1/chat/completions", json=body)
+            assert "yes" in reply.text
+            assert "It says so" in reply.text
+            await until(lambda: len(running.gateway.registry) == 0)
+            running.gateway.bus.flush()
+            assert [record.status for record in ended] == [503]
+
+
 @pytest.mark.parametrize(
     ("before", "body", "passes"),
     [
@@ -594,7 +624,7 @@ def test_a_chunk_passes_as_it_came_only_if_it_is_one_more_event_like_the_last(
 
     size, events = b"%x\r\n" % len(body), pipeline.content_events
     chunk = b"%b%b\r\n" % (size, body)
-    assert pipeline.relay_to(write)(chunk, len(size)) is passes
+    assert pipeline.passing_to(write)(chunk, len(size)) is passes
     assert written == ([(body, chunk)] if passes else [])
     assert pipeline.content_events == events + passes
     del recorded[:]
