@@ -118,6 +118,20 @@ def test_a_running_request_is_no_cache_for_another() -> None:
     assert scene.cached("sabd") == 300
 
 
+@pytest.mark.parametrize("change", ["another starts", "the node restarts"])
+def test_what_changes_between_the_look_up_and_the_start_counts(change: str) -> None:
+    scene, prompt = Scene(slots=2, host=0), a_prompt("abcde")
+    scene.ran("abcd")
+    assert scene.cache.lookup(prompt).cached == {0: 400}
+    if change == "another starts":
+        scene.begun("abcdx")
+    else:
+        scene.cache.forget_node(0)
+        scene.cache.resize(0, 2, 0)
+    scene.cache.request_placed(0, prompt)
+    assert scene.cache.nodes[0].running[id(prompt)].predicted == 0
+
+
 def test_a_cut_answer_leaves_the_prompt_and_the_tokens_written() -> None:
     scene = Scene()
     scene.cache.request_dropped(0, scene.begun("sab"), 40)
@@ -181,6 +195,16 @@ class TestLikeLlamaCpp:
             scene.ran(words)
         # Each longer conversation once, and a copy of the first other prompt, whose slot is idle.
         assert sum(len(node.host_prompts) for node in scene.cache.nodes.values()) == 3
+
+    def test_a_copy_that_host_memory_has_evicted_is_made_again(self) -> None:
+        scene = Scene(slots=4, host=500)
+        for words in ("ab", "wxyz", "k"):
+            scene.ran(words)
+        # The copy of the second has evicted that of the first.
+        node = scene.cache.nodes[0]
+        assert [held.tokens for held in node.host_prompts] == [400]
+        scene.begun("q")
+        assert [held.tokens for held in node.host_prompts] == [200, 100]
 
     def test_a_copy_outlives_its_slot_and_a_slot_its_copy(self) -> None:
         scene = Scene(slots=2)
