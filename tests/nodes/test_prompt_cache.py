@@ -120,14 +120,15 @@ def test_a_running_request_is_no_cache_for_another() -> None:
 
 @pytest.mark.parametrize("change", ["another starts", "the node restarts"])
 def test_what_changes_between_the_look_up_and_the_start_counts(change: str) -> None:
-    scene, prompt = Scene(slots=2, host=0), a_prompt("abcde")
-    scene.ran("abcd")
+    scene, prompt = Scene(slots=1), a_prompt("abcde")
+    for words in ("abcd", "wxyz"):
+        scene.ran(words)  # The first one is in host memory.
     assert scene.cache.lookup(prompt).cached == {0: 400}
     if change == "another starts":
         scene.begun("abcdx")
     else:
         scene.cache.forget_node(0)
-        scene.cache.resize(0, 2, 0)
+        scene.cache.resize(0, 1)
     scene.cache.request_placed(0, prompt)
     assert scene.cache.nodes[0].running[id(prompt)].predicted == 0
 
@@ -170,6 +171,8 @@ def test_volatile_lines_that_a_server_reads_lower_predictions_for_such_prompts_o
         # The prompt of an idle slot is copied to host memory when another slot gets work.
         (2, None, ["sysa", "zzzz"], "sysb", {"sysc": 300}),
         (2, 0, ["sysa", "zzzz"], "sysb", {"sysc": 0}),
+        # Of two slots with something in common the one with more is taken.
+        (2, 0, ["a" + 13 * "b", "ac" + 12 * "d"], "acd", {"a" + 14 * "b": 1400}),
     ],
 )
 def test_prompts_are_cached_as_llama_cpp_does(
