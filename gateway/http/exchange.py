@@ -151,7 +151,7 @@ class HttpExchange(EagerTask):
             if not self.disconnected:
                 self.abort()
             return
-        log.error("a request failed", exc_info=error)
+        log.exception("a request failed", exc_info=error)  # noqa: LOG004 - of another call
         if self.response_started:
             self.abort()
         else:

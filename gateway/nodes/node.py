@@ -742,14 +742,14 @@ class Node:
             spec.name,
             spec.tier,
             spec.kind,
-            own.connect,
-            own.first_byte,
-            own.silence,
-            own.total,
-            self.context,
-            self.properties.resume_key(),
-            spec.labels.get(STARTED_BY) == UP,
-            self.upstream,
+            connect_timeout=own.connect,
+            first_byte_timeout=own.first_byte,
+            silence_timeout=own.silence,
+            total_timeout=own.total,
+            context=self.context,
+            resume_key=self.properties.resume_key(),
+            started_by_up=spec.labels.get(STARTED_BY) == UP,
+            connections=self.upstream,
         )
 
     def update_info(self) -> None:

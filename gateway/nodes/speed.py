@@ -424,7 +424,9 @@ class LinearTrend:
         """The line and the evidence for it; None: nothing is known."""
         if not self.level:
             return None
-        return TrendState(self.level, self.slope, self._w, self._x, self._y, self._xx, self._xy)
+        return TrendState(
+            self.level, self.slope, w=self._w, x=self._x, y=self._y, xx=self._xx, xy=self._xy
+        )
 
     def restore(self, state: TrendState | None, kept: float) -> None:
         """Take over this line, with this share of the evidence for it."""

@@ -43,7 +43,7 @@ PROMPT_FIELDS = ("messages", "prompt", "input")  # Fields of `ParsedBody` that h
 MISSING = msgspec.Raw()  # The value of a field that the body does not have
 
 
-class ParsedBody(msgspec.Struct):
+class ParsedBody(msgspec.Struct, gc=False):
     """The fields that decide where a request goes; everything else stays bytes.
 
     Fields that are only ever removed or bounded are here so that their presence is known. What

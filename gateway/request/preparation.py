@@ -396,7 +396,7 @@ class Sender:
         return kept
 
 
-class IncomingRequest(msgspec.Struct, eq=False):
+class IncomingRequest(msgspec.Struct, eq=False, gc=False):
     """A request as it was read: from a client's connection, or from where it was stored."""
 
     id: str
@@ -505,7 +505,8 @@ def prepare(  # noqa: PLR0912 - each call costs
     raw = getattr(parsed, prompt_field) if prompt_field in PROMPT_FIELDS else MISSING
     if isinstance(body, bytes):
         deepest = limits.json_depth
-        depth = nesting_depth(body, deepest) if len(body) > deepest else 0
+        # Each level has two brackets.
+        depth = nesting_depth(body, deepest) if len(body) > 2 * deepest else 0
         if depth > deepest:
             raise errors.nested_too_deeply(deepest)
         needs_vision = False

@@ -352,11 +352,11 @@ class Autoscaler:
                     node.slots_total,
                     max(node.slots_busy, len(node.leases)),
                     others,
-                    lifecycle.started_at,
-                    lifecycle.stopped_at,
-                    lifecycle.retry_at,
-                    node.draining or node in self._tasks,
-                    node.spec.cost_per_hour,
+                    started_at=lifecycle.started_at,
+                    stopped_at=lifecycle.stopped_at,
+                    retry_at=lifecycle.retry_at,
+                    drained=node.draining or node in self._tasks,
+                    cost=node.spec.cost_per_hour,
                 )
             )
         return found

@@ -219,10 +219,10 @@ class DecisionLog:
             now,
             queued.received_at,
             queued.priority,
-            ahead,
-            predicted_wait,
-            waiting,
-            expires_at,
+            ahead=ahead,
+            predicted_wait=predicted_wait,
+            waiting=waiting,
+            expires_at=expires_at,
         )
         self.queueings.append(queueing)
         if self.followed:

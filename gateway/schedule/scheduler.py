@@ -197,10 +197,10 @@ def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> YieldCand
         row.index,
         record.slots,
         request.caller.priority,
-        None if decode_began is None else now - decode_began,
-        placement.seconds_left(now),
-        (placement.prompt_tokens + decoded) / row.prefill_tps,
-        request.caller.times_yielded,
+        decode_seconds=None if decode_began is None else now - decode_began,
+        seconds_left=placement.seconds_left(now),
+        repetition_seconds=(placement.prompt_tokens + decoded) / row.prefill_tps,
+        times_yielded=request.caller.times_yielded,
     )
 
 

@@ -100,7 +100,8 @@ class EagerTask:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._coroutine = None
+        # The task refers to what was raised, whose traceback may refer to this object.
+        self._coroutine = self._task = None
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is not None:
             self.failed(error)

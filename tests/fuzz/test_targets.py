@@ -19,13 +19,15 @@ from tests.fuzz.inputs import (
 )
 from tests.fuzz.modules import MODULES
 
+WITHOUT_TEXT = (b"", b"\0", bytes(6), b"\xff" * 7)
+
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_seed_and_kept_input_passes(name: str) -> None:
     target = target_of(name)
     assert target.name == name
     check = target.make_check()
-    for data in (*target.seeds, *read_corpus(name)):
+    for data in (*target.seeds, *read_corpus(name), *WITHOUT_TEXT):
         check(data)
 
 

@@ -118,6 +118,21 @@ def test_a_running_request_is_no_cache_for_another() -> None:
     assert scene.cached("sabd") == 300
 
 
+@pytest.mark.parametrize("change", ["another starts", "the node restarts"])
+def test_what_changes_between_the_look_up_and_the_start_counts(change: str) -> None:
+    scene, prompt = Scene(slots=1), a_prompt("abcde")
+    for words in ("abcd", "wxyz"):
+        scene.ran(words)  # The first one is in host memory.
+    assert scene.cache.lookup(prompt).cached == {0: 400}
+    if change == "another starts":
+        scene.begun("abcdx")
+    else:
+        scene.cache.forget_node(0)
+        scene.cache.resize(0, 1)
+    scene.cache.request_placed(0, prompt)
+    assert scene.cache.nodes[0].running[id(prompt)].predicted == 0
+
+
 def test_a_cut_answer_leaves_the_prompt_and_the_tokens_written() -> None:
     scene = Scene()
     scene.cache.request_dropped(0, scene.begun("sab"), 40)
@@ -156,6 +171,8 @@ def test_volatile_lines_that_a_server_reads_lower_predictions_for_such_prompts_o
         # The prompt of an idle slot is copied to host memory when another slot gets work.
         (2, None, ["sysa", "zzzz"], "sysb", {"sysc": 300}),
         (2, 0, ["sysa", "zzzz"], "sysb", {"sysc": 0}),
+        # Of two slots with something in common the one with more is taken.
+        (2, 0, ["a" + 13 * "b", "ac" + 12 * "d"], "acd", {"a" + 14 * "b": 1400}),
     ],
 )
 def test_prompts_are_cached_as_llama_cpp_does(
@@ -181,6 +198,16 @@ class TestLikeLlamaCpp:
             scene.ran(words)
         # Each longer conversation once, and a copy of the first other prompt, whose slot is idle.
         assert sum(len(node.host_prompts) for node in scene.cache.nodes.values()) == 3
+
+    def test_a_copy_that_host_memory_has_evicted_is_made_again(self) -> None:
+        scene = Scene(slots=4, host=500)
+        for words in ("ab", "wxyz", "k"):
+            scene.ran(words)
+        # The copy of the second has evicted that of the first.
+        node = scene.cache.nodes[0]
+        assert [held.tokens for held in node.host_prompts] == [400]
+        scene.begun("q")
+        assert [held.tokens for held in node.host_prompts] == [200, 100]
 
     def test_a_copy_outlives_its_slot_and_a_slot_its_copy(self) -> None:
         scene = Scene(slots=2)

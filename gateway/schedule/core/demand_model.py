@@ -485,11 +485,7 @@ class DemandModel:
                 complete=report.complete,
             )
         prompt_key = placement.prompt_key
-        if (
-            prompt_key is None
-            or not isinstance(prompt_key, PromptKey)
-            or not self._row_is_current(placement)
-        ):
+        if not isinstance(prompt_key, PromptKey) or not self._row_is_current(placement):
             return
         if reported is None:
             self.prompt_cache.request_dropped(placement.row.index, prompt_key)
