@@ -6,14 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.events import (
-    MOST_KINDS,
-    AttemptEnded,
-    EndedKind,
-    EventBus,
-    NodeChanged,
-    RequestRecord,
-)
+from gateway.events import MOST_KINDS, AttemptEnded, EndedKind, EventBus, NodeChanged, RequestRecord
 
 
 def changed(name: str) -> NodeChanged:

@@ -13,13 +13,7 @@ import pytest
 
 from gateway.app.assembly import STORE_SECONDS
 from gateway.callers.keys import new_key
-from tests.callers.outages import (
-    Outcome,
-    file_away,
-    file_locked,
-    server_halted,
-    server_killed,
-)
+from tests.callers.outages import Outcome, file_away, file_locked, server_halted, server_killed
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.postgres import needs_postgres, running_postgres

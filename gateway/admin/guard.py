@@ -7,12 +7,7 @@ from collections.abc import Callable, Iterable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.callers.keys import (
-    LOCAL_ADMIN,
-    AdminIdentity,
-    AdminKeys,
-    AdminRole,
-)
+from gateway.callers.keys import LOCAL_ADMIN, AdminIdentity, AdminKeys, AdminRole
 from gateway.errors import GatewayError, truncate_echo
 from gateway.http.request_head import AllowedHosts, is_same_origin
 from gateway.web.asgi import error_response

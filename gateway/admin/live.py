@@ -11,14 +11,7 @@ import contextlib
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,12 +35,7 @@ from gateway.nodes.node import LeasePhase, Node
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 from gateway.watch.audit import AuditTrail
-from gateway.watch.history import (
-    COLUMNS,
-    FleetHistory,
-    Gauges,
-    HistoryPoint,
-)
+from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
 from gateway.watch.problems import (
     USABLE_STATES,
     FleetCondition,

@@ -23,12 +23,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import fetch
 from gateway.nodes.lifecycle import ProbeResult
 from gateway.nodes.node import Node
-from gateway.watch.metrics import (
-    CONTENT_TYPE,
-    METRIC_PREFIX,
-    MetricsPage,
-    labels,
-)
+from gateway.watch.metrics import CONTENT_TYPE, METRIC_PREFIX, MetricsPage, labels
 
 # Nodes that are asked at the same time, but for those that are late. To read the answers of more in
 # one turn of the event loop would hold up requests.

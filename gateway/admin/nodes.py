@@ -17,9 +17,7 @@ from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
 from gateway.schedule.candidates import FleetSync
-from gateway.schedule.core.requests import (
-    NodeSlots,
-)
+from gateway.schedule.core.requests import NodeSlots
 from gateway.web.asgi import JsonResponse, number_parameter
 
 LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0  # seconds

@@ -22,21 +22,10 @@ from gateway.events import RequestRecord
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
-from gateway.schedule.core.requests import (
-    MOST_COMPARED_ROWS,
-    Comparison,
-    Deferral,
-    RowFigures,
-)
+from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, Deferral, RowFigures
 from gateway.schedule.core.selection import cost_of_figures, uncached_tokens
 from gateway.schedule.core.wait_queue import prospects
-from gateway.schedule.decision_log import (
-    MOST_GRANTS,
-    Decision,
-    Grant,
-    Queueing,
-    RememberedRequest,
-)
+from gateway.schedule.decision_log import MOST_GRANTS, Decision, Grant, Queueing, RememberedRequest
 from gateway.schedule.scheduler import Scheduler
 from gateway.watch.history import FleetHistory
 from gateway.web.asgi import JsonResponse

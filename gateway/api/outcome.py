@@ -14,12 +14,7 @@ from gateway.api.json_values import JSON_ERRORS
 from gateway.errors import GatewayError
 from gateway.lease import Fault
 from gateway.terms import Endpoint, Headers
-from gateway.transport.errors import (
-    DECLINED,
-    NodeReportedError,
-    UpstreamError,
-    UpstreamTimeout,
-)
+from gateway.transport.errors import DECLINED, NodeReportedError, UpstreamError, UpstreamTimeout
 
 
 class ResponseOutcome(enum.Enum):

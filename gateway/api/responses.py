@@ -36,12 +36,7 @@ from gateway.api.json_values import (
     parse_object,
 )
 from gateway.api.relayed import INPUT_TOKENS, RelayedApi
-from gateway.api.resuming import (
-    NativeEventRewriter,
-    as_count,
-    is_number,
-    named_event,
-)
+from gateway.api.resuming import NativeEventRewriter, as_count, is_number, named_event
 from gateway.api.tokens import BOUND_NAMES
 from gateway.api.transcript import Transcript
 from gateway.config.settings import Settings

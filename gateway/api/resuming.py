@@ -11,12 +11,7 @@ from gateway.api import sse
 from gateway.api.json_values import InvalidJson, JsonObject, parse_object
 from gateway.api.outcome import error_message, error_status
 from gateway.api.tokens import BOUND_NAMES, largest_bound
-from gateway.api.transcript import (
-    OverlapFilter,
-    OverlapMismatch,
-    SplicePoint,
-    Transcript,
-)
+from gateway.api.transcript import OverlapFilter, OverlapMismatch, SplicePoint, Transcript
 from gateway.transport.errors import InvalidResponse, NodeReportedError
 
 

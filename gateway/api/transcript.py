@@ -23,12 +23,7 @@ from typing import Any
 import msgspec
 
 from gateway.api import sse
-from gateway.api.json_values import (
-    JSON_ERRORS,
-    InvalidJson,
-    JsonObject,
-    parse_object,
-)
+from gateway.api.json_values import JSON_ERRORS, InvalidJson, JsonObject, parse_object
 
 MOST_RAW_BYTES = 32 * 1024  # bytes of events that are kept unparsed: about 150 tokens
 # Chunks that are kept unparsed. A slow stream sends one token per chunk and stays open for long;

@@ -35,12 +35,7 @@ from gateway.app.handover import (
 )
 from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
-from gateway.app.startup import (
-    Options,
-    StartError,
-    check_extras,
-    reread_admin_key,
-)
+from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.callers.callers import is_loopback
 from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AdminKeys, KeyRing

@@ -31,12 +31,7 @@ from gateway.stored.folder import DiskThreads, Folder, FolderFull
 from gateway.stored.response_log import ResponseLogs
 from gateway.stored.results import LineResults
 from gateway.stored.runner import RequestRunner
-from gateway.stored.webhooks import (
-    WebhookEvents,
-    WebhookPoster,
-    WebhookSender,
-    WebhookTargets,
-)
+from gateway.stored.webhooks import WebhookEvents, WebhookPoster, WebhookSender, WebhookTargets
 from gateway.transport.resolver import Resolver
 from gateway.watch.metrics import BatchSample
 from gateway.watch.problems import StorageCondition

@@ -22,13 +22,7 @@ import structlog
 from sqlalchemy import Connection, Row
 
 from gateway.callers.keys import HeldKey, KeyRing, held_key
-from gateway.callers.stored_keys import (
-    StoredKey,
-    key_rows,
-    keys_revision,
-    read_keys,
-    stored_key,
-)
+from gateway.callers.stored_keys import StoredKey, key_rows, keys_revision, read_keys, stored_key
 from gateway.config.keys import KeySpec
 from gateway.store.database import StoreLocation, never_had_keys
 from gateway.store.failures import StoreError, StoreUnavailable

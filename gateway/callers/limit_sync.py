@@ -17,14 +17,7 @@ from typing import Any, NamedTuple
 import structlog
 from sqlalchemy import Connection, Select, and_, case, func, not_, or_, select, true
 
-from gateway.callers.limits import (
-    MINUTE,
-    NO_OTHERS,
-    Account,
-    LedgerSums,
-    LimitBook,
-    OtherUse,
-)
+from gateway.callers.limits import MINUTE, NO_OTHERS, Account, LedgerSums, LimitBook, OtherUse
 from gateway.callers.processes import LOST
 from gateway.callers.windows import DAY, Calendar, month_start
 from gateway.store.schema import open_requests, processes, usage, usage_days

@@ -14,12 +14,7 @@ from functools import partial
 
 from gateway import errors
 from gateway.api import outcome
-from gateway.api.base import (
-    LARGEST_ANSWER_BYTES,
-    Api,
-    AssemblyError,
-    ResponseAssembler,
-)
+from gateway.api.base import LARGEST_ANSWER_BYTES, Api, AssemblyError, ResponseAssembler
 from gateway.api.json_values import SHORT_BODY_BYTES, InvalidJson, parse_object
 from gateway.api.outcome import (
     RequestCancelled,
@@ -38,18 +33,10 @@ from gateway.forward.client_response import (
     EndedStream,
 )
 from gateway.forward.context import MOST_POOL_OVERFLOWS, ForwardContext
-from gateway.forward.event_pipeline import (
-    EventPipeline,
-    TokenIdExtractor,
-    UsageFilter,
-)
+from gateway.forward.event_pipeline import EventPipeline, TokenIdExtractor, UsageFilter
 from gateway.forward.in_flight import PROGRESS_TOKENS, InFlightRequest
 from gateway.forward.multi_prompt import MultiPromptForwarder
-from gateway.forward.resume import (
-    FirstRun,
-    NotResumable,
-    Resumer,
-)
+from gateway.forward.resume import FirstRun, NotResumable, Resumer
 from gateway.forward.stream import ResponseStream, StreamFailed
 from gateway.lease import NOTHING_TRIED, NodeError, NodeInfo, Tried
 from gateway.request import edits

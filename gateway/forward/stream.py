@@ -6,12 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from gateway.api.base import Api
-from gateway.api.outcome import (
-    RequestCancelled,
-    RequestYielded,
-    is_resumable,
-    to_gateway_error,
-)
+from gateway.api.outcome import RequestCancelled, RequestYielded, is_resumable, to_gateway_error
 from gateway.api.transcript import OverlapMismatch, TranscriptRecorder
 from gateway.errors import GatewayError, drop_traceback
 from gateway.forward.attempt import Attempt

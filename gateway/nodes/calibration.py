@@ -27,12 +27,7 @@ import msgspec
 from gateway.events import EventBus, NodeCalibrated
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import probe_slots
-from gateway.nodes.node import (
-    SLOT_LINGER,
-    CalibrationRecord,
-    Lease,
-    Node,
-)
+from gateway.nodes.node import SLOT_LINGER, CalibrationRecord, Lease, Node
 from gateway.terms import Endpoint
 from gateway.transport.errors import InvalidResponse, UpstreamError
 

@@ -17,12 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from gateway.callers.money import (
-    MILLION,
-    AliveNode,
-    GpuPrice,
-    gpu_cost,
-)
+from gateway.callers.money import MILLION, AliveNode, GpuPrice, gpu_cost
 from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, InventoryChanged, ModelsDiffer, NodeChanged, NodeDrift
@@ -36,12 +31,7 @@ from gateway.nodes.health import (
     probe_slots,
 )
 from gateway.nodes.lifecycle import REST_DELAY, ProbeAnswer, ProbeResult
-from gateway.nodes.model_index import (
-    ComparedServer,
-    ModelDifference,
-    ModelIndex,
-    model_differences,
-)
+from gateway.nodes.model_index import ComparedServer, ModelDifference, ModelIndex, model_differences
 from gateway.nodes.node import (
     SLOT_LINGER,
     LearntOfServer,

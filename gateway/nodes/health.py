@@ -20,12 +20,7 @@ from gateway.nodes.lifecycle import (
     probe_delay,
     read_is_sleeping,
 )
-from gateway.nodes.node import (
-    Lease,
-    LeasePhase,
-    Node,
-    NodeState,
-)
+from gateway.nodes.node import Lease, LeasePhase, Node, NodeState
 from gateway.nodes.server_properties import (
     LONGEST_PROPERTY,
     UNREADABLE,

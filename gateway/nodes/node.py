@@ -22,12 +22,7 @@ import msgspec
 from gateway.config.inventory import STARTED_BY, UP, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.lease import NodeInfo
-from gateway.nodes.circuit import (
-    MOST_LIMIT,
-    Circuit,
-    ConcurrencyLimit,
-    KeyRejection,
-)
+from gateway.nodes.circuit import MOST_LIMIT, Circuit, ConcurrencyLimit, KeyRejection
 from gateway.nodes.lifecycle import (
     RECENT_USE,
     REST_DELAY,
@@ -36,18 +31,8 @@ from gateway.nodes.lifecycle import (
     ProbeHistory,
     Sleep,
 )
-from gateway.nodes.server_properties import (
-    ServedAs,
-    ServerProperties,
-    inventory_drift,
-)
-from gateway.nodes.speed import (
-    DegradationDetector,
-    ObservedTiming,
-    Speed,
-    SpeedState,
-    UsualSpeeds,
-)
+from gateway.nodes.server_properties import ServedAs, ServerProperties, inventory_drift
+from gateway.nodes.speed import DegradationDetector, ObservedTiming, Speed, SpeedState, UsualSpeeds
 from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool
 

@@ -36,12 +36,7 @@ from gateway.openapi.paths import (
     Described,
     Parameters,
 )
-from gateway.request.routes import (
-    Route,
-    api_of_path,
-    pages_of,
-    routes_of,
-)
+from gateway.request.routes import Route, api_of_path, pages_of, routes_of
 from gateway.watch.metrics import CONTENT_TYPE
 from gateway.web.site import SITE_ROUTES
 

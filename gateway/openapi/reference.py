@@ -11,11 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from gateway.config.settings import Settings
-from gateway.openapi.bodies import (
-    ADMIN_ERRORS,
-    ERRORS,
-    FIELDS,
-)
+from gateway.openapi.bodies import ADMIN_ERRORS, ERRORS, FIELDS
 from gateway.openapi.document import Operation, operations
 
 PAGE = Path("docs/reference/http.md")

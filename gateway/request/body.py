@@ -21,12 +21,7 @@ from gateway import errors
 from gateway.api.json_values import FIELDS_DECODER, TEXT_DECODER
 from gateway.api.tokens import Number
 from gateway.config.listeners import LimitSettings
-from gateway.request.json_outline import (
-    BodyField,
-    JsonOutline,
-    read_outline,
-    safe_cut,
-)
+from gateway.request.json_outline import BodyField, JsonOutline, read_outline, safe_cut
 from gateway.request.media import (
     UNREADABLE_IMAGE_COST,
     Link,

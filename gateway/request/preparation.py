@@ -20,19 +20,8 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL, ModelRule
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
-from gateway.lease import (
-    KeyedHash,
-    LeaseCaller,
-    LeaseRequest,
-    RequestSize,
-    WantedNode,
-)
-from gateway.request import (
-    edits,
-    media,
-    multipart,
-    request_limits,
-)
+from gateway.lease import KeyedHash, LeaseCaller, LeaseRequest, RequestSize, WantedNode
+from gateway.request import edits, media, multipart, request_limits
 from gateway.request.body import (
     BYTE_ORDER_MARK,
     BYTES_PER_TOKEN,

@@ -19,12 +19,7 @@ import msgspec
 from gateway.api.json_values import FIELDS_DECODER, ITEMS_DECODER, TEXT_DECODER
 from gateway.config.prompts import LONGEST_LINE, literal_prefix, pattern_problem
 from gateway.lease import KeyedHash, PromptKey, block_numbers
-from gateway.request.body import (
-    BYTES_PER_TOKEN,
-    MISSING,
-    Body,
-    LargeBody,
-)
+from gateway.request.body import BYTES_PER_TOKEN, MISSING, Body, LargeBody
 from gateway.request.edits import Edit, raw_fields
 from gateway.request.media import UNREADABLE_IMAGE_TOKENS
 from gateway.request.routes import Route

@@ -18,12 +18,7 @@ from typing import Any
 import msgspec
 
 from gateway import errors
-from gateway.api.json_values import (
-    ITEMS_DECODER,
-    JSON_ERRORS,
-    TEXT_DECODER,
-    VALUE_DECODER,
-)
+from gateway.api.json_values import ITEMS_DECODER, JSON_ERRORS, TEXT_DECODER, VALUE_DECODER
 from gateway.config.listeners import LimitSettings
 from gateway.request.body import MISSING, ParsedBody, nesting_depth
 

@@ -10,21 +10,10 @@ import msgspec
 from gateway.api.base import Api, Page
 from gateway.api.chat import CHAT
 from gateway.api.completions import COMPLETIONS
-from gateway.api.json_values import (
-    ITEMS_DECODER,
-    JSON_ERRORS,
-    InvalidJson,
-    parse_object,
-)
+from gateway.api.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
 from gateway.api.messages import COUNT_TOKENS, MESSAGES
 from gateway.api.native import INFILL, NATIVE
-from gateway.api.ollama import (
-    OLLAMA,
-    OLLAMA_CHAT,
-    OLLAMA_EMBED,
-    OLLAMA_EMBEDDINGS,
-    OLLAMA_GENERATE,
-)
+from gateway.api.ollama import OLLAMA, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE
 from gateway.api.ollama import PAGES as OLLAMA_PAGES
 from gateway.api.relayed import (
     CHAT_COUNT,

@@ -26,9 +26,7 @@ from gateway.config.scheduling import DEFAULT_QUEUE_SHARE
 from gateway.config.settings import Settings
 from gateway.lease import GrantedLease, LeaseRequest, Tried
 from gateway.schedule.candidates import NodeCandidates, NodesByModel
-from gateway.schedule.core.requests import (
-    QueuedRequest,
-)
+from gateway.schedule.core.requests import QueuedRequest
 from gateway.terms import Priority
 
 # Due times of requests that have left, beside two for each that waits, before they are dropped.

@@ -28,9 +28,7 @@ from gateway.nodes.node import Node
 from gateway.nodes.prompt_cache import CacheContents, FleetPromptCache
 from gateway.nodes.speed import Speed
 from gateway.schedule.core.dispatcher import Dispatcher
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
+from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
     EXPLORING_REQUESTS,
     NEGLIGIBLE_COMPLETION,

@@ -24,11 +24,7 @@ import msgspec
 
 from gateway.errors import GatewayError
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried, Usage
-from gateway.schedule.core.requests import (
-    Comparison,
-    Deferral,
-    QueuedRequest,
-)
+from gateway.schedule.core.requests import Comparison, Deferral, QueuedRequest
 from gateway.terms import Priority
 
 # Leases that are remembered: at 5 requests a second, those of a quarter of an hour.

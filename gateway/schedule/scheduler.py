@@ -42,12 +42,7 @@ from gateway.schedule.admission import (
     combine_waits,
     queue_room,
 )
-from gateway.schedule.candidates import (
-    CandidateFinder,
-    FleetSync,
-    NodeCandidates,
-    TierRouter,
-)
+from gateway.schedule.candidates import CandidateFinder, FleetSync, NodeCandidates, TierRouter
 from gateway.schedule.core.batch_slots import (
     ASK_AGAIN_SECONDS,
     IN_VAIN_SECONDS,
@@ -63,13 +58,8 @@ from gateway.schedule.core.batch_slots import (
 )
 from gateway.schedule.core.demand_model import DemandModel, has_long_prompt
 from gateway.schedule.core.dispatcher import Dispatcher, dispatch_rules
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
-from gateway.schedule.core.requests import (
-    QueuedRequest,
-    TierSets,
-)
+from gateway.schedule.core.placement_state import PlacementState
+from gateway.schedule.core.requests import QueuedRequest, TierSets
 from gateway.schedule.core.tiers import SpillReservation, TierPolicy, dearest_token
 from gateway.schedule.decision_log import DecisionLog, Grant, GrantedSlots, PredictionAccuracy
 from gateway.terms import Endpoint, Priority

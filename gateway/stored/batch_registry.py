@@ -34,26 +34,9 @@ from gateway.stored.batch_rows import (
     read_batches,
     resume_batch,
 )
-from gateway.stored.batch_upkeep import (
-    REQUESTS,
-    BatchEnd,
-    BatchUpkeep,
-    Intake,
-)
-from gateway.stored.claims import (
-    UnfinishedWork,
-    job,
-    new_id,
-    result_rows,
-    work_left,
-)
-from gateway.stored.files import (
-    Content,
-    delete_file,
-    find_file,
-    kept_by,
-    kept_too_much,
-)
+from gateway.stored.batch_upkeep import REQUESTS, BatchEnd, BatchUpkeep, Intake
+from gateway.stored.claims import UnfinishedWork, job, new_id, result_rows, work_left
+from gateway.stored.files import Content, delete_file, find_file, kept_by, kept_too_much
 from gateway.stored.folder import (
     DiskThreads,
     Folder,

@@ -56,12 +56,7 @@ from gateway.stored.claims import (
     line_id,
     result_rows,
 )
-from gateway.stored.files import (
-    FILE,
-    KEY_STORAGE_FULL,
-    StoredFile,
-    full_owners,
-)
+from gateway.stored.files import FILE, KEY_STORAGE_FULL, StoredFile, full_owners
 from gateway.stored.folder import (
     STEP_BYTES,
     AppendedFile,

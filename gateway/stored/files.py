@@ -44,12 +44,7 @@ from gateway.store.database import insert_for
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import batches, files, revisions, stored_requests
 from gateway.store.store import Store
-from gateway.stored.claims import (
-    IS_RUNNING,
-    RequestKind,
-    chunks,
-    job,
-)
+from gateway.stored.claims import IS_RUNNING, RequestKind, chunks, job
 from gateway.stored.folder import (
     DiskThreads,
     Folder,

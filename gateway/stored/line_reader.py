@@ -24,12 +24,7 @@ import msgspec
 from gateway.api.json_values import JSON_ERRORS, TEXT_DECODER
 from gateway.api.tokens import BOUND_NAMES, largest_bound
 from gateway.errors import truncate_echo
-from gateway.request.body import (
-    BYTE_ORDER_MARK,
-    BYTES_PER_TOKEN,
-    MISSING,
-    measure_prompt,
-)
+from gateway.request.body import BYTE_ORDER_MARK, BYTES_PER_TOKEN, MISSING, measure_prompt
 
 PIECE_BYTES = 128 << 10  # bytes that are read from the file at a time
 MOST_EMPTY_LINES = 1000  # empty lines that a file may have beside as many as lines: each takes time

@@ -29,20 +29,8 @@ from gateway.callers.processes import ProcessIdentity
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.stored.batch_rows import pause_batch
-from gateway.stored.claims import (
-    RecordedResult,
-    RequestState,
-    StoredRow,
-    job,
-    record,
-)
-from gateway.stored.folder import (
-    AppendedFile,
-    DiskThreads,
-    Folder,
-    FolderError,
-    FolderFull,
-)
+from gateway.stored.claims import RecordedResult, RequestState, StoredRow, job, record
+from gateway.stored.folder import AppendedFile, DiskThreads, Folder, FolderError, FolderFull
 from gateway.stored.line_reader import LineError
 from gateway.stored.runner import Outcome
 

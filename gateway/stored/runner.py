@@ -43,12 +43,7 @@ from gateway.forward.client_response import (
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.header_fields import headers_for_node
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
-from gateway.forward.resume import (
-    FirstRun,
-    NotResumable,
-    is_greedy,
-    node_kind,
-)
+from gateway.forward.resume import FirstRun, NotResumable, is_greedy, node_kind
 from gateway.lease import BatchRoomService, Usage
 from gateway.request.body import Body, TimeSlicer, bytes_to_parse
 from gateway.request.preparation import (
@@ -64,12 +59,7 @@ from gateway.store.failures import StoreError
 from gateway.stored.claims import RowLeases, StoredRow
 from gateway.stored.folder import FolderError
 from gateway.stored.response_events import ResponseEvents, RunEnd
-from gateway.terms import (
-    Caller,
-    Endpoint,
-    Headers,
-    Priority,
-)
+from gateway.terms import Caller, Endpoint, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.watch.request_tracing import RequestTracing
 

@@ -53,12 +53,7 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import (
-    BatchState,
-    StoredRow,
-    job,
-    unlocked,
-)
+from gateway.stored.claims import BatchState, StoredRow, job, unlocked
 from gateway.transport.errors import ConnectFailed
 from gateway.transport.resolver import Resolver
 

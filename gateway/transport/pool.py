@@ -21,12 +21,7 @@ from urllib.parse import urlsplit
 from gateway.config.inventory import NodeSpec, NodeTls
 from gateway.errors import drop_traceback
 from gateway.terms import SegmentedBody
-from gateway.transport.connection import (
-    STALE_SECONDS,
-    LoopTimeout,
-    NodeConnection,
-    TurnLimit,
-)
+from gateway.transport.connection import STALE_SECONDS, LoopTimeout, NodeConnection, TurnLimit
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectFailed,

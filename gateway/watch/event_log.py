@@ -24,12 +24,7 @@ from gateway.events import (
     SlotYielded,
     StreamResumed,
 )
-from gateway.watch.logs import (
-    LEVELS,
-    Logs,
-    escape_unprintable,
-    utc_second,
-)
+from gateway.watch.logs import LEVELS, Logs, escape_unprintable, utc_second
 
 # Outcomes of attempts that are no node's fault: logged at `debug` only.
 BLAMELESS_OUTCOMES = frozenset(

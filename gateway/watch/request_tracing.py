@@ -22,12 +22,7 @@ import structlog
 from gateway.config.telemetry import TracesSettings
 from gateway.events import RequestRecord
 from gateway.schedule.decision_log import Decision, DecisionLog
-from gateway.terms import (
-    Headers,
-    RequestTrace,
-    Traceparent,
-    parse_traceparent,
-)
+from gateway.terms import Headers, RequestTrace, Traceparent, parse_traceparent
 from gateway.watch.spans import EndedRequest
 
 log = structlog.get_logger()

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gateway.events import RequestRecord
-from gateway.schedule.decision_log import (
-    Decision,
-    Grant,
-    Queueing,
-    Refusal,
-)
+from gateway.schedule.decision_log import Decision, Grant, Queueing, Refusal
 from gateway.terms import RequestTrace
 from gateway.watch.event_log import BLAMELESS_OUTCOMES
 from gateway.watch.metrics import OPERATIONS, PROVIDER

@@ -25,12 +25,7 @@ from gateway.request.multipart import (
     form_error,
     parse_field_head,
 )
-from gateway.stored.files import (
-    FileRegistry,
-    StoredFile,
-    file_not_found,
-    file_too_large,
-)
+from gateway.stored.files import FileRegistry, StoredFile, file_not_found, file_too_large
 from gateway.stored.folder import is_file_name
 from gateway.terms import Headers
 from gateway.web.asgi import JsonResponse, listed, page_limit, page_order

@@ -49,12 +49,7 @@ from gateway.http.body_memory import (
     translate_body,
 )
 from gateway.http.exchange import HttpExchange
-from gateway.http.request_head import (
-    HandlerConfig,
-    RequestContext,
-    cors_headers,
-    parse_context,
-)
+from gateway.http.request_head import HandlerConfig, RequestContext, cors_headers, parse_context
 from gateway.http.response_head import (
     early_gateway_header_lines,
     encode_headers,
@@ -67,23 +62,9 @@ from gateway.http.response_head import (
     with_content_type,
 )
 from gateway.lease import LeaseRequest
-from gateway.request.body import (
-    LARGE_BODY_BYTES,
-    SMALL_BODY_BYTES,
-    TimeSlicer,
-    is_slow_to_parse,
-)
-from gateway.request.preparation import (
-    IncomingRequest,
-    Request,
-    read_in_turn,
-    read_request,
-)
-from gateway.request.routes import (
-    ROUTES,
-    Route,
-    routes_of,
-)
+from gateway.request.body import LARGE_BODY_BYTES, SMALL_BODY_BYTES, TimeSlicer, is_slow_to_parse
+from gateway.request.preparation import IncomingRequest, Request, read_in_turn, read_request
+from gateway.request.routes import ROUTES, Route, routes_of
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.watch.request_tracing import RequestTracing

@@ -17,12 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.api.json_values import (
-    FIELDS_DECODER,
-    JSON_ERRORS,
-    InvalidJson,
-    parse_json,
-)
+from gateway.api.json_values import FIELDS_DECODER, JSON_ERRORS, InvalidJson, parse_json
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.body_memory import body_parts, check_plain, content_length
 from gateway.stored.batch_registry import BatchRegistry

@@ -18,11 +18,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
-from tests.admin.browser import (
-    a_browser,
-    a_page,
-    needs_browser,
-)
+from tests.admin.browser import a_browser, a_page, needs_browser
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 

@@ -10,20 +10,8 @@ import pytest
 from playwright.async_api import expect
 
 from gateway.callers.keys import AdminRole
-from tests.admin.browser import (
-    a_browser,
-    a_page,
-    needs_browser,
-)
-from tests.admin.test_dashboard import (
-    ADMIN,
-    KEYS,
-    a_dashboard,
-    a_fleet,
-    node_card,
-    opened,
-    streams,
-)
+from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.test_dashboard import ADMIN, KEYS, a_dashboard, a_fleet, node_card, opened, streams
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
 

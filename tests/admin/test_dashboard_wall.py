@@ -12,12 +12,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.nodes.node import Node
-from tests.admin.browser import (
-    PATIENCE,
-    a_browser,
-    a_page,
-    needs_browser,
-)
+from tests.admin.browser import PATIENCE, a_browser, a_page, needs_browser
 from tests.admin.test_dashboard import a_fleet, opened, streams
 from tests.gateways import Running, running_gateway
 from tests.nodes.build import take

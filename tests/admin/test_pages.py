@@ -7,14 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.admin.app import (
-    CONTENT_TYPES,
-    FILES_PATH,
-    INDEX_PAGE,
-    PAGE,
-    STATIC_FOLDER,
-    load_files,
-)
+from gateway.admin.app import CONTENT_TYPES, FILES_PATH, INDEX_PAGE, PAGE, STATIC_FOLDER, load_files
 from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import bare_gateway

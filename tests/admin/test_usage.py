@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.callers.metered_gateway import (
-    ALICE,
-    CHAT,
-    VIP,
-    chat,
-    metered_gateway,
-    recorded,
-)
+from tests.callers.metered_gateway import ALICE, CHAT, VIP, chat, metered_gateway, recorded
 from tests.web.bare_gateway import bare_gateway, error_of
 
 

@@ -10,14 +10,7 @@ import pytest
 
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, until
-from tests.stored.batch_gateway import (
-    HEADERS,
-    ended,
-    gateway_over,
-    lines,
-    output,
-    submit,
-)
+from tests.stored.batch_gateway import HEADERS, ended, gateway_over, lines, output, submit
 
 pytestmark = pytest.mark.usefixtures("hurried")
 

@@ -24,16 +24,7 @@ import pytest_asyncio
 from gateway.local.demo_model import CHAT_TEMPLATE, DemoShape, write_model
 from gateway.local.plan import plan_local_fleet
 from gateway.local.server import LocalFleet
-from tests.agents.agents import (
-    AGENTS,
-    CONTEXT,
-    IDLE,
-    MODEL,
-    Agent,
-    install,
-    output_of,
-    running,
-)
+from tests.agents.agents import AGENTS, CONTEXT, IDLE, MODEL, Agent, install, output_of, running
 from tests.clients.site import Site, running_site
 from tests.emulator import EmulatedNode
 from tests.gateways import until

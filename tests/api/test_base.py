@@ -14,13 +14,7 @@ import openai
 import pytest
 
 from gateway import errors
-from gateway.api.base import (
-    Api,
-    AssemblyError,
-    ResponseAssembler,
-    StreamEventKind,
-    read_events,
-)
+from gateway.api.base import Api, AssemblyError, ResponseAssembler, StreamEventKind, read_events
 from gateway.api.chat import CHAT
 from gateway.api.completions import COMPLETIONS
 from gateway.api.messages import MESSAGES

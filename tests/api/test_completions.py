@@ -16,23 +16,10 @@ from gateway.api.completions import (
     read_completion,
 )
 from gateway.api.native import NATIVE
-from gateway.api.transcript import (
-    OverlapMismatch,
-    SplicePoint,
-    Transcript,
-    TranscriptRecorder,
-)
+from gateway.api.transcript import OverlapMismatch, SplicePoint, Transcript, TranscriptRecorder
 from gateway.forward.event_pipeline import TokenIdExtractor
 from gateway.transport.errors import InvalidResponse
-from tests.api.events import (
-    IDENTITY,
-    SPLICE_POINT,
-    TIMINGS,
-    USAGE,
-    assembled,
-    event,
-    values,
-)
+from tests.api.events import IDENTITY, SPLICE_POINT, TIMINGS, USAGE, assembled, event, values
 from tests.each_case import each_case
 
 

@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.json_values import (
-    InvalidJson,
-    check_object,
-    parse_json,
-    parse_object,
-)
+from gateway.api.json_values import InvalidJson, check_object, parse_json, parse_object
 from tests.each_case import each_case
 
 VALUES = st.recursive(

@@ -37,14 +37,7 @@ from gateway.api.transcript import Transcript
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.transport.errors import InvalidResponse
-from tests.api.events import (
-    SPLICE_POINT,
-    TIMINGS,
-    answering,
-    assembled,
-    event,
-    values,
-)
+from tests.api.events import SPLICE_POINT, TIMINGS, answering, assembled, event, values
 from tests.each_case import each_case
 from tests.gateways import NO_TLS
 from tests.servers import demo_servers

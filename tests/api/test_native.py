@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.api.base import AssemblyError
-from gateway.api.native import (
-    INFILL,
-    NATIVE,
-    NativeEventsApi,
-    NativeRewriter,
-)
+from gateway.api.native import INFILL, NATIVE, NativeEventsApi, NativeRewriter
 from gateway.api.transcript import Transcript
 from tests.api.events import SPLICE_POINT, assembled, values
 

@@ -35,12 +35,7 @@ from tests.forward.proxy_over_nodes import (
     proxy_over,
     two_nodes,
 )
-from tests.forward.test_resume import (
-    GREEDY,
-    PATHS,
-    check_whole,
-    nodes,
-)
+from tests.forward.test_resume import GREEDY, PATHS, check_whole, nodes
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 

@@ -15,15 +15,7 @@ from msgspec.structs import replace
 from sqlalchemy import insert, select
 from structlog.testing import capture_logs
 
-from gateway.app.learnt import (
-    HALF_LIFE,
-    OLDEST,
-    Demand,
-    LearntFile,
-    LearntMemory,
-    LearntTable,
-    Row,
-)
+from gateway.app.learnt import HALF_LIFE, OLDEST, Demand, LearntFile, LearntMemory, LearntTable, Row
 from gateway.callers.keys import KeyRing
 from gateway.callers.stored_keys import add_keys, revoke_key
 from gateway.config.keys import KeySpec
@@ -40,12 +32,7 @@ from gateway.lease import (
 )
 from gateway.nodes.server_properties import ServerProperties
 from gateway.schedule.core.demand_model import TokenEstimates
-from gateway.schedule.decision_log import (
-    Grant,
-    PredictionAccuracy,
-    RatioCounts,
-    Refusal,
-)
+from gateway.schedule.decision_log import Grant, PredictionAccuracy, RatioCounts, Refusal
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.schema import learnt as table

@@ -5,12 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gateway.app.metering import Metering
-from tests.callers.metered_gateway import (
-    ALICE,
-    chat,
-    metered_gateway,
-    recorded,
-)
+from tests.callers.metered_gateway import ALICE, chat, metered_gateway, recorded
 
 
 def loop_names(metering: Metering) -> list[str]:

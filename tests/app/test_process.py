@@ -9,12 +9,7 @@ import pytest
 import yaml
 
 from gateway.app.assembly import Gateway
-from gateway.app.process import (
-    DUE_AFTER,
-    GARBAGE_SECONDS,
-    collect_garbage,
-    serve,
-)
+from gateway.app.process import DUE_AFTER, GARBAGE_SECONDS, collect_garbage, serve
 from gateway.app.startup import Options, load_checked
 from gateway.watch.logs import set_up_logging
 from tests.emulator import EmulatedNode

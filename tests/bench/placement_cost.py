@@ -15,13 +15,8 @@ import time
 from dataclasses import dataclass, field
 
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
-from gateway.schedule.core.requests import (
-    QueuedRequest,
-    TierSets,
-)
+from gateway.schedule.core.placement_state import PlacementState
+from gateway.schedule.core.requests import QueuedRequest, TierSets
 from gateway.terms import Priority
 
 SYSTEM_TOKENS = 1500.0

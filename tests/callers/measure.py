@@ -26,13 +26,7 @@ from gateway.callers.retention import Retention
 from gateway.config.stored import RetentionSettings
 from gateway.store.database import locate_store
 from gateway.store.store import Store
-from tests.callers.ledger_rows import (
-    DAY,
-    NOON,
-    a_row,
-    add_rows,
-    made_up_rows,
-)
+from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows, made_up_rows
 from tests.postgres import running_postgres
 
 ROWS_AT_ONCE = 5000

@@ -24,12 +24,7 @@ from gateway.callers.callers import (
     proxied_listener_problem,
     public_listener_problem,
 )
-from gateway.callers.keys import (
-    INITIAL_ACCESS,
-    AnonymousAccess,
-    KeyRing,
-    new_key,
-)
+from gateway.callers.keys import INITIAL_ACCESS, AnonymousAccess, KeyRing, new_key
 from gateway.errors import GatewayError
 from gateway.terms import Caller, Headers, Priority
 from tests.callers.test_keys import key_spec

@@ -35,12 +35,7 @@ from gateway.callers.key_sync import (
     count_stored_keys,
 )
 from gateway.callers.keys import ApiKey, KeyRing, new_key
-from gateway.callers.stored_keys import (
-    StoredKey,
-    add_keys,
-    revoke_key,
-    rotate_key,
-)
+from gateway.callers.stored_keys import StoredKey, add_keys, revoke_key, rotate_key
 from gateway.config.keys import KeySpec
 from gateway.store.database import StoreLocation, locate_store, never_had_keys
 from gateway.store.failures import StoreUnavailable

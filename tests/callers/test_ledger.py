@@ -15,13 +15,7 @@ import pytest
 import structlog
 from sqlalchemy import Connection, insert, select
 
-from gateway.callers.ledger import (
-    JOURNALED_WITHIN,
-    ROW_COLUMNS,
-    Ledger,
-    OpenRequest,
-    UsageRow,
-)
+from gateway.callers.ledger import JOURNALED_WITHIN, ROW_COLUMNS, Ledger, OpenRequest, UsageRow
 from gateway.callers.processes import DEAD_SECONDS, MOST_TAKEN, ProcessIdentity
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable

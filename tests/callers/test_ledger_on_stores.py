@@ -22,25 +22,13 @@ from gateway.callers.reports import (
     ReportQuery,
     parse_query,
 )
-from gateway.callers.retention import (
-    Retention,
-    RollUp,
-    RowCounter,
-    give_back_pages,
-)
+from gateway.callers.retention import Retention, RollUp, RowCounter, give_back_pages
 from gateway.config.stored import RetentionSettings
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreError
 from gateway.store.schema import metadata, revisions, usage, usage_days
 from gateway.store.store import Store
-from tests.callers.ledger_rows import (
-    DAY,
-    NOON,
-    a_row,
-    add_rows,
-    count_rows,
-    made_up_rows,
-)
+from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows, count_rows, made_up_rows
 from tests.callers.test_reports import read
 
 MIDNIGHT = NOON - DAY / 2

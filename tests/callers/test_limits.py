@@ -25,12 +25,7 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
 from gateway.terms import Caller, Priority
-from tests.callers.build import (
-    NOW,
-    Clocks,
-    a_caller,
-    a_lease_request,
-)
+from tests.callers.build import NOW, Clocks, a_caller, a_lease_request
 from tests.each_case import each_case
 
 DAY = 86400.0

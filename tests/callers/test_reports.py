@@ -40,21 +40,8 @@ from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import metadata, node_hours, open_requests, revisions
 from gateway.store.store import Store
 from gateway.terms import Caller, Priority
-from tests.callers.ledger_rows import (
-    DAY,
-    NOON,
-    a_row,
-    add_rows,
-)
-from tests.callers.metered_gateway import (
-    ALICE,
-    CHAT,
-    VIP,
-    bearer,
-    chat,
-    metered_gateway,
-    recorded,
-)
+from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows
+from tests.callers.metered_gateway import ALICE, CHAT, VIP, bearer, chat, metered_gateway, recorded
 from tests.each_case import each_case
 from tests.gateways import Running
 

@@ -13,15 +13,7 @@ import openai as package
 import pytest
 import pytest_asyncio
 
-from tests.clients.site import (
-    FIXED,
-    HELLO,
-    Site,
-    broken_off,
-    busy,
-    running_site,
-    until_busy,
-)
+from tests.clients.site import FIXED, HELLO, Site, broken_off, busy, running_site, until_busy
 from tests.gateways import NO_TLS, until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]

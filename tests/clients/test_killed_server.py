@@ -17,12 +17,7 @@ import pytest
 from gateway.events import StreamResumed
 from gateway.local.server import LocalFleet, ServerSpec
 from gateway.nodes.node import NodeState
-from tests.clients.site import (
-    HELLO,
-    Site,
-    busy,
-    running_site,
-)
+from tests.clients.site import HELLO, Site, busy, running_site
 from tests.gateways import until
 from tests.servers import demo_model, server_binary
 

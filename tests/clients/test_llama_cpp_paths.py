@@ -8,12 +8,7 @@ import httpx
 import pytest
 
 from tests.clients.conftest import CONTEXT
-from tests.clients.site import (
-    FIXED,
-    HELLO,
-    UNCACHED,
-    Site,
-)
+from tests.clients.site import FIXED, HELLO, UNCACHED, Site
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
 

@@ -9,15 +9,7 @@ import httpx
 import pytest
 
 from tests.clients import npm
-from tests.clients.site import (
-    FIXED,
-    HELLO,
-    Site,
-    broken_off,
-    busy,
-    running_site,
-    until_busy,
-)
+from tests.clients.site import FIXED, HELLO, Site, broken_off, busy, running_site, until_busy
 from tests.gateways import until
 from tests.servers import running_demo_servers
 

@@ -14,12 +14,7 @@ import pytest_asyncio
 
 from gateway.events import StreamResumed
 from tests.clients import npm
-from tests.clients.site import (
-    FIXED,
-    HELLO,
-    Site,
-    running_site,
-)
+from tests.clients.site import FIXED, HELLO, Site, running_site
 from tests.gateways import until
 from tests.servers import running_demo_servers
 

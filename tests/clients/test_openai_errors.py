@@ -19,14 +19,7 @@ from openai import AsyncOpenAI
 
 from gateway.callers.keys import new_key
 from tests.clients.conftest import CONTEXT
-from tests.clients.site import (
-    FIXED,
-    HELLO,
-    Site,
-    busy,
-    running_site,
-    until_busy,
-)
+from tests.clients.site import FIXED, HELLO, Site, busy, running_site, until_busy
 from tests.each_case import each_case
 from tests.gateways import NO_TLS, until
 from tests.servers import running_demo_servers

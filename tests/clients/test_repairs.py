@@ -12,16 +12,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from tests.clients.site import HELLO, Site, running_site
-from tests.clients.test_server_gaps import (
-    ASK,
-    CALL,
-    CITY,
-    MESSAGE,
-    REFUSED,
-    obeys,
-    post,
-    streamed,
-)
+from tests.clients.test_server_gaps import ASK, CALL, CITY, MESSAGE, REFUSED, obeys, post, streamed
 from tests.gateways import until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]

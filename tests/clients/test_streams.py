@@ -11,14 +11,7 @@ import httpx
 import pytest
 
 from gateway.app.assembly import Timings
-from tests.clients.site import (
-    FIXED,
-    HELLO,
-    UNCACHED,
-    Site,
-    running_site,
-    until_busy,
-)
+from tests.clients.site import FIXED, HELLO, UNCACHED, Site, running_site, until_busy
 from tests.gateways import until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]

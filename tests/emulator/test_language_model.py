@@ -3,12 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.emulator.language_model import (
-    WORDS,
-    detokenize,
-    expected_text,
-    tokenize,
-)
+from tests.emulator.language_model import WORDS, detokenize, expected_text, tokenize
 
 
 @given(st.text(), st.integers(0, 30), st.integers(0, 30))

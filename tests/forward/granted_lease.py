@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.lease import (
-    ExpectedReading,
-    GrantedLease,
-    NodeInfo,
-)
+from gateway.lease import ExpectedReading, GrantedLease, NodeInfo
 from gateway.request.preparation import Request
 from gateway.terms import Caller, Priority
 from tests.lease_requests import a_lease_request

@@ -19,12 +19,7 @@ from gateway.transport.errors import InvalidResponse
 from tests.api.events import read_stream, values
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.forward.proxy_over_nodes import (
-    BODIES,
-    GENERATION_PATHS,
-    MESSAGES,
-    proxy_over,
-)
+from tests.forward.proxy_over_nodes import BODIES, GENERATION_PATHS, MESSAGES, proxy_over
 from tests.gateways import Running, running_gateway, until
 from tests.servers import start_demo_servers
 from tests.transport.raw import Peer, raw_server

@@ -29,19 +29,9 @@ from gateway.forward.resume import (
 )
 from gateway.nodes.node import LeasePhase, NodeState
 from gateway.request.routes import ROUTES
-from tests.clients.site import (
-    Site,
-    broken_off,
-    busy,
-    until_busy,
-)
+from tests.clients.site import Site, broken_off, busy, until_busy
 from tests.emulator import EmulatedNode
-from tests.forward.proxy_over_nodes import (
-    A_FIRST,
-    ProxyOverNodes,
-    Stream,
-    proxy_over,
-)
+from tests.forward.proxy_over_nodes import A_FIRST, ProxyOverNodes, Stream, proxy_over
 from tests.forward.test_attempt import nobody_answers
 from tests.forward.test_event_pipeline import AFTER, BREAKS, check_failed
 from tests.gateways import running_gateway, until

@@ -19,17 +19,8 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
 from gateway.nodes.model_index import ModelIndex
-from gateway.request.body import (
-    LargeBody,
-    parse_body,
-    read_large_body,
-)
-from gateway.request.json_outline import (
-    DEFAULT_SIZES,
-    JsonOutline,
-    ScanSizes,
-    read_outline,
-)
+from gateway.request.body import LargeBody, parse_body, read_large_body
+from gateway.request.json_outline import DEFAULT_SIZES, JsonOutline, ScanSizes, read_outline
 from gateway.request.preparation import (
     IncomingRequest,
     ModelAliases,

@@ -14,12 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count as count_from
 
-from gateway.callers.limits import (
-    MINUTE,
-    Account,
-    LimitBook,
-    Reservation,
-)
+from gateway.callers.limits import MINUTE, Account, LimitBook, Reservation
 from gateway.callers.windows import DAY, WINDOW_PARTS
 from gateway.config.keys import GroupSpec, LimitSpec, parse_budget
 from gateway.config.settings import Settings

@@ -14,12 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from gateway.api import sse
-from gateway.api.base import (
-    Api,
-    AssemblyError,
-    ResponseAssembler,
-    ResponseRewriter,
-)
+from gateway.api.base import Api, AssemblyError, ResponseAssembler, ResponseRewriter
 from gateway.api.chat import CHAT
 from gateway.api.completions import COMPLETIONS
 from gateway.api.json_values import run_at_once

@@ -12,11 +12,7 @@ import pytest
 
 from tests.fuzz.__main__ import target_of
 from tests.fuzz.api import fuzz_api
-from tests.fuzz.inputs import (
-    read_corpus,
-    timed,
-    write_corpus,
-)
+from tests.fuzz.inputs import read_corpus, timed, write_corpus
 from tests.fuzz.modules import MODULES
 
 WITHOUT_TEXT = (b"", b"\0", bytes(6), b"\xff" * 7)

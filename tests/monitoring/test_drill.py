@@ -27,12 +27,7 @@ from textual.widgets import Static
 from gateway.callers.keys import ApiKey, new_key
 from gateway.cli.client import AdminClient
 from gateway.cli.top.app import Top
-from tests.admin.browser import (
-    WatchedPage,
-    a_browser,
-    a_page,
-    needs_browser,
-)
+from tests.admin.browser import WatchedPage, a_browser, a_page, needs_browser
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS

@@ -16,13 +16,7 @@ from gateway.events import EventBus, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
-from gateway.nodes.node import (
-    Lease,
-    LeaseTerms,
-    Node,
-    NodeSettings,
-    NodeState,
-)
+from gateway.nodes.node import Lease, LeaseTerms, Node, NodeSettings, NodeState
 from gateway.nodes.speed import Speed
 from gateway.nodes.state_files import DrainedNodes, PropertiesStore
 from gateway.transport.pool import ConnectionPool, open_node_pool

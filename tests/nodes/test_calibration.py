@@ -15,24 +15,12 @@ import pytest
 
 from gateway.config.inventory import NodeSpec
 from gateway.events import EventBus, NodeCalibrated
-from gateway.nodes.calibration import (
-    MOST_AT_ONCE,
-    Calibrator,
-    due,
-    shown_timings,
-)
+from gateway.nodes.calibration import MOST_AT_ONCE, Calibrator, due, shown_timings
 from gateway.nodes.node import MOST_CALIBRATIONS, Node, NodeState
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
-from tests.nodes.build import (
-    Clock,
-    Running,
-    a_fleet,
-    a_node,
-    a_spec,
-    take,
-)
+from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, take
 from tests.virtual import in_virtual_time, now
 
 HALF: dict[str, Any] = {"prefill_tps": 200.0, "decode_tps": 20.0, "prefill_stalls": True}

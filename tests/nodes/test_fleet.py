@@ -28,12 +28,7 @@ from gateway.nodes.fleet import (
     most_hold,
     released_slots,
 )
-from gateway.nodes.node import (
-    Lease,
-    LeasePhase,
-    Node,
-    NodeState,
-)
+from gateway.nodes.node import Lease, LeasePhase, Node, NodeState
 from gateway.nodes.state_files import DrainedNodes
 from gateway.transport.pool import ConnectionPool, open_node_pool
 from tests.each_case import each_case

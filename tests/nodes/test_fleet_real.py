@@ -14,14 +14,7 @@ import httpx
 import pytest
 
 from gateway.nodes.node import LeasePhase, Node, NodeState
-from tests.nodes.build import (
-    Running,
-    a_fleet,
-    a_spec,
-    is_held,
-    seconds_per_token,
-    take,
-)
+from tests.nodes.build import Running, a_fleet, a_spec, is_held, seconds_per_token, take
 from tests.servers import running_demo_servers
 from tests.transport.pool_client import pool_client
 

@@ -33,15 +33,7 @@ from gateway.transport.pool import open_node_pool
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
-from tests.nodes.build import (
-    Clock,
-    Running,
-    a_fleet,
-    a_node,
-    a_spec,
-    inventory,
-    take,
-)
+from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, inventory, take
 from tests.servers import running_demo_servers
 from tests.transport.pool_client import pool_client
 from tests.transport.raw import Peer, raw_server

@@ -33,15 +33,7 @@ from gateway.nodes.speed import (
 from gateway.workshop.plan.catalogue import packaged_catalogue
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.nodes.build import (
-    Clock,
-    Running,
-    a_fleet,
-    a_node,
-    a_spec,
-    seconds_per_token,
-    take,
-)
+from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, seconds_per_token, take
 from tests.transport.pool_client import pool_client
 from tests.virtual import in_virtual_time, now
 

@@ -14,12 +14,7 @@ from gateway.events import (
     RequestRecord,
     WebhookAttempted,
 )
-from gateway.openapi.bodies import (
-    ERROR_HEADERS,
-    ERRORS,
-    REQUEST_HEADERS,
-    RESPONSE_HEADERS,
-)
+from gateway.openapi.bodies import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS
 from gateway.openapi.reference import renewed, tables
 from gateway.watch.metrics import (
     BatchSample,

@@ -9,13 +9,7 @@ import msgspec
 import pytest
 
 from gateway.api import sse
-from gateway.local.demo_model import (
-    CHAT_TEMPLATE,
-    DEMO_SHAPES,
-    Token,
-    TokenType,
-    write_model,
-)
+from gateway.local.demo_model import CHAT_TEMPLATE, DEMO_SHAPES, Token, TokenType, write_model
 from tests.gateways import Running, running_gateway
 from tests.reliability.cuts import SETTINGS
 from tests.reliability.cutting_proxy import CutPlan, cutting_proxies

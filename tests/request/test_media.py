@@ -21,15 +21,7 @@ from gateway.request.media import (
     measure_media,
 )
 from tests.each_case import each_case
-from tests.forward.pictures import (
-    bmp,
-    data_url,
-    gif,
-    jpeg,
-    png,
-    wav,
-    webp,
-)
+from tests.forward.pictures import bmp, data_url, gif, jpeg, png, wav, webp
 
 IMAGES = [
     png(560, 280), gif(560, 280), bmp(560, 280), webp(b"VP8X", 560, 280), webp(b"VP8L", 560, 280),

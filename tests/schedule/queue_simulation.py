@@ -9,14 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
-from gateway.schedule.core.requests import (
-    NodeSlots,
-    QueuedRequest,
-    TierSets,
-)
+from gateway.schedule.core.placement_state import PlacementState
+from gateway.schedule.core.requests import NodeSlots, QueuedRequest, TierSets
 from gateway.terms import Priority
 
 _numbers = itertools.count(1)

@@ -29,9 +29,7 @@ from gateway.schedule.admission import (
     combine_waits,
 )
 from gateway.schedule.candidates import NodeCandidates
-from gateway.schedule.core.requests import (
-    QueuedRequest,
-)
+from gateway.schedule.core.requests import QueuedRequest
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 from tests.calls import count_calls

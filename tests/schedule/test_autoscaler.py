@@ -29,15 +29,7 @@ from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 from tests.schedule import machine
 from tests.schedule.cloud import Cloud
-from tests.schedule.standby_site import (
-    MODEL,
-    ask,
-    metrics,
-    order,
-    settings,
-    shown,
-    until_state,
-)
+from tests.schedule.standby_site import MODEL, ask, metrics, order, settings, shown, until_state
 from tests.virtual import in_virtual_time, now
 
 LEFT, RIGHT = new_key("left"), new_key("right")

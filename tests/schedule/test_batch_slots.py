@@ -29,25 +29,13 @@ from gateway.schedule.core.batch_slots import (
     room_for_batch,
 )
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
-from gateway.schedule.core.requests import (
-    CandidateSet,
-    QueuedRequest,
-)
+from gateway.schedule.core.placement_state import PlacementState
+from gateway.schedule.core.requests import CandidateSet, QueuedRequest
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Priority
 from tests.each_case import each_case
 from tests.nodes.build import Clock
-from tests.schedule.build import (
-    a_request,
-    a_scheduler,
-    lease_at_once,
-    node,
-    settle,
-    start_lease,
-)
+from tests.schedule.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 
 RESERVE = {"batch": {"reserve_slots": 0.5}}
 

@@ -11,9 +11,7 @@ from gateway.errors import GatewayError
 from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey, Tried
 from gateway.nodes.node import Node, NodeState
 from gateway.schedule.candidates import CandidateFinder, NodeCandidates, with_context
-from gateway.schedule.core.requests import (
-    NodeSlots,
-)
+from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.scheduler import Scheduler
 from tests.each_case import each_case
 from tests.nodes.build import take

@@ -37,14 +37,7 @@ from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
 from tests.emulator import EmulatedNode
 from tests.nodes.build import Clock, a_spec
-from tests.schedule.build import (
-    a_request,
-    a_scheduler,
-    failed_on,
-    node,
-    settle,
-    start_lease,
-)
+from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle, start_lease
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway
 

@@ -21,19 +21,10 @@ from gateway.schedule.core.demand_model import (
     SessionAffinity,
     TokenEstimates,
 )
-from gateway.schedule.core.requests import (
-    QueuedRequest,
-)
+from gateway.schedule.core.requests import QueuedRequest
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from tests.each_case import each_case
-from tests.schedule.build import (
-    a_request,
-    a_scheduler,
-    lease_at_once,
-    node,
-    settle,
-    start_lease,
-)
+from tests.schedule.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 from tests.schedule.queue_simulation import QueueSimulation
 
 USED = Usage(1000, 0, 5)

@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.schedule.core.dispatcher import MOST_DECLINES, DispatchRules, StarvationGuard
-from gateway.schedule.core.requests import (
-    QueuedRequest,
-)
+from gateway.schedule.core.requests import QueuedRequest
 from gateway.schedule.core.selection import POLICIES
 from gateway.terms import Priority
 from tests.each_case import each_case

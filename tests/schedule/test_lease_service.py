@@ -24,12 +24,7 @@ from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.schedule.lease_service import LocalLeaseService
 from tests.each_case import each_case
 from tests.nodes.build import Clock
-from tests.schedule.build import (
-    a_request,
-    a_scheduler,
-    failed_on,
-    node,
-)
+from tests.schedule.build import a_request, a_scheduler, failed_on, node
 
 USAGE = Usage(100, 20, 50)
 

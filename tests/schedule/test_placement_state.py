@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.schedule.core import requests
 from gateway.schedule.core.dispatcher import DispatchRules
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-    spread_reserve,
-)
+from gateway.schedule.core.placement_state import PlacementState, spread_reserve
 from gateway.schedule.core.requests import (
     DEFAULT_COMPLETION_TOKENS,
     MOST_PENALTY_SECONDS,
@@ -22,12 +19,7 @@ from gateway.schedule.core.requests import (
 )
 from gateway.terms import Priority
 from tests.each_case import each_case
-from tests.schedule.build import (
-    a_request,
-    a_scheduler,
-    lease_at_once,
-    node,
-)
+from tests.schedule.build import a_request, a_scheduler, lease_at_once, node
 from tests.schedule.queue_simulation import QueueSimulation
 
 

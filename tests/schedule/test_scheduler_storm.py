@@ -18,13 +18,7 @@ from gateway.schedule.admission import Waiter
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Priority
 from tests.nodes.build import Clock
-from tests.schedule.build import (
-    a_request,
-    a_scheduler,
-    node,
-    settle,
-    take_record,
-)
+from tests.schedule.build import a_request, a_scheduler, node, settle, take_record
 from tests.virtual import VirtualLoop
 
 SLOTS = {"a": 1, "b": 2, "c": 4}

@@ -10,11 +10,7 @@ import pytest
 
 from gateway.schedule.candidates import HOPE_AWAITED, HOPE_GUESSED, HOPE_UNKNOWN
 from gateway.schedule.core.dispatcher import DispatchRules
-from gateway.schedule.core.requests import (
-    EXPLORING_REQUESTS,
-    MOST_COMPARED_ROWS,
-    AvailableRows,
-)
+from gateway.schedule.core.requests import EXPLORING_REQUESTS, MOST_COMPARED_ROWS, AvailableRows
 from gateway.schedule.core.selection import (
     POLICIES,
     CostColumns,

@@ -7,9 +7,7 @@ from collections import Counter
 
 import pytest
 
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
+from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
     LEAST_UNCACHED_TOKENS,
     WARM_ROWS_PER_REQUEST,

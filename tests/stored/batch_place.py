@@ -26,13 +26,7 @@ from gateway.store.database import locate_store
 from gateway.store.store import Store
 from gateway.stored.batch_registry import BatchRegistry, NewBatch
 from gateway.stored.batch_rows import Batch, EndListener
-from gateway.stored.claims import (
-    Pick,
-    RequestKind,
-    StoredRow,
-    claim,
-    job,
-)
+from gateway.stored.claims import Pick, RequestKind, StoredRow, claim, job
 from gateway.stored.files import FileRegistry
 from gateway.stored.folder import ID_FILE, DiskThreads, Folder
 from gateway.stored.results import LineResults

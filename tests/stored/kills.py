@@ -33,12 +33,7 @@ import yaml
 
 from gateway.callers.keys import new_key
 from gateway.local.server import claim_port, claimed_port
-from tests.callers.kills import (
-    HOST,
-    LIMIT,
-    Site,
-    rows_of,
-)
+from tests.callers.kills import HOST, LIMIT, Site, rows_of
 from tests.emulator import EmulatedNode
 from tests.emulator.request_body import expected_chat_text
 from tests.gateways import NO_TLS, until

@@ -24,13 +24,7 @@ import httpx
 from gateway.stored import line_reader
 from tests.emulator import EmulatedNode
 from tests.gateways import Running
-from tests.stored.batch_gateway import (
-    HEADERS,
-    gateway_over,
-    output,
-    show,
-    submit,
-)
+from tests.stored.batch_gateway import HEADERS, gateway_over, output, show, submit
 from tests.stored.virtual_store import store_in_virtual_time
 from tests.virtual import in_virtual_time, now
 

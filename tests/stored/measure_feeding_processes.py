@@ -26,20 +26,12 @@ import httpx
 import yaml
 
 from gateway.local.server import claim_port, claimed_port
-from gateway.schedule.core.placement_state import (
-    spread_reserve,
-)
+from gateway.schedule.core.placement_state import spread_reserve
 from tests.callers import kills
 from tests.gateways import NO_TLS
 from tests.stored.batch_gateway import HEADERS, key
 from tests.stored.kills import Caller
-from tests.stored.measure_feeding import (
-    SAMPLE_SECONDS,
-    Site,
-    chats_of,
-    lines,
-    told,
-)
+from tests.stored.measure_feeding import SAMPLE_SECONDS, Site, chats_of, lines, told
 
 HOST, LIMIT = "127.0.0.1", 60.0
 FILL_SECONDS = 20.0

@@ -14,15 +14,7 @@ from statistics import median, quantiles
 
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import ProxyOverNodes, proxy_over
-from tests.stored.test_yielding import (
-    CALM,
-    CHAT,
-    ROW,
-    in_decode,
-    message,
-    start_row,
-    ttft,
-)
+from tests.stored.test_yielding import CALM, CHAT, ROW, in_decode, message, start_row, ttft
 from tests.stored.test_yielding import yields_of as cuts_of
 from tests.virtual import in_virtual_time, now
 

@@ -13,12 +13,7 @@ from gateway.api.json_values import JsonObject
 from gateway.app.assembly import Gateway
 from gateway.stored.folder import DiskThreads, Folder
 from gateway.stored.response_events import ResponseEvents, queued_response
-from gateway.stored.response_log import (
-    TERMINAL_TYPES,
-    ResponseLogs,
-    event_data,
-    split_events,
-)
+from gateway.stored.response_log import TERMINAL_TYPES, ResponseLogs, event_data, split_events
 from gateway.stored.runner import Outcome
 from tests.stored.stored_rows import to_run
 

@@ -30,13 +30,7 @@ from gateway.stored.background_requests import (
     keep_background,
     waiting_owners,
 )
-from gateway.stored.claims import (
-    RequestKind,
-    RequestState,
-    StoredRow,
-    job,
-    put_back,
-)
+from gateway.stored.claims import RequestKind, RequestState, StoredRow, job, put_back
 from gateway.stored.files import kept_by
 from gateway.stored.folder import ID_FILE, FolderError
 from tests.emulator import EmulatedNode

@@ -5,12 +5,7 @@ from typing import Any
 
 from gateway.store.store import Store
 from gateway.stored import batch_rows, files
-from gateway.stored.batch_rows import (
-    Batch,
-    DueBatch,
-    add_batch,
-    read_batches,
-)
+from gateway.stored.batch_rows import Batch, DueBatch, add_batch, read_batches
 from gateway.stored.claims import (
     BatchState,
     RequestKind,

@@ -18,12 +18,7 @@ from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
 from gateway.store.schema import batches, files, stored_requests
 from gateway.stored.batch_rows import Batch
 from gateway.stored.batch_upkeep import CLEAN_SECONDS, UNAVAILABLE_SECONDS, input_place
-from gateway.stored.claims import (
-    BatchState,
-    RequestState,
-    StoredRow,
-    result_rows,
-)
+from gateway.stored.claims import BatchState, RequestState, StoredRow, result_rows
 from gateway.stored.folder import FolderError, FolderFull
 from gateway.stored.results import ResultReader
 from tests.gateways import until

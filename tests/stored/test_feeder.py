@@ -21,13 +21,7 @@ from gateway.store.failures import StoreUnavailable
 from gateway.store.store import Store
 from gateway.stored.batch_rows import pause_batch
 from gateway.stored.claims import Pick, RequestKind, job
-from gateway.stored.feeder import (
-    IDLE_SECONDS,
-    READ_SECONDS,
-    Supply,
-    read_prefixes,
-    read_waiting,
-)
+from gateway.stored.feeder import IDLE_SECONDS, READ_SECONDS, Supply, read_prefixes, read_waiting
 from gateway.stored.feeding import PrefixGroup, Want
 from gateway.stored.runner import RequestTarget
 from gateway.terms import Priority
@@ -46,15 +40,7 @@ from tests.stored.batch_gateway import (
     virtual_gateway_over,
 )
 from tests.stored.measure_feeding import Site, chats_beside
-from tests.stored.stored_rows import (
-    FOLDER,
-    NOW,
-    a_batch,
-    a_line,
-    begin,
-    claim,
-    do,
-)
+from tests.stored.stored_rows import FOLDER, NOW, a_batch, a_line, begin, claim, do
 from tests.stored.virtual_store import store_in_virtual_time
 from tests.virtual import in_virtual_time, now
 

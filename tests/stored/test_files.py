@@ -22,12 +22,7 @@ from gateway.store.store import Store
 from gateway.stored.background_requests import add_background, delete_background
 from gateway.stored.batch_registry import NewBatch
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import (
-    BatchState,
-    RequestKind,
-    StoredRow,
-    job,
-)
+from gateway.stored.claims import BatchState, RequestKind, StoredRow, job
 from gateway.stored.files import (
     ORPHAN_SECONDS,
     FileRegistry,
@@ -39,15 +34,7 @@ from gateway.stored.files import (
 )
 from gateway.stored.folder import ID_FILE, Folder
 from tests.store.stores import LIMIT, opened
-from tests.stored.batch_place import (
-    HOUR,
-    BatchPlace,
-    answer,
-    batch_place,
-    count,
-    jsonl,
-    line,
-)
+from tests.stored.batch_place import HOUR, BatchPlace, answer, batch_place, count, jsonl, line
 
 DAY = 86400.0
 

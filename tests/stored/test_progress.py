@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.stored.batch_rows import (
-    WINDOW_SECONDS,
-    Batch,
-    BatchSpeed,
-    SpeedMeter,
-    progress_of,
-)
+from gateway.stored.batch_rows import WINDOW_SECONDS, Batch, BatchSpeed, SpeedMeter, progress_of
 from gateway.stored.claims import BatchState, WorkLeft
 
 BATCH = Batch(

@@ -19,30 +19,12 @@ from gateway.callers.ledger import Ledger, UsageRow
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import usage
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import (
-    BatchState,
-    RequestState,
-    put_back,
-    release_lost,
-)
+from gateway.stored.claims import BatchState, RequestState, put_back, release_lost
 from gateway.stored.line_reader import LineError
-from gateway.stored.results import (
-    ROW_BYTES,
-    broken_line,
-    is_output,
-    response_line,
-    unanswered_line,
-)
+from gateway.stored.results import ROW_BYTES, broken_line, is_output, response_line, unanswered_line
 from tests.gateways import until
 from tests.store.stores import LIMIT
-from tests.stored.batch_place import (
-    BatchPlace,
-    answer,
-    batch_place,
-    count,
-    killed,
-    line,
-)
+from tests.stored.batch_place import BatchPlace, answer, batch_place, count, killed, line
 
 BROKEN = LineError(3, 10, 5, "ä", True, "invalid_url", "It does not match.", "url")
 

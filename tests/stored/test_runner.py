@@ -17,20 +17,9 @@ from gateway.callers.keys import hash_key
 from gateway.callers.ledger import ROW_COLUMNS
 from gateway.request.body import LARGE_BODY_BYTES
 from gateway.stored.claims import StoredRow
-from gateway.stored.runner import (
-    HeldRow,
-    Outcome,
-    RowDeferred,
-    RowExpired,
-    RowRuns,
-)
+from gateway.stored.runner import HeldRow, Outcome, RowDeferred, RowExpired, RowRuns
 from tests.emulator import EmulatedNode
-from tests.forward.proxy_over_nodes import (
-    A_FIRST,
-    BODIES,
-    ProxyOverNodes,
-    proxy_over,
-)
+from tests.forward.proxy_over_nodes import A_FIRST, BODIES, ProxyOverNodes, proxy_over
 from tests.gateways import until
 from tests.stored.stored_rows import to_run
 from tests.virtual import in_virtual_time

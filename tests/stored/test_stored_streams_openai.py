@@ -19,12 +19,7 @@ from starlette.routing import Route
 from gateway.api import sse
 from gateway.stored.response_events import ResponseEvents, current_response
 from gateway.stored.response_log import ResponseLog, ResponseLogs
-from tests.stored.responses_over_nodes import (
-    begin,
-    check_whole,
-    logged,
-    open_logs,
-)
+from tests.stored.responses_over_nodes import begin, check_whole, logged, open_logs
 from tests.stored.test_response_events import node_events
 
 openai = pytest.importorskip("openai")

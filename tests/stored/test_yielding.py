@@ -17,12 +17,7 @@ from gateway.schedule.core import batch_slots
 from gateway.stored.runner import Outcome
 from gateway.terms import Priority
 from tests.emulator import EmulatedNode
-from tests.forward.proxy_over_nodes import (
-    BODIES,
-    ProxyOverNodes,
-    Stream,
-    proxy_over,
-)
+from tests.forward.proxy_over_nodes import BODIES, ProxyOverNodes, Stream, proxy_over
 from tests.forward.test_resume import check_whole, metrics_of
 from tests.gateways import running_gateway, until
 from tests.servers import start_demo_servers

@@ -17,12 +17,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.http.exchange import HttpExchange
 from gateway.http.protocol import BoundedProtocol, protocol_class
 from gateway.request.routes import Route
-from gateway.transport.connection import (
-    TURN_SECONDS,
-    NodeConnection,
-    TurnBoundProtocol,
-    TurnLimit,
-)
+from gateway.transport.connection import TURN_SECONDS, NodeConnection, TurnBoundProtocol, TurnLimit
 from tests.http.recorded_transport import RecordedTransport
 from tests.transport.raw import Silent
 

@@ -14,12 +14,7 @@ from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import audit as audit_table
 from gateway.store.store import Store
-from gateway.watch.audit import (
-    MOST_PENDING,
-    MOST_REFUSED_PENDING,
-    AuditQuery,
-    AuditTrail,
-)
+from gateway.watch.audit import MOST_PENDING, MOST_REFUSED_PENDING, AuditQuery, AuditTrail
 
 LIMIT = 60.0
 T = TypeVar("T")

@@ -8,12 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gateway.watch.logs import set_up_logging
-from gateway.watch.problems import (
-    OVER_SECONDS,
-    Problem,
-    ProblemLog,
-    Severity,
-)
+from gateway.watch.problems import OVER_SECONDS, Problem, ProblemLog, Severity
 
 DOWN = Problem(
     "down:a",

@@ -19,11 +19,7 @@ from gateway.config.keys import NodeLabels
 from gateway.lease import BatchRoom
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FleetSync
-from gateway.schedule.core.requests import (
-    CandidateSet,
-    NodeSlots,
-    QueuedRequest,
-)
+from gateway.schedule.core.requests import CandidateSet, NodeSlots, QueuedRequest
 from gateway.terms import Endpoint, Priority
 
 

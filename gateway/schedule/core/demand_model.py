@@ -29,14 +29,8 @@ from gateway.lease import LeaseRequest, PromptKey, UsageReport
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.schedule.candidates import NodeCandidates
 from gateway.schedule.core.dispatcher import Dispatcher
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
-from gateway.schedule.core.requests import (
-    NEGLIGIBLE_COMPLETION,
-    NodeSlots,
-    QueuedRequest,
-)
+from gateway.schedule.core.placement_state import PlacementState
+from gateway.schedule.core.requests import NEGLIGIBLE_COMPLETION, NodeSlots, QueuedRequest
 
 # Size of a prompt from which on it pays to know at once what earlier ones left in the caches.
 LONG_PROMPT_BYTES = 1024

@@ -32,9 +32,7 @@ from itertools import islice
 
 from gateway.config.scheduling import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
 from gateway.config.settings import Settings
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
+from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
     MOST_TOKENS_PER_REQUEST,
     AvailableRows,

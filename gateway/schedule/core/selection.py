@@ -38,9 +38,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
+from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
     LEAST_UNCACHED_TOKENS,
     MOST_COMPARED_ROWS,

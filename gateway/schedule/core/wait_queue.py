@@ -26,9 +26,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
+from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
     LEAST_UNCACHED_TOKENS,
     CandidateSet,

@@ -36,14 +36,8 @@ from gateway.schedule.core.autoscaling_policy import (
 )
 from gateway.schedule.core.demand_model import TokenEstimates
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.placement_state import (
-    PlacementState,
-)
-from gateway.schedule.core.requests import (
-    NodeSlots,
-    QueuedRequest,
-    TierSets,
-)
+from gateway.schedule.core.placement_state import PlacementState
+from gateway.schedule.core.requests import NodeSlots, QueuedRequest, TierSets
 from gateway.terms import Priority
 from gateway.workshop.simulate.simulation import Front, SimulatedFleet, SimulatedMachine
 from gateway.workshop.simulate.trace import Job, common_tokens

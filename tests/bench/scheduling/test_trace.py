@@ -3,14 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.bench.scheduling.fronts import FAST, SLOTS, SLOW, Speed
-from tests.bench.scheduling.trace import (
-    Least,
-    Shape,
-    make,
-    mean_alone,
-    mean_queued,
-    session_rate,
-)
+from tests.bench.scheduling.trace import Least, Shape, make, mean_alone, mean_queued, session_rate
 
 
 def test_another_rate_has_the_same_conversations_at_other_times() -> None:

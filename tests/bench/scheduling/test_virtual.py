@@ -10,9 +10,7 @@ import pytest
 
 from gateway.lease import LeaseRequest, UsageReport
 from gateway.schedule.core.demand_model import DemandModel
-from gateway.schedule.core.requests import (
-    QueuedRequest,
-)
+from gateway.schedule.core.requests import QueuedRequest
 from tests.bench.scheduling.fronts import FLEET, nodes
 from tests.bench.scheduling.play import Record
 from tests.bench.scheduling.trace import Shape, make, session_rate
