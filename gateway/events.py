@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -373,6 +374,11 @@ class EndedRequests:
 E = TypeVar("E")
 DEFER_SECONDS = 0.05  # Longest delay of deferred work, in seconds
 MOST_DEFERRED = 512  # Pieces of work that may be deferred; one more flushes them all
+
+
+def call_later(seconds: float, work: Callable[[], None]) -> None:
+    """Call `work` on the running event loop after so many seconds."""
+    asyncio.get_running_loop().call_later(seconds, work)
 
 
 class EventBus:

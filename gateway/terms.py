@@ -42,10 +42,9 @@ class Priority(enum.IntEnum):
     # Enum's own hash runs in Python, several times per request.
     __hash__ = int.__hash__
 
-    @property
-    def label(self) -> str:
+    def __init__(self, _: int) -> None:
+        self.label = self._name_.lower()
         """The class's name on the wire: `urgent`, `premium`, `normal`, `batch`."""
-        return _LABELS[self]
 
     @classmethod
     def parse(cls, word: str) -> Priority | None:
@@ -53,8 +52,7 @@ class Priority(enum.IntEnum):
         return _BY_LABEL.get(word.strip().lower())
 
 
-_LABELS = {priority: priority.name.lower() for priority in Priority}
-_BY_LABEL = {label: priority for priority, label in _LABELS.items()}
+_BY_LABEL = {priority.label: priority for priority in Priority}
 
 
 @dataclass(frozen=True, slots=True)

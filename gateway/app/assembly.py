@@ -45,7 +45,7 @@ from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
 from gateway.config.watch import watch_files
-from gateway.events import EventBus, InventoryChanged, SettingsChanged
+from gateway.events import EventBus, InventoryChanged, SettingsChanged, call_later
 from gateway.forward.attempt import TimeoutMonitor
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
@@ -135,9 +135,7 @@ class Gateway:
         self._notifier = SystemdNotifier()
         rng = rng or random.Random()
         self._keyed_hash = KeyedHash(self._inherited.hash_key)
-        self.bus = EventBus(
-            lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
-        )
+        self.bus = EventBus(call_later)
         self._resolver, self._turn_limit = resolver or Resolver(), TurnLimit()
         self.fleet = Fleet(
             connect=functools.partial(

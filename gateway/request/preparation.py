@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace as replace_fields
 
 from gateway import errors
-from gateway.api.json_values import ITEMS_DECODER
+from gateway.api.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
 from gateway.api.tokens import settle_bound
 from gateway.catalog import ServedModels
 from gateway.config.keys import SHARED_CACHE, CachePolicy, NodeLabels
@@ -50,7 +50,7 @@ from gateway.request.prompt_key import (
     build_large_prompt_key,
     build_prompt_key,
 )
-from gateway.request.routes import Route, can_assemble, is_infill
+from gateway.request.routes import Route
 from gateway.terms import Caller, Headers, Priority
 
 MOST_TARGETS = 32  # Models that one alias may resolve to
@@ -792,3 +792,50 @@ def _parse_prompt_list(
 
     sender = replace(incoming.sender, patient=False)
     return parse_prompt_list(incoming.body, raw_prompt, rules.limits, sub_request)
+
+
+def is_infill(route: Route, parsed: ParsedBody) -> bool:
+    """Whether it fills in the middle of a text, as editors ask at each pause of typing."""
+    if route.endpoint == "infill":
+        return True
+    suffix = parsed.suffix
+    return (
+        suffix is not MISSING
+        and route.prompt_field == "prompt"
+        and (len(suffix) > len(b"null") or bytes(suffix) not in _NO_SUFFIX)
+    )
+
+
+_NO_SUFFIX = (b"null", b'""')
+
+_UNASSEMBLABLE = (
+    b'"response_fields"', b'"return_progress"', b'"timings_per_token"', b'"verbose"', b'"echo"',
+    b'"__verbose"',
+)  # fmt: skip
+"""Fields that make a plain response differ from the sum of a stream's events."""
+
+_UNASSEMBLABLE_NAMES = tuple(name.decode().strip('"') for name in _UNASSEMBLABLE)
+
+
+def can_assemble(route: Route, body: Body, messages: msgspec.Raw, slots: int) -> bool:
+    """Whether the plain response to this body can be assembled from its stream.
+
+    If the last message is the assistant's, a plain response repeats it and a stream does not.
+    """
+    api = route.api
+    if api.streaming_fields is None or (slots != 1 and not api.assembles_several_answers):
+        return False
+    if not isinstance(body, bytes):
+        return not body.ends_with_assistant() and not body.has_any(_UNASSEMBLABLE_NAMES)
+    raw = bytes(messages)
+    if b'"assistant"' in raw and _ends_with_assistant(raw):
+        return False
+    return not any(name in body for name in _UNASSEMBLABLE)
+
+
+def _ends_with_assistant(messages: bytes) -> bool:
+    try:
+        last = parse_object(ITEMS_DECODER.decode(messages)[-1])
+    except (*JSON_ERRORS, InvalidJson, IndexError):
+        return True  # the node will say why it is invalid
+    return last.get("role") == "assistant"

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
 from gateway.api.base import Api, Page
 from gateway.api.chat import CHAT
 from gateway.api.completions import COMPLETIONS
-from gateway.api.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
 from gateway.api.messages import COUNT_TOKENS, MESSAGES
 from gateway.api.native import INFILL, NATIVE
 from gateway.api.ollama import OLLAMA, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE
@@ -28,7 +25,6 @@ from gateway.api.relayed import (
 )
 from gateway.api.responses import RESPONSES, RESPONSES_COUNT
 from gateway.config.settings import Settings
-from gateway.request.body import MISSING, Body, ParsedBody
 from gateway.terms import Endpoint
 
 
@@ -110,50 +106,3 @@ NATIVE_ROUTE = ROUTES["/completion"]
 def api_of_path(path: str) -> Api:
     """The API that the errors of a path follow, which may have no route."""
     return next((api for api in (OLLAMA, MESSAGES) if api.owns_path(path)), RELAYED)
-
-
-def is_infill(route: Route, parsed: ParsedBody) -> bool:
-    """Whether it fills in the middle of a text, as editors ask at each pause of typing."""
-    if route.endpoint == "infill":
-        return True
-    suffix = parsed.suffix
-    return (
-        suffix is not MISSING
-        and route.prompt_field == "prompt"
-        and (len(suffix) > len(b"null") or bytes(suffix) not in _NO_SUFFIX)
-    )
-
-
-_NO_SUFFIX = (b"null", b'""')
-
-_UNASSEMBLABLE = (
-    b'"response_fields"', b'"return_progress"', b'"timings_per_token"', b'"verbose"', b'"echo"',
-    b'"__verbose"',
-)  # fmt: skip
-"""Fields that make a plain response differ from the sum of a stream's events."""
-
-_UNASSEMBLABLE_NAMES = tuple(name.decode().strip('"') for name in _UNASSEMBLABLE)
-
-
-def can_assemble(route: Route, body: Body, messages: msgspec.Raw, slots: int) -> bool:
-    """Whether the plain response to this body can be assembled from its stream.
-
-    If the last message is the assistant's, a plain response repeats it and a stream does not.
-    """
-    api = route.api
-    if api.streaming_fields is None or (slots != 1 and not api.assembles_several_answers):
-        return False
-    if not isinstance(body, bytes):
-        return not body.ends_with_assistant() and not body.has_any(_UNASSEMBLABLE_NAMES)
-    raw = bytes(messages)
-    if b'"assistant"' in raw and _ends_with_assistant(raw):
-        return False
-    return not any(name in body for name in _UNASSEMBLABLE)
-
-
-def _ends_with_assistant(messages: bytes) -> bool:
-    try:
-        last = parse_object(ITEMS_DECODER.decode(messages)[-1])
-    except (*JSON_ERRORS, InvalidJson, IndexError):
-        return True  # the node will say why it is invalid
-    return last.get("role") == "assistant"

@@ -129,8 +129,9 @@ class _HandledRequest:
 
     __slots__ = (
         "_allocation", "_body_size", "_context", "_edit_session", "_handler",
-        "_heartbeat", "_in_flight", "_metered", "_node_route", "_rewriter", "config", "exchange",
-        "numbered_heartbeats", "received_at", "record", "request_id", "response", "route",
+        "_heartbeat", "_in_flight", "_node_route", "_reservation", "_rewriter", "config",
+        "exchange", "numbered_heartbeats", "received_at", "record", "request_id", "response",
+        "route",
     )  # fmt: skip
 
     def __init__(self, handler: RequestHandler, route: Route, exchange: HttpExchange) -> None:
@@ -141,7 +142,7 @@ class _HandledRequest:
         self.exchange = exchange
         self.config = handler.config
         self._context: RequestContext | None = None  # None: the caller is not known yet
-        self._metered: Reservation | None = None  # None: it was not admitted
+        self._reservation: Reservation | None = None  # None: it was not admitted
         self._in_flight: InFlightRequest | None = None
         self._edit_session: str | None = None
         """The editor's session, if a newer request of it supersedes this one."""
@@ -193,7 +194,7 @@ class _HandledRequest:
                 request = self._read(context, body)
             else:
                 request = await self._read_in_turn(context, body)
-            self._metered = handler.meter.admit(
+            self._reservation = handler.meter.admit(
                 context.accounts, request.lease_request, record, request.prompts
             )
             shows_progress = context.wants_progress and request.stream and api.has_comments
@@ -496,8 +497,8 @@ class _HandledRequest:
         finally:
             # Whatever fails: else its slot of the limits would be lost.
             record = self.record.finish(self.received_at, handler.clock())
-            if self._metered is not None:
-                handler.meter.ended(self._metered, record)
+            if self._reservation is not None:
+                handler.meter.ended(self._reservation, record)
             else:
                 handler.bus.publish_deferred(record)
             tracing = handler.tracing

@@ -36,7 +36,7 @@ from gateway.request.body import (
     read_large_body,
 )
 from gateway.request.media import find_links
-from gateway.request.preparation import split_prompts
+from gateway.request.preparation import can_assemble, split_prompts
 from gateway.request.prompt_key import (
     BLOCK_BYTES,
     MOST_BLOCKS,
@@ -44,7 +44,7 @@ from gateway.request.prompt_key import (
     build_large_prompt_key,
     build_prompt_key,
 )
-from gateway.request.routes import ROUTES, can_assemble
+from gateway.request.routes import ROUTES
 from tests.each_case import each_case
 from tests.forward.pictures import data_url, png
 

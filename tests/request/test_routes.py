@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from gateway.request.body import parse_body
-from gateway.request.routes import NATIVE_ROUTE, ROUTES, api_of_path, can_assemble, is_infill
+from gateway.request.preparation import can_assemble, is_infill
+from gateway.request.routes import NATIVE_ROUTE, ROUTES, api_of_path
 from tests.each_case import each_case
 
 HELLO = [{"role": "user", "content": "hello"}]
