@@ -153,8 +153,7 @@ class _Chat:
             waited = round(place.waited_seconds, 1)
             where = {"position": place.position, "expected_start": place.expected_seconds}
             return encode_event("waiting", {"seconds": waited, **where})
-        progress = self._in_flight.prefill_progress
-        status = None if progress is None else progress.status(self._handler.clock())
+        status = self._in_flight.prefill_status(self._handler.clock())
         shown: dict[str, Any] = {"node": self._record.node, "percent": None}
         if status is not None:
             shown["percent"] = status.percent

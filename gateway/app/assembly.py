@@ -46,10 +46,9 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
 from gateway.config.watch import watch_files
 from gateway.events import EventBus, InventoryChanged, SettingsChanged, call_later
-from gateway.forward.attempt import TimeoutMonitor
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
-from gateway.forward.in_flight import InFlightRegistry
+from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.http.certificates import CertificateError
 from gateway.http.listener import Listener
 from gateway.http.protocol import LINGER_SECONDS, protocol_class

@@ -16,9 +16,8 @@ from msgspec.structs import replace
 from gateway import errors
 from gateway.api.outcome import fault_of
 from gateway.api.transcript import SplicePoint
-from gateway.events import AttemptEnded, EventBus
-from gateway.forward.attempt import Attempt
-from gateway.forward.in_flight import InFlightRequest
+from gateway.events import AttemptEnded, EventBus, RequestRecord
+from gateway.forward.in_flight import Attempt
 from gateway.lease import (
     NOTHING_CHARGED,
     AttemptCharge,
@@ -117,34 +116,31 @@ class AttemptEnds:
     clock: Callable[[], float]
     quarantine: Quarantine
 
-    def response_completed(
-        self, in_flight: InFlightRequest, attempt: Attempt, sample: bytes
-    ) -> None:
+    def response_completed(self, attempt: Attempt, sample: bytes) -> None:
         """A response was complete; `sample` holds its end, or all of it."""
-        now = self._end(in_flight, attempt, "ok")
+        now = self._end(attempt, "ok")
         if self.quarantine.entries:
-            self.quarantine.clear(in_flight.request)
+            self.quarantine.clear(attempt.request)
         size = len(sample)
         if not attempt.is_sse:
             attempt.drop_content()
             if size > 2 * USAGE_EDGE_BYTES:
                 sample = sample[:USAGE_EDGE_BYTES] + sample[-USAGE_EDGE_BYTES:]
-        self.bus.defer(self._account, in_flight, attempt, "ok", now, sample, size)
+        self.bus.defer(self._account, attempt, "ok", now, sample, size)
 
-    def response_aborted(self, in_flight: InFlightRequest, attempt: Attempt, outcome: str) -> None:
+    def response_aborted(self, attempt: Attempt, outcome: str) -> None:
         """A response that had begun failed, or its client left: the tokens so far count."""
-        now = self._end(in_flight, attempt, outcome, fault_of(outcome, request_took_time=True))
+        now = self._end(attempt, outcome, fault_of(outcome, request_took_time=True))
         if outcome == ConnectionReset.outcome:
-            self.node_lost(in_flight, attempt)
+            self.node_lost(attempt)
         # What fails now may have come to its end before.
         events = attempt.events
         sample = events.last_events if events is not None and events.ended else b""
         size = len(attempt.content)
-        self.bus.defer(self._account, in_flight, attempt, outcome, now, sample, size)
+        self.bus.defer(self._account, attempt, outcome, now, sample, size)
 
     def attempt_failed(
         self,
-        in_flight: InFlightRequest,
         attempt: Attempt,
         outcome: str,
         fault: Fault = Fault.NOBODY,
@@ -159,7 +155,6 @@ class AttemptEnds:
         `resumes`: it was to resume a response, whose tokens are counted already.
         """
         attempt.close()
-        in_flight.end_attempt()
         charge = self.leases.ended(
             AttemptReport(
                 attempt.lease.id,
@@ -171,33 +166,30 @@ class AttemptEnds:
                 fault=fault,
                 error=error,
                 unreachable=unreachable,
-                prompt_read=in_flight.prompt_read(attempt, attempt.elapsed),
+                prompt_read=attempt.prompt_read(attempt.elapsed),
             )
         )
         if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
-            self.bus.defer(_charge_unanswered, in_flight, charge, resumes)
-        self.bus.defer(self._publish, in_flight, attempt, outcome, self.clock())
+            self.bus.defer(_charge_unanswered, attempt.in_flight.record, charge, resumes)
+        self.bus.defer(self._publish, attempt, outcome, self.clock())
 
-    def discard(self, in_flight: InFlightRequest) -> None:
+    def discard(self, attempt: Attempt) -> None:
         """A plain response failed that was being assembled: the caller does not pay for it."""
-        self.bus.defer(in_flight.record.discard_attempts)
+        self.bus.defer(attempt.in_flight.record.discard_attempts)
 
-    def node_lost(self, in_flight: InFlightRequest, attempt: Attempt) -> None:
+    def node_lost(self, attempt: Attempt) -> None:
         """The node died while it served the request."""
-        self.quarantine.node_lost(
-            in_flight.request, attempt.lease.node.name, attempt.started_at, self.clock()
-        )
+        name = attempt.lease.node.name
+        self.quarantine.node_lost(attempt.request, name, attempt.started_at, self.clock())
 
     def _end(
         self,
-        in_flight: InFlightRequest,
         attempt: Attempt,
         outcome: str,
         fault: Fault = Fault.NOBODY,
     ) -> float:
         """End an attempt whose response was the client's; returns the time."""
         attempt.close()
-        in_flight.end_attempt()
         # Positional arguments: this runs for each request.
         report = AttemptReport(
             attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True
@@ -212,7 +204,6 @@ class AttemptEnds:
 
     def _account(
         self,
-        in_flight: InFlightRequest,
         attempt: Attempt,
         outcome: str,
         now: float,
@@ -224,7 +215,8 @@ class AttemptEnds:
         One event holds about one token; the prompt's tokens are then the estimate. `size`: the
         bytes of a plain response, which are its tokens' estimate.
         """
-        request = in_flight.request.lease_request
+        in_flight = attempt.in_flight
+        request, record = in_flight.request.lease_request, in_flight.record
         opening = attempt.content if attempt.is_sse else b""
         if attempt.events is not None and (usage_filter := attempt.events.usage_filter) is not None:
             sample = usage_filter.event or sample
@@ -232,7 +224,7 @@ class AttemptEnds:
         events, splice_point = attempt.content_events, attempt.splice_point
         is_reported, prompt_read = usage is not None, None
         if usage is None:
-            prompt_read = in_flight.prompt_read(attempt, now - attempt.started_at)
+            prompt_read = attempt.prompt_read(now - attempt.started_at)
             prompt, cached = prompt_read or (attempt.lease.reading.prompt_tokens, 0)
             if request.size.generates and not attempt.is_sse:
                 events = _tokens_of_bytes(size, request.size)
@@ -241,7 +233,7 @@ class AttemptEnds:
             usage = _of_all_answers(usage, request.size.slots, events if attempt.is_sse else None)
         whole = usage if splice_point is None else _of_whole_response(usage, splice_point)
         reported = whole if is_reported else None
-        complete, record = outcome == "ok", in_flight.record
+        complete = outcome == "ok"
         charge = self.leases.settle(
             UsageReport(attempt.lease.id, usage, reported, events, complete), request
         )
@@ -253,14 +245,12 @@ class AttemptEnds:
             replace=splice_point is not None,
         )
         record.charge(charge.cost, charge.slot_seconds)
-        self._publish(in_flight, attempt, outcome, now)
+        self._publish(attempt, outcome, now)
 
-    def _publish(
-        self, in_flight: InFlightRequest, attempt: Attempt, outcome: str, now: float
-    ) -> None:
+    def _publish(self, attempt: Attempt, outcome: str, now: float) -> None:
         self.bus.tell(
             AttemptEnded(
-                in_flight.request.x_request_id,
+                attempt.in_flight.request.x_request_id,
                 attempt.lease.node.name,
                 outcome,
                 now - attempt.started_at,
@@ -270,12 +260,11 @@ class AttemptEnds:
 
 
 def _charge_unanswered(
-    in_flight: InFlightRequest,
+    record: RequestRecord,
     charge: AttemptCharge,
     resumes: bool,  # noqa: FBT001 - a callback
 ) -> None:
     """The caller pays for an attempt that brought no response."""
-    record = in_flight.record
     if not resumes:
         record.count_tokens(charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens)
     record.charge(charge.cost, charge.slot_seconds)

@@ -13,8 +13,8 @@ from gateway.api.tokens import UsageOptions
 from gateway.config.routing import RetrySettings
 from gateway.config.settings import Settings
 from gateway.events import EventBus
-from gateway.forward.attempt import TimeoutMonitor
 from gateway.forward.attempt_ends import AttemptEnds, Quarantine
+from gateway.forward.in_flight import TimeoutMonitor
 from gateway.lease import KeyedHash, LeaseService
 from gateway.request.body import TimeSlicer
 from gateway.request.preparation import Request

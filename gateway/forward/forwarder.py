@@ -25,7 +25,6 @@ from gateway.api.outcome import (
 )
 from gateway.api.transcript import TranscriptRecorder
 from gateway.errors import GatewayError, drop_traceback
-from gateway.forward.attempt import Attempt
 from gateway.forward.client_response import (
     JSON_HEADER_LINE,
     SSE_HEADER_LINE,
@@ -34,7 +33,7 @@ from gateway.forward.client_response import (
 )
 from gateway.forward.context import MOST_POOL_OVERFLOWS, ForwardContext
 from gateway.forward.event_pipeline import EventPipeline, TokenIdExtractor, UsageFilter
-from gateway.forward.in_flight import PROGRESS_TOKENS, InFlightRequest
+from gateway.forward.in_flight import PROGRESS_TOKENS, Attempt, InFlightRequest
 from gateway.forward.multi_prompt import MultiPromptForwarder
 from gateway.forward.resume import FirstRun, NotResumable, Resumer
 from gateway.forward.stream import ResponseStream, StreamFailed
@@ -108,7 +107,7 @@ class Forwarder:
         if attempt is None:
             return ClientResponse(200, b"", resumed.first_bytes)
         api = ROUTES[request.path].api
-        stream = ResponseStream(attempt, in_flight, api, context, recorder, resumer=resumer)
+        stream = ResponseStream(attempt, api, context, recorder, resumer=resumer)
         lines, node = attempt.header_lines, attempt.lease.node
         return ClientResponse(attempt.status, lines, resumed.first_bytes, stream, node)
 
@@ -138,11 +137,12 @@ class Forwarder:
                 record.waited(clock() - queued_at)
 
         # Count the attempt.
-        attempt = Attempt(lease, request, context.settings, leases, context.timeout_monitor, clock)
+        attempt = Attempt(
+            in_flight, lease, context.settings, leases, context.timeout_monitor, clock
+        )
         if tried is NOTHING_TRIED:
             context.retry_budget.count_request(attempt.started_at)
         record.attempt_began(lease.node.name, lease.node.tier, lease.fallback)
-        in_flight.begin_attempt(attempt)
 
         # Exchange the request for the response's beginning.
         try:
@@ -156,7 +156,7 @@ class Forwarder:
             ):
                 most = context.settings.limits.resume_bytes
                 recorder = TranscriptRecorder(api.transcript_reader, most)
-            head, body, events = self._upstream_request(in_flight, attempt, api, recorder)
+            head, body, events = self._upstream_request(attempt, api, recorder)
             await attempt.open(api, head, body, events)
             if (
                 events is not None
@@ -166,7 +166,7 @@ class Forwarder:
                 )
             ):
                 # Once more, without asking for usage.
-                head, body, events = self._upstream_request(in_flight, attempt, api, recorder)
+                head, body, events = self._upstream_request(attempt, api, recorder)
                 try:
                     await attempt.open_again(api, head, body, events)
                 finally:
@@ -177,39 +177,35 @@ class Forwarder:
             converted = await _as_events(attempt) if converts else None
         except UpstreamError as failure:
             drop_traceback(failure)
-            return self._judge_failure(in_flight, attempt, tried, failure)
+            return self._judge_failure(attempt, tried, failure)
         except BaseException:
-            ends.attempt_failed(in_flight, attempt, "client_closed")
+            ends.attempt_failed(attempt, "client_closed")
             raise
         record.dispatched(request.received_at, attempt.sent_at)
 
         # Judge the response.
         if attempt.status >= 300:
-            return self._judge_error(in_flight, attempt, tried)
+            return self._judge_error(attempt, tried)
         if tried is not NOTHING_TRIED:
             leases.answered(lease.id)
         if attempt.complete and not attempt.is_sse:
-            return self._plain_response(in_flight, attempt, api, converted)
-        stream = ResponseStream(
-            attempt, in_flight, api, context, recorder if attempt.is_sse else None, tried
-        )
+            return self._plain_response(attempt, api, converted)
+        stream = ResponseStream(attempt, api, context, recorder if attempt.is_sse else None, tried)
         if attempt.is_sse and not request.stream:
-            return await self._assemble(in_flight, attempt, stream, tried)
+            return await self._assemble(attempt, stream, tried)
         if attempt.is_sse:
             record.first_content_sent(clock() - request.received_at)
         return ClientResponse(
             attempt.status, attempt.header_lines, attempt.content, stream, lease.node
         )
 
-    def _plain_response(
-        self, in_flight: InFlightRequest, attempt: Attempt, api: Api, events: bytes | None
-    ) -> ClientResponse:
+    def _plain_response(self, attempt: Attempt, api: Api, events: bytes | None) -> ClientResponse:
         """A whole plain response; `events`: as the stream that the client asked for."""
         lines, content, node = attempt.header_lines, attempt.content, attempt.lease.node
-        self.context.ends.response_completed(in_flight, attempt, content)
+        self.context.ends.response_completed(attempt, content)
         if events is not None:
-            age = self.context.clock() - in_flight.request.received_at
-            in_flight.record.first_content_sent(age)
+            age = self.context.clock() - attempt.request.received_at
+            attempt.in_flight.record.first_content_sent(age)
             lines = SSE_HEADER_LINE + _TYPE_LINE.sub(b"", lines)
             return ClientResponse(200, lines, events, EndedStream(), node)
         if api.answers_json and JSON_TYPE not in lines:
@@ -219,14 +215,11 @@ class Forwarder:
     # What is sent.
 
     def _upstream_request(
-        self,
-        in_flight: InFlightRequest,
-        attempt: Attempt,
-        api: Api,
-        recorder: TranscriptRecorder | None,
+        self, attempt: Attempt, api: Api, recorder: TranscriptRecorder | None
     ) -> tuple[bytes, Body, EventPipeline | None]:
         """Head and body for this node, and what the events of its stream are to pass through."""
-        context, request, lease = self.context, attempt.request, attempt.lease
+        context, in_flight, lease = self.context, attempt.in_flight, attempt.lease
+        request = in_flight.request
         lease_request, kind = request.lease_request, lease.node.kind
         body: Body = request.bodies[lease.model]
         usage_filter = progress_filter = token_ids = None
@@ -260,7 +253,7 @@ class Forwarder:
             or lease_request.size.prompt_tokens >= PROGRESS_TOKENS
         ):
             progress = in_flight.follow_prefill()
-            body, progress_filter = progress.begin_attempt(attempt, request, api, body)
+            body, progress_filter = progress.begin_attempt(attempt, api, body)
         if (
             recorder is not None
             and context.settings.resume == "exact"
@@ -288,11 +281,11 @@ class Forwarder:
     # Judging what came. Each returns a failed attempt if another one may follow.
 
     async def _assemble(
-        self, in_flight: InFlightRequest, attempt: Attempt, stream: ResponseStream, tried: Tried
+        self, attempt: Attempt, stream: ResponseStream, tried: Tried
     ) -> ClientResponse | FailedAttempt:
         """The plain response that the events of a stream make."""
         settings = self.context.settings
-        request = in_flight.request
+        request = attempt.request
         lease, most = attempt.lease, settings.limits.response_bytes
         node = lease.node
         try:
@@ -311,7 +304,7 @@ class Forwarder:
             failure = failed.failure
             out_of_time = isinstance(failure, UpstreamTimeout) and failure.limit == "total"
             if not (out_of_time or isinstance(failure, RequestCancelled)):
-                self.context.ends.discard(in_flight)
+                self.context.ends.discard(attempt)
             pool_full = isinstance(failure, PoolFull)
             if stream.pool_overflows is not None:
                 # It has counted this overflow already.
@@ -327,7 +320,7 @@ class Forwarder:
             return FailedAttempt(node, tried, failed.error, retryable=retryable)
         except AssemblyError as odd:
             # The server is not quite llama.cpp's: it may still answer plainly.
-            self.context.ends.discard(in_flight)
+            self.context.ends.discard(attempt)
             error = errors.node_failed(f"{odd}".capitalize() + ".")
             return FailedAttempt(
                 node, replace(tried.failed_on(node.name), may_assemble=False), error
@@ -337,18 +330,16 @@ class Forwarder:
         lines = JSON_HEADER_LINE + _TYPE_LINE.sub(b"", attempt.header_lines)
         return ClientResponse(200, lines, content, node=node)
 
-    def _judge_error(
-        self, in_flight: InFlightRequest, attempt: Attempt, tried: Tried
-    ) -> ClientResponse | FailedAttempt:
+    def _judge_error(self, attempt: Attempt, tried: Tried) -> ClientResponse | FailedAttempt:
         """A node's error: pass it on, or try another node. Raises: GatewayError."""
-        status, content, request = attempt.status, attempt.content, in_flight.request
+        status, content, request = attempt.status, attempt.content, attempt.request
         node = attempt.lease.node
         kind = outcome.classify(status, content, request.lease_request.wanted.endpoint)
         if kind is ResponseOutcome.POOL_FULL and not attempt.ended_by_full_pool(status, content):
             kind = ResponseOutcome.SERVER_ERROR
         word = "ok" if kind is ResponseOutcome.PASS else kind.value
-        shown = _shown_error(request, attempt) if kind in _SHOWING_OUTCOMES else None
-        self.context.ends.attempt_failed(in_flight, attempt, word, error=shown)
+        shown = _shown_error(attempt) if kind in _SHOWING_OUTCOMES else None
+        self.context.ends.attempt_failed(attempt, word, error=shown)
         response = ClientResponse(status, attempt.header_lines, content)
         if kind is ResponseOutcome.PASS:
             if status >= 500:
@@ -422,13 +413,12 @@ class Forwarder:
         return FailedAttempt(node, tried.refused_by(node.name), error)
 
     def _judge_failure(
-        self, in_flight: InFlightRequest, attempt: Attempt, tried: Tried, failure: UpstreamError
+        self, attempt: Attempt, tried: Tried, failure: UpstreamError
     ) -> FailedAttempt:
         """There is no response that could be passed on. Raises: GatewayError."""
-        ends, request, node = self.context.ends, in_flight.request, attempt.lease.node
+        ends, request, node = self.context.ends, attempt.request, attempt.lease.node
         took_time = request.deadline is not None or attempt.last_content_at is not None
         ends.attempt_failed(
-            in_flight,
             attempt,
             failure.outcome,
             outcome.fault_of(failure.outcome, request_took_time=took_time),
@@ -442,7 +432,7 @@ class Forwarder:
             retryable = self.context.leases.has_other_node(request.lease_request, tried)
             return FailedAttempt(node, tried, error, retryable=retryable)
         if isinstance(failure, ConnectionReset):
-            ends.node_lost(in_flight, attempt)
+            ends.node_lost(attempt)
             self.context.check_quarantine(request)
         out_of_time = isinstance(failure, UpstreamTimeout) and failure.limit == "total"
         reached_node = not isinstance(failure, ConnectFailed | ConnectTimedOut)
@@ -493,9 +483,9 @@ def _pool_full(node: NodeInfo, tried: Tried, error: GatewayError) -> FailedAttem
 _SHOWING_OUTCOMES = frozenset({ResponseOutcome.REFUSED, ResponseOutcome.BUSY})
 
 
-def _shown_error(request: Request, attempt: Attempt) -> NodeError | None:
+def _shown_error(attempt: Attempt) -> NodeError | None:
     """What an error response shows about the node, beyond this request."""
-    status, content = attempt.status, attempt.content
+    request, status, content = attempt.request, attempt.status, attempt.content
     if status == 501:
         general = (
             request.lease_request.wanted.endpoint != "chat"

@@ -20,11 +20,10 @@ from gateway.api import outcome, sse
 from gateway.api.outcome import to_gateway_error
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
-from gateway.forward.attempt import Attempt
 from gateway.forward.client_response import JSON_HEADER_LINE, BodyStream, ClientResponse
 from gateway.forward.context import ForwardContext
 from gateway.forward.event_pipeline import WriteToClient
-from gateway.forward.in_flight import InFlightRequest
+from gateway.forward.in_flight import Attempt, InFlightRequest
 from gateway.request.body import LARGE_BODY_BYTES
 from gateway.request.preparation import PromptList
 from gateway.request.routes import ROUTES

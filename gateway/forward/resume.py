@@ -39,10 +39,9 @@ from gateway.api.transcript import (
 )
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import SlotYielded, StreamResumed
-from gateway.forward.attempt import Attempt
 from gateway.forward.context import MOST_POOL_OVERFLOWS, ForwardContext, Retries
 from gateway.forward.event_pipeline import EventPipeline
-from gateway.forward.in_flight import InFlightRequest
+from gateway.forward.in_flight import Attempt, InFlightRequest
 from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried
 from gateway.request.body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.request.edits import NO_PROMPT_CACHE
@@ -713,14 +712,13 @@ class Resumer:
         """
         context, in_flight = self._context, self._in_flight
         attempt = Attempt(
+            in_flight,
             lease,
-            self._request,
             context.settings,
             context.leases,
             context.timeout_monitor,
             context.clock,
         )
-        in_flight.begin_attempt(attempt)
         outcome, fault, unreachable = "client_closed", Fault.NOBODY, None
         try:
             queries = NodeQueries(attempt.pool, attempt.connect_timeout, lease.reading.wake)
@@ -741,14 +739,14 @@ class Resumer:
             fault = fault_of(outcome, request_took_time=self._request.deadline is not None)
             unreachable = str(failure) if isinstance(failure, ConnectFailed) else None
             if outcome == ConnectionReset.outcome:
-                context.ends.node_lost(in_flight, attempt)
+                context.ends.node_lost(attempt)
             if isinstance(failure, UpstreamTimeout) and failure.limit == "total":
                 raise errors.node_timeout(f"{failure}.") from failure
             raise
         finally:
             if outcome:
                 context.ends.attempt_failed(
-                    in_flight, attempt, outcome, fault, unreachable=unreachable, resumes=True
+                    attempt, outcome, fault, unreachable=unreachable, resumes=True
                 )
 
     async def _check_kind(self, queries: NodeQueries) -> None:

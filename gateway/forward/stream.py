@@ -9,10 +9,9 @@ from gateway.api.base import Api
 from gateway.api.outcome import RequestCancelled, RequestYielded, is_resumable, to_gateway_error
 from gateway.api.transcript import OverlapMismatch, TranscriptRecorder
 from gateway.errors import GatewayError, drop_traceback
-from gateway.forward.attempt import Attempt
 from gateway.forward.context import ForwardContext
 from gateway.forward.event_pipeline import WriteToClient
-from gateway.forward.in_flight import InFlightRequest
+from gateway.forward.in_flight import Attempt
 from gateway.forward.resume import FirstRun, Resumed, Resumer
 from gateway.lease import NOTHING_TRIED, Tried
 from gateway.transport.errors import PoolFull, UpstreamError
@@ -25,14 +24,13 @@ class ResponseStream:
     """
 
     __slots__ = (
-        "_attempt", "_closed", "_context", "_in_flight", "_recorder", "_resumed", "_resumer",
-        "_resuming", "_tried", "api",
+        "_attempt", "_closed", "_context", "_recorder", "_resumed", "_resumer", "_resuming",
+        "_tried", "api",
     )  # fmt: skip
 
     def __init__(
         self,
         attempt: Attempt,
-        in_flight: InFlightRequest,
         api: Api,
         context: ForwardContext,
         recorder: TranscriptRecorder | None,
@@ -41,7 +39,6 @@ class ResponseStream:
     ) -> None:
         """`recorder`: of a stream that may be resumed. `resumer`: has begun to do so."""
         self._attempt = attempt
-        self._in_flight = in_flight
         self.api = api  # The API that the client uses
         self._context = context
         self._recorder = recorder
@@ -50,8 +47,8 @@ class ResponseStream:
         self._resumed = resumer is not None  # Whether the events continue an earlier stream's
         self._resuming = False
         self._closed = False
-        if recorder is not None and in_flight.request.lease_request.caller.yields:
-            in_flight.allow_yield(attempt, self._can_resume)
+        if recorder is not None:
+            self._allow_yield(attempt)
 
     @property
     def is_sse(self) -> bool:
@@ -88,10 +85,17 @@ class ResponseStream:
             assert self._recorder is not None
             lease = self._attempt.lease
             first_run = FirstRun(lease.model, None, lease.node.resume_key)
+            in_flight = self._attempt.in_flight
             self._resumer = Resumer(
-                self._context, self._in_flight, self._recorder, first_run, self._tried
+                self._context, in_flight, self._recorder, first_run, self._tried
             )
         return self._resumer
+
+    def _allow_yield(self, attempt: Attempt) -> None:
+        """Let another request have its slot while the stream could go on elsewhere."""
+        in_flight = attempt.in_flight
+        if in_flight.request.lease_request.caller.yields:
+            in_flight.allow_yield(attempt, self._can_resume)
 
     def _can_resume(self) -> bool:
         """Whether the stream could be resumed from what was sent so far."""
@@ -123,21 +127,20 @@ class ResponseStream:
         """The client has received everything, or has left."""
         if not self._closed:
             self._closed = True
-            ends = self._context.ends
-            ends.response_aborted(self._in_flight, self._attempt, "client_closed")
+            self._context.ends.response_aborted(self._attempt, "client_closed")
 
     async def _end(  # noqa: PLR0912 - one story
         self, failure: UpstreamError | None, write: WriteToClient | None
     ) -> bytes | None:
         """The attempt has ended, with `failure` or without: complete, resume or fail the stream."""
         self._closed = True
-        attempt, in_flight, api = self._attempt, self._in_flight, self.api
-        ends, events = self._context.ends, attempt.events
+        attempt, api = self._attempt, self.api
+        in_flight, ends, events = attempt.in_flight, self._context.ends, attempt.events
         if events is None:
             if failure is None:
-                ends.response_completed(in_flight, attempt, attempt.content)
+                ends.response_completed(attempt, attempt.content)
                 return b""
-            ends.response_aborted(in_flight, attempt, failure.outcome)
+            ends.response_aborted(attempt, failure.outcome)
             raise failure
         rest = b""
         if not events.ended:
@@ -150,17 +153,17 @@ class ResponseStream:
         if attempt.api.is_stream_complete(tail) and (
             ends_once or (failure is None and not events.framer.has_partial)
         ):
-            ends.response_completed(in_flight, attempt, tail)
+            ends.response_completed(attempt, tail)
             return rest + api.stream_end if self._resumed else rest
         # All answers have ended: what the node does then is no error to the client.
         is_finished = attempt.api.finished_answers(tail) >= max(1, answers)
         if is_finished and not (self._recorder is not None and self.resumer().owes_usage()):
-            ends.response_completed(in_flight, attempt, tail)
+            ends.response_completed(attempt, tail)
             return rest + api.terminal_event
         outcome = "truncated" if failure is None else failure.outcome
         if failure is None and attempt.api.ends_with_error(tail):
             outcome = "error_event"
-        ends.response_aborted(in_flight, attempt, outcome)
+        ends.response_aborted(attempt, outcome)
         error = to_gateway_error(failure)
         if self._recorder is not None and is_resumable(failure):
             self._resuming = True
@@ -191,8 +194,7 @@ class ResponseStream:
         self._closed, self._resumed, self._attempt = False, True, resumed.attempt
         assert self._recorder is not None
         self._recorder.add(resumed.first_bytes)
-        if self._in_flight.request.lease_request.caller.yields:
-            self._in_flight.allow_yield(resumed.attempt, self._can_resume)
+        self._allow_yield(resumed.attempt)
         return resumed.first_bytes
 
 

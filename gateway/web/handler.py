@@ -652,9 +652,8 @@ class ProgressHeartbeat(StreamHeartbeat):
         api = served.route.api
         if served.response is not None:
             return super()._beat()
-        assert in_flight.prefill_progress is not None
         position = handler.queue.queue_position(in_flight.request.id)
-        prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
+        prefill = in_flight.prefill_status(handler.clock()) if position is None else None
         comment = progress_comment(position, prefill)
         is_event = api.heartbeat_is_event or served.numbered_heartbeats is not None
 

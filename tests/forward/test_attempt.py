@@ -23,10 +23,12 @@ import pytest
 from gateway import errors
 from gateway.config.routing import TimeoutSettings
 from gateway.config.settings import Settings
-from gateway.forward.attempt import (
+from gateway.events import RequestRecord
+from gateway.forward.in_flight import (
     REPORT_INTERVAL,
     Attempt,
     AttemptTimeouts,
+    InFlightRequest,
     TimeoutMonitor,
     timeouts_for,
 )
@@ -287,7 +289,8 @@ async def test_a_client_that_waits_no_longer_than_for_a_connection_blames_no_nod
     request = msgspec.structs.replace(a_proxy_request(), deadline=deadline)
     settings = Settings(timeouts=TimeoutSettings(connect=3.0))
     leases = cast("LeaseService", None)  # It is told of nothing.
-    attempt = Attempt(lease, request, settings, leases, TimeoutMonitor(clock), clock)
+    in_flight = InFlightRequest(request, RequestRecord("a", request.path))
+    attempt = Attempt(in_flight, lease, settings, leases, TimeoutMonitor(clock), clock)
     with pytest.raises(UpstreamError) as failed:
         await attempt.open(ROUTES[request.path].api, b"", b"", None)
     assert failed.value.outcome == outcome

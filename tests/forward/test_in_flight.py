@@ -12,14 +12,15 @@ from typing import Any, cast
 import pytest
 
 from gateway import errors
-from gateway.events import AttemptEnded
-from gateway.forward.in_flight import PrefillProgress
+from gateway.events import AttemptEnded, RequestRecord
+from gateway.forward.in_flight import InFlightRequest, PrefillProgress
 from gateway.lease import ExpectedReading, GrantedLease, NodeInfo
 from gateway.nodes.node import LeasePhase
 from gateway.transport.errors import InvalidResponse
 from tests.api.events import event
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
+from tests.forward.granted_lease import a_proxy_request
 from tests.forward.proxy_over_nodes import ProxyOverNodes, proxy_over
 from tests.gateways import until
 from tests.virtual import in_virtual_time
@@ -188,7 +189,10 @@ def test_progress_events_are_removed_and_all_others_pass() -> None:
 
 
 def test_without_an_attempt_nothing_is_known() -> None:
-    assert PrefillProgress().status(1.0) is None
+    request, progress = a_proxy_request(), PrefillProgress()
+    record = RequestRecord("a", request.path)
+    waiting = InFlightRequest(request, record, prefill_progress=progress)
+    assert waiting.prefill_status(1.0) is None
 
 
 # Estimates between two reports.
@@ -199,10 +203,14 @@ class Reading:
     """An attempt that reads a prompt of 1000 tokens."""
 
     lease: GrantedLease
+    request: SimpleNamespace
     elapsed: float = 0.0
     started_at: float = 0.0
     last_content_at: float | None = None
     is_reading: bool = True
+
+    def clock(self) -> float:
+        return self.started_at + self.elapsed
 
 
 class Prefill:
@@ -211,13 +219,11 @@ class Prefill:
     def __init__(self, expected: float | None = None) -> None:
         node = NodeInfo("a", "cpu", "llama.cpp", None, None, None, None, None, ())
         lease = GrantedLease(1, node, "demo", "demo", True, ExpectedReading(0, expected, 60.0))
-        self.attempt = Reading(lease)
         self.progress = PrefillProgress()
         request = SimpleNamespace(lease_request=SimpleNamespace(size=SimpleNamespace(slots=1)))
         api = SimpleNamespace(progress_fields={}, progress_replaces_event=False)
-        self.progress.begin_attempt(
-            cast("Any", self.attempt), cast("Any", request), cast("Any", api), b"{}"
-        )
+        self.attempt = Reading(lease, request)
+        self.progress.begin_attempt(cast("Any", self.attempt), cast("Any", api), b"{}")
 
     def tells(self, at: float, done: int, cached: int = 0) -> None:
         """The node reports its progress."""

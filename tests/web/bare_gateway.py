@@ -28,10 +28,9 @@ from gateway.callers.reports import CallerUsage, Reporter
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestRecord
-from gateway.forward.attempt import TimeoutMonitor
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
-from gateway.forward.in_flight import InFlightRegistry
+from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.http.certificates import ListenerCertificates
 from gateway.http.listener import Listener, bind_socket
 from gateway.http.protocol import protocol_class
