@@ -330,6 +330,32 @@ async def test_a_failed_request_is_traced_though_it_was_not_meant_to_be(tmp_path
     assert names(collector.children(root)) == ["attempt"]
 
 
+async def test_the_log_names_the_trace_of_a_failed_request_however_much_is_deferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.events.MOST_DEFERRED", 1)
+    async with (
+        EmulatedNode() as node,
+        traced(tmp_path, [node], {"share": 0, "beyond_share": 10}, retries={"attempts": 1}) as (
+            running,
+            collector,
+        ),
+    ):
+        node.faults.next("reset", 10)
+        assert (await running.client.post(CHAT, json=chat())).status_code == 502
+        node.faults.next("reset", 10)
+        await running.admin.post("/admin/chat", json=chat())
+        refused = await running.client.post(CHAT, json={"model": 1})
+        assert refused.status_code == 400
+        roots = await collector.until_roots(2)
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "gateway.log").read_text().splitlines()
+        if '"event":"request"' in line
+    ]
+    assert [line.get("trace_id") for line in lines] == [*(root.trace_id for root in roots), None]
+
+
 async def test_the_collector_gets_its_header_and_no_answer_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
