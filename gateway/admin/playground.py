@@ -217,12 +217,14 @@ class _Chat:
             if self._in_flight is not None:
                 handler.registry.remove(self._in_flight)
             finished = record.finish(self._received_at, handler.clock())
-            if self._metered is not None:
-                handler.meter.ended(self._metered, finished)
-            else:
-                handler.bus.publish_deferred(finished)
-            if handler.tracing is not None and handler.tracing.active:
-                handler.tracing.finished(self._id, finished, [], self._received_at)
+            try:
+                if handler.tracing is not None and handler.tracing.active:
+                    handler.tracing.finished(self._id, finished, [], self._received_at)
+            finally:
+                if self._metered is not None:
+                    handler.meter.ended(self._metered, finished)
+                else:
+                    handler.bus.publish_deferred(finished)
 
 
 def _successful(response: ClientResponse) -> ClientResponse:

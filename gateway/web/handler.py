@@ -498,9 +498,10 @@ class _HandledRequest:
             # Whatever fails: else its slot of the limits would be lost.
             record = self.record.finish(self.received_at, handler.clock())
             try:
-                # First: the access log names the trace, if only its failure has it traced.
-                tracing, headers = handler.tracing, self.exchange.headers
+                # First: the access log names the trace, though only its failure has it traced.
+                tracing = handler.tracing
                 if tracing is not None and tracing.active:
+                    headers = self.exchange.headers
                     tracing.finished(self.request_id, record, headers, self.received_at)
             finally:
                 if self._reservation is not None:
