@@ -21,20 +21,25 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.nodes.node import NodeState
+from gateway.schedule.core.requests import Deferral, QueuedRequest
 from gateway.schedule.decision_log import (
     LONGEST_REASON,
     MOST_COLLECTED,
     MOST_FOLLOWED,
     RATIO_BOUNDS,
+    Circumstances,
     Decision,
     DecisionLog,
     Grant,
+    GrantedSlots,
     Queueing,
     RatioCounts,
     Refusal,
 )
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
+from gateway.terms import Priority
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.nodes.build import Clock, a_spec
 from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle, start_lease
@@ -100,6 +105,33 @@ def test_each_attempt_is_a_grant_of_its_own() -> None:
     assert two.circumstances.tried is not None
     assert two.circumstances.tried.failed_nodes == {first.node.name}
     assert second.node.name != first.node.name
+
+
+@each_case(
+    "found",
+    [
+        Circumstances(),
+        Circumstances(tried=failed_on("a")),
+        Circumstances(resumes=True),
+        Circumstances(times_yielded=2),
+        Circumstances(deferral=Deferral("a", 1.0, 2.0, 3.0, 400.0)),
+        Circumstances(fallback="gpu_full"),
+        Circumstances(out={"full": 1}),
+    ],
+)
+def test_each_circumstance_of_a_grant_is_remembered_alone(found: Circumstances) -> None:
+    resume_key = ("model",) if found.resumes else None
+    request = a_request(times_yielded=found.times_yielded, resume_key=resume_key)
+    placement = QueuedRequest(request.id, (), Priority.NORMAL, "c", 0.0, deferral=found.deferral)
+    grant = DecisionLog(Clock()).granted(
+        placement,
+        request,
+        found.tried or NOTHING_TRIED,
+        GrantedSlots(1, "demo", "cpu", 1),
+        found.fallback,
+        found.out,
+    )
+    assert msgspec.structs.astuple(grant.circumstances) == msgspec.structs.astuple(found)
 
 
 def test_why_the_others_had_no_room_is_counted() -> None:
