@@ -32,7 +32,7 @@ from gateway.lease import (
 )
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import PREFILL_GRACE_FACTOR
-from gateway.nodes.node import Lease, LeasePhase, LeaseTerms, Node
+from gateway.nodes.node import Lease, LeasePhase, Node
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.schedule.admission import (
     Admission,
@@ -89,14 +89,14 @@ class LeaseRecord(Lease):
     def __init__(
         self,
         node: Node,
-        terms: LeaseTerms,
+        stream: bool,  # noqa: FBT001 - each call costs
         request: LeaseRequest,
         placement: QueuedRequest,
         placement_state: PlacementState,
         grant: Grant,
     ) -> None:
         """`grant`: what is kept of the lease to explain it."""
-        Lease.__init__(self, node, placement.slots, placement.placed_at, terms)
+        Lease.__init__(self, node, placement.slots, placement.placed_at, stream)
         self.request = request
         self.placement: QueuedRequest | None = placement
         """None: its row is no longer its node's, which counts the slots by itself."""
@@ -714,9 +714,9 @@ class Scheduler:
         ):
             out = self._nodes_without_room(placement, comparison.nodes.with_room, now)
         grant = self.decision_log.granted(placement, request, tried, granted, fallback, out)
-        terms = LeaseTerms(stream, prefill, total)
         state = self.dispatcher.placement_state
-        lease = LeaseRecord(node, terms, request, placement, state, grant)
+        lease = LeaseRecord(node, stream, request, placement, state, grant)
+        lease.expect(prefill, total)
         if reservation is not None:
             lease.reserve(reservation)
         node.take(lease, now, wake)
