@@ -209,19 +209,21 @@ class FleetHistory:
         for one in self._recent:
             times.update(one.times)
         point = HistoryPoint(
-            round(at, 1),
-            step.requests,
-            step.failed,
-            sum(step.refused.values()),
-            _percentile(times, 0.5),
-            _percentile(times, 0.95),
-            round(grown / max(elapsed, 0.001), 1),
-            gauges.queued,
-            gauges.slots_busy,
-            _share(sum(s.cached for s in self._recent), sum(s.prompt for s in self._recent)),
-            _share(sum(s.gpu for s in self._recent), sum(s.served for s in self._recent)),
-            step.cost,
-            self._cost_on_gpu(step),
+            at=round(at, 1),
+            requests=step.requests,
+            failed=step.failed,
+            refused=sum(step.refused.values()),
+            ttft_p50=_percentile(times, 0.5),
+            ttft_p95=_percentile(times, 0.95),
+            tokens_per_second=round(grown / max(elapsed, 0.001), 1),
+            queued=gauges.queued,
+            slots_busy=gauges.slots_busy,
+            cached_share=_share(
+                sum(s.cached for s in self._recent), sum(s.prompt for s in self._recent)
+            ),
+            gpu_share=_share(sum(s.gpu for s in self._recent), sum(s.served for s in self._recent)),
+            cost=step.cost,
+            gpu_cost=self._cost_on_gpu(step),
         )
         self.points.append(point)
         return point

@@ -411,7 +411,13 @@ class _HandledRequest:
         if rewriter is not None:
             api, seconds = self.route.api, self.config.settings.heartbeat
             writer = RewritingWriter(
-                exchange, rewriter, api, self.record, seconds, self.heartbeat, self._handler.clock
+                exchange,
+                rewriter,
+                api,
+                self.record,
+                seconds=seconds,
+                heartbeat=self.heartbeat,
+                clock=self._handler.clock,
             )
             content, write = writer.rewrite(content), writer.write
             header_lines = with_content_type(header_lines, api.stream_content_type)
@@ -679,6 +685,7 @@ class RewritingWriter(EventsForClient):
         rewriter: ResponseRewriter,
         api: Api,
         record: RequestRecord,
+        *,
         seconds: float,
         heartbeat: Callable[[], bytes],
         clock: Callable[[], float],

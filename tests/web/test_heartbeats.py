@@ -603,7 +603,13 @@ def writer(heartbeat: float = 0.0) -> tuple[RewritingWriter, Written, list[float
     written, time, record = Written(), [0.0], RequestRecord("req_1", "/v1/chat/completions")
     exchange = cast("Any", written)
     made = RewritingWriter(
-        exchange, Shouting(), RELAYED, record, heartbeat, RELAYED.heartbeat, lambda: time[0]
+        exchange,
+        Shouting(),
+        RELAYED,
+        record,
+        seconds=heartbeat,
+        heartbeat=RELAYED.heartbeat,
+        clock=lambda: time[0],
     )
     return made, written, time, record
 
