@@ -61,7 +61,7 @@ from gateway.schedule.core.dispatcher import Dispatcher, dispatch_rules
 from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import QueuedRequest, TierSets
 from gateway.schedule.core.tiers import SpillReservation, TierPolicy, dearest_token
-from gateway.schedule.decision_log import DecisionLog, Grant, GrantedSlots, PredictionAccuracy
+from gateway.schedule.decision_log import DecisionLog, Grant, PredictionAccuracy
 from gateway.terms import Endpoint, Priority
 
 TICK = 0.5  # seconds between two looks at every waiting request, and at the whole fleet
@@ -706,14 +706,18 @@ class Scheduler:
         if size.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
             total = prefill + size.max_tokens / decode_tps
         model, lease_id = candidates.by_model[placement.group][0], next(self._lease_ids)
-        granted, out = GrantedSlots(lease_id, model, info.tier, slots), _NOTHING_OUT
-        comparison = placement.comparison
+        grant = self.decision_log.granted(placement, lease_id, model, info.tier)
+        resumes, times_yielded = wanted.resume_key is not None, request.caller.times_yielded
+        if tried is not NOTHING_TRIED or resumes or times_yielded:
+            grant.follows(tried, resumes=resumes, times_yielded=times_yielded)
+        comparison, out = placement.comparison, _NOTHING_OUT
         if comparison is not None and (
             comparison.nodes.with_room < comparison.nodes.candidates
             or len(placement.groups[placement.group]) > 1
         ):
             out = self._nodes_without_room(placement, comparison.nodes.with_room, now)
-        grant = self.decision_log.granted(placement, request, tried, granted, fallback, out)
+        if out or fallback is not None:
+            grant.chosen_among(fallback, out)
         state = self.dispatcher.placement_state
         lease = LeaseRecord(node, stream, request, placement, state, grant)
         lease.expect(prefill, total)

@@ -69,9 +69,9 @@ def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
     grant = only_grant(scheduler, request)
     placement = scheduler.records[granted.id].placement
     assert placement is not None
-    assert grant.at + grant.predicted.ttft == pytest.approx(placement.prefill_ends)
-    assert grant.at + grant.predicted.seconds == pytest.approx(placement.ends)
-    comparison = grant.predicted.comparison
+    assert grant.at + grant.expected_ttft == pytest.approx(placement.prefill_ends)
+    assert grant.at + grant.expected_seconds == pytest.approx(placement.ends)
+    comparison = grant.comparison
     assert comparison is not None
     assert comparison.chosen.name == granted.node.name
     assert len(comparison.others) == 1
@@ -96,9 +96,9 @@ def test_each_attempt_is_a_grant_of_its_own() -> None:
     one, two = decisions(scheduler.decision_log, request)
     assert isinstance(one, Grant)
     assert isinstance(two, Grant)
-    assert (one.circumstances.tried, two.circumstances.out) == (None, {"failed": 1})
-    assert two.circumstances.tried is not None
-    assert two.circumstances.tried.failed_nodes == {first.node.name}
+    assert (one.tried, two.out) == (None, {"failed": 1})
+    assert two.tried is not None
+    assert two.tried.failed_nodes == {first.node.name}
     assert second.node.name != first.node.name
 
 
@@ -110,11 +110,11 @@ def test_why_the_others_had_no_room_is_counted() -> None:
     first, second = a_request(), a_request()
     lease(scheduler, first)
     lease(scheduler, second)
-    assert only_grant(scheduler, first).circumstances.out == {"draining": 1, "down": 1}
+    assert only_grant(scheduler, first).out == {"draining": 1, "down": 1}
     grant = only_grant(scheduler, second)
-    assert grant.circumstances.out == {"draining": 1, "down": 1, "full": 1}
-    assert grant.predicted.comparison is not None
-    assert grant.predicted.comparison.nodes.fleet == 5
+    assert grant.out == {"draining": 1, "down": 1, "full": 1}
+    assert grant.comparison is not None
+    assert grant.comparison.nodes.fleet == 5
 
 
 async def test_a_wait_is_remembered_with_its_prediction_until_the_grant() -> None:
@@ -217,7 +217,7 @@ def test_what_is_decided_about_a_followed_request_is_collected_with_its_parts() 
     of_part = lease(scheduler, part)
     collected = log.take(request.id)
     assert collected is not None
-    found = [(one.request_id, one.granted.lease_id) for one in collected if isinstance(one, Grant)]
+    found = [(one.request_id, one.lease_id) for one in collected if isinstance(one, Grant)]
     assert found == [(request.id, granted.id), (part.id, of_part.id)]
     assert log.take(request.id) is None
     lease(scheduler, request)
@@ -325,7 +325,7 @@ async def test_the_page_has_the_times_to_the_first_token_and_the_end_by_those_ex
         assert after[f"{family}_count", of] == before[f"{family}_count", of] + 1
     ratio = after[f"{family}_sum", "first_token"] - before[f"{family}_sum", "first_token"]
     assert grant.first_content_at is not None
-    assert ratio == pytest.approx((grant.first_content_at - grant.at) / grant.predicted.ttft)
+    assert ratio == pytest.approx((grant.first_content_at - grant.at) / grant.expected_ttft)
     assert 0.5 < ratio < 2.0, "the node's speed is known by now"
 
 
