@@ -421,7 +421,7 @@ def _deferral_json(deferral: Deferral) -> Json:
 
 def _not_listed(grant: Grant) -> Json:
     """Nodes that are not listed, by the reason."""
-    comparison, out = grant.comparison, grant.out
+    comparison, out = grant.comparison, grant.out or {}
     if comparison is None:
         return {}
     nodes = comparison.nodes

@@ -1050,6 +1050,7 @@ class KeptGrant(msgspec.Struct, frozen=True):
     def of(cls, grant: Grant) -> Self:
         """The grant, as it is kept."""
         fields, comparison = msgspec.structs.asdict(grant), grant.comparison
+        fields["out"] = grant.out or {}
         if comparison is not None:
             fields["comparison"] = _KeptComparison.of(comparison)
         return cls(**fields, fleet_size=0 if comparison is None else comparison.nodes.fleet)

@@ -89,7 +89,8 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     resumes: bool = False  # whether it continues a response on another node
     times_yielded: int = 0
     fallback: str | None = None  # why it is not of the tier of its class
-    out: Mapping[str, int] = {}  # nodes that serve its model and had no room, by the reason
+    out: Mapping[str, int] | None = None
+    """Nodes that serve its model and had no room, by the reason; None: all had."""
     # What came of it.
     first_content_at: float | None = None
     ended_at: float | None = None
@@ -114,7 +115,7 @@ class Grant(msgspec.Struct, eq=False, gc=False):
         self.tried = None if tried is NOTHING_TRIED else tried
         self.resumes, self.times_yielded = resumes, times_yielded
 
-    def chosen_among(self, fallback: str | None, out: Mapping[str, int]) -> None:
+    def chosen_among(self, fallback: str | None, out: Mapping[str, int] | None) -> None:
         """Set `fallback` and `out`: others could not be chosen."""
         self.fallback, self.out = fallback, out
 

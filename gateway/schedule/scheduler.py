@@ -75,7 +75,6 @@ MOST_STALE_PLACEMENTS = 4
 # Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds a
 # wait (one busy thread read 140 tokens/s of a 768 wide model when measured).
 PESSIMISTIC_PREFILL_TPS = 25.0
-_NOTHING_OUT: Mapping[str, int] = {}  # no node had no room; never written to
 
 
 class LeaseRecord(Lease):
@@ -710,7 +709,8 @@ class Scheduler:
         resumes, times_yielded = wanted.resume_key is not None, request.caller.times_yielded
         if tried is not NOTHING_TRIED or resumes or times_yielded:
             grant.follows(tried, resumes=resumes, times_yielded=times_yielded)
-        comparison, out = placement.comparison, _NOTHING_OUT
+        comparison = placement.comparison
+        out: Mapping[str, int] | None = None
         if comparison is not None and (
             comparison.nodes.with_room < comparison.nodes.candidates
             or len(placement.groups[placement.group]) > 1
