@@ -275,7 +275,7 @@ class HookEnded:
     output: str = ""  # The end of the command's output or of the HTTP response; without secrets
 
 
-MOST_KINDS = 2048  # Kinds of requests that are known at a time; one more forgets them all
+MOST_KINDS = 2048  # Kinds of requests that are known at a time; one more forgets the oldest
 
 
 class EndedKind:
@@ -319,7 +319,6 @@ class EndedRequests:
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[object, ...], EndedKind] = {}
-        self._counted: list[EndedKind] = []  # Kinds with sums that are still to be told
         self._make_readers: list[Callable[[EndedKind], Callable[[RequestRecord], object]]] = []
         self._take_sums: list[Callable[[EndedKind], None]] = []
 
@@ -344,11 +343,10 @@ class EndedRequests:
         kind = self._kinds.get(key)
         if kind is None:
             if len(self._kinds) >= MOST_KINDS:
-                self.forget_kinds()
+                # Not all of them, which would take long in one turn of the event loop.
+                self._tell(self._kinds.pop(next(iter(self._kinds))))
             kind = self._kinds[key] = EndedKind(record)
             kind.readers = tuple(make(kind) for make in self._make_readers)
-        if not kind.requests:
-            self._counted.append(kind)
         kind.requests += 1
         kind.prompt += record.prompt_tokens
         kind.cached += record.cached_tokens
@@ -359,8 +357,11 @@ class EndedRequests:
 
     def tell_sums(self) -> None:
         """Hand over what has been added up since the last call."""
-        counted, self._counted = self._counted, []
-        for kind in counted:
+        for kind in self._kinds.values():
+            self._tell(kind)
+
+    def _tell(self, kind: EndedKind) -> None:
+        if kind.requests:
             for take in self._take_sums:
                 take(kind)
             kind.clear()

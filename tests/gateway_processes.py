@@ -77,7 +77,7 @@ class Succession:
     async def kill(self) -> None:
         """Kill the first process, which has no successor."""
         self.first.kill()
-        await self.status()
+        assert await self.status() == -signal.SIGKILL
 
     async def status(self) -> int:
         """The exit status of the first process, once it has ended."""

@@ -78,7 +78,7 @@ class _Chat:
             id=f"playground:{identity.name}", name="playground", max_priority=Priority.URGENT
         )
         self._record.identify(self._caller.id)
-        self._metered: Reservation | None = None
+        self._reservation: Reservation | None = None
         self._in_flight: InFlightRequest | None = None
         self._forwarding: asyncio.Task[ClientResponse] | None = None
         self._response: ClientResponse | None = None
@@ -108,7 +108,7 @@ class _Chat:
                 handler.time_slicer,
             )
             accounts = handler.meter.book.accounts(caller, None)
-            self._metered = handler.meter.admit(accounts, request.lease_request, record)
+            self._reservation = handler.meter.admit(accounts, request.lease_request, record)
             in_flight = handler.registry.begin(request, record, PrefillProgress())
             self._in_flight = in_flight
             self._forwarding = asyncio.create_task(handler.forwarder.forward(in_flight))
@@ -217,12 +217,15 @@ class _Chat:
             if self._in_flight is not None:
                 handler.registry.remove(self._in_flight)
             finished = record.finish(self._received_at, handler.clock())
-            if self._metered is not None:
-                handler.meter.ended(self._metered, finished)
-            else:
-                handler.bus.publish_deferred(finished)
-            if handler.tracing is not None and handler.tracing.active:
-                handler.tracing.finished(self._id, finished, [], self._received_at)
+            try:
+                if handler.tracing is not None and handler.tracing.active:
+                    # First: it may trace a failed one, whose log event then names its trace.
+                    handler.tracing.finished(self._id, finished, [], self._received_at)
+            finally:
+                if self._reservation is not None:
+                    handler.meter.ended(self._reservation, finished)
+                else:
+                    handler.bus.publish_deferred(finished)
 
 
 def _successful(response: ClientResponse) -> ClientResponse:

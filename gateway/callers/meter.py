@@ -170,8 +170,10 @@ class Meter:
             )
 
     def _publish(self, reservation: Reservation, record: RequestRecord) -> None:
-        self._settle(reservation, record, None)
-        self._bus.tell(record)
+        try:
+            self._settle(reservation, record, None)
+        finally:
+            self._bus.tell(record)
 
     def _settle(
         self,

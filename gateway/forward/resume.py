@@ -803,7 +803,7 @@ class Resumer:
 
 
 # Seconds for one query. None of them takes a slot, or as long as a token; a server that sleeps
-# wakes up first (`GrantedLease.wake`).
+# wakes up first (`ExpectedReading.wake`).
 QUERY_TIMEOUT = 10.0
 # A prompt's tokens with their pieces are some 40 bytes each.
 MOST_QUERY_RESPONSE_BYTES = 64 * 1024 * 1024

@@ -790,7 +790,9 @@ def _parse_prompt_list(
             return read()
         return (yield from read_large(one, body, rules, read))
 
-    sender = replace(incoming.sender, patient=False)
+    sender = incoming.sender
+    if sender.patient:
+        sender = replace(sender, patient=False)
     return parse_prompt_list(incoming.body, raw_prompt, rules.limits, sub_request)
 
 

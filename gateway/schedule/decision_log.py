@@ -163,12 +163,23 @@ class DecisionLog:
 
     # Written by the scheduler.
 
-    def granted(self, placement: QueuedRequest, lease_id: int, model: str, tier: str) -> Grant:
+    def granted(
+        self,
+        placement: QueuedRequest,
+        request: LeaseRequest,
+        tried: Tried,
+        lease_id: int,
+        model: str,
+        tier: str,
+    ) -> Grant:
         """A placement has become a lease."""
         grant = Grant(
             placement.id, placement.placed_at, placement.received_at, lease_id, model, tier
         )
         grant.expect(placement)
+        resumes, times_yielded = request.wanted.resume_key is not None, request.caller.times_yielded
+        if tried is not NOTHING_TRIED or resumes or times_yielded:
+            grant.follows(tried, resumes=resumes, times_yielded=times_yielded)
         self.grants.append(grant)
         if self.followed:
             self._collect(grant)

@@ -705,10 +705,7 @@ class Scheduler:
         if size.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
             total = prefill + size.max_tokens / decode_tps
         model, lease_id = candidates.by_model[placement.group][0], next(self._lease_ids)
-        grant = self.decision_log.granted(placement, lease_id, model, info.tier)
-        resumes, times_yielded = wanted.resume_key is not None, request.caller.times_yielded
-        if tried is not NOTHING_TRIED or resumes or times_yielded:
-            grant.follows(tried, resumes=resumes, times_yielded=times_yielded)
+        grant = self.decision_log.granted(placement, request, tried, lease_id, model, info.tier)
         comparison = placement.comparison
         out: Mapping[str, int] | None = None
         if comparison is not None and (

@@ -265,8 +265,8 @@ class _Run:
     """One run of one stored request."""
 
     __slots__ = (
-        "_api", "_cache", "_deadline", "_in_flight", "_metered", "_on_slot_free", "_priority",
-        "_received_at", "_record", "_response", "_resumed", "_runner", "_sink", "_sink_has_events",
+        "_api", "_cache", "_deadline", "_in_flight", "_on_slot_free", "_priority", "_received_at",
+        "_record", "_reservation", "_response", "_resumed", "_runner", "_sink", "_sink_has_events",
         "_stored",
     )  # fmt: skip
 
@@ -296,7 +296,7 @@ class _Run:
         self._record = RequestRecord(stored.id, stored.path, request_id=stored.id)
         if runner.tracing.active:
             runner.tracing.begin(stored.id, self._record, [], self._received_at)
-        self._metered: Reservation | None = None  # None: it was not admitted
+        self._reservation: Reservation | None = None  # None: it was not admitted
         self._in_flight: InFlightRequest | None = None
         self._response: ClientResponse | None = None
 
@@ -308,7 +308,7 @@ class _Run:
                 status, header_lines, content = await self._result(body)
             finally:
                 self._close()
-            usage = None if self._metered is None else await self._usage(self._metered)
+            usage = None if self._reservation is None else await self._usage(self._reservation)
             has_result = True
         except asyncio.CancelledError:
             record.fail(CLIENT_CLOSED_STATUS, "cancelled")
@@ -319,8 +319,8 @@ class _Run:
             record.fail(500, "internal_error")
             raise
         finally:
-            if not has_result and self._metered is not None:
-                runner.meter.dropped(self._metered)
+            if not has_result and self._reservation is not None:
+                runner.meter.dropped(self._reservation)
             if has_result or record.attempts:
                 if runner.tracing.active:
                     runner.tracing.finished(self._stored.id, record, [], self._received_at)
@@ -376,7 +376,9 @@ class _Run:
             raise errors.invalid_request(
                 "'stream' is not possible here: the response is kept whole.", "stream"
             )
-        self._metered = runner.meter.admit_stored(accounts, request.lease_request, request.prompts)
+        self._reservation = runner.meter.admit_stored(
+            accounts, request.lease_request, request.prompts
+        )
         in_flight = self._in_flight = runner.registry.begin(request, record)
         response = self._response = await self._forward(in_flight)
         rewriter = None
@@ -428,10 +430,15 @@ class _Run:
         return response
 
     def _measure(self, tokens: TokensSoFar) -> RunEnd:
-        runner, record, metered, id_ = self._runner, self._record, self._metered, self._stored.id
-        assert metered is not None
+        runner, record, reservation, id_ = (
+            self._runner,
+            self._record,
+            self._reservation,
+            self._stored.id,
+        )
+        assert reservation is not None
         cost = runner.meter.cost_so_far(id_, record.node, tokens)
-        started_at, now = metered.admitted_at, runner.wall_clock()
+        started_at, now = reservation.admitted_at, runner.wall_clock()
         return RunEnd(started_at, now, node_word(id_, record.node), record.attempts, *cost)
 
     async def _read(self, route: Route, accounts: Accounts, body: bytes) -> Request:
@@ -506,7 +513,7 @@ class _Run:
             self._runner.registry.remove(self._in_flight)
         self._on_slot_free()
 
-    async def _usage(self, metered: Reservation) -> UsageRow:
+    async def _usage(self, reservation: Reservation) -> UsageRow:
         """What the request has used, once that is known. Raises: RowDeferred."""
         known: asyncio.Future[UsageRow] = asyncio.get_running_loop().create_future()
 
@@ -514,7 +521,7 @@ class _Run:
             if not known.done():
                 known.set_result(row)
 
-        self._runner.meter.ended_stored(metered, self._record, deliver)
+        self._runner.meter.ended_stored(reservation, self._record, deliver)
         try:
             async with asyncio.timeout(SETTLE_SECONDS):
                 return await known

@@ -503,13 +503,17 @@ class _HandledRequest:
         finally:
             # Whatever fails: else its slot of the limits would be lost.
             record = self.record.finish(self.received_at, handler.clock())
-            if self._reservation is not None:
-                handler.meter.ended(self._reservation, record)
-            else:
-                handler.bus.publish_deferred(record)
-            tracing = handler.tracing
-            if tracing is not None and tracing.active:
-                tracing.finished(self.request_id, record, self.exchange.headers, self.received_at)
+            try:
+                tracing = handler.tracing
+                if tracing is not None and tracing.active:
+                    # First: it may trace a failed request, whose log event then names its trace.
+                    headers = self.exchange.headers
+                    tracing.finished(self.request_id, record, headers, self.received_at)
+            finally:
+                if self._reservation is not None:
+                    handler.meter.ended(self._reservation, record)
+                else:
+                    handler.bus.publish_deferred(record)
 
     def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""

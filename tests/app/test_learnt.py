@@ -9,13 +9,23 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import Raw
 from msgspec.structs import replace
 from sqlalchemy import insert, select
 from structlog.testing import capture_logs
 
-from gateway.app.learnt import HALF_LIFE, OLDEST, Demand, LearntFile, LearntMemory, LearntTable, Row
+from gateway.app.learnt import (
+    HALF_LIFE,
+    OLDEST,
+    Demand,
+    KeptGrant,
+    LearntFile,
+    LearntMemory,
+    LearntTable,
+    Row,
+)
 from gateway.callers.keys import KeyRing
 from gateway.callers.stored_keys import add_keys, revoke_key
 from gateway.config.keys import KeySpec
@@ -596,6 +606,56 @@ async def test_a_lease_that_ran_at_the_end_is_not_said_to_run(file: Path) -> Non
     assert isinstance(found, Grant)
     assert found.outcome == "unknown"
     assert found.ended_at is not None
+
+
+def a_kept_row(name: str, **more: object) -> dict[str, object]:
+    return {
+        "name": name, "measured": False, "total": 4, "busy": 1, "prefill_tps": 51.5,
+        "token_base": 0.25, "token_step": 0.125, "decode_slowdown": 0.5, "remaining": 7.0,
+        "prefill_wait": 5.0, "penalty": 3.0, "own_penalty": -0.5, "cached": 10.0, "wake": 1.0,
+        "pool": 100, "pool_used": 6, **more,
+    }  # fmt: skip
+
+
+# As versions before and after keep it: each reads what the other wrote.
+KEPT_GRANT = {
+    "request_id": "r", "at": 1000.0, "received_at": 999.0, "model": "m", "slots": 2,
+    "prompt_tokens": 50.0, "completion_tokens": 60.0, "expected_ttft": 1.5,
+    "expected_seconds": 2.5,
+    "comparison": {
+        "chosen": a_kept_row("a"), "others": [a_kept_row("b", own_penalty=0.0, cached=0.0)],
+        "with_room": 3, "candidates": 5, "by_cost": True,
+    },
+    "tier": "gpu", "fallback": "cpu_wait",
+    "tried": {
+        "failed_nodes": ["x"], "excluded_nodes": [], "unsupported_nodes": [],
+        "unsupported_hint": None, "min_context": 0, "statuses": [], "may_assemble": True,
+        "pool_overflows": 0, "limited_nodes": [], "retry_after": None,
+    },
+    "resumes": True, "times_yielded": 8,
+    "deferral": {
+        "node": "a", "wait_seconds": 4.0, "cost_there": 11.0, "cost_at_once": 12.0, "cached": 13.0
+    },
+    "fleet_size": 9, "out": {"full": 2}, "lease_id": 14, "first_content_at": 1001.0,
+    "ended_at": 1002.0, "outcome": "ok", "status": 200, "used": [40, 30, 20], "reported": True,
+}  # fmt: skip
+
+
+def test_a_grant_is_kept_in_the_form_that_earlier_versions_read() -> None:
+    raw = msgspec.json.encode(KEPT_GRANT)
+    grant = msgspec.json.decode(raw, type=KeptGrant).grant()
+    assert msgspec.json.encode(KeptGrant.of(grant)) == raw
+    comparison = grant.comparison
+    assert comparison is not None
+    row = comparison.chosen
+    assert (grant.lease_id, grant.model, grant.tier, grant.slots) == (14, "m", "gpu", 2)
+    assert (grant.prompt_tokens, grant.completion_tokens) == (50.0, 60.0)
+    assert (grant.expected_ttft, grant.expected_seconds) == (1.5, 2.5)
+    assert comparison.nodes.fleet == 9
+    assert (comparison.remaining(row), comparison.prefill_wait(row)) == (7.0, 5.0)
+    assert (comparison.cached_on_chosen, comparison.own_figures(row).penalty) == (10.0, -0.5)
+    assert (row.speed.penalty, row.speed.wake, row.work.pool_used) == (3.0, 1.0, 6)
+    assert (row.speed.token_base, row.speed.token_step) == (0.25, 0.125)
 
 
 async def test_a_successor_takes_what_its_predecessor_wrote_last_and_keeps_its_own(

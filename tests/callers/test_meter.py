@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ ALICE = Caller("k1", "alice", Priority.NORMAL, group="team", trust_user_headers=
 class World:
     """A meter, whose clock stands still."""
 
-    def __init__(self) -> None:
+    def __init__(self, add_row: Callable[[UsageRow], None] | None = None) -> None:
         self.clock = Clock(NOW)
         self.rows: list[UsageRow] = []
         self.tokens: dict[str, tuple[int, int]] = {}
@@ -39,7 +40,7 @@ class World:
             self.book,
             self.bus,
             process="p1",
-            add_row=self.rows.append,
+            add_row=add_row or self.rows.append,
             tokens_so_far=lambda id_: self.tokens.get(id_, (0, 0)),
             slot_seconds_so_far=lambda id_: 2.0 if id_ == "old" else 0.0,
             cost_of_use=lambda node, _, completion, seconds: completion + seconds if node else 0.0,
@@ -151,6 +152,20 @@ def test_a_row_waits_for_the_tokens_of_all_sub_requests() -> None:
     record.sub_request_ended(part)
     row = world.row()
     assert (row["prompt_tokens"], row["completion_tokens"], row["slot_seconds"]) == (10, 14, 2.0)
+
+
+def test_a_request_is_published_though_its_row_is_lost() -> None:
+    def fail(_: UsageRow) -> None:
+        raise ValueError("broken")
+
+    world, ended = World(add_row=fail), list[RequestRecord]()
+    world.bus.subscribe(RequestRecord, ended.append)
+    record = a_record()
+    admitted = world.meter.admit(world.book.accounts(ALICE), a_lease_request("one"), record)
+    world.meter.ended(admitted, record)
+    with pytest.raises(ValueError, match="broken"):
+        world.bus.flush()
+    assert ended == [record]
 
 
 def test_requests_are_open_from_their_admission_to_their_row() -> None:

@@ -110,10 +110,14 @@ class StreamClient(LoadConnection):
             self._tally.delays.add_delay(now - sent)
             self.tokens += 1
         self._done = events.endswith(b"data: [DONE]") and not self._rest
+        if b'"error"' in events:
+            self._end(events[-300:].decode(errors="replace"))
 
     def problem(self) -> str:
         status = self.parser.get_status_code()
-        return "" if status == 200 and self._done else f"status {status}, without its end"
+        if status == 200 and self._done:
+            return ""
+        return f"status {status}, without its end: {self._rest[-200:]!r}"
 
     def close(self) -> None:
         self.busy = False

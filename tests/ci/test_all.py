@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.ci import all as run_groups
-from tests.ci.all import Result, Results, run_group, table_of, within
+from tests.ci.all import Result, Results, run_all, run_group, table_of, within
 from tests.ci.groups import Group, Table
 
 
@@ -73,3 +73,34 @@ def test_all_commands_of_a_group_run_though_one_fails() -> None:
     found = run_group(group("one", commands=("false", "true", "false")), since=None, repeat=False)
     assert found.failures == ["false", "false"]
     assert not found.passed
+
+
+def test_a_failed_group_does_not_end_the_run() -> None:
+    kept: list[str] = []
+    results, resumed = run_all(
+        [group("one"), group("two"), group("three")],
+        kept=lambda one: result("one") if one.name == "one" else None,
+        run=lambda one: result(one.name, *(["a"] if one.name == "two" else [])),
+        keep=lambda one: kept.append(one.group),
+    )
+    assert [one.passed for one in results] == [True, False, True]
+    assert resumed == {"one"}
+    assert kept == ["two", "three"]
+
+
+@pytest.mark.parametrize("words", [["nothing"], ["--without", "nothing"]])
+def test_an_unknown_group_is_an_error_of_usage(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_groups.main(words)
+    assert "no group nothing: chaos, kills" in capsys.readouterr().err
+
+
+def test_groups_of_hours_run_only_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_groups.main(["--list"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert "kills" in names
+    assert "long" not in names
+    assert run_groups.main(["--list", "long"]) == 0
+    assert capsys.readouterr().out.startswith("long")

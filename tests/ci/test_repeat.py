@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -139,3 +140,14 @@ def test_a_run_that_did_not_finish_is_not_repeated(
         failures.write_text(text)
     monkeypatch.setattr(sys, "argv", ["repeat", str(failures)])
     assert repeat.main() == 1
+
+
+def test_many_failures_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = tmp_path / "failures.json"
+    failed = {f"tests/test_none.py::test_{number}": "" for number in range(11)}
+    failures.write_text(json.dumps({"status": 1, "failed": failed, "tests": 11}))
+    monkeypatch.setattr(sys, "argv", ["repeat", str(failures)])
+    assert repeat.main() == 1
+    assert "none is repeated" in capsys.readouterr().out

@@ -130,3 +130,10 @@ def test_under_the_gate_a_smoke_test_of_make_test_must_not_be_skipped(
     ran.assert_outcomes(failed=failed, skipped=skipped, deselected=len(options) // 2)
     if failed:
         ran.stdout.fnmatch_lines(["*must not be skipped in the gate: *no browser here*"])
+
+
+def test_an_unknown_group_is_told_with_the_known_ones(
+    run: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert outcome(run, "--group", "kils") == []
+    assert "--group kils: there is none; chaos, kills" in capsys.readouterr().err

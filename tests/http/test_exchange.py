@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.forward.forwarder import Forwarder
+from gateway.http.exchange import HttpExchange
 from gateway.nodes.node import Node, NodeState
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
@@ -534,3 +536,49 @@ async def test_a_client_that_leaves_between_requests_is_not_logged(tmp_path: Pat
             assert (await answer(wire)).status == 200
         await asyncio.sleep(0.05)
         assert [record.status for record in gate.records()] == [200]
+
+
+@pytest.mark.parametrize("size", [10, 100_000], ids=["with its head", "after its head"])
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_request_that_fails_within_the_gateway_is_500_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, at_once: bool
+) -> None:
+    async def fail(*_: object) -> None:
+        if not at_once:
+            await asyncio.sleep(0)
+        raise ValueError("never so")
+
+    monkeypatch.setattr(Forwarder, "forward", fail)
+    async with running_gateway(tmp_path, [EmulatedNode()], CALM) as running:
+        body = {"messages": [{"role": "user", "content": "x" * size}]}
+        found = await running.client.post(CHAT, json=body)
+        assert (found.status_code, found.headers["connection"]) == (500, "close")
+        assert found.json()["error"]["message"] == "The gateway failed."
+        await until(lambda: not running.held(), seen=running.held)
+    assert failures(tmp_path) == ["ValueError"]
+
+
+async def test_a_stream_that_fails_within_the_gateway_has_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("never so")
+
+    monkeypatch.setattr(HttpExchange, "end_response", fail)
+    async with running_gateway(tmp_path, [EmulatedNode()], CALM) as running:
+        async with raw_connection(running.url) as wire:
+            await wire.send(request({**HELLO, "max_tokens": 2, "stream": True}))
+            assert (await wire.head()).startswith(b"HTTP/1.1 200 ")
+            events = await wire.rest()
+        assert not events.endswith(b"0\r\n\r\n")
+        assert b"HTTP/1.1" not in events
+        await until(lambda: not running.held(), seen=running.held)
+    assert failures(tmp_path) == ["ValueError"]
+
+
+def failures(folder: Path) -> list[str]:
+    """The kinds of errors by which requests failed, as the log has them."""
+    lines = map(json.loads, (folder / "gateway.log").read_text().splitlines())
+    return [
+        line["exception"].split("\n")[0] for line in lines if line["event"] == "a request failed"
+    ]

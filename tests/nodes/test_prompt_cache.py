@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
-from collections.abc import Iterable
+from array import array
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from gateway.nodes.prompt_cache import (
     MOST_HOST_PROMPTS,
     CachedPrompt,
     FleetPromptCache,
+    KeptPrompt,
     PendingPrefixes,
     PromptTree,
     common_blocks,
@@ -43,6 +45,9 @@ def chain(words: Iterable[object]) -> tuple[int, ...]:
 
 def a_prompt(words: str) -> PromptKey:
     return PromptKey(chain(words), BLOCK * len(words))
+
+
+KEPT = KeptPrompt(array("q", chain("abcde")).tobytes(), 500, 0, ends_on_block=True)
 
 
 class Scene:
@@ -118,19 +123,31 @@ def test_a_running_request_is_no_cache_for_another() -> None:
     assert scene.cached("sabd") == 300
 
 
-@pytest.mark.parametrize("change", ["another starts", "the node restarts"])
-def test_what_changes_between_the_look_up_and_the_start_counts(change: str) -> None:
-    scene, prompt = Scene(slots=1), a_prompt("abcde")
-    for words in ("abcd", "wxyz"):
-        scene.ran(words)  # The first one is in host memory.
-    assert scene.cache.lookup(prompt).cached == {0: 400}
-    if change == "another starts":
-        scene.begun("abcdx")
-    else:
-        scene.cache.forget_node(0)
-        scene.cache.resize(0, 1)
-    scene.cache.request_placed(0, prompt)
-    assert scene.cache.nodes[0].running[id(prompt)].predicted == 0
+@pytest.mark.parametrize(
+    ("change", "row", "predicted"),
+    [
+        (lambda cache, _: cache.request_placed(0, a_prompt("abcdx")), 0, 0),
+        (lambda cache, running: cache.request_finished(1, running, 600, 0, 0), 1, 500),
+        (lambda cache, _: cache.resize(0, 1, 0.0), 0, 0),
+        (lambda cache, _: cache.restore(0, KEPT, ""), 0, 500),
+        (lambda cache, _: cache.forget(lambda caller: caller == "alice"), 0, 0),
+        (lambda cache, _: (cache.forget_node(0), cache.resize(0, 1)), 0, 0),
+    ],
+)
+def test_what_changes_between_the_look_up_and_the_start_counts(
+    change: Callable[[FleetPromptCache, PromptKey], object], row: int, predicted: float
+) -> None:
+    scene, prompt = Scene(rows=2, slots=2), a_prompt("abcde")
+    running = scene.begun("abcdef", row=1)
+    for number in range(2):
+        first = scene.begun("abcd", row=number)
+        scene.cache.request_finished(number, first, 400, 0, 0, "alice")
+        for words in ("lm", "wxyz"):
+            scene.ran(words, row=number)  # The first one is in host memory.
+    assert scene.cache.lookup(prompt).cached == {0: 400, 1: 400}
+    change(scene.cache, running)
+    scene.cache.request_placed(row, prompt)
+    assert scene.cache.nodes[row].running[id(prompt)].predicted == predicted
 
 
 def test_a_cut_answer_leaves_the_prompt_and_the_tokens_written() -> None:

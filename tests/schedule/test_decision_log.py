@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.nodes.node import NodeState
+from gateway.schedule.core.requests import Deferral, QueuedRequest
 from gateway.schedule.decision_log import (
     LONGEST_REASON,
     MOST_COLLECTED,
@@ -35,6 +37,8 @@ from gateway.schedule.decision_log import (
 )
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
+from gateway.terms import Priority
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.nodes.build import Clock, a_spec
 from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle, start_lease
@@ -100,6 +104,30 @@ def test_each_attempt_is_a_grant_of_its_own() -> None:
     assert two.tried is not None
     assert two.tried.failed_nodes == {first.node.name}
     assert second.node.name != first.node.name
+
+
+@each_case(
+    "found",
+    [
+        {},
+        {"tried": failed_on("a")},
+        {"resumes": True},
+        {"times_yielded": 2},
+        {"deferral": Deferral("a", 1.0, 2.0, 3.0, 400.0)},
+        {"fallback": "gpu_full"},
+        {"out": {"full": 1}},
+    ],
+)
+def test_each_circumstance_of_a_grant_is_remembered_alone(found: dict[str, Any]) -> None:
+    resume_key = ("model",) if found.get("resumes") else None
+    request = a_request(times_yielded=found.get("times_yielded", 0), resume_key=resume_key)
+    deferral, tried = found.get("deferral"), found.get("tried", NOTHING_TRIED)
+    placement = QueuedRequest(request.id, (), Priority.NORMAL, "c", 0.0, deferral=deferral)
+    grant = DecisionLog(Clock()).granted(placement, request, tried, 1, "demo", "cpu")
+    grant.chosen_among(found.get("fallback"), found.get("out"))
+    expected = Grant(request.id, 0.0, 0.0, 1, "demo", "cpu")
+    expected.expect(placement)
+    assert msgspec.structs.asdict(grant) == msgspec.structs.asdict(expected) | found
 
 
 def test_why_the_others_had_no_room_is_counted() -> None:

@@ -209,6 +209,8 @@ def test_a_cancelled_placement_costs_its_caller_nothing() -> None:
         sim.dispatcher.cancelled(placement, 1.0)
     assert account.counter == 0
     assert (sim.rows[0].ours, account.running) == (0, 0)
+    sim.dispatcher.prefill_done(placement, 2.0)
+    assert (sim.rows[0].ends_sum, sim.rows[0].prefill_until) == (0.0, 0.0)
 
 
 def test_the_first_token_moves_the_expected_end() -> None:

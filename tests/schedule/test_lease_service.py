@@ -172,6 +172,34 @@ def test_an_error_response_says_something_of_its_node(
     assert one.circuit.failures == 0
 
 
+def test_an_answer_ends_suspicions_and_shows_that_the_key_works() -> None:
+    one = node("a")
+    world = World(one)
+    world.end(world.grant(a_request()), "busy", 502)
+    assert one.circuit.suspect_callers
+    world.end(world.grant(a_request()), began=True)
+    assert not one.circuit.suspect_callers
+    states = []
+    for _ in range(2):
+        rejected = NodeError(key_rejected_at="/v1/chat/completions")
+        world.end(world.grant(a_request()), "refused", 401, error=rejected)
+        states.append(one.state)
+    assert states == [NodeState.READY, NodeState.DOWN]
+
+
+def test_a_price_that_changes_counts_from_then_on() -> None:
+    one = node("a")
+    world, costs = World(one), []
+    for price in (0.0, 3600.0, 0.0):
+        one.respecify(one.spec.model_copy(update={"cost_per_hour": price}), 1.0)
+        lease = world.grant(a_request())
+        world.clock.passes(2.0)
+        world.end(lease, began=True)
+        report = UsageReport(lease.id, USAGE, USAGE, 50)
+        costs.append(world.leases.settle(report, a_request()).cost > 0)
+    assert costs == [False, True, False]
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_an_endpoint_that_refuses_work_is_left_alone_for_a_while(status: int) -> None:
     one = node("a", kind="openai")

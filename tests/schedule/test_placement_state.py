@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from gateway.schedule.core.requests import (
     DEFAULT_COMPLETION_TOKENS,
     MOST_PENALTY_SECONDS,
     MOST_TOKENS_PER_REQUEST,
+    NodeSlots,
+    QueuedRequest,
 )
 from gateway.terms import Priority
 from tests.each_case import each_case
@@ -81,6 +84,53 @@ def test_a_burst_on_a_crowded_row_moves_the_ends_of_all_only_now_and_then(
     assert ends[0] == pytest.approx(ends[1], rel=0.03)
     assert moves[1] == 900
     assert moves[0] < 120
+
+
+Change = Callable[[QueueSimulation, NodeSlots, QueuedRequest], object]
+
+
+def figures_of(row: NodeSlots) -> list[object]:
+    """What those see that ask for the row's figures."""
+    figures = row.figures or row.take_figures()
+    speed, work = figures.speed, figures.work
+    return [
+        figures.total, figures.pool, speed.measured, speed.prefill_tps, speed.token_base,
+        speed.token_step, speed.penalty, speed.wake, work.busy, work.running, work.ends_sum,
+        work.prefill_until, work.decode_slowdown, work.pool_used,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sim, row, _: sim.state.set_slots(row, 5, 5, 0),
+        lambda sim, row, _: sim.state.set_slots(row, 4, 4, 1),
+        lambda sim, row, _: sim.state.set_speed(row, 200.0, 0.2, 0.02),
+        lambda sim, row, _: sim.state.set_learnt(row, 1, 1.0, measured=False),
+        lambda sim, row, _: sim.state.set_penalty(row, 5.0),
+        lambda sim, row, _: sim.state.set_penalty(row, 0.0, wake=5.0),
+        lambda sim, row, _: sim.state.set_pool(row, 9000, 0),
+        lambda sim, row, _: sim.state.set_pool(row, 8000, 70),
+        lambda sim, row, _: sim.arrive(),
+        lambda sim, row, one: sim.dispatcher.prefill_done(one, 0.5),
+        lambda sim, row, one: sim.finish(one, 0.5),
+    ],
+)
+def test_the_figures_of_a_row_are_made_anew_after_each_change(change: Change) -> None:
+    sim = QueueSimulation((4,))
+    [row] = sim.rows
+    sim.state.set_speed(row, 100.0, 0.1, 0.01)
+    sim.state.set_pool(row, 8000, 0)
+    _, placement = sim.arrive()
+    assert placement is not None
+    before = figures_of(row)
+    change(sim, row, placement)
+    assert figures_of(row) != before
+    assert figures_of(row) == [
+        row.total, row.pool, row.measured, row.prefill_tps, row.token_base, row.token_step,
+        row.penalty, row.wake, row.busy, len(row.running), row.ends_sum, row.prefill_until,
+        row.decode_slowdown, round(row.pool_reserved) + row.pool_foreign,
+    ]  # fmt: skip
 
 
 def test_removing_a_row_twice_does_nothing() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 from gateway.events import (
     AttemptEnded,
     InventoryChanged,
@@ -8,6 +10,7 @@ from gateway.events import (
     NodeDrift,
     SettingsChanged,
 )
+from gateway.terms import Priority
 from tests.watch.test_metrics import finished
 from tests.watch.written import Written
 
@@ -47,6 +50,20 @@ def test_a_request_is_one_json_line(written: Written) -> None:
         "stream": True,
         "caller": "team",
     }
+
+
+def test_requests_that_differ_in_one_thing_have_lines_that_tell_it(written: Written) -> None:
+    written.set_up()
+    others: dict[str, Any] = {
+        "path": "/v1/50%d", "model": "other", "priority": Priority.BATCH, "caller": "bob",
+        "status": 404, "reason": "10%_off", "stream": False, "node": "b", "attempts": 7,
+    }  # fmt: skip
+    for name, value in others.items():
+        written.bus.publish(finished())
+        written.bus.publish(finished(**{name: value}))
+    told = {**others, "priority": "batch"}
+    for name, value, line in zip(told, told.values(), written.lines()[1::2], strict=True):
+        assert line["class" if name == "priority" else name] == value
 
 
 def test_a_failed_request_says_why(written: Written) -> None:

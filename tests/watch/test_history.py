@@ -57,6 +57,17 @@ def test_a_step_counts_what_ended_in_it_and_whether_it_failed() -> None:
     assert counted.history.recent().refused == {"queue_full": 1}
 
 
+def test_requests_that_are_alike_count_each() -> None:
+    counted = Counted()
+    point = counted.step(
+        *(ended(tier=tier) for tier in ("cpu", "cpu", "gpu", "gpu", "gpu")),
+        *(ended(status=429, reason="rate_limit_exceeded", tier=None) for _ in range(2)),
+    )
+    assert (point.requests, point.refused, point.gpu_share) == (7, 2, 0.6)
+    recent = counted.history.recent()
+    assert recent.refused == {"rate_limit_exceeded": 2}
+
+
 def test_failures_are_counted_by_reason_and_node_up_to_a_bound() -> None:
     counted = Counted()
     failed = {"status": 502, "reason": "node_failed"}

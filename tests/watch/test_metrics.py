@@ -160,6 +160,10 @@ def test_tokens_and_cost_add_up(gateway: Gateway) -> None:
     assert page.value("tokens_total", model="mistral-7b", kind="cached") == 120
     assert page.value("tokens_total", model="mistral-7b", kind="completion") == 14
     assert page.value("cost_total", tier="cpu") == 0.5
+    assert sum(counts.requests for _, counts in gateway.metrics.counts_by_status()) == 4
+    gateway.publish(once)
+    assert sum(counts.requests for _, counts in gateway.metrics.counts_by_status()) == 5
+    assert gateway.scrape().value("cost_total", tier="cpu") == 0.75
     assert page.value("cost_total", tier="gpu") == 1.5
     assert page.count("cost_total") == 2
 
@@ -339,6 +343,7 @@ def test_times_are_told_by_model_class_tier_and_outcome() -> None:
     assert page.value("first_token_seconds_sum", **normal) == 0.4
     assert page.value("first_token_seconds_count", **urgent) is None
     assert page.value("slot_wait_seconds_sum", **normal) == 3.0
+    assert page.value("slot_wait_seconds_count", **urgent) == 1, "it has not waited"
     assert page.value("slot_wait_seconds_count", **{**normal, "tier": "none"}) is None
 
 

@@ -45,6 +45,11 @@ def names(spans: Sequence[ReceivedSpan]) -> list[str]:
     return [span.name for span in spans]
 
 
+def access_log(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "gateway.log").read_text().splitlines()
+    return [json.loads(line) for line in lines if '"event":"request"' in line]
+
+
 async def the_root(collector: Collector) -> ReceivedSpan:
     (root,) = await collector.until_roots(1)
     return root
@@ -258,12 +263,7 @@ async def test_a_clients_trace_goes_on_in_the_gateway_and_on_the_node(tmp_path: 
     assert (root.trace_id, root.parent_id) == (TRACE, PARENT)
     assert seen["traceparent"] == f"00-{TRACE}-{attempt.span_id}-01"
     assert seen["tracestate"] == "vendor=1"
-    line = next(
-        json.loads(line)
-        for line in (tmp_path / "gateway.log").read_text().splitlines()
-        if '"event":"request"' in line
-    )
-    assert line["trace_id"] == TRACE
+    assert access_log(tmp_path)[0]["trace_id"] == TRACE
 
 
 async def test_a_traceparent_that_is_not_valid_begins_a_new_trace(tmp_path: Path) -> None:
@@ -315,7 +315,10 @@ async def test_clients_can_have_no_more_traced_than_a_few_a_second(tmp_path: Pat
     assert 2 <= len(collector.roots()) <= 2 + 2 * seconds
 
 
-async def test_a_failed_request_is_traced_though_it_was_not_meant_to_be(tmp_path: Path) -> None:
+async def test_a_failed_request_is_traced_though_it_was_not_meant_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.events.MOST_DEFERRED", 1)  # As when very many requests end.
     async with (
         EmulatedNode() as node,
         traced(tmp_path, [node], {"share": 0}, retries={"attempts": 1}) as (running, collector),
@@ -328,6 +331,33 @@ async def test_a_failed_request_is_traced_though_it_was_not_meant_to_be(tmp_path
     assert root.failed
     assert root.attributes["llama_gateway.request_id"] == answer.headers["x-request-id"]
     assert names(collector.children(root)) == ["attempt"]
+    assert access_log(tmp_path)[-1]["trace_id"] == root.trace_id
+
+
+async def test_the_log_names_the_trace_of_a_failed_request_however_much_is_deferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.events.MOST_DEFERRED", 1)
+    async with (
+        EmulatedNode() as node,
+        traced(tmp_path, [node], {"share": 0, "beyond_share": 10}, retries={"attempts": 1}) as (
+            running,
+            collector,
+        ),
+    ):
+        node.faults.next("reset", 10)
+        assert (await running.client.post(CHAT, json=chat())).status_code == 502
+        node.faults.next("reset", 10)
+        await running.admin.post("/admin/chat", json=chat())
+        refused = await running.client.post(CHAT, json={"model": 1})
+        assert refused.status_code == 400
+        roots = await collector.until_roots(2)
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "gateway.log").read_text().splitlines()
+        if '"event":"request"' in line
+    ]
+    assert [line.get("trace_id") for line in lines] == [*(root.trace_id for root in roots), None]
 
 
 async def test_the_collector_gets_its_header_and_no_answer_shows_it(
