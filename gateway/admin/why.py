@@ -359,11 +359,9 @@ def _told_queueing(queueing: Queueing, at: str, seconds: float, later: float) ->
 
 
 def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float) -> ToldGrant:
-    granted, predicted, circumstances = grant.granted, grant.predicted, grant.circumstances
-    comparison, tried = predicted.comparison, circumstances.tried
-    prompt, completion = predicted.prompt_tokens, predicted.completion_tokens
+    comparison, tried, deferral = grant.comparison, grant.tried, grant.deferral
+    prompt, completion = grant.prompt_tokens, grant.completion_tokens
     cached = 0.0 if comparison is None else min(comparison.cached_on_chosen, prompt)
-    deferral = circumstances.deferral
     told = ToldGrant(
         kind="granted",
         at=at,
@@ -371,12 +369,12 @@ def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float)
         summary="",
         attempt=attempt,
         node=None if comparison is None else comparison.chosen.name,
-        model=granted.model,
-        tier=granted.tier,
-        fallback=circumstances.fallback,
-        slots=granted.slots,
-        resumes=circumstances.resumes,
-        yielded=circumstances.times_yielded,
+        model=grant.model,
+        tier=grant.tier,
+        fallback=grant.fallback,
+        slots=grant.slots,
+        resumes=grant.resumes,
+        yielded=grant.times_yielded,
         failed_nodes=[] if tried is None else sorted(tried.failed_nodes),
         excluded_nodes=[] if tried is None else sorted(tried.excluded_nodes),
         deferral=None if deferral is None else _deferral_json(deferral),
@@ -384,8 +382,8 @@ def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float)
         nodes=[] if comparison is None else _compared(comparison, prompt, completion),
         not_listed=_not_listed(grant),
         predicted={
-            "ttft": _if_known(predicted.ttft),
-            "seconds": _if_known(predicted.seconds),
+            "ttft": _if_known(grant.expected_ttft),
+            "seconds": _if_known(grant.expected_seconds),
             "prompt_tokens": round(prompt),
             "cached_tokens": round(cached),
             "completion_tokens": round(completion),
@@ -423,7 +421,7 @@ def _deferral_json(deferral: Deferral) -> Json:
 
 def _not_listed(grant: Grant) -> Json:
     """Nodes that are not listed, by the reason."""
-    comparison, out = grant.predicted.comparison, grant.circumstances.out
+    comparison, out = grant.comparison, grant.out or {}
     if comparison is None:
         return {}
     nodes = comparison.nodes

@@ -51,12 +51,9 @@ from gateway.schedule.core.requests import (
     RowWork,
 )
 from gateway.schedule.decision_log import (
-    Circumstances,
     Decision,
     DecisionLog,
     Grant,
-    GrantedSlots,
-    Prediction,
     PredictionAccuracy,
     Queueing,
     Refusal,
@@ -1052,65 +1049,19 @@ class KeptGrant(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, grant: Grant) -> Self:
         """The grant, as it is kept."""
-        granted, predicted, why = grant.granted, grant.predicted, grant.circumstances
-        comparison = predicted.comparison
-        return cls(
-            request_id=grant.request_id,
-            at=grant.at,
-            received_at=grant.received_at,
-            model=granted.model,
-            slots=granted.slots,
-            prompt_tokens=predicted.prompt_tokens,
-            completion_tokens=predicted.completion_tokens,
-            expected_ttft=predicted.ttft,
-            expected_seconds=predicted.seconds,
-            comparison=None if comparison is None else _KeptComparison.of(comparison),
-            tier=granted.tier,
-            fallback=why.fallback,
-            tried=why.tried,
-            resumes=why.resumes,
-            times_yielded=why.times_yielded,
-            deferral=why.deferral,
-            fleet_size=0 if comparison is None else comparison.nodes.fleet,
-            out=why.out,
-            lease_id=granted.lease_id,
-            first_content_at=grant.first_content_at,
-            ended_at=grant.ended_at,
-            outcome=grant.outcome,
-            status=grant.status,
-            used=grant.used,
-            reported=grant.reported,
-        )
+        fields, comparison = msgspec.structs.asdict(grant), grant.comparison
+        fields["out"] = grant.out or {}
+        if comparison is not None:
+            fields["comparison"] = _KeptComparison.of(comparison)
+        return cls(**fields, fleet_size=0 if comparison is None else comparison.nodes.fleet)
 
     def grant(self) -> Grant:
         """The grant itself."""
-        comparison = None
+        fields = msgspec.structs.asdict(self)
+        fleet_size = fields.pop("fleet_size")
         if self.comparison is not None:
-            comparison = self.comparison.comparison(self.fleet_size)
-        prediction = Prediction(
-            self.prompt_tokens,
-            self.completion_tokens,
-            self.expected_ttft,
-            self.expected_seconds,
-            comparison,
-        )
-        circumstances = Circumstances(
-            self.tried, self.resumes, self.times_yielded, self.deferral, self.fallback, self.out
-        )
-        return Grant(
-            self.request_id,
-            self.at,
-            self.received_at,
-            GrantedSlots(self.lease_id, self.model, self.tier, self.slots),
-            prediction,
-            circumstances,
-            first_content_at=self.first_content_at,
-            ended_at=self.ended_at,
-            outcome=self.outcome,
-            status=self.status,
-            used=self.used,
-            reported=self.reported,
-        )
+            fields["comparison"] = self.comparison.comparison(fleet_size)
+        return Grant(**fields)
 
 
 _Kept = Queueing | Refusal | KeptGrant
@@ -1155,7 +1106,7 @@ class Decisions(Section):
                 if clock - ended_at < SETTLE_SECONDS:
                     self._running.append(one)
             letter = type(one).__name__[0].lower()
-            number = one.granted.lease_id if isinstance(one, Grant) else f"{one.at + shift:.2f}"
+            number = one.lease_id if isinstance(one, Grant) else f"{one.at + shift:.2f}"
             kept = KeptGrant.of(one) if isinstance(one, Grant) else one
             yield f"{letter}{one.request_id}.{number}", None, _shifted(kept, shift)
 

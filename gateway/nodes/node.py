@@ -608,7 +608,7 @@ class Node:
 
     def take_calibration_lease(self, now: float) -> Lease:
         """A lease on no slot, since no request may wait for it, and none of the `requests`."""
-        lease = Lease(self, 0, now, LeaseTerms(stream=True))
+        lease = Lease(self, 0, now, stream=True)
         self.leases.add(lease)
         return lease
 
@@ -772,16 +772,6 @@ def _together(now: ServedAs, before: ServedAs) -> ServedAs:
     return (models, params, size, file, build, slots)  # type: ignore[return-value]
 
 
-class LeaseTerms(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """How a lease's request is sent, and how long its response is expected to take."""
-
-    stream: bool
-    """Whether the node streams its answer: if so it stops soon after the gateway leaves."""
-    expected_prefill: float | None = None
-    """Predicted seconds from dispatch to the first content; None: unknown."""
-    expected_total: float | None = None  # predicted seconds from dispatch to the end; None: unknown
-
-
 class Lease:
     """Slots held on a node: counted by `Node.take`, ended by `release`.
 
@@ -796,11 +786,12 @@ class Lease:
         "span", "stream", "taken_at", "trial", "upstream", "wake", "wakes",
     )  # fmt: skip
 
-    def __init__(self, node: Node, slots: int, taken_at: float, terms: LeaseTerms) -> None:
-        self.node, self.slots, self.taken_at = node, slots, taken_at
-        self.stream = stream = terms.stream
-        self.expected_prefill = terms.expected_prefill
-        self.expected_total = terms.expected_total
+    def __init__(self, node: Node, slots: int, taken_at: float, stream: bool) -> None:  # noqa: FBT001 - each call costs
+        """`stream`: the node streams its answer, and so stops soon after the gateway leaves."""
+        self.node, self.slots, self.taken_at, self.stream = node, slots, taken_at, stream
+        self.expected_prefill: float | None = None
+        self.expected_total: float | None = None
+        """Predicted seconds from dispatch to the first content and to the end; None: unknown."""
         self.upstream = node.upstream  # it stays open until the lease has ended
         self.wake = 0.0  # the part of `expected_prefill` in which its server, which slept, wakes up
         self.wakes = self.trial = False
@@ -822,6 +813,10 @@ class Lease:
         self.span = _NO_SPAN
         """The span of its decode that goes on: when it began, the events before it (0: none goes
         on), and the node's `slot_seconds` and `prefill_seconds` then."""
+
+    def expect(self, prefill: float | None, total: float | None) -> None:
+        """Set `expected_prefill` and `expected_total`."""
+        self.expected_prefill, self.expected_total = prefill, total
 
     def counted(self, slot_seconds: float, prefill_seconds: float) -> None:
         """Its node counts it from now on; these are the node's sums."""

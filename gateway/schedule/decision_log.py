@@ -63,48 +63,35 @@ class Refusal(msgspec.Struct, frozen=True, eq=False, gc=False):
     restart."""
 
 
-class GrantedSlots(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What was granted."""
-
-    lease_id: int
-    model: str
-    tier: str
-    slots: int
-
-
-class Prediction(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What was expected of the request on its node, and of others."""
-
-    prompt_tokens: float
-    completion_tokens: float
-    ttft: float  # seconds from the grant until the prompt was expected to have been read
-    seconds: float  # seconds from the grant until the answer was expected to end
-    comparison: Comparison | None  # what its node was compared with; None: nothing was kept
-
-
-class Circumstances(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What made the choice another one than that of most requests."""
-
-    tried: Tried | None = None  # what earlier attempts have shown; None: it was the first
-    resumes: bool = False  # whether it continues a response on another node
-    times_yielded: int = 0
-    deferral: Deferral | None = None  # the last time that it was deferred to a busy node
-    fallback: str | None = None  # why it is not of the tier of its class
-    out: Mapping[str, int] = {}  # nodes that serve its model and had no room, by the reason
-
-
-ORDINARY = Circumstances()
-
-
 class Grant(msgspec.Struct, eq=False, gc=False):
-    """A request was granted a lease: one attempt, and what came of it."""
+    """A request was granted a lease: one attempt, what was expected, and what came of it.
+
+    It holds nothing large of the request, so that it may be kept for long.
+    """
 
     request_id: str
     at: float
     received_at: float
-    granted: GrantedSlots
-    predicted: Prediction
-    circumstances: Circumstances
+    lease_id: int
+    model: str
+    tier: str
+    # What was expected of the request on its node, and of others.
+    slots: int = 1
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    expected_ttft: float = 0.0
+    """Seconds from the grant until the prompt was expected to have been read."""
+    expected_seconds: float = 0.0  # from the grant until the answer was expected to end
+    comparison: Comparison | None = None  # what its node was compared with; None: nothing was kept
+    # What made the choice another one than that of most requests.
+    deferral: Deferral | None = None  # the last time that it was deferred to a busy node
+    tried: Tried | None = None  # what earlier attempts have shown; None: it was the first
+    resumes: bool = False  # whether it continues a response on another node
+    times_yielded: int = 0
+    fallback: str | None = None  # why it is not of the tier of its class
+    out: Mapping[str, int] | None = None
+    """Nodes that serve its model and had no room, by the reason; None: all had."""
+    # What came of it.
     first_content_at: float | None = None
     ended_at: float | None = None
     outcome: str | None = None
@@ -114,6 +101,23 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     """Tokens of the prompt, those of them that were cached, and of the answer; None: no response,
     or not counted yet."""
     reported: bool = False  # whether the node has reported these tokens; else they are estimates
+
+    def expect(self, placement: QueuedRequest) -> None:
+        """Take in what is expected of the placement now; the row moves its ends later."""
+        at = self.at
+        self.slots, self.prompt_tokens = placement.slots, placement.prompt_tokens
+        self.completion_tokens = placement.completion_tokens
+        self.expected_ttft, self.expected_seconds = placement.prefill_ends - at, placement.ends - at
+        self.comparison, self.deferral = placement.comparison, placement.deferral
+
+    def follows(self, tried: Tried, *, resumes: bool, times_yielded: int) -> None:
+        """Earlier attempts of the request came before it."""
+        self.tried = None if tried is NOTHING_TRIED else tried
+        self.resumes, self.times_yielded = resumes, times_yielded
+
+    def chosen_among(self, fallback: str | None, out: Mapping[str, int] | None) -> None:
+        """Set `fallback` and `out`: others could not be chosen."""
+        self.fallback, self.out = fallback, out
 
     def content_began(self, now: float) -> None:
         """The first content has come."""
@@ -164,37 +168,18 @@ class DecisionLog:
         placement: QueuedRequest,
         request: LeaseRequest,
         tried: Tried,
-        granted: GrantedSlots,
-        fallback: str | None,
-        out: Mapping[str, int],
+        lease_id: int,
+        model: str,
+        tier: str,
     ) -> Grant:
         """A placement has become a lease."""
-        now, circumstances = placement.placed_at, ORDINARY
-        resumes, times_yielded = request.wanted.resume_key is not None, request.caller.times_yielded
-        if (
-            out
-            or resumes
-            or times_yielded
-            or tried is not NOTHING_TRIED
-            or fallback is not None
-            or placement.deferral is not None
-        ):
-            circumstances = Circumstances(
-                None if tried is NOTHING_TRIED else tried,
-                resumes,
-                times_yielded,
-                placement.deferral,
-                fallback,
-                out,
-            )
-        prediction = Prediction(
-            placement.prompt_tokens,
-            placement.completion_tokens,
-            placement.prefill_ends - now,
-            placement.ends - now,
-            placement.comparison,
+        grant = Grant(
+            placement.id, placement.placed_at, placement.received_at, lease_id, model, tier
         )
-        grant = Grant(request.id, now, placement.received_at, granted, prediction, circumstances)
+        grant.expect(placement)
+        resumes, times_yielded = request.wanted.resume_key is not None, request.caller.times_yielded
+        if tried is not NOTHING_TRIED or resumes or times_yielded:
+            grant.follows(tried, resumes=resumes, times_yielded=times_yielded)
         self.grants.append(grant)
         if self.followed:
             self._collect(grant)
@@ -299,7 +284,7 @@ class DecisionLog:
 
 
 def _identity(one: Decision) -> object:
-    return (one.request_id, one.granted.lease_id) if isinstance(one, Grant) else one
+    return (one.request_id, one.lease_id) if isinstance(one, Grant) else one
 
 
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
@@ -357,12 +342,11 @@ class PredictionAccuracy:
         """A complete response's tokens are known."""
         if grant.used is None:
             return
-        first, ended, predicted = grant.first_content_at, grant.ended_at, grant.predicted
-        if first is not None and predicted.ttft >= LEAST_SECONDS:
-            self.first_token.count((first - grant.at) / predicted.ttft)
-        if ended is not None and predicted.seconds >= LEAST_SECONDS:
-            self.completion.count((ended - grant.at) / predicted.seconds)
-        comparison = predicted.comparison
+        first, ended, comparison = grant.first_content_at, grant.ended_at, grant.comparison
+        if first is not None and grant.expected_ttft >= LEAST_SECONDS:
+            self.first_token.count((first - grant.at) / grant.expected_ttft)
+        if ended is not None and grant.expected_seconds >= LEAST_SECONDS:
+            self.completion.count((ended - grant.at) / grant.expected_seconds)
         if comparison is not None:
             prompt, cached, _ = grant.used
             if comparison.own:

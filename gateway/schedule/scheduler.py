@@ -32,7 +32,7 @@ from gateway.lease import (
 )
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import PREFILL_GRACE_FACTOR
-from gateway.nodes.node import Lease, LeasePhase, LeaseTerms, Node
+from gateway.nodes.node import Lease, LeasePhase, Node
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.schedule.admission import (
     Admission,
@@ -61,7 +61,7 @@ from gateway.schedule.core.dispatcher import Dispatcher, dispatch_rules
 from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import QueuedRequest, TierSets
 from gateway.schedule.core.tiers import SpillReservation, TierPolicy, dearest_token
-from gateway.schedule.decision_log import DecisionLog, Grant, GrantedSlots, PredictionAccuracy
+from gateway.schedule.decision_log import DecisionLog, Grant, PredictionAccuracy
 from gateway.terms import Endpoint, Priority
 
 TICK = 0.5  # seconds between two looks at every waiting request, and at the whole fleet
@@ -75,7 +75,6 @@ MOST_STALE_PLACEMENTS = 4
 # Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds a
 # wait (one busy thread read 140 tokens/s of a 768 wide model when measured).
 PESSIMISTIC_PREFILL_TPS = 25.0
-_NOTHING_OUT: Mapping[str, int] = {}  # no node had no room; never written to
 
 
 class LeaseRecord(Lease):
@@ -89,14 +88,14 @@ class LeaseRecord(Lease):
     def __init__(
         self,
         node: Node,
-        terms: LeaseTerms,
+        stream: bool,  # noqa: FBT001 - each call costs
         request: LeaseRequest,
         placement: QueuedRequest,
         placement_state: PlacementState,
         grant: Grant,
     ) -> None:
         """`grant`: what is kept of the lease to explain it."""
-        Lease.__init__(self, node, placement.slots, placement.placed_at, terms)
+        Lease.__init__(self, node, placement.slots, placement.placed_at, stream)
         self.request = request
         self.placement: QueuedRequest | None = placement
         """None: its row is no longer its node's, which counts the slots by itself."""
@@ -706,17 +705,19 @@ class Scheduler:
         if size.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
             total = prefill + size.max_tokens / decode_tps
         model, lease_id = candidates.by_model[placement.group][0], next(self._lease_ids)
-        granted, out = GrantedSlots(lease_id, model, info.tier, slots), _NOTHING_OUT
+        grant = self.decision_log.granted(placement, request, tried, lease_id, model, info.tier)
         comparison = placement.comparison
+        out: Mapping[str, int] | None = None
         if comparison is not None and (
             comparison.nodes.with_room < comparison.nodes.candidates
             or len(placement.groups[placement.group]) > 1
         ):
             out = self._nodes_without_room(placement, comparison.nodes.with_room, now)
-        grant = self.decision_log.granted(placement, request, tried, granted, fallback, out)
-        terms = LeaseTerms(stream, prefill, total)
+        if out or fallback is not None:
+            grant.chosen_among(fallback, out)
         state = self.dispatcher.placement_state
-        lease = LeaseRecord(node, terms, request, placement, state, grant)
+        lease = LeaseRecord(node, stream, request, placement, state, grant)
+        lease.expect(prefill, total)
         if reservation is not None:
             lease.reserve(reservation)
         node.take(lease, now, wake)

@@ -132,22 +132,22 @@ def _steps(
             yield _queue(request, one, later, parent_id)
         elif isinstance(one, Grant):
             attempt += 1
-            if before is not None and one.circumstances.resumes:
+            if before is not None and one.resumes:
                 yield _resume(request, before, one, parent_id)
             node = last_node if one is last else None
             span = _attempt(request, one, attempt, node, parent_id)
             yield span
             first, end = one.first_content_at, span.end
             if first is not None:
-                ids, predicted = one.granted.lease_id, one.predicted
+                lease_id = one.lease_id
                 middle = min(max(first, one.at), end)
                 yield Span(
-                    "prefill", trace.span_id("prefill", ids), span.span_id, "internal",
-                    one.at, middle, {_OWN + "expected_seconds": _rounded(predicted.ttft)},
+                    "prefill", trace.span_id("prefill", lease_id), span.span_id, "internal",
+                    one.at, middle, {_OWN + "expected_seconds": _rounded(one.expected_ttft)},
                 )  # fmt: skip
-                expected = predicted.seconds - predicted.ttft
+                expected = one.expected_seconds - one.expected_ttft
                 yield Span(
-                    "decode", trace.span_id("decode", ids), span.span_id, "internal",
+                    "decode", trace.span_id("decode", lease_id), span.span_id, "internal",
                     middle, end, {_OWN + "expected_seconds": _rounded(expected)},
                 )  # fmt: skip
             before = one
@@ -175,27 +175,26 @@ def _queue(
 def _attempt(
     request: EndedRequest, grant: Grant, number: int, node: str | None, parent_id: str
 ) -> Span:
-    predicted, circumstances = grant.predicted, grant.circumstances
-    comparison, tried = predicted.comparison, circumstances.tried
+    comparison, tried = grant.comparison, grant.tried
     attributes: dict[str, Attribute] = {
         _OWN + "attempt": number,
-        _OWN + "tier": grant.granted.tier,
-        _OWN + "slots": grant.granted.slots,
-        _OWN + "expected_prompt_tokens": round(predicted.prompt_tokens),
-        _OWN + "expected_completion_tokens": round(predicted.completion_tokens),
-        _OWN + "expected_time_to_first_token": _rounded(predicted.ttft),
-        _OWN + "expected_seconds": _rounded(predicted.seconds),
-        _OWN + "resumes": circumstances.resumes,
+        _OWN + "tier": grant.tier,
+        _OWN + "slots": grant.slots,
+        _OWN + "expected_prompt_tokens": round(grant.prompt_tokens),
+        _OWN + "expected_completion_tokens": round(grant.completion_tokens),
+        _OWN + "expected_time_to_first_token": _rounded(grant.expected_ttft),
+        _OWN + "expected_seconds": _rounded(grant.expected_seconds),
+        _OWN + "resumes": grant.resumes,
     }
     if comparison is not None:
         node = comparison.chosen.name
         attributes[_OWN + "expected_cached_tokens"] = round(comparison.cached_on_chosen)
     if node is not None:
         attributes[_OWN + "node"] = node
-    if circumstances.fallback is not None:
-        attributes[_OWN + "fallback"] = circumstances.fallback
-    if circumstances.times_yielded:
-        attributes[_OWN + "times_yielded"] = circumstances.times_yielded
+    if grant.fallback is not None:
+        attributes[_OWN + "fallback"] = grant.fallback
+    if grant.times_yielded:
+        attributes[_OWN + "times_yielded"] = grant.times_yielded
     if tried is not None and tried.failed_nodes:
         attributes[_OWN + "failed_nodes"] = tuple(sorted(tried.failed_nodes))
     if grant.first_content_at is not None:
@@ -211,7 +210,7 @@ def _attempt(
             error = attributes["error.type"] = grant.outcome
     return Span(
         "attempt",
-        request.trace.attempt_span_id(grant.granted.lease_id),
+        request.trace.attempt_span_id(grant.lease_id),
         parent_id,
         "client",
         grant.at,
@@ -226,12 +225,12 @@ def _resume(request: EndedRequest, before: Grant, grant: Grant, parent_id: str) 
     moved = grant.first_content_at
     went_on = _end(request, grant) if moved is None else moved
     start = min(_end(request, before), grant.at)
-    yielded = grant.circumstances.times_yielded > before.circumstances.times_yielded
+    yielded = grant.times_yielded > before.times_yielded
     attributes: dict[str, Attribute] = {
         _OWN + "reason": "yielded" if yielded else (before.outcome or "failed"),
     }
     error = None if moved is not None else (grant.outcome or "failed")
-    span_id = request.trace.span_id("resume", grant.granted.lease_id)
+    span_id = request.trace.span_id("resume", grant.lease_id)
     end = max(start, went_on)
     return Span("resume", span_id, parent_id, "internal", start, end, attributes, error)
 

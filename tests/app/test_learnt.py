@@ -645,13 +645,13 @@ def test_a_grant_is_kept_in_the_form_that_earlier_versions_read() -> None:
     raw = msgspec.json.encode(KEPT_GRANT)
     grant = msgspec.json.decode(raw, type=KeptGrant).grant()
     assert msgspec.json.encode(KeptGrant.of(grant)) == raw
-    slots, predicted = grant.granted, grant.predicted
-    comparison = predicted.comparison
+    comparison = grant.comparison
     assert comparison is not None
     row = comparison.chosen
-    assert (slots.lease_id, slots.model, slots.tier, slots.slots) == (14, "m", "gpu", 2)
-    assert (predicted.prompt_tokens, predicted.completion_tokens) == (50.0, 60.0)
-    assert (predicted.ttft, predicted.seconds, comparison.nodes.fleet) == (1.5, 2.5, 9)
+    assert (grant.lease_id, grant.model, grant.tier, grant.slots) == (14, "m", "gpu", 2)
+    assert (grant.prompt_tokens, grant.completion_tokens) == (50.0, 60.0)
+    assert (grant.expected_ttft, grant.expected_seconds) == (1.5, 2.5)
+    assert comparison.nodes.fleet == 9
     assert (comparison.remaining(row), comparison.prefill_wait(row)) == (7.0, 5.0)
     assert (comparison.cached_on_chosen, comparison.own_figures(row).penalty) == (10.0, -0.5)
     assert (row.speed.penalty, row.speed.wake, row.work.pool_used) == (3.0, 1.0, 6)

@@ -186,7 +186,7 @@ async def test_a_real_server_is_known_after_a_restart_until_it_has_other_slots(
             gateway.gateway.bus.flush()
             (grant,) = gateway.gateway.scheduler.decision_log.find([last])[last].decisions
             assert isinstance(grant, Grant)
-            comparison = grant.predicted.comparison
+            comparison = grant.comparison
             assert comparison is not None
             assert grant.used is not None
             # What it was believed to have cached, it had.

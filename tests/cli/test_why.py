@@ -189,7 +189,7 @@ async def test_a_stream_whose_server_is_killed_tells_both_attempts(tmp_path: Pat
             task = asyncio.create_task(chat(gateway, "it", "Tell me all.", tokens=600))
             grants = gateway.gateway.scheduler.decision_log.grants
             await until(lambda: bool(grants) and grants[-1].first_content_at is not None)
-            comparison = grants[-1].predicted.comparison
+            comparison = grants[-1].comparison
             assert comparison is not None
             name = comparison.chosen.name
             servers[int(name[1:])].kill()

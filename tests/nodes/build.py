@@ -16,7 +16,7 @@ from gateway.events import EventBus, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
-from gateway.nodes.node import Lease, LeaseTerms, Node, NodeSettings, NodeState
+from gateway.nodes.node import Lease, Node, NodeSettings, NodeState
 from gateway.nodes.speed import Speed
 from gateway.nodes.state_files import DrainedNodes, PropertiesStore
 from gateway.transport.pool import ConnectionPool, open_node_pool
@@ -95,8 +95,8 @@ def take(
     wake: float = 0.0,
 ) -> Lease:
     now = node.clock()
-    terms = LeaseTerms(stream, expected_prefill, expected_total)
-    lease = Lease(node, slots, now, terms)
+    lease = Lease(node, slots, now, stream)
+    lease.expect(expected_prefill, expected_total)
     node.take(lease, now, wake)
     return lease
 

@@ -16,7 +16,6 @@ from gateway.nodes.node import (
     SLOT_LINGER,
     Lease,
     LeasePhase,
-    LeaseTerms,
     Node,
     NodeState,
     SlotOccupancy,
@@ -351,7 +350,7 @@ class CountedLease(Lease):
 
 def test_a_lease_is_told_once_of_the_prefill_and_of_the_release() -> None:
     node = a_node(slots=2)
-    lease = CountedLease(node, 1, node.clock(), LeaseTerms(stream=True))
+    lease = CountedLease(node, 1, node.clock(), stream=True)
     node.take(lease, node.clock())
     for _ in range(2):
         lease.content_received(node.clock())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,11 +28,9 @@ from gateway.schedule.decision_log import (
     MOST_COLLECTED,
     MOST_FOLLOWED,
     RATIO_BOUNDS,
-    Circumstances,
     Decision,
     DecisionLog,
     Grant,
-    GrantedSlots,
     Queueing,
     RatioCounts,
     Refusal,
@@ -74,9 +73,9 @@ def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
     grant = only_grant(scheduler, request)
     placement = scheduler.records[granted.id].placement
     assert placement is not None
-    assert grant.at + grant.predicted.ttft == pytest.approx(placement.prefill_ends)
-    assert grant.at + grant.predicted.seconds == pytest.approx(placement.ends)
-    comparison = grant.predicted.comparison
+    assert grant.at + grant.expected_ttft == pytest.approx(placement.prefill_ends)
+    assert grant.at + grant.expected_seconds == pytest.approx(placement.ends)
+    comparison = grant.comparison
     assert comparison is not None
     assert comparison.chosen.name == granted.node.name
     assert len(comparison.others) == 1
@@ -101,37 +100,34 @@ def test_each_attempt_is_a_grant_of_its_own() -> None:
     one, two = decisions(scheduler.decision_log, request)
     assert isinstance(one, Grant)
     assert isinstance(two, Grant)
-    assert (one.circumstances.tried, two.circumstances.out) == (None, {"failed": 1})
-    assert two.circumstances.tried is not None
-    assert two.circumstances.tried.failed_nodes == {first.node.name}
+    assert (one.tried, two.out) == (None, {"failed": 1})
+    assert two.tried is not None
+    assert two.tried.failed_nodes == {first.node.name}
     assert second.node.name != first.node.name
 
 
 @each_case(
     "found",
     [
-        Circumstances(),
-        Circumstances(tried=failed_on("a")),
-        Circumstances(resumes=True),
-        Circumstances(times_yielded=2),
-        Circumstances(deferral=Deferral("a", 1.0, 2.0, 3.0, 400.0)),
-        Circumstances(fallback="gpu_full"),
-        Circumstances(out={"full": 1}),
+        {},
+        {"tried": failed_on("a")},
+        {"resumes": True},
+        {"times_yielded": 2},
+        {"deferral": Deferral("a", 1.0, 2.0, 3.0, 400.0)},
+        {"fallback": "gpu_full"},
+        {"out": {"full": 1}},
     ],
 )
-def test_each_circumstance_of_a_grant_is_remembered_alone(found: Circumstances) -> None:
-    resume_key = ("model",) if found.resumes else None
-    request = a_request(times_yielded=found.times_yielded, resume_key=resume_key)
-    placement = QueuedRequest(request.id, (), Priority.NORMAL, "c", 0.0, deferral=found.deferral)
-    grant = DecisionLog(Clock()).granted(
-        placement,
-        request,
-        found.tried or NOTHING_TRIED,
-        GrantedSlots(1, "demo", "cpu", 1),
-        found.fallback,
-        found.out,
-    )
-    assert msgspec.structs.astuple(grant.circumstances) == msgspec.structs.astuple(found)
+def test_each_circumstance_of_a_grant_is_remembered_alone(found: dict[str, Any]) -> None:
+    resume_key = ("model",) if found.get("resumes") else None
+    request = a_request(times_yielded=found.get("times_yielded", 0), resume_key=resume_key)
+    deferral, tried = found.get("deferral"), found.get("tried", NOTHING_TRIED)
+    placement = QueuedRequest(request.id, (), Priority.NORMAL, "c", 0.0, deferral=deferral)
+    grant = DecisionLog(Clock()).granted(placement, request, tried, 1, "demo", "cpu")
+    grant.chosen_among(found.get("fallback"), found.get("out"))
+    expected = Grant(request.id, 0.0, 0.0, 1, "demo", "cpu")
+    expected.expect(placement)
+    assert msgspec.structs.asdict(grant) == msgspec.structs.asdict(expected) | found
 
 
 def test_why_the_others_had_no_room_is_counted() -> None:
@@ -142,11 +138,11 @@ def test_why_the_others_had_no_room_is_counted() -> None:
     first, second = a_request(), a_request()
     lease(scheduler, first)
     lease(scheduler, second)
-    assert only_grant(scheduler, first).circumstances.out == {"draining": 1, "down": 1}
+    assert only_grant(scheduler, first).out == {"draining": 1, "down": 1}
     grant = only_grant(scheduler, second)
-    assert grant.circumstances.out == {"draining": 1, "down": 1, "full": 1}
-    assert grant.predicted.comparison is not None
-    assert grant.predicted.comparison.nodes.fleet == 5
+    assert grant.out == {"draining": 1, "down": 1, "full": 1}
+    assert grant.comparison is not None
+    assert grant.comparison.nodes.fleet == 5
 
 
 async def test_a_wait_is_remembered_with_its_prediction_until_the_grant() -> None:
@@ -249,7 +245,7 @@ def test_what_is_decided_about_a_followed_request_is_collected_with_its_parts() 
     of_part = lease(scheduler, part)
     collected = log.take(request.id)
     assert collected is not None
-    found = [(one.request_id, one.granted.lease_id) for one in collected if isinstance(one, Grant)]
+    found = [(one.request_id, one.lease_id) for one in collected if isinstance(one, Grant)]
     assert found == [(request.id, granted.id), (part.id, of_part.id)]
     assert log.take(request.id) is None
     lease(scheduler, request)
@@ -357,7 +353,7 @@ async def test_the_page_has_the_times_to_the_first_token_and_the_end_by_those_ex
         assert after[f"{family}_count", of] == before[f"{family}_count", of] + 1
     ratio = after[f"{family}_sum", "first_token"] - before[f"{family}_sum", "first_token"]
     assert grant.first_content_at is not None
-    assert ratio == pytest.approx((grant.first_content_at - grant.at) / grant.predicted.ttft)
+    assert ratio == pytest.approx((grant.first_content_at - grant.at) / grant.expected_ttft)
     assert 0.5 < ratio < 2.0, "the node's speed is known by now"
 
 

@@ -606,6 +606,8 @@ async def test_a_gpu_that_is_down_is_named_as_the_fallback_reason(tmp_path: Path
         await until(lambda: site.running.gateway.fleet.nodes["gpu"].state.value == "down")
         answer = await site.ask("premium")
         assert (answer.status, answer.tier, answer.fallback) == (200, "cpu", "gpu_down")
+        (grant,) = site.running.gateway.scheduler.decision_log.grants
+        assert (grant.tier, grant.fallback) == ("cpu", "gpu_down")
         await site.gpu.open()
         await until(lambda: site.running.gateway.fleet.nodes["gpu"].state.value == "ready")
         assert (await site.ask("premium")).tier == "gpu"

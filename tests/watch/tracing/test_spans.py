@@ -9,11 +9,8 @@ from typing import Any
 from gateway.events import RequestRecord
 from gateway.lease import NOTHING_TRIED
 from gateway.schedule.decision_log import (
-    Circumstances,
     Decision,
     Grant,
-    GrantedSlots,
-    Prediction,
     Queueing,
     Refusal,
 )
@@ -26,13 +23,10 @@ PATH = "/v1/chat/completions"
 def grant(
     at: float, lease_id: int, request_id: str = "req_1", *, ttft: float = 0.5, **more: Any
 ) -> Grant:
-    fields = Circumstances.__struct_fields__
-    circumstances = Circumstances(**{name: more.pop(name) for name in fields if name in more})
-    granted, predicted = GrantedSlots(lease_id, "demo", "cpu", 1), Prediction(5, 8, ttft, 2, None)
-    found = Grant(request_id, at, 10.0, granted, predicted, circumstances)
-    for name, value in more.items():
-        setattr(found, name, value)
-    return found
+    expected: dict[str, Any] = {
+        "prompt_tokens": 5, "completion_tokens": 8, "expected_ttft": ttft, "expected_seconds": 2,
+    }  # fmt: skip
+    return Grant(request_id, at, 10.0, lease_id, "demo", "cpu", **expected, **more)
 
 
 def queueing(at: float) -> Queueing:
