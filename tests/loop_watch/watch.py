@@ -144,8 +144,22 @@ class _Loop:
                 self.beat()
         elif taken >= BUSY_SECONDS:
             self.sampled_at = cpu
-            frame = sys._current_frames().get(thread)
-            self.samples.append((taken, _own(frame)))
+            self.samples.append((taken, _own(_frame_of(thread))))
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of a thread.
+
+    CPython before 3.11.5 takes a lock to list them: a garbage collection meanwhile may want that
+    lock too, and the process stands still (python/cpython#106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
 
 
 RUNNER = "gateway/app/process.py:run_event_loop"
