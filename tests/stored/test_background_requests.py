@@ -156,7 +156,7 @@ async def test_a_response_that_its_process_has_lost_and_claims_anew_has_one_run_
 ) -> None:
     monkeypatch.setattr(background_requests, "RENEW_SECONDS", 0.0)
     ask = {"input": "tell me a story", "max_output_tokens": 60, "background": True}
-    node = EmulatedNode(slots=4, decode_tps=20, answer_tokens=1000)
+    node = EmulatedNode(slots=4, decode_tps=4, answer_tokens=1000)
     async with node, running_gateway(tmp_path, [node.url]) as running:
         id_ = (await running.client.post("/v1/responses", json=ask)).json()["id"]
         await until(lambda: node.busy == 1)
@@ -165,6 +165,8 @@ async def test_a_response_that_its_process_has_lost_and_claims_anew_has_one_run_
         assert ledger is not None
         # As another process does when the lease is over.
         await requests.store.run(job(put_back, ledger.own.id, [id_], 0.0))
+        await until(lambda: node.requests == 2)
+        node.engine.decode_tps = 1e9
         assert (await ended(running, id_))["status"] == "incomplete"
         assert node.requests == 2
 
