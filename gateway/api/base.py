@@ -745,7 +745,9 @@ class ResponseAssembler:
 
 
 MOST_UNREAD_BYTES = 16 * 1024  # bytes of events that are read together: some hundred tokens
-_OTHER_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError, *JSON_ERRORS)
+_OTHER_FORM = (
+    AttributeError, IndexError, InvalidJson, KeyError, TypeError, ValueError, *JSON_ERRORS,
+)  # fmt: skip
 
 
 def _other_form() -> AssemblyError:

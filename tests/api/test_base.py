@@ -291,6 +291,12 @@ def test_a_text_of_another_type_can_not_be_assembled(choice: dict[str, object]) 
         ResponseAssembler(COMPLETIONS, {}, stream, 1000).response()
 
 
+def test_a_field_that_is_not_utf_8_can_not_be_assembled() -> None:
+    event = b'data: {"choices":[{"index":0,"text":"a"}],"model":"\xff"}\n\n'
+    with pytest.raises(AssemblyError):
+        ResponseAssembler(COMPLETIONS, {}, event, 1000).response()
+
+
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 CONTROL: dict[bytes, Any] = {
     b"/health": {"status": "ok"},
