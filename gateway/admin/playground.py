@@ -215,16 +215,7 @@ class _Chat:
         finally:
             if self._in_flight is not None:
                 handler.registry.remove(self._in_flight)
-            finished = record.finish(self._received_at, handler.clock())
-            try:
-                if handler.tracing is not None and handler.tracing.active:
-                    # First: it may trace a failed one, whose log event then names its trace.
-                    handler.tracing.finished(self._id, finished, [], self._received_at)
-            finally:
-                if self._reservation is not None:
-                    handler.meter.ended(self._reservation, finished)
-                else:
-                    handler.bus.publish_deferred(finished)
+            handler.ended(record, [], self._received_at, self._reservation)
 
 
 def _successful(response: ClientResponse) -> ClientResponse:

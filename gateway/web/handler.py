@@ -65,6 +65,7 @@ from gateway.lease import LeaseRequest
 from gateway.request.body import LARGE_BODY_BYTES, SMALL_BODY_BYTES, TimeSlicer, is_slow_to_parse
 from gateway.request.preparation import IncomingRequest, Request, read_in_turn, read_request
 from gateway.request.routes import ROUTES, Route, routes_of
+from gateway.terms import Headers
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.watch.request_tracing import RequestTracing
@@ -110,6 +111,25 @@ class RequestHandler:
     def next_id(self) -> str:
         """An id that no other request has, in any process: the ledger knows it by that."""
         return f"{self._id_prefix}{next(self._id_numbers):x}"
+
+    def ended(
+        self,
+        record: RequestRecord,
+        headers: Headers,
+        received_at: float,
+        reservation: Reservation | None,
+    ) -> None:
+        """A request has ended: settle what it has reserved, and publish its record, soon."""
+        record.finish(received_at, self.clock())
+        try:
+            if self.tracing is not None and self.tracing.active:
+                # First: it may trace a failed request, whose log event then names its trace.
+                self.tracing.finished(record.request_id, record, headers, received_at)
+        finally:
+            if reservation is not None:
+                self.meter.ended(reservation, record)
+            else:
+                self.bus.publish_deferred(record)
 
     def configure(self, config: HandlerConfig) -> None:
         """Serve new requests by `config`."""
@@ -502,18 +522,7 @@ class _HandledRequest:
                     handler.latest_edits.discard(self._edit_session, self._in_flight)
         finally:
             # Whatever fails: else its slot of the limits would be lost.
-            record = self.record.finish(self.received_at, handler.clock())
-            try:
-                tracing = handler.tracing
-                if tracing is not None and tracing.active:
-                    # First: it may trace a failed request, whose log event then names its trace.
-                    headers = self.exchange.headers
-                    tracing.finished(self.request_id, record, headers, self.received_at)
-            finally:
-                if self._reservation is not None:
-                    handler.meter.ended(self._reservation, record)
-                else:
-                    handler.bus.publish_deferred(record)
+            handler.ended(self.record, self.exchange.headers, self.received_at, self._reservation)
 
     def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
