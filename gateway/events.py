@@ -49,7 +49,7 @@ class RequestRecord:
     request_id: str = ""  # The gateway's own id, unique in this process
     ended_at: float = 0.0  # Monotonic seconds of the gateway's clock
     trace: RequestTrace | None = None  # Its part of a trace; None: it is not traced
-    open_parts: int = 0  # Sub-requests whose tokens are not yet counted
+    _open_parts: int = 0  # Sub-requests whose tokens are not yet counted
     _on_complete: Callable[[], None] | None = None
 
     def fail(self, status: int, reason: str) -> None:
@@ -130,14 +130,14 @@ class RequestRecord:
 
     def sub_request_began(self) -> None:
         """A sub-request begins, whose tokens will be counted here."""
-        self.open_parts += 1
+        self._open_parts += 1
 
     def sub_request_ended(self, part: RequestRecord) -> None:
         """Add what a sub-request took."""
         self.count_tokens(part.prompt_tokens, part.cached_tokens, part.completion_tokens)
         self.charge(part.cost, part.slot_seconds)
-        self.open_parts -= 1
-        if not self.open_parts and self._on_complete is not None:
+        self._open_parts -= 1
+        if not self._open_parts and self._on_complete is not None:
             on_complete, self._on_complete = self._on_complete, None
             on_complete()
 
@@ -146,7 +146,7 @@ class RequestRecord:
 
         A sub-request that is cancelled ends somewhat later than the request.
         """
-        if self.open_parts:
+        if self._open_parts:
             self._on_complete = partial(callback, *arguments)
         else:
             callback(*arguments)

@@ -111,7 +111,7 @@ class Meter:
     ) -> None:
         """The response has ended; `deliver` gets its row in place of the ledger, a little later."""
         reservation.release(self._wall_clock())
-        self._bus.defer(self._settle, reservation, record, deliver)
+        self._bus.defer(record.when_complete, self._settle, reservation, record, deliver)
 
     def dropped(self, reservation: Reservation) -> None:
         """A stored request has no result and is run again: it costs its caller nothing."""
@@ -171,7 +171,7 @@ class Meter:
 
     def _publish(self, reservation: Reservation, record: RequestRecord) -> None:
         try:
-            self._settle(reservation, record, None)
+            record.when_complete(self._settle, reservation, record, None)
         finally:
             self._bus.tell(record)
 
@@ -182,9 +182,6 @@ class Meter:
         deliver: Callable[[UsageRow], None] | None,
     ) -> None:
         """Count what a request has used, and record it; `deliver`: of a stored request."""
-        if record.open_parts:
-            record.when_complete(self._settle, reservation, record, deliver)
-            return
         request, ended_at = reservation.request, reservation.ended_at
         assert ended_at is not None
         if deliver is None:
