@@ -33,39 +33,46 @@ _LABELS = [priority.label.encode() for priority in Priority]
 
 def gateway_header_lines(record: RequestRecord, *, anthropic: bool, name_node: bool) -> bytes:
     """The gateway's header lines of a routed response."""
-    # Nearly all requests are answered by their first node, without queueing.
     usual = record.attempts == 1 and not record.queue_seconds
-    key = record.priority, record.node if name_node else None, record.tier, record.fallback
-    lines = _USUAL_LINES.get(key) if usual else None
-    if lines is None:
-        lines = _outcome_lines(record, name_node=name_node)
-        if usual and len(_USUAL_LINES) < MOST_USUAL_LINES:
-            _USUAL_LINES[key] = lines
+    lines = (_usual_outcome_lines if usual else _outcome_lines)(
+        record.priority,
+        record.attempts,
+        record.queue_seconds,
+        record.tier,
+        record.fallback,
+        record.node if name_node else None,
+    )
     request_id = record.x_request_id.encode()
     if anthropic:
         return b"x-request-id: %b\r\nrequest-id: %b\r\n%b" % (request_id, request_id, lines)
     return b"x-request-id: %b\r\n%b" % (request_id, lines)
 
 
-MOST_USUAL_LINES = 4096
-_USUAL_LINES: dict[tuple[Priority, str | None, str | None, str | None], bytes] = {}
-"""Of requests that their first node answered at once: by class, node, tier and fallback."""
-
-
-def _outcome_lines(record: RequestRecord, *, name_node: bool) -> bytes:
+def _outcome_lines(
+    priority: Priority,
+    attempts: int,
+    queue: float,
+    tier: str | None,
+    fallback: str | None,
+    node: str | None,
+) -> bytes:
     """The header lines that say how the request was served."""
     lines = b"x-gateway-class: %b\r\nx-gateway-attempts: %d\r\nx-gateway-queue-ms: %d\r\n" % (
-        _LABELS[record.priority],
-        record.attempts,
-        record.queue_seconds * 1000,
+        _LABELS[priority],
+        attempts,
+        queue * 1000,
     )
-    if record.tier is not None:
-        lines += _TIERS[record.tier]
-    if record.fallback is not None:
-        lines += b"x-gateway-fallback: %b\r\n" % record.fallback.encode()
-    if name_node and record.node is not None:
-        lines += b"x-gateway-node: %b\r\n" % record.node.encode()
+    if tier is not None:
+        lines += _TIERS[tier]
+    if fallback is not None:
+        lines += b"x-gateway-fallback: %b\r\n" % fallback.encode()
+    if node is not None:
+        lines += b"x-gateway-node: %b\r\n" % node.encode()
     return lines
+
+
+# Nearly all requests are answered by their first node, without queueing.
+_usual_outcome_lines = lru_cache(maxsize=4096)(_outcome_lines)
 
 
 def early_gateway_header_lines(record: RequestRecord, *, anthropic: bool) -> bytes:
