@@ -229,15 +229,12 @@ class TokenEstimates:
             if media_tokens > 0:
                 common.correct_media(left - expected, media_tokens)
             elif text_bytes > 0 and left > 0:
-                tokens = left
-                if not expected / OUTLIER_RATIO <= left <= expected * OUTLIER_RATIO:
-                    tokens = min(max(left, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
-                least, most = text_bytes * LEAST_TOKENS_PER_BYTE, text_bytes * MOST_TOKENS_PER_BYTE
-                if not least <= tokens <= most:
-                    tokens = least if tokens < least else most
-                decayed = 0.5
-                if text_bytes < TEXT_HALF_LIFE:
-                    decayed **= text_bytes / TEXT_HALF_LIFE
+                tokens = min(max(left, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
+                tokens = min(
+                    max(tokens, text_bytes * LEAST_TOKENS_PER_BYTE),
+                    text_bytes * MOST_TOKENS_PER_BYTE,
+                )
+                decayed = 0.5 ** (min(text_bytes, TEXT_HALF_LIFE) / TEXT_HALF_LIFE)
                 own.add_prompt(text_bytes, tokens, decayed)
                 common.add_prompt(text_bytes, tokens, decayed)
         if 0 < completion_tokens < math.inf:
