@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -319,6 +319,28 @@ class NodeSpec(ConfigModel):
                 "model",
             )
         return stop
+
+    # The one model of a router that this entry was made for (`of_model`), by the router's own name.
+    _instance: str | None = PrivateAttr(None)
+
+    @property
+    def instance(self) -> str | None:
+        """The model of a router that this is the entry of; None: it is an entry of the file."""
+        return self._instance
+
+    def of_model(self, model: str, names: Collection[str]) -> NodeSpec:
+        """The entry of one model on this router, which answers to all of these names."""
+        declared = self.models
+        own = {
+            "name": f"{self.name}/{model}",
+            "models": declared and {one: name for one, name in declared.items() if name in names},
+            "standby": False,
+            "start": None,
+            "stop": None,
+        }
+        spec = self.model_copy(update=own)
+        spec._instance = model  # noqa: SLF001 - the copy's own
+        return spec
 
     @property
     def written_hint(self) -> float | None:

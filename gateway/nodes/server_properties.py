@@ -57,6 +57,9 @@ class ServerProperties:
     ftype: str | None = None
     refused: set[str] = field(default_factory=set)
     """Endpoints that it has refused with 501, such as `rerank`."""
+    is_router: bool = False  # whether it holds many models, and loads them on demand
+    most_loaded: int = 0
+    """Models that a router holds at once; 0: as many as fit."""
     process: str | None = None
     """A mark that each process of the server chooses anew; None: this build has none."""
     shared_pool: bool | None = None
@@ -137,8 +140,10 @@ class ServerProperties:
             self.video = _flag(modalities.get("video"), self.video)
         self.slots_endpoint = _flag(props.get("endpoint_slots"), self.slots_endpoint)
         self.metrics_endpoint = _flag(props.get("endpoint_metrics"), self.metrics_endpoint)
+        self.is_router = props.get("role") == "router"
+        self.most_loaded = _count(props.get("max_instances"), MOST_MODELS) or 0
         alias = _name(props.get("model_alias"))
-        if alias and not self.models:
+        if alias and not self.models and not self.is_router:
             self.models = (alias,)
 
     def read_models(self, answer: object) -> None:
@@ -167,6 +172,11 @@ class ServerProperties:
             self.context = self.context or _count(meta.get("n_ctx"), MOST_CONTEXT)
             trained = _count(meta.get("n_ctx_train"), MOST_CONTEXT)
             self.trained_context = trained or self.trained_context
+
+    def read_routed(self, entry: dict[str, Any], slots: int | None, context: int | None) -> None:
+        """Take in a router's entry for its one model, and the arguments of that model's server."""
+        self.read_models({"data": [entry]})
+        self.slots, self.context = slots or self.slots, self.context or context
 
     def slots_reported(self, total: int) -> None:
         """It answered `/slots`, with so many slots."""
@@ -197,8 +207,8 @@ class ServerProperties:
 
 
 def server_identity(spec: NodeSpec) -> tuple[object, ...]:
-    """Changes when a node's entry in the inventory names another server."""
-    return (spec.url, spec.kind)
+    """Changes when a node's entry in the inventory names another server, or a router's model."""
+    return (spec.url, spec.kind) if spec.instance is None else (spec.url, spec.kind, spec.instance)
 
 
 def server_key(spec: NodeSpec, *also: str) -> str:
@@ -252,10 +262,10 @@ def _fields_of(kind: str, names: str) -> type[msgspec.Struct]:
 _Props = _fields_of(
     "_Props",
     "total_slots default_generation_settings build_info media_marker model_path model_ftype "
-    "chat_template modalities endpoint_slots endpoint_metrics model_alias",
+    "chat_template modalities endpoint_slots endpoint_metrics model_alias role max_instances",
 )
 
-_Model = _fields_of("_Model", "id aliases architecture max_model_len meta")
+_Model = _fields_of("_Model", "id aliases architecture max_model_len meta status")
 
 
 class _Models(msgspec.Struct):
