@@ -767,6 +767,10 @@ class Fleet:
         """A request was refused because the model is still being loaded (503)."""
         self._record_probe(node, ProbeAnswer.LOADING, "the server is loading its model")
 
+    def model_not_loaded(self, node: Node) -> None:
+        """A request found that the node's router has not loaded its model, or has lost it."""
+        self._probe_soon(node)
+
     def key_rejected(self, node: Node, path: str, status: int) -> None:
         """A request was refused because the gateway's key is wrong (401)."""
         node.key_rejection.record(key_rejected_reason(path, status), self._clock())
