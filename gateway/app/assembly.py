@@ -61,6 +61,7 @@ from gateway.openapi.document import openapi_json
 from gateway.request.routes import Route, routes_of
 from gateway.schedule.autoscaler import Autoscaler
 from gateway.schedule.lease_service import LocalLeaseService
+from gateway.schedule.model_placer import ModelPlacer
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
@@ -159,6 +160,7 @@ class Gateway:
             yield_slot=self.registry.yield_slot,
         )
         self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
+        self.model_placer = ModelPlacer(self.fleet, self.scheduler, settings, self.clock)
         self.calibrator = Calibrator(self.fleet, self.bus, self.clock, rng)
         self.tracing = RequestTracing(
             settings.telemetry.traces, self.scheduler.decision_log, clock=self.clock, rng=rng
@@ -313,6 +315,7 @@ class Gateway:
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
+            self._start_task(self.model_placer.run(), "load and unload models")
             self._start_task(self._files.watch(inventory), "watch the files")
             self._start_task(self.certificates.watch(), "watch the certificates")
             self._start_task(self.audit.run(), "write the audit log")
@@ -396,6 +399,7 @@ class Gateway:
             finally:
                 learnt_pipe.close()
             self.autoscaler.hand_over()
+            self.model_placer.hand_over()
             self.calibrator.stop()
             self.background.stop()
             self.fleet.properties_store.stop_saving()
@@ -608,6 +612,7 @@ class Gateway:
         self.proxy_context.configure(settings)
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
+        self.model_placer.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
         self.metering.configure(settings)
         self.handler.configure(self._handler_config(settings))
