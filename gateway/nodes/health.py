@@ -560,7 +560,7 @@ class HealthMonitor:
                 found = await discover(model)
                 if found.up:
                     history.discovered(model.clock())
-                    load.properties_were_read(model.properties.size)
+                    load.properties_were_read()
             if not model.removed:
                 await self._read_slots(model)
                 self._refresh_state(model)

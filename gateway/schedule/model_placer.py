@@ -15,10 +15,12 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 
 import msgspec
 
-from gateway.config.inventory import host_memory
+from gateway.callers.callers import is_loopback
+from gateway.config.inventory import host_memory, url_host
 from gateway.config.routing import ModelRule
 from gateway.config.scheduling import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
@@ -41,10 +43,14 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 
 log = logging.getLogger(__name__)
+ReadMemory = Callable[[Path, int, int], int]
+"""The bytes that a model takes, by its file, slots and tokens of a slot. It raises OSError or
+ValueError for a file that can't be read."""
 TICK = 0.5  # seconds between two looks, if nothing has changed
 UNHURRIED_TICK = 5.0  # seconds between two looks at a fleet without routers
 LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
 MOST_WORDS = 300  # characters that are kept of a router's error
+MOST_FILES = 10_000  # files of models that are read for what they take
 USUAL_SECONDS = 10.0  # of a request for a model that none has waited for
 
 
@@ -56,8 +62,8 @@ class ModelPlacer:
     scheduler: Scheduler
     settings: Settings
     clock: Callable[[], float]
-    file_memory: Callable[[Node], int | None] = field(default=lambda _: None)
-    """The bytes that a router's model takes, by its file where that is on this machine."""
+    file_memory: ReadMemory | None = None
+    """Reads what a model takes from its file, where that is on this machine; in a thread."""
     policy: ModelPlacementPolicy = field(default_factory=ModelPlacementPolicy)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
@@ -67,6 +73,9 @@ class ModelPlacer:
     """By router and model, likewise."""
     _request_seconds: dict[str, float] = field(default_factory=dict)
     """By model: a usual request's, as those that waited last were expected to take."""
+    _file_memory: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
+    """By file, slots and context; None: it is being read, or can't be."""
+    _reading: asyncio.Task[None] | None = None
     _handed_over: bool = False
 
     def __post_init__(self) -> None:
@@ -98,9 +107,10 @@ class ModelPlacer:
                     async with asyncio.timeout(TICK if placing else UNHURRIED_TICK):
                         await self._wake.wait()
         finally:
-            for task in self._tasks.values():
+            tasks = [*self._tasks.values(), *([self._reading] if self._reading else ())]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def hand_over(self) -> None:
         """Command nothing any more: the successor process does now."""
@@ -206,7 +216,34 @@ class ModelPlacer:
         for one in self.fleet.model_index.nodes_for(model_key(node)):
             if one.load is not None and one.load.memory is not None:
                 return one.load.memory
-        return self.file_memory(node)
+        return self._by_file(node, node.load.file)
+
+    def _by_file(self, node: Node, file: str | None) -> int | None:
+        """Bytes by the model's file; None: it is not here, or not read yet."""
+        slots, context = node.slots_total, node.context
+        if self.file_memory is None or file is None or not (slots and context):
+            return None
+        if not is_loopback(url_host(node.spec.url)):
+            return None
+        key = file, slots, context
+        if key not in self._file_memory and len(self._file_memory) < MOST_FILES:
+            self._file_memory[key] = None
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._read_files(), name="read model files")
+        return self._file_memory.get(key)
+
+    async def _read_files(self) -> None:
+        """Read what the models take whose files were not read."""
+        assert self.file_memory is not None
+        done = set[tuple[str, int, int]]()
+        while left := self._file_memory.keys() - done:
+            key = min(left)
+            done.add(key)
+            if self._file_memory[key] is None:
+                with suppress(OSError, ValueError):
+                    memory = await asyncio.to_thread(self.file_memory, Path(key[0]), *key[1:])
+                    self._file_memory[key] = memory
+                    self._wake.set()
 
     def _load_seconds(self, node: Node) -> float:
         """Seconds that a load takes: as measured there, else on another node, else by its size."""
