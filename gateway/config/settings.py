@@ -37,7 +37,13 @@ from gateway.config.routing import (
     check_catch_all,
     find_alias_loop,
 )
-from gateway.config.scheduling import ClassRule, ElasticSettings, HybridSettings, QueueSettings
+from gateway.config.scheduling import (
+    ClassRule,
+    ElasticSettings,
+    HybridSettings,
+    ModelPlacementSettings,
+    QueueSettings,
+)
 from gateway.config.stored import (
     BatchSettings,
     StoreSettings,
@@ -249,8 +255,8 @@ class Settings(ConfigModel):
         BeforeValidator(_no_empty_name),
         TypeLabel("mapping of rules"),
     ] = {}
-    """Public model names: aliases, fall-backs and parameters. `"*": {use: NAME}` takes every
-    unknown name."""
+    """Public model names: aliases, fall-backs, parameters, and where each is loaded. `"*": {use:
+    NAME}` takes every unknown name."""
     default_model: NonEmptyText | None = None
     """Model of a request that names none. Unset: the only model, if there is just one, else that of
     `"*"`."""
@@ -275,6 +281,8 @@ class Settings(ConfigModel):
     """How GPU and CPU nodes share the work."""
     elastic: ElasticSettings = ElasticSettings()
     """Standby nodes that are started and stopped on demand."""
+    model_placement: ModelPlacementSettings = ModelPlacementSettings()
+    """Which nodes hold which models, where these are loaded on demand."""
     health: HealthSettings = HealthSettings()
     """Probes and circuit breakers."""
     timeouts: TimeoutSettings = TimeoutSettings()

@@ -222,11 +222,13 @@ class _Run:
         if node.context is not None:
             words = min(words, node.context // 4)
         text = " ".join(self.rng.choices(WORDS, k=words))
-        fields, info = request_body(path, text, tokens), node.info
-        if info.query:
-            fields["model"] = node.served_name(min(node.public_models, default=""))
-        body, target = msgspec.json.encode(fields), info.target(path)
-        head = node.upstream.address.request_head(b"POST", target, _HEADER_LINES, len(body))
+        fields = request_body(path, text, tokens)
+        if node.spec.instance is not None:
+            fields["model"] = node.spec.instance
+        body = msgspec.json.encode(fields)
+        head = node.upstream.address.request_head(
+            b"POST", node.path(path).encode(), _HEADER_LINES, len(body)
+        )
         began = node.clock()
         try:
             async with node.upstream.response(
