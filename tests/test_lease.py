@@ -127,9 +127,10 @@ def test_another_key_makes_other_blocks(parts: list[bytes]) -> None:
 
 
 def test_only_a_request_to_a_model_of_a_router_has_a_query() -> None:
-    assert a_node_info().target("/props") == b"/props"
-    routed = a_node_info("r1/a", query="model=a&autoload=false")
-    assert routed.target("/tokenize") == b"/tokenize?model=a&autoload=false"
+    plain, routed = a_node_info(), a_node_info("r1/a", query="autoload=false")
+    assert plain.target("/props", "a") == b"/props"
+    assert routed.target("/tokenize") == b"/tokenize?autoload=false"
+    assert routed.target("/props", "a/ü&b") == b"/props?model=a%2F%C3%BC%26b&autoload=false"
 
 
 def test_numbers_fit_into_64_bits_with_a_sign() -> None:

@@ -848,7 +848,7 @@ class NodeQueries:
         return await self._query(b"GET", path, b"")
 
     async def _query(self, method: bytes, path: str, body: bytes) -> JsonObject:
-        target = self._node.target(path)
+        target = self._node.target(path, "" if body else self._model)
         head = self._pool.address.request_head(method, target, _JSON_HEADER_LINE, len(body))
         try:
             async with (

@@ -62,7 +62,7 @@ async def test_each_request_names_the_model_and_loads_nothing(tmp_path: Path, pa
         assert router.models["b"].state == "unloaded"
         for seen in router.models["a"].node.seen:
             assert json.loads(seen.body)["model"] == "a"
-            assert seen.query == "model=a&autoload=false"
+            assert seen.query == "autoload=false"
 
 
 @pytest.mark.parametrize("path", PATHS)
