@@ -518,7 +518,14 @@ class Fleet:
         self._on_models()
 
     def model_not_loaded(self, node: Node) -> None:
-        """A router has not loaded a model, or has lost it, or was told to: read its list soon."""
+        """A request has found that a router has not loaded this model, or has lost it."""
+        if node.load is not None:
+            node.load.doubt()
+            self.refresh_state(node)
+        self.read_models(node)
+
+    def read_models(self, node: Node) -> None:
+        """A router was told to load or unload this model, say: read its list soon."""
         if (monitor := self._monitors.get(node)) is not None:
             monitor.read_models()
 

@@ -751,6 +751,8 @@ def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
     history, load = node.probe_history, node.load
     if load is not None and load.phase is not LoadPhase.READY and history.probed:
         return _load_state(node, load, now)
+    if load is not None and load.doubted:
+        return NodeState.LOADING, "a request has found it not loaded"
     hangs = history.silent and node.sleep.is_overdue(node.properties.size, now)
     if node.sleep.sleeping and not hangs:
         return NodeState.SLEEPING, _sleeping_reason(node, now)

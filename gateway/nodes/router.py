@@ -196,6 +196,8 @@ class ModelLoad:
     memory: int | None = None  # bytes that it takes when it is loaded, as learnt from a load
     file: str | None = None  # the path of its file on the router's machine
     properties_read: bool = False  # whether `/props` was read since it was loaded
+    doubted: bool = False
+    """Whether a request has found it not loaded: it gets no other before the list was read."""
 
     def expected_in(self, seconds: float, now: float) -> float:
         """Seconds until it can be loaded, if a load takes so many and is ordered now at latest."""
@@ -266,12 +268,17 @@ class ModelLoad:
         self.enter(LoadPhase.UNLOADED, f"its last load failed: {self.reason}", now)
         return True
 
+    def doubt(self) -> None:
+        """A request has found it not loaded."""
+        self.doubted = True
+
     def reported(self, model: RoutedModel, now: float, *, followed: bool) -> LoadChange | None:
         """The router lists it so; what that changes, or None.
 
         `followed`: its events are followed, so that it is still the process that it was.
         """
         self.file, self.memory = model.file, model.memory or self.memory
+        self.doubted = False
         status, phase = model.status, self.phase
         if status is None or (self.ordered is not None and self._may_lag(status, now)):
             return None

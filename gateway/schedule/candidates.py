@@ -513,7 +513,7 @@ class CandidateFinder:
             if tried.excluded_nodes:
                 nodes = [node for node in nodes if node.name not in tried.excluded_nodes]
             if resume_key is not None:
-                nodes = [node for node in nodes if node.properties.resume_key() == resume_key]
+                nodes = [node for node in nodes if node.may_resume(resume_key)]
             if not nodes:
                 continue
             if capable.least_slots < request.size.slots:

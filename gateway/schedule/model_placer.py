@@ -364,7 +364,7 @@ class ModelPlacer:
         """Send a command; why the router did not take it, or None."""
         body = msgspec.json.encode({"model": node.spec.instance})
         reply = await fetch(router, f"/models/{command}", body=body, largest=LARGEST_REFUSAL)
-        self.fleet.model_not_loaded(node)  # Its list is read soon.
+        self.fleet.read_models(node)
         if not isinstance(reply, ProbeResponse):
             return reply.detail
         # It is so already: the list will show it.
