@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gateway.app.fitting import check_fit
 from gateway.callers.callers import (
     admin_listener_problem,
     is_loopback,
@@ -121,6 +122,8 @@ def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck
     try:
         inventory = load_inventory(options.inventory_file)
         start_problems += _node_tls_problems(inventory)
+        if settings is not None:
+            check_fit(settings, inventory, options.settings_file, options.inventory_file)
     except ConfigError as error:
         problems += error.problems
     return StartupCheck(settings, inventory, tuple(problems), tuple(start_problems))

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
 
@@ -229,6 +229,20 @@ def _no_empty_name(value: object) -> object:
 
 class Settings(ConfigModel):
     """All settings. Every key has a default; the file may be missing."""
+
+    misplaced_keys: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("ttl", "globalTTL", "keep_alive", "idle_unload"),
+            "it is of each model: models.NAME.idle_unload",
+        ),
+        **dict.fromkeys(
+            ("matrix", "replicas", "pin"), "it is of each model: models.NAME.replicas and pin"
+        ),
+        **dict.fromkeys(
+            ("preload", "hooks", "models_on_demand", "memory"),
+            "memory, preload and models_on_demand are keys of nodes, in the inventory",
+        ),
+    }
 
     listen: ListenSettings = ListenSettings()
     """The public listener."""

@@ -225,10 +225,8 @@ class _Run:
         fields = request_body(path, text, tokens)
         if node.spec.instance is not None:
             fields["model"] = node.spec.instance
-        body = msgspec.json.encode(fields)
-        head = node.upstream.address.request_head(
-            b"POST", node.path(path).encode(), _HEADER_LINES, len(body)
-        )
+        body, target = msgspec.json.encode(fields), node.info.target(path)
+        head = node.upstream.address.request_head(b"POST", target, _HEADER_LINES, len(body))
         began = node.clock()
         try:
             async with node.upstream.response(

@@ -49,7 +49,7 @@ from gateway.nodes.node import (
     NodeSettings,
     NodeState,
 )
-from gateway.nodes.router import ModelLoad, RoutedModel
+from gateway.nodes.router import LoadPhase, ModelLoad, RoutedModel
 from gateway.nodes.server_properties import server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
 from gateway.nodes.state_files import DrainedNodes, PausedModels, PropertiesStore
@@ -243,6 +243,8 @@ class Fleet:
         self._speed_comparison: asyncio.Task[None] | None = None
         self._unprobed: set[Node] = set()
         self._has_work, self._work_looked_at = False, -math.inf
+        self.has_routers = False  # whether some node is a router that is known as such
+        self._on_models: Callable[[], None] = lambda: None
         self._on_capacity: Callable[[], None] | None = None
         self._on_change: Callable[[Node | None], None] | None = None
 
@@ -259,6 +261,10 @@ class Fleet:
         calls: they must be cheap and must not raise. Only the last subscriber is called.
         """
         self._on_capacity, self._on_change = on_capacity, on_change
+
+    def watch_models(self, on_change: Callable[[], None]) -> None:
+        """Call this whenever a router's models may have changed, or one has ended a request."""
+        self._on_models = on_change
 
     async def start(self, inventory: Inventory) -> InventoryChanged:
         """Take in the first inventory and begin to watch. Raises what `connect` raises."""
@@ -315,9 +321,7 @@ class Fleet:
                 change.removed.append(name)
                 reason = "removed from the inventory"
                 self._bus.publish(NodeChanged(name, node.state.value, None, reason))
-        self.model_index.set_nodes(self.nodes.values())
-        compare_speeds(self.nodes.values())
-        self._notify_change()
+        self._index_nodes()
         for node in self.nodes.values():
             self.refresh_state(node)
         self._unprobed = {n for n in self._unprobed if n.in_service and not n.probe_history.probed}
@@ -441,7 +445,7 @@ class Fleet:
         assert load is not None
         instance.properties.clear_remembered()
         instance.properties.read_routed(model.entry, model.slots, model.context)
-        change = load.reported(model, now)
+        change = load.reported(model, now, followed=router.router_record.followed)
         if model.status is not None:
             asked = any(lease.wake for lease in instance.leases)
             instance.sleep.props_read(model.status == "sleeping", now, asked=asked)
@@ -503,13 +507,20 @@ class Fleet:
         """Bring the nodes to what routers list, each router before its models."""
         own = [node for node in self.nodes.values() if node.router is None]
         self.nodes = {one.name: one for node in own for one in (node, *node.instances.values())}
+        self._index_nodes()
+
+    def _index_nodes(self) -> None:
+        """There are other nodes than before."""
+        self.has_routers = any(node.is_router for node in self.nodes.values())
         self.model_index.set_nodes(self.nodes.values())
         compare_speeds(self.nodes.values())
         self._notify_change()
+        self._on_models()
 
     def model_not_loaded(self, node: Node) -> None:
-        """A router refused a request since its model is not loaded: look at its list soon."""
-        self._monitors[node].read_models()
+        """A router has not loaded a model, or has lost it, or was told to: read its list soon."""
+        if (monitor := self._monitors.get(node)) is not None:
+            monitor.read_models()
 
     def load_ordered(self, node: Node, command: Literal["load", "unload"], reason: str) -> None:
         """A router is told to load one of its models, or to unload it."""
@@ -522,6 +533,21 @@ class Fleet:
     def load_changed(self, node: Node) -> None:
         """A router's model is in another phase."""
         self._refresh_and_wake(node)
+
+    def model_opened(self, node: Node, reason: str) -> None:
+        """The next request for this model loads it: its router takes no commands."""
+        assert node.load is not None
+        now = self._clock()
+        node.load.opened(reason, now)
+        node.sleep.props_read(True, now, asked=False)
+        self.load_changed(node)
+
+    def model_closed(self, node: Node, reason: str) -> None:
+        """No request is to load this model: another one has its router's memory."""
+        assert node.load is not None
+        node.load.enter(LoadPhase.UNLOADED, reason, self._clock())
+        node.sleep.restarted()
+        self.load_changed(node)
 
     def _update(
         self,
@@ -686,6 +712,8 @@ class Fleet:
         node = lease.node
         if node.removed or lease.upstream is not node.upstream:
             self._closing.lease_released(node)
+        if node.load is not None:
+            self._on_models()
         if not counted or lease.trial or node.state is NodeState.EJECTED:
             self._notify_change(node)
         if self._on_capacity is not None:
@@ -890,6 +918,8 @@ class Fleet:
         node.set_state(*judge_state(node, now))
         if node.state is not old:
             self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
+            if node.load is not None:
+                self._on_models()
         if node.probe_history.down:
             self._reclaimer.release_all(node)
         if node.probe_history.down or node.probe_history.loading:

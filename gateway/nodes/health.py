@@ -86,7 +86,7 @@ async def fetch(
         return ProbeResult(answer, detail, node.clock() - began)
 
     pool = node.upstream
-    target = node.path(path).encode()
+    target = node.info.target(path, "" if body else node.spec.instance or "")
     if body is None:
         head = pool.address.request_head(b"GET", target, _HEADER_LINES)
     else:
@@ -530,21 +530,21 @@ class HealthMonitor:
             self._record(node.instances.values(), result)
             return
         await self._read_models(result)
-        if node.spec.kind == "llama.cpp" and (self._follower is None or self._follower.done()):
+        if node.spec.kind != "llama.cpp":
+            return
+        # So it reads its folder again, and forgets which loads failed.
+        await self._read_models(result, "/v1/models?reload=1")
+        if self._follower is None or self._follower.done():
             self._follower = asyncio.create_task(self._follow(), name=f"follow {node.name}")
 
-    async def _read_models(self, result: ProbeResult) -> None:
+    async def _read_models(self, result: ProbeResult, path: str = "/v1/models") -> None:
         """Read a router's list, and ask those of its models that run."""
         node = self._node
-        # It reads its folder again with `reload`; what runs there is left alone.
-        path = "/v1/models" if node.spec.kind == "openai" else "/v1/models?reload=1"
         reply = await fetch(node, path)
-        if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
-            self._record(node.instances.values(), result)
-            return
-        listed = parse_models(reply.body)
-        if listed is not None:
-            self._models_listed(node, read_list(listed))
+        if not isinstance(reply, ProbeResult) and reply.status == HTTPStatus.OK:
+            listed = parse_models(reply.body)
+            if listed is not None:
+                self._models_listed(node, read_list(listed))
         self._record(node.instances.values(), result)
         running = [one for one in node.instances.values() if one.load and one.load.loaded]
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
@@ -587,12 +587,17 @@ class HealthMonitor:
             async with pool.response(head, b"", connect_timeout=limit) as connection:
                 if connection.status != HTTPStatus.OK:
                     return
+                node.router_record.follows(followed=True)
                 self.read_models()  # What has changed before it listened.
                 while part := await connection.read():
                     for event in lines.add(part):
                         self._take_event(event)
         except UpstreamError:
-            return
+            pass
+        finally:
+            node.router_record.follows(followed=False)
+        # The router has ended, or does not tell any more.
+        self.probe_soon()
 
     def _take_event(self, event: ModelEvent) -> None:
         model = self._node.instances.get(event.model or "")

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from urllib.parse import quote
 
 import msgspec
 
@@ -372,19 +371,13 @@ class Node:
     @property
     def is_router(self) -> bool:
         """Whether it loads models on demand, each of which is a node."""
-        return self.properties.is_router and self.router is None
+        on_demand = self.properties.is_router or self.spec.models_on_demand is True
+        return on_demand and self.router is None
 
     @property
-    def query(self) -> str:
-        """What the query of each request to it must have: a router is not to load anything."""
-        model = self.spec.instance
-        if model is None or self.spec.kind == "openai":
-            return ""
-        return f"model={quote(model, safe='')}&autoload=false"
-
-    def path(self, path: str) -> str:
-        """The path with `query`, for a request of the gateway's own."""
-        return f"{path}?{self.query}" if self.query else path
+    def takes_commands(self) -> bool:
+        """Whether it is a router that may be told to load and unload its models."""
+        return self.properties.is_router and self.spec.models_on_demand is not False
 
     @property
     def is_alive(self) -> bool:
@@ -642,6 +635,12 @@ class Node:
             return 0.0
         return self.sleep.seconds_left(self.properties.size, now)
 
+    def load_price(self, now: float) -> float:
+        """Seconds until its model can be loaded, if it is not; of a router's model."""
+        if self.load is None:
+            return 0.0
+        return self.load.expected_in(self.sleep.wake_seconds(self.properties.size), now)
+
     def next_change(self, now: float) -> float:
         """When time alone may change what work it takes; infinity: never."""
         due = self.circuit.next_change(now)
@@ -807,6 +806,7 @@ class Node:
             context=self.context,
             resume_key=self.properties.resume_key(),
             started_by_up=spec.labels.get(STARTED_BY) == UP,
+            query="autoload=false" if spec.instance and spec.kind == "llama.cpp" else "",
             connections=self.upstream,
         )
 

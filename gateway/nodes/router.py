@@ -192,6 +192,16 @@ class ModelLoad:
     memory: int | None = None  # bytes that it takes when it is loaded, as learnt from a load
     properties_read: bool = False  # whether `/props` was read since it was loaded
 
+    def expected_in(self, seconds: float, now: float) -> float:
+        """Seconds until it can be loaded, if a load takes so many and is ordered now at latest."""
+        if self.phase is LoadPhase.LOADING:
+            elapsed = now - self.since
+            # A load that takes longer than usual is likely to take some more.
+            return max(seconds - elapsed, 0.5 + 0.2 * elapsed)
+        if self.phase is LoadPhase.FAILED:
+            return seconds + max(0.0, self.retry_at - now)
+        return 0.0 if self.phase is LoadPhase.READY else seconds
+
     @property
     def loaded(self) -> bool:
         """Whether its server runs with the model."""
@@ -252,21 +262,24 @@ class ModelLoad:
         self.enter(LoadPhase.UNLOADED, f"its last load failed: {self.reason}", now)
         return True
 
-    def reported(self, model: RoutedModel, now: float) -> LoadChange | None:
-        """The router lists it so; what that changes, or None."""
+    def reported(self, model: RoutedModel, now: float, *, followed: bool) -> LoadChange | None:
+        """The router lists it so; what that changes, or None.
+
+        `followed`: its events are followed, so that it is still the process that it was.
+        """
         status, phase = model.status, self.phase
         if status is None or (self.ordered is not None and self._may_lag(status, now)):
             return None
         if status == "loading":
             if phase is LoadPhase.LOADING:
                 return None
-            return self._changed("loading", None, now)
+            return self._changed("loading", None, now, followed=followed)
         if status == "unloaded":
-            return self._not_loaded(model, now)
+            return self._not_loaded(model, now, followed=followed)
         if phase in LOADED_PHASES or (phase is LoadPhase.UNLOADING and not self._overdue(now)):
             return None
         seconds = now - self.since if phase is LoadPhase.LOADING else None
-        return self._changed("loaded", seconds, now)
+        return self._changed("loaded", seconds, now, followed=followed)
 
     def _may_lag(self, status: Status, now: float) -> bool:
         """Whether the list may be older than the command that it contradicts."""
@@ -276,31 +289,43 @@ class ModelLoad:
     def _overdue(self, now: float) -> bool:
         return now - self.since > MOST_UNLOAD
 
-    def _not_loaded(self, model: RoutedModel, now: float) -> LoadChange | None:
+    def _not_loaded(self, model: RoutedModel, now: float, *, followed: bool) -> LoadChange | None:
         phase = self.phase
         if phase is LoadPhase.UNLOADED or phase is LoadPhase.FAILED:
             return None
-        if phase is LoadPhase.LOADING and model.failed:
+        if phase is LoadPhase.LOADING:
+            # One that is told to unload it meanwhile shows the same, and a list that was read
+            # anew shows no failure at all.
             code = "" if model.exit_code is None else f" (exit code {model.exit_code})"
             self.failed(f"the router could not load it{code}: its log says why", now)
             return LoadChange("failed", None, by_others=False)
-        if model.failed:
+        if model.failed and phase is not LoadPhase.UNLOADING:
             self.ordered = None
             self.enter(LoadPhase.UNLOADED, "its server ended by itself", now)
             return LoadChange("died", None, by_others=False)
-        return self._changed("unloaded", None, now)
+        return self._changed("unloaded", None, now, followed=followed)
 
     def _changed(
-        self, change: Literal["loading", "loaded", "unloaded"], seconds: float | None, now: float
+        self,
+        change: Literal["loading", "loaded", "unloaded"],
+        seconds: float | None,
+        now: float,
+        *,
+        followed: bool,
     ) -> LoadChange:
         """The phase follows what the router shows."""
         ours = {"loading": "load", "loaded": "load", "unloaded": "unload"}[change]
-        by_others = self.ordered != ours and not (
+        not_ours = self.ordered != ours and not (
             change == "loaded" and self.phase is LoadPhase.LOADING
         )
+        by_others = not_ours and followed
         if by_others:
             self.by_others_at = now
-        reason = "not by this gateway" if by_others else self.reason
+        reason = self.reason
+        if not_ours:
+            reason = "not by this gateway" if followed else "the router was restarted"
+            if change != "unloaded":
+                reason = "found so"
         if change == "loading":
             self.enter(LoadPhase.LOADING, reason, now)
             return LoadChange(change, None, by_others)
@@ -327,6 +352,7 @@ class RouterRecord:
     """What is known of a router besides its models. Times are monotonic."""
 
     most_loaded: int = 0  # models that it holds at once; 0: as many as fit
+    followed: bool = False  # whether its events are followed at this moment
     stopped_until: float = -math.inf
     """Until when it gets no commands, since others load and unload its models too."""
     _by_others: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_BY_OTHERS))
@@ -334,6 +360,10 @@ class RouterRecord:
     def limit_found(self, most_loaded: int) -> None:
         """It holds so many models at once; 0: as many as fit."""
         self.most_loaded = most_loaded
+
+    def follows(self, *, followed: bool) -> None:
+        """Its events are followed from now on, or no more."""
+        self.followed = followed
 
     def changed_by_others(self, now: float) -> bool:
         """Another one has loaded or unloaded a model; whether that was once too often."""

@@ -286,6 +286,8 @@ class LocalLeaseService:
             self.fleet.request_succeeded(lease.node, now, lease.taken_at)
         elif outcome == "busy":
             self._node_busy(lease, report, now)
+        elif outcome == "not_loaded":
+            self.fleet.model_not_loaded(lease.node)
         elif outcome == "server_error":
             self._remember_failure(lease, response_began=False, counted=False)
         elif report.error is not None:

@@ -97,6 +97,10 @@ def test_a_place_that_a_model_can_not_have_is_refused(
         ("models: {a: {max_replicas: 2}}", "replicas: {min, max}"),
         ("models: {a: {preload: true}}", "pin"),
         ("models: {a: {vram: 8GiB}}", "memory"),
+        ("globalTTL: 300", "models.NAME.idle_unload"),
+        ("matrix: {sets: {}}", "replicas"),
+        ("hooks: {on_startup: {preload: [a]}}", "preload"),
+        ("groups: {g: {members: [a, b]}}", "models.NAME.pin"),
     ],
 )
 def test_keys_of_other_programs_that_swap_models_say_what_they_are_called_here(

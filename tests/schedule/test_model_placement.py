@@ -1,0 +1,345 @@
+"""Which models the policy loads and unloads, in virtual time: each look is a call."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gateway.nodes.router import LoadPhase
+from gateway.schedule.core.model_placement import (
+    Instance,
+    InstanceUsage,
+    LoadAction,
+    ModelDemand,
+    ModelPlacementPolicy,
+    ModelPlacementRules,
+    ModelRules,
+    RouterNode,
+)
+
+GIB = 1 << 30
+
+
+@dataclass
+class Fleet:
+    """Routers whose loads and unloads end when the test says so."""
+
+    rules: ModelPlacementRules = field(default_factory=ModelPlacementRules)
+    now: float = 1000.0
+
+    def __post_init__(self) -> None:
+        self.policy = ModelPlacementPolicy(self.rules)
+        self.instances: dict[tuple[str, str], Instance] = {}
+        self.usages: dict[tuple[str, str], InstanceUsage] = {}
+
+    def node(self, name: str, gib: int | None = None, host: str = "", **more: Any) -> None:
+        memory = None if gib is None else gib * GIB
+        self.policy.put_node(RouterNode(name, host or name, memory, **more))
+
+    def model(self, model: str, gib: int | None, *nodes: str, **more: Any) -> None:
+        memory = None if gib is None else gib * GIB
+        more = {"load_seconds": 10.0} | more
+        for node in nodes:
+            self._put(Instance(node, model, memory=memory, **more))
+
+    def change(self, node: str, model: str, **changes: Any) -> None:
+        self._put(replace(self.instances[node, model], **changes))
+
+    def ready(self, *pairs: tuple[str, str], since: float = 0.0) -> None:
+        for node, model in pairs:
+            self.change(node, model, phase=LoadPhase.READY, since=since)
+
+    def use(
+        self, node: str, model: str, leases: int = 0, busy: float = 0.0, last_used: float = 0.0
+    ) -> None:
+        self.usages[node, model] = InstanceUsage(leases, busy, last_used)
+
+    def ask(self, model: str, every: float, lasting: float = 900.0) -> None:
+        """Callers have asked for a model so often, up to now."""
+        for place in range(int(lasting / every)):
+            self.policy.note_request(model, self.now - lasting + place * every)
+
+    def look(self, *demands: ModelDemand) -> list[tuple[str, str, str]]:
+        """Decide, and begin what was decided on."""
+        return self.follow(
+            self.policy.decide(
+                demands,
+                lambda one: self.usages.get((one.node, one.model), InstanceUsage()),
+                self.now,
+            )
+        )
+
+    def follow(self, actions: list[LoadAction]) -> list[tuple[str, str, str]]:
+        phases = {
+            "load": LoadPhase.LOADING,
+            "retire": LoadPhase.RETIRING,
+            "keep": LoadPhase.READY,
+            "unload": LoadPhase.UNLOADING,
+        }
+        for action in actions:
+            self.change(action.node, action.model, phase=phases[action.verb], since=self.now)
+        return [action[:3] for action in actions]
+
+    def end(self, node: str, model: str) -> None:
+        """A load or an unload has ended."""
+        loading = self.instances[node, model].phase is LoadPhase.LOADING
+        phase = LoadPhase.READY if loading else LoadPhase.UNLOADED
+        self.change(node, model, phase=phase, since=self.now)
+
+    def _put(self, instance: Instance) -> None:
+        self.instances[instance.node, instance.model] = instance
+        self.policy.put_instance(instance)
+
+
+def waiting(model: str, count: int = 1, each: float = 0.0, **more: Any) -> ModelDemand:
+    """So many requests wait, each since so long."""
+    return ModelDemand(model, count, count * each, each, **more)
+
+
+def two_models_in_room_for_one(**rules: Any) -> Fleet:
+    fleet = Fleet(ModelPlacementRules(**rules))
+    fleet.node("r1", 10)
+    fleet.model("a", 8, "r1")
+    fleet.model("b", 8, "r1")
+    fleet.ready(("r1", "a"))
+    return fleet
+
+
+def test_an_unloaded_model_is_loaded_where_memory_is_free() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 10)
+    fleet.node("r2", 20)
+    fleet.model("a", 8, "r1", "r2")
+    fleet.model("b", 8, "r1", "r2")
+    fleet.ready(("r1", "a"))
+    assert fleet.look(waiting("b")) == [("load", "r2", "b")]
+    assert fleet.look(waiting("b")) == []
+
+
+def test_a_model_that_nobody_asks_for_makes_room_at_once() -> None:
+    fleet = two_models_in_room_for_one()
+    assert fleet.look(waiting("b")) == [("unload", "r1", "a")]
+    assert fleet.look(waiting("b")) == []
+    fleet.end("r1", "a")
+    assert fleet.look(waiting("b")) == [("load", "r1", "b")]
+
+
+def test_an_instance_with_leases_is_retired_and_unloaded_only_when_they_have_ended() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.use("r1", "a", leases=1, busy=5.0)
+    assert fleet.look(waiting("b")) == [("retire", "r1", "a")]
+    assert fleet.look(waiting("b", each=1.0)) == []
+    fleet.use("r1", "a")
+    assert fleet.look(waiting("b", each=5.0)) == [("unload", "r1", "a")]
+    fleet.end("r1", "a")
+    assert fleet.look(waiting("b", each=6.0)) == [("load", "r1", "b")]
+
+
+def test_a_retiring_instance_stays_when_nobody_waits_for_its_memory_any_more() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.use("r1", "a", leases=1, busy=5.0)
+    fleet.look(waiting("b"))
+    assert fleet.look() == [("keep", "r1", "a")]
+
+
+def test_a_busy_model_keeps_its_place_until_the_others_have_waited_as_long_as_it_would_cost() -> (
+    None
+):
+    fleet = two_models_in_room_for_one()
+    fleet.ask("a", every=2.0)
+    assert fleet.look(waiting("b", each=1.0), waiting("a", 3, each=1.0)) == []
+    assert fleet.look(waiting("b", 10, each=12.0), waiting("a", 3, each=1.0)) == [
+        ("unload", "r1", "a")
+    ]
+
+
+def test_a_model_is_loaded_in_time_for_the_starvation_bound() -> None:
+    fleet = two_models_in_room_for_one(starvation=60.0)
+    fleet.ask("a", every=0.1)
+    assert fleet.look(waiting("b", each=45.0)) == []
+    assert fleet.look(waiting("b", each=50.0)) == [("unload", "r1", "a")]
+
+
+def test_a_model_just_loaded_stays_for_the_hysteresis() -> None:
+    fleet = two_models_in_room_for_one(hysteresis=10.0)
+    fleet.ready(("r1", "a"), since=fleet.now - 9.0)
+    assert fleet.look(waiting("b", 20, each=59.0)) == []
+    fleet.now += 1.0
+    assert fleet.look(waiting("b", 20, each=59.0)) == [("unload", "r1", "a")]
+
+
+def test_the_model_that_is_asked_for_least_goes() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 20)
+    for name in ("a", "b", "c"):
+        fleet.model(name, 8, "r1")
+    fleet.ready(("r1", "a"), ("r1", "b"))
+    fleet.ask("a", every=100.0)
+    fleet.ask("b", every=20.0)
+    assert fleet.look(waiting("c")) == [("unload", "r1", "a")]
+
+
+def test_a_second_copy_is_loaded_when_the_queue_is_worth_a_load() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 10)
+    fleet.node("r2", 10)
+    fleet.model("a", 8, "r1", "r2")
+    fleet.ready(("r1", "a"))
+    assert fleet.look(waiting("a", each=1.0)) == []
+    assert fleet.look(waiting("a", 8, each=1.0)) == [("load", "r2", "a")]
+    assert fleet.look(waiting("a", 8, each=2.0)) == []
+
+
+def test_a_second_copy_does_not_displace_what_others_ask_for() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 10)
+    fleet.node("r2", 10)
+    for name in ("a", "b"):
+        fleet.model(name, 8, "r1", "r2")
+    fleet.ready(("r1", "a"), ("r2", "b"))
+    fleet.ask("b", every=1.0)
+    assert fleet.look(waiting("a", 4, each=1.0)) == []
+
+
+def test_batch_rows_unload_nothing_that_callers_use() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.ask("a", every=60.0)
+    assert fleet.look(waiting("b", 50, each=600.0, batch=True, patience=900.0)) == []
+    fleet = two_models_in_room_for_one()
+    assert fleet.look(waiting("b", 50, batch=True)) == [("unload", "r1", "a")]
+
+
+def test_nodes_of_one_host_share_its_memory() -> None:
+    fleet = Fleet()
+    fleet.node("n0", 20, host="h")
+    fleet.node("n1", 20, host="h")
+    for name in ("a", "b"):
+        fleet.model(name, 12, "n0", "n1")
+    fleet.ready(("n0", "a"))
+    assert fleet.look(waiting("b")) == [("unload", "n0", "a")]
+
+
+def test_a_node_holds_no_more_models_than_its_limit() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 100, most_loaded=1)
+    for name in ("a", "b"):
+        fleet.model(name, 1, "r1")
+    fleet.ready(("r1", "a"))
+    assert fleet.look(waiting("b")) == [("unload", "r1", "a")]
+
+
+def test_a_model_of_unknown_memory_is_first_loaded_alone() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 100)
+    fleet.model("a", 8, "r1")
+    fleet.model("x", None, "r1")
+    fleet.ready(("r1", "a"))
+    assert fleet.look(waiting("x")) == [("unload", "r1", "a")]
+    fleet.end("r1", "a")
+    assert fleet.look(waiting("x")) == [("load", "r1", "x")]
+    fleet.end("r1", "x")
+    fleet.now += 20
+    assert fleet.look(waiting("a")) == [("unload", "r1", "x")]
+
+
+def test_a_model_larger_than_every_host_is_never_loaded() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.model("huge", 11, "r1")
+    assert fleet.look(waiting("huge", 9, each=100.0)) == []
+
+
+def test_an_endpoint_without_commands_holds_one_model() -> None:
+    fleet = Fleet()
+    fleet.node("swap", commanded=False)
+    for name in ("a", "b"):
+        fleet.model(name, None, "swap")
+    assert fleet.look(waiting("a")) == [("load", "swap", "a")]
+    fleet.end("swap", "a")
+    fleet.now += 20
+    assert fleet.look(waiting("b")) == [("unload", "swap", "a")]
+
+
+def test_a_node_that_is_down_gets_nothing() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 10, usable=False)
+    fleet.model("a", 8, "r1")
+    assert fleet.look(waiting("a")) == []
+
+
+def test_a_failed_load_is_tried_elsewhere_and_there_only_when_it_is_due() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 10)
+    fleet.node("r2", 10)
+    fleet.model("a", 8, "r1", load_seconds=1.0)
+    fleet.model("a", 8, "r2", load_seconds=20.0)
+    fleet.change("r1", "a", phase=LoadPhase.FAILED, retry_at=fleet.now + 30)
+    assert fleet.look(waiting("a")) == [("load", "r2", "a")]
+    fleet.change("r2", "a", phase=LoadPhase.FAILED, retry_at=fleet.now + 60)
+    assert fleet.look(waiting("a")) == []
+    fleet.now += 30
+    assert fleet.look(waiting("a")) == [("load", "r1", "a")]
+
+
+def test_a_pinned_model_is_loaded_and_stays() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.change("r1", "b", pinned=True)
+    assert fleet.look() == [("unload", "r1", "a")]
+    fleet.end("r1", "a")
+    assert fleet.look() == [("load", "r1", "b")]
+    fleet.end("r1", "b")
+    fleet.now += 100
+    assert fleet.look(waiting("a", 9, each=100.0)) == []
+
+
+def test_there_are_never_fewer_copies_than_the_least_nor_more_than_the_most() -> None:
+    rules = ModelPlacementRules(models={"a": ModelRules(min=2, max=2)})
+    fleet = Fleet(rules)
+    for name in ("r1", "r2", "r3"):
+        fleet.node(name, 10)
+    fleet.model("a", 8, "r1", "r2", "r3")
+    assert [fleet.look()[0][0] for _ in range(2)] == ["load", "load"]
+    assert fleet.look(waiting("a", 50, each=30.0)) == []
+    fleet.ready(("r1", "a"), ("r2", "a"), ("r3", "a"))
+    fleet.use("r1", "a", last_used=5.0)
+    fleet.use("r2", "a", last_used=4.0)
+    fleet.use("r3", "a", last_used=6.0)
+    assert fleet.look() == [("unload", "r2", "a")]
+
+
+def test_a_preloaded_model_is_loaded_once_where_there_is_room() -> None:
+    fleet = two_models_in_room_for_one(preload=frozenset({("r1", "b")}))
+    fleet.change("r1", "a", phase=LoadPhase.UNLOADED)
+    assert fleet.look() == [("load", "r1", "b")]
+    fleet.change("r1", "b", phase=LoadPhase.UNLOADED)
+    assert fleet.look() == []
+
+
+def test_an_idle_model_is_unloaded_after_the_time_of_its_rules() -> None:
+    fleet = two_models_in_room_for_one(models={"a": ModelRules(idle_unload=60.0)})
+    fleet.use("r1", "a", last_used=fleet.now - 59)
+    assert fleet.look() == []
+    fleet.now += 1
+    assert fleet.look() == [("unload", "r1", "a")]
+
+
+def test_two_models_that_wait_are_not_promised_the_same_memory() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 10)
+    fleet.model("a", 8, "r1")
+    fleet.model("b", 8, "r1")
+    assert len(fleet.look(waiting("a"), waiting("b"))) == 1
+
+
+def test_a_look_compares_a_bounded_number_of_nodes_however_many_there_are() -> None:
+    fleet = Fleet()
+    models = [f"m{number}" for number in range(50)]
+    for number in range(1000):
+        fleet.node(f"r{number}", 24)
+        for model in models:
+            fleet.model(model, 8, f"r{number}")
+        fleet.ready(*((f"r{number}", models[(number + place) % 50]) for place in range(3)))
+    policy = fleet.policy
+    demands = [waiting(model, 3, each=5.0) for model in models]
+    for _ in range(4):
+        before = policy.evaluations
+        fleet.look(*demands)
+        assert policy.evaluations - before <= 72
+        assert policy.unfinished
