@@ -38,7 +38,7 @@ def node(name: str, state: str, *models: str) -> dict[str, Any]:
 def test_models_that_a_router_has_not_loaded_are_well_and_are_not_loaded_for_a_check(
     tmp_path: Path,
 ) -> None:
-    router = node("r", "ready")
+    router = node("r", "ready", "x", "y", "z")
     lists = [
         [node("a", "ready", "m"), node("b", "loading", "m"), node("c", "down", "m")],
         [router, node("r/x", "ready", "x"), node("r/y", "unloaded", "y"), node("r/z", "loading")],
