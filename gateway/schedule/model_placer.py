@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -76,6 +77,8 @@ class ModelPlacer:
     _left_alone: set[Node] = field(default_factory=set)
     """Routers that get no commands for now, since others command them too."""
     _host_memory: dict[str, int] = field(default_factory=dict)
+    _learnt: dict[str, tuple[int | None, float | None]] = field(default_factory=dict)
+    """By model: its bytes, and the seconds of its load, on the node that loaded it last."""
     _request_seconds: dict[str, float] = field(default_factory=dict)
     """By model: a usual request's, as those that waited last were expected to take."""
     _file_memory: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
@@ -201,7 +204,7 @@ class ModelPlacer:
             known.show(shown)
             self.policy.put_node(shown)
         there = set(router.instances.values())
-        gone = [node for node, _ in known.models.values() if node not in there]
+        gone = [one.node for one in known.models.values() if one.node not in there]
         for node in (*gone, *there):
             self._show_model(node, router)
 
@@ -214,17 +217,19 @@ class ModelPlacer:
             if known.models.pop(model, None) is not None:
                 self.policy.remove_instance(router.name, model)
             return
-        before, instance = known.models.get(model), self._instance(router, node)
-        known.models[model] = node, instance
-        if before is None or before[1] != instance:
-            self.policy.put_instance(instance)
-            learnt = before is not None and (
-                before[1].memory != instance.memory
-                or before[1].load_seconds != instance.load_seconds
-            )
-            if learnt:
-                # Other nodes that have not loaded it are taken to be like this one.
+        assert node.load is not None
+        before, own = known.models.get(model), (node.load.memory, node.sleep.measured)
+        if before is None or before.own != own:
+            # Other nodes that have not loaded it are taken to be like this one.
+            memory, seconds = self._learnt.get(model, (None, None))
+            learnt = own[0] or memory, own[1] or seconds
+            if self._learnt.get(model, (None, None)) != learnt:
+                self._learnt[model] = learnt
                 self._models_changed(model)
+        instance = self._instance(router, node)
+        known.models[model] = _ShownModel(node, instance, own)
+        if before is None or before.instance != instance:
+            self.policy.put_instance(instance)
 
     def _models_changed(self, model: str) -> None:
         """Tell the policy anew of this model on all nodes."""
@@ -273,10 +278,8 @@ class ModelPlacer:
         assert node.load is not None
         if node.load.memory is not None:
             return node.load.memory
-        for one in self.fleet.model_index.nodes_for(model_key(node)):
-            if one.load is not None and one.load.memory is not None:
-                return one.load.memory
-        return self._by_file(node, node.load.file)
+        memory, _ = self._learnt.get(model_key(node), (None, None))
+        return memory or self._by_file(node, node.load.file)
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
         """Bytes by the model's file; None: it is not here, or not read yet."""
@@ -308,9 +311,9 @@ class ModelPlacer:
     def _load_seconds(self, node: Node) -> float:
         """Seconds that a load takes: as measured there, else on another node, else by its size."""
         if node.sleep.measured is None:
-            for one in self.fleet.model_index.nodes_for(model_key(node)):
-                if one.load is not None and one.sleep.measured is not None:
-                    return one.sleep.measured
+            _, seconds = self._learnt.get(model_key(node), (None, None))
+            if seconds is not None:
+                return seconds
         return node.sleep.wake_seconds(node.properties.size)
 
     def _demands(self, now: float) -> list[ModelDemand]:
@@ -349,7 +352,7 @@ class ModelPlacer:
         return read + queued.completion_tokens * (speed.token_base + speed.token_step)
 
     def _usage(self, instance: Instance) -> InstanceUsage:
-        node, _ = self._routers[instance.node].models[instance.model]
+        node = self._routers[instance.node].models[instance.model].node
         now, busy = self.clock(), 0.0
         for row in self.scheduler.fleet_sync.rows((node,)):
             busy = max((one.seconds_left(now) for one in row.running), default=0.0)
@@ -359,7 +362,7 @@ class ModelPlacer:
     # Actions.
 
     def _carry_out(self, action: LoadAction, now: float) -> None:
-        node, _ = self._routers[action.node].models[action.model]
+        node = self._routers[action.node].models[action.model].node
         router, load = node.router, node.load
         assert router is not None
         assert load is not None
@@ -434,13 +437,21 @@ class ModelPlacer:
         return f"the router refused: {_words(reply)}"
 
 
+class _ShownModel(NamedTuple):
+    """A router's model as the policy knows it."""
+
+    node: Node
+    instance: Instance
+    own: tuple[int | None, float | None]  # bytes and seconds that it has shown on this node
+
+
 @dataclass(slots=True)
 class _ShownRouter:
     """A router as the policy knows it."""
 
     node: Node
     shown: RouterNode
-    models: dict[str, tuple[Node, Instance]] = field(default_factory=dict)
+    models: dict[str, _ShownModel] = field(default_factory=dict)
     """By the name by which the policy knows the model."""
 
     def show(self, shown: RouterNode) -> None:
