@@ -241,6 +241,25 @@ class NodeDrift:
 
 
 @dataclass(slots=True)
+class ModelLoadChanged:
+    """A router has begun to load one of its models, has loaded it, or has it no longer."""
+
+    node: str  # the router
+    model: str
+    change: str  # `loading`, `loaded`, `unloaded`, `failed` or `died`
+    seconds: float | None  # that a load took, if its begin was seen
+    reason: str
+    by_others: bool  # whether it was not this gateway's
+
+
+@dataclass(slots=True)
+class RouterLeftAlone:
+    """A router gets no commands for a while, since others load and unload its models too."""
+
+    node: str
+
+
+@dataclass(slots=True)
 class ModelsDiffer:
     """The differences between nodes that serve the same model have changed."""
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import msgspec
 
@@ -304,9 +305,19 @@ class NodeInfo(msgspec.Struct, frozen=True, eq=False):
     resume_key: tuple[object, ...]
     """Equal on two nodes if one can resume the other's stream; see `WantedNode.resume_key`."""
     started_by_up: bool = False  # whether `llama-gateway up` started its server
+    query: str = ""
+    """Of every request to it, so that a router loads no model for it; empty: its server is no
+    router. One that has this is one of a router's models, and each request must name it."""
     connections: object = None
     """The node's `transport.pool.ConnectionPool`, which rides along within one process. It is no
     part of the message: another process would open connections of its own."""
+
+    def target(self, path: str, model: str = "") -> bytes:
+        """A path as it is requested of the node; `model`: its own name, where no body has it."""
+        if not self.query:
+            return path.encode()
+        named = f"model={quote(model, safe='')}&" if model else ""
+        return f"{path}?{named}{self.query}".encode()
 
 
 class ExpectedReading(msgspec.Struct, frozen=True, eq=False, gc=False):

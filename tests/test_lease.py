@@ -22,6 +22,7 @@ from gateway.lease import (
 )
 from gateway.request.preparation import Request
 from gateway.terms import Caller, Priority
+from tests.forward.granted_lease import a_node_info
 from tests.lease_requests import a_lease_request
 
 KEY, OTHER_KEY = bytes(range(HASH_KEY_BYTES)), bytes(HASH_KEY_BYTES)
@@ -123,6 +124,13 @@ def test_a_digest_does_not_depend_on_how_its_bytes_are_cut(parts: list[bytes]) -
 def test_another_key_makes_other_blocks(parts: list[bytes]) -> None:
     one, other = KeyedHash(KEY).chain(b"", parts), KeyedHash(OTHER_KEY).chain(b"", parts)
     assert not set(one) & set(other)
+
+
+def test_only_a_request_to_a_model_of_a_router_has_a_query() -> None:
+    plain, routed = a_node_info(), a_node_info("r1/a", query="autoload=false")
+    assert plain.target("/props", "a") == b"/props"
+    assert routed.target("/tokenize") == b"/tokenize?autoload=false"
+    assert routed.target("/props", "a/ü&b") == b"/props?model=a%2F%C3%BC%26b&autoload=false"
 
 
 def test_numbers_fit_into_64_bits_with_a_sign() -> None:

@@ -43,7 +43,7 @@ MESSAGES: list[Any] = [
     Tried().failed_on("a").refused_by("b").unsupported_by("c", "start it with --rerank"),
     QueuePosition("req_1", 3, 1.5),
     BatchRoom(16, 3, 2, 1, 4),
-    a_node_info(silence_timeout=20.0, resume_key=("model", "Q4_0")),
+    a_node_info(silence_timeout=20.0, resume_key=("model", "Q4_0"), query="autoload=false"),
     a_granted_lease(fallback="gpu_full", seconds=2.5),
     ExpectedReading(40, 2.5, 30.0),
     NodeError(retry_after=2.0, lacks_endpoint=True, hint="start it with --embeddings"),

@@ -104,3 +104,57 @@ async def test_two_nodes_of_one_server_are_a_warning(given: Options) -> None:
         one = {"name": "one", "url": DEAD}
         replace(given.inventory_file, yaml.safe_dump({"nodes": [one, {**one, "name": "other"}]}))
         await until(lambda: "the nodes one and other are one server" in log.read_text())
+
+
+PINNED = "models: {m: {pin: [first, second]}}"
+
+
+async def test_settings_that_do_not_fit_the_nodes_are_reported_until_the_nodes_fit(
+    given: Options,
+) -> None:
+    async with started(given, lambda: None) as gateway:
+        write_settings(given, PINNED)
+        await until(lambda: "no node of the inventory is named second" in told(gateway)[0])
+        assert gateway.settings.queue.max == 5
+        # The nodes alone are edited, and both are in force.
+        write_nodes(given, "first", "second")
+        await until(lambda: "m" in gateway.settings.models)
+        await until(lambda: set(gateway.fleet.nodes) == {"first", "second"})
+        assert told(gateway) == ("", "")
+
+
+async def test_a_node_that_a_model_is_pinned_to_stays_until_the_pin_is_gone(
+    given: Options,
+) -> None:
+    write_nodes(given, "first", "second")
+    write_settings(given, PINNED)
+    async with started(given, lambda: None) as gateway:
+        write_nodes(given, "first")
+        await until(lambda: "no node of the inventory is named second" in told(gateway)[1])
+        assert "gateway.yaml:1: models.m.pin[1]" in told(gateway)[1]
+        assert set(gateway.fleet.nodes) == {"first", "second"}
+        write_settings(given, "models: {m: {pin: first}}")
+        await until(lambda: set(gateway.fleet.nodes) == {"first"})
+        assert told(gateway) == ("", "")
+
+
+async def test_settings_that_do_not_fit_do_not_keep_nodes_from_being_added(given: Options) -> None:
+    async with started(given, lambda: None) as gateway:
+        write_settings(given, PINNED)
+        await until(lambda: told(gateway)[0] != "")
+        write_nodes(given, "first", "third")
+        await until(lambda: set(gateway.fleet.nodes) == {"first", "third"})
+        assert (told(gateway)[0] != "", told(gateway)[1]) == (True, "")
+
+
+async def test_a_requested_reload_takes_both_files_that_fit_each_other(given: Options) -> None:
+    async with started(given, lambda: None) as gateway:
+        write_settings(given, PINNED)
+        write_nodes(given, "second", "first")
+        result = await gateway.reload()
+        assert result.inventory.added == ["second"]
+        assert gateway.settings.models["m"].pin == ("first", "second")
+
+
+def told(gateway: Gateway) -> tuple[str, str]:
+    return gateway.settings_error or "", gateway.inventory_error or ""

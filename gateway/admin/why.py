@@ -496,6 +496,7 @@ _OUTCOMES = {
     "yielded": "gave up its slot to a higher class",
     "moved": "was moved away by a drain",
     "pool_full": "was ended by the node, whose slots had no room left for their tokens together",
+    "not_loaded": "found that the node had not loaded the model",
     "unknown": "went on under an earlier process of this gateway, which told no more of it",
 }
 

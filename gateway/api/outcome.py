@@ -14,7 +14,14 @@ from gateway.api.json_values import JSON_ERRORS
 from gateway.errors import GatewayError
 from gateway.lease import Fault
 from gateway.terms import Endpoint, Headers
-from gateway.transport.errors import DECLINED, NodeReportedError, UpstreamError, UpstreamTimeout
+from gateway.transport.errors import (
+    DECLINED,
+    ConnectionReset,
+    ModelNotLoaded,
+    NodeReportedError,
+    UpstreamError,
+    UpstreamTimeout,
+)
 
 
 class ResponseOutcome(enum.Enum):
@@ -143,8 +150,8 @@ def is_refused_request(status: int, content: bytes) -> bool:
 
 # Outcomes that blame no node: the client left, the gateway or a drain ended the request, it gave up
 # its slot to another, this machine had no descriptor left, the slots of the node had no room left
-# for their tokens together, every node would report that error, or the node refused to resume a
-# stream.
+# for their tokens together, its router had not loaded the model, every node would report that
+# error, or the node refused to resume a stream.
 _BLAMELESS_OUTCOMES = frozenset(
     {
         "client_closed",
@@ -153,6 +160,7 @@ _BLAMELESS_OUTCOMES = frozenset(
         "yielded",
         "exhausted",
         "pool_full",
+        ModelNotLoaded.outcome,
         "request_error",
         "refused",
     }
@@ -170,6 +178,36 @@ def fault_of(outcome: str, *, request_took_time: bool) -> Fault:
     if outcome in _BLAMELESS_OUTCOMES or (outcome == "total_timeout" and request_took_time):
         return Fault.NOBODY
     return Fault.NODE if outcome in _UNREACHED_OUTCOMES else Fault.NODE_OR_REQUEST
+
+
+# What llama.cpp's router writes instead of a response, or behind the beginning of one, when the
+# connection to the server of a model breaks or can't be made.
+_PROXY_ERROR = b"proxy error: "
+_LOST = _PROXY_ERROR + b"Failed to read connection"
+_NOT_LOADED = re.compile(r"model is not loaded$|model name=(?s:.*) failed to load$")
+_MODEL_GONE = re.compile(r"model '(?s:.*)' not found$")
+
+
+def router_failure(status: int, content: bytes) -> UpstreamError | None:
+    """What an error response of a router shows; None: it comes from the server of the model."""
+    if status == 500 and content.startswith(_PROXY_ERROR):
+        message = content[len(_PROXY_ERROR) :].decode(errors="replace")[:MOST_MESSAGE_CHARACTERS]
+        if message.startswith("Could not establish connection"):
+            return ModelNotLoaded("The model's server on the node is not up")
+        return ConnectionReset(f"The model's server on the node was lost ({message})")
+    if status not in {400, 500, 503}:
+        return None
+    message = error_message(content) or ""
+    if _NOT_LOADED.match(message) or (status == 503 and message == "Loading model"):
+        return ModelNotLoaded("The node has not loaded the model")
+    if _MODEL_GONE.match(message):
+        return ModelNotLoaded("The node does not have the model any more", is_gone=True)
+    return None
+
+
+def is_cut_by_router(rest: bytes) -> bool:
+    """Whether a router has ended a stream whose model's server died; `rest`: behind its events."""
+    return rest.endswith(_LOST)
 
 
 def is_pool_full(status: int, content: bytes) -> bool:
@@ -338,6 +376,8 @@ def to_gateway_error(failure: UpstreamError | None) -> GatewayError:
         return errors.cut_for_others()
     if isinstance(failure, UpstreamTimeout):
         return errors.node_timeout(f"{failure}.")
+    if isinstance(failure, ModelNotLoaded):
+        return errors.no_node(f"{failure}.", errors.UNREPORTED_RETRY_AFTER)
     if isinstance(failure, NodeReportedError) and failure.client_error is not None:
         return failure.client_error
     if isinstance(failure, NodeReportedError) and failure.status in _FORWARDED_ERRORS:

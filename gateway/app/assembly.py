@@ -23,6 +23,7 @@ from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
 from gateway.app import startup
 from gateway.app.background import BackgroundWork
+from gateway.app.fitting import check_fit, fit_warnings
 from gateway.app.handover import (
     READY_TIMEOUT,
     HandoverFailed,
@@ -61,6 +62,7 @@ from gateway.openapi.document import openapi_json
 from gateway.request.routes import Route, routes_of
 from gateway.schedule.autoscaler import Autoscaler
 from gateway.schedule.lease_service import LocalLeaseService
+from gateway.schedule.model_placer import ModelPlacer
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
@@ -159,6 +161,9 @@ class Gateway:
             yield_slot=self.registry.yield_slot,
         )
         self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
+        self.model_placer = ModelPlacer(
+            self.fleet, self.scheduler, settings, self.clock, options.read_memory
+        )
         self.calibrator = Calibrator(self.fleet, self.bus, self.clock, rng)
         self.tracing = RequestTracing(
             settings.telemetry.traces, self.scheduler.decision_log, clock=self.clock, rng=rng
@@ -184,7 +189,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
         )
-        self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
+        self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_settings())
         config = self._handler_config(settings)
         self.background = BackgroundWork(
             options,
@@ -313,6 +318,7 @@ class Gateway:
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
+            self._start_task(self.model_placer.run(), "load and unload models")
             self._start_task(self._files.watch(inventory), "watch the files")
             self._start_task(self.certificates.watch(), "watch the certificates")
             self._start_task(self.audit.run(), "write the audit log")
@@ -338,7 +344,7 @@ class Gateway:
                 nodes=len(self.fleet.nodes),
                 open_files=open_files,
             )
-            self._warn_of_empty_pools()
+            self._warn_of_settings()
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
             self.audit.record("gateway", None, "start", __version__)
@@ -396,6 +402,7 @@ class Gateway:
             finally:
                 learnt_pipe.close()
             self.autoscaler.hand_over()
+            self.model_placer.hand_over()
             self.calibrator.stop()
             self.background.stop()
             self.fleet.properties_store.stop_saving()
@@ -608,6 +615,7 @@ class Gateway:
         self.proxy_context.configure(settings)
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
+        self.model_placer.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
         self.metering.configure(settings)
         self.handler.configure(self._handler_config(settings))
@@ -615,13 +623,17 @@ class Gateway:
         self.telemetry.configure(settings)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
-        self._warn_of_empty_pools()
+        self._warn_of_settings()
         return change
 
-    def _warn_of_empty_pools(self) -> None:
+    def _warn_of_settings(self) -> None:
         labels = (node.spec.labels for node in self.fleet.nodes.values())
         for warning in startup.empty_pools(self.settings, labels):
             log.warning("pool", warning=warning)
+        # A router's models are nodes too, whose names have a `/`.
+        specs = [node.spec for name, node in self.fleet.nodes.items() if "/" not in name]
+        for warning in fit_warnings(self.settings, specs):
+            log.warning("model placement", warning=warning)
 
 
 def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
@@ -684,6 +696,9 @@ class FileReloader:
         self._audit = audit
         self._certificates = certificates
         self._reloading = asyncio.Lock()
+        self._inventory: Inventory | None = None
+        self._misfits: set[str] = set()
+        """Those of `settings` and `inventory` that were refused as not fitting the other."""
 
     @property
     def has_defaults(self) -> bool:
@@ -719,7 +734,7 @@ class FileReloader:
 
     async def watch(self, inventory: Inventory) -> None:
         """Reload each file when it changes; never ends. `inventory` is the one in force."""
-        options = self._options
+        options, self._inventory = self._options, inventory
         paths = [path for path in (options.inventory_file, options.settings_file) if path]
         edits = watch_files(paths)
         # They may have been edited since the start, which may have taken minutes.
@@ -728,8 +743,8 @@ class FileReloader:
         async for changed in edits:
             await self._reload_quietly(
                 "file",
-                inventory=options.inventory_file in changed,
-                settings=options.settings_file in changed,
+                inventory=options.inventory_file in changed or "inventory" in self._misfits,
+                settings=options.settings_file in changed or "settings" in self._misfits,
             )
 
     async def _differs_from(self, inventory: Inventory) -> bool:
@@ -756,9 +771,12 @@ class FileReloader:
                 self._audit.record_inventory(actor, change)
 
     async def _reload_inventory(self) -> InventoryChanged:
+        self._misfits.discard("inventory")
         try:
             inventory = await asyncio.to_thread(load_inventory, self._options.inventory_file)
+            await self._check_fit("inventory", self._settings(), inventory)
             change = self._fleet.apply(inventory)
+            self._inventory = inventory
         except (ConfigError, OSError) as error:
             self.inventory_error = str(error)
             self._bus.publish(InventoryChanged(error=self.inventory_error))
@@ -768,6 +786,7 @@ class FileReloader:
         return change
 
     async def _reload_settings(self) -> SettingsChanged:
+        self._misfits.discard("settings")
         try:
             # An empty file changes nothing: it may come of an unfinished edit or a full disk.
             rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
@@ -776,12 +795,42 @@ class FileReloader:
             settings = self._options.apply_to(loaded)
             admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
             check_extras(settings, path)
+            await self._check_fit("settings", settings, self._inventory)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
             self._bus.publish(SettingsChanged(error=self.settings_error))
             raise
         self.settings_error = None
         return self._apply_settings(settings, admin_key)
+
+    async def _check_fit(self, read: str, settings: Settings, inventory: Inventory | None) -> None:
+        """Check that a file fits the other: as it is in force, else as it is on disk by now.
+
+        Raises: ConfigError; then the file is read again when the other changes.
+        """
+        files = self._options.settings_file, self._options.inventory_file
+
+        def check() -> None:
+            if inventory is None:
+                return
+            try:
+                check_fit(settings, inventory, *files)
+            except ConfigError as error:
+                try:
+                    both = (
+                        (settings, load_inventory(files[1]))
+                        if read == "settings"
+                        else (load_settings(files[0]), inventory)
+                    )
+                except (ConfigError, OSError):
+                    raise error from None
+                check_fit(*both, *files)
+
+        try:
+            await asyncio.to_thread(check)
+        except ConfigError:
+            self._misfits.add(read)
+            raise
 
 
 def load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:

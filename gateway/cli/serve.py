@@ -86,6 +86,7 @@ def check(
     """
     import asyncio
 
+    from gateway.app.fitting import fit_warnings
     from gateway.app.startup import check_startup, empty_pools
 
     given = process.startup(nodes)
@@ -103,6 +104,7 @@ def check(
     labels = (node.labels for node in found.inventory.nodes)
     warnings = [str(warning) for warning in found.inventory.warnings]
     warnings += empty_pools(found.settings, labels)
+    warnings += fit_warnings(found.settings, found.inventory.nodes)
     if (policy := found.settings.policy) != "least_finish":
         warnings.append(
             f"policy: {policy} means least_finish now, and the next release refuses it; remove it"

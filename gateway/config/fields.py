@@ -37,6 +37,9 @@ LONGEST_KEPT = 366 * 86400.0
 
 LARGEST_SIZE = 1 << 40
 
+LARGEST_MEMORY = 1 << 46
+"""Bytes of a host."""
+
 
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
@@ -459,6 +462,14 @@ Timestamp = Annotated[
 ByteCount = Annotated[
     int,
     Field(ge=1, le=LARGEST_SIZE),
+    BeforeValidator(_size),
+    WithJsonSchema(_SIZE_SCHEMA),
+    TypeLabel("size", "bytes"),
+]
+
+MemorySize = Annotated[
+    int,
+    Field(ge=1, le=LARGEST_MEMORY),
     BeforeValidator(_size),
     WithJsonSchema(_SIZE_SCHEMA),
     TypeLabel("size", "bytes"),

@@ -46,6 +46,16 @@ _ENGINES = re.compile(r"llama|vllm|sglang|tgi|text-generation|local-?ai|kobold|l
 _LLAMA_SWAP_PORT = 5800
 """The port of its first model, unless `startPort` says another."""
 
+_ON_DEMAND = "openai, models_on_demand: true"
+"""The kind of servers that load the models of their list by themselves."""
+
+_LLAMA_SWAP_NOTES = (
+    "  # llama-swap starts and stops these. To leave that to it, write it as the one node instead:",
+    f"  # - {{name: llama-swap, url: http://127.0.0.1:8080, kind: {_ON_DEMAND}}}",
+    "  # To leave it to the gateway, run llama-server --models-dir; ttl, groups and matrix are",
+    "  # then models.NAME.idle_unload, pin and replicas in the settings.",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Found:
@@ -80,6 +90,8 @@ def foreign_problem(source: YamlDocument, belongs: str) -> Problem | None:
         if not any(marks & one.keys() for _, one in _entries(value)):
             continue
         lines = tuple(_lines(servers(plain)))
+        if lines and servers is _llama_swap:
+            lines += _LLAMA_SWAP_NOTES
         begin = f"this is a configuration of {program}, not "
         begin += "an inventory" if belongs == "inventory" else "the gateway's settings"
         if not lines:
@@ -117,6 +129,7 @@ def _litellm(root: Mapping[str, Any]) -> Iterator[_Found]:
         # A server of llama.cpp is asked as `openai` there, and hosted ones by their own names.
         local = provider in {"", "openai", "llamafile", "lm_studio"}
         kind = "" if local and not url.startswith("https:") else "openai"
+        kind = _ON_DEMAND if provider.startswith("ollama") else kind
         models = {} if "*" in public else {public: model or public}
         yield _Found(public, url, models, kind, given.get("api_key"))
 
@@ -165,7 +178,8 @@ def _compose(root: Mapping[str, Any]) -> Iterator[_Found]:
             if outer:
                 url = _address(host.strip("[]"), outer)
                 break
-        kind = "" if "llama" in text and "ollama" not in text else "openai"
+        kind = "" if "llama" in text else "openai"
+        kind = _ON_DEMAND if "ollama" in text or "llama-swap" in text else kind
         yield _Found(name, url, kind=kind)
 
 

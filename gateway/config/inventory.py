@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -30,17 +30,20 @@ from gateway.config.fields import (
     ExistingFile,
     Factor,
     Host,
+    MemorySize,
     Money,
     NonEmptyText,
     Seconds,
     TypeLabel,
     as_list,
+    format_size,
     normalise_node_url,
     secret_from_file,
     secret_from_variable,
     validation_error,
 )
 from gateway.config.foreign import foreign_problem
+from gateway.config.routing import NamesOnce
 from gateway.config.scheduling import Hook, command_as_hook
 from gateway.config.yaml_file import (
     MOST_VALUES,
@@ -185,6 +188,24 @@ class NodeSpec(ConfigModel):
             ("timeout", "request_timeout"),
             "it is one of timeouts: {connect, first_byte, silence, total}",
         ),
+        **dict.fromkeys(
+            ("ttl", "keep_alive", "idle_unload", "sleep_idle_seconds"),
+            "it is of a model: models.NAME.idle_unload, in the settings",
+        ),
+        **dict.fromkeys(
+            ("pin", "replicas"), "it is of a model: models.NAME.pin and replicas, in the settings"
+        ),
+        **dict.fromkeys(
+            ("models_max", "max_instances", "max_loaded_models"),
+            "it is learnt from the server; memory says what its host has for models",
+        ),
+        **dict.fromkeys(
+            ("router", "on_demand", "role"),
+            "a llama.cpp server in router mode is recognised by itself; for another that loads "
+            "models on demand, write models_on_demand: true",
+        ),
+        **dict.fromkeys(("ram", "vram"), "it is called memory: 64GiB"),
+        "slot_save_path": "it is an option of its server; here slot_save: true",
     }  # fmt: skip
 
     name: Annotated[
@@ -253,6 +274,18 @@ class NodeSpec(ConfigModel):
     host: Annotated[Host, Field(validate_default=True), TypeLabel("text")] = ""
     """Failure domain: nodes that fail together share it, and a retry prefers another. Unset: the
     URL's host."""
+    models_on_demand: bool | None = None
+    """`true`: a server of kind `openai` that loads the models of its list when they are asked for,
+    such as llama-swap or Ollama. `false`: a llama.cpp server in router mode that the gateway must
+    not tell to load or unload. Unset: such a server is recognised and told."""
+    memory: MemorySize | None = None
+    """What its host has for models that are loaded on demand. Nodes with one `host` share it, and
+    one of them may say it for all."""
+    preload: NamesOnce = ()
+    """Models that it always holds, by their public names."""
+    slot_save: bool = False
+    """`true`: the prompts that are worth it are saved to files of its server (`--slot-save-path`)
+    before a model is unloaded, and read again after its next load."""
     cost_per_hour: Money = 0.0
     """Cost of an hour, in the settings' currency."""
     cost_per_million_tokens: TokenCost | None = None
@@ -299,6 +332,35 @@ class NodeSpec(ConfigModel):
     def _host_of_the_url(cls, host: object, info: ValidationInfo) -> object:
         return host or url_host(info.data.get("url", "http://unknown"))
 
+    @field_validator("models_on_demand")
+    @classmethod
+    def _on_demand_by_kind(cls, given: object, info: ValidationInfo) -> object:
+        if given and info.data.get("kind") == "llama.cpp":
+            raise validation_error(
+                "is for kind openai",
+                "leave it out: a llama.cpp server in router mode is recognised by itself",
+            )
+        return given
+
+    @field_validator("preload")
+    @classmethod
+    def _can_be_preloaded(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        _check_commanded(names, info, "load")
+        declared: Mapping[str, str] | None = info.data.get("models")
+        for name in names:
+            if declared is not None and name not in declared:
+                raise validation_error(
+                    f"names {name}, which is no model of the node",
+                    f"its `model` has {', '.join(declared)}",
+                )
+        return names
+
+    @field_validator("slot_save")
+    @classmethod
+    def _can_save_slots(cls, saves: object, info: ValidationInfo) -> object:
+        _check_commanded(saves, info, "unload")
+        return saves
+
     @field_validator("stop")
     @classmethod
     def _can_be_started_on_demand(cls, stop: Hook | None, info: ValidationInfo) -> Hook | None:
@@ -319,6 +381,28 @@ class NodeSpec(ConfigModel):
                 "model",
             )
         return stop
+
+    # The one model of a router that this entry was made for (`of_model`), by the router's own name.
+    _instance: str | None = PrivateAttr(None)
+
+    @property
+    def instance(self) -> str | None:
+        """The model of a router that this is the entry of; None: it is an entry of the file."""
+        return self._instance
+
+    def of_model(self, model: str, names: Collection[str]) -> NodeSpec:
+        """The entry of one model on this router, which answers to all of these names."""
+        declared = self.models
+        own = {
+            "name": f"{self.name}/{model}",
+            "models": declared and {one: name for one, name in declared.items() if name in names},
+            "standby": False,
+            "start": None,
+            "stop": None,
+        }
+        spec = self.model_copy(update=own)
+        spec._instance = model  # noqa: SLF001 - the copy's own
+        return spec
 
     @property
     def written_hint(self) -> float | None:
@@ -361,6 +445,24 @@ class NodeSpec(ConfigModel):
         if path := info.data.get("api_key_file"):
             return secret_from_file(path)
         return None
+
+
+def _check_commanded(wanted: object, info: ValidationInfo, verb: str) -> None:
+    """Refuse what needs commands on a node that gets none."""
+    if wanted and info.data.get("kind") == "openai":
+        raise validation_error(
+            f"is for llama.cpp's servers: a node of kind openai can't be told to {verb} a model",
+            "leave it out, and use its own settings",
+        )
+    if wanted and info.data.get("models_on_demand") is False:
+        raise validation_error(
+            f"needs a node that may be told to {verb} models", "leave out models_on_demand: false"
+        )
+
+
+def host_memory(specs: Iterable[NodeSpec]) -> dict[str, int]:
+    """The bytes that each host has for models, where one of its nodes says it."""
+    return {spec.host: spec.memory for spec in specs if spec.memory is not None}
 
 
 def url_host(url: str) -> str:
@@ -435,6 +537,7 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
     problems += validate(NodeSpec, source, YamlEntry(checked, 0, "defaults"), env)[1]
 
     nodes: list[NodeSpec] = []
+    sized: dict[str, tuple[NodeSpec, YamlEntry]] = {}
     values = 0
     for entry in entries:
         merged = _with_defaults(defaults, entry)
@@ -448,11 +551,31 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
         problems += found
         if node is not None:
             nodes.append(node)
+            problems += _other_memory(path, merged, node, sized)
     problems += find_duplicates(source, entries, "name", "the node")
     if problems:
         raise ConfigError(first_of_each_place(problems))
     warnings = tuple(_shared_addresses(path, entries, nodes))
     return Inventory.model_validate({"nodes": tuple(nodes)}, context={"warnings": warnings})
+
+
+def _other_memory(
+    path: Path, entry: YamlEntry, spec: NodeSpec, sized: dict[str, tuple[NodeSpec, YamlEntry]]
+) -> Iterator[Problem]:
+    """Report a node whose `memory` is not that of the first node of its host, kept in `sized`."""
+    if spec.memory is None or not isinstance(entry.tree, YamlMapping):
+        return
+    written = entry.tree.entries["memory"]
+    first, place = sized.setdefault(spec.host, (spec, written))
+    if first.memory is not None and first.memory != spec.memory:
+        yield Problem(
+            path,
+            written.line,
+            written.key,
+            f"the node {first.name} of the same host, {spec.host}, has {format_size(first.memory)} "
+            f"in line {place.line}",
+            "say it at one of them, or the same at each: nodes of one host share its memory",
+        )
 
 
 def _shared_addresses(

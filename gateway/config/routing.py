@@ -1,11 +1,11 @@
-"""Settings of model names, health checks, timeouts, retries and repairs."""
+"""Settings of models, health checks, timeouts, retries and repairs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from gateway.config.fields import (
     ConfigModel,
@@ -13,6 +13,7 @@ from gateway.config.fields import (
     CountOrZero,
     Fraction,
     JsonMap,
+    MemorySize,
     NonEmptyText,
     Seconds,
     SecondsOrZero,
@@ -36,8 +37,60 @@ def _parameters(value: object) -> object:
     return value
 
 
+class ReplicaSettings(ConfigModel):
+    """How many nodes hold a model at a time, of those that load models on demand."""
+
+    min: CountOrZero = 0
+    """Nodes that hold it whether it is asked for or not."""
+    max: Count | None = None
+    """Most nodes that hold it. Unset: as many as its queue is worth."""
+
+    @field_validator("max")
+    @classmethod
+    def _not_below_min(cls, most: int | None, info: ValidationInfo) -> int | None:
+        if most is not None and most < info.data.get("min", 0):
+            raise validation_error("must not be below `min`", "raise max or lower min")
+        return most
+
+
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise validation_error(f"names {name} twice", "write it once")
+    return names
+
+
+NamesOnce = Annotated[
+    tuple[NonEmptyText, ...],
+    BeforeValidator(as_list),
+    AfterValidator(_each_once),
+    Field(max_length=10_000),
+    TypeLabel("list of names"),
+]
+
+
 class ModelRule(ConfigModel):
-    """The models that a public name stands for, and changes to requests for it."""
+    """The models that a public name stands for, changes to requests for it, and where it is loaded.
+
+    The last four keys are for nodes that load models on demand (docs/models.md).
+    """
+
+    misplaced_keys: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("ttl", "keep_alive", "idle_timeout", "sleep_idle_seconds"),
+            "it is called idle_unload: 30m; without it a model stays until its memory is needed",
+        ),
+        **dict.fromkeys(
+            ("aliases", "alias"),
+            "an alias is a model of its own here: NAME: {use: this model}",
+        ),
+        **dict.fromkeys(("nodes", "placement", "persistent"), "it is called pin: [names of nodes]"),
+        **dict.fromkeys(
+            ("min_replicas", "max_replicas", "instances"), "it is replicas: {min, max}"
+        ),
+        "preload": "it is a key of nodes in the inventory; here it is pin: [names of nodes]",
+        **dict.fromkeys(("size", "ram", "vram"), "it is called memory: 9GiB"),
+    }
 
     use: Annotated[
         tuple[NonEmptyText, ...], BeforeValidator(as_list), TypeLabel("name or list")
@@ -60,6 +113,33 @@ class ModelRule(ConfigModel):
         TypeLabel("list of names"),
     ] = ()
     """Parameters that are removed from every request."""
+    replicas: ReplicaSettings = ReplicaSettings()
+    """How many nodes hold it."""
+    pin: Annotated[NamesOnce, Field(validate_default=True)] = ()
+    """Names of nodes that always hold it; each counts as one of `replicas`."""
+    idle_unload: Seconds | None = None
+    """It is unloaded after so long without a request, where no pin and no `replicas.min` keeps it.
+    Unset: it stays until another model needs the memory."""
+    memory: MemorySize | None = None
+    """What a node needs to hold it: weights, context and buffers, as `llama-gateway fit` tells.
+    Unset: learnt after its first load."""
+
+    @field_validator("pin")
+    @classmethod
+    def _pins_are_replicas(cls, pins: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        replicas = info.data.get("replicas")
+        if replicas is not None and replicas.max is not None and len(pins) > replicas.max:
+            raise validation_error(
+                f"names {len(pins)} nodes, more than replicas.max, {replicas.max}",
+                "raise replicas.max or pin it to fewer",
+            )
+        return pins
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the rule says where, or for how long, the model is loaded."""
+        keys = {"replicas", "pin", "idle_unload", "memory"}
+        return bool(keys & self.model_fields_set)
 
 
 CATCH_ALL = "*"
@@ -79,6 +159,11 @@ def check_catch_all(rules: Mapping[str, ModelRule]) -> None:
     for name, one in rules.items():
         if CATCH_ALL in one.use:
             raise validation_error(f'{name} uses "*", which is no model', "name the models instead")
+        if one.is_placed and (name == CATCH_ALL or (one.use and name not in one.use)):
+            raise validation_error(
+                f"{name} is no model that a node loads, but stands for {', '.join(one.use)}",
+                "write its replicas, pin, idle_unload and memory under that name",
+            )
 
 
 def find_alias_loop(rules: Mapping[str, ModelRule]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Settings of scheduling: classes, tiers, and when standby nodes are started and stopped."""
+"""Settings of scheduling: classes, tiers, when nodes are started and stopped, and models loaded."""
 
 from __future__ import annotations
 
@@ -322,3 +322,20 @@ class ElasticSettings(ConfigModel):
         if longest < info.data.get("backoff", 0.0):
             raise validation_error("must not be below `backoff`")
         return longest
+
+
+class ModelPlacementSettings(ConfigModel):
+    """Which nodes hold which models, of those that load models on demand.
+
+    It concerns llama.cpp's servers in router mode, and nodes with `models_on_demand: true`.
+    """
+
+    starvation: Seconds = 60.0
+    """A model keeps its place while its queue is worth more than another's, until requests of class
+    `normal` have waited so long for the other; those of other classes in proportion to their
+    `patience`."""
+    hysteresis: SecondsOrZero = 10.0
+    """No model is unloaded so soon after its load, nor loaded again on a node so soon after it was
+    unloaded there. What others load or unload is left so for that time."""
+    commands: bool = True
+    """`false`: no node is told to load or unload a model; requests go to what is loaded."""

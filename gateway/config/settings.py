@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
 
@@ -37,7 +37,13 @@ from gateway.config.routing import (
     check_catch_all,
     find_alias_loop,
 )
-from gateway.config.scheduling import ClassRule, ElasticSettings, HybridSettings, QueueSettings
+from gateway.config.scheduling import (
+    ClassRule,
+    ElasticSettings,
+    HybridSettings,
+    ModelPlacementSettings,
+    QueueSettings,
+)
 from gateway.config.stored import (
     BatchSettings,
     StoreSettings,
@@ -224,6 +230,20 @@ def _no_empty_name(value: object) -> object:
 class Settings(ConfigModel):
     """All settings. Every key has a default; the file may be missing."""
 
+    misplaced_keys: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("ttl", "globalTTL", "keep_alive", "idle_unload"),
+            "it is of each model: models.NAME.idle_unload",
+        ),
+        **dict.fromkeys(
+            ("matrix", "replicas", "pin"), "it is of each model: models.NAME.replicas and pin"
+        ),
+        **dict.fromkeys(
+            ("preload", "hooks", "models_on_demand", "memory"),
+            "memory, preload and models_on_demand are keys of nodes, in the inventory",
+        ),
+    }
+
     listen: ListenSettings = ListenSettings()
     """The public listener."""
     admin: AdminSettings = AdminSettings()
@@ -249,8 +269,8 @@ class Settings(ConfigModel):
         BeforeValidator(_no_empty_name),
         TypeLabel("mapping of rules"),
     ] = {}
-    """Public model names: aliases, fall-backs and parameters. `"*": {use: NAME}` takes every
-    unknown name."""
+    """Public model names: aliases, fall-backs, parameters, and where each is loaded. `"*": {use:
+    NAME}` takes every unknown name."""
     default_model: NonEmptyText | None = None
     """Model of a request that names none. Unset: the only model, if there is just one, else that of
     `"*"`."""
@@ -275,6 +295,8 @@ class Settings(ConfigModel):
     """How GPU and CPU nodes share the work."""
     elastic: ElasticSettings = ElasticSettings()
     """Standby nodes that are started and stopped on demand."""
+    model_placement: ModelPlacementSettings = ModelPlacementSettings()
+    """Which nodes hold which models, where these are loaded on demand."""
     health: HealthSettings = HealthSettings()
     """Probes and circuit breakers."""
     timeouts: TimeoutSettings = TimeoutSettings()

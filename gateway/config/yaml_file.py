@@ -544,7 +544,7 @@ def validate(
     wanted = [error["loc"] for error in errors if _wants_text(error, entry)]
     if wanted:
         for loc in wanted:
-            _put(data, loc, _find(entry, loc))
+            _put(data, loc, find_entry(entry, loc))
         try:
             return model.model_validate(data, context=context, by_alias=True, by_name=False), []
         except ValidationError as error:
@@ -604,7 +604,7 @@ def find_duplicates(
     return problems
 
 
-def _find(entry: YamlEntry, loc: Iterable[str | int]) -> YamlEntry:
+def find_entry(entry: YamlEntry, loc: Iterable[str | int]) -> YamlEntry:
     """Follow pydantic's location as far as the file has it; parts that name a type are skipped."""
     for part in loc:
         match entry.tree, part:
@@ -618,7 +618,7 @@ def _find(entry: YamlEntry, loc: Iterable[str | int]) -> YamlEntry:
 def _wants_text(error: ErrorDetails, entry: YamlEntry) -> bool:
     if error["type"] != "string_type":
         return False
-    tree = _find(entry, error["loc"]).tree
+    tree = find_entry(entry, error["loc"]).tree
     return isinstance(tree, YamlScalar) and tree.raw_text is not None
 
 
@@ -637,10 +637,10 @@ def _problem(
     loc = error["loc"]
     if blamed := error.get("ctx", {}).get("key"):
         loc = (*loc[:-1], blamed)
-    found = _find(entry, loc)
+    found = find_entry(entry, loc)
     parent = model_at_path(model, loc[:-1]) or model
     key = found.key
-    if found is _find(entry, loc[:-1]) and loc and loc[-1] in keys_of(parent):
+    if found is find_entry(entry, loc[:-1]) and loc and loc[-1] in keys_of(parent):
         # The file lacks this key: it is required, or its default does not fit the other keys.
         key = f"{key}.{loc[-1]}" if key else str(loc[-1])
     message, remedy = error_words(error, parent, loc)

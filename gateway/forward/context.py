@@ -23,6 +23,8 @@ from gateway.request.preparation import Request
 # left for their tokens together. These are no retries: they take nothing of the budget, and nobody
 # has failed. From the second on it runs alone.
 MOST_POOL_OVERFLOWS = 4
+# Times that one request is sent again at once since its node had not loaded the model; no retries.
+MOST_UNLOADED = 4
 BUDGET_WINDOW = 60.0  # Seconds of the past that the budget counts
 
 

@@ -31,7 +31,7 @@ from gateway.forward.client_response import (
     ClientResponse,
     EndedStream,
 )
-from gateway.forward.context import MOST_POOL_OVERFLOWS, ForwardContext
+from gateway.forward.context import MOST_POOL_OVERFLOWS, MOST_UNLOADED, ForwardContext
 from gateway.forward.event_pipeline import EventPipeline, TokenIdExtractor, UsageFilter
 from gateway.forward.in_flight import PROGRESS_TOKENS, Attempt, InFlightRequest
 from gateway.forward.multi_prompt import MultiPromptForwarder
@@ -48,6 +48,7 @@ from gateway.transport.errors import (
     ConnectionReset,
     ConnectTimedOut,
     InvalidResponse,
+    ModelNotLoaded,
     PoolFull,
     UpstreamError,
     UpstreamTimeout,
@@ -73,9 +74,10 @@ class Forwarder:
             return result
         await ensure_task()
         attempts = self.context.settings.retries.attempts
-        retries, may_cross = self.context.retries(attempts), attempts > 1
+        retries, may_cross, unloaded = self.context.retries(attempts), attempts > 1, 0
         while result.retryable:
-            if not result.pool_full:
+            unloaded += result.not_loaded
+            if not (result.pool_full or (result.not_loaded and unloaded <= MOST_UNLOADED)):
                 crosses = False
                 if may_cross and result.node.tier == "gpu":
                     # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
@@ -262,13 +264,14 @@ class Forwarder:
         ):
             token_ids = TokenIdExtractor(api.take_token_ids, recorder.add_token_ids)
             body = edits.apply_edit(body, api.logprobs_fields)
-        name = lease.served_name
+        name, query = lease.served_name, lease.node.query
         if name != request.model_in_body and (
-            request.model_in_body is not None or kind == "openai"
+            request.model_in_body is not None or kind == "openai" or query
         ):
             body = edits.with_model(body, name)
+        path = request.path.encode() if not query else lease.node.target(request.path)
         head = attempt.pool.address.request_head(
-            b"POST", request.path.encode(), in_flight.header_lines(lease.id), len(body)
+            b"POST", path, in_flight.header_lines(lease.id), len(body)
         )
         if not lease.stream:
             return head, body, None
@@ -427,6 +430,11 @@ class Forwarder:
         if isinstance(failure, RequestCancelled):
             raise failure.error
         error = to_gateway_error(failure)
+        if isinstance(failure, ModelNotLoaded):
+            # The scheduler knows by now: the request waits until the model is loaded somewhere.
+            if failure.is_gone:
+                tried = tried.refused_by(node.name)
+            return FailedAttempt(node, tried, error, reached_node=False, not_loaded=True)
         tried = tried.failed_on(node.name)
         if isinstance(failure, RequestEvicted):
             retryable = self.context.leases.has_other_node(request.lease_request, tried)
@@ -454,6 +462,7 @@ class FailedAttempt:
     """The node's own error, for the client if no other attempt may follow."""
     pool_full: bool = False
     """Whether its node had no room for the tokens of all its slots: the next is no retry."""
+    not_loaded: bool = False  # whether its node had not loaded the model: nor is the next then
 
 
 async def _as_events(attempt: Attempt) -> bytes:

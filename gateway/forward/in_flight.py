@@ -36,7 +36,9 @@ from gateway.api.outcome import (
     error_message,
     error_status,
     is_context_overflow,
+    is_cut_by_router,
     is_pool_full,
+    router_failure,
 )
 from gateway.api.sse import MOST_STEP_LINES
 from gateway.api.transcript import SplicePoint
@@ -55,6 +57,7 @@ from gateway.terms import Headers, SegmentedBody
 from gateway.transport.connection import NodeConnection
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
+    ConnectionReset,
     ConnectTimedOut,
     InvalidResponse,
     NodeReportedError,
@@ -348,6 +351,10 @@ class Attempt:
             if not connection.complete:
                 self.headers = JSON_HEADERS
                 self.content = _oversized_error(self.status)
+            elif self.lease.node.query:
+                failure = router_failure(self.status, self.content)
+                if failure is not None:
+                    raise failure
         elif events is not None and is_event_stream(self.headers):
             self._leases.reading_began(self.lease.id)
             self.is_sse = True
@@ -421,6 +428,13 @@ class Attempt:
         if events.is_over:
             self._end_stream(events)
         return passed
+
+    def cut_by_router(self) -> ConnectionReset | None:
+        """The failure of a stream that its router has ended as if it were whole."""
+        events = self.events
+        if not self.lease.node.query or events is None or not is_cut_by_router(events.framer.tail):
+            return None
+        return ConnectionReset("The model's server on the node was lost")
 
     def _write_through(self) -> bool:
         """Write what has come to the client; False if the reader must wake up."""
@@ -590,6 +604,8 @@ class Attempt:
                 if events.is_plain:
                     self.is_sse, self.events = False, None
                     return framer.tail
+                if (cut := self.cut_by_router()) is not None:
+                    raise cut
                 if not framer.lacks_blank_line:
                     raise InvalidResponse("The node's stream ended before its first content")
                 chunk = b"\n\n"

@@ -19,7 +19,12 @@ import msgspec
 from gateway import errors
 from gateway.api.json_values import InvalidJson, JsonObject, parse_object
 from gateway.api.native import native_body
-from gateway.api.outcome import fault_of, is_context_overflow, is_refused_request
+from gateway.api.outcome import (
+    fault_of,
+    is_context_overflow,
+    is_refused_request,
+    router_failure,
+)
 from gateway.api.resuming import (
     EventRewriter,
     ReasoningEndMark,
@@ -39,7 +44,12 @@ from gateway.api.transcript import (
 )
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import SlotYielded, StreamResumed
-from gateway.forward.context import MOST_POOL_OVERFLOWS, ForwardContext, Retries
+from gateway.forward.context import (
+    MOST_POOL_OVERFLOWS,
+    MOST_UNLOADED,
+    ForwardContext,
+    Retries,
+)
 from gateway.forward.event_pipeline import EventPipeline
 from gateway.forward.in_flight import Attempt, InFlightRequest
 from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried
@@ -54,6 +64,7 @@ from gateway.transport.errors import (
     ConnectionReset,
     ConnectTimedOut,
     InvalidResponse,
+    ModelNotLoaded,
     NodeReportedError,
     PoolFull,
     UpstreamError,
@@ -366,6 +377,8 @@ async def find_reasoning_template(
 
 
 MOST_RESUMES = 2  # resumptions of one stream
+# Failures of a resumption that has given no node any work.
+_NOT_REACHED = ConnectFailed | ConnectTimedOut | ModelNotLoaded
 
 
 @dataclass(slots=True)
@@ -430,6 +443,7 @@ class Resumer:
     __slots__ = (
         "_context", "_in_flight", "_lease_request", "_met_other_kind", "_model", "_node_kind",
         "_recorder", "_request", "_resume_key", "_retries", "_source", "_times_yielded", "_tried",
+        "_unloaded",
     )  # fmt: skip
 
     def __init__(
@@ -457,6 +471,7 @@ class Resumer:
         """Grants the resumptions after the first one; None: none was attempted."""
         self._source: ResumeInput  # what is resumed now, and how
         self._times_yielded = 0  # how often it has given up its slot to another request
+        self._unloaded = 0  # how often a node that was to resume it had not loaded the model
 
     @property
     def pool_overflows(self) -> int:
@@ -633,11 +648,15 @@ class Resumer:
                 elif isinstance(failure, PoolFull):
                     self._tried = self._tried.overflowed_on(node)
                     return FailedStream(pool_full=True)
+                elif isinstance(failure, ModelNotLoaded) and self._may_be_loaded(failure):
+                    self._unloaded += 1
                 else:
                     self._exclude(node)
-                    return FailedStream(
-                        reached_node=not isinstance(failure, ConnectFailed | ConnectTimedOut)
-                    )
+                    return FailedStream(reached_node=not isinstance(failure, _NOT_REACHED))
+
+    def _may_be_loaded(self, failure: ModelNotLoaded) -> bool:
+        """Whether to wait until the model is loaded, on this node or another."""
+        return not failure.is_gone and self._unloaded < MOST_UNLOADED
 
     async def _lease(self, *, yielded: bool) -> GrantedLease:
         """A lease on a node that may resume the stream. Raises: GatewayError."""
@@ -721,7 +740,7 @@ class Resumer:
         )
         outcome, fault, unreachable = "client_closed", Fault.NOBODY, None
         try:
-            queries = NodeQueries(attempt.pool, attempt.connect_timeout, lease.reading.wake)
+            queries = NodeQueries(lease, attempt.pool, attempt.connect_timeout)
             await self._check_kind(queries)
             resume_plan = await plan_resume(queries.post, self._source)
             if resume_plan.final_events is not None:
@@ -769,12 +788,13 @@ class Resumer:
         """
         route, body = resume_plan.route, resume_plan.body
         assert body is not None
-        if "model" in body:
+        node = attempt.lease.node
+        if "model" in body or node.query:
             body = body | {"model": attempt.lease.served_name}
         data = msgspec.json.encode(body)
         header_lines = self._in_flight.header_lines(attempt.lease.id)
         head = attempt.pool.address.request_head(
-            b"POST", route.path.encode(), header_lines, len(data)
+            b"POST", node.target(route.path), header_lines, len(data)
         )
         settings, clock = self._context.settings, self._context.clock
         events = EventPipeline(route.api, self._request, len(data), settings, clock)
@@ -811,13 +831,16 @@ _JSON_HEADER_LINE = b"content-type: application/json\r\n"
 class NodeQueries:
     """Queries to one node. Its `post` is a `splice.PostToNode`."""
 
-    def __init__(self, pool: ConnectionPool, connect_timeout: float, wake: float = 0.0) -> None:
+    def __init__(self, lease: GrantedLease, pool: ConnectionPool, connect_timeout: float) -> None:
+        self._node, self._model = lease.node, lease.served_name
         self._pool = pool
         self._connect_timeout = connect_timeout
-        self._timeout = QUERY_TIMEOUT + wake
+        self._timeout = QUERY_TIMEOUT + lease.reading.wake
 
     async def post(self, path: str, value: JsonObject) -> JsonObject:
         """Post JSON, get JSON. Raises: UpstreamError."""
+        if self._node.query:
+            value = value | {"model": self._model}
         return await self._query(b"POST", path, msgspec.json.encode(value))
 
     async def get(self, path: str) -> JsonObject:
@@ -825,7 +848,8 @@ class NodeQueries:
         return await self._query(b"GET", path, b"")
 
     async def _query(self, method: bytes, path: str, body: bytes) -> JsonObject:
-        head = self._pool.address.request_head(method, path.encode(), _JSON_HEADER_LINE, len(body))
+        target = self._node.target(path, "" if body else self._model)
+        head = self._pool.address.request_head(method, target, _JSON_HEADER_LINE, len(body))
         try:
             async with (
                 LoopTimeout(self._timeout),
@@ -838,6 +862,8 @@ class NodeQueries:
             raise UpstreamTimeout(
                 "first_byte", f"{path} was not answered for {self._timeout:.0f} s"
             ) from None
+        if self._node.query and (failure := router_failure(connection.status, answer)) is not None:
+            raise failure
         if connection.status in DECLINED or connection.status == 429:
             raise ResumeRefused(connection.status)
         if connection.status != 200:

@@ -146,7 +146,7 @@ class ResponseStream:
         if not events.ended:
             with suppress(UpstreamError, OverlapMismatch):
                 rest = attempt.read_unclosed()
-        failure = failure or attempt.failure
+        failure = failure or attempt.failure or attempt.cut_by_router()
         tail, answers = events.last_events, in_flight.request.lease_request.size.slots
         # Where each answer has a terminal event of its own, a failure may hide others that are due.
         ends_once = attempt.api.single_terminal_event or answers < 2

@@ -254,6 +254,15 @@ def server_needs(model: ModelFile, settings: ServerSettings | None) -> tuple[int
     return memory_needed(model.size, 1), f"{MEMORY_FACTOR} x model"
 
 
+def file_memory(path: Path, slots: int, context: int) -> int:
+    """Return the bytes that a server of the model at `path` needs, by `up`'s settings.
+
+    `context`: tokens of one slot. Raises ModelFileError. Within 3 % of real servers where the
+    model's shape is known (docs/fit.md), else the rule of thumb.
+    """
+    return server_needs(read_model(path), ServerSettings(slots, context))[0]
+
+
 def memory_headroom(topology: Topology, each: int, servers: int) -> int:
     """Return the bytes left beside servers of `each` bytes and the reserve; may be negative."""
     return topology.memory_available - each * servers - MEMORY_RESERVE

@@ -222,8 +222,11 @@ class _Run:
         if node.context is not None:
             words = min(words, node.context // 4)
         text = " ".join(self.rng.choices(WORDS, k=words))
-        body = msgspec.json.encode(request_body(path, text, tokens))
-        head = node.upstream.address.request_head(b"POST", path.encode(), _HEADER_LINES, len(body))
+        fields = request_body(path, text, tokens)
+        if node.spec.instance is not None:
+            fields["model"] = node.spec.instance
+        body, target = msgspec.json.encode(fields), node.info.target(path)
+        head = node.upstream.address.request_head(b"POST", target, _HEADER_LINES, len(body))
         began = node.clock()
         try:
             async with node.upstream.response(

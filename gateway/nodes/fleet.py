@@ -16,14 +16,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from gateway.callers.money import MILLION, AliveNode, GpuPrice, gpu_cost
 from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
-from gateway.events import EventBus, InventoryChanged, ModelsDiffer, NodeChanged, NodeDrift
+from gateway.events import (
+    EventBus,
+    InventoryChanged,
+    ModelLoadChanged,
+    ModelsDiffer,
+    NodeChanged,
+    NodeDrift,
+    RouterLeftAlone,
+)
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.health import (
-    ALIVE_STATES,
     HealthMonitor,
     judge_state,
     key_rejected_reason,
@@ -41,6 +49,7 @@ from gateway.nodes.node import (
     NodeSettings,
     NodeState,
 )
+from gateway.nodes.router import LoadChange, LoadPhase, ModelLoad, RoutedModel
 from gateway.nodes.server_properties import server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
 from gateway.nodes.state_files import DrainedNodes, PausedModels, PropertiesStore
@@ -187,6 +196,8 @@ def hold_without_slots(lease: Lease) -> float:
 PROBES_AT_ONCE = 256
 # Servers that the inventory does not have and of which something learnt is kept.
 MOST_LEARNT = 10_000
+# Indexing the models of many routers takes at most one part in so many of the time.
+INDEXING_PAUSE = 20.0
 COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
 
 
@@ -234,6 +245,10 @@ class Fleet:
         self._speed_comparison: asyncio.Task[None] | None = None
         self._unprobed: set[Node] = set()
         self._has_work, self._work_looked_at = False, -math.inf
+        self.has_routers = False  # whether some node is a router that is known as such
+        self._on_models: Callable[[Node | None], None] = lambda _: None
+        self._indexing: asyncio.TimerHandle | None = None
+        self._index_again_at = -math.inf
         self._on_capacity: Callable[[], None] | None = None
         self._on_change: Callable[[Node | None], None] | None = None
 
@@ -251,6 +266,13 @@ class Fleet:
         """
         self._on_capacity, self._on_change = on_capacity, on_change
 
+    def watch_models(self, on_change: Callable[[Node | None], None]) -> None:
+        """Call this whenever one of a router's models may have changed, or has ended a request.
+
+        With None: there may be others.
+        """
+        self._on_models = on_change
+
     async def start(self, inventory: Inventory) -> InventoryChanged:
         """Take in the first inventory and begin to watch. Raises what `connect` raises."""
         change = self.apply(inventory)
@@ -266,6 +288,8 @@ class Fleet:
             self._speed_comparison.cancel()
             tasks.append(self._speed_comparison)
         self._monitors.clear()
+        if self._indexing is not None:
+            self._indexing.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._reclaimer.aclose()
         for node in self.nodes.values():
@@ -283,6 +307,7 @@ class Fleet:
         plan = self._plan(inventory)
         change = InventoryChanged(warnings=[str(one) for one in inventory.warnings])
         before, self.nodes = self.nodes, {}
+        before = {name: node for name, node in before.items() if node.router is None}
         for spec, known, upstream in plan:
             old = before.get(spec.name)
             if old is None:
@@ -292,10 +317,12 @@ class Fleet:
             published = None if old is None else old.state
             if known is None:
                 assert upstream is not None
-                self.nodes[spec.name] = self._add(spec, upstream, published)
+                node = self._add(spec, upstream, published)
             else:
-                self.nodes[spec.name] = known
-                self._update(known, spec, upstream, published)
+                node = known
+                self._update(node, spec, upstream, published)
+            self.nodes[spec.name] = node
+            self.nodes.update({one.name: one for one in node.instances.values()})
         for name, node in before.items():
             if self.nodes.get(name) is not node:
                 self._remove(node)
@@ -303,9 +330,7 @@ class Fleet:
                 change.removed.append(name)
                 reason = "removed from the inventory"
                 self._bus.publish(NodeChanged(name, node.state.value, None, reason))
-        self.model_index.set_nodes(self.nodes.values())
-        compare_speeds(self.nodes.values())
-        self._notify_change()
+        self._index_nodes()
         for node in self.nodes.values():
             self.refresh_state(node)
         self._unprobed = {n for n in self._unprobed if n.in_service and not n.probe_history.probed}
@@ -319,7 +344,7 @@ class Fleet:
         self._settings = NodeSettings(health, timeouts)
         for node in (*self.nodes.values(), *self._closing.nodes):
             node.configure(self._settings)
-        for monitor in self._monitors.values():
+        for monitor in set(self._monitors.values()):
             monitor.reschedule()
 
     def tls_files(self) -> set[Path]:
@@ -386,7 +411,183 @@ class Fleet:
         if (learnt := self._learnt.get(server_key(spec))) is not None:
             node.restore(*learnt)
         self._enter(node, published)
+        self._add_known_models(node)
         return node
+
+    # A router's models.
+
+    def models_listed(self, router: Node, listed: list[RoutedModel]) -> None:
+        """A router lists these models, and no others."""
+        now = self._clock()
+        if router.router_record.most_loaded != router.properties.most_loaded:
+            router.router_record.limit_found(router.properties.most_loaded)
+        declared = router.spec.models
+        changed = False
+        kept: dict[str, Node] = {}
+        for model in listed:
+            if declared is not None and model.names.isdisjoint(declared.values()):
+                continue
+            instance = router.instances.get(model.name)
+            if instance is None:
+                instance = self._add_model(router, model.name, model.names)
+                changed = True
+            elif instance.spec != (spec := router.spec.of_model(model.name, model.names)):
+                instance.respecify(spec, now)
+                changed = True
+            kept[model.name] = instance
+            self._follow_model(router, instance, model, now)
+        for name, instance in router.instances.items():
+            if name not in kept:
+                self._remove(instance)
+                reason = f"{router.name} does not list it any more"
+                self._bus.publish(NodeChanged(instance.name, instance.state.value, None, reason))
+                changed = True
+        if changed:
+            router.set_instances(kept)
+            self._models_of_routers_changed()
+
+    def _follow_model(self, router: Node, instance: Node, model: RoutedModel, now: float) -> None:
+        """Take in what a router lists of one model."""
+        load = instance.load
+        assert load is not None
+        if not load.is_news(model):
+            return
+        instance.properties.clear_remembered()
+        instance.properties.read_routed(model.entry, model.slots, model.context)
+        change = load.reported(model, now, followed=router.router_record.followed)
+        if model.status is not None:
+            asked = any(lease.wake for lease in instance.leases)
+            instance.sleep.props_read(model.status == "sleeping", now, asked=asked)
+        if change is not None:
+            self._model_changed(router, instance, model.name, change)
+        self.refresh_state(instance)
+
+    def _model_changed(self, router: Node, instance: Node, model: str, change: LoadChange) -> None:
+        """A router has loaded a model, or has it no longer."""
+        load, now = instance.load, self._clock()
+        assert load is not None
+        if change.change == "loaded":
+            instance.circuit.server_restarted(now)
+            instance.calibration.server_started(instance.requests)
+            if change.seconds is not None:
+                instance.sleep.learn_wake(change.seconds)
+        elif change.change != "loading":
+            instance.properties.process_ended()
+            instance.sleep.restarted()
+            self._reclaimer.release_all(instance)
+        self._bus.publish(
+            ModelLoadChanged(
+                router.name,
+                model,
+                change.change,
+                change.seconds,
+                load.reason,
+                change.by_others,
+            )
+        )
+        if change.by_others and router.router_record.changed_by_others(now):
+            self._bus.publish(RouterLeftAlone(router.name))
+            self._on_models(router)
+
+    def _add_known_models(self, router: Node) -> None:
+        """Its models are known from before, until it is probed."""
+        for name in router.properties.models if router.is_router else ():
+            self._add_model(router, name, ())
+
+    def _add_model(self, router: Node, name: str, names: Collection[str]) -> Node:
+        spec = router.spec.of_model(name, names or {name})
+        node = Node(
+            spec=spec,
+            upstream=self._connect(spec),
+            settings=self._settings,
+            clock=self._clock,
+            circuit=Circuit(self._settings.health, self._rng),
+            properties=self.properties_store.recall(spec),
+            router=router,
+            load=ModelLoad(),
+            on_lease_released=self.lease_released,
+            on_lease_abandoned=self._reclaimer.watch,
+        )
+        if not node.properties.models:
+            node.properties.read_routed({"id": name}, None, None)
+        if (learnt := self._learnt.get(server_key(spec))) is not None:
+            node.restore(*learnt)
+        node.enter(draining=node.name in self._drained_nodes)
+        node.set_state(*judge_state(node, self._clock()))
+        router.set_instances({**router.instances, name: node})
+        self._monitors[node] = self._monitors[router]
+        self._bus.publish(NodeChanged(node.name, None, node.state.value, node.reason))
+        return node
+
+    def _models_of_routers_changed(self) -> None:
+        """Index the models of routers anew: soon, since many routers may tell of theirs at once."""
+        now = self._clock()
+        if self._indexing is None:
+            if now >= self._index_again_at:
+                self._index_models()
+            else:
+                loop = asyncio.get_running_loop()
+                self._indexing = loop.call_later(self._index_again_at - now, self._index_models)
+
+    def _index_models(self) -> None:
+        """Bring the nodes to what routers list, each router before its models."""
+        if self._indexing is not None:
+            self._indexing.cancel()
+            self._indexing = None
+        began = self._clock()
+        own = [node for node in self.nodes.values() if node.router is None]
+        self.nodes = {one.name: one for node in own for one in (node, *node.instances.values())}
+        self._index_nodes()
+        now = self._clock()
+        self._index_again_at = now + INDEXING_PAUSE * (now - began)
+
+    def _index_nodes(self) -> None:
+        """There are other nodes than before."""
+        self.has_routers = any(node.is_router for node in self.nodes.values())
+        self.model_index.set_nodes(self.nodes.values())
+        compare_speeds(self.nodes.values())
+        self._notify_change()
+        self._on_models(None)
+
+    def model_not_loaded(self, node: Node) -> None:
+        """A request has found that a router has not loaded this model, or has lost it."""
+        if node.load is not None:
+            node.load.doubt()
+            self.refresh_state(node)
+        self.read_models(node)
+
+    def read_models(self, node: Node) -> None:
+        """A router was told to load or unload this model, say: read its list soon."""
+        if (monitor := self._monitors.get(node)) is not None:
+            monitor.read_models()
+
+    def load_ordered(self, node: Node, command: Literal["load", "unload"], reason: str) -> None:
+        """A router is told to load one of its models, or to unload it."""
+        assert node.load is not None
+        node.load.order(command, reason, self._clock())
+        if command == "unload":
+            node.sleep.restarted()
+        self.load_changed(node)
+
+    def load_changed(self, node: Node) -> None:
+        """A router's model is in another phase."""
+        self._refresh_and_wake(node)
+        self._on_models(node)
+
+    def model_opened(self, node: Node, reason: str) -> None:
+        """The next request for this model loads it: its router takes no commands."""
+        assert node.load is not None
+        now = self._clock()
+        node.load.opened(reason, now)
+        node.sleep.props_read(True, now, asked=False)
+        self.load_changed(node)
+
+    def model_closed(self, node: Node, reason: str) -> None:
+        """No request is to load this model: another one has its router's memory."""
+        assert node.load is not None
+        node.load.enter(LoadPhase.UNLOADED, reason, self._clock())
+        node.sleep.restarted()
+        self.load_changed(node)
 
     def _update(
         self,
@@ -402,9 +603,16 @@ class Fleet:
         node.respecify(spec, now)
         if upstream is not None:
             self._closing.add_upstream(node, node.replace_upstream(upstream, now))
+        for model in node.instances.values():
+            model.respecify(spec.of_model(model.spec.instance or "", model.properties.names), now)
+            if upstream is not None:
+                renewed = model.replace_upstream(self._connect(model.spec), now)
+                self._closing.add_upstream(model, renewed)
         if node.removed:
             self._closing.nodes.discard(node)
+            node.set_instances({})
             self._enter(node, published)
+            self._add_known_models(node)
         else:
             self._monitors[node].wake()
 
@@ -414,7 +622,12 @@ class Fleet:
         node.set_state(*judge_state(node, self._clock()))
         self._unprobed.add(node)
         self._monitors[node] = HealthMonitor(
-            node, self.refresh_state, self._probe_gate, self._rng, self.has_work
+            node,
+            self.refresh_state,
+            self._probe_gate,
+            self._rng,
+            self.has_work,
+            self.models_listed,
         )
         if node.state is not published:
             old = None if published is None else published.value
@@ -423,11 +636,15 @@ class Fleet:
     def _remove(self, node: Node) -> None:
         """Give it no new work, and close it when its leases have ended."""
         node.leave()
+        for model in node.instances.values():
+            self._remove(model)
         if (learnt := node.export()) is not None:
             self._learnt[server_key(node.spec)] = learnt, 1.0
             if len(self._learnt) > MOST_LEARNT:
                 del self._learnt[next(iter(self._learnt))]
-        self._closing.own_task(self._monitors.pop(node).cancel())
+        monitor = self._monitors.pop(node)
+        if node.router is None:
+            self._closing.own_task(monitor.cancel())
         self._closing.close_when_idle(node)
 
     # What the public edge asks (`gateway.catalog`).
@@ -454,7 +671,7 @@ class Fleet:
 
     def has_usable_node(self) -> bool:
         """Whether some node is alive, or is a standby node that a request would start."""
-        return any(node.state in ALIVE_STATES or node.startable for node in self.nodes.values())
+        return any(node.is_alive or node.startable for node in self.nodes.values())
 
     # What an operator does.
 
@@ -463,14 +680,19 @@ class Fleet:
         node = self.nodes[name]
         self._drained_nodes.add(name)
         node.drain()
-        self.refresh_state(node)
+        self._refresh_with_models(node)
 
     def resume(self, name: str) -> None:
         """End a drain. Raises KeyError."""
         node = self.nodes[name]
         self._drained_nodes.remove(name)
         node.resume()
-        self.refresh_state(node)
+        self._refresh_with_models(node)
+
+    def _refresh_with_models(self, node: Node) -> None:
+        """Judge a node anew, and a router's models."""
+        for one in (node, *node.instances.values()):
+            self.refresh_state(one)
 
     def pause_model(self, name: str) -> None:
         """No new requests for this public model name until `resume_model`."""
@@ -530,6 +752,8 @@ class Fleet:
         node = lease.node
         if node.removed or lease.upstream is not node.upstream:
             self._closing.lease_released(node)
+        if node.load is not None:
+            self._on_models(node)
         if not counted or lease.trial or node.state is NodeState.EJECTED:
             self._notify_change(node)
         if self._on_capacity is not None:
@@ -734,6 +958,8 @@ class Fleet:
         node.set_state(*judge_state(node, now))
         if node.state is not old:
             self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
+            if node.load is not None or node.is_router:
+                self._on_models(node)
         if node.probe_history.down:
             self._reclaimer.release_all(node)
         if node.probe_history.down or node.probe_history.loading:
@@ -742,6 +968,8 @@ class Fleet:
         if node.probe_history.probed and node in self._unprobed:
             self._unprobed.discard(node)
             if not self._unprobed:
+                if self._indexing is not None:
+                    self._index_models()
                 self.first_probes_done.set()
         self._notify_change(node)
         if node.free_slots_grew(now):
@@ -878,7 +1106,7 @@ MOST_MODELS = 1000
 def alive_nodes(fleet: Fleet) -> Iterator[AliveNode]:
     """The nodes that are alive now, whether they get work or not."""
     for node in fleet.nodes.values():
-        if node.state not in NOT_RUNNING:
+        if node.state not in NOT_RUNNING and node.router is None:
             yield AliveNode(node.name, node.spec.tier, node.spec.cost_per_hour)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -21,6 +21,14 @@ from gateway.nodes.lifecycle import (
     read_is_sleeping,
 )
 from gateway.nodes.node import Lease, LeasePhase, Node, NodeState
+from gateway.nodes.router import (
+    EventLines,
+    LoadPhase,
+    ModelEvent,
+    ModelLoad,
+    RoutedModel,
+    read_list,
+)
 from gateway.nodes.server_properties import (
     LONGEST_PROPERTY,
     UNREADABLE,
@@ -78,10 +86,11 @@ async def fetch(
         return ProbeResult(answer, detail, node.clock() - began)
 
     pool = node.upstream
+    target = node.info.target(path, "" if body else node.spec.instance or "")
     if body is None:
-        head = pool.address.request_head(b"GET", path.encode(), _HEADER_LINES)
+        head = pool.address.request_head(b"GET", target, _HEADER_LINES)
     else:
-        head = pool.address.request_head(b"POST", path.encode(), _POST_HEADER_LINES, len(body))
+        head = pool.address.request_head(b"POST", target, _POST_HEADER_LINES, len(body))
     try:
         async with (
             LoopTimeout(limit),
@@ -133,8 +142,10 @@ async def check_alive(node: Node) -> ProbeResult:
 async def discover(node: Node) -> ProbeResult:
     """Read the server's properties into `node.properties`; UP even if some could not be read."""
     began = node.clock()
-    paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
     properties = node.properties
+    paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
+    if node.router is not None:
+        paths = ["/props"]  # The router's list was read already.
     before = properties.version_key()
     for path in paths:
         reply = await fetch(node, path)
@@ -152,7 +163,11 @@ async def discover(node: Node) -> ProbeResult:
                 properties.read_props(parse_props(reply.body))
             else:
                 properties.read_models(parse_models(reply.body))
-    if node.spec.kind == "llama.cpp" and not properties.models and node.spec.models is None:
+    if (
+        node.spec.kind == "llama.cpp"
+        and not (properties.models or properties.is_router)
+        and node.spec.models is None
+    ):
         # A server from before 2024, which would always be ready and never get work.
         detail = f"its /v1/models and /props name no model: {NAME_MODEL_HINT}"
         return ProbeResult(ProbeAnswer.NO_MODEL, detail, node.clock() - began)
@@ -163,7 +178,8 @@ async def discover(node: Node) -> ProbeResult:
         # prove nothing. Nor do they for ever.
         properties.refused.clear()
     is_unasked = not properties.purpose_asked or (is_new and properties.process is None)
-    if is_unasked and not node.sleep.sleeping and node.spec.kind == "llama.cpp":
+    asks = node.spec.kind == "llama.cpp" and not properties.is_router
+    if is_unasked and not node.sleep.sleeping and asks:
         purpose, hints = await _ask_purpose(node)
         properties.purpose_found(purpose)
         node.refusal_hints.update(hints)
@@ -184,8 +200,10 @@ async def _ask_purpose(node: Node) -> tuple[Purpose | None, dict[str, str]]:
     purpose: Purpose = "chat"
     hints: dict[str, str] = {}
     questions: tuple[tuple[Purpose, bytes], ...] = (("embeddings", b"input"), ("rerank", b"query"))
+    model = node.spec.instance
+    body = b"{}" if model is None else msgspec.json.encode({"model": model})
     for endpoint, needed_field in questions:
-        reply = await fetch(node, f"/v1/{endpoint}", body=b"{}", largest=LARGEST_REFUSAL)
+        reply = await fetch(node, f"/v1/{endpoint}", body=body, largest=LARGEST_REFUSAL)
         if isinstance(reply, ProbeResult):
             return None, {}
         if reply.status == HTTPStatus.BAD_REQUEST and needed_field in reply.body:
@@ -336,16 +354,18 @@ def _why(error: Exception) -> str:
     return str(error).strip()[:200] or type(error).__name__
 
 
-# States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds.
-ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE, NodeState.SLEEPING})
 MOST_SLEEP = 3600.0
+# Seconds between two readings of a router's list though its events come faster.
+LIST_PAUSE = 0.1
+INSTANCES_AT_ONCE = 8  # models of one router that are asked for their slots at the same time
 
 
 class HealthMonitor:
-    """Probes one node and keeps its state current, in a task of its own.
+    """Probes one node and keeps its state current, in a task of its own; a router with its models.
 
-    `refresh_state` is called whenever the state may have changed. `gate` bounds how many nodes
-    are probed at the same time. `fleet_works` tells whether any node has had work lately.
+    `refresh_state` is called whenever the state may have changed, and `models_listed` with each
+    list of a router. `gate` bounds how many nodes are probed at the same time. `fleet_works` tells
+    whether any node has had work lately.
     """
 
     def __init__(
@@ -355,8 +375,12 @@ class HealthMonitor:
         gate: asyncio.Semaphore,
         rng: random.Random,
         fleet_works: Callable[[], bool],
+        models_listed: Callable[[Node, list[RoutedModel]], None],
     ) -> None:
         self._node = node
+        self._models_listed = models_listed
+        self._follower: asyncio.Task[None] | None = None
+        self._list_due = False
         self._refresh_state = refresh_state
         self._gate = gate
         self._rng = rng
@@ -389,6 +413,11 @@ class HealthMonitor:
         if self._node.probe_history.probe_by(self._node.clock()):
             self._wake.set()
 
+    def read_models(self) -> None:
+        """Something may have changed about a router's models: read its list soon."""
+        self._list_due = True
+        self._wake.set()
+
     def reschedule(self) -> None:
         """The interval has changed: choose a random moment in it."""
         node, interval = self._node, self._node.settings.health.interval
@@ -402,6 +431,14 @@ class HealthMonitor:
             return await self._cycle()
 
     async def _run(self) -> None:
+        try:
+            await self._watch()
+        finally:
+            if self._follower is not None:
+                self._follower.cancel()
+                await asyncio.gather(self._follower, return_exceptions=True)
+
+    async def _watch(self) -> None:
         node = self._node
         while True:
             if self._is_due():
@@ -409,19 +446,29 @@ class HealthMonitor:
                     # An operator's probe may have come first.
                     if self._is_due():
                         await self._cycle()
+            elif self._list_due and node.probe_history.up:
+                self._list_due = False
+                async with self._probing, self._gate:
+                    await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
+                await asyncio.sleep(LIST_PAUSE)
             self._refresh_state(node)
             now = node.clock()
             due = node.probe_history.next_probe_at if node.in_service else now + MOST_SLEEP
-            await self._sleep(min(due, node.next_change(now)) - now)
+            due = min(due, node.next_change(now))
+            for model in node.instances.values():
+                if model.load is not None and model.load.retry_due(now):
+                    self._refresh_state(model)
+                due = min(due, model.next_change(now))
+            await self._sleep(now if self._list_due else due, now)
 
     def _is_due(self) -> bool:
         return (
             self._node.in_service and self._node.clock() >= self._node.probe_history.next_probe_at
         )
 
-    async def _sleep(self, seconds: float) -> None:
+    async def _sleep(self, until: float, now: float) -> None:
         self._wake.clear()
-        timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self._wake.set)
+        timer = asyncio.get_running_loop().call_later(max(0.0, until - now), self._wake.set)
         try:
             await self._wake.wait()
         finally:
@@ -446,10 +493,13 @@ class HealthMonitor:
                 history.discovered(node.clock())
             elif found.answer in {ProbeAnswer.KEY_REJECTED, ProbeAnswer.NO_MODEL}:
                 result = found
-        waking = node.sleep.waking_since is not None
+        models = node.instances.values()
+        if node.is_router:
+            await self._probe_models(result)
+        waking = any(one.sleep.waking_since is not None for one in (node, *models))
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.
-            await self._read_slots(comes_up=True)
+            await self._read_slots(node, comes_up=True)
         now = node.clock()
         sign = sign_of_life(node, now) if result.answer is ProbeAnswer.TIMED_OUT else None
         history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
@@ -465,15 +515,102 @@ class HealthMonitor:
         )
         self._refresh_state(node)
         if result.up and not comes_up:
-            await self._read_slots()
+            await self._read_slots(node)
             self._refresh_state(node)
-        if history.unread or waking:
+        if history.unread or waking or any(one.load and one.load.ordered for one in models):
             history.probe_by(node.clock() + QUICK_PROBE_DELAY)
         return result
 
-    async def _read_slots(self, *, comes_up: bool = False) -> None:
+    # A router's models.
+
+    async def _probe_models(self, result: ProbeResult) -> None:
+        """Bring a router's models up to date, after a probe of the router itself."""
+        node = self._node
+        if not result.up:
+            self._record(node.instances.values(), result)
+            return
+        if node.spec.kind != "llama.cpp":
+            await self._read_models(result)
+            return
+        # So it reads its folder again, and forgets which loads failed.
+        await self._read_models(result, "/v1/models?reload=1")
+        if self._follower is None or self._follower.done():
+            self._follower = asyncio.create_task(self._follow(), name=f"follow {node.name}")
+
+    async def _read_models(self, result: ProbeResult, path: str = "/v1/models") -> None:
+        """Read a router's list, and ask those of its models that run."""
+        node = self._node
+        reply = await fetch(node, path)
+        if not isinstance(reply, ProbeResult) and reply.status == HTTPStatus.OK:
+            listed = parse_models(reply.body)
+            if listed is not None:
+                self._models_listed(node, read_list(listed))
+        self._record(node.instances.values(), result)
+        running = [one for one in node.instances.values() if one.load and one.load.loaded]
+        at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
+        async with asyncio.TaskGroup() as tasks:
+            for one in running:
+                tasks.create_task(self._probe_model(one, at_once))
+
+    async def _probe_model(self, model: Node, at_once: asyncio.Semaphore) -> None:
+        """Read what a loaded model's server says of itself, and how busy it is if it has work."""
+        load, history = model.load, model.probe_history
+        async with at_once:
+            if load is not None and model.spec.kind == "llama.cpp" and not load.properties_read:
+                found = await discover(model)
+                if found.up:
+                    history.discovered(model.clock())
+                    load.properties_were_read()
+            if not model.removed:
+                await self._read_slots(model)
+                self._refresh_state(model)
+
+    def _record(self, models: Iterable[Node], result: ProbeResult) -> None:
+        """Count the result of a router's probe for its models."""
+        health = self._node.settings.health
+        for model in models:
+            history, comes_up = model.probe_history, not model.probe_history.up
+            now = model.clock()
+            sign = sign_of_life(model, now) if result.answer is ProbeAnswer.TIMED_OUT else None
+            history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
+            if comes_up and history.up:
+                model.circuit.server_restarted(now)
+                model.degradation.server_restarted()
+            if comes_up or not result.up:
+                self._refresh_state(model)
+
+    async def _follow(self) -> None:
+        """Follow a router's events, until they break off; the next probe begins anew."""
+        node, lines = self._node, EventLines()
+        pool, limit = node.upstream, node.settings.health.timeout
+        head = pool.address.request_head(b"GET", b"/models/sse", _HEADER_LINES)
+        try:
+            async with pool.response(head, b"", connect_timeout=limit) as connection:
+                if connection.status != HTTPStatus.OK:
+                    return
+                node.router_record.follows(followed=True)
+                self.read_models()  # What has changed before it listened.
+                while part := await connection.read():
+                    for event in lines.add(part):
+                        self._take_event(event)
+        except UpstreamError:
+            pass
+        finally:
+            node.router_record.follows(followed=False)
+        # The router has ended, or does not tell any more.
+        self.probe_soon()
+
+    def _take_event(self, event: ModelEvent) -> None:
+        model = self._node.instances.get(event.model or "")
+        if event.progress is None or model is None or model.load is None:
+            self.read_models()
+        else:
+            model.load.progressed(event.progress)
+            self._refresh_state(model)
+
+    async def _read_slots(self, node: Node, *, comes_up: bool = False) -> None:
         """Ask how many slots are busy, by what does not keep an idle server from sleeping."""
-        node, history, asked_at = self._node, self._node.probe_history, self._node.clock()
+        history, asked_at = node.probe_history, node.clock()
         path = node.load_endpoint(asked_at, comes_up=comes_up, fleet_works=self._fleet_works())
         if path is None:
             node.occupancy.clear_foreign()
@@ -568,11 +705,9 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         return NodeState.DOWN, history.detail
     if node.key_rejection.active(now):
         return NodeState.DOWN, node.key_rejection.reason
-    hangs = history.silent and node.sleep.is_overdue(node.properties.size, now)
-    if node.sleep.sleeping and not hangs:
-        return NodeState.SLEEPING, _sleeping_reason(node, now)
-    if history.loading:
-        return NodeState.LOADING, "the server is loading its model"
+    not_loaded = _not_loaded(node, now)
+    if not_loaded is not None:
+        return not_loaded
     if not history.probed:
         return NodeState.STARTING, "not probed yet"
     phase = node.circuit.phase(now)
@@ -597,14 +732,62 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
     if node.concurrency_limit is not None and node.concurrency_limit.paused(now):
         left = node.concurrency_limit.paused_until - now
         return NodeState.READY, f"it refused work (402, 429 or 503): none for about {left:.0f} s"
+    if node.is_router:
+        loaded = sum(one.load is not None and one.load.loaded for one in node.instances.values())
+        return NodeState.READY, f"a router: {loaded} of {len(node.instances)} models are loaded"
     return NodeState.READY, "answers its probes"
 
 
+_LOAD_STATES = {
+    LoadPhase.UNLOADED: NodeState.UNLOADED,
+    LoadPhase.LOADING: NodeState.LOADING,
+    LoadPhase.RETIRING: NodeState.UNLOADING,
+    LoadPhase.UNLOADING: NodeState.UNLOADING,
+    LoadPhase.FAILED: NodeState.FAILED,
+}
+
+
+def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
+    """The state of a node whose model is not in its memory; None: it is, as far as is known."""
+    history, load = node.probe_history, node.load
+    if load is not None and load.phase is not LoadPhase.READY and history.probed:
+        return _load_state(node, load, now)
+    if load is not None and load.doubted:
+        return NodeState.LOADING, "a request has found it not loaded"
+    hangs = history.silent and node.sleep.is_overdue(node.properties.size, now)
+    if node.sleep.sleeping and not hangs:
+        return NodeState.SLEEPING, _sleeping_reason(node, now)
+    if history.loading:
+        return NodeState.LOADING, "the server is loading its model"
+    return None
+
+
+def _load_state(node: Node, load: ModelLoad, now: float) -> tuple[NodeState, str]:
+    """The state of a router's model that is not ready."""
+    expected, reason = node.sleep.wake_seconds(node.properties.size), load.reason
+    words = reason
+    if load.phase is LoadPhase.UNLOADED:
+        words = f"not loaded; its load takes about {expected:.2g} s"
+        words += f" ({reason})" if reason else ""
+    elif load.phase is LoadPhase.LOADING:
+        done = "" if load.progress is None else f", {load.progress:.0%} of it is done"
+        words = f"it is loaded since {now - load.since:.0f} s, in about {expected:.2g} s{done}"
+        words += f": {reason}" if reason else ""
+    elif load.phase is LoadPhase.RETIRING:
+        words = f"it ends its requests and is unloaded then: {reason}"
+    elif load.phase is LoadPhase.FAILED:
+        words = f"{reason}; it is tried again in {max(0.0, load.retry_at - now):.0f} s"
+    return _LOAD_STATES[load.phase], words
+
+
+_DRAINED = NodeState.DRAINING, "drained by an operator, until it is resumed"
 _LEAVING_PHASES = frozenset({LifecyclePhase.RETIRING, LifecyclePhase.STOPPING})
 
 
 def _kept_off(node: Node) -> tuple[NodeState, str] | None:
     """The state that the inventory, an operator or the node's hooks impose; None: it may work."""
+    if node.router is not None:
+        return _kept_off(node.router) or (_DRAINED if node.draining else None)
     spec, history, lifecycle = node.spec, node.probe_history, node.lifecycle
     if not spec.enabled:
         return NodeState.STANDBY, "enabled: false in the inventory"
@@ -615,7 +798,7 @@ def _kept_off(node: Node) -> tuple[NodeState, str] | None:
     if spec.autoscaled and lifecycle.phase is LifecyclePhase.UNKNOWN and history.down:
         return NodeState.STANDBY, "it does not run"
     if node.draining:
-        return NodeState.DRAINING, "drained by an operator, until it is resumed"
+        return _DRAINED
     if spec.autoscaled and lifecycle.phase in _LEAVING_PHASES:
         return NodeState.DRAINING, lifecycle.reason
     if (

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from gateway import errors
 from gateway.catalog import ServerFigures
 from gateway.config.keys import NodeLabels, has_labels
-from gateway.nodes.health import ALIVE_STATES
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.server_properties import ServerProperties
 from gateway.terms import Endpoint
@@ -112,7 +111,7 @@ class ModelIndex:
             nodes = self.nodes_for(model, labels)
             # Its work is learnt when it wakes: not by a chat, while another node takes chats.
             leaves_sleepers = endpoint not in DEDICATED_ENDPOINTS and any(
-                node.is_for_chat and node.state in ALIVE_STATES and not _may_be_for_other_work(node)
+                node.is_for_chat and node.is_alive and not _may_be_for_other_work(node)
                 for node in nodes
             )
             able = tuple(
@@ -195,7 +194,7 @@ class ModelIndex:
                 has_audio=node.properties.audio is True,
                 has_video=node.properties.video is True,
                 endpoints=_known_endpoints(node),
-                is_up=node.state in ALIVE_STATES,
+                is_up=node.is_alive,
                 on_gpu=node.spec.tier == "gpu",
                 parameters=node.properties.n_params,
                 size=node.properties.size,

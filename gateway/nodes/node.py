@@ -31,6 +31,7 @@ from gateway.nodes.lifecycle import (
     ProbeHistory,
     Sleep,
 )
+from gateway.nodes.router import LoadPhase, ModelLoad, RouterRecord
 from gateway.nodes.server_properties import ServedAs, ServerProperties, inventory_drift
 from gateway.nodes.speed import DegradationDetector, ObservedTiming, Speed, SpeedState, UsualSpeeds
 from gateway.terms import Endpoint
@@ -198,6 +199,10 @@ class NodeState(enum.Enum):
     STANDBY = "standby"
     DRAINING = "draining"
     DOWN = "down"
+    UNLOADED = "unloaded"
+    """Its router has not loaded it, and does so for a request (`router.py`)."""
+    UNLOADING = "unloading"  # it ends its requests and is unloaded then
+    FAILED = "failed"  # its router could not load it
     SLEEPING = "sleeping"
     """It has unloaded its model while it was idle (`lifecycle.py`). The next request wakes it."""
     LOADING = "loading"
@@ -207,6 +212,19 @@ class NodeState(enum.Enum):
     DEGRADED = "degraded"
     """Far slower than it used to be (`speed.py`). It gets work, chosen by its speed."""
     READY = "ready"
+
+
+# States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds.
+ALIVE_STATES = frozenset(
+    {
+        NodeState.READY,
+        NodeState.DEGRADED,
+        NodeState.MUTE,
+        NodeState.SLEEPING,
+        NodeState.UNLOADED,
+        NodeState.UNLOADING,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +300,10 @@ class CalibrationRecord:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One node. The fleet decides its `state` and `reason` (`Fleet.refresh_state`)."""
+    """One node. The fleet decides its `state` and `reason` (`Fleet.refresh_state`).
+
+    A router is a node without slots, and each of its models is a node (`router.py`).
+    """
 
     spec: NodeSpec
     upstream: ConnectionPool
@@ -309,6 +330,10 @@ class Node:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     """Of a standby node with hooks: whether it runs."""
     key_rejection: KeyRejection = field(default_factory=KeyRejection)
+    router: Node | None = None  # of which it is one model
+    load: ModelLoad | None = None  # of a router's model: whether it is loaded
+    instances: dict[str, Node] = field(default_factory=dict)  # a router's models
+    router_record: RouterRecord = field(default_factory=RouterRecord)
     removed: bool = False  # out of the inventory: it gets no new work and ends what it runs
     refusal_hints: dict[str, str] = field(default_factory=dict)
     """For endpoints that it has refused: the reason that it gave."""
@@ -344,8 +369,28 @@ class Node:
         return self.spec.host
 
     @property
+    def is_router(self) -> bool:
+        """Whether it loads models on demand, each of which is a node."""
+        on_demand = self.properties.is_router or self.spec.models_on_demand is True
+        return on_demand and self.router is None
+
+    @property
+    def takes_commands(self) -> bool:
+        """Whether it is a router that may be told to load and unload its models."""
+        return self.properties.is_router and self.spec.models_on_demand is not False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is worth the ordinary wait."""
+        return self.state in ALIVE_STATES or (
+            self.load is not None and self.state is NodeState.LOADING
+        )
+
+    @property
     def slots_total(self) -> int:
         """Requests it works on at once: declared, else reported, else learnt, else one."""
+        if self.is_router:
+            return 0
         if self.spec.slots is not None:
             return self.spec.slots
         if self.properties.slots is not None:
@@ -388,6 +433,8 @@ class Node:
     @property
     def public_models(self) -> frozenset[str]:
         """The public names of the models it serves: declared, else reported."""
+        if self.is_router:
+            return frozenset()
         return frozenset(self.properties.names if self.spec.models is None else self.spec.models)
 
     @property
@@ -399,10 +446,22 @@ class Node:
 
     def served_name(self, model: str) -> str | None:
         """The node's own name for this public model name; None if it does not serve it."""
+        if self.spec.instance is not None:
+            return self.spec.instance if model in self.public_models else None
         if self.spec.models is not None:
             return self.spec.models.get(model)
         properties = self.properties
         return model if model in properties.models or model in properties.aliases else None
+
+    def may_resume(self, resume_key: tuple[object, ...]) -> bool:
+        """Whether it can go on with a stream of a server that has this key, as far as is known.
+
+        Of a model that a router has never loaded too little is known; who resumes it looks again.
+        """
+        properties = self.properties
+        return properties.resume_key() == resume_key or (
+            self.load is not None and properties.build is None
+        )
 
     def supports(self, endpoint: Endpoint, *, vision: bool = False) -> bool:
         """Whether it serves this endpoint: as declared, else unless it has refused it."""
@@ -425,13 +484,20 @@ class Node:
     @property
     def is_purpose_unknown(self) -> bool:
         """Whether its server was never asked what it is for: at the first chance it is."""
-        return self.spec.kind == "llama.cpp" and self.properties.purpose is None
+        return (
+            self.spec.kind == "llama.cpp"
+            and self.properties.purpose is None
+            and not self.is_router
+            and (self.load is None or self.load.loaded)
+        )
 
     @property
     def in_service(self) -> bool:
         """Whether the inventory allows probes and work; a standby node: while it may run."""
         if not self.spec.enabled or self.removed:
             return False
+        if self.router is not None:
+            return self.router.in_service
         return not self.spec.standby or (
             self.spec.autoscaled and self.lifecycle.phase is not LifecyclePhase.OFF
         )
@@ -450,6 +516,8 @@ class Node:
     @property
     def reports_slots(self) -> bool:
         """Whether it answers `/slots`, as far as is known."""
+        if self.is_router or (self.load is not None and not self.load.loaded):
+            return False
         return self.spec.kind == "llama.cpp" and self.properties.slots_endpoint is not False
 
     def load_endpoint(
@@ -465,6 +533,8 @@ class Node:
         sleep = self.sleep
         if not self.reports_slots or sleep.asleep:
             return None
+        if self.router is not None:
+            return "/slots" if self.leases or self.foreign else None
         if not sleep.possible or self.leases:
             return "/slots"
         if self.properties.metrics_endpoint:
@@ -524,7 +594,7 @@ class Node:
             and self.concurrency_limit is None
             and self.circuit.fully_closed
         ):
-            if self.removed:
+            if self.removed or self.properties.is_router:
                 return 0
             # `slots_total`, inlined: this runs for each request.
             total = self.spec.slots or self.properties.slots or 1
@@ -575,9 +645,17 @@ class Node:
             return 0.0
         return self.sleep.seconds_left(self.properties.size, now)
 
+    def load_price(self, now: float) -> float:
+        """Seconds until its model can be loaded, if it is not; of a router's model."""
+        if self.load is None:
+            return 0.0
+        return self.load.expected_in(self.sleep.wake_seconds(self.properties.size), now)
+
     def next_change(self, now: float) -> float:
         """When time alone may change what work it takes; infinity: never."""
         due = self.circuit.next_change(now)
+        if self.load is not None and self.load.phase is LoadPhase.FAILED:
+            due = min(due, self.load.retry_at)
         if self.concurrency_limit is not None and self.concurrency_limit.paused(now):
             due = min(due, self.concurrency_limit.paused_until)
         return due
@@ -662,6 +740,10 @@ class Node:
         """End a drain."""
         self.draining = False
 
+    def set_instances(self, instances: dict[str, Node]) -> None:
+        """It lists these models."""
+        self.instances = instances
+
     def set_state(self, state: NodeState, reason: str) -> None:
         """The fleet has judged the node anew."""
         self.state, self.reason = state, reason
@@ -734,6 +816,7 @@ class Node:
             context=self.context,
             resume_key=self.properties.resume_key(),
             started_by_up=spec.labels.get(STARTED_BY) == UP,
+            query="autoload=false" if spec.instance and spec.kind == "llama.cpp" else "",
             connections=self.upstream,
         )
 

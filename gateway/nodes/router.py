@@ -1,8 +1,50 @@
-"""Routers: servers that hold many models and load them on demand."""
+"""Routers: servers that hold many models and load them on demand, as they tell of themselves.
+
+llama.cpp's router (`llama-server --models-dir`) runs a server of its own for each model in use. One
+model on a router is an instance: a `Node` with a `ModelLoad`, which says whether it is loaded. A
+plain server is a node with one instance, which is always loaded.
+
+`/v1/models` lists the models with their status; `/models/sse` tells of each change. Neither loads,
+wakes or keeps awake a model, nor does any path with `model` and `autoload=false` in its query
+(measured with build 11669). An endpoint of kind `openai` lists names alone: there a model is loaded
+by the first request for it.
+"""
 
 from __future__ import annotations
 
 import enum
+import math
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+import msgspec
+
+from gateway.nodes.server_properties import MOST_CONTEXT, MOST_SLOTS, UNREADABLE, memory_told
+
+# Seconds after a failed load until the next try for that model on that node; doubles each time.
+FIRST_RETRY, MOST_RETRY = 10.0, 600.0
+# Seconds for which a list that was under way may contradict a command of ours.
+COMMAND_LAG = 2.0
+# Seconds after which an unload that was ordered is no longer believed.
+MOST_UNLOAD = 60.0
+# Loads and unloads by others within so many seconds after which a router gets no more commands.
+MOST_BY_OTHERS, BY_OTHERS_SECONDS = 6, 600.0
+OTHERS_PAUSE = 1800.0  # seconds for which it gets none
+LONGEST_EVENT = 64 * 1024  # bytes of a line of `/models/sse`
+
+# A model's status as a router lists it. `downloading` counts as unloaded.
+Status = Literal["unloaded", "loading", "loaded", "sleeping"]
+_STATUSES: dict[object, Status] = {
+    "unloaded": "unloaded",
+    "downloading": "unloaded",
+    "loading": "loading",
+    "loaded": "loaded",
+    "sleeping": "sleeping",
+}
 
 
 class LoadPhase(enum.Enum):
@@ -14,3 +56,344 @@ class LoadPhase(enum.Enum):
     RETIRING = "retiring"  # it ends its requests, gets no new ones, and is unloaded then
     UNLOADING = "unloading"
     FAILED = "failed"  # its load failed: it is not tried again before `retry_at`
+
+
+_STEADY_PHASES = frozenset({LoadPhase.UNLOADED, LoadPhase.READY, LoadPhase.FAILED})
+LOADED_PHASES = frozenset({LoadPhase.READY, LoadPhase.RETIRING})
+
+
+class RoutedModel(NamedTuple):
+    """One entry of a router's list."""
+
+    name: str
+    names: frozenset[str]  # all names that it answers to
+    entry: dict[str, Any]  # the fields of interest, as `server_properties.parse_models` has them
+    status: Status | None  # None: the list has none, as that of an endpoint of kind `openai`
+    failed: bool  # its last load failed, or its server died
+    exit_code: int | None
+    slots: int | None
+    context: int | None  # tokens of one slot, by the arguments; None: they don't say
+    file: str | None = None  # the path of its file on the router's machine
+    memory: int | None = None  # bytes that it takes, told of one that is loaded
+
+
+def read_list(listed: object) -> list[RoutedModel]:
+    """The models of a list that `parse_models` has read, each name once; no malformed ones."""
+    data = listed.get("data") if isinstance(listed, dict) else None
+    found: dict[str, RoutedModel] = {}
+    for entry in data if isinstance(data, list) else ():
+        name = entry.get("id")
+        if not _is_name(name):
+            continue
+        aliases = entry.get("aliases")
+        aliases = aliases[:MOST_ALIASES] if isinstance(aliases, list) else []
+        status = entry.get("status")
+        status = status if isinstance(status, dict) else {}
+        code = status.get("exit_code")
+        args = status.get("args")
+        args = [one for one in args if isinstance(one, str)] if isinstance(args, list) else []
+        slots = _argument(args, "--parallel", MOST_SLOTS)
+        context = _argument(args, "--ctx-size", MOST_CONTEXT)
+        found.setdefault(
+            name,
+            RoutedModel(
+                name,
+                frozenset((name, *filter(_is_name, aliases))),
+                entry,
+                _STATUSES.get(status.get("value")),
+                status.get("failed") is True,
+                code if isinstance(code, int) else None,
+                slots,
+                context // slots if slots and context else None,
+                next((after for one, after in pairwise(args) if one == "--model"), None),
+                memory_told(entry.get("meta"), args),
+            ),
+        )
+    return list(found.values())
+
+
+# Characters of a model's name on a router, which is part of metrics and logs; and further names.
+MOST_NAME, MOST_ALIASES = 256, 64
+
+
+def _is_name(name: object) -> TypeGuard[str]:
+    return isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable()
+
+
+_NUMBER = re.compile(r"[0-9]{1,10}")
+
+
+def _argument(args: Sequence[str], option: str, most: int) -> int | None:
+    """The number that follows an option; None: there is none, or not one from 1 to `most`."""
+    for word, value in pairwise(args):
+        if word == option and _NUMBER.fullmatch(value):
+            return int(value) if 0 < int(value) <= most else None
+    return None
+
+
+class ModelEvent(NamedTuple):
+    """One event of `/models/sse`."""
+
+    model: str | None  # None: of the whole list
+    progress: float | None  # share of the load that is done; None: it tells of a status
+
+
+_EVENTS = msgspec.json.Decoder(dict[str, Any])
+
+
+@dataclass(slots=True)
+class EventLines:
+    """Cuts `/models/sse` into events. A line that is too long is passed over."""
+
+    _rest: bytearray = field(default_factory=bytearray)
+    _skips: bool = False
+
+    def add(self, part: bytes) -> Iterator[ModelEvent]:
+        """More bytes came; the events that end in them."""
+        self._rest += part
+        *lines, rest = bytes(self._rest).split(b"\n")
+        self._rest[:] = rest
+        for line in lines:
+            skipped, self._skips = self._skips, False
+            if not skipped and (event := _read_event(line)) is not None:
+                yield event
+        if len(self._rest) > LONGEST_EVENT:
+            self._rest.clear()
+            self._skips = True
+
+
+def _read_event(line: bytes) -> ModelEvent | None:
+    if not line.startswith(b"data:") or len(line) > LONGEST_EVENT:
+        return None
+    try:
+        event = _EVENTS.decode(line[5:])
+    except UNREADABLE:
+        return None
+    model, data = event.get("model"), event.get("data")
+    progress = data.get("progress") if isinstance(data, dict) else None
+    value = progress.get("value") if isinstance(progress, dict) else None
+    share = None
+    if isinstance(value, (int, float)) and 0.0 <= value <= 1.0:
+        share = float(value)
+    return ModelEvent(model if isinstance(model, str) else None, share)
+
+
+@dataclass(slots=True)
+class ModelLoad:
+    """Whether one model of a router is loaded, and how its loads went. Times are monotonic."""
+
+    phase: LoadPhase = LoadPhase.UNLOADED
+    reason: str = ""  # for an operator: why it is in this phase
+    since: float = -math.inf
+    progress: float | None = None  # share of the load that is done, as the router tells it
+    ordered: Literal["load", "unload"] | None = None
+    """The command of ours whose end has not been seen."""
+    by_others_at: float = -math.inf
+    """When a load or unload was seen that was not ours."""
+    failures: int = 0  # loads in a row that failed
+    retry_at: float = -math.inf
+    loads: int = 0
+    load_seconds: float = 0.0  # of all these loads together
+    memory: int | None = None  # bytes that it takes when it is loaded, as learnt from a load
+    file: str | None = None  # the path of its file on the router's machine
+    listed: RoutedModel | None = None  # as its router listed it last
+    properties_read: bool = False  # whether `/props` was read since it was loaded
+    doubted: bool = False
+    """Whether a request has found it not loaded: it gets no other before the list was read."""
+
+    def expected_in(self, seconds: float, now: float) -> float:
+        """Seconds until it can be loaded, if a load takes so many and is ordered now at latest."""
+        if self.phase is LoadPhase.LOADING:
+            elapsed = now - self.since
+            # A load that takes longer than usual is likely to take some more.
+            return max(seconds - elapsed, 0.5 + 0.2 * elapsed)
+        if self.phase is LoadPhase.FAILED:
+            return seconds + max(0.0, self.retry_at - now)
+        return 0.0 if self.phase is LoadPhase.READY else seconds
+
+    @property
+    def loaded(self) -> bool:
+        """Whether its server runs with the model."""
+        return self.phase in LOADED_PHASES
+
+    def enter(self, phase: LoadPhase, reason: str, now: float) -> None:
+        """Begin another phase."""
+        self.phase, self.reason, self.since = phase, reason, now
+        self.progress = None
+        if phase is not LoadPhase.READY:
+            self.properties_read = False
+
+    def order(self, command: Literal["load", "unload"], reason: str, now: float) -> None:
+        """The router is told to load it, or to unload it."""
+        self.ordered = command
+        self.enter(LoadPhase.LOADING if command == "load" else LoadPhase.UNLOADING, reason, now)
+
+    def retire(self, reason: str, now: float) -> None:
+        """It gets no new requests, and is unloaded when it has none."""
+        self.enter(LoadPhase.RETIRING, reason, now)
+
+    def keep(self, reason: str, now: float) -> None:
+        """It is not unloaded after all."""
+        if self.phase is LoadPhase.RETIRING:
+            # Its server is the one whose properties were read.
+            self.phase, self.reason, self.since = LoadPhase.READY, reason, now
+
+    def opened(self, reason: str, now: float) -> None:
+        """The first request may load it: the node takes no commands."""
+        self.enter(LoadPhase.READY, reason, now)
+
+    def progressed(self, share: float) -> None:
+        """So much of it is loaded."""
+        if self.phase is LoadPhase.LOADING:
+            self.progress = share
+
+    def properties_were_read(self) -> None:
+        """`/props` was read."""
+        self.properties_read = True
+
+    def failed(self, why: str, now: float) -> None:
+        """A load failed, or the command for it: it is tried again later, each time after longer."""
+        self.retry_at = now + min(MOST_RETRY, FIRST_RETRY * 2.0 ** min(self.failures, 16))
+        self.failures += 1
+        self.ordered = None
+        self.enter(LoadPhase.FAILED, why, now)
+
+    def unload_refused(self, why: str, now: float) -> None:
+        """The router did not take the command to unload it."""
+        self.ordered = None
+        self.enter(LoadPhase.READY, why, now)
+
+    def retry_due(self, now: float) -> bool:
+        """Its load failed and may be tried again; then it counts as unloaded."""
+        if self.phase is not LoadPhase.FAILED or now < self.retry_at:
+            return False
+        self.enter(LoadPhase.UNLOADED, f"its last load failed: {self.reason}", now)
+        return True
+
+    def is_news(self, model: RoutedModel) -> bool:
+        """Whether the router lists it otherwise than before, or it is not as listed."""
+        before, self.listed = self.listed, model
+        is_steady = self.ordered is None and not self.doubted and self.phase in _STEADY_PHASES
+        return before != model or not is_steady
+
+    def doubt(self) -> None:
+        """A request has found it not loaded."""
+        self.doubted = True
+
+    def reported(self, model: RoutedModel, now: float, *, followed: bool) -> LoadChange | None:
+        """The router lists it so; what that changes, or None.
+
+        `followed`: its events are followed, so that it is still the process that it was.
+        """
+        self.file, self.memory = model.file, model.memory or self.memory
+        self.doubted = False
+        status, phase = model.status, self.phase
+        if status is None or (self.ordered is not None and self._may_lag(status, now)):
+            return None
+        if status == "loading":
+            if phase is LoadPhase.LOADING:
+                return None
+            return self._changed("loading", None, now, followed=followed)
+        if status == "unloaded":
+            return self._not_loaded(model, now, followed=followed)
+        if phase in LOADED_PHASES or (phase is LoadPhase.UNLOADING and not self._overdue(now)):
+            return None
+        seconds = now - self.since if phase is LoadPhase.LOADING else None
+        return self._changed("loaded", seconds, now, followed=followed)
+
+    def _may_lag(self, status: Status, now: float) -> bool:
+        """Whether the list may be older than the command that it contradicts."""
+        before = status == "unloaded" if self.ordered == "load" else status != "unloaded"
+        return before and now - self.since < COMMAND_LAG
+
+    def _overdue(self, now: float) -> bool:
+        return now - self.since > MOST_UNLOAD
+
+    def _not_loaded(self, model: RoutedModel, now: float, *, followed: bool) -> LoadChange | None:
+        phase = self.phase
+        if phase is LoadPhase.UNLOADED or phase is LoadPhase.FAILED:
+            return None
+        if phase is LoadPhase.LOADING:
+            # One that is told to unload it meanwhile shows the same, and a list that was read
+            # anew shows no failure at all.
+            code = "" if model.exit_code is None else f" (exit code {model.exit_code})"
+            self.failed(f"the router could not load it{code}: its log says why", now)
+            return LoadChange("failed", None, by_others=False)
+        if model.failed and phase is not LoadPhase.UNLOADING:
+            self.ordered = None
+            self.enter(LoadPhase.UNLOADED, "its server ended by itself", now)
+            return LoadChange("died", None, by_others=False)
+        return self._changed("unloaded", None, now, followed=followed)
+
+    def _changed(
+        self,
+        change: Literal["loading", "loaded", "unloaded"],
+        seconds: float | None,
+        now: float,
+        *,
+        followed: bool,
+    ) -> LoadChange:
+        """The phase follows what the router shows."""
+        ours = {"loading": "load", "loaded": "load", "unloaded": "unload"}[change]
+        not_ours = self.ordered != ours and not (
+            change == "loaded" and self.phase is LoadPhase.LOADING
+        )
+        by_others = not_ours and followed
+        if by_others:
+            self.by_others_at = now
+        reason = self.reason
+        if not_ours:
+            reason = "not by this gateway" if followed else "the router was restarted"
+            if change != "unloaded":
+                reason = "found so"
+        if change == "loading":
+            self.enter(LoadPhase.LOADING, reason, now)
+            return LoadChange(change, None, by_others)
+        self.ordered = None
+        if change == "loaded":
+            self.failures = 0
+            if seconds is not None:
+                self.loads += 1
+                self.load_seconds += seconds
+        self.enter(LoadPhase.READY if change == "loaded" else LoadPhase.UNLOADED, reason, now)
+        return LoadChange(change, seconds, by_others)
+
+
+class LoadChange(NamedTuple):
+    """What a list has changed for one model."""
+
+    change: Literal["loading", "loaded", "unloaded", "failed", "died"]
+    seconds: float | None  # that a load took, if its begin was seen
+    by_others: bool  # it was neither ours nor the end of a process
+
+
+@dataclass(slots=True)
+class RouterRecord:
+    """What is known of a router besides its models. Times are monotonic."""
+
+    most_loaded: int = 0  # models that it holds at once; 0: as many as fit
+    followed: bool = False  # whether its events are followed at this moment
+    stopped_until: float = -math.inf
+    """Until when it gets no commands, since others load and unload its models too."""
+    _by_others: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_BY_OTHERS))
+
+    def limit_found(self, most_loaded: int) -> None:
+        """It holds so many models at once; 0: as many as fit."""
+        self.most_loaded = most_loaded
+
+    def follows(self, *, followed: bool) -> None:
+        """Its events are followed from now on, or no more."""
+        self.followed = followed
+
+    def changed_by_others(self, now: float) -> bool:
+        """Another one has loaded or unloaded a model; whether that was once too often."""
+        self._by_others.append(now)
+        many = len(self._by_others) == MOST_BY_OTHERS
+        if many and now - self._by_others[0] <= BY_OTHERS_SECONDS and not self.stopped(now):
+            self.stopped_until = now + OTHERS_PAUSE
+            return True
+        return False
+
+    def stopped(self, now: float) -> bool:
+        """Whether it gets no commands for now."""
+        return now < self.stopped_until

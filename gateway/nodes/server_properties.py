@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -57,6 +59,9 @@ class ServerProperties:
     ftype: str | None = None
     refused: set[str] = field(default_factory=set)
     """Endpoints that it has refused with 501, such as `rerank`."""
+    is_router: bool = False  # whether it holds many models, and loads them on demand
+    most_loaded: int = 0
+    """Models that a router holds at once; 0: as many as fit."""
     process: str | None = None
     """A mark that each process of the server chooses anew; None: this build has none."""
     shared_pool: bool | None = None
@@ -137,8 +142,10 @@ class ServerProperties:
             self.video = _flag(modalities.get("video"), self.video)
         self.slots_endpoint = _flag(props.get("endpoint_slots"), self.slots_endpoint)
         self.metrics_endpoint = _flag(props.get("endpoint_metrics"), self.metrics_endpoint)
+        self.is_router = props.get("role") == "router"
+        self.most_loaded = _count(props.get("max_instances"), MOST_MODELS) or 0
         alias = _name(props.get("model_alias"))
-        if alias and not self.models:
+        if alias and not self.models and not self.is_router:
             self.models = (alias,)
 
     def read_models(self, answer: object) -> None:
@@ -167,6 +174,11 @@ class ServerProperties:
             self.context = self.context or _count(meta.get("n_ctx"), MOST_CONTEXT)
             trained = _count(meta.get("n_ctx_train"), MOST_CONTEXT)
             self.trained_context = trained or self.trained_context
+
+    def read_routed(self, entry: dict[str, Any], slots: int | None, context: int | None) -> None:
+        """Take in a router's entry for its one model, and the arguments of that model's server."""
+        self.read_models({"data": [entry]})
+        self.slots, self.context = slots or self.slots, self.context or context
 
     def slots_reported(self, total: int) -> None:
         """It answered `/slots`, with so many slots."""
@@ -197,8 +209,8 @@ class ServerProperties:
 
 
 def server_identity(spec: NodeSpec) -> tuple[object, ...]:
-    """Changes when a node's entry in the inventory names another server."""
-    return (spec.url, spec.kind)
+    """Changes when a node's entry in the inventory names another server, or a router's model."""
+    return (spec.url, spec.kind) if spec.instance is None else (spec.url, spec.kind, spec.instance)
 
 
 def server_key(spec: NodeSpec, *also: str) -> str:
@@ -252,10 +264,10 @@ def _fields_of(kind: str, names: str) -> type[msgspec.Struct]:
 _Props = _fields_of(
     "_Props",
     "total_slots default_generation_settings build_info media_marker model_path model_ftype "
-    "chat_template modalities endpoint_slots endpoint_metrics model_alias",
+    "chat_template modalities endpoint_slots endpoint_metrics model_alias role max_instances",
 )
 
-_Model = _fields_of("_Model", "id aliases architecture max_model_len meta")
+_Model = _fields_of("_Model", "id aliases architecture max_model_len meta status")
 
 
 class _Models(msgspec.Struct):
@@ -332,6 +344,80 @@ def count_processing(metrics: bytes) -> int | None:
     """Busy slots by an answer to `/metrics`; None: it does not say."""
     found = _PROCESSING.search(metrics)
     return None if found is None else int(found[1])
+
+
+# The memory of a model, by what its server tells after a load: `meta` of `/v1/models`, and the
+# arguments that a router gives for each of its models. Neither tells layers and key heads, so that
+# the KV cache is a bound, too high rather than too low: docs/fit.md compares it with real servers
+# and with the shapes of known models. A model's file tells all: `gateway.local.memory`.
+
+_KV_TYPE_BITS = {
+    "f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5.0, "iq4_nl": 4.5,
+    "q5_0": 5.5, "q5_1": 6.0,
+}  # fmt: skip
+_PROCESS_BYTES = 40 << 20  # of a server without its model
+_VOCABULARY_BYTES = 250  # of a token
+_DEFAULT_MICRO_BATCH = 512  # llama.cpp's own
+# A layer holds at least 12 times the square of the width: attention with a head of keys for each
+# head has 4, a block of eight thirds of the width 8. A mixture of experts holds far more, so that
+# its layers are bound by the width: no known model of more than 1 B has more than 24 + width / 64.
+_LAYER_SQUARES = 12
+_MOST_KEY_WIDTH = 2048  # elements of a layer's keys where heads share them
+# Vocabularies of this size came with shared key heads; smaller ones may belong to models without.
+_SHARING_VOCABULARY = 1 << 16
+
+
+def model_memory(
+    size: int,
+    *,
+    n_params: int = 0,
+    n_embd: int = 0,
+    n_vocab: int = 0,
+    n_ctx: int = 0,
+    args: Sequence[str] = (),
+) -> int:
+    """Return the bytes that a server takes with this model: weights, full slots, and the rest.
+
+    The figures are those of `meta`; `n_ctx` is of one slot. Of the server's `args` these count:
+    `--parallel`, `--ctx-size`, `--ubatch-size`, `--cache-type-k`, `--cache-type-v`, and, where it
+    is written, `--cache-ram`. Without `n_params` or `n_embd` the KV cache is taken to be a fifth of
+    the weights.
+    """
+    slots = _argument(args, "--parallel") or 1
+    cells = _argument(args, "--ctx-size") or n_ctx * slots
+    micro_batch = _argument(args, "--ubatch-size") or _DEFAULT_MICRO_BATCH
+    rest = _PROCESS_BYTES + n_vocab * (_VOCABULARY_BYTES + 8 * slots)
+    rest += (_argument(args, "--cache-ram") or 0) << 20
+    if not (n_params and n_embd):
+        return size + size // 5 + rest
+    layers = min(
+        max(1.0, (n_params - n_vocab * n_embd) / (_LAYER_SQUARES * n_embd**2)), 24 + n_embd / 64
+    )
+    width = n_embd if n_vocab < _SHARING_VOCABULARY else min(n_embd, _MOST_KEY_WIDTH)
+    bits = sum(_KV_TYPE_BITS.get(_text_argument(args, f"--cache-type-{one}"), 16.0) for one in "kv")
+    # A computation holds some 17 widths of a micro-batch in F32, and the mask of a slot.
+    compute = micro_batch * (70 * n_embd + 2 * (n_ctx or cells // slots))
+    return int(size + cells * layers * width * bits / 8) + compute + rest
+
+
+def memory_told(meta: object, args: Sequence[str]) -> int | None:
+    """Return the bytes that a model takes by a router's entry for it; None: it is not loaded."""
+    if not isinstance(meta, dict) or not (size := _count(meta.get("size"), MOST_MODEL_SIZE)):
+        return None
+    most = {"n_params": MOST_MODEL_SIZE, "n_embd": 1 << 20, "n_vocab": 1 << 24}
+    figures = {name: _count(meta.get(name), limit) or 0 for name, limit in most.items()}
+    context = _count(meta.get("n_ctx"), MOST_CONTEXT) or 0
+    return min(model_memory(size, **figures, n_ctx=context, args=args), MOST_MODEL_SIZE)
+
+
+def _argument(args: Sequence[str], name: str) -> int:
+    """Return the number of an argument; 0 where it is not given, or is no number above 0."""
+    text = _text_argument(args, name)
+    return int(text) if _NUMBER.fullmatch(text.encode("utf-8", "replace")) else 0
+
+
+def _text_argument(args: Sequence[str], name: str) -> str:
+    return next((after for one, after in pairwise(args) if one == name), "")
 
 
 def inventory_drift(spec: NodeSpec, properties: ServerProperties) -> tuple[str, ...]:

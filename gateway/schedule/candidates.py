@@ -22,10 +22,10 @@ from gateway.config.keys import NodeLabels, has_labels
 from gateway.config.settings import Settings
 from gateway.lease import LeaseRequest, Tried, WantedNode
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.health import ALIVE_STATES
 from gateway.nodes.model_index import DEDICATED_ENDPOINTS, CapableNodes, ModelIndex
 from gateway.nodes.node import Node
 from gateway.nodes.prompt_cache import CacheContents, FleetPromptCache
+from gateway.nodes.router import LoadPhase
 from gateway.nodes.speed import Speed
 from gateway.schedule.core.dispatcher import Dispatcher
 from gateway.schedule.core.placement_state import PlacementState
@@ -96,7 +96,7 @@ def show_speed(
 
 def is_alive(node: Node) -> bool:
     """Whether it is worth the ordinary wait; one on trial is, since its ejection may end so."""
-    return node.state in ALIVE_STATES or node.circuit.trial is not None
+    return node.is_alive or node.circuit.trial is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +181,9 @@ class _OutOfService(NamedTuple):
     counted_at: float
 
 
+_UNLOADED = LoadPhase.UNLOADED
+
+
 @dataclass(slots=True, eq=False)
 class FleetSync:
     """Keeps a placement state in step with a fleet, which calls `node_changed`.
@@ -236,30 +239,34 @@ class FleetSync:
 
     def sync(self) -> None:
         """Bring the set of rows and every row up to date."""
-        nodes, rows = self.fleet.nodes.values(), self._rows
+        nodes = [node for node in self.fleet.nodes.values() if not node.is_router]
+        rows = self._rows
         rows_changed = len(nodes) != len(rows) or any(
             node not in rows or rows[node].gpu is not (node.spec.tier == "gpu") for node in nodes
         )
         if rows_changed:
-            self._replace_rows(set(nodes))
+            self._replace_rows(nodes)
         now = self.clock()
         for node, row in rows.items():
-            self._refresh(node, row, now)
+            # Nothing that time alone changes is to be known of a model that is not loaded.
+            if rows_changed or node.load is None or node.load.phase is not _UNLOADED:
+                self._refresh(node, row, now)
         if rows_changed:
             for key in self.services:
                 self.service(key)
 
-    def _replace_rows(self, nodes: set[Node]) -> None:
+    def _replace_rows(self, nodes: Sequence[Node]) -> None:
         """Add and remove rows. What runs on a removed one still ends there."""
         self.rows_version += 1
-        for node in [node for node in self._rows if node not in nodes]:
+        kept = set(nodes)
+        for node in [node for node in self._rows if node not in kept]:
             row = self._rows.pop(node)
             del self.nodes[row.index]
             self._speed_versions.pop(row, None)
             self._cached_models.pop(row, None)
             self.prompt_cache.forget_node(row.index)
             self.placement_state.remove(row)
-        for node in self.fleet.nodes.values():
+        for node in nodes:
             gpu = node.spec.tier == "gpu"
             if node not in self._rows:
                 row = self._rows[node] = self.placement_state.add(node.name, gpu=gpu)
@@ -336,6 +343,7 @@ class FleetSync:
             return
         history = node.probe_history
         gone = history.down or history.loading or node.sleep.asleep or not node.in_service
+        gone = gone or (node.load is not None and not node.load.loaded)
         models = node.indexed_models if history.probed else None
         current = None if gone else (total, models, node.replacements)
         indexed = self._cached_models.get(row)
@@ -511,7 +519,7 @@ class CandidateFinder:
             if tried.excluded_nodes:
                 nodes = [node for node in nodes if node.name not in tried.excluded_nodes]
             if resume_key is not None:
-                nodes = [node for node in nodes if node.properties.resume_key() == resume_key]
+                nodes = [node for node in nodes if node.may_resume(resume_key)]
             if not nodes:
                 continue
             if capable.least_slots < request.size.slots:

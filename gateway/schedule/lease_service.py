@@ -25,7 +25,7 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.health import ALIVE_STATES, another_prefills
+from gateway.nodes.health import another_prefills
 from gateway.nodes.node import Lease, Node
 from gateway.nodes.server_properties import ServerProperties
 from gateway.schedule.core.tiers import cost_of
@@ -106,7 +106,7 @@ class LocalLeaseService:
         now = self.scheduler.clock()
         return any(
             node.name not in tried.failed_nodes
-            and node.state in ALIVE_STATES
+            and node.is_alive
             and not (but_paused and node.paused(now))
             for _, nodes in self.scheduler.candidate_finder.nodes_by_model(request, tried)
             for node in nodes
@@ -125,7 +125,7 @@ class LocalLeaseService:
         return any(
             node.spec.tier == "cpu"
             and node.name not in tried.failed_nodes
-            and node.state in ALIVE_STATES
+            and node.is_alive
             and has_labels(node.spec.labels, request.wanted.node_labels)
             for node in self.fleet.nodes.values()
         )
@@ -286,6 +286,8 @@ class LocalLeaseService:
             self.fleet.request_succeeded(lease.node, now, lease.taken_at)
         elif outcome == "busy":
             self._node_busy(lease, report, now)
+        elif outcome == "not_loaded":
+            self.fleet.model_not_loaded(lease.node)
         elif outcome == "server_error":
             self._remember_failure(lease, response_began=False, counted=False)
         elif report.error is not None:

@@ -232,6 +232,7 @@ class Scheduler:
     """That of `fleet_sync` for which the waiting requests' candidates were found."""
     _unplaced: tuple[LeaseRequest, Tried, NodeCandidates, QueuedRequest, int] | None = None
     """What `lease_now` found for the last request that must wait, and that `rows_version`."""
+    _on_model_asked_for: Callable[..., None] = field(default=lambda _, **__: None)
     _match_handle: asyncio.Handle | None = None
     _timer: asyncio.TimerHandle | None = None
 
@@ -253,6 +254,10 @@ class Scheduler:
         self.yield_requests = YieldRequests(self.yielding, self.yield_slot)
         self.fleet_sync.sync()
         self.fleet.subscribe(on_capacity=self._match_soon, on_change=self.fleet_sync.node_changed)
+
+    def watch_models(self, asked_for: Callable[..., None]) -> None:
+        """Call this with the public model of each request, and with that of each that `waits`."""
+        self._on_model_asked_for = asked_for
 
     def configure(self, settings: Settings) -> None:
         """Put changed settings in force."""
@@ -277,6 +282,8 @@ class Scheduler:
         if self.demand_model.learning_pending and has_long_prompt(request):
             self.learn_pending()
         now = self.clock()
+        if self.fleet.has_routers and request.caller.priority is not Priority.BATCH:
+            self._on_model_asked_for(request.wanted.model_names[0], waits=False)
         if self.fleet_sync.has_gpu_tier and request.size.slots and not tried.failed_nodes:
             self.tier_policy.arrived(request.caller.priority, now)
         try:
@@ -408,7 +415,8 @@ class Scheduler:
         for queued, wait in islice(self.dispatcher.predicted_waits(self.clock()), most):
             waiter = self.waiters.get(queued)
             if waiter is not None:
-                yield waiter, wait
+                loads = math.isinf(wait) and self.fleet.has_routers
+                yield waiter, load_wait(waiter.candidates, self.clock()) if loads else wait
 
     def queue_position(self, request_id: str) -> QueuePosition | None:
         """Where a request stands in the queue, up to `TICK` ago; None: it does not wait."""
@@ -573,6 +581,8 @@ class Scheduler:
             measured = self.fleet_sync.is_measured(queued)
             by_work = self.dispatcher.predicted_wait(queued, now) if measured else None
             ahead, slots = self.dispatcher.count_ahead(queued), self.fleet_sync.slots(queued)
+            if not slots and self.fleet.has_routers:
+                by_work = load_wait(candidates, now)
             predicted = combine_waits(self.completion_rate, slots, ahead, by_work, now)
         expires_at = self.admission.admit(
             request,
@@ -615,6 +625,8 @@ class Scheduler:
                 if not self.waiters:
                     self._check_all_at = now + TICK
                 self.waiters.add(waiter)
+                if self.fleet.has_routers:
+                    self._on_model_asked_for(waiter.request.wanted.model_names[0], waits=True)
                 return
             granted = self.grant(placement, waiter.request, waiter.tried, waiter.candidates, now)
             if granted is not None:
@@ -895,6 +907,19 @@ class Scheduler:
             self._remove(waiter)
             self._rebuild(waiter, candidates)
             self._enqueue(waiter)
+
+
+def load_wait(candidates: NodeCandidates, now: float) -> float:
+    """Seconds until one of the nodes can have loaded its model; infinity: none loads on demand."""
+    return min(
+        (
+            node.load_price(now)
+            for _, nodes in candidates.by_model
+            for node in nodes
+            if node.load is not None and node.is_alive
+        ),
+        default=math.inf,
+    )
 
 
 def _warn_of_policy(settings: Settings) -> None:

@@ -8,6 +8,7 @@ UpstreamError
 │   └── StaleConnection       ... a reused one, at once and before the first byte: not an attempt
 ├── NodeReportedError         the node's own error, in the middle of its answer
 │   └── PoolFull              ... its slots have no room left for their tokens together
+├── ModelNotLoaded            a router has not loaded the model that the request is for
 ├── InvalidResponse           the response is not HTTP, or its head is too large
 └── UpstreamTimeout           the caller's own limit passed (first byte, silence, whole request)
 
@@ -57,6 +58,17 @@ class StaleConnection(ConnectionReset):
     """A reused connection that the node had closed: the request never reached it."""
 
     outcome = "stale"
+
+
+class ModelNotLoaded(UpstreamError):  # noqa: N818
+    """A router has not loaded the model, has just lost it, or has it no more: nobody failed."""
+
+    outcome = "not_loaded"
+
+    def __init__(self, message: str, *, is_gone: bool = False) -> None:
+        """`is_gone`: the router does not know the model."""
+        super().__init__(message)
+        self.is_gone = is_gone
 
 
 class InvalidResponse(UpstreamError):  # noqa: N818

@@ -18,11 +18,13 @@ from gateway.api.outcome import (
     error_event_to_body,
     error_message,
     error_status,
+    is_cut_by_router,
     retry_after,
+    router_failure,
 )
 from gateway.nodes.health import RETRY_REFUSED_AFTER
 from gateway.nodes.node import NodeState
-from gateway.transport.errors import DECLINED
+from gateway.transport.errors import DECLINED, ConnectionReset, ModelNotLoaded
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import (
@@ -511,6 +513,48 @@ def test_an_overflow_is_known_by_its_code_too(message: str, context: int | None)
     content = msgspec.json.encode({"error": error})
     assert classify(400, content, "chat") is ResponseOutcome.CONTEXT_OVERFLOW
     assert context_overflow_sizes(content) == (None, context, None)
+
+
+def _error_of(status: int, message: str) -> bytes:
+    return msgspec.json.encode({"error": {"code": status, "message": message, "type": "x"}})
+
+
+@each_case(
+    ("status", "content", "outcome", "is_gone"),
+    [
+        (400, _error_of(400, "model is not loaded"), "not_loaded", False),
+        (500, _error_of(500, "model name=a failed to load"), "not_loaded", False),
+        (503, _error_of(503, "Loading model"), "not_loaded", False),
+        (500, b"proxy error: Could not establish connection", "not_loaded", False),
+        (400, _error_of(400, "model 'a/b' not found"), "not_loaded", True),
+        (500, b"proxy error: Failed to read connection", "reset", False),
+        (500, b"proxy error: Connection timed out", "reset", False),
+        # What the server of the model says itself, also of what a client wrote.
+        (400, _error_of(400, "the model is not loaded"), None, False),
+        (400, _error_of(400, "model is not loaded, says the template"), None, False),
+        (400, b"proxy error: Could not establish connection", None, False),
+        (404, _error_of(404, "model 'a' not found"), None, False),
+        (503, _error_of(503, "no slot available"), None, False),
+        (500, b"\xff" * 5000, None, False),
+        (400, b"[1]", None, False),
+    ],
+)
+def test_a_routers_own_errors_are_told_from_those_of_its_models(
+    status: int, content: bytes, outcome: str | None, is_gone: bool
+) -> None:
+    failure = router_failure(status, content)
+    assert (None if failure is None else failure.outcome) == outcome
+    assert isinstance(failure, ModelNotLoaded) == (outcome == "not_loaded")
+    assert isinstance(failure, ConnectionReset) == (outcome == "reset")
+    assert getattr(failure, "is_gone", False) == is_gone
+
+
+def test_a_stream_that_a_router_ended_is_known_by_what_stands_behind_its_events() -> None:
+    lost = b"proxy error: Failed to read connection"
+    assert is_cut_by_router(lost)
+    assert is_cut_by_router(b'data: {"choices"' + lost)
+    assert not is_cut_by_router(b"")
+    assert not is_cut_by_router(b'data: {"content":"%b"}' % lost)
 
 
 def test_errors_are_read_in_both_forms() -> None:

@@ -46,6 +46,7 @@ services:
   llama-2: {image: "ghcr.io/ggml-org/llama.cpp:server", command: [-m, a.gguf, --port, "9090"]}
   vllm: {image: vllm/vllm-openai, ports: [{target: 8000, published: 8001, host_ip: 10.0.0.5}]}
   web: {image: nginx, ports: ["80:80"]}
+  ollama: {image: ollama/ollama, ports: ["11434:11434"]}
 """
 
 FOREIGN = [
@@ -59,7 +60,10 @@ FOREIGN = [
                 "api_key_env: MISTRAL_API_KEY}"
             ),
             "  - {name: mistral-2, url: http://h2:8080, model: {mistral: mistral-7b}}",
-            '  - {name: qwen, url: "${GPU_BASE}", kind: openai, model: {qwen: qwen2.5}}',
+            (
+                '  - {name: qwen, url: "${GPU_BASE}", kind: openai, models_on_demand: true, '
+                "model: {qwen: qwen2.5}}"
+            ),
             "  # 1 more of its entries name no usable address",
         ),
     ),
@@ -75,6 +79,19 @@ FOREIGN = [
                 "  - {name: far, url: https://swap.example.org, kind: openai, model: [a, b], "
                 "api_key_env: FAR_KEY}"
             ),
+            (
+                "  # llama-swap starts and stops these. To leave that to it, write it as the one "
+                "node instead:"
+            ),
+            (
+                "  # - {name: llama-swap, url: http://127.0.0.1:8080, kind: openai, "
+                "models_on_demand: true}"
+            ),
+            (
+                "  # To leave it to the gateway, run llama-server --models-dir; ttl, groups and "
+                "matrix are"
+            ),
+            "  # then models.NAME.idle_unload, pin and replicas in the settings.",
         ),
     ),
     (
@@ -85,6 +102,10 @@ FOREIGN = [
             "  - {name: llama-1, url: http://127.0.0.1:8081}",
             "  - {name: llama-2, url: http://llama-2:9090}",
             "  - {name: vllm, url: http://10.0.0.5:8001, kind: openai}",
+            (
+                "  - {name: ollama, url: http://127.0.0.1:11434, kind: openai, "
+                "models_on_demand: true}"
+            ),
         ),
     ),
 ]

@@ -38,6 +38,79 @@ def test_model_rules_are_read(load_gateway: LoadSettings) -> None:
     assert rules.classes["urgent"].max_wait == 30.0
 
 
+def test_a_model_says_where_and_how_long_it_is_loaded(load_gateway: LoadSettings) -> None:
+    settings = load_gateway(
+        """
+        models:
+          qwen-14b: {replicas: {min: 0, max: 2}, pin: [epyc-a], idle_unload: 30m, memory: 12GiB}
+          small: {use: [small, other], pin: epyc-a}
+          plain: {max_tokens: 5}
+        model_placement: {starvation: 2m, hysteresis: 0, commands: false}
+        """
+    )
+    rule = settings.models["qwen-14b"]
+    assert (rule.replicas.min, rule.replicas.max, rule.pin) == (0, 2, ("epyc-a",))
+    assert (rule.idle_unload, rule.memory, rule.is_placed) == (1800.0, 12 << 30, True)
+    assert settings.models["small"].pin == ("epyc-a",)
+    assert not settings.models["plain"].is_placed
+    assert settings.model_placement.model_dump() == {
+        "starvation": 120.0,
+        "hysteresis": 0.0,
+        "commands": False,
+    }
+
+
+@each_case(
+    ("wrong", "key", "words"),
+    [
+        ("a: {replicas: {min: 3, max: 2}}", "models.a.replicas.max", "must not be below `min`"),
+        ("a: {replicas: {min: -1}}", "models.a.replicas.min", "greater than or equal to 0"),
+        ("a: {replicas: {max: 0}}", "models.a.replicas.max", "greater than or equal to 1"),
+        ("a: {replicas: 2}", "models.a.replicas", "must be a mapping"),
+        ("a: {replicas: {max: 1}, pin: [x, y]}", "models.a.pin", "more than replicas.max, 1"),
+        ("a: {pin: [x, x]}", "models.a.pin", "names x twice"),
+        ("a: {pin: 3}", "models.a.pin", "must be a list"),
+        ("a: {idle_unload: 0}", "models.a.idle_unload", "greater than 0"),
+        ("a: {idle_unload: never}", "models.a.idle_unload", "must be a duration"),
+        ("a: {memory: much}", "models.a.memory", "must be a number of bytes"),
+        ("a: {use: b, pin: x}", "models", "a is no model that a node loads, but stands for b"),
+        ('"*": {use: b, memory: 1GiB}', "models", "* is no model that a node loads"),
+        ("a: {ttl: 300}", "models.a.ttl", "unknown key"),
+    ],
+)
+def test_a_place_that_a_model_can_not_have_is_refused(
+    gateway_problems: Problems, wrong: str, key: str, words: str
+) -> None:
+    (problem,) = gateway_problems(f"models: {{{wrong}}}")
+    assert problem.key == key
+    assert words in problem.message
+
+
+@each_case(
+    ("wrong", "called"),
+    [
+        ("models: {a: {ttl: 300}}", "idle_unload"),
+        ("models: {a: {keep_alive: 5m}}", "idle_unload"),
+        ("models: {a: {aliases: [b]}}", "{use: this model}"),
+        ("models: {a: {nodes: [b]}}", "pin"),
+        ("models: {a: {persistent: true}}", "pin"),
+        ("models: {a: {max_replicas: 2}}", "replicas: {min, max}"),
+        ("models: {a: {preload: true}}", "pin"),
+        ("models: {a: {vram: 8GiB}}", "memory"),
+        ("globalTTL: 300", "models.NAME.idle_unload"),
+        ("matrix: {sets: {}}", "replicas"),
+        ("hooks: {on_startup: {preload: [a]}}", "preload"),
+        ("groups: {g: {members: [a, b]}}", "models.NAME.pin"),
+    ],
+)
+def test_keys_of_other_programs_that_swap_models_say_what_they_are_called_here(
+    gateway_problems: Problems, wrong: str, called: str
+) -> None:
+    (problem,) = gateway_problems(wrong)
+    assert problem.message == "unknown key"
+    assert called in problem.remedy
+
+
 def test_names_that_stand_for_each_other_are_refused(gateway_problems: Problems) -> None:
     (problem,) = gateway_problems("models:\n  a: {use: [x, b]}\n  b: {use: c}\n  c: {use: a}\n")
     assert problem.message == "the names stand for each other: a -> b -> c -> a"

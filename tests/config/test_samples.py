@@ -56,7 +56,8 @@ def test_the_examples_in_the_sample_inventory_work(tmp_path: Path) -> None:
         tmp_path / "nodes.yaml", {"GPU_1_KEY": "key", "CLOUD_AUTHORIZATION": "Bearer x"}
     ).nodes
     assert [node.name for node in nodes] == [
-        "local", "epyc-a-numa0", "epyc-a-numa1", "gpu-1", "elsewhere", "spare-1", "cloud-1",
+        "local", "epyc-a-numa0", "epyc-a-numa1", "gpu-1", "elsewhere", "epyc-b-numa0", "swap-1",
+        "spare-1", "cloud-1",
     ]  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
         }
     )
     assert shown == Settings(), "a sample shows another value than the default"
-    assert (len(settings.keys), len(settings.models), len(settings.classes)) == (1, 3, 1)
+    assert (len(settings.keys), len(settings.models), len(settings.classes)) == (1, 4, 1)
     assert settings.cors is not None
     assert settings.hybrid.spill is not None
     assert settings.store.url == f"sqlite:///{tmp_path}/gateway.db"

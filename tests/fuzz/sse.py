@@ -113,7 +113,9 @@ def outcome_of(rewriter: ResponseRewriter, groups: list[bytes]) -> bytes | None:
 
 def _numbered(events: bytes) -> list[object]:
     """Type, number and text of each event."""
-    values = [json.loads(data) for data in map(sse.payload, sse.split(events)) if data[:1] == b"{"]
+    # The first line of an event's data may be empty.
+    payloads = [sse.payload(event).lstrip() for event in sse.split(events)]
+    values = [json.loads(data) for data in payloads if data[:1] == b"{"]
     return [[value.get(name) for name in ("type", "sequence_number", "delta")] for value in values]
 
 

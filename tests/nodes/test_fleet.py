@@ -671,7 +671,8 @@ async def test_only_nodes_that_are_heard_of_cost_their_hours() -> None:
             running.fleet.nodes[state.value].state = state
         alive = {node.name: node for node in alive_nodes(running.fleet)}
         assert set(alive) == {
-            *("draining", "sleeping", "loading", "ejected", "mute", "degraded", "ready")
+            *("draining", "sleeping", "loading", "unloaded", "unloading", "failed"),
+            *("ejected", "mute", "degraded", "ready"),
         }
         assert alive["ready"].cost_per_hour == 0.5
         assert alive["ready"].tier == "cpu"

@@ -20,6 +20,7 @@ from gateway.nodes.node import (
     NodeState,
     SlotOccupancy,
 )
+from gateway.nodes.router import LoadPhase, ModelLoad
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import SpeedSample, TokenTime
 from tests.each_case import each_case
@@ -174,6 +175,13 @@ def test_the_first_state_that_holds_wins() -> None:
     node.draining = False
     seen.append(state())
     node.probe_history.loading = True
+    node.load = ModelLoad()
+    seen.append(state())
+    node.load.enter(LoadPhase.RETIRING, "another model waits", 1000.0)
+    seen.append(state())
+    node.load.failed("exit code 1", 1000.0)
+    seen.append(state())
+    node.load = None
     seen.append(state())
     node.sleep.woke()
     seen.append(state())
@@ -189,8 +197,8 @@ def test_the_first_state_that_holds_wins() -> None:
     seen.append(state())
     assert seen == [state.value for state in NodeState]
     assert seen == [
-        "standby", "draining", "down", "sleeping", "loading", "starting", "ejected", "mute",
-        "degraded", "ready",
+        "standby", "draining", "down", "unloaded", "unloading", "failed", "sleeping", "loading",
+        "starting", "ejected", "mute", "degraded", "ready",
     ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from gateway.nodes.server_properties import (
     count_processing,
     count_slots,
     inventory_drift,
+    model_memory,
     parse_models,
     parse_props,
 )
@@ -268,3 +270,82 @@ def test_fields_of_interest_are_read_whatever_stands_beside_them() -> None:
     other = ServerProperties()
     other.read_props({"chat_template": long})
     assert facts.template == other.template
+
+
+GIB = 1 << 30
+# As published: parameters, vocabulary, width, layers, elements of a layer's keys.
+KNOWN_SHAPES = (
+    ("Llama 2 7B", 6_738_000_000, 32_000, 4096, 32, 4096),
+    ("Mistral 7B", 7_242_000_000, 32_000, 4096, 32, 1024),
+    ("Mixtral 8x7B", 46_700_000_000, 32_000, 4096, 32, 1024),
+    ("Phi 3 mini", 3_821_000_000, 32_064, 3072, 32, 3072),
+    ("Llama 3.1 8B", 8_030_000_000, 128_256, 4096, 32, 1024),
+    ("Llama 3.1 70B", 70_550_000_000, 128_256, 8192, 80, 1024),
+    ("Llama 3.2 1B", 1_236_000_000, 128_256, 2048, 16, 512),
+    ("Qwen 2.5 0.5B", 494_000_000, 151_936, 896, 24, 128),
+    ("Qwen 2.5 32B", 32_760_000_000, 152_064, 5120, 64, 1024),
+    ("Qwen 3 0.6B", 596_000_000, 151_936, 1024, 28, 1024),
+    ("Qwen 3 30B A3B", 30_530_000_000, 151_936, 2048, 48, 512),
+    ("Qwen 3 235B A22B", 235_100_000_000, 151_936, 4096, 94, 512),
+    ("Gemma 2 9B", 9_240_000_000, 256_000, 3584, 42, 2048),
+    ("gpt-oss 20b", 20_910_000_000, 201_088, 2880, 24, 512),
+    ("Phi 4", 14_660_000_000, 100_352, 5120, 40, 1280),
+)
+
+
+@each_case(("name", "n_params", "n_vocab", "n_embd", "layers", "keys"), KNOWN_SHAPES)
+def test_the_memory_of_a_known_model_is_bound_from_above(
+    name: str, n_params: int, n_vocab: int, n_embd: int, layers: int, keys: int
+) -> None:
+    size = n_params * 5 // 8
+    cache = 8192 * layers * keys * 4
+    told = model_memory(
+        size,
+        n_params=n_params,
+        n_embd=n_embd,
+        n_vocab=n_vocab,
+        n_ctx=4096,
+        args=("--parallel", "2", "--ctx-size", "8192"),
+    )
+    assert size + cache <= told <= size + 12 * cache + GIB, name
+
+
+def test_slots_context_and_types_of_the_cache_count_as_a_server_was_started() -> None:
+    def memory(*args: str, n_ctx: int = 4096) -> int:
+        return model_memory(
+            4_700_000_000,
+            n_params=8_030_000_000,
+            n_embd=4096,
+            n_vocab=128_256,
+            n_ctx=n_ctx,
+            args=args,
+        )
+
+    alone = memory()
+    assert memory("--parallel", "2") > alone + GIB
+    assert memory("--parallel", "2", "--ctx-size", "8192") == memory("--parallel", "2")
+    assert memory("--parallel", "4", "--ctx-size", "4096") < memory("--parallel", "2")  # one pool
+    quarter = ("--cache-type-k", "q4_0", "--cache-type-v", "q4_0")
+    assert memory(*quarter) < memory("--cache-type-k", "q8_0") < alone
+    assert memory("--cache-ram", "1024") == alone + GIB
+    assert memory("--ubatch-size", "4096") > alone + GIB * 9 // 10
+
+
+@each_case(
+    "args",
+    [
+        ("--parallel",),
+        ("--parallel", "--ctx-size"),
+        ("--parallel", "-1", "--ctx-size", "0"),
+        ("--ctx-size", "\ud800", "--cache-ram", "-1"),
+        ("--ctx-size", "9" * 10_000, "--cache-type-k", "q9_9"),
+    ],
+)
+def test_arguments_that_say_nothing_of_use_are_passed_over(args: tuple[str, ...]) -> None:
+    told = functools.partial(model_memory, 3_880_448, n_params=970_112, n_embd=128, n_ctx=4096)
+    assert told(args=args) == told()
+
+
+def test_a_server_that_tells_its_size_alone_takes_some_more_than_that() -> None:
+    assert model_memory(10 * GIB) == 12 * GIB + (40 << 20)
+    assert model_memory(GIB, n_params=5, n_embd=1 << 60, n_ctx=1) > GIB  # a lie, but no error

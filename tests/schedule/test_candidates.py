@@ -9,7 +9,7 @@ import pytest
 
 from gateway.errors import GatewayError
 from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey, Tried
-from gateway.nodes.node import Node, NodeState
+from gateway.nodes.node import ALIVE_STATES, Node, NodeState
 from gateway.schedule.candidates import CandidateFinder, NodeCandidates, with_context
 from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.scheduler import Scheduler
@@ -132,8 +132,7 @@ def test_the_state_decides_what_a_node_takes(state: NodeState) -> None:
     one = node(state=state)
     scheduler = a_scheduler(one)
     check_rows(scheduler)
-    alive = state in {*(NodeState.READY, NodeState.DEGRADED, NodeState.MUTE, NodeState.SLEEPING)}
-    assert row_of(scheduler).alive is alive
+    assert row_of(scheduler).alive is (state in ALIVE_STATES)
 
 
 def test_a_slow_start_opens_a_part_of_the_slots() -> None:

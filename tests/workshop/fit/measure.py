@@ -1,14 +1,16 @@
 """Compares `llama-gateway fit` with real servers, and prints the tables of docs/fit.md.
 
     python -m tests.workshop.fit.measure memory [NAME ...]
+    python -m tests.workshop.fit.measure told [NAME ...]
     python -m tests.workshop.fit.measure speed [NAME ...]
     python -m tests.workshop.fit.measure clock [NAME ...]
     python -m tests.workshop.fit.measure rates [TYPE ...]
 
 It writes models of more than 1 GB with random weights into a folder under /tmp, one at a time, and
-removes each. `memory` takes about ten minutes on two cores, the others two each. `speed` and
-`rates` measure one core by the time that it worked, so that other work there matters little;
-`clock` measures all cores and needs an idle machine.
+removes each. `memory` takes about ten minutes on two cores, the others two each. `told` compares
+what a server's own answers tell of its memory. `speed` and `rates` measure one core by the time
+that it worked, so that other work there matters little; `clock` measures all cores and needs an
+idle machine.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
@@ -29,7 +32,9 @@ from gguf import GGMLQuantizationType as Type
 from gateway.local.gguf import ModelShape, model_parts, model_shape, read_headers
 from gateway.local.memory import ServerSettings, repacked_types, server_memory
 from gateway.local.topology import read_topology
+from gateway.nodes.server_properties import model_memory
 from gateway.workshop.fit import Cores, expected_speed, instruction_set, measure_bandwidth
+from tests.servers import demo_model
 from tests.workshop.fit.random_models import Recipe, write
 from tests.workshop.fit.real_server import RealServer, python, real_server
 
@@ -165,6 +170,44 @@ def memory(names: list[str], folder: Path) -> None:
         )
 
 
+TOLD_CASES = (
+    Case(QUANTIZED, slots=2, context=1024),
+    Case(PLAIN, slots=2, context=1024),
+    Case(GROUPED, slots=2, context=1024),
+    Case(MIXTURE, slots=2, context=1024),
+)
+
+
+def told(names: list[str], folder: Path) -> None:
+    """Print the memory by a server's own answers against that by the file, and resident memory."""
+    print("| model | slots x context | by its answers, MiB | by its file | resident | error |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for size in ("small", "medium"):
+        if not names or size in names:
+            _print_told(f"demo, {size}", demo_model(size), 2, 4096)
+    for case in TOLD_CASES:
+        if not names or case.recipe.name in names:
+            with _written(case.recipe, folder) as path:
+                _print_told(case.recipe.name, path, case.slots, case.context)
+
+
+def _print_told(name: str, path: Path, slots: int, context: int) -> None:
+    settings = ServerSettings(slots, context, repacked=_repacked())
+    by_file = server_memory(shape_of(path), settings)
+    with real_server(path, slots=slots, context=context) as server:
+        server.fill()
+        resident = server.resident()
+        meta = httpx.get(f"{server.url}/v1/models").json()["data"][0]["meta"]
+    figures = {key: meta[key] for key in ("size", "n_params", "n_embd", "n_vocab", "n_ctx")}
+    args = ("--parallel", str(slots), "--ctx-size", str(slots * context), "--ubatch-size", "256")
+    by_answers = model_memory(**figures, args=args)
+    print(
+        f"| {name} | {slots} x {context} | {by_answers / MIB:.0f} | {by_file.needed / MIB:.0f} | "
+        f"{resident / MIB:.0f} | {by_answers / (resident - by_file.mapped_twice) - 1:+.0%} |",
+        flush=True,
+    )
+
+
 def rates(names: list[str], folder: Path) -> None:
     """Print what one core takes up of each type of weights, with a model that fits the caches."""
     with _written(TINY, folder) as path, real_server(path, context=1024) as server:
@@ -264,7 +307,7 @@ def _written(recipe: Recipe, folder: Path) -> Iterator[Path]:
         path.unlink()
 
 
-MEASUREMENTS = {"memory": memory, "rates": rates, "speed": speed, "clock": clock}
+MEASUREMENTS = {"memory": memory, "told": told, "rates": rates, "speed": speed, "clock": clock}
 
 
 def main() -> None:

@@ -1,0 +1,502 @@
+"""The model placer: has routers load and unload models, as the policy decides for what waits.
+
+It tells the policy what there is: routers, their models, what waits for which, and how often each
+is asked for. A router is told by `POST /models/load` and `/models/unload`; that a load has ended is
+seen in its list. A router that takes no commands loads a model for the first request that comes: it
+is let through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+
+import msgspec
+
+from gateway.callers.callers import is_loopback
+from gateway.config.inventory import host_memory, url_host
+from gateway.config.routing import ModelRule
+from gateway.config.scheduling import DEFAULT_PATIENCE
+from gateway.config.settings import Settings
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
+from gateway.nodes.node import Node, NodeState
+from gateway.nodes.router import LoadPhase
+from gateway.schedule.admission import Waiter
+from gateway.schedule.core.model_placement import (
+    Instance,
+    InstanceUsage,
+    LoadAction,
+    ModelDemand,
+    ModelPlacementPolicy,
+    ModelPlacementRules,
+    ModelRules,
+    RouterNode,
+)
+from gateway.schedule.scheduler import Scheduler
+from gateway.terms import Priority
+
+log = logging.getLogger(__name__)
+ReadMemory = Callable[[Path, int, int], int]
+"""The bytes that a model takes, by its file, slots and tokens of a slot. It raises OSError or
+ValueError for a file that can't be read."""
+TICK = 0.5  # seconds between two looks, if nothing has changed
+UNHURRIED_TICK = 5.0  # seconds between two looks at a fleet without routers
+STEP_SECONDS = 0.005  # seconds after which other work runs while the policy is told of the fleet
+LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
+MOST_WORDS = 300  # characters that are kept of a router's error
+MOST_FILES = 10_000  # files of models that are read for what they take
+USUAL_SECONDS = 10.0  # of a request for a model that none has waited for
+
+
+@dataclass(slots=True, eq=False)
+class ModelPlacer:
+    """Places the models of a fleet's routers. `run` owns every task."""
+
+    fleet: Fleet
+    scheduler: Scheduler
+    settings: Settings
+    clock: Callable[[], float]
+    file_memory: ReadMemory | None = None
+    """Reads what a model takes from its file, where that is on this machine; in a thread."""
+    policy: ModelPlacementPolicy = field(default_factory=ModelPlacementPolicy)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
+    """By instance: the command for it that is under way."""
+    _routers: dict[str, _ShownRouter] = field(default_factory=dict)  # as the policy knows them
+    _changed: dict[Node, None] = field(default_factory=dict)
+    """Routers, and models of routers, of which the policy is to be told anew."""
+    _all_changed: bool = True
+    _left_alone: set[Node] = field(default_factory=set)
+    """Routers that get no commands for now, since others command them too."""
+    _host_memory: dict[str, int] = field(default_factory=dict)
+    _request_seconds: dict[str, float] = field(default_factory=dict)
+    """By model: a usual request's, as those that waited last were expected to take."""
+    _file_memory: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
+    """By file, slots and context; None: it is being read, or can't be."""
+    _reading: asyncio.Task[None] | None = None
+    _handed_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.configure(self.settings)
+        self.fleet.watch_models(self._models_differ)
+        self.scheduler.watch_models(self._asked_for)
+
+    def configure(self, settings: Settings) -> None:
+        """Go by these settings from now on."""
+        self.settings = settings
+        chosen = settings.model_placement
+        models = {
+            name: ModelRules(rule.replicas.min, rule.replicas.max, rule.idle_unload)
+            for name, rule in settings.models.items()
+        }
+        self.policy.set_rules(ModelPlacementRules(chosen.starvation, chosen.hysteresis, models))
+        self._models_differ(None)
+
+    async def run(self) -> None:
+        """Run until cancelled. Commands that are under way end at their routers."""
+        try:
+            while True:
+                self._wake.clear()
+                placing = self.fleet.has_routers and not self._handed_over
+                if placing:
+                    await self._show_changes()
+                    self._look()
+                    await asyncio.sleep(LEAST_PAUSE)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TICK if placing else UNHURRIED_TICK):
+                        await self._wake.wait()
+        finally:
+            tasks = [*self._tasks.values(), *([self._reading] if self._reading else ())]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def hand_over(self) -> None:
+        """Command nothing any more: the successor process does now."""
+        self._handed_over = True
+
+    def _asked_for(self, model: str, *, waits: bool) -> None:
+        """A caller's request for this public model came; or a request `waits` from now on."""
+        if waits:
+            self._wake.set()
+        elif (key := self._key_of(model)) is not None:
+            self.policy.note_request(key, self.clock())
+
+    def _models_differ(self, node: Node | None) -> None:
+        """A router or one of its models has changed, or ended a request; None: any of them."""
+        if node is None:
+            self._all_changed = True
+        else:
+            self._changed[node] = None
+        self._wake.set()
+
+    def _look(self) -> None:
+        now = self.clock()
+        for action in self.policy.decide(self._demands(now), self._usage, now):
+            self._carry_out(action, now)
+        if self.policy.unfinished:
+            self._wake.set()
+
+    # The policy's view.
+
+    def _key_of(self, model: str) -> str | None:
+        """The name by which the policy knows a public model; None: no router has it."""
+        for node in self.fleet.model_index.nodes_for(model):
+            if node.load is not None:
+                return model_key(node)
+        return None
+
+    async def _show_changes(self) -> None:
+        """Tell the policy of what has changed in the fleet; of all of it in steps."""
+        if self._all_changed:
+            self._all_changed = False
+            self._changed.clear()
+            nodes = [node for node in self.fleet.nodes.values() if node.is_router]
+            self._host_memory = host_memory(node.spec for node in nodes)
+            gone = self._routers.keys() - {node.name for node in nodes}
+            self._changed.update(dict.fromkeys(self._routers[name].node for name in gone))
+            self._changed.update(dict.fromkeys(nodes))
+        self._changed.update(dict.fromkeys(self._left_alone))
+        until = time.perf_counter() + STEP_SECONDS
+        while self._changed:
+            node = next(iter(self._changed))
+            del self._changed[node]
+            if node.router is None:
+                self._show_router(node)
+            else:
+                self._show_model(node, node.router)
+            if time.perf_counter() >= until:
+                await asyncio.sleep(0)
+                until = time.perf_counter() + STEP_SECONDS
+
+    def _show_router(self, router: Node) -> None:
+        """Tell the policy of a router and its models."""
+        known = self._routers.get(router.name)
+        is_there = self.fleet.nodes.get(router.name) is router and router.is_router
+        if known is not None and (known.node is not router or not self._is_placed(router)):
+            self.policy.remove_node(router.name)
+            del self._routers[router.name]
+            known = None
+        if not is_there or not self._is_placed(router):
+            return
+        shown = RouterNode(
+            router.name,
+            router.host,
+            self._host_memory.get(router.host),
+            router.router_record.most_loaded,
+            commanded=router.takes_commands,
+            usable=router.state is NodeState.READY,
+        )
+        if known is None:
+            known = self._routers[router.name] = _ShownRouter(router, shown)
+            self.policy.put_node(shown)
+        elif known.shown != shown:
+            known.show(shown)
+            self.policy.put_node(shown)
+        there = set(router.instances.values())
+        gone = [node for node, _ in known.models.values() if node not in there]
+        for node in (*gone, *there):
+            self._show_model(node, router)
+
+    def _show_model(self, node: Node, router: Node) -> None:
+        """Tell the policy of one model of a router."""
+        known, model = self._routers.get(router.name), model_key(node)
+        if known is None:
+            return
+        if node.removed or router.instances.get(node.spec.instance or "") is not node:
+            if known.models.pop(model, None) is not None:
+                self.policy.remove_instance(router.name, model)
+            return
+        before, instance = known.models.get(model), self._instance(router, node)
+        known.models[model] = node, instance
+        if before is None or before[1] != instance:
+            self.policy.put_instance(instance)
+            learnt = before is not None and (
+                before[1].memory != instance.memory
+                or before[1].load_seconds != instance.load_seconds
+            )
+            if learnt:
+                # Other nodes that have not loaded it are taken to be like this one.
+                self._models_changed(model)
+
+    def _models_changed(self, model: str) -> None:
+        """Tell the policy anew of this model on all nodes."""
+        others = self.fleet.model_index.nodes_for(model)
+        self._changed.update(dict.fromkeys(one for one in others if one.load is not None))
+
+    def _is_placed(self, router: Node) -> bool:
+        """Whether the router's models are placed; else they are used as they are."""
+        if not router.properties.is_router:
+            return True  # of kind `openai`
+        self._left_alone.discard(router)
+        if router.router_record.stopped(self.clock()):
+            self._left_alone.add(router)
+            return False
+        return router.takes_commands and self.settings.model_placement.commands
+
+    def _instance(self, router: Node, node: Node) -> Instance:
+        load, model = node.load, model_key(node)
+        assert load is not None
+        rules = [self.settings.models[one] for one in self._names(node)]
+        pinned = any(router.name in rule.pin for rule in rules)
+        pinned = pinned or not node.public_models.isdisjoint(router.spec.preload)
+        # What others have unloaded stays so for a while.
+        retry_at = max(load.retry_at, load.by_others_at + self.settings.model_placement.hysteresis)
+        return Instance(
+            router.name,
+            model,
+            load.phase,
+            self._memory(node, rules),
+            self._load_seconds(node),
+            max(1, node.slots_total),
+            self._request_seconds.get(model, USUAL_SECONDS),
+            load.since,
+            retry_at,
+            pinned,
+        )
+
+    def _names(self, node: Node) -> Iterable[str]:
+        return node.public_models & self.settings.models.keys()
+
+    def _memory(self, node: Node, rules: Iterable[ModelRule]) -> int | None:
+        """Bytes: as the settings say, else as a load has shown on this node or on another."""
+        for rule in rules:
+            if rule.memory is not None:
+                return rule.memory
+        assert node.load is not None
+        if node.load.memory is not None:
+            return node.load.memory
+        for one in self.fleet.model_index.nodes_for(model_key(node)):
+            if one.load is not None and one.load.memory is not None:
+                return one.load.memory
+        return self._by_file(node, node.load.file)
+
+    def _by_file(self, node: Node, file: str | None) -> int | None:
+        """Bytes by the model's file; None: it is not here, or not read yet."""
+        slots, context = node.slots_total, node.context
+        if self.file_memory is None or file is None or not (slots and context):
+            return None
+        if not is_loopback(url_host(node.spec.url)):
+            return None
+        key = file, slots, context
+        if key not in self._file_memory and len(self._file_memory) < MOST_FILES:
+            self._file_memory[key] = None
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._read_files(), name="read model files")
+        return self._file_memory.get(key)
+
+    async def _read_files(self) -> None:
+        """Read what the models take whose files were not read."""
+        assert self.file_memory is not None
+        done = set[tuple[str, int, int]]()
+        while left := self._file_memory.keys() - done:
+            key = min(left)
+            done.add(key)
+            if self._file_memory[key] is None:
+                with suppress(OSError, ValueError):
+                    memory = await asyncio.to_thread(self.file_memory, Path(key[0]), *key[1:])
+                    self._file_memory[key] = memory
+                    self._wake.set()
+
+    def _load_seconds(self, node: Node) -> float:
+        """Seconds that a load takes: as measured there, else on another node, else by its size."""
+        if node.sleep.measured is None:
+            for one in self.fleet.model_index.nodes_for(model_key(node)):
+                if one.load is not None and one.sleep.measured is not None:
+                    return one.sleep.measured
+        return node.sleep.wake_seconds(node.properties.size)
+
+    def _demands(self, now: float) -> list[ModelDemand]:
+        """What waits, by model."""
+        found: dict[str, _Waiting] = {}
+        for waiter in self.scheduler.waiters:
+            if waiter.granted.done():
+                continue
+            nodes = [node for _, nodes in waiter.candidates.by_model for node in nodes]
+            failed = waiter.tried.failed_nodes
+            routed = [node for node in nodes if node.load is not None and node.name not in failed]
+            if routed:
+                model = model_key(routed[0])
+                waiting = found.setdefault(model, _Waiting())
+                waiting.add(waiter, [one for one in routed if model_key(one) == model], now, self)
+        demands = []
+        for model, waiting in found.items():
+            usual = max(0.01, waiting.work / waiting.count)
+            if abs(usual - self._request_seconds.get(model, USUAL_SECONDS)) > usual / 4:
+                self._request_seconds[model] = usual
+                self._models_changed(model)
+            demands.append(waiting.demand(model))
+        return demands
+
+    def patience(self, priority: Priority) -> float:
+        """The bound on the wait of a class, in proportion to its `patience`."""
+        rule = self.settings.classes.get(priority.label)  # type: ignore[call-overload]
+        own = None if rule is None else rule.patience
+        patience = DEFAULT_PATIENCE[priority.label] if own is None else own
+        return self.settings.model_placement.starvation * patience / DEFAULT_PATIENCE["normal"]
+
+    def service_seconds(self, waiter: Waiter, node: Node) -> float:
+        """Seconds that a waiting request is expected to take on a node."""
+        queued, speed = waiter.queued, node.speed
+        read = queued.prompt_tokens / speed.expected_prefill_tps
+        return read + queued.completion_tokens * (speed.token_base + speed.token_step)
+
+    def _usage(self, instance: Instance) -> InstanceUsage:
+        node, _ = self._routers[instance.node].models[instance.model]
+        now, busy = self.clock(), 0.0
+        for row in self.scheduler.fleet_sync.rows((node,)):
+            busy = max((one.seconds_left(now) for one in row.running), default=0.0)
+        leases = len(node.leases) + node.foreign
+        return InstanceUsage(leases, busy, now if node.leases else node.released_at)
+
+    # Actions.
+
+    def _carry_out(self, action: LoadAction, now: float) -> None:
+        node, _ = self._routers[action.node].models[action.model]
+        router, load = node.router, node.load
+        assert router is not None
+        assert load is not None
+        if node in self._tasks or node.removed:
+            return
+        if action.verb == "keep":
+            load.keep(action.reason, now)
+        elif action.verb == "retire":
+            load.retire(action.reason, now)
+        elif not router.takes_commands:
+            if action.verb == "load":
+                self.fleet.model_opened(node, action.reason)
+            else:
+                self.fleet.model_closed(node, action.reason)
+            return
+        elif action.verb == "load":
+            self.fleet.load_ordered(node, "load", action.reason)
+            self._start_task(node, self._load(router, node))
+            return
+        else:
+            load.retire(action.reason, now)
+            self._start_task(node, self._unload(router, node, action.reason))
+        self.fleet.load_changed(node)
+
+    def _start_task(self, node: Node, command: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(command, name=f"command for {node.name}")
+        self._tasks[node] = task
+        task.add_done_callback(lambda done: self._task_ended(node, done))
+
+    def _task_ended(self, node: Node, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(node) is task:
+            del self._tasks[node]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("A model could not be loaded or unloaded", exc_info=error)
+        self._wake.set()
+
+    async def _load(self, router: Node, node: Node) -> None:
+        refused = await self._command(router, node, "load")
+        if refused is not None and node.load is not None:
+            node.load.failed(refused, self.clock())
+        self.fleet.load_changed(node)
+
+    async def _unload(self, router: Node, node: Node, reason: str) -> None:
+        """Unload it, unless it has work: ours, or that of others."""
+        load = node.load
+        assert load is not None
+        # A router cuts what runs.
+        busy = None if node.sleep.asleep else await probe_slots(node)
+        if load.phase is not LoadPhase.RETIRING or node.leases:
+            return
+        if busy:
+            load.keep("others use it", self.clock())
+            self.fleet.load_changed(node)
+            return
+        self.fleet.load_ordered(node, "unload", reason)
+        refused = await self._command(router, node, "unload")
+        if refused is not None:
+            load.unload_refused(refused, self.clock())
+        self.fleet.load_changed(node)
+
+    async def _command(self, router: Node, node: Node, command: str) -> str | None:
+        """Send a command; why the router did not take it, or None."""
+        body = msgspec.json.encode({"model": node.spec.instance})
+        reply = await fetch(router, f"/models/{command}", body=body, largest=LARGEST_REFUSAL)
+        self.fleet.read_models(node)
+        if not isinstance(reply, ProbeResponse):
+            return reply.detail
+        # It is so already: the list will show it.
+        done = b"already running" in reply.body or b"not running" in reply.body
+        if reply.status == HTTPStatus.OK or done:
+            return None
+        return f"the router refused: {_words(reply)}"
+
+
+@dataclass(slots=True)
+class _ShownRouter:
+    """A router as the policy knows it."""
+
+    node: Node
+    shown: RouterNode
+    models: dict[str, tuple[Node, Instance]] = field(default_factory=dict)
+    """By the name by which the policy knows the model."""
+
+    def show(self, shown: RouterNode) -> None:
+        """It has changed."""
+        self.shown = shown
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What waits for one model."""
+
+    count: int = 0
+    waited: float = 0.0
+    work: float = 0.0
+    batch: bool = True
+    pressing: float = 0.0  # the largest share of a bound that one has waited
+    oldest_wait: float = 0.0  # of that one
+    patience: float = 0.0
+    nodes: set[str] = field(default_factory=set)
+
+    def add(self, waiter: Waiter, nodes: list[Node], now: float, placer: ModelPlacer) -> None:
+        """One more waits, which these nodes may serve."""
+        priority, wait = waiter.request.caller.priority, now - waiter.queued_at
+        patience = placer.patience(priority)
+        self.count += 1
+        self.waited += wait
+        self.work += placer.service_seconds(waiter, nodes[0])
+        self.batch = self.batch and priority is Priority.BATCH
+        if not self.patience or wait / patience > self.pressing:
+            self.pressing, self.oldest_wait, self.patience = wait / patience, wait, patience
+        self.nodes.update(node.router.name for node in nodes if node.router is not None)
+
+    def demand(self, model: str) -> ModelDemand:
+        """All of it, for the policy."""
+        return ModelDemand(
+            model,
+            self.count,
+            self.waited,
+            self.oldest_wait,
+            self.patience,
+            batch=self.batch,
+            work=self.work,
+            nodes=frozenset(self.nodes),
+        )
+
+
+def model_key(node: Node) -> str:
+    """The name by which the policy knows a router's model on all nodes: a public one."""
+    declared = node.spec.models
+    return min(declared) if declared else node.spec.instance or node.name
+
+
+def _words(reply: ProbeResponse) -> str:
+    """A router's own words about an error, on one line."""
+    answer = reply.json()
+    error = answer.get("error") if isinstance(answer, dict) else None
+    words = error.get("message") if isinstance(error, dict) else None
+    text = words if isinstance(words, str) else f"it answers {reply.status}"
+    return " ".join(text.split())[:MOST_WORDS]

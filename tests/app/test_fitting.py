@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gateway.app.fitting import check_fit, fit_warnings, misfits
+from gateway.app.startup import Options, check_startup
+from gateway.config.errors import Problem
+from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.settings import Settings, load_settings
+from tests.each_case import each_case
+
+Check = Callable[[str, str], tuple[Problem, ...]]
+
+FLEET = """\
+defaults:
+  memory: 64GiB
+nodes:
+  - {name: a0, url: http://a:1, preload: small}
+  - {name: a1, url: http://a:2}
+  - {name: b, url: http://b, memory: 16GiB, model: [small, big]}
+  - {name: swap, url: http://c, kind: openai, models_on_demand: true}
+  - {name: cloud, url: http://d, kind: openai}
+  - {name: own, url: http://e, models_on_demand: false}
+  - {name: off, url: http://f, enabled: false}
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    def problems(nodes: str, settings: str) -> tuple[Problem, ...]:
+        (tmp_path / "nodes.yaml").write_text(textwrap.dedent(nodes))
+        (tmp_path / "gateway.yaml").write_text(textwrap.dedent(settings))
+        options = Options(
+            inventory_file=tmp_path / "nodes.yaml", settings_file=tmp_path / "gateway.yaml"
+        )
+        return check_startup(options).problems
+
+    return problems
+
+
+def both(tmp_path: Path, nodes: str, settings: str) -> tuple[Settings, Inventory]:
+    (tmp_path / "nodes.yaml").write_text(nodes)
+    (tmp_path / "gateway.yaml").write_text(settings)
+    return load_settings(tmp_path / "gateway.yaml", {}), load_inventory(tmp_path / "nodes.yaml", {})
+
+
+def test_what_fits_is_no_problem(check: Check) -> None:
+    assert check(FLEET, "{}") == ()
+    fitting = """
+    models:
+      big: {replicas: {min: 1, max: 2}, pin: [a0, swap, ], memory: 60GiB}
+      small: {replicas: {min: 5, max: 7}, memory: 1GiB}
+      night: {pin: off, memory: 64GiB}
+      qwen-14b: {replicas: {min: 0, max: 2}, pin: [b], idle_unload: 30m}
+    """
+    assert check(FLEET.replace("model: [small, big]", "calibrate: false"), fitting) == ()
+    assert check("nodes: []", "models: {a: {pin: [x], replicas: {min: 3}, memory: 1TiB}}") == ()
+
+
+@each_case(
+    ("rule", "line", "key", "words", "remedy"),
+    [
+        (
+            "pin: [a0, swab]",
+            4,
+            "pin[1]",
+            "node of the inventory is named swab",
+            "did you mean swap?",
+        ),
+        ("pin: c", 4, "pin", "no node of the inventory is named c", "own"),
+        ("pin: [b]", 4, "pin[0]", "the node b does not serve huge", "small, big"),
+        ("pin: [cloud]", 4, "pin[0]", "the node cloud is not to be told", "models_on_demand"),
+        ("pin: [own]", 4, "pin[0]", "the node own is not to be told", "models_on_demand"),
+        ("replicas: {min: 5}", 4, "replicas.min", "is 5, but 4 nodes can hold huge", "lower it"),
+        ("memory: 65GiB", 4, "memory", "needs 65GiB, and no host that may hold it has more", ""),
+        (
+            "memory: 33GiB, replicas: {min: 4}",
+            4,
+            "replicas.min",
+            "is 4, but 3 nodes can hold huge",
+            "whose memory it fits",
+        ),
+    ],
+)
+def test_what_can_not_be_is_reported_with_line_and_remedy(
+    check: Check, rule: str, line: int, key: str, words: str, remedy: str
+) -> None:
+    text = f"# two\nmodels:\n  small: {{}}\n  huge: {{{rule}}}\n"
+    (problem,) = check(FLEET, text)
+    assert problem.file.name == "gateway.yaml"
+    assert (problem.line, problem.key) == (line, f"models.huge.{key}")
+    assert words in problem.message
+    assert remedy in problem.remedy
+
+
+def test_preloads_and_pins_beyond_the_most_replicas_are_refused(check: Check) -> None:
+    (problem,) = check(FLEET, "models:\n  small: {replicas: {max: 1}, pin: [a1]}\n")
+    assert problem.key == "models.small.replicas.max"
+    assert "is 1, but 2 nodes always hold small" in problem.message
+
+
+def test_a_host_is_refused_that_can_not_hold_what_must_always_be_there(check: Check) -> None:
+    settings = """
+    models:
+      small: {memory: 8GiB}
+      big: {memory: 30GiB, pin: [a0, a1]}
+    """
+    (problem,) = check(FLEET, settings)
+    assert (problem.file.name, problem.line, problem.key) == ("nodes.yaml", 2, "defaults.memory")
+    assert problem.message == (
+        "a has 64GiB, and always to be loaded there are big (60GiB), small (8GiB): 68GiB"
+    )
+    assert check(FLEET, settings.replace("8GiB", "4GiB")) == ()
+    # What is not known counts nothing.
+    assert check(FLEET, settings.replace("{memory: 8GiB}", "{}")) == ()
+
+
+def test_copies_that_no_other_host_has_room_for_count_where_they_must_be(check: Check) -> None:
+    nodes = """
+    nodes:
+      - {name: a, url: http://a, memory: 32GiB, preload: base}
+      - {name: b, url: http://b, memory: 16GiB}
+      - {name: c, url: http://c, memory: 16GiB}
+    """
+    settings = "models: {base: {memory: 8GiB}, big: {memory: 28GiB, replicas: {min: 1}}}"
+    (problem,) = check(nodes, settings)
+    assert (problem.line, problem.key) == (3, "nodes[0].memory")
+    assert "big (28GiB), base (8GiB): 36GiB" in problem.message
+    assert check(nodes, settings.replace("28GiB", "24GiB")) == ()
+    # The memory that nobody has written may be large enough.
+    assert check(nodes.replace("c, memory: 16GiB", "c"), settings) == ()
+
+
+def test_a_plain_fleet_is_not_warned(tmp_path: Path) -> None:
+    settings, inventory = both(tmp_path, "nodes: [{name: a, url: http://a}]", "models: {a: {}}")
+    assert list(fit_warnings(settings, inventory.nodes)) == []
+
+
+def test_what_nobody_can_know_is_a_warning(tmp_path: Path) -> None:
+    nodes = """
+nodes:
+  - {name: a, url: http://a, preload: [one, two], model: [one, two]}
+  - {name: b, url: http://b, memory: 4GiB, model: two}
+  - {name: plain, url: http://c, model: [three], models_on_demand: false}
+"""
+    text = """
+models: {one: {memory: 1GiB}, two: {replicas: {min: 2}}, thre: {idle_unload: 5m}}
+model_placement: {commands: false}
+"""
+    settings, inventory = both(tmp_path, nodes, text)
+    check_fit(settings, inventory, tmp_path / "gateway.yaml", tmp_path / "nodes.yaml")
+    unserved, commands, models, hosts = fit_warnings(settings, inventory.nodes)
+    assert "models: thre: no node" in unserved
+    assert "commands is false" in commands
+    assert "the memory of two, so" in models
+    assert "memory of a is not written" in hosts
+
+
+def test_large_files_are_checked_in_bounded_time(tmp_path: Path) -> None:
+    nodes = "\n".join(
+        f"  - {{name: n{number}, url: 'http://h{number // 2}:{8000 + number}', memory: 64GiB}}"
+        for number in range(1000)
+    )
+    models = "\n".join(
+        f"  m{number}: {{memory: 9GiB, pin: [n{number}], replicas: {{min: 2}}}}"
+        for number in range(100)
+    )
+    settings, inventory = both(tmp_path, f"nodes:\n{nodes}\n", f"models:\n{models}\n")
+    began = time.thread_time()
+    assert list(misfits(settings, inventory.nodes)) == []
+    assert time.thread_time() - began < 5
