@@ -127,3 +127,28 @@ async def test_a_router_that_is_started_again_has_nothing_loaded_and_reads_its_f
         await router.revive()
         assert values(router) == {"a": "unloaded", "b": "unloaded"}
         assert not router.models["a"].failed
+
+
+@in_virtual_time
+async def test_a_slot_restored_from_a_file_of_other_weights_answers_wrong() -> None:
+    files = {"a": ModelFile(), "b": ModelFile(size=5)}
+    prompt = {"prompt": "one two three four " * 20, "n_predict": 4}
+    async with (
+        EmulatedRouter(files, cache_ram=10_000, slot_files={}) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=100) as client,
+    ):
+
+        async def text(model: str) -> str:
+            answer = await client.post("/completion", json=prompt | {"model": model})
+            return str(answer.json()["content"])
+
+        right = await text("a")
+        for model, action in (("a", "save"), ("b", "restore")):
+            await client.post("/models/load", json={"model": model})
+            await router.until(lambda: "loading" not in values(router).values())
+            body = {"model": model, "filename": "one"}
+            response = await client.post(f"/slots/0?action={action}", json=body)
+            assert response.status_code == 200
+        assert await text("b") != right
+        await client.post("/slots/0?action=erase", json={"model": "b"})
+        assert await text("b") == right
