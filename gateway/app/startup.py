@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,7 @@ from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.keys import has_labels
+from gateway.config.routing import ModelRule
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.stored import STORE_OFF
 from gateway.http.certificates import CertificateError, load_certificate
@@ -50,8 +51,12 @@ class Options:
     """Folder of the state files; by default systemd's, else the user's."""
     store_dir: Path | None = None
     """Folder of the store, where the settings name none; by default that of the state files."""
+    read_memory: Callable[[Path, int, int], int] | None = None
+    """Reads from a model's file what it takes with so many slots of so many tokens: bytes."""
     restart_command: tuple[str, ...] = ()
     """The command that starts a successor; empty: no handover is possible."""
+    model_memory: dict[str, int] = field(default_factory=dict)
+    """Bytes that models need, where the settings don't say it; it may change until a reload."""
 
     def apply_to(self, settings: Settings) -> Settings:
         """The settings, overridden by these options."""
@@ -62,8 +67,15 @@ class Options:
                 "listen": settings.listen.model_copy(update=_given(listen)),
                 "admin": settings.admin.model_copy(update=_given(admin)),
                 "allow_anonymous": settings.allow_anonymous or self.allow_anonymous,
+                "models": {**settings.models, **dict(self._sized(settings.models))},
             }
         )
+
+    def _sized(self, rules: Mapping[str, ModelRule]) -> Iterator[tuple[str, ModelRule]]:
+        for name, size in self.model_memory.items():
+            rule = rules.get(name) or ModelRule()
+            if rule.memory is None and (not rule.use or name in rule.use):
+                yield name, rule.model_copy(update={"memory": size})
 
 
 class StartError(Exception):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import typer
 
@@ -20,11 +23,15 @@ from gateway.cli.options import examples_epilog
 from gateway.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
+    import asyncio
+
+    from gateway.app.assembly import Gateway
     from gateway.app.startup import Options
     from gateway.config.settings import Settings
     from gateway.local.download import ModelWish
     from gateway.local.gguf import ModelFile
-    from gateway.local.plan import LocalFleetPlan
+    from gateway.local.model_folder import FolderContents
+    from gateway.local.plan import FolderPlan, LocalFleetPlan
 
 
 EXAMPLES = examples_epilog(
@@ -39,6 +46,14 @@ EXAMPLES = examples_epilog(
         "llama-gateway up --model m.gguf --context 65536 --slots 1",
         "for a coding agent, whose first prompt is thousands of tokens",
     ),
+    (
+        "llama-gateway up --model a.gguf --model b.gguf",
+        "several models, one server each, as far as memory goes",
+    ),
+    (
+        "llama-gateway up --models-dir ~/models",
+        "all models of a folder, each loaded when it is asked for; needs llama-server",
+    ),
     ("llama-gateway up --embedding", "serves /v1/embeddings too"),
     ("llama-gateway up --server-port 9081", "its servers on ports 9081, 9082, ..."),
 )
@@ -47,16 +62,31 @@ _of_servers = partial(typer.Option, rich_help_panel="Servers")
 _of_download = partial(typer.Option, rich_help_panel="Download")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 LONGEST_TOKEN = 4096  # characters of a token for a download
+FOLDER_SECONDS = 5.0  # between two looks at --models-dir
+MOST_LINES = 20  # of models, and of files that are none
 
 
 @options.takes(process=options.ProcessFlags)
 def up(
     *,
-    model: str | None = _of_servers(
+    model: list[str] | None = _of_servers(
         None,
         metavar="FILE.gguf|URL",
         show_default="a small demo model of random weights",
-        help="The model to serve: a file, or an https address that it is downloaded from once.",
+        help=(
+            "The model to serve: a file, or an https address that it is downloaded from once. "
+            "Given several times: one server for each."
+        ),
+    ),
+    models_dir: Path | None = _of_servers(
+        None,
+        metavar="DIR",
+        show_default="none",
+        help=(
+            "Serve all models of this folder and of the folders in it: each is loaded when it is "
+            "asked for, and unloaded when others need its memory. Needs a llama-server program. "
+            "New files appear by themselves."
+        ),
     ),
     servers: int | None = _of_servers(
         None,
@@ -64,10 +94,17 @@ def up(
         max=256,
         metavar="N",
         show_default="one per NUMA node",
-        help="How many llama.cpp servers to start.",
+        help="How many llama.cpp servers to start for one model, or for --models-dir.",
     ),
     slots: int = _of_servers(
-        2, min=1, max=256, metavar="N", help="Requests that one server takes at once."
+        2,
+        min=1,
+        max=256,
+        metavar="N",
+        help=(
+            "Requests that one model takes at once on a server; of several models some get fewer "
+            "where memory is short."
+        ),
     ),
     context: int | None = _of_servers(
         None,
@@ -115,7 +152,7 @@ def up(
         None,
         metavar="DIGEST",
         show_default="not checked",
-        help="SHA-256 of the model behind a URL; once for each file of a split one.",
+        help="SHA-256 of the model behind a URL; once for each file, in the order of all URLs.",
     ),
     token_env: str | None = _of_download(
         None,
@@ -148,39 +185,69 @@ def up(
     from gateway.local import LocalFleetError
     from gateway.local.cache import models_in_use
     from gateway.local.gguf import model_parts
-    from gateway.local.plan import check_model_fits, find_server, plan_local_fleet
-
-    check_fits = partial(
-        check_model_fits,
-        servers=servers,
-        slots=slots,
-        context=context,
-        force_memory=force_memory,
-        embedding=embedding,
+    from gateway.local.plan import (
+        find_server,
+        plan_folder_fleet,
+        plan_local_fleet,
+        plan_model_fleet,
     )
-    try:
-        find_server(server_bin)  # a missing program is told before a download, not after it
-        path = _model_file(model, sha256, token_env, max_bytes, check_fits)
-        plan = plan_local_fleet(
-            path,
-            servers=servers,
-            slots=slots,
-            context=context,
-            server_bin=server_bin,
-            force_memory=force_memory,
-            embedding=embedding,
-            mlock=mlock,
+
+    sources = model or []
+    if models_dir is not None and sources:
+        raise CommandFailed(
+            "--models-dir and --model exclude each other: put it into the folder", 2
         )
-        with (
-            models_in_use(model_parts(plan.model.path)),
-            tempfile.TemporaryDirectory(prefix="llama-gateway-") as folder,
-        ):
-            inventory_file = _provisional_inventory(plan, Path(folder) / "nodes.yaml")
-            # Keys, their hashes for a start without the store, and usage outlive one run.
-            given = replace(
-                process.startup(inventory_file), state_dir=Path(folder), store_dir=state_folder()
-            )
-            status = run_event_loop(_serve(plan, given, server_port))
+    if len(sources) > 1 and servers is not None:
+        raise CommandFailed("--servers is for one model: of several, each has one server", 2)
+    common: _Common = {
+        "slots": slots,
+        "context": context,
+        "force_memory": force_memory,
+        "embedding": embedding,
+    }
+    try:
+        with tempfile.TemporaryDirectory(prefix="llama-gateway-") as name:
+            folder = Path(name)
+            over: FolderPlan | None = None
+            if models_dir is not None:
+                _check_no_download(sha256, token_env, max_bytes)
+                over = _read_folder(
+                    models_dir,
+                    partial(
+                        plan_folder_fleet,
+                        preset=folder / "models.ini",
+                        servers=servers,
+                        server_bin=server_bin,
+                        mlock=mlock,
+                        **common,
+                    ),
+                )
+                plan = over.fleet
+            else:
+                find_server(server_bin)  # a missing program is told before a download
+                fits = partial(_check_fits, servers=servers, **common)
+                models = _models(sources, sha256, token_env, max_bytes, fits)
+                if len(models) > 1:
+                    plan = plan_model_fleet(models, server_bin=server_bin, mlock=mlock, **common)
+                else:
+                    plan = plan_local_fleet(
+                        models[0] if models else None,
+                        servers=servers,
+                        server_bin=server_bin,
+                        mlock=mlock,
+                        **common,
+                    )
+            parts = [part for one in plan.models for part in model_parts(one.path)]
+            with models_in_use(parts):
+                inventory_file = _provisional_inventory(plan, folder / "nodes.yaml")
+                # Keys, their hashes for a start without the store, and usage outlive one run.
+                given = replace(
+                    process.startup(inventory_file), state_dir=folder, store_dir=state_folder()
+                )
+                if over is not None:
+                    given = replace(given, model_memory={})
+                    _write_preset(over, over.contents, plan, given)
+                status = run_event_loop(_serve(plan, given, server_port, over))
     except LocalFleetError as error:
         raise CommandFailed(str(error)) from None
     except StartError as error:
@@ -192,25 +259,67 @@ def up(
     raise typer.Exit(status)
 
 
-def _model_file(
-    model: str | None,
+class _Common(TypedDict):
+    """What all plans take."""
+
+    slots: int
+    context: int | None
+    force_memory: bool
+    embedding: bool
+
+
+def _check_fits(
+    model: ModelFile, known: Sequence[ModelFile], *, servers: int | None, **common: Unpack[_Common]
+) -> None:
+    """Check before a download that the model fits beside those known. Raises LocalFleetError."""
+    from gateway.local.plan import check_model_fits, plan_models
+    from gateway.local.topology import read_topology
+
+    if known:
+        plan_models(read_topology(), [*known, model], **common)
+    else:
+        check_model_fits(model, servers=servers, **common)
+
+
+def _check_no_download(
+    sha256: list[str] | None, token_env: str | None, max_bytes: str | None
+) -> None:
+    given = {"--sha256": sha256, "--token-env": token_env, "--max-bytes": max_bytes}
+    for name, value in given.items():
+        if value:
+            raise CommandFailed(f"{name} is for a download: --model names no URL", 2)
+
+
+def _models(
+    sources: list[str],
     sha256: list[str] | None,
     token_env: str | None,
     max_bytes: str | None,
-    check_fits: Callable[[ModelFile], None],
-) -> Path | None:
-    """Return the file of `--model`, downloaded where it is a URL. Raises LocalFleetError."""
+    check_fits: Callable[..., None],
+) -> list[ModelFile]:
+    """Return the models of all `--model`, downloaded where they are URLs. Raises LocalFleetError.
+
+    The files are read first, so that nothing is downloaded where one of them can't be used.
+    """
+    from gateway.local.download import is_url
+    from gateway.local.gguf import read_model
+
+    urls = [source for source in sources if is_url(source)]
+    if not urls:
+        _check_no_download(sha256, token_env, max_bytes)
+    wishes = dict(zip(urls, _wishes(urls, sha256 or [], token_env, max_bytes), strict=True))
+    read = {source: read_model(Path(source)) for source in sources if source not in wishes}
+    for source, wish in wishes.items():
+        known = list(read.values())
+        read[source] = read_model(_downloaded(wish, partial(check_fits, known=known)))
+    return [read[source] for source in sources]
+
+
+def _downloaded(wish: ModelWish, check_fits: Callable[[ModelFile], None]) -> Path:
     from gateway.cli.progress import DownloadProgress
     from gateway.local.cache import cache_folder
-    from gateway.local.download import DownloadHooks, fetch_model, is_url, printable
+    from gateway.local.download import DownloadHooks, fetch_model, printable
 
-    if model is None or not is_url(model):
-        given = {"--sha256": sha256, "--token-env": token_env, "--max-bytes": max_bytes}
-        for name, value in given.items():
-            if value:
-                raise CommandFailed(f"{name} is for a download: --model names no URL", 2)
-        return None if model is None else Path(model)
-    wish = _wish(model, sha256 or [], token_env, max_bytes)
     with DownloadProgress(printable(wish.url)) as progress:
         hooks = DownloadHooks(progress=progress.show, note=progress.note)
         try:
@@ -222,23 +331,26 @@ def _model_file(
             raise
 
 
-def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str | None) -> ModelWish:
-    """Read the options of a download. Raises CommandFailed, whose text holds no secret."""
+def _wishes(
+    models: list[str], sha256: list[str], token_env: str | None, max_bytes: str | None
+) -> list[ModelWish]:
+    """Read the options of downloads. Raises CommandFailed, whose text holds no secret."""
     from gateway.config.fields import parse_size
     from gateway.local.download import ModelUrlError, ModelWish, parse_model_url, part_urls
 
     try:
-        url = parse_model_url(model)
-        files = len(part_urls(url))
+        urls = [parse_model_url(model) for model in models]
+        counts = [len(part_urls(url)) for url in urls]
     except ModelUrlError as error:
         raise CommandFailed(str(error), 2) from None
     digests = tuple(digest.strip().lower() for digest in sha256)
     if not all(_DIGEST.fullmatch(digest) for digest in digests):
         raise CommandFailed("--sha256: not 64 hexadecimal digits", 2)
-    if digests and len(digests) != files:
+    if digests and len(digests) != (files := sum(counts)):
         raise CommandFailed(
-            f"--sha256: given {len(digests)} times, but the model has {files} "
-            f"{'file' if files == 1 else 'files'}; give it once for each, in order",
+            f"--sha256: given {len(digests)} times, but the {_many(len(urls), 'model')} "
+            f"{'has' if len(urls) == 1 else 'have'} {_many(files, 'file')}; give it once for each, "
+            "in order",
             2,
         )
     token = None
@@ -248,8 +360,14 @@ def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str |
             raise CommandFailed(f"--token-env: the variable {token_env} is empty or not set", 2)
         if not (token.isascii() and token.isprintable()) or len(token) > LONGEST_TOKEN:
             raise CommandFailed(f"--token-env: the variable {token_env} holds no token", 2)
-        if url.userinfo:
+        if any(url.userinfo for url in urls):
             raise CommandFailed("--token-env: the URL holds a password already; give one only", 2)
+        if len(hosts := sorted({url.host for url in urls})) > 1:
+            raise CommandFailed(
+                f"--token-env: the URLs are of {' and '.join(hosts)}, and a token is for one host; "
+                "download them by commands of their own first",
+                2,
+            )
     most = None
     if max_bytes is not None:
         try:
@@ -258,10 +376,56 @@ def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str |
             most = 0
         if most <= 0:
             raise CommandFailed(f"--max-bytes {max_bytes}: not a size, such as 8GiB", 2)
-    return ModelWish(url, digests, token, most)
+    ends = list(accumulate(counts))
+    return [
+        ModelWish(url, digests[end - count : end], token, most)
+        for url, count, end in zip(urls, counts, ends, strict=True)
+    ]
 
 
-async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) -> int:
+def _many(count: int, thing: str) -> str:
+    return f"{count} {thing}s" if count != 1 else thing
+
+
+def _read_folder(path: Path, plan: Callable[..., FolderPlan]) -> FolderPlan:
+    """Plan routers over a folder, and tell what it holds. Raises LocalFleetError."""
+    from gateway.cli.progress import StatusProgress
+    from gateway.local.memory import format_gib
+
+    with StatusProgress(str(path)) as progress:
+        found = plan(
+            path,
+            progress=lambda done, total: progress.show(
+                f"reading {_many(total, 'model')}, {done} done", "reading", done, total
+            ),
+        )
+    contents = found.contents
+    print_note(
+        f"{path}: {_many(len(contents.models), 'model')}, loaded on demand into "
+        f"{format_gib(found.room)}:"
+    )
+    _print_lines(
+        [
+            f"  {name}: {format_gib(one.memory - one.settings.prompt_cache_bytes)} with "
+            f"{_slots(one.settings.slots, one.settings.context)}, and "
+            f"{format_gib(one.settings.prompt_cache_bytes)} for prompts"
+            for name, one in contents.models.items()
+        ]
+    )
+    _print_lines([f"  not served: {name}: {why}" for name, why in contents.passed_over.items()])
+    return found
+
+
+def _print_lines(lines: list[str]) -> None:
+    for line in lines[:MOST_LINES]:
+        print_note(line)
+    if len(lines) > MOST_LINES:
+        print_note(f"  and {len(lines) - MOST_LINES} more")
+
+
+async def _serve(
+    plan: LocalFleetPlan, given: Options, server_port: int | None, over: FolderPlan | None
+) -> int:
     """Start the servers and the gateway over them; return the exit status."""
     import asyncio
 
@@ -286,10 +450,7 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     if plan.binary is not None:
         version = plan.binary.version or "unknown"
         print_note(f"Using {plan.binary.path}, version {version}, not the embedded server.")
-    servers = (
-        "a llama.cpp server" if len(plan.specs) == 1 else f"{len(plan.specs)} llama.cpp servers"
-    )
-    print_note(f"Starting {servers} {_slots_of(plan)}; logs are in {plan.log_folder}")
+    print_note(f"Starting {_servers_of(plan)}; logs are in {plan.log_folder}")
     progress = StartupProgress([spec.name for spec in plan.specs])
     async with AsyncExitStack() as exit_stack:
         base = BASE_PORT if server_port is None else server_port
@@ -307,28 +468,92 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         logs = exit_stack.enter_context(
             set_up_logging(settings.logging.level, settings.logging.format)
         )
-        return await serve(
-            given,
-            settings,
-            inventory,
-            logs,
-            lambda gateway: _print_example(
+        names = list(over.contents.models) if over else [one.name for one in plan.models]
+
+        def ready(gateway: Gateway) -> None:
+            _print_example(
                 gateway.public_listener.url if gateway.public_listener else "",
                 gateway.admin_listener.url if gateway.admin_listener else "",
                 settings,
-            ),
+                names[0] if len(names) > 1 else None,
+            )
+            if over is not None:
+                following = asyncio.create_task(_follow_folder(over, plan, given, gateway))
+                exit_stack.push_async_callback(_end, following)
+
+        return await serve(given, settings, inventory, logs, ready)
+
+
+async def _follow_folder(
+    over: FolderPlan, plan: LocalFleetPlan, given: Options, gateway: Gateway
+) -> None:
+    """Give the routers what comes and goes in their folder; never ends."""
+    import asyncio
+
+    import structlog
+
+    contents = over.contents
+    while True:
+        await asyncio.sleep(FOLDER_SECONDS)
+        try:
+            found = await asyncio.to_thread(over.folder.contents)
+            if found == contents:
+                continue
+            await asyncio.to_thread(_write_preset, over, found, plan, given)
+        except OSError as error:  # the folder is away: its models stay as they are
+            structlog.get_logger().warning("models folder", error=str(error))
+            continue
+        new = {
+            name: why
+            for name, why in found.passed_over.items()
+            if contents.passed_over.get(name) != why
+        }
+        structlog.get_logger().info(
+            "models folder",
+            added=sorted(found.models.keys() - contents.models.keys()),
+            removed=sorted(contents.models.keys() - found.models.keys()),
+            not_served=dict(list(new.items())[:MOST_LINES]),
         )
+        contents = found
+        gateway.schedule_reload()  # the settings take the models' memory over
 
 
-def _slots_of(plan: LocalFleetPlan) -> str:
-    """Tell what one request may have, and how it gets more."""
+def _write_preset(
+    over: FolderPlan, contents: FolderContents, plan: LocalFleetPlan, given: Options
+) -> None:
+    from gateway.local.model_folder import write_preset
+
+    write_preset(plan.specs[0].model, over.folder.preset(contents))
+    given.model_memory.clear()
+    given.model_memory.update({name: one.memory for name, one in contents.models.items()})
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    import asyncio
+
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _servers_of(plan: LocalFleetPlan) -> str:
+    """Tell what is started, what one request may have there, and how it gets more."""
     from gateway.local.plan import DEFAULT_CONTEXT
 
-    spec = plan.specs[0]
+    spec, count = plan.specs[0], len(plan.specs)
     more = " (--context N: more)" if spec.context == DEFAULT_CONTEXT else ""
-    if spec.slots == 1:
-        return f"with 1 slot of {spec.context:,} tokens{more}"
-    return f"with {spec.slots} slots of {spec.context:,} tokens each{more}"
+    if spec.is_router:
+        return f"a llama.cpp router{more}" if count == 1 else f"{count} llama.cpp routers{more}"
+    if len(plan.models) > 1:
+        each = (f"{one.alias} with {_slots(one.slots, one.context)}" for one in plan.specs)
+        return f"{count} llama.cpp servers: {', '.join(each)}{more}"
+    servers = "a llama.cpp server" if count == 1 else f"{count} llama.cpp servers"
+    return f"{servers} with {_slots(spec.slots, spec.context)}{more}"
+
+
+def _slots(slots: int, context: int) -> str:
+    if slots == 1:
+        return f"1 slot of {context:,} tokens"
+    return f"{slots} slots of {context:,} tokens each"
 
 
 def _note_other_ports(base: int, urls: tuple[str, ...]) -> None:
@@ -343,17 +568,19 @@ def note_unlocked_models(plan: LocalFleetPlan, pids: tuple[int | None, ...]) -> 
     from gateway.local.memory import memlock_warning
 
     for spec, pid in zip(plan.specs, pids, strict=True):
-        if spec.mlock and pid is not None and (warning := memlock_warning(plan.model, pid)):
+        if not spec.mlock or spec.is_router or pid is None:
+            continue
+        if warning := memlock_warning(plan.model_of(spec), pid):
             print_note(f"  {spec.name}: {warning}")
 
 
-def _print_example(url: str, admin_url: str, settings: Settings) -> None:
+def _print_example(url: str, admin_url: str, settings: Settings, model: str | None) -> None:
     key = " -H 'Authorization: Bearer YOUR-KEY'" if settings.keys else ""
     print_note(f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:")
-    print_note(
-        f"  curl {url}/v1/chat/completions{key} -d "
-        '\'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}\''
-    )
+    body: dict[str, object] = {} if model is None else {"model": model}
+    body |= {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}
+    text = shlex.quote(json.dumps(body, ensure_ascii=False))
+    print_note(f"  curl {url}/v1/chat/completions{key} -d {text}")
     if admin_url:
         print_note(f"See the fleet at {admin_url}/ or by 'llama-gateway top'.")
 

@@ -64,6 +64,9 @@ class ServerSpec:
     host: str = "127.0.0.1"
     batch: int | None = None  # tokens of one step; None: by its context
     micro_batch: int | None = None  # tokens of one computation
+    is_router: bool = False
+    """`model` is a preset file, whose models a llama-server loads on demand (`model_folder`)."""
+    memory: int | None = None  # that its host has for these models, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +175,15 @@ def _embedded(spec: ServerSpec, port: int) -> list[str]:
 
 def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str]:
     batch, micro_batch = batch_sizes(spec.context, embedding=spec.embedding)
+    if spec.is_router:  # slots and context stand in the preset, of which flags would take the place
+        served = ["--models-preset", str(spec.model), "--models-max", "0"]
+        sizes = []
+    else:
+        served = ["-m", str(spec.model), "--alias", spec.alias]
+        sizes = ["-np", str(spec.slots), "-c", str(spec.slots * spec.context)]
     command = [
-        *(str(binary.path), "-m", str(spec.model), "--alias", spec.alias),
-        *("--host", spec.host, "--port", str(port)),
-        *("-np", str(spec.slots), "-c", str(spec.slots * spec.context)),
+        *(str(binary.path), *served),
+        *("--host", spec.host, "--port", str(port), *sizes),
         *("-t", str(spec.threads), "-tb", str(spec.threads)),
         *("-b", str(spec.batch or batch), "-ub", str(spec.micro_batch or micro_batch)),
     ]
@@ -186,8 +194,9 @@ def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str
         [["--jinja"]],
         [["--no-ui"], ["--no-webui"]],
         [["--cors-origins", f"http://{spec.host}:{port}"]],
-        [["--cache-ram", str(spec.prompt_cache_bytes // MIB)]],
     ]
+    if not spec.is_router:
+        rows.append([["--cache-ram", str(spec.prompt_cache_bytes // MIB)]])
     if spec.mlock and "--load-mode" in binary.flags:
         rows.append([["--load-mode", "mlock" if spec.no_mmap else "mmap+mlock"]])
     elif spec.mlock:
@@ -196,7 +205,7 @@ def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str
         rows.append([["--load-mode", "none"], ["--no-mmap"]])
     if spec.embedding:
         rows.append([["--embeddings"], ["--embedding"]])
-        rows += [] if spec.own_pooling else [[["--pooling", MEAN]]]
+        rows += [] if spec.own_pooling or spec.is_router else [[["--pooling", MEAN]]]
     for row in rows:
         command += next((words for words in row if words[0] in binary.flags), [])
     return command
@@ -445,6 +454,16 @@ class ServerExited:
 ServerEvent = ServerStarted | ServerLoading | ServerReady | ServerExited
 
 
+def _inventory_entry(spec: ServerSpec, url: str) -> dict[str, Any]:
+    labels = {"numa": str(spec.numa_node), STARTED_BY: UP}
+    entry: dict[str, Any] = {"name": spec.name, "url": url, "host": "localhost", "labels": labels}
+    if spec.memory is not None:
+        entry["memory"] = spec.memory
+        if spec.memory_node is not None:
+            entry["host"] = f"localhost-numa{spec.memory_node}"
+    return entry
+
+
 def restart_backoff(last: float | None, uptime: float) -> float:
     """Return the seconds before a restart, after a backoff of `last` and `uptime` seconds."""
     if last is None or uptime >= BACKOFF_RESET_AFTER:
@@ -531,17 +550,10 @@ class LocalFleet:
     def inventory(self) -> list[dict[str, Any]]:
         """Return the servers as nodes of an inventory, in the form of `config/nodes.yaml`.
 
-        They have one `host`, since they fail together with this machine.
+        They have one `host`, since they fail together with this machine, but for routers that are
+        bound to a NUMA node: its memory is what their models share.
         """
-        return [
-            {
-                "name": server.spec.name,
-                "url": server.url,
-                "host": "localhost",
-                "labels": {"numa": str(server.spec.numa_node), STARTED_BY: UP},
-            }
-            for server in self._servers
-        ]
+        return [_inventory_entry(server.spec, server.url) for server in self._servers]
 
     def _claim_ports(self) -> None:
         for spec in self._specs:
