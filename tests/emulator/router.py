@@ -86,8 +86,10 @@ class EmulatedRouter(EmulatedNode):
         self._read_folder()
 
     async def kill_model(self, name: str) -> None:
-        """Ends the server of a model as by kill -9, with its requests."""
+        """Ends the server of a model as by kill -9, with its requests, if it runs."""
         model = self.models[name]
+        if model.state == "unloaded":
+            return
         await self._stop_loading(model)
         await model.node.kill()
         self._set_state(model, "unloaded", exit_code=1)
@@ -364,9 +366,9 @@ class EmulatedRouter(EmulatedNode):
                 await model.loading
 
     def _read_folder(self) -> None:
-        for name in self.models.keys() - self.folder.keys():
+        for name in sorted(self.models.keys() - self.folder.keys()):
             del self.models[name]
-        for name in self.folder.keys() - self.models.keys():
+        for name in sorted(self.folder.keys() - self.models.keys()):
             file = self.folder[name]
             seconds = self.load_seconds if file.load_seconds is None else file.load_seconds
             options = {"model_bytes": file.size, "load_seconds": seconds, **self._options}
@@ -376,7 +378,7 @@ class EmulatedRouter(EmulatedNode):
 
     async def _reload(self, connection: Connection, response: Response) -> None:
         """Reads the folder again, once the models that are gone have ended."""
-        for name in self.models.keys() - self.folder.keys():
+        for name in sorted(self.models.keys() - self.folder.keys()):
             model = self.models[name]
             with suppress(RefusedError):
                 self._unload_now(name)

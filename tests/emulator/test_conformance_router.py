@@ -328,6 +328,8 @@ async def test_a_request_for_another_model_waits_until_the_loaded_one_is_idle(
                 await busy.until(b"\n\n")
                 body = chat(stream=False, model="b", max_tokens=2)
                 waiting = asyncio.create_task(client.post(CHAT, json=body))
+                refused = await client.post("/models/load", json={"model": "c"})
+                assert refused.json()["error"]["message"] == "model limit reached, try again later"
                 for _ in range(20):  # answered as before: the other request changes nothing yet
                     assert (await values(client))["b"] == "unloaded"
                     assert not waiting.done()
