@@ -197,7 +197,8 @@ class ModelLoad:
     file: str | None = None  # the path of its file on the router's machine
     properties_read: bool = False  # whether `/props` was read since it was loaded
     doubted: bool = False
-    """Whether a request has found it not loaded: it gets no other before the list was read."""
+    """Whether a request has found it not loaded: it gets no other before its server has answered.
+    Of a model that another one unloads the list says for ten seconds that it is loaded."""
 
     def expected_in(self, seconds: float, now: float) -> float:
         """Seconds until it can be loaded, if a load takes so many and is ordered now at latest."""
@@ -217,7 +218,7 @@ class ModelLoad:
     def enter(self, phase: LoadPhase, reason: str, now: float) -> None:
         """Begin another phase."""
         self.phase, self.reason, self.since = phase, reason, now
-        self.progress = None
+        self.progress, self.doubted = None, False
         if phase is not LoadPhase.READY:
             self.properties_read = False
 
@@ -268,9 +269,14 @@ class ModelLoad:
         self.enter(LoadPhase.UNLOADED, f"its last load failed: {self.reason}", now)
         return True
 
-    def doubt(self) -> None:
-        """A request has found it not loaded."""
-        self.doubted = True
+    @property
+    def unsettled(self) -> bool:
+        """Whether it is looked at soon again."""
+        return self.ordered is not None or self.doubted
+
+    def doubt(self, *, doubted: bool) -> None:
+        """A request has found it not loaded; or its server has answered since."""
+        self.doubted = doubted
 
     def reported(self, model: RoutedModel, now: float, *, followed: bool) -> LoadChange | None:
         """The router lists it so; what that changes, or None.
@@ -278,7 +284,6 @@ class ModelLoad:
         `followed`: its events are followed, so that it is still the process that it was.
         """
         self.file, self.memory = model.file, model.memory or self.memory
-        self.doubted = False
         status, phase = model.status, self.phase
         if status is None or (self.ordered is not None and self._may_lag(status, now)):
             return None
