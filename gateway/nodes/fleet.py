@@ -552,7 +552,7 @@ class Fleet:
     def model_not_loaded(self, node: Node) -> None:
         """A request has found that a router has not loaded this model, or has lost it."""
         if node.load is not None:
-            node.load.doubt()
+            node.load.doubt(doubted=True)
             self.refresh_state(node)
         self.read_models(node)
 

@@ -450,6 +450,7 @@ class HealthMonitor:
                 self._list_due = False
                 async with self._probing, self._gate:
                     await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
+                self._look_again()
                 await asyncio.sleep(LIST_PAUSE)
             self._refresh_state(node)
             now = node.clock()
@@ -517,11 +518,18 @@ class HealthMonitor:
         if result.up and not comes_up:
             await self._read_slots(node)
             self._refresh_state(node)
-        if history.unread or waking or any(one.load and one.load.ordered for one in models):
+        if history.unread or waking:
             history.probe_by(node.clock() + QUICK_PROBE_DELAY)
+        self._look_again()
         return result
 
     # A router's models.
+
+    def _look_again(self) -> None:
+        """Probe soon again if something about a router's models is to be found out."""
+        node = self._node
+        if any(one.load is not None and one.load.unsettled for one in node.instances.values()):
+            node.probe_history.probe_by(node.clock() + QUICK_PROBE_DELAY)
 
     async def _probe_models(self, result: ProbeResult) -> None:
         """Bring a router's models up to date, after a probe of the router itself."""
@@ -556,6 +564,11 @@ class HealthMonitor:
         """Read what a loaded model's server says of itself, and how busy it is if it has work."""
         load, history = model.load, model.probe_history
         async with at_once:
+            if load is not None and load.doubted:
+                reply = await fetch(model, "/props")
+                if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
+                    return
+                load.doubt(doubted=False)
             if load is not None and model.spec.kind == "llama.cpp" and not load.properties_read:
                 found = await discover(model)
                 if found.up:

@@ -199,7 +199,8 @@ class ModelLoad:
     listed: RoutedModel | None = None  # as its router listed it last
     properties_read: bool = False  # whether `/props` was read since it was loaded
     doubted: bool = False
-    """Whether a request has found it not loaded: it gets no other before the list was read."""
+    """Whether a request has found it not loaded: it gets no other before its server has answered.
+    Of a model that another one unloads the list says for ten seconds that it is loaded."""
 
     def expected_in(self, seconds: float, now: float) -> float:
         """Seconds until it can be loaded, if a load takes so many and is ordered now at latest."""
@@ -219,7 +220,7 @@ class ModelLoad:
     def enter(self, phase: LoadPhase, reason: str, now: float) -> None:
         """Begin another phase."""
         self.phase, self.reason, self.since = phase, reason, now
-        self.progress = None
+        self.progress, self.doubted = None, False
         if phase is not LoadPhase.READY:
             self.properties_read = False
 
@@ -273,12 +274,17 @@ class ModelLoad:
     def is_news(self, model: RoutedModel) -> bool:
         """Whether the router lists it otherwise than before, or it is not as listed."""
         before, self.listed = self.listed, model
-        is_steady = self.ordered is None and not self.doubted and self.phase in _STEADY_PHASES
+        is_steady = not self.unsettled and self.phase in _STEADY_PHASES
         return before != model or not is_steady
 
-    def doubt(self) -> None:
-        """A request has found it not loaded."""
-        self.doubted = True
+    @property
+    def unsettled(self) -> bool:
+        """Whether it is looked at soon again."""
+        return self.ordered is not None or self.doubted
+
+    def doubt(self, *, doubted: bool) -> None:
+        """A request has found it not loaded; or its server has answered since."""
+        self.doubted = doubted
 
     def reported(self, model: RoutedModel, now: float, *, followed: bool) -> LoadChange | None:
         """The router lists it so; what that changes, or None.
@@ -286,7 +292,6 @@ class ModelLoad:
         `followed`: its events are followed, so that it is still the process that it was.
         """
         self.file, self.memory = model.file, model.memory or self.memory
-        self.doubted = False
         status, phase = model.status, self.phase
         if status is None or (self.ordered is not None and self._may_lag(status, now)):
             return None
