@@ -396,7 +396,10 @@ def _read_folder(path: Path, plan: Callable[..., FolderPlan]) -> FolderPlan:
         found = plan(
             path,
             progress=lambda done, total: progress.show(
-                f"reading {_many(total, 'model')}, {done} done", "reading", done, total
+                f"reading {_many(total, 'model')}{f', {done} done' if done else ''}",
+                "reading",
+                done,
+                total,
             ),
         )
     contents = found.contents
