@@ -161,7 +161,9 @@ class Gateway:
             yield_slot=self.registry.yield_slot,
         )
         self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
-        self.model_placer = ModelPlacer(self.fleet, self.scheduler, settings, self.clock)
+        self.model_placer = ModelPlacer(
+            self.fleet, self.scheduler, settings, self.clock, options.read_memory
+        )
         self.calibrator = Calibrator(self.fleet, self.bus, self.clock, rng)
         self.tracing = RequestTracing(
             settings.telemetry.traces, self.scheduler.decision_log, clock=self.clock, rng=rng

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,6 +51,8 @@ class Options:
     """Folder of the state files; by default systemd's, else the user's."""
     store_dir: Path | None = None
     """Folder of the store, where the settings name none; by default that of the state files."""
+    read_memory: Callable[[Path, int, int], int] | None = None
+    """Reads from a model's file what it takes with so many slots of so many tokens: bytes."""
     restart_command: tuple[str, ...] = ()
     """The command that starts a successor; empty: no handover is possible."""
     model_memory: dict[str, int] = field(default_factory=dict)

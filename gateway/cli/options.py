@@ -283,7 +283,18 @@ class ProcessFlags(FlagGroup):
 
         given = {**vars(self), "settings_file": settings_file(self.config)}
         del given["config"]
-        return Options(inventory_file, **given)
+        return Options(inventory_file, **given, read_memory=_read_memory)
+
+
+def _read_memory(model: Path, slots: int, context: int) -> int:
+    """Return what a model takes, by its file. Raises: ValueError if it is no readable model."""
+    from gateway.local import ModelFileError
+    from gateway.local.memory import file_memory
+
+    try:
+        return file_memory(model, slots, context)
+    except ModelFileError as error:
+        raise ValueError(str(error)) from error
 
 
 def settings_file(path: Path | None) -> Path | None:

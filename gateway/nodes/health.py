@@ -529,8 +529,8 @@ class HealthMonitor:
         if not result.up:
             self._record(node.instances.values(), result)
             return
-        await self._read_models(result)
         if node.spec.kind != "llama.cpp":
+            await self._read_models(result)
             return
         # So it reads its folder again, and forgets which loads failed.
         await self._read_models(result, "/v1/models?reload=1")
@@ -560,7 +560,7 @@ class HealthMonitor:
                 found = await discover(model)
                 if found.up:
                     history.discovered(model.clock())
-                    load.properties_were_read(model.properties.size)
+                    load.properties_were_read()
             if not model.removed:
                 await self._read_slots(model)
                 self._refresh_state(model)
@@ -576,7 +576,8 @@ class HealthMonitor:
             if comes_up and history.up:
                 model.circuit.server_restarted(now)
                 model.degradation.server_restarted()
-            self._refresh_state(model)
+            if comes_up or not result.up:
+                self._refresh_state(model)
 
     async def _follow(self) -> None:
         """Follow a router's events, until they break off; the next probe begins anew."""
@@ -751,6 +752,8 @@ def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
     history, load = node.probe_history, node.load
     if load is not None and load.phase is not LoadPhase.READY and history.probed:
         return _load_state(node, load, now)
+    if load is not None and load.doubted:
+        return NodeState.LOADING, "a request has found it not loaded"
     hangs = history.silent and node.sleep.is_overdue(node.properties.size, now)
     if node.sleep.sleeping and not hangs:
         return NodeState.SLEEPING, _sleeping_reason(node, now)

@@ -453,6 +453,16 @@ class Node:
         properties = self.properties
         return model if model in properties.models or model in properties.aliases else None
 
+    def may_resume(self, resume_key: tuple[object, ...]) -> bool:
+        """Whether it can go on with a stream of a server that has this key, as far as is known.
+
+        Of a model that a router has never loaded too little is known; who resumes it looks again.
+        """
+        properties = self.properties
+        return properties.resume_key() == resume_key or (
+            self.load is not None and properties.build is None
+        )
+
     def supports(self, endpoint: Endpoint, *, vision: bool = False) -> bool:
         """Whether it serves this endpoint: as declared, else unless it has refused it."""
         if self.spec.endpoints is not None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 import msgspec
 
-from gateway.nodes.server_properties import MOST_CONTEXT, MOST_SLOTS, UNREADABLE
+from gateway.nodes.server_properties import MOST_CONTEXT, MOST_SLOTS, UNREADABLE, memory_told
 
 # Seconds after a failed load until the next try for that model on that node; doubles each time.
 FIRST_RETRY, MOST_RETRY = 10.0, 600.0
@@ -58,6 +58,7 @@ class LoadPhase(enum.Enum):
     FAILED = "failed"  # its load failed: it is not tried again before `retry_at`
 
 
+_STEADY_PHASES = frozenset({LoadPhase.UNLOADED, LoadPhase.READY, LoadPhase.FAILED})
 LOADED_PHASES = frozenset({LoadPhase.READY, LoadPhase.RETIRING})
 
 
@@ -72,6 +73,8 @@ class RoutedModel(NamedTuple):
     exit_code: int | None
     slots: int | None
     context: int | None  # tokens of one slot, by the arguments; None: they don't say
+    file: str | None = None  # the path of its file on the router's machine
+    memory: int | None = None  # bytes that it takes, told of one that is loaded
 
 
 def read_list(listed: object) -> list[RoutedModel]:
@@ -88,7 +91,7 @@ def read_list(listed: object) -> list[RoutedModel]:
         status = status if isinstance(status, dict) else {}
         code = status.get("exit_code")
         args = status.get("args")
-        args = args if isinstance(args, list) else []
+        args = [one for one in args if isinstance(one, str)] if isinstance(args, list) else []
         slots = _argument(args, "--parallel", MOST_SLOTS)
         context = _argument(args, "--ctx-size", MOST_CONTEXT)
         found.setdefault(
@@ -102,6 +105,8 @@ def read_list(listed: object) -> list[RoutedModel]:
                 code if isinstance(code, int) else None,
                 slots,
                 context // slots if slots and context else None,
+                next((after for one, after in pairwise(args) if one == "--model"), None),
+                memory_told(entry.get("meta"), args),
             ),
         )
     return list(found.values())
@@ -118,10 +123,10 @@ def _is_name(name: object) -> TypeGuard[str]:
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
 
-def _argument(args: Sequence[object], option: str, most: int) -> int | None:
+def _argument(args: Sequence[str], option: str, most: int) -> int | None:
     """The number that follows an option; None: there is none, or not one from 1 to `most`."""
     for word, value in pairwise(args):
-        if word == option and isinstance(value, str) and _NUMBER.fullmatch(value):
+        if word == option and _NUMBER.fullmatch(value):
             return int(value) if 0 < int(value) <= most else None
     return None
 
@@ -190,7 +195,11 @@ class ModelLoad:
     loads: int = 0
     load_seconds: float = 0.0  # of all these loads together
     memory: int | None = None  # bytes that it takes when it is loaded, as learnt from a load
+    file: str | None = None  # the path of its file on the router's machine
+    listed: RoutedModel | None = None  # as its router listed it last
     properties_read: bool = False  # whether `/props` was read since it was loaded
+    doubted: bool = False
+    """Whether a request has found it not loaded: it gets no other before the list was read."""
 
     def expected_in(self, seconds: float, now: float) -> float:
         """Seconds until it can be loaded, if a load takes so many and is ordered now at latest."""
@@ -238,10 +247,9 @@ class ModelLoad:
         if self.phase is LoadPhase.LOADING:
             self.progress = share
 
-    def properties_were_read(self, memory: int | None) -> None:
-        """`/props` was read; it takes so many bytes, None: unknown."""
+    def properties_were_read(self) -> None:
+        """`/props` was read."""
         self.properties_read = True
-        self.memory = memory or self.memory
 
     def failed(self, why: str, now: float) -> None:
         """A load failed, or the command for it: it is tried again later, each time after longer."""
@@ -262,11 +270,23 @@ class ModelLoad:
         self.enter(LoadPhase.UNLOADED, f"its last load failed: {self.reason}", now)
         return True
 
+    def is_news(self, model: RoutedModel) -> bool:
+        """Whether the router lists it otherwise than before, or it is not as listed."""
+        before, self.listed = self.listed, model
+        is_steady = self.ordered is None and not self.doubted and self.phase in _STEADY_PHASES
+        return before != model or not is_steady
+
+    def doubt(self) -> None:
+        """A request has found it not loaded."""
+        self.doubted = True
+
     def reported(self, model: RoutedModel, now: float, *, followed: bool) -> LoadChange | None:
         """The router lists it so; what that changes, or None.
 
         `followed`: its events are followed, so that it is still the process that it was.
         """
+        self.file, self.memory = model.file, model.memory or self.memory
+        self.doubted = False
         status, phase = model.status, self.phase
         if status is None or (self.ordered is not None and self._may_lag(status, now)):
             return None

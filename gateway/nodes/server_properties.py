@@ -400,6 +400,16 @@ def model_memory(
     return int(size + cells * layers * width * bits / 8) + compute + rest
 
 
+def memory_told(meta: object, args: Sequence[str]) -> int | None:
+    """Return the bytes that a model takes by a router's entry for it; None: it is not loaded."""
+    if not isinstance(meta, dict) or not (size := _count(meta.get("size"), MOST_MODEL_SIZE)):
+        return None
+    most = {"n_params": MOST_MODEL_SIZE, "n_embd": 1 << 20, "n_vocab": 1 << 24}
+    figures = {name: _count(meta.get(name), limit) or 0 for name, limit in most.items()}
+    context = _count(meta.get("n_ctx"), MOST_CONTEXT) or 0
+    return min(model_memory(size, **figures, n_ctx=context, args=args), MOST_MODEL_SIZE)
+
+
 def _argument(args: Sequence[str], name: str) -> int:
     """Return the number of an argument; 0 where it is not given, or is no number above 0."""
     text = _text_argument(args, name)

@@ -18,6 +18,7 @@ TEMPLATE = (
     "{% if not loop.last or m['role'] != 'assistant' %}<|eot|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+MODEL_SIZE = 3_176_960  # bytes
 Body = dict[str, Any]
 
 
@@ -123,7 +124,7 @@ def meta(node: EmulatedNode) -> Body:
         "n_ctx_train": node.context_train,
         "n_embd": EMBEDDING_SIZE,
         "n_params": 794240,
-        "size": 3176960,
+        "size": node.model_bytes,
         "ftype": "all F32",
     }
 

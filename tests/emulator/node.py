@@ -72,6 +72,7 @@ class EmulatedNode:
         context_train: int = 8192,
         unified: bool = False,
         model: str = "demo",
+        model_bytes: int = info_endpoints.MODEL_SIZE,
         aliases: tuple[str, ...] = (),
         prefill_tps: float = inf,
         decode_tps: float = inf,
@@ -127,9 +128,12 @@ class EmulatedNode:
             clock=clock,
         )
         self.context_train = context_train
+        self.model_bytes = model_bytes
+        self.unified = unified
         self.clock = clock
         self.sleep_idle_seconds = sleep_idle_seconds
         self.load_seconds = load_seconds
+        self.woken = asyncio.Event()  # set when a request wakes it
         self.loaded_at = clock()  # when it has loaded its model again, after a sleep
         self.active_at = clock()  # when the last request ended that keeps it awake
         self.embeddings = embeddings
@@ -338,7 +342,7 @@ class EmulatedNode:
         except (ClientGoneError, asyncio.CancelledError):
             response.closing = True
             if isinstance(response, ProxiedResponse):
-                response.break_off()
+                await response.break_off()
         except Exception as error:  # noqa: BLE001  # raised when the node ends
             self.failures.append(error)
             connection.reset()
@@ -420,6 +424,7 @@ class EmulatedNode:
     async def _wake(self) -> None:
         if self.sleeping:
             self.slots.clear_prompts()
+            self.woken.set()
             self.loaded_at = self.clock() + self.load_seconds
         await asyncio.sleep(max(0.0, self.loaded_at - self.clock()))
         self.active_at = self.clock()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 REASONS = {
@@ -23,7 +25,6 @@ REASONS = {
 }
 JSON = "application/json; charset=utf-8"
 _LAST_CHUNK = b"0\r\n\r\n"
-_PROXY_ERROR = b"proxy error: Failed to read connection"
 
 
 class ClientGoneError(Exception):
@@ -118,6 +119,7 @@ class ProxiedResponse(Response):
     """The response of a router, which passes on what the server of a model writes."""
 
     begun = False
+    mute = False  # the server is to end, and does not before it is killed
 
     def write_plain(
         self, status: int, body: bytes, kind: str = JSON, headers: dict[str, str] | None = None
@@ -131,12 +133,19 @@ class ProxiedResponse(Response):
         self.begun = True
         await super().open_stream()
 
-    def break_off(self) -> None:
+    async def break_off(self) -> None:
         """What a client gets when the model's server dies: even a stream is ended as if whole."""
+        if self.mute:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        self.fail("Failed to read connection")
+
+    def fail(self, reason: str) -> None:
+        body = f"proxy error: {reason}".encode()
         if self.begun:
-            self.connection.write(_chunk(_PROXY_ERROR) + _LAST_CHUNK)
+            self.connection.write(_chunk(body) + _LAST_CHUNK)
         else:
-            self._write_chunk(500, _PROXY_ERROR, JSON, [])
+            self._write_chunk(500, body, JSON, [])
 
     def _write_chunk(
         self, status: int, body: bytes, kind: str, more: list[tuple[str, str]]

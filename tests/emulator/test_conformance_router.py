@@ -3,11 +3,14 @@
 Build 11669 does not do what older pages say: it unloads idle models only, so that a request for
 another one waits; and when a model's server dies in a stream, the router writes a line of text and
 ends the body as if it were whole. That is how a gateway sees it: a stream without its last event.
+A model that is told to unload waits for nobody: its requests get nothing more, and after 10 s its
+server is killed (of some streams the real one ends at once).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -132,6 +135,172 @@ async def test_a_router_without_a_loaded_model_answers_alike(
         await alike(clients, method, path, json=body)
 
 
+@asynccontextmanager
+async def followed(client: httpx.AsyncClient) -> AsyncIterator[list[str]]:
+    """The events of `/models/sse` as they come, each as short text; equal ones in a row once."""
+    seen: list[str] = []
+
+    async def follow(response: httpx.Response) -> None:
+        async for line in response.aiter_lines():
+            if line and (event := told(json.loads(line.removeprefix("data: ")))) not in seen[-1:]:
+                seen.append(event)
+
+    async with client.stream("GET", "/models/sse") as response:
+        assert response.headers["content-type"] == "text/event-stream"
+        task = asyncio.create_task(follow(response))
+        try:
+            yield seen
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def told(event: dict[str, Any]) -> str:
+    """An event as text: all but a number in the middle of a load."""
+    data = event.get("data", {})
+    progress = data.get("progress", {})
+    if "value" in progress:
+        progress["value"] = int(progress["value"])
+    if "info" in data:
+        data["info"] = sorted(data["info"])
+    return json.dumps(event)
+
+
+async def until_told(seen: list[str], *words: str) -> None:
+    async def told_of() -> bool | None:
+        return (bool(seen) and all(word in seen[-1] for word in words)) or None
+
+    await eventually(told_of)
+
+
+async def test_followers_are_told_alike(real: DemoServer) -> None:
+    both_saw = []
+    async with both(real) as clients:
+        for client, emulated in clients:
+            await client.get("/v1/models?reload=1")  # its last events have come
+            async with followed(client) as seen:
+                for name in ("bad", "a", "b"):  # `b` takes the place of `a`
+                    assert (await client.post("/models/load", json={"model": name})).is_success
+                    await until_told(seen, f'"{name}"', "exit_code" if name == "bad" else "info")
+                await client.post("/models/unload", json={"model": "b"})
+                await until_told(seen, '"b"', '"exit_code": 0')
+                await client.post(CHAT, json=chat(stream=False, model="c", max_tokens=1))
+                await kill_server(real, emulated, "c")
+                await until_told(seen, '"c"', '"exit_code": 1')
+                await client.get("/v1/models?reload=1")
+                await until_told(seen, "models_reload")
+            both_saw.append(seen)
+    assert both_saw[1] == both_saw[0]
+
+
+async def kill_server(real: DemoServer, emulated: EmulatedRouter | None, name: str) -> None:
+    """Kill the server of a model, the only one."""
+    if emulated is not None:
+        await emulated.kill_model(name)
+        return
+    for child in psutil.Process(real.pid).children():
+        child.kill()
+
+
+async def test_a_request_while_a_model_loads_is_answered_by_its_server(real: DemoServer) -> None:
+    path, body = "/tokenize?autoload=false", {"model": "a", "content": "b"}
+    answers: list[dict[int, httpx.Response]] = []
+    async with both(real, load_seconds=0.2) as clients:
+        for client, _ in clients:
+            answers.append(seen := {})
+            for _ in range(100):
+                await client.post("/models/load", json=ONE)
+                while (await values(client))["a"] == "loading":
+                    answer = await client.post(path, json=body)
+                    seen[answer.status_code] = answer
+                await client.post("/models/unload", json=ONE)
+                await shows(client, "a", "unloaded")
+                if 503 in seen:
+                    break
+    first, second = [seen[503] for seen in answers]
+    assert (second.json(), heads(second)) == (first.json(), heads(first))
+
+
+@pytest.mark.parametrize("path", ["/slots?model=a&autoload=false", "/props?model=a&autoload=false"])
+async def test_a_model_that_ends_is_loaded_still_but_takes_no_requests(
+    real: DemoServer, path: str
+) -> None:
+    """Its plain request holds it up, without an answer, until it is killed."""
+    async with both(real) as clients:
+        asked = []
+        for client, _ in clients:
+            await client.post("/models/load", json=ONE)
+            await shows(client, "a", "loaded")
+            body = chat(stream=False, model="a", **ENDLESS)
+            asked.append(asyncio.create_task(client.post(CHAT, json=body)))
+            await eventually(partial(is_busy, client))
+        answer = await alike(clients, "POST", "/models/unload", json=ONE)
+        assert answer.json() == {"success": True}
+        for client, _ in clients:
+            await eventually(partial(refuses, client, path))
+            assert (await values(client))["a"] == "loaded"
+        first, second = [await client.get(path) for client, _ in clients]
+        assert (second.text, heads(second)) == (first.text, heads(first))
+        await alike(clients, "POST", "/models/load", json=ONE)
+        await alike(clients, "POST", "/models/unload", json=ONE)
+        first, second = await asyncio.gather(*asked)
+        assert (second.status_code, second.text) == (first.status_code, first.text)
+        assert first.text == "proxy error: Failed to read connection"
+        for client, _ in clients:
+            await eventually(partial(has_failed, client))
+
+
+async def refuses(client: httpx.AsyncClient, path: str) -> bool | None:
+    return (await client.get(path)).status_code == 500 or None
+
+
+async def test_the_unloading_of_a_model_ends_its_streams_alike(real: DemoServer) -> None:
+    ends = []
+    async with both(real) as clients:
+        for client, _ in clients:
+            async with raw_connection(str(client.base_url)) as wire:
+                await wire.send(post(CHAT, chat(model="a", **ENDLESS)))
+                await wire.until(b"\n\n")
+                await client.post("/models/unload", json=ONE)
+                ends.append((await wire.rest())[-48:])
+            await shows(client, "a", "unloaded")
+    assert ends[0] == ends[1]
+
+
+async def test_the_unloading_of_a_model_that_loads_is_a_failure_alike(real: DemoServer) -> None:
+    async with both(real, load_seconds=5) as clients:
+        for client, emulated in clients:
+            await client.post("/models/load", json=ONE)
+            if emulated is None:
+                [child] = psutil.Process(real.pid).children()
+                child.suspend()
+            assert (await client.post("/models/unload", json=ONE)).json() == {"success": True}
+            await eventually(partial(has_failed, client))
+
+
+async def test_files_come_and_go_alike(real: DemoServer, folder: Path) -> None:
+    new = folder / "new.gguf"
+    async with both(real) as clients:
+        for client, emulated in clients:
+            if emulated is None:
+                new.symlink_to(demo_model())
+            else:
+                emulated.add("new")
+            assert "new" not in await values(client)
+            response = await client.post("/models/load", json={"model": "new"})
+            assert response.status_code == 404
+            await client.get("/v1/models?reload=1")
+            await client.post("/models/load", json={"model": "new"})
+            await shows(client, "new", "loaded")
+            if emulated is None:
+                new.unlink()
+            else:
+                emulated.remove("new")
+            assert "new" in await values(client)
+            listed = (await client.get("/v1/models?reload=1")).json()["data"]
+            assert "new" not in [model["id"] for model in listed]
+
+
 async def test_a_loaded_model_is_shown_and_asked_alike(real: DemoServer) -> None:
     async with both(real) as clients:
         for client, _ in clients:
@@ -193,11 +362,7 @@ async def test_the_death_of_a_model_s_server_looks_alike(real: DemoServer, strea
                 if stream:
                     await wire.until(b"\n\n")
                 await eventually(partial(is_busy, client))
-                if emulated is None:
-                    for child in psutil.Process(real.pid).children():
-                        child.kill()
-                else:
-                    await emulated.kill_model("a")
+                await kill_server(real, emulated, "a")
                 rest = await wire.rest()
             ends.append((rest.splitlines()[0] if not stream else b"", rest[-48:]))
             await eventually(partial(has_failed, client))
@@ -222,12 +387,22 @@ async def has_failed(client: httpx.AsyncClient) -> bool | None:
 
 async def test_a_model_that_sleeps_is_shown_and_wakes_alike(folder: Path) -> None:
     extra = ("--models-max", "1", "--sleep-idle-seconds", "1")
+    both_saw = []
     with running_router(folder, slots=2, context=CONTEXT, extra=extra) as router:
         async with both(router, sleep_idle_seconds=1) as clients:
             for client, _ in clients:
-                await client.post(CHAT, json=chat(stream=False, model="a", max_tokens=1))
-                await shows(client, "a", "sleeping")
-                assert (await client.get("/props?model=a")).json()["is_sleeping"] is True
-                assert (await values(client))["a"] == "sleeping"
-                assert (await client.get("/slots?model=a")).status_code == 200
-                assert (await values(client))["a"] == "loaded"
+                async with followed(client) as seen:
+                    await client.post(CHAT, json=chat(stream=False, model="a", max_tokens=1))
+                    await until_told(seen, "sleeping")
+                    assert (await values(client))["a"] == "sleeping"
+                    assert (await client.get("/props?model=a")).json()["is_sleeping"] is True
+                    assert (await values(client))["a"] == "sleeping"
+                    for path in ("/slots?model=a", "/slots?model=a&autoload=false"):
+                        assert (await client.get(path)).status_code == 200
+                        assert (await values(client))["a"] == "loaded"
+                        await until_told(seen, "sleeping")
+                    assert (await client.post("/models/load", json=ONE)).status_code == 400
+                    await client.post("/models/unload", json=ONE)
+                    await until_told(seen, "exit_code")
+                both_saw.append(seen)
+    assert both_saw[1] == both_saw[0]

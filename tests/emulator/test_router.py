@@ -1,11 +1,14 @@
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+import asyncio
+import json
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.emulator.raw_connection import chat, post, raw_connection
+from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import UNLOAD_GRACE, EmulatedRouter
 from tests.virtual import in_virtual_time, now
 
@@ -30,18 +33,97 @@ async def test_the_model_that_was_used_least_recently_is_unloaded() -> None:
 
 @in_virtual_time
 async def test_a_model_that_is_unloaded_while_busy_is_killed_in_the_end() -> None:
-    async with EmulatedRouter(["a"], decode_tps=10) as router, AsyncExitStack() as stack:
-        wire = await stack.enter_async_context(raw_connection(router.url))
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=router.url, timeout=100)
-        )
+    async with (
+        EmulatedRouter(["a"], decode_tps=10) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=100) as client,
+        raw_connection(router.url) as wire,
+    ):
         await wire.send(post(CHAT, chat(model="a", **ENDLESS)))
         await wire.until(b"\n\n")
+        asked = asyncio.create_task(client.post(CHAT, json=chat(stream=False, model="a")))
+        await router.until(lambda: router.models["a"].requests == 2)
         began = now()
         await client.post("/models/unload", json={"model": "a"})
-        await router.until(lambda: not router.models["a"].requests)
+        rest = await wire.until(b"0\r\n\r\n")
+        assert rest.endswith(b"proxy error: Failed to read connection\r\n0\r\n\r\n")
         assert now() - began >= UNLOAD_GRACE
-        assert (await wire.until(b"0\r\n\r\n")).endswith(
-            b"proxy error: Failed to read connection\r\n0\r\n\r\n"
-        )
+        assert rest.count(b"data:") < 10, "it goes on to write"
+        assert (await asked).status_code == 500
         assert router.models["a"].as_json()["status"]["failed"] is True
+
+
+@in_virtual_time
+async def test_a_load_takes_the_seconds_of_its_file_and_tells_its_progress() -> None:
+    files = {"slow": ModelFile(load_seconds=20), "fast": ModelFile(load_seconds=2)}
+    async with (
+        EmulatedRouter(files, models_max=0) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=100) as client,
+        client.stream("GET", "/models/sse") as events,
+    ):
+        began = now()
+        for name in files:
+            await client.post("/models/load", json={"model": name})
+        seen = []
+        async for line in events.aiter_lines():
+            if "loaded" in line or "progress" in line:
+                event = json.loads(line.removeprefix("data: "))
+                value = event["data"].get("progress", {}).get("value", "loaded")
+                seen.append((event["model"], value, round(now() - began, 1)))
+            if seen and seen[-1][:2] == ("slow", "loaded"):
+                break
+        assert [one[1:] for one in seen if one[0] == "fast"][-2:] == [(1.0, 1.6), ("loaded", 2.0)]
+        assert [one[1:] for one in seen if one[0] == "slow"] == [
+            *((share, 16 * share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)),
+            ("loaded", 20.0),
+        ]
+
+
+@in_virtual_time
+async def test_a_load_beyond_the_memory_of_the_host_is_killed() -> None:
+    memory = HostMemory(10)
+    files = {name: ModelFile(memory=6, load_seconds=10) for name in "ab"}
+    async with (
+        EmulatedRouter(files, memory=memory) as first,
+        EmulatedRouter(files, memory=memory) as second,
+        httpx.AsyncClient(timeout=100) as client,
+    ):
+        await client.post(f"{first.url}/models/load", json={"model": "a"})
+        body = chat(stream=False, model="b", max_tokens=1)
+        assert (await client.post(second.url + CHAT, json=body)).status_code == 500
+        assert now() - 1000 == pytest.approx(10 * 4 / 6, abs=0.1)
+        assert (values(first)["a"], values(second)["b"], memory.used) == ("loading", "unloaded", 6)
+        assert memory.peak == memory.size
+        await first.until(lambda: values(first)["a"] == "loaded")
+        await client.post(f"{first.url}/models/unload", json={"model": "a"})
+        await first.until(lambda: memory.used == 0)
+        assert (await client.post(second.url + CHAT, json=body)).status_code == 200
+
+
+@in_virtual_time
+async def test_loads_fail_as_often_as_they_are_told_to() -> None:
+    async with (
+        EmulatedRouter(["a"], load_seconds=1) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=100) as client,
+    ):
+        router.models["a"].failing_loads = 2
+        body = chat(stream=False, model="a", max_tokens=1)
+        codes = [(await client.post(CHAT, json=body)).status_code for _ in range(3)]
+        assert codes == [500, 500, 200]
+
+
+@in_virtual_time
+async def test_a_router_that_is_started_again_has_nothing_loaded_and_reads_its_folder() -> None:
+    async with (
+        EmulatedRouter(["a"], decode_tps=10) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=100) as client,
+    ):
+        router.kill_model_after("a", tokens=20)
+        streamed = await client.post(CHAT, json=chat(model="a", **ENDLESS))
+        assert streamed.text.endswith("proxy error: Failed to read connection")
+        assert router.models["a"].node.engine.tokens == pytest.approx(20, abs=1)
+        await client.post("/models/load", json={"model": "a"})
+        router.add("b")
+        await router.kill()
+        await router.revive()
+        assert values(router) == {"a": "unloaded", "b": "unloaded"}
+        assert not router.models["a"].failed

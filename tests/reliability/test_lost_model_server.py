@@ -1,45 +1,272 @@
-"""A router (`llama-server --models-dir`) whose server of a model dies in the middle of a request.
+"""A router (`llama-server --models-dir`) whose server of a model dies, or is gone when asked.
 
-It ends the stream as if it were whole, with a line of text that is no event.
+It ends a stream as if it were whole, with a line of text that is no event.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from tests.emulator.raw_connection import chat
+import psutil
+import pytest
+
+from gateway.forward.context import MOST_UNLOADED
+from gateway.nodes.node import NodeState
+from gateway.request.routes import ROUTES
 from tests.emulator.router import EmulatedRouter
-from tests.gateways import running_gateway
-from tests.virtual import in_virtual_time
+from tests.forward.proxy_over_nodes import GENERATION_PATHS, MESSAGES
+from tests.forward.test_resume import PATHS, asked_of, check_whole, text_of
+from tests.gateways import until
+from tests.reliability.routed_models import RoutedModels, routed_models
+from tests.servers import DemoServer, demo_model, running_router
+from tests.virtual import in_virtual_time, now
+
+CHAT = "/v1/chat/completions"
+COUNTS: dict[str, dict[str, Any]] = {
+    "/tokenize": {"content": "say"},
+    "/detokenize": {"tokens": [70, 71]},
+    "/apply-template": {"messages": MESSAGES},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/v1/chat/completions/input_tokens": {"messages": MESSAGES},
+}
+BOTH = ("r1/a", "r2/a")
+
+
+def routers(count: int = 2, **options: Any) -> list[EmulatedRouter]:
+    options = {"models_max": 0, "slots": 2, "decode_tps": 50, **options}
+    return [EmulatedRouter(["a", "b"], **options) for _ in range(count)]
+
+
+def server_of(models: RoutedModels, instance: str) -> EmulatedRouter:
+    found = models.routers[int(instance[1]) - 1]
+    assert isinstance(found, EmulatedRouter)
+    return found
+
+
+@pytest.mark.parametrize("path", [*GENERATION_PATHS, *COUNTS])
+@in_virtual_time
+async def test_each_request_names_the_model_and_loads_nothing(tmp_path: Path, path: str) -> None:
+    [router] = routers(1)
+    aliases = {"models": {"gpt": {"use": "a"}}, "default_model": "a"}
+    async with routed_models(tmp_path, router, loaded=["r1/a"], **aliases) as models:
+        few = {"max_tokens": 2} if path in GENERATION_PATHS else {}
+        for name in ("a", "gpt", None):
+            named = {} if name is None else {"model": name}
+            reply = await models.ask(path, **{**COUNTS.get(path, {}), **few, **named})
+            assert reply.status_code == 200, reply.text
+        assert router.models["b"].state == "unloaded"
+        for seen in router.models["a"].node.seen:
+            assert json.loads(seen.body)["model"] == "a"
+            assert seen.query == "autoload=false"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@in_virtual_time
+async def test_a_stream_goes_on_on_another_router_with_the_same_text(
+    tmp_path: Path, path: str
+) -> None:
+    async with routed_models(tmp_path, *routers(), loaded=[*BOTH, "r1/b", "r2/b"]) as models:
+        body = {"model": "a", "ignore_eos": True, **asked_of(path, 60)}
+        whole = await models.stream(path, **body)
+        models.forget_attempts()
+        asked = asyncio.create_task(models.stream(path, **body))
+        lost = await models.busy()
+        await server_of(models, lost).kill_model("a")
+        check_whole(path, await asked, whole)
+        other = BOTH[lost == BOTH[0]]
+        assert models.outcomes == [(lost, "reset"), (other, "ok")]
+        # The server of the model is to blame, and no other of its router.
+        failures = {name: models.node(name).failures for name in ("r1/a", "r2/a", "r1/b", "r2/b")}
+        assert failures == {"r1/b": 0, "r2/b": 0, lost: 1, other: 0}
 
 
 @in_virtual_time
-async def test_a_stream_that_its_router_ended_is_told_as_an_error(tmp_path: Path) -> None:
-    async with lost(tmp_path, stream=True) as text:
-        assert "proxy error" not in text
-        assert "[DONE]" not in text
-        assert '"code":"node_failed"' in text.rstrip().rpartition("\n")[2]
+async def test_a_stream_goes_on_where_its_model_has_to_be_loaded_first(tmp_path: Path) -> None:
+    async with routed_models(tmp_path, *routers(), loaded=["r1/a"]) as models:
+        body = {"model": "a", "ignore_eos": True, **asked_of(CHAT, 60)}
+        whole = await models.stream(CHAT, **body)
+        asked = asyncio.create_task(models.stream(CHAT, **body))
+        assert await models.busy() == "r1/a"
+        await server_of(models, "r1/a").kill_model("a")
+        await until(lambda: bool(models.running.gateway.scheduler.queue_positions()))
+        await models.load("r2/a")
+        check_whole(CHAT, await asked, whole)
 
 
 @in_virtual_time
-async def test_a_plain_request_is_sent_again_when_its_router_lost_the_model(
+async def test_a_stream_that_no_other_can_continue_is_told_as_an_error(tmp_path: Path) -> None:
+    async with routed_models(tmp_path, *routers(1), loaded=["r1/a", "r1/b"]) as models:
+        asked = asyncio.create_task(models.stream(CHAT, model="a", ignore_eos=True))
+        other = asyncio.create_task(models.stream(CHAT, model="b", ignore_eos=True, max_tokens=60))
+        await models.busy()
+        await server_of(models, "r1/a").kill_model("a")
+        reply = await asked
+        assert "proxy error" not in reply.body.decode()
+        assert [error["code"] for error in reply.errors] == ["node_failed"]
+        assert reply.events[-1] != b"data: [DONE]\n\n"
+        assert ROUTES[CHAT].api.is_stream_complete((await other).body)
+        assert models.node("r1/b").failures == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@in_virtual_time
+async def test_a_server_that_dies_before_its_response_begins_has_failed_it(
+    tmp_path: Path, stream: bool
+) -> None:
+    slow = routers(prefill_tps=5)
+    async with routed_models(tmp_path, *slow) as models:
+        # Without events a router says it by a 500, with them by the end of the stream.
+        path, few = ("/v1/completions", {"prompt": "a b c d e f g h i j k l m n o p"})
+        asked = asyncio.create_task(
+            models.ask(path, model="a", stream=stream, max_tokens=2, n=1, **few)
+        )
+        await until(lambda: any(models.node(name).leased for name in BOTH))
+        lost = next(name for name in BOTH if models.node(name).leased)
+        await server_of(models, lost).until(
+            lambda: server_of(models, lost).models["a"].node.busy > 0
+        )
+        await server_of(models, lost).kill_model("a")
+        assert (await asked).status_code == 200
+        assert models.outcomes == [(lost, "reset"), (BOTH[lost == BOTH[0]], "ok")]
+
+
+@in_virtual_time
+async def test_a_request_that_kills_servers_of_models_is_refused(tmp_path: Path) -> None:
+    async with routed_models(tmp_path, *routers(3), loaded=[*BOTH, "r3/a"], resume="off") as models:
+        for _ in range(2):
+            asked = asyncio.create_task(models.stream(CHAT, model="a", ignore_eos=True))
+            await server_of(models, lost := await models.busy()).kill_model("a")
+            assert (await asked).errors
+            await until(lambda lost=lost: models.node(lost).state is NodeState.UNLOADED)
+        reply = await models.stream(CHAT, model="a", ignore_eos=True)
+        assert reply.status == 502
+        assert b"died while they served this very request" in reply.body
+
+
+def says(status: int, message: str) -> dict[str, Any]:
+    error = {"code": status, "message": message, "type": "server_error"}
+    return {"status": status, "body": json.dumps({"error": error})}
+
+
+GONE = says(400, "model 'a' not found")
+NOT_LOADED = [
+    says(400, "model is not loaded"),
+    says(500, "model name=a failed to load"),
+    says(503, "Loading model"),
+    {"status": 500, "body": "proxy error: Could not establish connection"},
+]
+
+
+@pytest.mark.parametrize(
+    "answer", [*NOT_LOADED, GONE], ids=["refused", "failed", "loading", "no server", "gone"]
+)
+@in_virtual_time
+async def test_a_request_that_finds_its_model_not_loaded_goes_elsewhere_and_nobody_failed(
+    tmp_path: Path, answer: dict[str, Any]
+) -> None:
+    async with routed_models(tmp_path, *routers(), retries={"attempts": 1}) as models:
+        server_of(models, "r1/a").models["a"].node.faults.set("status", **answer)
+        replies = [await models.ask(CHAT, model="a", max_tokens=2) for _ in range(3)]
+        assert [reply.status_code for reply in replies] == [200] * 3
+        assert set(models.outcomes) == {("r1/a", "not_loaded"), ("r2/a", "ok")}
+        assert [models.node(name).failures for name in BOTH] == [0, 0]
+        assert models.node("r1/a").circuit.fully_closed
+
+
+@in_virtual_time
+async def test_a_request_that_finds_its_model_not_loaded_waits_for_the_list(tmp_path: Path) -> None:
+    [router] = routers(1)
+    hours = {"health": {"interval": 3600}, "retries": {"attempts": 1}}
+    async with routed_models(tmp_path, router, loaded=["r1/a"], **hours) as models:
+        router.models["a"].node.faults.next("status", **NOT_LOADED[0])
+        assert (await models.ask(CHAT, model="a", max_tokens=2)).status_code == 200
+        assert models.outcomes == [("r1/a", "not_loaded"), ("r1/a", "ok")]
+        context = models.running.gateway.proxy_context
+        assert context.retries_left() == context.retry_budget.remaining(now(), 0.1, 10)
+
+
+@in_virtual_time
+async def test_a_model_that_is_listed_as_loaded_and_never_is_ends_a_request(tmp_path: Path) -> None:
+    [router] = routers(1)
+    async with routed_models(tmp_path, router, loaded=["r1/a"]) as models:
+        router.models["a"].node.faults.set("status", **NOT_LOADED[0])
+        reply = await models.ask(CHAT, model="a", max_tokens=2)
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "no_node")
+        assert "retry-after" in reply.headers
+        assert models.outcomes == [("r1/a", "not_loaded")] * (1 + MOST_UNLOADED + 2)
+
+
+@in_virtual_time
+async def test_a_model_that_no_router_has_any_more_is_refused(tmp_path: Path) -> None:
+    [router] = routers(1)
+    async with routed_models(tmp_path, router, loaded=["r1/a"]) as models:
+        router.models["a"].node.faults.set("status", **GONE)
+        reply = await models.ask(CHAT, model="a", max_tokens=2)
+        assert reply.status_code in {502, 503}, reply.text
+        assert models.outcomes == [("r1/a", "not_loaded")]
+
+
+@in_virtual_time
+async def test_a_stream_whose_next_router_has_unloaded_the_model_waits_for_it(
     tmp_path: Path,
 ) -> None:
-    async with lost(tmp_path, stream=False) as text:
-        assert '"completion_tokens":200' in text
+    async with routed_models(tmp_path, *routers()) as models:
+        body = {"model": "a", "ignore_eos": True, **asked_of(CHAT, 60)}
+        whole = await models.stream(CHAT, **body)
+        models.forget_attempts()
+        asked = asyncio.create_task(models.stream(CHAT, **body))
+        lost = await models.busy()
+        other = BOTH[lost == BOTH[0]]
+        server_of(models, other).models["a"].node.faults.next("status", path="*", **NOT_LOADED[0])
+        await server_of(models, lost).kill_model("a")
+        check_whole(CHAT, await asked, whole)
+        assert models.outcomes == [(lost, "reset"), (other, "not_loaded"), (other, "ok")]
 
 
-@asynccontextmanager
-async def lost(folder: Path, *, stream: bool) -> AsyncIterator[str]:
-    """The answer of a gateway to a chat during which the model's server died."""
-    async with EmulatedRouter(["a"], decode_tps=50) as router:
-        node = {"name": "router", "url": router.url, "slots": 2, "context": 4096, "model": "a"}
-        async with running_gateway(folder, [node]) as gateway:
-            body = chat(stream=stream, model="a", ignore_eos=True, max_tokens=200)
-            asked = asyncio.create_task(gateway.client.post("/v1/chat/completions", json=body))
-            await router.until(lambda: router.models["a"].node.engine.tokens > 5)
-            await router.kill_model("a")
-            yield (await asked).text
+# Real routers.
+
+EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
+"""Options with which a text does not depend on what a slot had cached."""
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[list[DemoServer]]:
+    """Two real routers of one model."""
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "a.gguf").symlink_to(demo_model())
+    with ExitStack() as stack:
+        extra = ("--models-max", "0", *EXACT)
+        yield [
+            stack.enter_context(running_router(models, slots=2, context=4096, extra=extra))
+            for _ in range(2)
+        ]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.binary_only("the wheel's server has no router mode")
+async def test_streams_go_on_from_one_real_router_to_another(
+    tmp_path: Path, real: list[DemoServer]
+) -> None:
+    async with routed_models(tmp_path, *real) as models:
+        for path in PATHS:
+            body = {"model": "a", "ignore_eos": True, **asked_of(path, 1000)}
+            whole = await models.stream(path, **body)
+            for name in BOTH:
+                await models.load(name)
+            models.forget_attempts()
+            asked = asyncio.create_task(models.stream(path, **body))
+            lost = await models.busy()
+            [child] = psutil.Process(real[int(lost[1]) - 1].pid).children()
+            child.kill()
+            reply = await asked
+            assert (reply.status, reply.errors) == (200, [])
+            assert text_of(reply) == text_of(whole)
+            assert ROUTES[path].api.is_stream_complete(reply.body)
+            assert models.outcomes == [(lost, "reset"), (BOTH[lost == BOTH[0]], "ok")]
