@@ -27,6 +27,7 @@ from gateway.config.scheduling import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
+from gateway.nodes.lifecycle import ProbeAnswer
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.router import LoadPhase
 from gateway.schedule.admission import Waiter
@@ -141,6 +142,7 @@ class ModelPlacer:
         self._wake.set()
 
     def _look(self) -> None:
+        self.scheduler.match()  # What is loaded by now serves first.
         now = self.clock()
         for action in self.policy.decide(self._demands(now), self._usage, now):
             self._carry_out(action, now)
@@ -400,9 +402,13 @@ class ModelPlacer:
         self._wake.set()
 
     async def _load(self, router: Node, node: Node) -> None:
+        load = node.load
+        assert load is not None
         refused = await self._command(router, node, "load")
-        if refused is not None and node.load is not None:
-            node.load.failed(refused, self.clock())
+        if refused is not None and refused.of_model:
+            load.failed(refused.why, self.clock())
+        elif refused is not None:
+            load.load_refused(refused.why, self.clock())
         self.fleet.load_changed(node)
 
     async def _unload(self, router: Node, node: Node, reason: str) -> None:
@@ -420,21 +426,31 @@ class ModelPlacer:
         self.fleet.load_ordered(node, "unload", reason)
         refused = await self._command(router, node, "unload")
         if refused is not None:
-            load.unload_refused(refused, self.clock())
+            load.unload_refused(refused.why, self.clock())
         self.fleet.load_changed(node)
 
-    async def _command(self, router: Node, node: Node, command: str) -> str | None:
+    async def _command(self, router: Node, node: Node, command: str) -> _Refusal | None:
         """Send a command; why the router did not take it, or None."""
         body = msgspec.json.encode({"model": node.spec.instance})
         reply = await fetch(router, f"/models/{command}", body=body, largest=LARGEST_REFUSAL)
         self.fleet.read_models(node)
-        if not isinstance(reply, ProbeResponse):
-            return reply.detail
-        # It is so already: the list will show it.
-        done = b"already running" in reply.body or b"not running" in reply.body
-        if reply.status == HTTPStatus.OK or done:
-            return None
-        return f"the router refused: {_words(reply)}"
+        if not isinstance(reply, ProbeResponse) and reply.answer is not ProbeAnswer.TIMED_OUT:
+            return _Refusal(reply.detail, of_model=False)
+        assert node.load is not None
+        node.load.command_taken(self.clock())
+        if not isinstance(reply, ProbeResponse) or reply.status == HTTPStatus.OK:
+            return None  # One without an answer may carry it out: the list will show it.
+        if b"already running" in reply.body or b"not running" in reply.body:
+            return None  # It is so already.
+        is_full = b"model limit reached" in reply.body
+        return _Refusal(f"the router refused: {_words(reply)}", of_model=not is_full)
+
+
+class _Refusal(NamedTuple):
+    """Why a router did not take a command."""
+
+    why: str
+    of_model: bool  # whether it is about the model, rather than about the router as it is now
 
 
 class _ShownModel(NamedTuple):
