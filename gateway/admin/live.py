@@ -32,6 +32,7 @@ from gateway.events import EventBus
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet, GpuCosts
 from gateway.nodes.node import LeasePhase, Node
+from gateway.nodes.router import LoadPhase
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 from gateway.watch.audit import AuditTrail
@@ -46,6 +47,7 @@ from gateway.watch.problems import (
     QueueCondition,
     SpillCondition,
     TrafficCondition,
+    UnkeptWish,
     find_problems,
 )
 from gateway.web.asgi import HealthEndpoints
@@ -58,6 +60,8 @@ MOST_WAITING = 100  # waiting requests that are shown; the depths count them all
 MOST_COUNTED_WAITING = 1000  # waiting requests that are counted by caller
 MOST_REQUESTS = 300  # requests in flight that are shown; `in_flight` counts them all
 MOST_MODELS = 1000  # models whose nodes are counted
+# A load is slow after so many seconds, and so many times the usual ones.
+SLOW_LOAD_SECONDS, SLOW_LOAD_FACTOR = 60.0, 4.0
 
 Row = dict[str, Any]  # of the page's tables, by column
 Waiting = tuple[str, str, str | None, int, float | None]
@@ -242,7 +246,11 @@ class LiveView:
             hosts=counts.hosts,
             in_service=counts.in_service,
             usable=counts.usable,
-            models={name: ModelNodes(*both) for name, both in counts.models.items()},
+            models={
+                name: ModelNodes(total, usable, counts.not_loaded.get(name, ""))
+                for name, (total, usable) in counts.models.items()
+            },
+            unkept=[UnkeptWish(*one) for one in gateway.model_placer.unkept_wishes()],
             paused_models=self.fleet.model_index.paused_by_name,
             differing_models=self.fleet.differences_in_words,
             queue=queue,
@@ -289,31 +297,72 @@ class _FleetCounts:
         self.hosts: Counter[str] = Counter()
         self.conditions: list[NodeCondition] = []
         self.models: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self.not_loaded: dict[str, str] = {}  # by model: the words of a router
         self.in_service = self.usable = self.slots_total = self.slots_busy = 0
 
     def add(self, node: Node) -> None:
         """Count a node."""
         state, spec = node.state.value, node.spec
-        self.states[state] += 1
-        self.slots_total += node.slots_total
+        self.slots_total += node.slots_now
         self.slots_busy += node.slots_busy
+        if node.router is not None:
+            self._add_model(node)
+            return
+        self.states[state] += 1
         failures = node.lifecycle.failures
         usable = state in USABLE_STATES
         if node.in_service and state != "standby" and not node.draining:
             self.in_service += 1
             self.usable += usable
             self.hosts[spec.host] += 1
-            for name in node.public_models:
-                if name in self.models or len(self.models) < MOST_MODELS:
-                    both = self.models[name]
-                    both[0] += 1
-                    both[1] += usable
+            self._count_models(node, usable=usable)
+        left_alone = node.is_router and node.router_record.stopped(node.clock())
         if state == "draining" and not node.draining:
             return  # The gateway itself stops a standby node.
-        if state not in {"ready", "mute", "sleeping"} or node.drift or failures:
+        if state not in {"ready", "mute", "sleeping"} or node.drift or failures or left_alone:
             reason, drift = node.reason, node.drift
             self.conditions.append(
-                NodeCondition(spec.name, spec.host, state, reason, spec.tier, drift, failures)
+                NodeCondition(
+                    spec.name, spec.host, state, reason, spec.tier, drift, failures, left_alone
+                )
+            )
+
+    def _count_models(self, node: Node, *, usable: bool) -> None:
+        for name in node.public_models:
+            if name in self.models or len(self.models) < MOST_MODELS:
+                both = self.models[name]
+                both[0] += 1
+                both[1] += usable
+
+    def _add_model(self, node: Node) -> None:
+        """Count a router's model: it is served while it can be loaded."""
+        load, state, now = node.load, node.state.value, node.clock()
+        assert load is not None
+        name = min(node.public_models, default=node.name)
+        failures = 0 if load.loaded else load.failures
+        if node.in_service and state != "standby" and not node.draining:
+            self._count_models(node, usable=node.is_alive and not failures)
+            if failures:
+                words = f"{node.name.partition('/')[0]}: {load.reason}"
+                self.not_loaded.update(dict.fromkeys(node.public_models, words))
+        slow = None
+        if load.phase is LoadPhase.LOADING:
+            seconds, usual = now - load.since, node.sleep.wake_seconds(node.properties.size)
+            if seconds > max(SLOW_LOAD_SECONDS, SLOW_LOAD_FACTOR * usual):
+                slow = seconds, usual
+        own = node.draining or state in {"ejected", "degraded", "mute"}
+        if own or failures or slow is not None or node.drift:
+            self.conditions.append(
+                NodeCondition(
+                    node.name,
+                    node.host,
+                    state if own else "",
+                    load.reason if failures else node.reason,
+                    drift=node.drift,
+                    model=name,
+                    load_failures=failures,
+                    slow_load=slow,
+                )
             )
 
 
