@@ -196,6 +196,8 @@ def hold_without_slots(lease: Lease) -> float:
 PROBES_AT_ONCE = 256
 # Servers that the inventory does not have and of which something learnt is kept.
 MOST_LEARNT = 10_000
+# Indexing the models of many routers takes at most one part in so many of the time.
+INDEXING_PAUSE = 20.0
 COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
 
 
@@ -246,7 +248,9 @@ class Fleet:
         self._unprobed: set[Node] = set()
         self._has_work, self._work_looked_at = False, -math.inf
         self.has_routers = False  # whether some node is a router that is known as such
-        self._on_models: Callable[[], None] = lambda: None
+        self._on_models: Callable[[Node | None], None] = lambda _: None
+        self._indexing: asyncio.TimerHandle | None = None
+        self._index_again_at = -math.inf
         self._on_capacity: Callable[[], None] | None = None
         self._on_change: Callable[[Node | None], None] | None = None
 
@@ -264,8 +268,11 @@ class Fleet:
         """
         self._on_capacity, self._on_change = on_capacity, on_change
 
-    def watch_models(self, on_change: Callable[[], None]) -> None:
-        """Call this whenever a router's models may have changed, or one has ended a request."""
+    def watch_models(self, on_change: Callable[[Node | None], None]) -> None:
+        """Call this whenever one of a router's models may have changed, or has ended a request.
+
+        With None: there may be others.
+        """
         self._on_models = on_change
 
     async def start(self, inventory: Inventory) -> InventoryChanged:
@@ -283,6 +290,8 @@ class Fleet:
             self._speed_comparison.cancel()
             tasks.append(self._speed_comparison)
         self._monitors.clear()
+        if self._indexing is not None:
+            self._indexing.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._reclaimer.aclose()
         for node in self.nodes.values():
@@ -438,21 +447,27 @@ class Fleet:
         if changed:
             router.set_instances(kept)
             self._models_of_routers_changed()
-        for instance in kept.values():
-            self.refresh_state(instance)
 
     def _follow_model(self, router: Node, instance: Node, model: RoutedModel, now: float) -> None:
         """Take in what a router lists of one model."""
         load = instance.load
         assert load is not None
+        if not load.is_news(model):
+            return
         instance.properties.clear_remembered()
         instance.properties.read_routed(model.entry, model.slots, model.context)
         change = load.reported(model, now, followed=router.router_record.followed)
         if model.status is not None:
             asked = any(lease.wake for lease in instance.leases)
             instance.sleep.props_read(model.status == "sleeping", now, asked=asked)
-        if change is None:
-            return
+        if change is not None:
+            self._model_changed(router, instance, model.name, change)
+        self.refresh_state(instance)
+
+    def _model_changed(self, router: Node, instance: Node, model: str, change: LoadChange) -> None:
+        """A router has loaded a model, or has it no longer."""
+        load, now = instance.load, self._clock()
+        assert load is not None
         if change.change == "loaded":
             instance.circuit.server_restarted(now)
             instance.calibration.server_started(instance.requests)
@@ -465,6 +480,7 @@ class Fleet:
         self._tell_load(instance, change)
         if change.by_others and router.router_record.changed_by_others(now):
             self._bus.publish(RouterLeftAlone(router.name))
+            self._on_models(router)
 
     def _tell_load(self, node: Node, change: LoadChange) -> None:
         assert node.load is not None
@@ -513,10 +529,26 @@ class Fleet:
         return node
 
     def _models_of_routers_changed(self) -> None:
+        """Index the models of routers anew: soon, since many routers may tell of theirs at once."""
+        now = self._clock()
+        if self._indexing is None:
+            if now >= self._index_again_at:
+                self._index_models()
+            else:
+                loop = asyncio.get_running_loop()
+                self._indexing = loop.call_later(self._index_again_at - now, self._index_models)
+
+    def _index_models(self) -> None:
         """Bring the nodes to what routers list, each router before its models."""
+        if self._indexing is not None:
+            self._indexing.cancel()
+            self._indexing = None
+        began = self._clock()
         own = [node for node in self.nodes.values() if node.router is None]
         self.nodes = {one.name: one for node in own for one in (node, *node.instances.values())}
         self._index_nodes()
+        now = self._clock()
+        self._index_again_at = now + INDEXING_PAUSE * (now - began)
 
     def _index_nodes(self) -> None:
         """There are other nodes than before."""
@@ -524,7 +556,7 @@ class Fleet:
         self.model_index.set_nodes(self.nodes.values())
         compare_speeds(self.nodes.values())
         self._notify_change()
-        self._on_models()
+        self._on_models(None)
 
     def model_not_loaded(self, node: Node) -> None:
         """A request has found that a router has not loaded this model, or has lost it."""
@@ -544,11 +576,12 @@ class Fleet:
         node.load.order(command, reason, self._clock())
         if command == "unload":
             node.sleep.restarted()
-        self._refresh_and_wake(node)
+        self.load_changed(node)
 
     def load_changed(self, node: Node) -> None:
         """A router's model is in another phase."""
         self._refresh_and_wake(node)
+        self._on_models(node)
 
     def model_opened(self, node: Node, reason: str) -> None:
         """The next request for this model loads it: its router takes no commands."""
@@ -684,7 +717,7 @@ class Fleet:
     def pin_model(self, node: Node, *, pinned: bool) -> None:
         """A router's model is to be always loaded, or no longer by an operator's order."""
         (self._pinned_models.add if pinned else self._pinned_models.remove)(node.name)
-        self._on_models()
+        self._on_models(node)
 
     def pinned_nodes(self) -> Iterator[Node]:
         """Those of the routers' models that operators have pinned."""
@@ -745,7 +778,7 @@ class Fleet:
         if node.removed or lease.upstream is not node.upstream:
             self._closing.lease_released(node)
         if node.load is not None:
-            self._on_models()
+            self._on_models(node)
         if not counted or lease.trial or node.state is NodeState.EJECTED:
             self._notify_change(node)
         if self._on_capacity is not None:
@@ -954,8 +987,8 @@ class Fleet:
         node.set_state(*judge_state(node, now))
         if node.state is not old:
             self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
-            if node.load is not None:
-                self._on_models()
+            if node.load is not None or node.is_router:
+                self._on_models(node)
         if node.probe_history.down:
             self._reclaimer.release_all(node)
         if node.probe_history.down or node.probe_history.loading:
@@ -964,6 +997,8 @@ class Fleet:
         if node.probe_history.probed and node in self._unprobed:
             self._unprobed.discard(node)
             if not self._unprobed:
+                if self._indexing is not None:
+                    self._index_models()
                 self.first_probes_done.set()
         self._notify_change(node)
         if node.free_slots_grew(now):

@@ -529,8 +529,8 @@ class HealthMonitor:
         if not result.up:
             self._record(node.instances.values(), result)
             return
-        await self._read_models(result)
         if node.spec.kind != "llama.cpp":
+            await self._read_models(result)
             return
         # So it reads its folder again, and forgets which loads failed.
         await self._read_models(result, "/v1/models?reload=1")
@@ -576,7 +576,8 @@ class HealthMonitor:
             if comes_up and history.up:
                 model.circuit.server_restarted(now)
                 model.degradation.server_restarted()
-            self._refresh_state(model)
+            if comes_up or not result.up:
+                self._refresh_state(model)
 
     async def _follow(self) -> None:
         """Follow a router's events, until they break off; the next probe begins anew."""

@@ -64,6 +64,7 @@ class LoadPhase(enum.Enum):
     FAILED = "failed"  # its load failed: it is not tried again before `retry_at`
 
 
+_STEADY_PHASES = frozenset({LoadPhase.UNLOADED, LoadPhase.READY, LoadPhase.FAILED})
 LOADED_PHASES = frozenset({LoadPhase.READY, LoadPhase.RETIRING})
 
 
@@ -202,6 +203,7 @@ class ModelLoad:
     load_seconds: float = 0.0  # of all these loads together
     memory: int | None = None  # bytes that it takes when it is loaded, as learnt from a load
     file: str | None = None  # the path of its file on the router's machine
+    listed: RoutedModel | None = None  # as its router listed it last
     properties_read: bool = False  # whether `/props` was read since it was loaded
     doubted: bool = False
     """Whether a request has found it not loaded: it gets no other before the list was read."""
@@ -296,6 +298,12 @@ class ModelLoad:
             return False
         self.enter(LoadPhase.UNLOADED, f"its last load failed: {self.reason}", now)
         return True
+
+    def is_news(self, model: RoutedModel) -> bool:
+        """Whether the router lists it otherwise than before, or it is not as listed."""
+        before, self.listed = self.listed, model
+        is_steady = self.ordered is None and not self.doubted and self.phase in _STEADY_PHASES
+        return before != model or not is_steady
 
     def doubt(self) -> None:
         """A request has found it not loaded."""

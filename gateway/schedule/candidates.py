@@ -25,6 +25,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.model_index import DEDICATED_ENDPOINTS, CapableNodes, ModelIndex
 from gateway.nodes.node import Node
 from gateway.nodes.prompt_cache import CacheContents, FleetPromptCache
+from gateway.nodes.router import LoadPhase
 from gateway.nodes.speed import Speed
 from gateway.schedule.core.dispatcher import Dispatcher
 from gateway.schedule.core.placement_state import PlacementState
@@ -180,6 +181,9 @@ class _OutOfService(NamedTuple):
     counted_at: float
 
 
+_UNLOADED = LoadPhase.UNLOADED
+
+
 @dataclass(slots=True, eq=False)
 class FleetSync:
     """Keeps a placement state in step with a fleet, which calls `node_changed`.
@@ -244,7 +248,9 @@ class FleetSync:
             self._replace_rows(nodes)
         now = self.clock()
         for node, row in rows.items():
-            self._refresh(node, row, now)
+            # Nothing that time alone changes is to be known of a model that is not loaded.
+            if rows_changed or node.load is None or node.load.phase is not _UNLOADED:
+                self._refresh(node, row, now)
         if rows_changed:
             for key in self.services:
                 self.service(key)

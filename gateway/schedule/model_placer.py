@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,6 +53,7 @@ ReadMemory = Callable[[Path, int, int], int]
 ValueError for a file that can't be read."""
 TICK = 0.5  # seconds between two looks, if nothing has changed
 UNHURRIED_TICK = 5.0  # seconds between two looks at a fleet without routers
+STEP_SECONDS = 0.005  # seconds after which other work runs while the policy is told of the fleet
 UNKEPT_SECONDS = 60.0  # for which a pin must not have been kept to be told
 LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
 MOST_WORDS = 300  # characters that are kept of a router's error
@@ -74,9 +75,13 @@ class ModelPlacer:
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
     """By instance: the command for it that is under way."""
-    _nodes: dict[str, RouterNode] = field(default_factory=dict)  # as the policy knows them
-    _instances: dict[tuple[str, str], tuple[Node, Instance]] = field(default_factory=dict)
-    """By router and model, likewise."""
+    _routers: dict[str, _ShownRouter] = field(default_factory=dict)  # as the policy knows them
+    _changed: dict[Node, None] = field(default_factory=dict)
+    """Routers, and models of routers, of which the policy is to be told anew."""
+    _all_changed: bool = True
+    _left_alone: set[Node] = field(default_factory=set)
+    """Routers that get no commands for now, since others command them too."""
+    _host_memory: dict[str, int] = field(default_factory=dict)
     _request_seconds: dict[str, float] = field(default_factory=dict)
     """By model: a usual request's, as those that waited last were expected to take."""
     _file_memory: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
@@ -88,7 +93,7 @@ class ModelPlacer:
     def __post_init__(self) -> None:
         self._began = self.clock()
         self.configure(self.settings)
-        self.fleet.watch_models(self._wake.set)
+        self.fleet.watch_models(self._models_differ)
         self.scheduler.watch_models(self._asked_for)
 
     def configure(self, settings: Settings) -> None:
@@ -100,7 +105,7 @@ class ModelPlacer:
             for name, rule in settings.models.items()
         }
         self.policy.set_rules(ModelPlacementRules(chosen.starvation, chosen.hysteresis, models))
-        self._wake.set()
+        self._models_differ(None)
 
     async def run(self) -> None:
         """Run until cancelled. Commands that are under way end at their routers."""
@@ -109,6 +114,7 @@ class ModelPlacer:
                 self._wake.clear()
                 placing = self.fleet.has_routers and not self._handed_over
                 if placing:
+                    await self._show_changes()
                     self._look()
                     await asyncio.sleep(LEAST_PAUSE)
                 with suppress(TimeoutError):
@@ -131,9 +137,16 @@ class ModelPlacer:
         elif (key := self._key_of(model)) is not None:
             self.policy.note_request(key, self.clock())
 
+    def _models_differ(self, node: Node | None) -> None:
+        """A router or one of its models has changed, or ended a request; None: any of them."""
+        if node is None:
+            self._all_changed = True
+        else:
+            self._changed[node] = None
+        self._wake.set()
+
     def _look(self) -> None:
         now = self.clock()
-        self._show_fleet(now)
         for action in self.policy.decide(self._demands(now), self._usage, now):
             self._carry_out(action, now)
         if self.policy.unfinished:
@@ -148,48 +161,95 @@ class ModelPlacer:
                 return model_key(node)
         return None
 
-    def _show_fleet(self, now: float) -> None:
-        """Tell the policy of what has changed in the fleet."""
-        nodes: dict[str, RouterNode] = {}
-        instances: dict[tuple[str, str], tuple[Node, Instance]] = {}
-        routers = [node for node in self.fleet.nodes.values() if node.is_router]
-        memory = host_memory(node.spec for node in routers)
-        for router in routers:
-            if not self._is_placed(router, now):
-                continue
-            nodes[router.name] = RouterNode(
-                router.name,
-                router.host,
-                memory.get(router.host),
-                router.router_record.most_loaded,
-                commanded=router.takes_commands,
-                usable=router.state is NodeState.READY,
-            )
-            for node in router.instances.values():
-                key = router.name, model_key(node)
-                instances[key] = node, self._instance(router, node, now)
-        for name in self._nodes.keys() - nodes.keys():
-            self.policy.remove_node(name)
-        for name, shown in nodes.items():
-            if self._nodes.get(name) != shown:
-                self.policy.put_node(shown)
-        for key in self._instances.keys() - instances.keys():
-            if key[0] in nodes:
-                self.policy.remove_instance(*key)
-        for key, pair in instances.items():
-            known = self._instances.get(key)
-            if known is None or known[1] != pair[1] or self._nodes.get(key[0]) is None:
-                self.policy.put_instance(pair[1])
-        self._nodes, self._instances = nodes, instances
+    async def _show_changes(self) -> None:
+        """Tell the policy of what has changed in the fleet; of all of it in steps."""
+        if self._all_changed:
+            self._all_changed = False
+            self._changed.clear()
+            nodes = [node for node in self.fleet.nodes.values() if node.is_router]
+            self._host_memory = host_memory(node.spec for node in nodes)
+            gone = self._routers.keys() - {node.name for node in nodes}
+            self._changed.update(dict.fromkeys(self._routers[name].node for name in gone))
+            self._changed.update(dict.fromkeys(nodes))
+        self._changed.update(dict.fromkeys(self._left_alone))
+        until = time.perf_counter() + STEP_SECONDS
+        while self._changed:
+            node = next(iter(self._changed))
+            del self._changed[node]
+            if node.router is None:
+                self._show_router(node)
+            else:
+                self._show_model(node, node.router)
+            if time.perf_counter() >= until:
+                await asyncio.sleep(0)
+                until = time.perf_counter() + STEP_SECONDS
 
-    def _is_placed(self, router: Node, now: float) -> bool:
+    def _show_router(self, router: Node) -> None:
+        """Tell the policy of a router and its models."""
+        known = self._routers.get(router.name)
+        is_there = self.fleet.nodes.get(router.name) is router and router.is_router
+        if known is not None and (known.node is not router or not self._is_placed(router)):
+            self.policy.remove_node(router.name)
+            del self._routers[router.name]
+            known = None
+        if not is_there or not self._is_placed(router):
+            return
+        shown = RouterNode(
+            router.name,
+            router.host,
+            self._host_memory.get(router.host),
+            router.router_record.most_loaded,
+            commanded=router.takes_commands,
+            usable=router.state is NodeState.READY,
+        )
+        if known is None:
+            known = self._routers[router.name] = _ShownRouter(router, shown)
+            self.policy.put_node(shown)
+        elif known.shown != shown:
+            known.show(shown)
+            self.policy.put_node(shown)
+        there = set(router.instances.values())
+        gone = [node for node, _ in known.models.values() if node not in there]
+        for node in (*gone, *there):
+            self._show_model(node, router)
+
+    def _show_model(self, node: Node, router: Node) -> None:
+        """Tell the policy of one model of a router."""
+        known, model = self._routers.get(router.name), model_key(node)
+        if known is None:
+            return
+        if node.removed or router.instances.get(node.spec.instance or "") is not node:
+            if known.models.pop(model, None) is not None:
+                self.policy.remove_instance(router.name, model)
+            return
+        before, instance = known.models.get(model), self._instance(router, node)
+        known.models[model] = node, instance
+        if before is None or before[1] != instance:
+            self.policy.put_instance(instance)
+            learnt = before is not None and (
+                before[1].memory != instance.memory
+                or before[1].load_seconds != instance.load_seconds
+            )
+            if learnt:
+                # Other nodes that have not loaded it are taken to be like this one.
+                self._models_changed(model)
+
+    def _models_changed(self, model: str) -> None:
+        """Tell the policy anew of this model on all nodes."""
+        others = self.fleet.model_index.nodes_for(model)
+        self._changed.update(dict.fromkeys(one for one in others if one.load is not None))
+
+    def _is_placed(self, router: Node) -> bool:
         """Whether the router's models are placed; else they are used as they are."""
         if not router.properties.is_router:
             return True  # of kind `openai`
-        stopped = router.router_record.stopped(now)
-        return router.takes_commands and self.settings.model_placement.commands and not stopped
+        self._left_alone.discard(router)
+        if router.router_record.stopped(self.clock()):
+            self._left_alone.add(router)
+            return False
+        return router.takes_commands and self.settings.model_placement.commands
 
-    def _instance(self, router: Node, node: Node, now: float) -> Instance:
+    def _instance(self, router: Node, node: Node) -> Instance:
         load, model = node.load, model_key(node)
         assert load is not None
         # What others have unloaded stays so for a while.
@@ -203,7 +263,7 @@ class ModelPlacer:
             max(1, node.slots_total),
             self._request_seconds.get(model, USUAL_SECONDS),
             load.since,
-            retry_at if retry_at > now else -math.inf,
+            retry_at,
             self.pinner(node) is not None,
         )
 
@@ -301,7 +361,10 @@ class ModelPlacer:
                 waiting.add(waiter, [one for one in routed if model_key(one) == model], now, self)
         demands = []
         for model, waiting in found.items():
-            self._request_seconds[model] = max(0.01, waiting.work / waiting.count)
+            usual = max(0.01, waiting.work / waiting.count)
+            if abs(usual - self._request_seconds.get(model, USUAL_SECONDS)) > usual / 4:
+                self._request_seconds[model] = usual
+                self._models_changed(model)
             demands.append(waiting.demand(model))
         return demands
 
@@ -319,7 +382,7 @@ class ModelPlacer:
         return read + queued.completion_tokens * (speed.token_base + speed.token_step)
 
     def _usage(self, instance: Instance) -> InstanceUsage:
-        node, _ = self._instances[instance.node, instance.model]
+        node, _ = self._routers[instance.node].models[instance.model]
         now, busy = self.clock(), 0.0
         for row in self.scheduler.fleet_sync.rows((node,)):
             busy = max((one.seconds_left(now) for one in row.running), default=0.0)
@@ -333,12 +396,12 @@ class ModelPlacer:
         now, router, load = self.clock(), node.router, node.load
         assert router is not None
         assert load is not None
-        self._check_commanded(router, now)
+        self._check_commanded(router)
         if load.phase is LoadPhase.UNLOADING:
             raise OrderRefused(f"{node.name} is being unloaded. Repeat the order in a moment.")
         if verb == "load":
             load.forget_waits()
-        self._show_fleet(now)
+        self._show_router(router)
         key = router.name, model_key(node)
         if verb == "load":
             actions = self.policy.order_load(*key, self._usage, now)
@@ -363,40 +426,34 @@ class ModelPlacer:
 
     def check_pin(self, node: Node) -> None:
         """Whether a router's model can always be loaded. Raises: OrderRefused."""
-        router, need = node.router, self.memory_of(node)
+        router = node.router
         assert router is not None
-        self._check_commanded(router, self.clock())
-        memory = host_memory(one.spec for one in self.fleet.nodes.values()).get(router.host)
-        pinned = [
+        self._check_commanded(router)
+        memory = self.host_use()[router.host].memory
+        others = [
             one
             for one in self.fleet.nodes.values()
             if one.load is not None and one.host == router.host and one is not node
             if self.pinner(one) is not None
         ]
-        most, taken = router.router_record.most_loaded, [self.memory_of(one) for one in pinned]
-        there = sum(one.router is router for one in pinned)
-        full = most and there >= most
-        if memory is not None and pinned:
-            full = full or need is None or None in taken
-            full = full or (need or 0) + sum(one or 0 for one in taken) > memory
-        elif memory is not None:
-            full = full or (need or 0) > memory
-        else:
-            full = full or (not most and bool(there))
-        if full:
+        sizes = [self.memory_of(one) for one in (node, *others)]
+        full = memory is not None and sum(size or 0 for size in sizes) > memory
+        full = full or (memory is not None and bool(others) and None in sizes)
+        most = router.router_record.most_loaded or (1 if memory is None else len(sizes))
+        if full or sum(one.router is router for one in others) >= most:
             raise OrderRefused(self._no_room(node))
 
-    def _check_commanded(self, router: Node, now: float) -> None:
+    def _check_commanded(self, router: Node) -> None:
         """Raises: OrderRefused."""
         name, why = router.name, ""
         if router.draining:
             why = f"is drained. llama-gateway nodes resume {name} ends that."
         elif router.state is not NodeState.READY:
             why = f"is {router.state.value}: {router.reason}. llama-gateway nodes shows it."
-        elif router.router_record.stopped(now) and router.properties.is_router:
+        elif router.router_record.stopped(self.clock()) and router.properties.is_router:
             why = "gets no commands, since others load and unload its models too. "
             why += f"llama-gateway nodes probe {name} begins again, once they do not."
-        elif not self._is_placed(router, now):
+        elif not self._is_placed(router):
             why = "gets no commands by the settings: models_on_demand of the node, or "
             why += "model_placement.commands, is false."
         if why:
@@ -464,10 +521,7 @@ class ModelPlacer:
     # Actions.
 
     def _carry_out(self, action: LoadAction, now: float) -> None:
-        found = self._instances.get((action.node, action.model))
-        if found is None:
-            return
-        node, _ = found
+        node, _ = self._routers[action.node].models[action.model]
         router, load = node.router, node.load
         assert router is not None
         assert load is not None
@@ -563,6 +617,20 @@ class HostUse(NamedTuple):
 
 def _gib(size: int | None) -> str:
     return "an unknown size" if size is None else f"{size / (1 << 30):.3g} GiB"
+
+
+@dataclass(slots=True)
+class _ShownRouter:
+    """A router as the policy knows it."""
+
+    node: Node
+    shown: RouterNode
+    models: dict[str, tuple[Node, Instance]] = field(default_factory=dict)
+    """By the name by which the policy knows the model."""
+
+    def show(self, shown: RouterNode) -> None:
+        """It has changed."""
+        self.shown = shown
 
 
 @dataclass(slots=True)

@@ -106,7 +106,9 @@ async def test_a_server_that_does_not_start_is_no_crash(
     model = tmp_path / "broken.gguf"
     model.write_bytes(plan.model.path.read_bytes()[:200_000])
     broken = LocalFleetPlan(
-        (plan.model,),  # `up` and `tune` refuse what is cut short; this one breaks after they looked
+        (
+            plan.model,
+        ),  # `up` and `tune` refuse what is cut short; this one breaks after they looked
         False,
         tuple(replace(spec, model=model) for spec in plan.specs),
         None,
