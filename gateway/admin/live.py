@@ -11,9 +11,9 @@ import contextlib
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -50,10 +50,8 @@ from gateway.watch.problems import (
     UnkeptWish,
     find_problems,
 )
-from gateway.web.asgi import HealthEndpoints
+from gateway.web.asgi import HealthEndpoints, in_steps
 
-STEP_SECONDS = 0.002  # seconds after which a step lets other work run
-LOOK_EVERY = 16  # items after which the clock is looked at
 MOST_CELLS = 64  # slots of a node that are drawn; `slots_total` counts them all
 MOST_FILL = 8  # how full a slot's cell can be: the parts of the expected time that have passed
 MOST_WAITING = 100  # waiting requests that are shown; the depths count them all
@@ -66,7 +64,6 @@ SLOW_LOAD_SECONDS, SLOW_LOAD_FACTOR = 60.0, 4.0
 Row = dict[str, Any]  # of the page's tables, by column
 Waiting = tuple[str, str, str | None, int, float | None]
 """Id, class, model, seconds waited and until the expected start."""
-T = TypeVar("T")
 
 
 class LiveState(NamedTuple):
@@ -147,7 +144,9 @@ class LiveView:
             "tier": spec.tier,
             "host": spec.host,
             "labels": dict(spec.labels),
-            "models": list(properties.names if spec.models is None else spec.models),
+            "models": []
+            if node.is_router
+            else list(properties.names if spec.models is None else spec.models),
             "context": node.context,
             "build": properties.build,
             "drift": list(node.drift),
@@ -443,16 +442,6 @@ def _tps(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return round(value, 1) if value < 100 else float(round(value))
-
-
-async def in_steps(items: Sequence[T]) -> AsyncIterator[T]:
-    """These items; other work runs after each `STEP_SECONDS`."""
-    until = time.perf_counter() + STEP_SECONDS
-    for number, item in enumerate(items):
-        if number % LOOK_EVERY == LOOK_EVERY - 1 and time.perf_counter() >= until:
-            await asyncio.sleep(0)
-            until = time.perf_counter() + STEP_SECONDS
-        yield item
 
 
 UPDATE_SECONDS = 1.0  # seconds between two updates
