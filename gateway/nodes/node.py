@@ -401,6 +401,13 @@ class Node:
         return 1 if self.concurrency_limit is None else self.concurrency_limit.slots
 
     @property
+    def slots_now(self) -> int:
+        """`slots_total`, but none of a router's model that is not loaded: for sums over nodes."""
+        if self.load is not None and not self.load.loaded:
+            return self.leased
+        return self.slots_total
+
+    @property
     def most_slots(self) -> int:
         """The most that `slots_total` can become: no wider request can ever run here."""
         learnt = (

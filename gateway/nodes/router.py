@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import msgspec
 
@@ -37,6 +37,12 @@ MOST_UNLOAD = 60.0
 MOST_BY_OTHERS, BY_OTHERS_SECONDS = 6, 600.0
 OTHERS_PAUSE = 1800.0  # seconds for which it gets none
 LONGEST_EVENT = 64 * 1024  # bytes of a line of `/models/sse`
+
+# Why a model was unloaded, for metrics: another one needs its memory, it idled for as long as its
+# rules say, there are more copies than they allow, an operator has ordered it, it was not by this
+# gateway, its router was restarted, or its server ended by itself.
+UnloadCause = Literal["memory", "idle", "replicas", "operator", "others", "restart", "died"]
+UNLOAD_CAUSES: tuple[str, ...] = get_args(UnloadCause)
 
 # A model's status as a router lists it. `downloading` counts as unloaded.
 Status = Literal["unloaded", "loading", "loaded", "sleeping"]
@@ -193,9 +199,10 @@ class ModelLoad:
     taken_at: float = math.inf  # when the router answered that command; infinity: it has not
     listed_at: float = -math.inf  # when the last list was asked for that told of it
     by_others_at: float = -math.inf
-    """When a load or unload was seen that was not ours."""
+    """When a load or unload was seen that was not ours, or an operator ordered an unload."""
     failures: int = 0  # loads in a row that failed
     retry_at: float = -math.inf
+    cause: UnloadCause = "others"  # why it is being unloaded, or was the last time
     loads: int = 0
     load_seconds: float = 0.0  # of all these loads together
     memory: int | None = None  # bytes that it takes when it is loaded, as learnt from a load
@@ -233,9 +240,15 @@ class ModelLoad:
         self.ordered, self.taken_at = command, math.inf
         self.enter(LoadPhase.LOADING if command == "load" else LoadPhase.UNLOADING, reason, now)
 
-    def retire(self, reason: str, now: float) -> None:
+    def retire(self, reason: str, cause: UnloadCause, now: float) -> None:
         """It gets no new requests, and is unloaded when it has none."""
-        self.enter(LoadPhase.RETIRING, reason, now)
+        if self.phase is not LoadPhase.RETIRING:
+            self.cause = cause
+            self.enter(LoadPhase.RETIRING, reason, now)
+
+    def unload_wanted(self, now: float) -> None:
+        """An operator wants it unloaded: it is not loaded again at once."""
+        self.by_others_at = now
 
     def keep(self, reason: str, now: float) -> None:
         """It is not unloaded after all."""
@@ -247,6 +260,11 @@ class ModelLoad:
         """The first request may load it: the node takes no commands."""
         self.enter(LoadPhase.READY, reason, now)
 
+    def closed(self, reason: str, cause: UnloadCause, now: float) -> None:
+        """No request is to load it any more: the node takes no commands."""
+        self.cause = cause
+        self.enter(LoadPhase.UNLOADED, reason, now)
+
     def progressed(self, share: float) -> None:
         """So much of it is loaded."""
         if self.phase is LoadPhase.LOADING:
@@ -255,6 +273,17 @@ class ModelLoad:
     def properties_were_read(self) -> None:
         """`/props` was read."""
         self.properties_read = True
+
+    def forget_waits(self) -> None:
+        """An operator wants it loaded now, whatever came of loads before."""
+        self.retry_at = self.by_others_at = -math.inf
+
+    def load_ended(self, seconds: float | None) -> None:
+        """It is loaded; None: its begin was not seen."""
+        self.failures = 0
+        if seconds is not None:
+            self.loads += 1
+            self.load_seconds += seconds
 
     def failed(self, why: str, now: float) -> None:
         """A load failed, or the command for it: it is tried again later, each time after longer."""
@@ -346,7 +375,7 @@ class ModelLoad:
             self.failed(f"the router could not load it{code}: its log says why", now)
             return LoadChange("failed", None, by_others=False)
         if model.failed and phase is not LoadPhase.UNLOADING:
-            self.ordered = None
+            self.ordered, self.cause = None, "died"
             self.enter(LoadPhase.UNLOADED, "its server ended by itself", now)
             return LoadChange("died", None, by_others=False)
         return self._changed("unloaded", None, now, followed=followed)
@@ -369,7 +398,9 @@ class ModelLoad:
             self.by_others_at = now
         reason = self.reason
         if not_ours:
-            reason = "the router was restarted" if followed is False else "not by this gateway"
+            restarted = followed is False
+            reason = "the router was restarted" if restarted else "not by this gateway"
+            self.cause = "restart" if restarted else "others"
             if change != "unloaded":
                 reason = "found so"
         if change == "loading":
@@ -377,10 +408,7 @@ class ModelLoad:
             return LoadChange(change, None, by_others)
         self.ordered = None
         if change == "loaded":
-            self.failures = 0
-            if seconds is not None:
-                self.loads += 1
-                self.load_seconds += seconds
+            self.load_ended(seconds)
         self.enter(LoadPhase.READY if change == "loaded" else LoadPhase.UNLOADED, reason, now)
         return LoadChange(change, seconds, by_others)
 
@@ -428,6 +456,11 @@ class RouterRecord:
             self.stopped_until = now + OTHERS_PAUSE
             return True
         return False
+
+    def trust(self) -> None:
+        """An operator says that it may be commanded again."""
+        self.stopped_until = -math.inf
+        self._by_others.clear()
 
     def stopped(self, now: float) -> bool:
         """Whether it gets no commands for now."""

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from gateway.nodes.router import LoadPhase
+from gateway.nodes.router import LoadPhase, UnloadCause
 
+ORDERED = "an operator has ordered it"
 ASSUMED_LOAD = 30.0  # seconds of a load that was never seen
 UNLOAD_SECONDS = 1.0
 LOOK_MARGIN = 1.0  # seconds by which a load begins before the bound wants it
@@ -138,6 +139,7 @@ class LoadAction(NamedTuple):
     node: str
     model: str
     reason: str
+    cause: UnloadCause = "memory"  # of what is retired or unloaded
 
 
 Usage = Callable[[Instance], InstanceUsage]
@@ -204,6 +206,10 @@ class ModelPlacementPolicy:
         """Whether a load waits for room: look again before long."""
         return bool(self._plans)
 
+    def is_planned(self, node: str, model: str) -> bool:
+        """Whether a load there waits until it has room."""
+        return (node, model) in self._plans
+
     # Deciding.
 
     def decide(self, demands: Iterable[ModelDemand], usage: Usage, now: float) -> list[LoadAction]:
@@ -216,6 +222,23 @@ class ModelPlacementPolicy:
         self._keep_wanted(look)
         self._unload_idle(look)
         self._end_retired(look)
+        return look.actions
+
+    def order_load(
+        self, node: str, model: str, usage: Usage, now: float
+    ) -> list[LoadAction] | None:
+        """What to do so that an operator gets a model loaded there; None: it can't have room."""
+        look = _Look(self._index, self.rules, self.rates, usage, now)
+        instance = self._index.instance(node, model)
+        if instance is None or (node, model) in self._plans:
+            return []
+        if instance.phase is LoadPhase.RETIRING and self._may_return(look, instance):
+            look.act("keep", instance, ORDERED)
+        elif look.is_loadable(instance):
+            option = self._price(look, instance, None, _NO_QUEUE)
+            if option is None:
+                return None
+            self._carry_out(look, option, ORDERED, standing=True)
         return look.actions
 
     def _follow_plans(self, look: _Look) -> None:
@@ -501,7 +524,8 @@ class ModelPlacementPolicy:
         ]
         if ready:
             least = min(ready, key=lambda one: (look.usage(one).leases, look.usage(one).last_used))
-            look.act("retire" if look.usage(least).leases else "unload", least, reason)
+            verb: LoadVerb = "retire" if look.usage(least).leases else "unload"
+            look.act(verb, least, reason, "replicas")
 
     def _unload_idle(self, look: _Look) -> None:
         """Unload what nobody has used for as long as its rules say."""
@@ -526,7 +550,7 @@ class ModelPlacementPolicy:
                 usage = look.usage(instance)
                 idle = look.now - max(usage.last_used, instance.since)
                 if not usage.leases and idle >= limit:
-                    look.act("unload", instance, f"it has idled for {idle:.0f} s")
+                    look.act("unload", instance, f"it has idled for {idle:.0f} s", "idle")
                     left -= 1
 
     def _end_retired(self, look: _Look) -> None:
@@ -892,9 +916,11 @@ class _Look:
         self._acted: dict[tuple[str, str], LoadVerb] = {}
         self._losses: dict[tuple[str, str], float] = {}
 
-    def act(self, verb: LoadVerb, instance: Instance, reason: str) -> None:
+    def act(
+        self, verb: LoadVerb, instance: Instance, reason: str, cause: UnloadCause = "memory"
+    ) -> None:
         """Decide on an action. The fleet is as if it had begun."""
-        self.actions.append(LoadAction(verb, instance.node, instance.model, reason))
+        self.actions.append(LoadAction(verb, instance.node, instance.model, reason, cause))
         self._acted[instance.node, instance.model] = verb
         if verb == "load":
             self.loads.append(instance)
