@@ -271,6 +271,8 @@ class ModelPlacer:
             if rule.memory is not None:
                 return rule.memory
         assert node.load is not None
+        if (by_file := self._by_file(node, node.load.file)) is not None:
+            return by_file  # exact, where what a load shows is a bound
         if node.load.memory is not None:
             return node.load.memory
         for one in self.fleet.model_index.nodes_for(model_key(node)):
