@@ -334,7 +334,6 @@ def plan_models(
     for model in sorted(models, key=lambda one: -one.size):
         homes[model.name] = node = max(free, key=lambda one: free[one])
         free[node] -= model.size
-    counts = [slots if force_memory else 1] * len(models)
 
     def planned(counts: Sequence[int]) -> tuple[ServerSpec, ...]:
         placed = [(homes[one.name], one, count) for one, count in zip(models, counts, strict=True)]
@@ -343,13 +342,18 @@ def plan_models(
             _check_room(topology, models, specs)
         return specs
 
+    with suppress(MemoryShortError):
+        return planned([slots] * len(models))
+    counts = [1] * len(models)
     specs = planned(counts)
-    for count in range(2, slots + 1):
-        for index in range(len(models)):
+    while True:  # a slot more for each that has room, in turn
+        before = counts
+        for index, count in enumerate(counts):
             with suppress(MemoryShortError):
-                more = [*counts[:index], max(count, counts[index]), *counts[index + 1 :]]
+                more = [*counts[:index], min(count + 1, slots), *counts[index + 1 :]]
                 specs, counts = planned(more), more
-    return specs
+        if counts == before:
+            return specs
 
 
 def _check_room(
