@@ -289,15 +289,17 @@ class ModelPlacer:
         return "operator" if self.fleet.is_pinned(node) else None
 
     def memory_of(self, node: Node) -> int | None:
-        """Bytes: as the settings say, else as a load has shown on this node or on another."""
+        """Bytes: as the settings say, its file, or a load has shown on this node or on another."""
         for rule in self.rules_of(node):
             if rule.memory is not None:
                 return rule.memory
         assert node.load is not None
+        if (by_file := self._by_file(node, node.load.file)) is not None:
+            return by_file  # exact, where what a load shows is a bound
         if node.load.memory is not None:
             return node.load.memory
         memory, _ = self._learnt.get(model_key(node), (None, None))
-        return memory or self._by_file(node, node.load.file)
+        return memory
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
         """Bytes by the model's file; None: it is not here, or not read yet."""
