@@ -245,6 +245,21 @@ async def test_an_instance_is_a_node_by_its_own_name_and_a_router_counts_once(
 
 
 @in_virtual_time
+async def test_a_drain_of_a_router_counts_and_ends_what_its_models_run(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, router):
+        await done(running, "load", "a")
+        await state_is(running, "r1/a", "ready")
+        body = {"model": "a", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 900}
+        asked = asyncio.create_task(running.client.post("/v1/chat/completions", json=body))
+        await until(lambda: router.models["a"].node.busy == 1)
+        drained = (await running.admin.post("/admin/nodes/r1/drain?deadline=1")).json()
+        answer = await asked
+    assert drained["in_flight"] == 1
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "node_drained"
+
+
+@in_virtual_time
 async def test_a_pin_that_can_t_be_kept_is_a_problem_after_a_minute(tmp_path: Path) -> None:
     wishes: dict[str, Any] = {name: {"memory": "4GiB", "pin": ["r1"]} for name in FILES}
     wishes["a"] |= {"replicas": {"min": 2}}
