@@ -418,8 +418,8 @@ class Fleet:
 
     # A router's models.
 
-    def models_listed(self, router: Node, listed: list[RoutedModel]) -> None:
-        """A router lists these models, and no others."""
+    def models_listed(self, router: Node, listed: list[RoutedModel], asked_at: float) -> None:
+        """A router lists these models, and no others; it was asked at that time."""
         now = self._clock()
         if router.router_record.most_loaded != router.properties.most_loaded:
             router.router_record.limit_found(router.properties.most_loaded)
@@ -437,7 +437,7 @@ class Fleet:
                 instance.respecify(spec, now)
                 changed = True
             kept[model.name] = instance
-            self._follow_model(router, instance, model, now)
+            self._follow_model(router, instance, model, asked_at)
         for name, instance in router.instances.items():
             if name not in kept:
                 self._remove(instance)
@@ -448,15 +448,18 @@ class Fleet:
             router.set_instances(kept)
             self._models_of_routers_changed()
 
-    def _follow_model(self, router: Node, instance: Node, model: RoutedModel, now: float) -> None:
+    def _follow_model(
+        self, router: Node, instance: Node, model: RoutedModel, asked_at: float
+    ) -> None:
         """Take in what a router lists of one model."""
-        load = instance.load
+        load, now = instance.load, self._clock()
         assert load is not None
         if not load.is_news(model):
             return
         instance.properties.clear_remembered()
         instance.properties.read_routed(model.entry, model.slots, model.context)
-        change = load.reported(model, now, followed=router.router_record.followed)
+        followed = router.router_record.followed(load.listed_at)
+        change = load.reported(model, asked_at, now, followed=followed)
         if model.status is not None:
             asked = any(lease.wake for lease in instance.leases)
             instance.sleep.props_read(model.status == "sleeping", now, asked=asked)
@@ -561,7 +564,7 @@ class Fleet:
     def model_not_loaded(self, node: Node) -> None:
         """A request has found that a router has not loaded this model, or has lost it."""
         if node.load is not None:
-            node.load.doubt()
+            node.load.doubt(doubted=True)
             self.refresh_state(node)
         self.read_models(node)
 

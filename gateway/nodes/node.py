@@ -382,9 +382,12 @@ class Node:
     @property
     def is_alive(self) -> bool:
         """Whether it is worth the ordinary wait."""
-        return self.state in ALIVE_STATES or (
-            self.load is not None and self.state is NodeState.LOADING
-        )
+        load = self.load
+        if load is None:
+            return self.state in ALIVE_STATES
+        if load.failures and not load.loaded:
+            return False  # Its last load failed.
+        return self.state in ALIVE_STATES or self.state is NodeState.LOADING
 
     @property
     def slots_total(self) -> int:

@@ -27,6 +27,7 @@ from gateway.config.scheduling import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
+from gateway.nodes.lifecycle import ProbeAnswer
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.router import LoadPhase
 from gateway.schedule.admission import Waiter
@@ -82,6 +83,8 @@ class ModelPlacer:
     _left_alone: set[Node] = field(default_factory=set)
     """Routers that get no commands for now, since others command them too."""
     _host_memory: dict[str, int] = field(default_factory=dict)
+    _learnt: dict[str, tuple[int | None, float | None]] = field(default_factory=dict)
+    """By model: its bytes, and the seconds of its load, on the node that loaded it last."""
     _request_seconds: dict[str, float] = field(default_factory=dict)
     """By model: a usual request's, as those that waited last were expected to take."""
     _file_memory: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
@@ -146,6 +149,7 @@ class ModelPlacer:
         self._wake.set()
 
     def _look(self) -> None:
+        self.scheduler.match()  # What is loaded by now serves first.
         now = self.clock()
         for action in self.policy.decide(self._demands(now), self._usage, now):
             self._carry_out(action, now)
@@ -209,7 +213,7 @@ class ModelPlacer:
             known.show(shown)
             self.policy.put_node(shown)
         there = set(router.instances.values())
-        gone = [node for node, _ in known.models.values() if node not in there]
+        gone = [one.node for one in known.models.values() if one.node not in there]
         for node in (*gone, *there):
             self._show_model(node, router)
 
@@ -222,17 +226,19 @@ class ModelPlacer:
             if known.models.pop(model, None) is not None:
                 self.policy.remove_instance(router.name, model)
             return
-        before, instance = known.models.get(model), self._instance(router, node)
-        known.models[model] = node, instance
-        if before is None or before[1] != instance:
-            self.policy.put_instance(instance)
-            learnt = before is not None and (
-                before[1].memory != instance.memory
-                or before[1].load_seconds != instance.load_seconds
-            )
-            if learnt:
-                # Other nodes that have not loaded it are taken to be like this one.
+        assert node.load is not None
+        before, own = known.models.get(model), (node.load.memory, node.sleep.measured)
+        if before is None or before.own != own:
+            # Other nodes that have not loaded it are taken to be like this one.
+            memory, seconds = self._learnt.get(model, (None, None))
+            learnt = own[0] or memory, own[1] or seconds
+            if self._learnt.get(model, (None, None)) != learnt:
+                self._learnt[model] = learnt
                 self._models_changed(model)
+        instance = self._instance(router, node)
+        known.models[model] = _ShownModel(node, instance, own)
+        if before is None or before.instance != instance:
+            self.policy.put_instance(instance)
 
     def _models_changed(self, model: str) -> None:
         """Tell the policy anew of this model on all nodes."""
@@ -290,10 +296,8 @@ class ModelPlacer:
         assert node.load is not None
         if node.load.memory is not None:
             return node.load.memory
-        for one in self.fleet.model_index.nodes_for(model_key(node)):
-            if one.load is not None and one.load.memory is not None:
-                return one.load.memory
-        return self._by_file(node, node.load.file)
+        memory, _ = self._learnt.get(model_key(node), (None, None))
+        return memory or self._by_file(node, node.load.file)
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
         """Bytes by the model's file; None: it is not here, or not read yet."""
@@ -341,9 +345,9 @@ class ModelPlacer:
     def load_seconds(self, node: Node) -> float:
         """Seconds that a load takes: as measured there, else on another node, else by its size."""
         if node.sleep.measured is None:
-            for one in self.fleet.model_index.nodes_for(model_key(node)):
-                if one.load is not None and one.sleep.measured is not None:
-                    return one.sleep.measured
+            _, seconds = self._learnt.get(model_key(node), (None, None))
+            if seconds is not None:
+                return seconds
         return node.sleep.wake_seconds(node.properties.size)
 
     def _demands(self, now: float) -> list[ModelDemand]:
@@ -382,7 +386,7 @@ class ModelPlacer:
         return read + queued.completion_tokens * (speed.token_base + speed.token_step)
 
     def _usage(self, instance: Instance) -> InstanceUsage:
-        node, _ = self._routers[instance.node].models[instance.model]
+        node = self._routers[instance.node].models[instance.model].node
         now, busy = self.clock(), 0.0
         for row in self.scheduler.fleet_sync.rows((node,)):
             busy = max((one.seconds_left(now) for one in row.running), default=0.0)
@@ -521,7 +525,7 @@ class ModelPlacer:
     # Actions.
 
     def _carry_out(self, action: LoadAction, now: float) -> None:
-        node, _ = self._routers[action.node].models[action.model]
+        node = self._routers[action.node].models[action.model].node
         router, load = node.router, node.load
         assert router is not None
         assert load is not None
@@ -559,9 +563,13 @@ class ModelPlacer:
         self._wake.set()
 
     async def _load(self, router: Node, node: Node) -> None:
+        load = node.load
+        assert load is not None
         refused = await self._command(router, node, "load")
-        if refused is not None:
-            self.fleet.load_refused(node, refused)
+        if refused is not None and refused.of_model:
+            self.fleet.load_refused(node, refused.why)
+        elif refused is not None:
+            load.load_refused(refused.why, self.clock())
         self.fleet.load_changed(node)
 
     async def _unload(self, router: Node, node: Node) -> None:
@@ -579,21 +587,39 @@ class ModelPlacer:
         self.fleet.load_ordered(node, "unload", load.reason)
         refused = await self._command(router, node, "unload")
         if refused is not None:
-            load.unload_refused(refused, self.clock())
+            load.unload_refused(refused.why, self.clock())
         self.fleet.load_changed(node)
 
-    async def _command(self, router: Node, node: Node, command: str) -> str | None:
+    async def _command(self, router: Node, node: Node, command: str) -> _Refusal | None:
         """Send a command; why the router did not take it, or None."""
         body = msgspec.json.encode({"model": node.spec.instance})
         reply = await fetch(router, f"/models/{command}", body=body, largest=LARGEST_REFUSAL)
         self.fleet.read_models(node)
-        if not isinstance(reply, ProbeResponse):
-            return reply.detail
-        # It is so already: the list will show it.
-        done = b"already running" in reply.body or b"not running" in reply.body
-        if reply.status == HTTPStatus.OK or done:
-            return None
-        return f"the router refused: {_words(reply)}"
+        if not isinstance(reply, ProbeResponse) and reply.answer is not ProbeAnswer.TIMED_OUT:
+            return _Refusal(reply.detail, of_model=False)
+        assert node.load is not None
+        node.load.command_taken(self.clock())
+        if not isinstance(reply, ProbeResponse) or reply.status == HTTPStatus.OK:
+            return None  # One without an answer may carry it out: the list will show it.
+        if b"already running" in reply.body or b"not running" in reply.body:
+            return None  # It is so already.
+        is_full = b"model limit reached" in reply.body
+        return _Refusal(f"the router refused: {_words(reply)}", of_model=not is_full)
+
+
+class _Refusal(NamedTuple):
+    """Why a router did not take a command."""
+
+    why: str
+    of_model: bool  # whether it is about the model, rather than about the router as it is now
+
+
+class _ShownModel(NamedTuple):
+    """A router's model as the policy knows it."""
+
+    node: Node
+    instance: Instance
+    own: tuple[int | None, float | None]  # bytes and seconds that it has shown on this node
 
 
 class OrderRefused(Exception):  # noqa: N818 - not an error of the program
@@ -625,7 +651,7 @@ class _ShownRouter:
 
     node: Node
     shown: RouterNode
-    models: dict[str, tuple[Node, Instance]] = field(default_factory=dict)
+    models: dict[str, _ShownModel] = field(default_factory=dict)
     """By the name by which the policy knows the model."""
 
     def show(self, shown: RouterNode) -> None:

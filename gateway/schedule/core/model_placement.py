@@ -25,8 +25,10 @@ from gateway.nodes.router import LoadPhase, UnloadCause
 ORDERED = "an operator has ordered it"
 ASSUMED_LOAD = 30.0  # seconds of a load that was never seen
 UNLOAD_SECONDS = 1.0
+LOOK_MARGIN = 1.0  # seconds by which a load begins before the bound wants it
 # Seconds ahead that are compared: what callers miss later, they miss under any placement.
 HORIZON = 120.0
+NEAR_BOUND = 0.5  # share of the bound from which the oldest request goes first
 # One more copy must shorten the waits by so many times what it costs others.
 COPY_MARGIN = 1.2
 # A load that waits for leases is given up for another node that is better by this factor.
@@ -160,6 +162,8 @@ class ModelPlacementPolicy:
         self._cursors: dict[str, int] = {}  # by model: the node that is compared next
         self._known_best: dict[str, list[str]] = {}
         self._preloaded: set[tuple[str, str]] = set()
+        self._served_at: dict[str, float] = {}
+        """By model that requests wait for: when it was last loaded somewhere."""
         self._left: list[str] = []  # models that the last look did not reach
         self._idle_cursor = 0
 
@@ -196,6 +200,11 @@ class ModelPlacementPolicy:
     def unfinished(self) -> bool:
         """Whether the last look did not reach all models: look again at once."""
         return bool(self._left)
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether a load waits for room: look again before long."""
+        return bool(self._plans)
 
     def is_planned(self, node: str, model: str) -> bool:
         """Whether a load there waits until it has room."""
@@ -267,10 +276,19 @@ class ModelPlacementPolicy:
 
     def _serve_demands(self, look: _Look) -> None:
         """Find a node for what waits, those first that the last look did not reach."""
+        self._served_at = {
+            model: look.now if look.is_served(model) else self._served_at.get(model, -math.inf)
+            for model in look.demands
+        }
         late = {model: place for place, model in enumerate(self._left)}
         order = sorted(
             look.demands.values(),
-            key=lambda one: (late.get(one.model, len(late)), one.batch, -one.waited),
+            key=lambda one: (
+                late.get(one.model, len(late)),
+                one.batch,
+                -self._lateness(one, look.now),
+                -one.waited,
+            ),
         )
         most = self.evaluations + MOST_EVALUATIONS
         self._left = []
@@ -326,10 +344,22 @@ class ModelPlacementPolicy:
         if queue.has_copies:
             saved = queue.cost_as_it_is() - (option.cost - option.loss)
             return saved > COPY_MARGIN * option.loss + option.instance.load_seconds
-        patience = self.rules.starvation if demand.patience is None else demand.patience
-        if demand.oldest_wait + option.ready_in >= patience:
+        without = self._wait_without(demand, look.now)
+        if without + option.ready_in + LOOK_MARGIN >= self._patience(demand):
             return True
         return demand.waited + demand.waiting * option.instance.load_seconds >= option.loss
+
+    def _patience(self, demand: ModelDemand) -> float:
+        return self.rules.starvation if demand.patience is None else demand.patience
+
+    def _wait_without(self, demand: ModelDemand, now: float) -> float:
+        """Seconds that the oldest has waited while the model was loaded nowhere."""
+        return min(demand.oldest_wait, now - self._served_at.get(demand.model, -math.inf))
+
+    def _lateness(self, demand: ModelDemand, now: float) -> float:
+        """The share of its bound that the oldest has waited, where it is near."""
+        share = self._wait_without(demand, now) / max(1.0, self._patience(demand))
+        return share if share > NEAR_BOUND else 0.0
 
     def _carry_out(
         self, look: _Look, option: _Option, reason: str, *, standing: bool = False
@@ -941,6 +971,11 @@ class _Look:
             and (nodes is None or node in nodes)
             and not self.is_leaving(one)
         ]
+
+    def is_served(self, model: str) -> bool:
+        """Whether an instance of it takes requests."""
+        held = self._index.held(model).values()
+        return any(one.phase is LoadPhase.READY for one in held)
 
     def queue(self, model: str, demand: ModelDemand, copies: list[Instance]) -> _Queue:
         """What waits for a model, and who serves it."""
