@@ -324,7 +324,7 @@ class ModelPlacer:
                 with suppress(OSError, ValueError):
                     memory = await asyncio.to_thread(self.file_memory, Path(key[0]), *key[1:])
                     self._file_memory[key] = memory
-                    self._wake.set()
+                    self._models_differ(None)
 
     def host_use(self) -> dict[str, HostUse]:
         """What each host with routers has for models, and how much of it is taken."""
