@@ -31,7 +31,7 @@ from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet, GpuCosts
-from gateway.nodes.node import LeasePhase, Node
+from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.nodes.router import LoadPhase
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
@@ -99,7 +99,8 @@ class LiveView:
         nodes: dict[str, Row] = {}
         async for node in in_steps(list(self.fleet.nodes.values())):
             if self.fleet.nodes.get(node.name) is node:
-                nodes[node.name] = self._node_row(node)
+                if node.load is None or node.state is not NodeState.UNLOADED or node.load.failures:
+                    nodes[node.name] = self._node_row(node)
                 counts.add(node)
         waiting, queue = self._read_queue()
         requests = await self._read_requests(waiting) if with_requests else None
@@ -137,7 +138,7 @@ class LiveView:
         cached = self.scheduler.fleet_sync.cache_contents(node)
         left = self.drain_deadlines.seconds_left(node.name)
         slow = node.degradation
-        return {
+        return self._load_columns(node) | {
             "name": spec.name,
             "url": spec.url,
             "kind": spec.kind,
@@ -151,7 +152,7 @@ class LiveView:
             "build": properties.build,
             "drift": list(node.drift),
             "cost_per_hour": spec.cost_per_hour,
-            "slots_total": node.slots_total,
+            "slots_total": node.slots_now,
             "state": node.state.value,
             "reason": node.reason,
             "draining": node.draining,
@@ -167,6 +168,18 @@ class LiveView:
             "requests": node.requests,
             "failures": node.failures,
             "deadline_at": None if left is None else round(self.wall_clock() + left),
+        }
+
+    def _load_columns(self, node: Node) -> Row:
+        """What only a router's model has."""
+        load, router, placer = node.load, node.router, self.gateway.model_placer
+        if load is None or router is None:
+            return {}
+        return {
+            "router": router.name,
+            "progress": load.progress,
+            "memory": placer.memory_of(node),
+            "pinned_by": placer.pinner(node),
         }
 
     # The queue and the requests.
@@ -233,6 +246,12 @@ class LiveView:
             "slots_busy": counts.slots_busy,
             "models": sorted(counts.models)[:MOST_MODELS],
             "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
+            "hosts": {
+                host: {"memory": use.memory, "used": use.used, "unknown": use.unknown}
+                for host, use in gateway.model_placer.host_use().items()
+            }
+            if self.fleet.has_routers
+            else None,
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
@@ -384,7 +403,7 @@ def slot_cells(node: Node, now: float) -> str:
                 continue
         cells += [cell] * lease.slots
     cells += ["o"] * min(node.foreign, node.slots_total)
-    cells += ["f"] * (node.slots_total - len(cells))
+    cells += ["f"] * (node.slots_now - len(cells))
     return "".join(cells[:MOST_CELLS])
 
 
@@ -608,7 +627,7 @@ def live_feed(
     drain_deadlines: DrainDeadlines,
 ) -> LiveFeed:
     """The feed of a gateway, with a history of its own."""
-    history = FleetHistory(bus, GpuCosts(fleet, gateway.clock).of)
+    history = FleetHistory(bus, GpuCosts(fleet, gateway.clock).of, clock=gateway.clock)
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
     return LiveFeed(
         LiveView(fleet, scheduler, registry, gateway, health, history, audit, drain_deadlines)
