@@ -27,7 +27,8 @@ from gateway.config.settings import Settings
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
 from gateway.nodes.node import Node, NodeState
-from gateway.nodes.router import LoadPhase
+from gateway.nodes.router import LoadPhase, ModelLoad
+from gateway.nodes.saved_prompts import SavedPrompts
 from gateway.schedule.admission import Waiter
 from gateway.schedule.core.model_placement import (
     Instance,
@@ -52,6 +53,7 @@ STEP_SECONDS = 0.005  # seconds after which other work runs while the policy is 
 LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
 MOST_WORDS = 300  # characters that are kept of a router's error
 MOST_FILES = 10_000  # files of models that are read for what they take
+PROMPTS_SAVED_FACTOR = 0.8  # of the seconds of a load, where prompts are restored after it
 USUAL_SECONDS = 10.0  # of a request for a model that none has waited for
 
 
@@ -66,6 +68,7 @@ class ModelPlacer:
     file_memory: ReadMemory | None = None
     """Reads what a model takes from its file, where that is on this machine; in a thread."""
     policy: ModelPlacementPolicy = field(default_factory=ModelPlacementPolicy)
+    saved_prompts: SavedPrompts = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
     """By instance: the command for it that is under way."""
@@ -85,7 +88,11 @@ class ModelPlacer:
 
     def __post_init__(self) -> None:
         self.configure(self.settings)
+        cache, sync = self.scheduler.prompt_cache, self.scheduler.fleet_sync
+        publish = self.fleet.prompts_kept
+        self.saved_prompts = SavedPrompts(cache, sync.row_index, publish, self.clock)
         self.fleet.watch_models(self._models_differ)
+        self.fleet.watch_loads(self._loaded)
         self.scheduler.watch_models(self._asked_for)
 
     def configure(self, settings: Settings) -> None:
@@ -244,6 +251,7 @@ class ModelPlacer:
     def _instance(self, router: Node, node: Node) -> Instance:
         load, model = node.load, model_key(node)
         assert load is not None
+        load.prompts_saved(self.saved_prompts.count(node))
         rules = [self.settings.models[one] for one in self._names(node)]
         pinned = any(router.name in rule.pin for rule in rules)
         pinned = pinned or not node.public_models.isdisjoint(router.spec.preload)
@@ -254,7 +262,8 @@ class ModelPlacer:
             model,
             load.phase,
             self._memory(node, rules),
-            self._load_seconds(node),
+            # Of nodes that are alike it is better loaded where its prompts are.
+            self._load_seconds(node) * (PROMPTS_SAVED_FACTOR if load.saved else 1.0),
             max(1, node.slots_total),
             self._request_seconds.get(model, USUAL_SECONDS),
             load.since,
@@ -406,6 +415,8 @@ class ModelPlacer:
         """Unload it, unless it has work: ours, or that of others."""
         load = node.load
         assert load is not None
+        if node.spec.slot_save and not node.leases:
+            await self.saved_prompts.save(node)
         # A router cuts what runs.
         busy = None if node.sleep.asleep else await probe_slots(node)
         if load.phase is not LoadPhase.RETIRING or node.leases:
@@ -419,6 +430,25 @@ class ModelPlacer:
         if refused is not None:
             load.unload_refused(refused, self.clock())
         self.fleet.load_changed(node)
+
+    def _loaded(self, node: Node) -> None:
+        """A router has loaded this model: it gets no work before its prompts are restored."""
+        load, before = node.load, self._tasks.get(node)
+        if load is not None and self.saved_prompts.count(node) and not self._handed_over:
+            load.restores(restoring=True)
+            self._start_task(node, self._restore(node, load, before))
+
+    async def _restore(
+        self, node: Node, load: ModelLoad, before: asyncio.Task[None] | None
+    ) -> None:
+        """Restore a model's prompts, after the command for it that may be under way."""
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            await self.saved_prompts.restore(node)
+        finally:
+            load.restores(restoring=False)
+            self.fleet.load_changed(node)
 
     async def _command(self, router: Node, node: Node, command: str) -> str | None:
         """Send a command; why the router did not take it, or None."""

@@ -26,6 +26,7 @@ from gateway import __version__
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.events import (
     CALIBRATION_OUTCOMES,
+    PROMPT_ACTIONS,
     WEBHOOK_OUTCOMES,
     AttemptEnded,
     EndedKind,
@@ -34,6 +35,7 @@ from gateway.events import (
     LimitReached,
     NodeCalibrated,
     NodeChanged,
+    PromptsKept,
     RequestRecord,
     SlotYielded,
     StreamResumed,
@@ -188,6 +190,10 @@ HELP = {
     "ledger_rows_recovered_total": "Rows written for requests of killed processes.",
     "ledger_rows_waiting": "Rows of the ledger that wait.",
     "ledger_rows_written_total": "Rows that were written.",
+    "kept_prompts_total": (
+        "Prompts of routers' models that were saved before an unload, or restored after a load; "
+        "and how often that failed, or gave something else and was erased."
+    ),
     "limits_reached_total": "Requests that a limit on use refused.",
     "model_paused": "1 for each model that an operator has paused.",
     "node_decode_tokens_per_second": "Measured speed of writing, for one request.",
@@ -386,6 +392,7 @@ class Metrics:
         # From 0: Prometheus sees no increase in a series that begins with its first event.
         self._webhooks: dict[str, int] = dict.fromkeys(WEBHOOK_OUTCOMES, 0)
         self._calibrations: dict[str, int] = dict.fromkeys(CALIBRATION_OUTCOMES, 0)
+        self._prompts_kept: dict[str, int] = dict.fromkeys(PROMPT_ACTIONS, 0)
         self._limits_reached: dict[tuple[str, str], int] = {}
         self._refused: dict[tuple[str, str], int] = {}
         self._overhead = Histogram(_OVERHEAD)
@@ -404,6 +411,7 @@ class Metrics:
         bus.subscribe(LimitReached, self.limit_reached)
         bus.subscribe(WebhookAttempted, self.webhook_attempted)
         bus.subscribe(NodeCalibrated, self.calibrated)
+        bus.subscribe(PromptsKept, self.prompts_kept)
         bus.subscribe(NodeChanged, self.node_changed)
 
     def configure(self, *, gen_ai: bool) -> None:
@@ -492,6 +500,10 @@ class Metrics:
         """Count a calibration."""
         self._calibrations[event.outcome] += 1
 
+    def prompts_kept(self, event: PromptsKept) -> None:
+        """Count prompts that were saved or restored, and each time that could not be."""
+        self._prompts_kept[event.action] += event.prompts
+
     def node_changed(self, event: NodeChanged) -> None:
         """Forget a node that has left the fleet."""
         if event.new_state is None:
@@ -553,6 +565,7 @@ class Metrics:
         page.number("resumed_streams_total", self._resumed)
         page.number("yielded_slots_total", self._yielded)
         page.counts("calibrations_total", self._calibrations, "outcome")
+        page.counts("kept_prompts_total", self._prompts_kept, "action")
         page.counts("limits_reached_total", self._limits_reached, "limit", "scope")
         page.counts("refused_requests_total", self._refused, "caller", "reason")
         page.counts("cost_total", self._cost, "tier")
