@@ -250,6 +250,7 @@ class ModelLoadChanged:
     seconds: float | None  # that a load took, if its begin was seen
     reason: str
     by_others: bool  # whether it was not this gateway's
+    cause: str = ""  # of what is `unloaded` or has `died`: one of `router.UNLOAD_CAUSES`
 
 
 @dataclass(slots=True)

@@ -11,9 +11,9 @@ import contextlib
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -32,6 +32,7 @@ from gateway.events import EventBus
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet, GpuCosts
 from gateway.nodes.node import LeasePhase, Node
+from gateway.nodes.router import LoadPhase
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 from gateway.watch.audit import AuditTrail
@@ -46,23 +47,23 @@ from gateway.watch.problems import (
     QueueCondition,
     SpillCondition,
     TrafficCondition,
+    UnkeptWish,
     find_problems,
 )
-from gateway.web.asgi import HealthEndpoints
+from gateway.web.asgi import HealthEndpoints, in_steps
 
-STEP_SECONDS = 0.002  # seconds after which a step lets other work run
-LOOK_EVERY = 16  # items after which the clock is looked at
 MOST_CELLS = 64  # slots of a node that are drawn; `slots_total` counts them all
 MOST_FILL = 8  # how full a slot's cell can be: the parts of the expected time that have passed
 MOST_WAITING = 100  # waiting requests that are shown; the depths count them all
 MOST_COUNTED_WAITING = 1000  # waiting requests that are counted by caller
 MOST_REQUESTS = 300  # requests in flight that are shown; `in_flight` counts them all
 MOST_MODELS = 1000  # models whose nodes are counted
+# A load is slow after so many seconds, and so many times the usual ones.
+SLOW_LOAD_SECONDS, SLOW_LOAD_FACTOR = 60.0, 4.0
 
 Row = dict[str, Any]  # of the page's tables, by column
 Waiting = tuple[str, str, str | None, int, float | None]
 """Id, class, model, seconds waited and until the expected start."""
-T = TypeVar("T")
 
 
 class LiveState(NamedTuple):
@@ -143,7 +144,9 @@ class LiveView:
             "tier": spec.tier,
             "host": spec.host,
             "labels": dict(spec.labels),
-            "models": list(properties.names if spec.models is None else spec.models),
+            "models": []
+            if node.is_router
+            else list(properties.names if spec.models is None else spec.models),
             "context": node.context,
             "build": properties.build,
             "drift": list(node.drift),
@@ -242,7 +245,11 @@ class LiveView:
             hosts=counts.hosts,
             in_service=counts.in_service,
             usable=counts.usable,
-            models={name: ModelNodes(*both) for name, both in counts.models.items()},
+            models={
+                name: ModelNodes(total, usable, counts.not_loaded.get(name, ""))
+                for name, (total, usable) in counts.models.items()
+            },
+            unkept=[UnkeptWish(*one) for one in gateway.model_placer.unkept_wishes()],
             paused_models=self.fleet.model_index.paused_by_name,
             differing_models=self.fleet.differences_in_words,
             queue=queue,
@@ -289,31 +296,72 @@ class _FleetCounts:
         self.hosts: Counter[str] = Counter()
         self.conditions: list[NodeCondition] = []
         self.models: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self.not_loaded: dict[str, str] = {}  # by model: the words of a router
         self.in_service = self.usable = self.slots_total = self.slots_busy = 0
 
     def add(self, node: Node) -> None:
         """Count a node."""
         state, spec = node.state.value, node.spec
-        self.states[state] += 1
-        self.slots_total += node.slots_total
+        self.slots_total += node.slots_now
         self.slots_busy += node.slots_busy
+        if node.router is not None:
+            self._add_model(node)
+            return
+        self.states[state] += 1
         failures = node.lifecycle.failures
         usable = state in USABLE_STATES
         if node.in_service and state != "standby" and not node.draining:
             self.in_service += 1
             self.usable += usable
             self.hosts[spec.host] += 1
-            for name in node.public_models:
-                if name in self.models or len(self.models) < MOST_MODELS:
-                    both = self.models[name]
-                    both[0] += 1
-                    both[1] += usable
+            self._count_models(node, usable=usable)
+        left_alone = node.is_router and node.router_record.stopped(node.clock())
         if state == "draining" and not node.draining:
             return  # The gateway itself stops a standby node.
-        if state not in {"ready", "mute", "sleeping"} or node.drift or failures:
+        if state not in {"ready", "mute", "sleeping"} or node.drift or failures or left_alone:
             reason, drift = node.reason, node.drift
             self.conditions.append(
-                NodeCondition(spec.name, spec.host, state, reason, spec.tier, drift, failures)
+                NodeCondition(
+                    spec.name, spec.host, state, reason, spec.tier, drift, failures, left_alone
+                )
+            )
+
+    def _count_models(self, node: Node, *, usable: bool) -> None:
+        for name in node.public_models:
+            if name in self.models or len(self.models) < MOST_MODELS:
+                both = self.models[name]
+                both[0] += 1
+                both[1] += usable
+
+    def _add_model(self, node: Node) -> None:
+        """Count a router's model: it is served while it can be loaded."""
+        load, state, now = node.load, node.state.value, node.clock()
+        assert load is not None
+        name = min(node.public_models, default=node.name)
+        failures = 0 if load.loaded else load.failures
+        if node.in_service and state != "standby" and not node.draining:
+            self._count_models(node, usable=node.is_alive and not failures)
+            if failures:
+                words = f"{node.name.partition('/')[0]}: {load.reason}"
+                self.not_loaded.update(dict.fromkeys(node.public_models, words))
+        slow = None
+        if load.phase is LoadPhase.LOADING:
+            seconds, usual = now - load.since, node.sleep.wake_seconds(node.properties.size)
+            if seconds > max(SLOW_LOAD_SECONDS, SLOW_LOAD_FACTOR * usual):
+                slow = seconds, usual
+        own = node.draining or state in {"ejected", "degraded", "mute"}
+        if own or failures or slow is not None or node.drift:
+            self.conditions.append(
+                NodeCondition(
+                    node.name,
+                    node.host,
+                    state if own else "",
+                    load.reason if failures else node.reason,
+                    drift=node.drift,
+                    model=name,
+                    load_failures=failures,
+                    slow_load=slow,
+                )
             )
 
 
@@ -394,16 +442,6 @@ def _tps(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return round(value, 1) if value < 100 else float(round(value))
-
-
-async def in_steps(items: Sequence[T]) -> AsyncIterator[T]:
-    """These items; other work runs after each `STEP_SECONDS`."""
-    until = time.perf_counter() + STEP_SECONDS
-    for number, item in enumerate(items):
-        if number % LOOK_EVERY == LOOK_EVERY - 1 and time.perf_counter() >= until:
-            await asyncio.sleep(0)
-            until = time.perf_counter() + STEP_SECONDS
-        yield item
 
 
 UPDATE_SECONDS = 1.0  # seconds between two updates

@@ -133,7 +133,7 @@ class _ModelsView:
             stands_for=[one for one in targets if one != name],
             paused=name in paused or paused.issuperset(targets),
             nodes=dict(Counter(node.state.value for node in nodes)),
-            slots_total=sum(node.slots_total for node in nodes),
+            slots_total=sum(node.slots_now for node in nodes),
             slots_busy=sum(node.slots_busy for node in nodes),
             waiting=self._waiting[name],
             differences=[one.in_words() for one in self._differences if one.model in targets],

@@ -57,7 +57,7 @@ from gateway.http.request_head import HandlerConfig
 from gateway.lease import KeyedHash
 from gateway.nodes.calibration import Calibrator
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.state_files import DrainedNodes, PausedModels, PropertiesStore
+from gateway.nodes.state_files import DrainedNodes, PausedModels, PinnedModels, PropertiesStore
 from gateway.openapi.document import openapi_json
 from gateway.request.routes import Route, routes_of
 from gateway.schedule.autoscaler import Autoscaler
@@ -148,6 +148,7 @@ class Gateway:
             clock=self.clock,
             rng=rng,
             paused_models=PausedModels(startup.pauses_file(options)),
+            pinned_models=PinnedModels(startup.pins_file(options)),
             drained_nodes=DrainedNodes(startup.drains_file(options)),
             properties_store=PropertiesStore(startup.properties_file(options)),
         )
@@ -219,8 +220,8 @@ class Gateway:
         )
         snapshot = MetricsSource(
             self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
-            self.proxy_context.retries_left, lambda: self.certificates.expiry, self.store,
-            self.ledger, self.background, self.tracing,
+            self.proxy_context.retries_left, self.model_placer, lambda: self.certificates.expiry,
+            self.store, self.ledger, self.background, self.tracing,
         )  # fmt: skip
         self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
         self.metrics = self.telemetry.metrics

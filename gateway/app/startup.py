@@ -285,6 +285,11 @@ def pauses_file(options: Options) -> Path:
     return _state_file(options, "paused")
 
 
+def pins_file(options: Options) -> Path:
+    """The file that keeps the models that operators have pinned over a restart."""
+    return _state_file(options, "pinned")
+
+
 def properties_file(options: Options) -> Path:
     """The file that keeps what the nodes of this inventory last reported over a restart."""
     return _state_file(options, "seen")

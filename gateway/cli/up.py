@@ -347,10 +347,10 @@ def _wishes(
     if not all(_DIGEST.fullmatch(digest) for digest in digests):
         raise CommandFailed("--sha256: not 64 hexadecimal digits", 2)
     if digests and len(digests) != (files := sum(counts)):
+        whose = "the model has" if len(urls) == 1 else f"the {len(urls)} models have"
         raise CommandFailed(
-            f"--sha256: given {len(digests)} times, but the {_many(len(urls), 'model')} "
-            f"{'has' if len(urls) == 1 else 'have'} {_many(files, 'file')}; give it once for each, "
-            "in order",
+            f"--sha256: given {len(digests)} times, but {whose} {_many(files, 'file')}; give it "
+            "once for each, in order",
             2,
         )
     token = None
@@ -384,7 +384,7 @@ def _wishes(
 
 
 def _many(count: int, thing: str) -> str:
-    return f"{count} {thing}s" if count != 1 else thing
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _read_folder(path: Path, plan: Callable[..., FolderPlan]) -> FolderPlan:
@@ -396,7 +396,10 @@ def _read_folder(path: Path, plan: Callable[..., FolderPlan]) -> FolderPlan:
         found = plan(
             path,
             progress=lambda done, total: progress.show(
-                f"reading {_many(total, 'model')}, {done} done", "reading", done, total
+                f"reading {_many(total, 'model')}{f', {done} done' if done else ''}",
+                "reading",
+                done,
+                total,
             ),
         )
     contents = found.contents

@@ -279,8 +279,9 @@ class NodeSpec(ConfigModel):
     such as llama-swap or Ollama. `false`: a llama.cpp server in router mode that the gateway must
     not tell to load or unload. Unset: such a server is recognised and told."""
     memory: MemorySize | None = None
-    """What its host has for models that are loaded on demand. Nodes with one `host` share it, and
-    one of them may say it for all."""
+    """What its host has for models that llama.cpp loads on demand. Nodes with one `host` share it,
+    and one of them may say it for all. Unset: one model at a time, unless the server limits their
+    number (`--models-max`)."""
     preload: NamesOnce = ()
     """Models that it always holds, by their public names."""
     slot_save: bool = False

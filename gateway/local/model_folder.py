@@ -26,9 +26,10 @@ MOST_FILES = 10_000  # that are looked at
 MOST_MODELS = 1000
 PROJECTOR = "mmproj"  # in the names of files that read images for a model, as llama.cpp has it
 # The types and sizes by which the files of one model differ.
-_PROJECTOR_WORDS = re.compile(r"(?i)[-._]?(mmproj|model|f16|bf16|f32|q8_0)(?![a-z0-9])[-._]?")
+_PROJECTOR_WORDS = re.compile(r"(?i)[-._]?(mmproj|f16|bf16|f32|q8_0)(?![a-z0-9])[-._]?")
 # A preset can't quote: it ends values at these, and changes names with a colon.
 _UNWRITABLE = re.compile(r"[#;:\[\]\\]|^\s|\s$|^\*$")
+_NOT_WRITABLE = r"a router can't be told names with # ; : [ ] or \; rename the file or its folder"
 # Of what a model needs, the least that its prompt cache gets.
 PROMPT_CACHE_SHARE = 0.25
 MOST_PROMPT_CACHE_BYTES = 8192 * MIB
@@ -91,6 +92,9 @@ class ModelFolder:
             else:
                 found[read.name] = read, None
         for path in projectors:
+            if isinstance(read := self._model(path, _read_projector), str):
+                passed_over[self._shown(path)] = read
+                continue
             name = _model_of(path, {name: one.path for name, (one, _) in found.items()})
             if name is None:
                 passed_over[self._shown(path)] = (
@@ -123,7 +127,9 @@ class ModelFolder:
     def _shown(self, path: Path) -> str:
         return str(path.relative_to(self.folder))
 
-    def _model(self, path: Path) -> ModelFile | str:
+    def _model(
+        self, path: Path, read: Callable[[Path], ModelFile | str] | None = None
+    ) -> ModelFile | str:
         """Return a model, or why it can't be served."""
         try:
             marks = tuple(
@@ -133,7 +139,7 @@ class ModelFolder:
             marks = ()
         known = self._read.get(path)
         if known is None or known[0] != marks:
-            known = self._read[path] = marks, _read_model(path)
+            known = self._read[path] = marks, (read or _read_model)(path)
         return known[1]
 
     def _sized(
@@ -210,9 +216,23 @@ def _read_model(path: Path) -> ModelFile | str:
         return "no model of texts: it holds a projector of images, or no weights"
     if head is not None and head.metadata.get("general.type") == "adapter":
         return "an adapter, which changes a model and is none"
-    if any(_UNWRITABLE.search(one) or not one.isprintable() for one in (found.name, str(path))):
-        return r"a router can't be told names with # ; : [ ] or \; rename the file or its folder"
-    return found
+    return found if _is_writable(found) else _NOT_WRITABLE
+
+
+def _read_projector(path: Path) -> ModelFile | str:
+    try:
+        found = read_model(path)
+        is_one = read_headers([path])[0].architecture == "clip"
+    except LocalFleetError as error:
+        return str(error).removeprefix(f"{path}: ")
+    if not is_one:
+        return "no projector of images, though its name says so"
+    return found if _is_writable(found) else _NOT_WRITABLE
+
+
+def _is_writable(model: ModelFile) -> bool:
+    texts = (model.name, str(model.path))
+    return all(text.isprintable() and not _UNWRITABLE.search(text) for text in texts)
 
 
 def _model_of(projector: Path, models: dict[str, Path]) -> str | None:

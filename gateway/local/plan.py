@@ -381,11 +381,12 @@ def plan_models(
     """
     named: dict[str, Path] = {}
     for model in models:
-        if (other := named.setdefault(model.name, model.path)) is not model.path:
+        if model.name in named:
             raise ModelFileError(
-                f"{other} and {model.path}: both models are named {model.name}, by which requests "
-                "ask for them; rename one, or leave it out"
+                f"{named[model.name]} and {model.path}: both models are named {model.name}, by "
+                "which requests ask for them; rename one, or leave it out"
             )
+        named[model.name] = model.path
     free = {node: node.memory_available for node in topology.nodes}
     home: dict[str, NumaNode] = {}
     for model in sorted(models, key=lambda one: -one.size):

@@ -50,10 +50,10 @@ from gateway.nodes.node import (
     NodeSettings,
     NodeState,
 )
-from gateway.nodes.router import LoadChange, LoadPhase, ModelLoad, RoutedModel
+from gateway.nodes.router import LoadChange, ModelLoad, RoutedModel, UnloadCause
 from gateway.nodes.server_properties import server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
-from gateway.nodes.state_files import DrainedNodes, PausedModels, PropertiesStore
+from gateway.nodes.state_files import DrainedNodes, PausedModels, PinnedModels, PropertiesStore
 from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
 
@@ -220,6 +220,7 @@ class Fleet:
         drained_nodes: DrainedNodes,
         properties_store: PropertiesStore | None = None,
         paused_models: PausedModels | None = None,
+        pinned_models: PinnedModels | None = None,
     ) -> None:
         self.nodes: dict[str, Node] = {}
         self.model_index = ModelIndex()
@@ -233,6 +234,7 @@ class Fleet:
         self._rng = rng
         self._drained_nodes = drained_nodes
         self._paused_models = paused_models or PausedModels()
+        self._pinned_models = pinned_models or PinnedModels()
         self.model_index.set_paused(self._paused_models.names)
         self._differences: tuple[ModelDifference, ...] = ()
         self.differences_in_words: Mapping[str, tuple[str, ...]] = {}
@@ -422,8 +424,8 @@ class Fleet:
 
     # A router's models.
 
-    def models_listed(self, router: Node, listed: list[RoutedModel]) -> None:
-        """A router lists these models, and no others."""
+    def models_listed(self, router: Node, listed: list[RoutedModel], asked_at: float) -> None:
+        """A router lists these models, and no others; it was asked at that time."""
         now = self._clock()
         if router.router_record.most_loaded != router.properties.most_loaded:
             router.router_record.limit_found(router.properties.most_loaded)
@@ -441,7 +443,7 @@ class Fleet:
                 instance.respecify(spec, now)
                 changed = True
             kept[model.name] = instance
-            self._follow_model(router, instance, model, now)
+            self._follow_model(router, instance, model, asked_at)
         for name, instance in router.instances.items():
             if name not in kept:
                 self._remove(instance)
@@ -452,15 +454,18 @@ class Fleet:
             router.set_instances(kept)
             self._models_of_routers_changed()
 
-    def _follow_model(self, router: Node, instance: Node, model: RoutedModel, now: float) -> None:
+    def _follow_model(
+        self, router: Node, instance: Node, model: RoutedModel, asked_at: float
+    ) -> None:
         """Take in what a router lists of one model."""
-        load = instance.load
+        load, now = instance.load, self._clock()
         assert load is not None
         if not load.is_news(model):
             return
         instance.properties.clear_remembered()
         instance.properties.read_routed(model.entry, model.slots, model.context)
-        change = load.reported(model, now, followed=router.router_record.followed)
+        followed = router.router_record.followed(load.listed_at)
+        change = load.reported(model, asked_at, now, followed=followed)
         if model.status is not None:
             asked = any(lease.wake for lease in instance.leases)
             instance.sleep.props_read(model.status == "sleeping", now, asked=asked)
@@ -482,19 +487,26 @@ class Fleet:
             instance.properties.process_ended()
             instance.sleep.restarted()
             self._reclaimer.release_all(instance)
-        self._bus.publish(
-            ModelLoadChanged(
-                router.name,
-                model,
-                change.change,
-                change.seconds,
-                load.reason,
-                change.by_others,
-            )
-        )
+        self._tell_load(instance, change)
         if change.by_others and router.router_record.changed_by_others(now):
             self._bus.publish(RouterLeftAlone(router.name))
             self._on_models(router)
+
+    def _tell_load(self, node: Node, change: LoadChange) -> None:
+        assert node.load is not None
+        assert node.router is not None
+        word, seconds, by_others = change
+        cause = node.load.cause if word in {"unloaded", "died"} else ""
+        model, reason = node.spec.instance or "", node.load.reason
+        self._bus.publish(
+            ModelLoadChanged(node.router.name, model, word, seconds, reason, by_others, cause)
+        )
+
+    def load_refused(self, node: Node, why: str) -> None:
+        """A router did not take the command to load one of its models."""
+        assert node.load is not None
+        node.load.failed(why, self._clock())
+        self._tell_load(node, LoadChange("failed", None, by_others=False))
 
     def _add_known_models(self, router: Node) -> None:
         """Its models are known from before, until it is probed."""
@@ -559,7 +571,7 @@ class Fleet:
     def model_not_loaded(self, node: Node) -> None:
         """A request has found that a router has not loaded this model, or has lost it."""
         if node.load is not None:
-            node.load.doubt()
+            node.load.doubt(doubted=True)
             self.refresh_state(node)
         self.read_models(node)
 
@@ -589,11 +601,12 @@ class Fleet:
         node.sleep.props_read(True, now, asked=False)
         self.load_changed(node)
 
-    def model_closed(self, node: Node, reason: str) -> None:
+    def model_closed(self, node: Node, reason: str, cause: UnloadCause) -> None:
         """No request is to load this model: another one has its router's memory."""
         assert node.load is not None
-        node.load.enter(LoadPhase.UNLOADED, reason, self._clock())
+        node.load.closed(reason, cause, self._clock())
         node.sleep.restarted()
+        self._tell_load(node, LoadChange("unloaded", None, by_others=False))
         self.load_changed(node)
 
     def _update(
@@ -715,9 +728,23 @@ class Fleet:
         self._paused_models.remove(name)
         self.model_index.set_paused(self._paused_models.names)
 
+    def pin_model(self, node: Node, *, pinned: bool) -> None:
+        """A router's model is to be always loaded, or no longer by an operator's order."""
+        (self._pinned_models.add if pinned else self._pinned_models.remove)(node.name)
+        self._on_models(node)
+
+    def pinned_nodes(self) -> Iterator[Node]:
+        """Those of the routers' models that operators have pinned."""
+        nodes = map(self.nodes.get, sorted(self._pinned_models.names))
+        return (node for node in nodes if node is not None and node.load is not None)
+
+    def is_pinned(self, node: Node) -> bool:
+        """Whether an operator has pinned a router's model."""
+        return node.name in self._pinned_models
+
     async def save_orders(self) -> None:
-        """Keep over a restart which nodes are drained and which models paused."""
-        for names in (self._drained_nodes, self._paused_models):
+        """Keep over a restart which nodes are drained and which models paused or pinned."""
+        for names in (self._drained_nodes, self._paused_models, self._pinned_models):
             await asyncio.to_thread(names.save)
 
     def differences(self) -> tuple[ModelDifference, ...]:
@@ -747,6 +774,7 @@ class Fleet:
         result = await self._monitors[node].probe()
         if result.up:
             node.circuit.close(self._clock())
+            node.router_record.trust()
         self.refresh_state(node)
         return result
 
@@ -786,7 +814,11 @@ class Fleet:
         """Content came from a server that had slept; awake, it would have taken `expected` s."""
         node = lease.node
         if lease.wakes:
-            node.sleep.learn_wake(now - lease.taken_at - expected)
+            seconds = max(0.0, now - lease.taken_at - expected)
+            node.sleep.learn_wake(seconds)
+            if node.load is not None and node.spec.kind == "openai":
+                node.load.load_ended(seconds)
+                self._tell_load(node, LoadChange("loaded", seconds, by_others=False))
         lease.woke()
         node.sleep.woke()
         if node.is_purpose_unknown:

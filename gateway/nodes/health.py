@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -365,6 +366,8 @@ def _why(error: Exception) -> str:
 MOST_SLEEP = 3600.0
 # Seconds between two readings of a router's list though its events come faster.
 LIST_PAUSE = 0.1
+# Seconds after which a router's events are asked for anew: a silent connection may be dead.
+LONGEST_FOLLOW = 600.0
 INSTANCES_AT_ONCE = 8  # models of one router that are asked for their slots at the same time
 
 
@@ -383,7 +386,7 @@ class HealthMonitor:
         gate: asyncio.Semaphore,
         rng: random.Random,
         fleet_works: Callable[[], bool],
-        models_listed: Callable[[Node, list[RoutedModel]], None],
+        models_listed: Callable[[Node, list[RoutedModel], float], None],
     ) -> None:
         self._node = node
         self._models_listed = models_listed
@@ -458,6 +461,7 @@ class HealthMonitor:
                 self._list_due = False
                 async with self._probing, self._gate:
                     await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
+                self._look_again()
                 await asyncio.sleep(LIST_PAUSE)
             self._refresh_state(node)
             now = node.clock()
@@ -525,17 +529,26 @@ class HealthMonitor:
         if result.up and not comes_up:
             await self._read_slots(node)
             self._refresh_state(node)
-        if history.unread or waking or any(one.load and one.load.ordered for one in models):
+        if history.unread or waking:
             history.probe_by(node.clock() + QUICK_PROBE_DELAY)
+        self._look_again()
         return result
 
     # A router's models.
+
+    def _look_again(self) -> None:
+        """Probe soon again if something about a router's models is to be found out."""
+        node = self._node
+        if any(one.load is not None and one.load.unsettled for one in node.instances.values()):
+            node.probe_history.probe_by(node.clock() + QUICK_PROBE_DELAY)
 
     async def _probe_models(self, result: ProbeResult) -> None:
         """Bring a router's models up to date, after a probe of the router itself."""
         node = self._node
         if not result.up:
             self._record(node.instances.values(), result)
+            if self._follower is not None and node.probe_history.down:
+                self._follower.cancel()  # Nobody tells it that the machine is gone.
             return
         if node.spec.kind != "llama.cpp":
             await self._read_models(result)
@@ -548,11 +561,12 @@ class HealthMonitor:
     async def _read_models(self, result: ProbeResult, path: str = "/v1/models") -> None:
         """Read a router's list, and ask those of its models that run."""
         node = self._node
+        asked_at = node.clock()
         reply = await fetch(node, path)
         if not isinstance(reply, ProbeResult) and reply.status == HTTPStatus.OK:
             listed = parse_models(reply.body)
             if listed is not None:
-                self._models_listed(node, read_list(listed))
+                self._models_listed(node, read_list(listed), asked_at)
         self._record(node.instances.values(), result)
         running = [one for one in node.instances.values() if one.load and one.load.loaded]
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
@@ -564,6 +578,11 @@ class HealthMonitor:
         """Read what a loaded model's server says of itself, and how busy it is if it has work."""
         load, history = model.load, model.probe_history
         async with at_once:
+            if load is not None and load.doubted:
+                reply = await fetch(model, "/props")
+                if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
+                    return
+                load.doubt(doubted=False)
             if load is not None and model.spec.kind == "llama.cpp" and not load.properties_read:
                 found = await discover(model)
                 if found.up:
@@ -593,18 +612,26 @@ class HealthMonitor:
         pool, limit = node.upstream, node.settings.health.timeout
         head = pool.address.request_head(b"GET", b"/models/sse", _HEADER_LINES)
         try:
-            async with pool.response(head, b"", connect_timeout=limit) as connection:
+            async with (
+                LoopTimeout(LONGEST_FOLLOW),
+                pool.response(head, b"", connect_timeout=limit) as connection,
+            ):
                 if connection.status != HTTPStatus.OK:
+                    if connection.status in NOT_FOUND_STATUSES:
+                        node.router_record.has_no_events()
                     return
-                node.router_record.follows(followed=True)
+                node.router_record.following(node.clock())
                 self.read_models()  # What has changed before it listened.
                 while part := await connection.read():
                     for event in lines.add(part):
                         self._take_event(event)
+        except TimeoutError:
+            return
         except UpstreamError:
             pass
         finally:
-            node.router_record.follows(followed=False)
+            if node.router_record.tells:
+                node.router_record.following(math.inf)
         # The router has ended, or does not tell any more.
         self.probe_soon()
 

@@ -382,9 +382,12 @@ class Node:
     @property
     def is_alive(self) -> bool:
         """Whether it is worth the ordinary wait."""
-        return self.state in ALIVE_STATES or (
-            self.load is not None and self.state is NodeState.LOADING
-        )
+        load = self.load
+        if load is None:
+            return self.state in ALIVE_STATES
+        if load.failures and not load.loaded:
+            return False  # Its last load failed.
+        return self.state in ALIVE_STATES or self.state is NodeState.LOADING
 
     @property
     def slots_total(self) -> int:
@@ -396,6 +399,13 @@ class Node:
         if self.properties.slots is not None:
             return self.properties.slots
         return 1 if self.concurrency_limit is None else self.concurrency_limit.slots
+
+    @property
+    def slots_now(self) -> int:
+        """`slots_total`, but none of a router's model that is not loaded: for sums over nodes."""
+        if self.load is not None and not self.load.loaded:
+            return self.leased
+        return self.slots_total
 
     @property
     def most_slots(self) -> int:

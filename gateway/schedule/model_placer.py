@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -26,11 +27,15 @@ from gateway.config.scheduling import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
+from gateway.nodes.lifecycle import ProbeAnswer
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.router import LoadPhase, ModelLoad
 from gateway.nodes.saved_prompts import SavedPrompts
 from gateway.schedule.admission import Waiter
 from gateway.schedule.core.model_placement import (
+    HELD_PHASES,
+    ORDERED,
+    SERVING_PHASES,
     Instance,
     InstanceUsage,
     LoadAction,
@@ -44,12 +49,14 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 
 log = logging.getLogger(__name__)
+Pinner = Literal["settings", "preload", "operator"]  # who says that a model is always loaded
 ReadMemory = Callable[[Path, int, int], int]
 """The bytes that a model takes, by its file, slots and tokens of a slot. It raises OSError or
 ValueError for a file that can't be read."""
 TICK = 0.5  # seconds between two looks, if nothing has changed
 UNHURRIED_TICK = 5.0  # seconds between two looks at a fleet without routers
 STEP_SECONDS = 0.005  # seconds after which other work runs while the policy is told of the fleet
+UNKEPT_SECONDS = 60.0  # for which a pin must not have been kept to be told
 LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
 MOST_WORDS = 300  # characters that are kept of a router's error
 MOST_FILES = 10_000  # files of models that are read for what they take
@@ -79,14 +86,18 @@ class ModelPlacer:
     _left_alone: set[Node] = field(default_factory=set)
     """Routers that get no commands for now, since others command them too."""
     _host_memory: dict[str, int] = field(default_factory=dict)
+    _learnt: dict[str, tuple[int | None, float | None]] = field(default_factory=dict)
+    """By model: its bytes, and the seconds of its load, on the node that loaded it last."""
     _request_seconds: dict[str, float] = field(default_factory=dict)
     """By model: a usual request's, as those that waited last were expected to take."""
     _file_memory: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
     """By file, slots and context; None: it is being read, or can't be."""
     _reading: asyncio.Task[None] | None = None
     _handed_over: bool = False
+    _began: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self._began = self.clock()
         self.configure(self.settings)
         cache, sync = self.scheduler.prompt_cache, self.scheduler.fleet_sync
         publish = self.fleet.prompts_kept
@@ -145,6 +156,7 @@ class ModelPlacer:
         self._wake.set()
 
     def _look(self) -> None:
+        self.scheduler.match()  # What is loaded by now serves first.
         now = self.clock()
         for action in self.policy.decide(self._demands(now), self._usage, now):
             self._carry_out(action, now)
@@ -208,7 +220,7 @@ class ModelPlacer:
             known.show(shown)
             self.policy.put_node(shown)
         there = set(router.instances.values())
-        gone = [node for node, _ in known.models.values() if node not in there]
+        gone = [one.node for one in known.models.values() if one.node not in there]
         for node in (*gone, *there):
             self._show_model(node, router)
 
@@ -221,17 +233,19 @@ class ModelPlacer:
             if known.models.pop(model, None) is not None:
                 self.policy.remove_instance(router.name, model)
             return
-        before, instance = known.models.get(model), self._instance(router, node)
-        known.models[model] = node, instance
-        if before is None or before[1] != instance:
-            self.policy.put_instance(instance)
-            learnt = before is not None and (
-                before[1].memory != instance.memory
-                or before[1].load_seconds != instance.load_seconds
-            )
-            if learnt:
-                # Other nodes that have not loaded it are taken to be like this one.
+        assert node.load is not None
+        before, own = known.models.get(model), (node.load.memory, node.sleep.measured)
+        if before is None or before.own != own:
+            # Other nodes that have not loaded it are taken to be like this one.
+            memory, seconds = self._learnt.get(model, (None, None))
+            learnt = own[0] or memory, own[1] or seconds
+            if self._learnt.get(model, (None, None)) != learnt:
+                self._learnt[model] = learnt
                 self._models_changed(model)
+        instance = self._instance(router, node)
+        known.models[model] = _ShownModel(node, instance, own)
+        if before is None or before.instance != instance:
+            self.policy.put_instance(instance)
 
     def _models_changed(self, model: str) -> None:
         """Tell the policy anew of this model on all nodes."""
@@ -252,40 +266,47 @@ class ModelPlacer:
         load, model = node.load, model_key(node)
         assert load is not None
         load.prompts_saved(self.saved_prompts.count(node))
-        rules = [self.settings.models[one] for one in self._names(node)]
-        pinned = any(router.name in rule.pin for rule in rules)
-        pinned = pinned or not node.public_models.isdisjoint(router.spec.preload)
         # What others have unloaded stays so for a while.
         retry_at = max(load.retry_at, load.by_others_at + self.settings.model_placement.hysteresis)
         return Instance(
             router.name,
             model,
             load.phase,
-            self._memory(node, rules),
+            self.memory_of(node),
             # Of nodes that are alike it is better loaded where its prompts are.
-            self._load_seconds(node) * (PROMPTS_SAVED_FACTOR if load.saved else 1.0),
+            self.load_seconds(node) * (PROMPTS_SAVED_FACTOR if load.saved else 1.0),
             max(1, node.slots_total),
             self._request_seconds.get(model, USUAL_SECONDS),
             load.since,
             retry_at,
-            pinned,
+            self.pinner(node) is not None,
         )
 
-    def _names(self, node: Node) -> Iterable[str]:
-        return node.public_models & self.settings.models.keys()
+    def rules_of(self, node: Node) -> list[ModelRule]:
+        """The rules of a router's model, by its public names."""
+        models = self.settings.models
+        return [models[name] for name in node.public_models & models.keys()]
 
-    def _memory(self, node: Node, rules: Iterable[ModelRule]) -> int | None:
+    def pinner(self, node: Node) -> Pinner | None:
+        """Who has pinned a router's model there; None: nobody has."""
+        router = node.router
+        assert router is not None
+        if any(router.name in rule.pin for rule in self.rules_of(node)):
+            return "settings"
+        if not node.public_models.isdisjoint(router.spec.preload):
+            return "preload"
+        return "operator" if self.fleet.is_pinned(node) else None
+
+    def memory_of(self, node: Node) -> int | None:
         """Bytes: as the settings say, else as a load has shown on this node or on another."""
-        for rule in rules:
+        for rule in self.rules_of(node):
             if rule.memory is not None:
                 return rule.memory
         assert node.load is not None
         if node.load.memory is not None:
             return node.load.memory
-        for one in self.fleet.model_index.nodes_for(model_key(node)):
-            if one.load is not None and one.load.memory is not None:
-                return one.load.memory
-        return self._by_file(node, node.load.file)
+        memory, _ = self._learnt.get(model_key(node), (None, None))
+        return memory or self._by_file(node, node.load.file)
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
         """Bytes by the model's file; None: it is not here, or not read yet."""
@@ -312,14 +333,30 @@ class ModelPlacer:
                 with suppress(OSError, ValueError):
                     memory = await asyncio.to_thread(self.file_memory, Path(key[0]), *key[1:])
                     self._file_memory[key] = memory
-                    self._wake.set()
+                    self._models_differ(None)
 
-    def _load_seconds(self, node: Node) -> float:
+    def host_use(self) -> dict[str, HostUse]:
+        """What each host with routers has for models, and how much of it is taken."""
+        found: dict[str, HostUse] = {}
+        routers = [node for node in self.fleet.nodes.values() if node.is_router]
+        memory = host_memory(node.spec for node in routers)
+        for router in routers:
+            sizes = [
+                self.memory_of(node)
+                for node in router.instances.values()
+                if node.load is not None and node.load.phase in HELD_PHASES
+            ]
+            before = found.get(router.host, HostUse(memory.get(router.host), 0, 0))
+            used = before.used + sum(size or 0 for size in sizes)
+            found[router.host] = HostUse(before.memory, used, before.unknown + sizes.count(None))
+        return found
+
+    def load_seconds(self, node: Node) -> float:
         """Seconds that a load takes: as measured there, else on another node, else by its size."""
         if node.sleep.measured is None:
-            for one in self.fleet.model_index.nodes_for(model_key(node)):
-                if one.load is not None and one.sleep.measured is not None:
-                    return one.sleep.measured
+            _, seconds = self._learnt.get(model_key(node), (None, None))
+            if seconds is not None:
+                return seconds
         return node.sleep.wake_seconds(node.properties.size)
 
     def _demands(self, now: float) -> list[ModelDemand]:
@@ -358,17 +395,146 @@ class ModelPlacer:
         return read + queued.completion_tokens * (speed.token_base + speed.token_step)
 
     def _usage(self, instance: Instance) -> InstanceUsage:
-        node, _ = self._routers[instance.node].models[instance.model]
+        node = self._routers[instance.node].models[instance.model].node
         now, busy = self.clock(), 0.0
         for row in self.scheduler.fleet_sync.rows((node,)):
             busy = max((one.seconds_left(now) for one in row.running), default=0.0)
         leases = len(node.leases) + node.foreign
         return InstanceUsage(leases, busy, now if node.leases else node.released_at)
 
+    # Operators' orders.
+
+    def order(self, node: Node, verb: Literal["load", "unload"]) -> None:
+        """Load or unload a router's model now, as an operator wants it. Raises: OrderRefused."""
+        now, router, load = self.clock(), node.router, node.load
+        assert router is not None
+        assert load is not None
+        self._check_commanded(router)
+        if load.phase is LoadPhase.UNLOADING:
+            raise OrderRefused(f"{node.name} is being unloaded. Repeat the order in a moment.")
+        if verb == "load":
+            load.forget_waits()
+        self._show_router(router)
+        key = router.name, model_key(node)
+        if verb == "load":
+            actions = self.policy.order_load(*key, self._usage, now)
+            if actions is None:
+                raise OrderRefused(self._no_room(node))
+        elif load.phase is LoadPhase.READY or load.phase is LoadPhase.LOADING:
+            actions = [self._order_unload(node, LoadAction("unload", *key, ORDERED, "operator"))]
+            load.unload_wanted(now)
+        else:
+            actions = []
+        for action in actions:
+            self._carry_out(action, now)
+        self._wake.set()
+
+    def _order_unload(self, node: Node, action: LoadAction) -> LoadAction:
+        assert node.load is not None
+        if (pinner := self.pinner(node)) is not None:
+            raise OrderRefused(f"{node.name} is pinned {PINNED_BY[pinner]}. Unpin it first.")
+        if node.load.phase is LoadPhase.LOADING:
+            raise OrderRefused(f"{node.name} is being loaded. Unload it when it is ready.")
+        return action._replace(verb="retire") if node.leases else action
+
+    def check_pin(self, node: Node) -> None:
+        """Whether a router's model can always be loaded. Raises: OrderRefused."""
+        router = node.router
+        assert router is not None
+        self._check_commanded(router)
+        memory = self.host_use()[router.host].memory
+        others = [
+            one
+            for one in self.fleet.nodes.values()
+            if one.load is not None and one.host == router.host and one is not node
+            if self.pinner(one) is not None
+        ]
+        sizes = [self.memory_of(one) for one in (node, *others)]
+        full = memory is not None and sum(size or 0 for size in sizes) > memory
+        full = full or (memory is not None and bool(others) and None in sizes)
+        most = router.router_record.most_loaded or (1 if memory is None else len(sizes))
+        if full or sum(one.router is router for one in others) >= most:
+            raise OrderRefused(self._no_room(node))
+
+    def _check_commanded(self, router: Node) -> None:
+        """Raises: OrderRefused."""
+        name, why = router.name, ""
+        if router.draining:
+            why = f"is drained. llama-gateway nodes resume {name} ends that."
+        elif router.state is not NodeState.READY:
+            why = f"is {router.state.value}: {router.reason}. llama-gateway nodes shows it."
+        elif router.router_record.stopped(self.clock()) and router.properties.is_router:
+            why = "gets no commands, since others load and unload its models too. "
+            why += f"llama-gateway nodes probe {name} begins again, once they do not."
+        elif not self._is_placed(router):
+            why = "gets no commands by the settings: models_on_demand of the node, or "
+            why += "model_placement.commands, is false."
+        if why:
+            raise OrderRefused(f"{name} {why}")
+
+    def _no_room(self, node: Node) -> str:
+        """Why a model can't be loaded, with the figures."""
+        router = node.router
+        assert router is not None
+        need, use = self.memory_of(node), self.host_use()[router.host]
+        text = f"{node.name} does not fit: it takes {_gib(need)}"
+        if use.memory is not None:
+            text += f", and {router.host} has {_gib(use.memory)} for models, {_gib(use.used)} of"
+            text += " them taken"
+        if router.router_record.most_loaded:
+            text += f"; {router.name} holds {router.router_record.most_loaded} models at most"
+        elif use.memory is None:
+            text += f"; {router.name} holds one at a time, as its memory is unknown (`memory`)"
+        text += ". What is pinned there, has just been loaded, or is the last of its least copies"
+        return (
+            text + " makes no room. Unpin or unload another one: llama-gateway models shows them."
+        )
+
+    def unkept_wishes(self) -> Iterator[tuple[str, str, str]]:
+        """Pins and least copies that have not been kept for a while: model, node or "", why."""
+        since = self.clock() - UNKEPT_SECONDS
+        if self._began > since:
+            return
+        for model, rule in self.settings.models.items():
+            copies = self._copies(model) if rule.pin or rule.replicas.min else []
+            for name in rule.pin:
+                router = self.fleet.nodes.get(name)
+                pinned = [node for node in copies if node.router is router]
+                if router is None or not (router.is_router or router.state is NodeState.READY):
+                    continue  # It is not there, which `check` and other problems tell.
+                if not pinned:
+                    yield model, name, f"{name} does not have it"
+                yield from self._unkept(model, pinned, since)
+            held = [one for one in copies if one.load and one.load.phase in SERVING_PHASES]
+            settled = all(one.load is None or one.load.since < since for one in copies)
+            if len(held) < rule.replicas.min and settled:
+                why = f"{len(held)} are loaded, and replicas.min is {rule.replicas.min}"
+                yield model, "", why
+        for node in self.fleet.pinned_nodes():
+            yield from self._unkept(min(node.public_models, default=node.name), [node], since)
+
+    def _unkept(
+        self, model: str, pinned: Iterable[Node], since: float
+    ) -> Iterator[tuple[str, str, str]]:
+        for node in pinned:
+            load, router = node.load, node.router
+            if load is None or router is None or router.state is not NodeState.READY:
+                continue
+            if load.phase in SERVING_PHASES or load.since >= since:
+                continue
+            why = load.reason if load.failures else self._no_room(node)
+            if self.policy.is_planned(router.name, model_key(node)):
+                why = "it waits until others there have ended their requests"
+            yield model, router.name, why
+
+    def _copies(self, model: str) -> list[Node]:
+        """A public model on all routers that have it."""
+        return [one for one in self.fleet.model_index.nodes_for(model) if one.load is not None]
+
     # Actions.
 
     def _carry_out(self, action: LoadAction, now: float) -> None:
-        node, _ = self._routers[action.node].models[action.model]
+        node = self._routers[action.node].models[action.model].node
         router, load = node.router, node.load
         assert router is not None
         assert load is not None
@@ -377,20 +543,20 @@ class ModelPlacer:
         if action.verb == "keep":
             load.keep(action.reason, now)
         elif action.verb == "retire":
-            load.retire(action.reason, now)
+            load.retire(action.reason, action.cause, now)
         elif not router.takes_commands:
             if action.verb == "load":
                 self.fleet.model_opened(node, action.reason)
             else:
-                self.fleet.model_closed(node, action.reason)
+                self.fleet.model_closed(node, action.reason, action.cause)
             return
         elif action.verb == "load":
             self.fleet.load_ordered(node, "load", action.reason)
             self._start_task(node, self._load(router, node))
             return
         else:
-            load.retire(action.reason, now)
-            self._start_task(node, self._unload(router, node, action.reason))
+            load.retire(action.reason, action.cause, now)
+            self._start_task(node, self._unload(router, node))
         self.fleet.load_changed(node)
 
     def _start_task(self, node: Node, command: Coroutine[None, None, None]) -> None:
@@ -406,12 +572,16 @@ class ModelPlacer:
         self._wake.set()
 
     async def _load(self, router: Node, node: Node) -> None:
+        load = node.load
+        assert load is not None
         refused = await self._command(router, node, "load")
-        if refused is not None and node.load is not None:
-            node.load.failed(refused, self.clock())
+        if refused is not None and refused.of_model:
+            self.fleet.load_refused(node, refused.why)
+        elif refused is not None:
+            load.load_refused(refused.why, self.clock())
         self.fleet.load_changed(node)
 
-    async def _unload(self, router: Node, node: Node, reason: str) -> None:
+    async def _unload(self, router: Node, node: Node) -> None:
         """Unload it, unless it has work: ours, or that of others."""
         load = node.load
         assert load is not None
@@ -425,10 +595,10 @@ class ModelPlacer:
             load.keep("others use it", self.clock())
             self.fleet.load_changed(node)
             return
-        self.fleet.load_ordered(node, "unload", reason)
+        self.fleet.load_ordered(node, "unload", load.reason)
         refused = await self._command(router, node, "unload")
         if refused is not None:
-            load.unload_refused(refused, self.clock())
+            load.unload_refused(refused.why, self.clock())
         self.fleet.load_changed(node)
 
     def _loaded(self, node: Node) -> None:
@@ -450,18 +620,59 @@ class ModelPlacer:
             load.restores(restoring=False)
             self.fleet.load_changed(node)
 
-    async def _command(self, router: Node, node: Node, command: str) -> str | None:
+    async def _command(self, router: Node, node: Node, command: str) -> _Refusal | None:
         """Send a command; why the router did not take it, or None."""
         body = msgspec.json.encode({"model": node.spec.instance})
         reply = await fetch(router, f"/models/{command}", body=body, largest=LARGEST_REFUSAL)
         self.fleet.read_models(node)
-        if not isinstance(reply, ProbeResponse):
-            return reply.detail
-        # It is so already: the list will show it.
-        done = b"already running" in reply.body or b"not running" in reply.body
-        if reply.status == HTTPStatus.OK or done:
-            return None
-        return f"the router refused: {_words(reply)}"
+        if not isinstance(reply, ProbeResponse) and reply.answer is not ProbeAnswer.TIMED_OUT:
+            return _Refusal(reply.detail, of_model=False)
+        assert node.load is not None
+        node.load.command_taken(self.clock())
+        if not isinstance(reply, ProbeResponse) or reply.status == HTTPStatus.OK:
+            return None  # One without an answer may carry it out: the list will show it.
+        if b"already running" in reply.body or b"not running" in reply.body:
+            return None  # It is so already.
+        is_full = b"model limit reached" in reply.body
+        return _Refusal(f"the router refused: {_words(reply)}", of_model=not is_full)
+
+
+class _Refusal(NamedTuple):
+    """Why a router did not take a command."""
+
+    why: str
+    of_model: bool  # whether it is about the model, rather than about the router as it is now
+
+
+class _ShownModel(NamedTuple):
+    """A router's model as the policy knows it."""
+
+    node: Node
+    instance: Instance
+    own: tuple[int | None, float | None]  # bytes and seconds that it has shown on this node
+
+
+class OrderRefused(Exception):  # noqa: N818 - not an error of the program
+    """An operator's order can't be followed; the text says why, and what to do."""
+
+
+PINNED_BY: dict[Pinner, str] = {
+    "settings": "by the settings (`pin` of its rule in gateway.yaml)",
+    "preload": "by the inventory (`preload` of the node in nodes.yaml)",
+    "operator": "by an operator",
+}
+
+
+class HostUse(NamedTuple):
+    """The memory of a host for models, in bytes."""
+
+    memory: int | None  # None: unknown
+    used: int  # by what is loaded, as far as is known
+    unknown: int  # loaded models whose memory is unknown
+
+
+def _gib(size: int | None) -> str:
+    return "an unknown size" if size is None else f"{size / (1 << 30):.3g} GiB"
 
 
 @dataclass(slots=True)
@@ -470,7 +681,7 @@ class _ShownRouter:
 
     node: Node
     shown: RouterNode
-    models: dict[str, tuple[Node, Instance]] = field(default_factory=dict)
+    models: dict[str, _ShownModel] = field(default_factory=dict)
     """By the name by which the policy knows the model."""
 
     def show(self, shown: RouterNode) -> None:

@@ -842,7 +842,7 @@ class Scheduler:
         now = self.clock()
         self._check_all_at = now + TICK
         self._positions = None
-        self.fleet_sync.sync()
+        self.fleet_sync.refresh()
         self._check_each(list(self.waiters), now)
         if self.yielding:
             self._ask_all_to_yield(now)

@@ -15,12 +15,14 @@ from gateway.events import (
     EventBus,
     HookEnded,
     InventoryChanged,
+    ModelLoadChanged,
     ModelsDiffer,
     NodeCalibrated,
     NodeChanged,
     NodeDrift,
     PromptsKept,
     RequestRecord,
+    RouterLeftAlone,
     SettingsChanged,
     SlotYielded,
     StreamResumed,
@@ -37,6 +39,8 @@ BLAMELESS_OUTCOMES = frozenset(
 
 _DEBUG = LEVELS["debug"]
 _BAD_STATES = frozenset({"down", "ejected", "mute", "degraded"})
+# What a router's model may be in for a reason of its own that no other line tells.
+_OWN_STATES = frozenset({"ejected", "degraded", "draining"})
 
 
 def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.random) -> EventLog:
@@ -51,6 +55,8 @@ def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.ran
     bus.subscribe(PromptsKept, event_log.prompts_kept)
     bus.subscribe(NodeDrift, event_log.drift)
     bus.subscribe(ModelsDiffer, event_log.models_differ)
+    bus.subscribe(ModelLoadChanged, event_log.model_load)
+    bus.subscribe(RouterLeftAlone, event_log.left_alone)
     bus.subscribe(HookEnded, event_log.hook)
     bus.subscribe(InventoryChanged, event_log.inventory)
     bus.subscribe(SettingsChanged, event_log.settings)
@@ -133,6 +139,9 @@ class EventLog:
     def node(self, event: NodeChanged) -> None:
         """A node's new state, with the reason."""
         level = "warning" if event.new_state in _BAD_STATES else "info"
+        if "/" in event.node and _OWN_STATES.isdisjoint((event.old_state, event.new_state)):
+            # A router's model: its loads have lines of their own, and the rest is its router's.
+            level = "debug"
         fields = {
             "node": event.node,
             "old": event.old_state,
@@ -175,6 +184,31 @@ class EventLog:
             self._log("warning", "nodes of one model differ", {"difference": difference})
         if not event.differences:
             self._log("info", "nodes of each model are alike again", {})
+
+    def model_load(self, event: ModelLoadChanged) -> None:
+        """A router has begun to load a model, has loaded it, or has it no longer."""
+        level = "warning" if event.change in {"failed", "died"} else "info"
+        fields: dict[str, Any] = {
+            "node": event.node,
+            "model": escape_unprintable(event.model),
+            "change": event.change,
+            "by": "others" if event.by_others else "gateway",
+            "reason": escape_unprintable(event.reason),
+        }
+        if event.cause:
+            fields["cause"] = event.cause
+        if event.seconds is not None:
+            fields["seconds"] = round(event.seconds, 3)
+        elif event.change == "loaded" and not event.by_others:
+            level = "debug"  # It was loaded before the gateway looked, as at each start.
+        self._log(level, "model", fields)
+
+    def left_alone(self, event: RouterLeftAlone) -> None:
+        """A router gets no commands for a while."""
+        why = "others load and unload its models too"
+        self._log(
+            "warning", "router gets no commands for a while", {"node": event.node, "why": why}
+        )
 
     def hook(self, event: HookEnded) -> None:
         """A standby node was started or stopped, or that failed."""

@@ -118,7 +118,7 @@ class Engine:
                 room = self.context - count
                 limit = room if request.max_tokens is None else min(request.max_tokens, room)
                 slot.begin(count, limit, cached)
-                words = next_words(prompt)
+                words = next_words(prompt + slot.foreign)
                 natural = None if request.ignore_eos else self._natural_end(prompt)
                 running.append(ActiveAnswer(answer, slot, packed[i], words, limit, natural, tally))
                 tally.cached_tokens += cached

@@ -27,6 +27,7 @@ class Slot:
     decoded: int = 0
     limit: int = -1
     contents: Tokens = b""
+    foreign: str = ""  # the weights by which another model has read them
     used_at: int = 0
     failed: bool = False  # the pool of tokens was full
 
@@ -37,6 +38,7 @@ class Slot:
 
     def begin(self, prompt_tokens: int, limit: int, cached: int = 0) -> None:
         self.failed = False
+        self.foreign = self.foreign if cached else ""
         self.prompt_tokens = prompt_tokens
         self.cached = cached
         self.processed = self.decoded = 0

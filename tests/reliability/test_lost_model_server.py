@@ -18,11 +18,11 @@ import pytest
 from gateway.forward.context import MOST_UNLOADED
 from gateway.nodes.node import NodeState
 from gateway.request.routes import ROUTES
-from tests.emulator.router import EmulatedRouter
+from tests.emulator.router import UNLOAD_GRACE, EmulatedRouter
 from tests.forward.proxy_over_nodes import GENERATION_PATHS, MESSAGES
 from tests.forward.test_resume import PATHS, asked_of, check_whole, text_of
 from tests.gateways import until
-from tests.reliability.routed_models import RoutedModels, routed_models
+from tests.reliability.routed_models import RoutedModels, command, routed_models
 from tests.servers import DemoServer, demo_model, running_router
 from tests.virtual import in_virtual_time, now
 
@@ -188,6 +188,29 @@ async def test_a_request_that_finds_its_model_not_loaded_waits_for_the_list(tmp_
         assert models.outcomes == [("r1/a", "not_loaded"), ("r1/a", "ok")]
         context = models.running.gateway.proxy_context
         assert context.retries_left() == context.retry_budget.remaining(now(), 0.1, 10)
+
+
+@in_virtual_time
+async def test_requests_outlast_an_unload_by_others_and_the_model_is_loaded_again(
+    tmp_path: Path,
+) -> None:
+    [router] = routers(1, prefill_tps=1, load_seconds=1)
+    async with routed_models(tmp_path, router, loaded=["r1/a"], model_placement={}) as models:
+        long = {"model": "a", "prompt": "word " * 20, "max_tokens": 2}
+        running = asyncio.create_task(models.ask("/v1/completions", **long))
+        await router.until(lambda: router.models["a"].node.busy > 0)
+        # What it reads is killed after ten seconds; it is listed as loaded until then.
+        began = now()
+        unloading = asyncio.create_task(command(router, "unload", "a"))
+        await until(lambda: router.models["a"].ending)
+        asked = [asyncio.create_task(models.ask(CHAT, model="a", max_tokens=2)) for _ in range(5)]
+        replies = [await reply for reply in (running, *asked)]
+        await unloading
+        assert [reply.status_code for reply in replies] == [200] * 6
+        assert now() - began > UNLOAD_GRACE
+        outcomes = [outcome for _, outcome in models.outcomes]
+        assert outcomes.count("reset") == 1
+        assert outcomes.count("not_loaded") <= 2
 
 
 @in_virtual_time

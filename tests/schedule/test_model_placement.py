@@ -154,8 +154,8 @@ def test_a_busy_model_keeps_its_place_until_the_others_have_waited_as_long_as_it
 def test_a_model_is_loaded_in_time_for_the_starvation_bound() -> None:
     fleet = two_models_in_room_for_one(starvation=60.0)
     fleet.ask("a", every=0.1)
-    assert fleet.look(waiting("b", each=45.0)) == []
-    assert fleet.look(waiting("b", each=50.0)) == [("unload", "r1", "a")]
+    assert fleet.look(waiting("b", each=47.0)) == []
+    assert fleet.look(waiting("b", each=48.0)) == [("unload", "r1", "a")]
 
 
 def test_a_model_just_loaded_stays_for_the_hysteresis() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -18,9 +18,10 @@ from gateway.cli.terminal import CommandFailed, print_json, print_note, print_ro
 
 if TYPE_CHECKING:
     from gateway.schedule.core.autoscaling_policy import AutoscalingRules
-    from gateway.workshop.simulate.comparison import StandbyResult
+    from gateway.workshop.simulate.comparison import ModelPlacementResult, StandbyResult
     from gateway.workshop.simulate.fleets import ServerSetup
     from gateway.workshop.simulate.report import PolicyReport
+    from gateway.workshop.simulate.routers import SimulatedModel
     from gateway.workshop.simulate.simulation import SimulatedMachine
     from gateway.workshop.simulate.trace import Trace
 
@@ -48,6 +49,10 @@ EXAMPLES = examples_epilog(
         "bursts: what standby machines save, and what they cost in waits",
     ),
     (
+        "llama-gateway simulate --fleet 1x2@40:600/24GiB,2x2@40:600/48GiB --models 8x2GiB:20GiB",
+        "routers: models placed by the gateway, by each router, and by hand",
+    ),
+    (
         "llama-gateway simulate --trace AzureLLMInferenceTrace_conv.csv --plot conv.png",
         "a public trace, and a plot",
     ),
@@ -66,8 +71,20 @@ def simulate(
         help=(
             "A made-up fleet: nodes, slots each, tokens/s of decode for one request, tokens/s "
             "of prefill. Several kinds with commas; +0.3 behind one: the share that another "
-            "busy slot adds to a step (default 0.15)."
+            "busy slot adds to a step (default 0.15); /64GiB: routers with so much memory."
         ),
+    ),
+    models: str | None = _fleet(
+        None,
+        metavar="COUNTxSMALLEST:LARGEST",
+        help=(
+            "Models that routers load on demand, such as 12x2GiB:30GiB, or a YAML file with name, "
+            "memory and load_seconds of each. Compares model placements; the speeds of --fleet are "
+            "those of a model of 8 GiB."
+        ),
+    ),
+    placements: int = _fleet(
+        30, min=0, max=100_000, metavar="N", help="Random placements by hand that are tried."
     ),
     standby: str | None = _fleet(
         None,
@@ -116,7 +133,8 @@ def simulate(
         help=(
             "Traffic without a trace: rate (requests/s), requests, turns, tenants, system, "
             "question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
-            "(shares); burst (times as many), every, lasting (s)."
+            "(shares); burst (times as many), every, lasting (s); of several models: zipf, and "
+            "moves (s until others are popular)."
         ),
     ),
     seed: int = _traffic(1, metavar="N", help="Same seed, same traffic."),
@@ -165,17 +183,22 @@ def simulate(
                 status=2,
             )
     setup = ServerSetup(batch, cache_ram)
+    if models is not None:
+        others = standby is not None or policy is not None or plot is not None or exact
+        routers, known = _routers(fleet, models, setup, others=others)
+        names = [one.name for one in known]
+        traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken, models=names)
+        _simulate_models(routers, known, traffic, placements, seed=seed, warm=warm, as_json=as_json)
+        return
     try:
         machines = _machines(nodes, fleet, speeds, speed, setup)
     except FleetError as error:
         raise CommandFailed(str(error), status=2) from None
     if standby is not None:
-        if fleet is None:
-            raise CommandFailed("--standby needs --fleet: describe both", status=2)
-        if policy not in (None, ["least_finish"]) or plot is not None or exact:
+        if fleet is None or policy not in (None, ["least_finish"]) or plot is not None or exact:
             raise CommandFailed(
-                "--standby compares fleets under least_finish: leave --policy, --plot and --exact "
-                "out",
+                "--standby needs --fleet, and compares fleets under least_finish: leave --policy, "
+                "--plot and --exact out",
                 status=2,
             )
         traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
@@ -222,7 +245,10 @@ def _machines(
     if fleet is not None:
         if speeds is not None:
             raise fleets.FleetError("--speeds is for an inventory; --fleet holds its own speeds")
-        return fleets.from_text(fleet, setup)
+        machines = fleets.from_text(fleet, setup)
+        if any(machine.memory for machine in machines):
+            raise fleets.FleetError("routers need --models, such as 12x2GiB:30GiB")
+        return machines
     from gateway.config.inventory import load_inventory
 
     default = fleets.from_text(f"1x1@{speed}", setup)[0]
@@ -237,20 +263,50 @@ def _machines(
     return machines
 
 
+def _routers(
+    fleet: str | None, models: str, setup: ServerSetup, *, others: bool
+) -> tuple[list[SimulatedMachine], list[SimulatedModel]]:
+    from gateway.workshop.simulate.fleets import FleetError, from_text
+    from gateway.workshop.simulate.routers import check_fit, models_from_text
+
+    if fleet is None or others:
+        raise CommandFailed(
+            "--models needs --fleet with memory, and compares placements under least_finish: leave "
+            "--standby, --policy, --plot and --exact out",
+            status=2,
+        )
+    try:
+        routers, known = from_text(fleet, setup), models_from_text(models)
+        check_fit(routers, known)
+    except FleetError as error:
+        raise CommandFailed(str(error), status=2) from None
+    return routers, known
+
+
 def _requests(
-    trace: Path | None, generate: str, seed: int, limit: int | None, *, skip_broken: bool
+    trace: Path | None,
+    generate: str,
+    seed: int,
+    limit: int | None,
+    *,
+    skip_broken: bool,
+    models: Sequence[str] = (),
 ) -> Trace:
     if trace is None:
         from gateway.workshop.simulate.trace import Traffic
         from gateway.workshop.simulate.trace import generate as generate_traffic
 
         try:
-            return generate_traffic(Traffic.from_text(generate), seed)
+            return generate_traffic(Traffic.from_text(generate), seed, models)
         except ValueError as error:
             raise CommandFailed(f"--generate: {error}", status=2) from None
     requests = read_trace_file(trace, skip_broken=skip_broken, limit=limit)
     if requests.skipped:
         print_note(f"{trace}: skipped {requests.skipped} broken lines")
+    unknown = {job.model for job in requests.jobs} - set(models)
+    if models and unknown:
+        shown = ", ".join(sorted(name or "none" for name in unknown)[:3])
+        raise CommandFailed(f"--trace {trace}: not in --models: {shown}", status=2)
     return requests
 
 
@@ -299,6 +355,69 @@ def _row(report: PolicyReport) -> list[tuple[str, object]]:
         ("BUSY", f"{report.utilisation:.0%}"),
         ("LOAD", None if report.load is None else f"{report.load:.0%}"),
         ("QUEUE", str(report.longest_queue)),
+        ("CPU", f"{report.cpu_seconds:.1f}"),
+    ]
+
+
+def _simulate_models(
+    routers: list[SimulatedMachine],
+    models: list[SimulatedModel],
+    trace: Trace,
+    placements: int,
+    *,
+    seed: int,
+    warm: bool,
+    as_json: bool,
+) -> None:
+    from gateway.workshop.simulate.comparison import HAND_TRIED, compare_model_placements
+    from gateway.workshop.simulate.simulation import StuckError
+
+    most = placements + min(placements, HAND_TRIED) + 3
+    try:
+        with _progress(most) as progress:
+            found = compare_model_placements(
+                trace, routers, models, placements, warm=warm, seed=seed, progress=progress
+            )
+    except StuckError as error:
+        raise CommandFailed(str(error)) from None
+    if as_json:
+        start = options.StartKind.WARM if warm else options.StartKind.COLD
+        print_json(
+            {
+                "start": start.value,
+                "nodes": len(routers),
+                "models": [
+                    {"name": one.name, "memory": one.memory, "load_seconds": one.load_seconds}
+                    for one in models
+                ],
+                "requests": len(trace.jobs),
+                "placements": [one.as_dict() for one in found],
+            }
+        )
+        return
+    print_rows(map(_model_row, found), state_column=0)
+    by_hand = next((one.loaded for one in found if one.loaded), None)
+    if by_hand is None:
+        print("\nby hand: no placement tried holds all models at once")
+        return
+    print("\nThe best placement by hand, for this traffic:")
+    for node, names in by_hand.items():
+        print(f"  {node}: {', '.join(names) or 'nothing'}")
+
+
+def _model_row(one: ModelPlacementResult) -> list[tuple[str, object]]:
+    report = one.report
+    return [
+        ("PLACEMENT", one.placement),
+        ("COMPLETION", f"{report.completion.mean:.2f}"),
+        ("P50", f"{report.completion.p50:.2f}"),
+        ("P95", f"{report.completion.p95:.2f}"),
+        ("TTFT P50", f"{report.ttft.p50:.2f}"),
+        ("TTFT P95", f"{report.ttft.p95:.2f}"),
+        ("WAIT", f"{report.wait.mean:.2f}"),
+        ("LONGEST", f"{one.longest_wait:.1f}"),
+        ("LOADS", one.loads),
+        ("LOADING", f"{one.load_seconds:.0f}"),
         ("CPU", f"{report.cpu_seconds:.1f}"),
     ]
 

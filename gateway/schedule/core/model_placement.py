@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from gateway.nodes.router import LoadPhase
+from gateway.nodes.router import LoadPhase, UnloadCause
 
+ORDERED = "an operator has ordered it"
 ASSUMED_LOAD = 30.0  # seconds of a load that was never seen
 UNLOAD_SECONDS = 1.0
+LOOK_MARGIN = 1.0  # seconds by which a load begins before the bound wants it
 # Seconds ahead that are compared: what callers miss later, they miss under any placement.
 HORIZON = 120.0
+NEAR_BOUND = 0.5  # share of the bound from which the oldest request goes first
 # One more copy must shorten the waits by so many times what it costs others.
 COPY_MARGIN = 1.2
 # A load that waits for leases is given up for another node that is better by this factor.
@@ -136,6 +139,7 @@ class LoadAction(NamedTuple):
     node: str
     model: str
     reason: str
+    cause: UnloadCause = "memory"  # of what is retired or unloaded
 
 
 Usage = Callable[[Instance], InstanceUsage]
@@ -158,6 +162,8 @@ class ModelPlacementPolicy:
         self._cursors: dict[str, int] = {}  # by model: the node that is compared next
         self._known_best: dict[str, list[str]] = {}
         self._preloaded: set[tuple[str, str]] = set()
+        self._served_at: dict[str, float] = {}
+        """By model that requests wait for: when it was last loaded somewhere."""
         self._left: list[str] = []  # models that the last look did not reach
         self._idle_cursor = 0
 
@@ -195,6 +201,15 @@ class ModelPlacementPolicy:
         """Whether the last look did not reach all models: look again at once."""
         return bool(self._left)
 
+    @property
+    def has_plans(self) -> bool:
+        """Whether a load waits for room: look again before long."""
+        return bool(self._plans)
+
+    def is_planned(self, node: str, model: str) -> bool:
+        """Whether a load there waits until it has room."""
+        return (node, model) in self._plans
+
     # Deciding.
 
     def decide(self, demands: Iterable[ModelDemand], usage: Usage, now: float) -> list[LoadAction]:
@@ -207,6 +222,23 @@ class ModelPlacementPolicy:
         self._keep_wanted(look)
         self._unload_idle(look)
         self._end_retired(look)
+        return look.actions
+
+    def order_load(
+        self, node: str, model: str, usage: Usage, now: float
+    ) -> list[LoadAction] | None:
+        """What to do so that an operator gets a model loaded there; None: it can't have room."""
+        look = _Look(self._index, self.rules, self.rates, usage, now)
+        instance = self._index.instance(node, model)
+        if instance is None or (node, model) in self._plans:
+            return []
+        if instance.phase is LoadPhase.RETIRING and self._may_return(look, instance):
+            look.act("keep", instance, ORDERED)
+        elif look.is_loadable(instance):
+            option = self._price(look, instance, None, _NO_QUEUE)
+            if option is None:
+                return None
+            self._carry_out(look, option, ORDERED, standing=True)
         return look.actions
 
     def _follow_plans(self, look: _Look) -> None:
@@ -244,10 +276,19 @@ class ModelPlacementPolicy:
 
     def _serve_demands(self, look: _Look) -> None:
         """Find a node for what waits, those first that the last look did not reach."""
+        self._served_at = {
+            model: look.now if look.is_served(model) else self._served_at.get(model, -math.inf)
+            for model in look.demands
+        }
         late = {model: place for place, model in enumerate(self._left)}
         order = sorted(
             look.demands.values(),
-            key=lambda one: (late.get(one.model, len(late)), one.batch, -one.waited),
+            key=lambda one: (
+                late.get(one.model, len(late)),
+                one.batch,
+                -self._lateness(one, look.now),
+                -one.waited,
+            ),
         )
         most = self.evaluations + MOST_EVALUATIONS
         self._left = []
@@ -303,10 +344,22 @@ class ModelPlacementPolicy:
         if queue.has_copies:
             saved = queue.cost_as_it_is() - (option.cost - option.loss)
             return saved > COPY_MARGIN * option.loss + option.instance.load_seconds
-        patience = self.rules.starvation if demand.patience is None else demand.patience
-        if demand.oldest_wait + option.ready_in >= patience:
+        without = self._wait_without(demand, look.now)
+        if without + option.ready_in + LOOK_MARGIN >= self._patience(demand):
             return True
         return demand.waited + demand.waiting * option.instance.load_seconds >= option.loss
+
+    def _patience(self, demand: ModelDemand) -> float:
+        return self.rules.starvation if demand.patience is None else demand.patience
+
+    def _wait_without(self, demand: ModelDemand, now: float) -> float:
+        """Seconds that the oldest has waited while the model was loaded nowhere."""
+        return min(demand.oldest_wait, now - self._served_at.get(demand.model, -math.inf))
+
+    def _lateness(self, demand: ModelDemand, now: float) -> float:
+        """The share of its bound that the oldest has waited, where it is near."""
+        share = self._wait_without(demand, now) / max(1.0, self._patience(demand))
+        return share if share > NEAR_BOUND else 0.0
 
     def _carry_out(
         self, look: _Look, option: _Option, reason: str, *, standing: bool = False
@@ -471,7 +524,8 @@ class ModelPlacementPolicy:
         ]
         if ready:
             least = min(ready, key=lambda one: (look.usage(one).leases, look.usage(one).last_used))
-            look.act("retire" if look.usage(least).leases else "unload", least, reason)
+            verb: LoadVerb = "retire" if look.usage(least).leases else "unload"
+            look.act(verb, least, reason, "replicas")
 
     def _unload_idle(self, look: _Look) -> None:
         """Unload what nobody has used for as long as its rules say."""
@@ -496,7 +550,7 @@ class ModelPlacementPolicy:
                 usage = look.usage(instance)
                 idle = look.now - max(usage.last_used, instance.since)
                 if not usage.leases and idle >= limit:
-                    look.act("unload", instance, f"it has idled for {idle:.0f} s")
+                    look.act("unload", instance, f"it has idled for {idle:.0f} s", "idle")
                     left -= 1
 
     def _end_retired(self, look: _Look) -> None:
@@ -862,9 +916,11 @@ class _Look:
         self._acted: dict[tuple[str, str], LoadVerb] = {}
         self._losses: dict[tuple[str, str], float] = {}
 
-    def act(self, verb: LoadVerb, instance: Instance, reason: str) -> None:
+    def act(
+        self, verb: LoadVerb, instance: Instance, reason: str, cause: UnloadCause = "memory"
+    ) -> None:
         """Decide on an action. The fleet is as if it had begun."""
-        self.actions.append(LoadAction(verb, instance.node, instance.model, reason))
+        self.actions.append(LoadAction(verb, instance.node, instance.model, reason, cause))
         self._acted[instance.node, instance.model] = verb
         if verb == "load":
             self.loads.append(instance)
@@ -915,6 +971,11 @@ class _Look:
             and (nodes is None or node in nodes)
             and not self.is_leaving(one)
         ]
+
+    def is_served(self, model: str) -> bool:
+        """Whether an instance of it takes requests."""
+        held = self._index.held(model).values()
+        return any(one.phase is LoadPhase.READY for one in held)
 
     def queue(self, model: str, demand: ModelDemand, copies: list[Instance]) -> _Queue:
         """What waits for a model, and who serves it."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gateway.schedule.core.autoscaling_policy import AutoscalingRules
 from gateway.schedule.core.dispatcher import DispatchRules
+from gateway.schedule.core.model_placement import ModelPlacementRules
 from gateway.schedule.core.selection import POLICIES
 from gateway.workshop.simulate.fronts import (
     AutoscalingFront,
@@ -17,7 +20,20 @@ from gateway.workshop.simulate.fronts import (
     LearntKnowledge,
     LeastConn,
 )
+from gateway.workshop.simulate.model_fronts import (
+    FewestConnections,
+    HandFront,
+    LeastRecentlyUsed,
+    ModelPlacingFront,
+)
 from gateway.workshop.simulate.report import PolicyReport, lower_bound, summarise
+from gateway.workshop.simulate.routers import (
+    RouterFleet,
+    SimulatedModel,
+    describe_placement,
+    greedy_placement,
+    random_placements,
+)
 from gateway.workshop.simulate.simulation import Front, SimulatedMachine, simulate
 from gateway.workshop.simulate.trace import Trace
 
@@ -150,4 +166,100 @@ def compare_elastic(
     found.append(StandbyResult("elastic", elastic, seconds / SECONDS_PER_HOUR, front.starts))
     if base:
         found.append(fixed("base alone", base))
+    return found
+
+
+HAND_TRIED = 12  # placements by hand that are played behind the gateway: the best behind a proxy
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlacementResult:
+    """The result of one way to place models."""
+
+    placement: str
+    report: PolicyReport
+    longest_wait: float  # seconds until a request got a slot
+    loads: int
+    load_seconds: float
+    loaded: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By router: the models that were placed by hand."""
+
+    def as_dict(self) -> dict[str, object]:
+        """For scripts."""
+        figures = {
+            "placement": self.placement,
+            "longest_wait": self.longest_wait,
+            "loads": self.loads,
+            "load_seconds": self.load_seconds,
+            **self.report.as_dict(),
+        }
+        return figures | ({"loaded": self.loaded} if self.loaded else {})
+
+
+def compare_model_placements(
+    trace: Trace,
+    routers: Sequence[SimulatedMachine],
+    models: Sequence[SimulatedModel],
+    placements: int,
+    *,
+    rules: ModelPlacementRules | None = None,
+    warm: bool = False,
+    seed: int = 0,
+    progress: Callable[[str, int], None] | None = None,
+) -> list[ModelPlacementResult]:
+    """Play the trace with models placed by the gateway, by each router, and by hand.
+
+    By hand: the best of a greedy and of so many random `placements`, each with the trace known
+    beforehand; left out where the models don't fit at once. `progress` gets what is played, and how
+    many plays of it have ended. Raises `simulation.StuckError`.
+    """
+    ended = Counter[str]()
+
+    def play(
+        name: str, build: Callable[[RouterFleet], Front], loaded: Collection[int] = ()
+    ) -> ModelPlacementResult:
+        fleet = RouterFleet(routers, models, trace.jobs, loaded)
+        began = time.process_time()
+        result = simulate(trace, (), build(fleet), fleet=fleet)
+        spent = time.process_time() - began
+        ended[name] += 1
+        if progress is not None:
+            progress(name, ended[name])
+        report = summarise(name, result, cpu_seconds=spent)
+        return ModelPlacementResult(
+            name,
+            report,
+            max(job.began - job.arrived for job in trace.jobs),
+            fleet.loads,
+            fleet.load_seconds,
+            describe_placement(routers, models, loaded) if loaded else {},
+        )
+
+    def knowledge() -> LearntKnowledge:
+        return LearntKnowledge(warm=warm)
+
+    found = [
+        play(
+            "gateway",
+            lambda _: ModelPlacingFront(routers, models, rules, seed, knowledge()),
+        ),
+        play("each router's own", LeastRecentlyUsed),
+    ]
+    rng = random.Random(seed)
+    tried = dict.fromkeys(random_placements(routers, models, placements, rng))
+    ranked = sorted(
+        (play("by hand", FewestConnections, loaded).report.completion.mean, place, loaded)
+        for place, loaded in enumerate(tried)
+    )
+    best = [loaded for _, _, loaded in ranked[:HAND_TRIED]]
+    counts = Counter(job.model for job in trace.jobs)
+    if (greedy := greedy_placement(routers, models, counts)) is not None:
+        best.append(greedy)
+
+    def hand(fleet: RouterFleet) -> Front:
+        return HandFront(routers, models, fleet.loaded, seed, knowledge())
+
+    by_hand = [play("by hand", hand, loaded) for loaded in best]
+    if by_hand:
+        found.append(min(by_hand, key=lambda one: one.report.completion.mean))
     return found

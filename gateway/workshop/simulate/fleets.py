@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from gateway.config.fields import parse_size
 from gateway.config.inventory import Inventory
 from gateway.workshop.simulate.simulation import (
     BATCH_COST,
@@ -26,6 +27,7 @@ MIB = 1024 * 1024
 
 _GROUP = re.compile(
     r"(?P<count>\d+)x(?P<slots>\d+)@(?P<decode>[\d.]+):(?P<prefill>[\d.]+)(?:\+(?P<cost>[\d.]+))?"
+    r"(?:/(?P<memory>[\w.]+))?"
 )
 
 FLEET_SYNTAX = "COUNTxSLOTS@DECODE:PREFILL, such as 4x2@40:600"
@@ -63,7 +65,8 @@ def from_text(text: str, setup: ServerSetup) -> list[SimulatedMachine]:
     """A fleet from text: groups of equal nodes, with commas between them.
 
     `1000x2@40:600` are 1,000 nodes of 2 slots that decode 40 and prefill 600 tokens/s; `+0.3`
-    behind it: what one more busy slot adds to a step, as a share. Raises FleetError.
+    behind it: what one more busy slot adds to a step, as a share; `/64GiB`: they are routers, with
+    so much memory for models. Raises FleetError.
     """
     machines: list[SimulatedMachine] = []
     for part in text.replace(" ", "").split(","):
@@ -74,6 +77,7 @@ def from_text(text: str, setup: ServerSetup) -> list[SimulatedMachine]:
             count, slots = int(found["count"]), int(found["slots"])
             decode, prefill = float(found["decode"]), float(found["prefill"])
             cost = BATCH_COST if found["cost"] is None else float(found["cost"])
+            memory = parse_size(found["memory"]) if found["memory"] else 0
         except ValueError:
             raise FleetError(
                 f"{part!r} holds something that is no number: write {FLEET_SYNTAX}"
@@ -89,6 +93,7 @@ def from_text(text: str, setup: ServerSetup) -> list[SimulatedMachine]:
                 cost,
                 batch_tokens=setup.batch_tokens,
                 cache_tokens=setup.cache_tokens,
+                memory=memory,
             )
         before = len(machines)
         machines += [replace(first, name=f"node-{before + 1 + n}") for n in range(count)]

@@ -161,8 +161,6 @@ _Numbers = tuple[int, ...]
 class _NodeStub:
     """As much of a node as `compare_speeds` and the choice of those to calibrate read."""
 
-    public_models = frozenset({SIMULATED_MODEL})
-
     class _Spec:
         tier = "cpu"
         kind = "llama.cpp"
@@ -171,6 +169,7 @@ class _NodeStub:
     def __init__(self, machine: SimulatedMachine, row: NodeSlots) -> None:
         self.spec = self._Spec()
         self.speed = Speed()
+        self.public_models = machine.models or frozenset({SIMULATED_MODEL})
         self.machine = machine
         self.row = row
         self.host = machine.host or machine.name
@@ -299,7 +298,7 @@ class LearntKnowledge(Knowledge):
             self._calibrate(fleet.now)
         text = job.prompt.tokens * BYTES_PER_TOKEN
         tokens, completion = self.token_estimates.expected_tokens(
-            SIMULATED_MODEL, job.caller, text, job.max_tokens
+            job.model or SIMULATED_MODEL, job.caller, text, job.max_tokens
         )
         prompt_key = self._prompt_key(job, tokens)
         affinity = prompt_key.blocks[0]
@@ -353,9 +352,8 @@ class LearntKnowledge(Knowledge):
             show_speed(self._state, self._state.rows[node], self._stubs[node].speed)
         prompt = job.prompt.tokens
         text = prompt * BYTES_PER_TOKEN
-        self.token_estimates.learn(
-            SIMULATED_MODEL, job.caller, text, prompt, job.output, job.max_tokens
-        )
+        model = job.model or SIMULATED_MODEL
+        self.token_estimates.learn(model, job.caller, text, prompt, job.output, job.max_tokens)
         self.prompt_cache.request_finished(
             node, measured.prompt_key, prompt, job.cached, job.output
         )

@@ -82,13 +82,16 @@ class SimulatedServer:
         """Its process is another now: the caches are empty."""
         self.cache = SimulatedPromptCache(self.machine.slots, self.machine.cache_tokens)
 
-    def take(self, job: Job, now: float) -> bool:
-        """Take a job; whether `next_end` has changed."""
+    def take(self, job: Job, now: float, wall: float | None = None) -> bool:
+        """Take a job; whether `next_end` has changed.
+
+        `wall`: the time that the job notes, where this server's own runs slower.
+        """
         free = [number for number, held in enumerate(self.slots) if held is None]
         if not free:
             self.queue.append(job)
             return False
-        self._start_job(job, free, now)
+        self._start_job(job, free, now if wall is None else wall)
         if self.next_end < 0:
             self._begin_steps(now)
             return True
@@ -102,11 +105,13 @@ class SimulatedServer:
                 return True
         return False
 
-    def end_steps(self, now: float) -> tuple[list[Job], list[Job]]:
+    def end_steps(self, now: float, wall: float | None = None) -> tuple[list[Job], list[Job]]:
         """End the current steps: the jobs that have their first token, and those that have ended.
 
-        Slots that are free again take jobs from the queue, and the next steps begin.
+        Slots that are free again take jobs from the queue, and the next steps begin. `wall` is as
+        for `take`.
         """
+        noted = now if wall is None else wall
         steps = self._steps
         decoding = self._decoding
         self.busy_seconds += now - self._steps_began
@@ -121,7 +126,7 @@ class SimulatedServer:
                 job.to_read -= read * steps
                 if not job.to_read:
                     # The step that reads the end of the prompt gives the first token.
-                    job.first = now
+                    job.first = noted
                     job.to_write -= 1
                     first.append(job)
                     if not job.to_write:
@@ -132,10 +137,10 @@ class SimulatedServer:
         if done:
             self._decoding = [job for job in decoding if job.to_write]
             for job in done:
-                self._release(job, now)
+                self._release(job, noted)
             while self.queue and None in self.slots:
                 free = [number for number, held in enumerate(self.slots) if held is None]
-                self._start_job(self.queue.popleft(), free, now)
+                self._start_job(self.queue.popleft(), free, noted)
         self._begin_steps(now)
         return first, done
 
@@ -226,6 +231,7 @@ class SimulatedMachine:
     host: str = ""  # machines of one host are calibrated one at a time; empty: it has its own
     calibrated: bool = True  # whether it is calibrated while idle
     models: frozenset[str] = frozenset()  # the models that it serves; empty: all
+    memory: int = 0  # of a router, for its models: bytes; 0: it is a plain server
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.batch_tokens <= self.slots or self.cache_tokens < 0:
@@ -466,17 +472,19 @@ def simulate(
     machines: Sequence[SimulatedMachine],
     front: Front,
     progress: Callable[[int], None] | None = None,
+    fleet: SimulatedFleet | None = None,
 ) -> SimulationResult:
     """Play a trace through a front on a fleet.
 
     Results are written into the jobs: read them before the trace is played again. `progress` is
-    called now and then with the number of requests that have ended. Raises StuckError if the front
-    leaves requests unsent when nothing more can happen.
+    called now and then with the number of requests that have ended. `fleet`: one that was made of
+    these jobs, instead of `machines`. Raises StuckError if the front leaves requests unsent when
+    nothing more can happen.
     """
     jobs = trace.jobs
     for job in jobs:
         job.reset()
-    fleet = SimulatedFleet(machines, jobs)
+    fleet = fleet or SimulatedFleet(machines, jobs)
     arrivals = Arrivals(trace)
     ended = 0
     while True:

@@ -147,6 +147,7 @@ TRACE_KEYS = {
     "prompt_tokens",
     "output_tokens",
     "max_tokens",
+    "model",
     "class",
     "caller",
     "session",
@@ -252,6 +253,7 @@ class _Lines:
             priority_label=klass,
             caller=line.text("caller"),
             pause=pause,
+            model=line.text("model"),
         )
 
 
@@ -417,6 +419,10 @@ class Traffic:
     urgent: float = 0.0  # share of the conversations that are of this class; the rest is `normal`
     premium: float = 0.0
     batch: float = 0.0
+    zipf: float = 1.0
+    """Of several models the one of rank n is asked for `1 / n**zipf` times as often as the first.
+    What a burst adds is for one of them."""
+    moves: float = 0.0  # seconds after which other models are the popular ones; 0: never
 
     def __post_init__(self) -> None:
         positive = (self.rate, self.question, self.answer)
@@ -427,6 +433,8 @@ class Traffic:
         counts = (self.requests, self.turns, self.tenants, self.callers)
         if not all(1 <= value < math.inf for value in counts):
             raise ValueError("requests, turns, tenants and callers must be at least 1")
+        if not (0 <= self.zipf < math.inf and 0 <= self.moves < math.inf):
+            raise ValueError("zipf and moves must not be negative")
         if self.system < 0 or not 0 <= self.pause < math.inf or self.limit < 1:
             raise ValueError("system prompt, pause and limit must not be negative")
         class_shares = (self.urgent, self.premium, self.batch)
@@ -450,9 +458,10 @@ class Traffic:
         return cls(**given)  # type: ignore[arg-type]
 
 
-def generate(traffic: Traffic, seed: int) -> Trace:
-    """Generate a trace; the same seed gives the same."""
+def generate(traffic: Traffic, seed: int, models: Sequence[str] = ()) -> Trace:
+    """Generate a trace, of several models where they are given; the same seed gives the same."""
     rng = random.Random(seed)
+    popularity = _Popularity(traffic, seed, models)
     continue_share = 1.0 - 1.0 / traffic.turns
     weights = [1.0 / rank for rank in range(1, traffic.tenants + 1)]
     tenants = range(1, traffic.tenants + 1)
@@ -479,6 +488,7 @@ def generate(traffic: Traffic, seed: int) -> Trace:
         (tenant,) = rng.choices(tenants, weights)
         (label,) = rng.choices(classes, class_shares)
         caller = f"caller-{rng.randrange(traffic.callers)}"
+        model = popularity.draw(now) if models else ""
         prompt_tokens = traffic.system
         time = now
         while True:
@@ -497,6 +507,7 @@ def generate(traffic: Traffic, seed: int) -> Trace:
                         max_tokens=traffic.limit,
                         priority_label=label,
                         caller=caller,
+                        model=model,
                     )
                 )
                 heappush(later, time)
@@ -507,6 +518,33 @@ def generate(traffic: Traffic, seed: int) -> Trace:
             time += rng.expovariate(1.0 / traffic.pause) if traffic.pause else 0.0
     jobs.sort(key=lambda job: job.time)
     return build_trace(jobs[: traffic.requests])
+
+
+class _Popularity:
+    """Which model a conversation asks for: Zipf, bursts of one of them, ranks that change."""
+
+    def __init__(self, traffic: Traffic, seed: int, models: Sequence[str]) -> None:
+        self._traffic = traffic
+        self._seed = seed
+        self._models = models
+        self._rng = random.Random(f"models of {seed}")
+        self._weights = [rank**-traffic.zipf for rank in range(1, len(models) + 1)]
+
+    def draw(self, now: float) -> str:
+        """The model of a conversation that begins now."""
+        traffic = self._traffic
+        period = now / traffic.every + 0.5
+        extra = 1.0 - 1.0 / traffic.burst
+        if period % 1.0 < traffic.lasting / traffic.every and self._rng.random() < extra:
+            return self._seeded("burst", math.floor(period)).choice(self._models)
+        ranked = list(self._models)
+        self._seeded("ranks", math.floor(now / traffic.moves) if traffic.moves else 0).shuffle(
+            ranked
+        )
+        return self._rng.choices(ranked, self._weights)[0]
+
+    def _seeded(self, what: str, number: int) -> random.Random:
+        return random.Random(f"{what} {number} of {self._seed}")
 
 
 def _next_begin(rng: random.Random, traffic: Traffic, now: float) -> float:

@@ -217,3 +217,68 @@ def test_a_mistake_about_standby_machines_is_reported(
     ran = run("simulate", *SMALL, *arguments)
     assert ran.status == 2
     assert message in ran.err
+
+
+ROUTERS = (
+    *("simulate", "--fleet", "1x2@40:600/16GiB,1x2@40:600/24GiB", "--models", "4x2GiB:9GiB"),
+    *("--generate", "rate=0.5,requests=120,answer=50", "--placements", "3"),
+)
+
+
+def test_model_placements_are_compared_in_a_table() -> None:
+    ran = run(*ROUTERS)
+    assert ran.status == 0, ran.err
+    head, ours, own, by_hand, *rest = ran.out.splitlines()
+    assert head.split()[:2] == ["PLACEMENT", "COMPLETION"]
+    assert ours.startswith("gateway ")
+    assert own.startswith("each router's own ")
+    assert by_hand.startswith("by hand ")
+    assert rest[1] == "The best placement by hand, for this traffic:"
+    assert rest[2].startswith("  node-1: model-")
+
+
+def test_model_placements_are_compared_for_scripts() -> None:
+    ran = run(*ROUTERS, "--json")
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    assert [one["placement"] for one in found["placements"]] == [
+        "gateway",
+        "each router's own",
+        "by hand",
+    ]
+    assert found["models"][0] == {"name": "model-1", "memory": 2 << 30, "load_seconds": 2.0}
+    assert set(found["placements"][2]["loaded"]) == {"node-1", "node-2"}
+
+
+def test_that_models_do_not_fit_at_once_is_said() -> None:
+    ran = run(
+        *("simulate", "--fleet", "1x2@40:600/16GiB", "--models", "2x9GiB:10GiB"),
+        *("--generate", "rate=0.02,requests=10,answer=50"),
+    )
+    assert ran.status == 0, ran.err
+    assert "by hand: no placement tried holds all models at once" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--models", "2x1GiB:2GiB"), "--models needs --fleet with memory"),
+        (("--fleet", "1x2@40:600/8GiB"), "routers need --models"),
+        (("--fleet", "1x2@40:600/8Gib", "--models", "1x9GiB:9GiB"), "the largest router has 8.0"),
+        (("--fleet", "1x2@40:600/8", "--models", "x"), "write COUNTxSMALLEST:LARGEST"),
+        (("--fleet", "1x2@40:600/8GB", "--models", "1x1GB:1GB", "--exact"), "leave --standby"),
+        (("--fleet", "1x2@40:600/x", "--models", "1x1GB:1GB"), "is no number"),
+    ],
+)
+def test_a_mistake_about_routers_is_reported(arguments: tuple[str, ...], message: str) -> None:
+    ran = run("simulate", *arguments)
+    assert ran.status == 2
+    assert message in " ".join(ran.err.split())
+
+
+def test_a_trace_may_name_no_other_models(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"prompt_tokens": 9, "output_tokens": 9, "model": "other"}\n')
+    ran = run(*ROUTERS[:5], "--trace", str(path))
+    assert ran.status == 2
+    assert "not in --models: other" in " ".join(ran.err.split())

@@ -10,9 +10,12 @@ from gateway.workshop.simulate.comparison import (
     build_front,
     compare,
     compare_elastic,
+    compare_model_placements,
     known_policies,
 )
+from gateway.workshop.simulate.fleets import ServerSetup, from_text
 from gateway.workshop.simulate.fronts import LearntKnowledge
+from gateway.workshop.simulate.routers import models_from_text
 from gateway.workshop.simulate.simulation import SimulatedMachine, simulate
 from gateway.workshop.simulate.trace import Trace, Traffic, generate
 from tests.calls import count_calls
@@ -182,3 +185,39 @@ def test_bursts_raise_the_rate_for_a_time_and_keep_the_mean() -> None:
 def test_impossible_bursts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="burst must be"):
         Traffic.from_text(text)
+
+
+def test_models_placed_by_the_gateway_beat_each_routers_own_and_come_near_the_best_by_hand() -> (
+    None
+):
+    routers = from_text("1x2@40:600/16GiB,1x2@40:600/32GiB,1x2@40:600/40GiB", ServerSetup())
+    models = models_from_text("8x2GiB:20GiB")
+    traffic = Traffic.from_text("rate=0.45,requests=700,system=400,answer=60")
+    calls: list[str] = []
+    ours, own, by_hand = compare_model_placements(
+        generate(traffic, 1, [model.name for model in models]),
+        routers,
+        models,
+        20,
+        progress=lambda name, _: calls.append(name),
+    )
+    assert [one.placement for one in (ours, own, by_hand)] == [
+        "gateway",
+        "each router's own",
+        "by hand",
+    ]
+    assert calls.count("by hand") > 20
+    assert by_hand.loads == 0 < ours.loads < own.loads / 5
+    assert sum(len(names) for names in by_hand.loaded.values()) >= 7
+    assert ours.report.completion.mean < 0.5 * own.report.completion.mean
+    assert ours.report.completion.p95 < 0.5 * own.report.completion.p95
+    assert ours.report.completion.mean < 1.2 * by_hand.report.completion.mean
+    assert ours.as_dict()["loads"] == ours.loads
+
+
+def test_no_placement_by_hand_is_compared_where_the_models_do_not_fit_at_once() -> None:
+    routers = from_text("1x2@40:600/20GiB", ServerSetup())
+    models = models_from_text("3x8GiB:12GiB")
+    played = generate(Traffic(40, 0.05), 1, [model.name for model in models])
+    found = compare_model_placements(played, routers, models, 5)
+    assert [one.placement for one in found] == ["gateway", "each router's own"]

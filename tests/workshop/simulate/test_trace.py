@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from gateway.config.errors import ConfigError
-from gateway.workshop.simulate.trace import TRACE_KEYS, TracePrompt, Traffic, generate, read_trace
+from gateway.workshop.simulate.trace import (
+    TRACE_KEYS,
+    Trace,
+    TracePrompt,
+    Traffic,
+    generate,
+    read_trace,
+)
 from tests.each_case import each_case
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -42,6 +51,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "prompt_tokens": 1800,
         "output_tokens": 120,
         "max_tokens": 512,
+        "model": "qwen3-8b",
         "class": "batch",
         "caller": "team-a",
         "session": "s12",
@@ -55,6 +65,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert (first.time, second.time) == (0.0, 10.0)
     assert first.prompt == TracePrompt(first.prompt.stream, 1800, first.prompt.prefix, 1500)
     assert (first.max_tokens, first.priority_label, first.caller) == (512, "batch", "team-a")
+    assert first.model == "qwen3-8b"
     assert trace.next_turns == {0: 1}
     assert (second.is_later_turn, second.pause) == (True, 8.0)
 
@@ -253,3 +264,44 @@ def test_traffic_is_read_from_text() -> None:
 def test_invalid_traffic_is_an_error_with_an_explanation(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Traffic.from_text(text)
+
+
+def asked_for(trace: Trace, **between: float) -> Counter[str]:
+    since, until = between.get("since", 0.0), between.get("until", math.inf)
+    return Counter(job.model for job in trace.jobs if since <= job.time < until)
+
+
+MODELS = [f"m{number}" for number in range(8)]
+
+
+def test_models_are_asked_for_by_zipf() -> None:
+    counts = asked_for(generate(Traffic(8000, 10.0, turns=1.0), 1, MODELS)).most_common()
+    assert len(counts) == 8
+    for rank, (_, count) in enumerate(counts, 1):
+        assert count == pytest.approx(8000 / rank / 2.718, rel=0.15)
+
+
+def test_all_turns_of_a_conversation_ask_for_one_model() -> None:
+    trace = generate(Traffic(500, 2.0), 1, MODELS)
+    assert all(
+        trace.jobs[before].model == trace.jobs[after].model
+        for before, after in trace.next_turns.items()
+    )
+
+
+def test_popularity_moves_where_it_is_said_to() -> None:
+    for moves, alike in ((0.0, True), (300.0, False)):
+        trace = generate(Traffic(6000, 10.0, turns=1.0, moves=moves), 3, MODELS)
+        first = asked_for(trace, until=300.0).most_common(3)
+        second = asked_for(trace, since=300.0).most_common(3)
+        assert ([name for name, _ in first] == [name for name, _ in second]) is alike
+
+
+def test_what_a_burst_adds_is_for_one_model() -> None:
+    traffic = Traffic(6000, 5.0, turns=1.0, burst=6.0, every=600.0, lasting=100.0)
+    trace = generate(traffic, 2, MODELS)
+    usual = asked_for(trace, until=300.0)
+    during = asked_for(trace, since=300.0, until=400.0)
+    (name, count), (_, second) = during.most_common(2)
+    assert count / during.total() > 0.8 > usual[name] / usual.total()
+    assert second / during.total() < 0.1

@@ -1,0 +1,179 @@
+"""`/admin/placements`: which models routers have loaded; loading, unloading and pinning one."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway import errors
+from gateway.admin.configuration import GatewayControl
+from gateway.admin.nodes import node_not_found
+from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY
+from gateway.callers.windows import time_text
+from gateway.errors import GatewayError, suggestion, truncate_echo
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.node import Node
+from gateway.nodes.router import LoadPhase
+from gateway.schedule.model_placer import PINNED_BY, ModelPlacer, OrderRefused, model_key
+from gateway.schedule.scheduler import Scheduler
+from gateway.web.asgi import JsonResponse, json_of_rows, read_fields
+
+LARGEST_ORDER = 16 << 10  # bytes of an order's body
+ORDERS = ("load", "unload", "pin", "unpin")
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementEndpoints:
+    """The endpoints of models on demand."""
+
+    fleet: Fleet
+    scheduler: Scheduler
+    gateway: GatewayControl
+    wall_clock: Callable[[], float]  # seconds since 1970
+
+    async def list(self, _: Request) -> Response:
+        """Every model of every router, what waits for each, and the memory of their hosts."""
+        hosts = {
+            host: {"memory": use.memory, "used": use.used, "unknown": use.unknown}
+            for host, use in self.gateway.model_placer.host_use().items()
+        }
+        models = [node for node in self.fleet.nodes.values() if node.load is not None]
+        waiting = Counter(
+            model_key(nodes[0])
+            for waiter in self.scheduler.waiters
+            if (nodes := [one for _, some in waiter.candidates.by_model for one in some])
+            and nodes[0].load is not None
+        )
+        rest = {"hosts": hosts, "waiting": waiting}
+        return await json_of_rows("placements", models, self._object, rest)
+
+    async def order(self, request: Request) -> Response:
+        """Load, unload, pin or unpin a model on a router. Raises: GatewayError (400, 404, 409)."""
+        timeout = self.gateway.settings.limits.body_timeout
+        fields = await read_fields(request, LARGEST_ORDER, timeout)
+        order, model, name = (fields.get(key) for key in ("order", "model", "node"))
+        if order not in ORDERS:
+            raise errors.invalid_request("'order' must be load, unload, pin or unpin.", "order")
+        if not isinstance(model, str) or not isinstance(name, str):
+            raise errors.invalid_request("'model' and 'node' must be names.", "model")
+        request.scope[AUDIT_ACTION_KEY] = f"placements.{order}"
+        request.scope[AUDIT_TARGET_KEY] = f"{name}/{model}"
+        node = self._find(name, model)
+        try:
+            note = await self._carry_out(str(order), node, self.gateway.model_placer)
+        except OrderRefused as refused:
+            raise GatewayError(409, "placement_refused", str(refused), param="model") from None
+        log.info("model ordered", node=name, model=node.spec.instance, order=order)
+        return JsonResponse({**msgspec.structs.asdict(self._object(node)), "note": note})
+
+    async def _carry_out(self, order: str, node: Node, placer: ModelPlacer) -> str:
+        """Do it; returns what follows, for an operator. Raises: OrderRefused."""
+        load = node.load
+        assert load is not None
+        if order in {"pin", "unpin"}:
+            pinner = placer.pinner(node)
+            if order == "pin":
+                placer.check_pin(node)
+            elif pinner not in {None, "operator"}:
+                assert pinner is not None
+                raise OrderRefused(f"It is pinned {PINNED_BY[pinner]}: take it out there.")
+            self.fleet.pin_model(node, pinned=order == "pin")
+            await self.fleet.save_orders()
+            if order == "unpin":
+                return "it stays loaded until another model needs the memory"
+            return "it is always loaded from now on, over restarts too"
+        placer.order(node, "load" if order == "load" else "unload")
+        if order == "load":
+            if load.phase is LoadPhase.READY:
+                return "it is loaded"
+            if load.phase is LoadPhase.LOADING:
+                return f"its load takes about {placer.load_seconds(node):.2g} s"
+            return "it is loaded as soon as others have made room"
+        if node.leases:
+            return f"it ends its requests first, {node.in_flight} now, and gets no new ones"
+        return "it is loaded again when requests wait for it: pause the model to prevent that"
+
+    def _find(self, name: str, model: str) -> Node:
+        """A router's model, by its own or a public name. Raises: GatewayError (400, 404)."""
+        router = self.fleet.nodes.get(name)
+        if router is None:
+            raise node_not_found(name, self.fleet.nodes)
+        if not router.is_router:
+            raise errors.invalid_request(
+                f"The node '{name}' is no router: its models are always loaded. A server of "
+                "llama.cpp is a router if it was started with --models-dir.",
+                "node",
+            )
+        for node in router.instances.values():
+            if model == node.spec.instance or model in node.public_models:
+                return node
+        hint = suggestion(model, router.instances, "GET /admin/placements lists its models.")
+        raise GatewayError(
+            404,
+            "model_not_found",
+            f"The router '{name}' has no model '{truncate_echo(model)}'. {hint}",
+            param="model",
+        )
+
+    def _object(self, node: Node) -> PlacementObject:
+        load, router, now = node.load, node.router, node.clock()
+        assert load is not None
+        assert router is not None
+        placer, known = self.gateway.model_placer, math.isfinite(load.since)
+        return PlacementObject(
+            name=node.name,
+            node=router.name,
+            model=model_key(node),
+            host=node.host,
+            state=node.state.value,
+            reason=node.reason,
+            since=time_text(self.wall_clock() - now + load.since) if known else None,
+            progress=load.progress,
+            slots_total=node.slots_now,
+            slots_busy=node.slots_busy,
+            in_flight=node.in_flight,
+            requests=node.requests,
+            loads=load.loads,
+            load_seconds=round(load.load_seconds, 3),
+            expected_load_seconds=round(placer.load_seconds(node), 3),
+            load_failures=load.failures,
+            retry_in=round(load.retry_at - now, 1) if load.retry_at > now else None,
+            memory=placer.memory_of(node),
+            pinned_by=placer.pinner(node),
+        )
+
+
+class PlacementObject(msgspec.Struct, kw_only=True):
+    """A model of a router as the admin API shows it."""
+
+    name: Annotated[str, "`router/model`: its name among the nodes"]
+    node: Annotated[str, "the router"]
+    model: Annotated[str, "a public name of it"]
+    host: Annotated[str, "of the router"]
+    state: Annotated[
+        str, "`unloaded`, `loading`, `ready`, `unloading`, `failed`, or that of a node"
+    ]
+    reason: Annotated[str, "why it is in that state"]
+    since: Annotated[str | None, "when that began, UTC; null: before the gateway looked"]
+    progress: Annotated[float | None, "share of the load that is done, where the router tells it"]
+    slots_total: Annotated[int, "slots that it has; 0 while it is not loaded"]
+    slots_busy: Annotated[int, "of these busy"]
+    in_flight: Annotated[int, "requests that run on it"]
+    requests: Annotated[int, "sent to it since the start"]
+    loads: Annotated[int, "that have ended well since the start"]
+    load_seconds: Annotated[float, "of these together"]
+    expected_load_seconds: Annotated[float, "that a load is expected to take"]
+    load_failures: Annotated[int, "loads in a row that failed"]
+    retry_in: Annotated[float | None, "seconds until it is tried again"]
+    memory: Annotated[int | None, "bytes that it takes once it is loaded; null: unknown"]
+    pinned_by: Annotated[str | None, "who says that it is always loaded: `settings`, `preload` or "
+        "`operator`"]  # fmt: skip

@@ -1,0 +1,353 @@
+"""Fronts of routers: models placed by hand, by each router itself, or by the gateway's policy."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from heapq import heappop, heappush
+from typing import cast
+
+from gateway.nodes.router import LoadPhase
+from gateway.schedule.core.model_placement import (
+    Instance,
+    InstanceUsage,
+    ModelDemand,
+    ModelPlacementPolicy,
+    ModelPlacementRules,
+    RouterNode,
+)
+from gateway.schedule.core.requests import QueuedRequest
+from gateway.workshop.simulate.fronts import GatewayFront, Knowledge
+from gateway.workshop.simulate.routers import RouterFleet, SimulatedModel, instance_machines
+from gateway.workshop.simulate.simulation import Front, SimulatedFleet, SimulatedMachine
+from gateway.workshop.simulate.trace import Job
+
+
+class LoadEvents:
+    """The loads and unloads that are under way."""
+
+    def __init__(self) -> None:
+        self._ends: list[tuple[float, int, bool]] = []  # when, which, whether it is a load
+
+    @property
+    def next_end(self) -> float:
+        """When the next one ends; infinity: there is none."""
+        return self._ends[0][0] if self._ends else math.inf
+
+    def load(self, index: int, fleet: RouterFleet) -> None:
+        """Begin to load an instance."""
+        heappush(self._ends, (fleet.begin_load(index), index, True))
+
+    def unload(self, index: int, fleet: RouterFleet) -> None:
+        """Begin to unload an instance."""
+        heappush(self._ends, (fleet.begin_unload(index), index, False))
+
+    def end_due(self, fleet: RouterFleet) -> list[tuple[int, bool]]:
+        """End those that are due: which, and whether it was loaded."""
+        ended = []
+        while self.next_end <= fleet.now:
+            _, index, loaded = heappop(self._ends)
+            (fleet.end_load if loaded else fleet.end_unload)(index)
+            ended.append((index, loaded))
+        return ended
+
+
+class FewestConnections(Front):
+    """A proxy that knows which nodes have which models, and takes the one with fewest requests."""
+
+    def __init__(self, fleet: RouterFleet) -> None:
+        self.alarm = math.inf
+        self._nodes: dict[str, list[int]] = {}
+        for index in sorted(fleet.loaded):
+            self._nodes.setdefault(fleet.model_of(index).name, []).append(index)
+        self._connections = [0] * len(fleet.routers)
+
+    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+        """Send it at once."""
+        routers = cast("RouterFleet", fleet).router_of
+        node = min(self._nodes[job.model], key=lambda one: self._connections[routers(one)])
+        self._connections[routers(node)] += 1
+        fleet.send(job, node)
+
+    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+        """Count it off."""
+        self._connections[cast("RouterFleet", fleet).router_of(job.node)] -= 1
+
+
+class LeastRecentlyUsed(Front):
+    """Fewest connections over all routers, each of which loads by itself.
+
+    For a model that it lacks a router unloads those used least recently. llama.cpp's does so amid
+    their requests; here they end first, while later ones for them wait.
+    """
+
+    def __init__(self, fleet: RouterFleet) -> None:
+        self.alarm = math.inf
+        self._models = {model.name: place for place, model in enumerate(fleet.models)}
+        self._connections = [0] * len(fleet.routers)
+        self._turn = 0
+        self._waiting: list[deque[Job]] = [deque() for _ in fleet.routers]
+        self._last_used: dict[int, float] = {}  # by instance: of those loaded, or being loaded
+        self._jobs: dict[int, int] = {}  # by instance: its jobs
+        self._events = LoadEvents()
+        self._retiring: set[int] = set()
+        self._loading: set[int] = set()
+
+    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+        """Choose its router."""
+        routers = cast("RouterFleet", fleet)
+        biggest = routers.models[self._models[job.model]].memory
+        possible = [one for one, router in enumerate(routers.routers) if router.memory >= biggest]
+        router = min(
+            possible,
+            key=lambda one: (self._connections[one], (one - self._turn) % len(routers.routers)),
+        )
+        self._turn = router + 1
+        self._connections[router] += 1
+        self._waiting[router].append(job)
+        self._serve(router, routers)
+
+    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+        """What waits for its memory may go on."""
+        routers = cast("RouterFleet", fleet)
+        router = routers.router_of(job.node)
+        self._connections[router] -= 1
+        self._jobs[job.node] -= 1
+        self._serve(router, routers)
+
+    def wake(self, fleet: SimulatedFleet) -> None:
+        """Loads and unloads have ended."""
+        routers = cast("RouterFleet", fleet)
+        for index, loaded in self._events.end_due(routers):
+            if loaded:
+                self._loading.discard(index)
+            else:
+                self._retiring.discard(index)
+            self._serve(routers.router_of(index), routers)
+        self.alarm = self._events.next_end
+
+    def _serve(self, router: int, fleet: RouterFleet) -> None:
+        """Send what can be sent, and make room for the rest in the order of their arrival."""
+        first = router * len(fleet.models)
+        waiting = self._waiting[router]
+        needed: list[int] = []
+        for _ in range(len(waiting)):
+            job = waiting.popleft()
+            index = first + self._models[job.model]
+            if index in fleet.loaded and index not in self._retiring:
+                self._last_used[index] = fleet.now
+                self._jobs[index] = self._jobs.get(index, 0) + 1
+                fleet.send(job, index)
+            else:
+                waiting.append(job)
+                if index not in needed and index not in self._loading:
+                    needed.append(index)
+        for index in needed:
+            if index not in fleet.held and fleet.model_of(index).memory <= fleet.free(router):
+                self._last_used[index] = fleet.now
+                self._loading.add(index)
+                self._events.load(index, fleet)
+        self._make_room(router, fleet, [one for one in needed if one not in fleet.held])
+        for index in sorted(self._retiring):
+            idle = not self._jobs.get(index)
+            if fleet.router_of(index) == router and idle and index in fleet.loaded:
+                self._events.unload(index, fleet)
+        self.alarm = self._events.next_end
+
+    def _make_room(self, router: int, fleet: RouterFleet, needed: list[int]) -> None:
+        """Retire those used least recently until the first of the needed models will fit."""
+        if not needed:
+            return
+        held = [index for index in fleet.held if fleet.router_of(index) == router]
+        leaving = sum(
+            fleet.model_of(index).memory
+            for index in held
+            if index in self._retiring or index not in fleet.loaded | self._loading
+        )
+        short = fleet.model_of(needed[0]).memory - fleet.free(router) - leaving
+        ready = [index for index in held if index in fleet.loaded and index not in self._retiring]
+        for index in sorted(ready, key=lambda index: self._last_used.get(index, 0.0)):
+            if short <= 0:
+                break
+            self._retiring.add(index)
+            short -= fleet.model_of(index).memory
+
+
+class HandFront(GatewayFront):
+    """The gateway over instances that were loaded by hand and stay."""
+
+    def __init__(
+        self,
+        routers: Sequence[SimulatedMachine],
+        models: Sequence[SimulatedModel],
+        loaded: Collection[int],
+        seed: int = 0,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        super().__init__(instance_machines(routers, models), seed=seed, knowledge=knowledge)
+        for row in self.state.rows:
+            if row.index not in loaded:
+                self.state.set_slots(row, row.total, 0, 0, alive=False)
+
+
+LOOK_SECONDS = 0.5  # seconds between two looks at what waits
+REFRESH_SECONDS = 5.0  # seconds after which the policy is told of what was learnt
+
+
+class ModelPlacingFront(GatewayFront):
+    """The gateway with its own model placement. Loads and memory are known; speeds are learnt."""
+
+    def __init__(
+        self,
+        routers: Sequence[SimulatedMachine],
+        models: Sequence[SimulatedModel],
+        rules: ModelPlacementRules | None = None,
+        seed: int = 0,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        super().__init__(instance_machines(routers, models), seed=seed, knowledge=knowledge)
+        self.policy = ModelPlacementPolicy(rules)
+        self._models = models
+        self._routers = routers
+        self._phases = [LoadPhase.UNLOADED] * len(self.state.rows)
+        self._since = [-math.inf] * len(self.state.rows)
+        self._last_used = [-math.inf] * len(self.state.rows)
+        self._waiting: dict[str, dict[int, Job]] = {model.name: {} for model in models}
+        self._batch_waiting = dict.fromkeys(self._waiting, 0)
+        self._usual: dict[str, tuple[float, float]] = {}
+        """By model: tokens that a usual request reads and writes."""
+        self._events = LoadEvents()
+        self._look_at = math.inf
+        self._refreshed_at = -math.inf
+        self._instances = {
+            (router.name, model.name): place * len(models) + number
+            for place, router in enumerate(routers)
+            for number, model in enumerate(models)
+        }
+        for router in routers:
+            host = router.host or router.name
+            self.policy.put_node(RouterNode(router.name, host, router.memory))
+        for row in self.state.rows:
+            self.state.set_slots(row, row.total, 0, 0, alive=True)
+            self._tell(row.index)
+
+    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+        """Place or queue the request; where it must wait, see what to load for it."""
+        if job.priority_label != "batch":
+            self.policy.note_request(job.model, fleet.now)
+        super().arrive(job, fleet)
+        if job.sent < 0:
+            self._waiting[job.model][job.id] = job
+            self._batch_waiting[job.model] += job.priority_label == "batch"
+            self._look(fleet)
+        self._set_alarm(fleet.now)
+
+    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+        """Learn from it, and see what its slot is for."""
+        self._last_used[job.node] = fleet.now
+        read, wrote = self._usual.get(job.model, (job.prompt.tokens, job.output))
+        unread = job.prompt.tokens - job.cached
+        self._usual[job.model] = (read + (unread - read) / 16, wrote + (job.output - wrote) / 16)
+        super().ended(job, fleet)
+        if self._look_at < math.inf:
+            self._look(fleet)
+        self._set_alarm(fleet.now)
+
+    def wake(self, fleet: SimulatedFleet) -> None:
+        """Loads and unloads have ended, or it is time for a look."""
+        for index, loaded in self._events.end_due(cast("RouterFleet", fleet)):
+            self._enter(index, LoadPhase.READY if loaded else LoadPhase.UNLOADED, fleet.now)
+            self._look_at = fleet.now
+        super().wake(fleet)
+        if fleet.now >= self._look_at:
+            self._look(fleet)
+        self._set_alarm(fleet.now)
+
+    def _send(self, placement: QueuedRequest, fleet: SimulatedFleet) -> None:
+        super()._send(placement, fleet)
+        job = fleet.jobs[int(placement.id)]
+        self._last_used[job.node] = fleet.now
+        if self._waiting[job.model].pop(job.id, None) is not None:
+            self._batch_waiting[job.model] -= job.priority_label == "batch"
+
+    def _look(self, fleet: SimulatedFleet) -> None:
+        now = fleet.now
+        if now - self._refreshed_at >= REFRESH_SECONDS:
+            self._refreshed_at = now
+            for index, phase in enumerate(self._phases):
+                if phase is not LoadPhase.UNLOADED:
+                    self._tell(index)
+        routers = cast("RouterFleet", fleet)
+        for action in self.policy.decide(self._demands(now), self._usage_at(now), now):
+            index = self._instances[action.node, action.model]
+            if action.verb == "load":
+                self._enter(index, LoadPhase.LOADING, now)
+                self._events.load(index, routers)
+            elif action.verb == "retire":
+                self._enter(index, LoadPhase.RETIRING, now)
+            elif action.verb == "keep":
+                self._enter(index, LoadPhase.READY, now)
+                self._match(fleet)
+            else:
+                self._enter(index, LoadPhase.UNLOADING, now)
+                self._events.unload(index, routers)
+                self.knowledge.restarted(index)
+        waits = any(self._waiting.values()) or self.policy.has_plans
+        self._look_at = now + LOOK_SECONDS if waits else math.inf
+
+    def _demands(self, now: float) -> list[ModelDemand]:
+        found = []
+        for model, jobs in self._waiting.items():
+            if jobs:
+                arrived = [job.arrived for job in jobs.values()]
+                found.append(
+                    ModelDemand(
+                        model,
+                        len(jobs),
+                        now * len(jobs) - sum(arrived),
+                        now - min(arrived),
+                        batch=self._batch_waiting[model] == len(jobs),
+                    )
+                )
+        return found
+
+    def _usage_at(self, now: float) -> Callable[[Instance], InstanceUsage]:
+        def usage(instance: Instance) -> InstanceUsage:
+            index = self._instances[instance.node, instance.model]
+            row = self.state.rows[index]
+            busy = max((one.seconds_left(now) for one in row.running), default=0.0)
+            return InstanceUsage(row.ours, busy, self._last_used[index])
+
+        return usage
+
+    def _enter(self, index: int, phase: LoadPhase, now: float) -> None:
+        self._phases[index] = phase
+        self._since[index] = now
+        row = self.state.rows[index]
+        capacity = row.total if phase is LoadPhase.READY else 0
+        self.state.set_slots(row, row.total, capacity, 0, alive=True)
+        self._tell(index)
+
+    def _tell(self, index: int) -> None:
+        """Tell the policy of an instance."""
+        router, place = divmod(index, len(self._models))
+        model, row = self._models[place], self.state.rows[index]
+        read, wrote = self._usual.get(model.name, (1000.0, 200.0))
+        token = row.token_base + row.token_step * (row.total - 1)
+        self.policy.put_instance(
+            Instance(
+                self._routers[router].name,
+                model.name,
+                self._phases[index],
+                model.memory,
+                model.load_seconds,
+                row.total,
+                read / row.prefill_tps + wrote * token,
+                self._since[index],
+            )
+        )
+
+    def _set_alarm(self, now: float) -> None:
+        super()._set_alarm(now)
+        self.alarm = min(self.alarm, self._events.next_end, self._look_at)

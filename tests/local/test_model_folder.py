@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from gateway.local.memory import MIB, ServerSettings
+from gateway.local.model_folder import FolderContents, ModelFolder, write_preset
+from tests.servers import demo_model
+from tests.workshop.fit.random_models import Recipe, write
+
+GIB = 1 << 30
+SETTINGS = ServerSettings(slots=2, context=4096)
+WIDE = Recipe("wide", layers=8, width=1024, heads=8, kv_heads=8, feed_forward=4096)
+
+
+def put(path: Path) -> Path:
+    """The demo model under another name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(demo_model(), path)
+    return path
+
+
+def put_other(path: Path, architecture: str, kind: str | None = None) -> Path:
+    """A file that is no model of texts, with a tensor."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, architecture)
+    if kind is not None:
+        writer.add_type(kind)
+    writer.add_tensor("any.weight", np.zeros((32, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def put_split(folder: Path, name: str) -> None:
+    """A model in two parts: metadata and half of the tensors in the first."""
+    whole = gguf.GGUFReader(demo_model())
+    for number in (1, 2):
+        writer = gguf.GGUFWriter(folder / f"{name}-{number:05}-of-00002.gguf", "llama")
+        if number == 1:
+            writer.add_context_length(2048)
+        half = len(whole.tensors) // 2
+        for tensor in whole.tensors[:half] if number == 1 else whole.tensors[half:]:
+            writer.add_tensor(tensor.name, tensor.data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def contents(folder: Path, room: int = 20 * GIB) -> FolderContents:
+    return ModelFolder(folder, SETTINGS, room).contents()
+
+
+def test_models_are_named_by_their_files_in_the_folder_and_those_within(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b 2.Q4_K_M.gguf", "inner/c.gguf", "inner/d.gguf"):
+        put(tmp_path / name)
+    for other in ("notes.txt", ".hidden.gguf", "inner/deeper/e.gguf", "f.gguf.part"):
+        put(tmp_path / other)
+    put_split(tmp_path, "split")
+    found = contents(tmp_path)
+    assert list(found.models) == ["a", "b 2.Q4_K_M", "c", "d", "split"]
+    assert found.passed_over == {}
+    split = found.models["split"]
+    assert split.file.path == tmp_path / "split-00001-of-00002.gguf"
+    assert split.settings.context == 2048  # it was trained for less than the others get
+    assert found.models["a"].settings.context == 4096
+
+
+def test_what_can_not_be_served_is_told_with_the_reason(tmp_path: Path) -> None:
+    put(tmp_path / "good.gguf")
+    (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "cut.gguf").write_bytes(demo_model().read_bytes()[:1_000_000])
+    (tmp_path / "gone.gguf").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe.gguf")  # it is not even opened
+    put(tmp_path / "inner/good.gguf")
+    put(tmp_path / "no#te.gguf")
+    put(tmp_path / "we:ird.gguf")
+    put(tmp_path / "half-00002-of-00003.gguf")
+    put_other(tmp_path / "vision.gguf", "clip")
+    put_other(tmp_path / "lora.gguf", "llama", "adapter")
+    put(tmp_path / "mmproj-liar.gguf")
+    found = contents(tmp_path)
+    assert list(found.models) == ["good"]
+    words = {
+        "text.gguf": "not a GGUF model",
+        "cut.gguf": "cut short",
+        "gone.gguf": "no such file",
+        "inner/good.gguf": "good.gguf has this name too",
+        "no#te.gguf": "rename",
+        "we:ird.gguf": "rename",
+        "half-00002-of-00003.gguf": "00001-of-00003.gguf: no such file",
+        "vision.gguf": "projector of images",
+        "lora.gguf": "an adapter",
+        "mmproj-liar.gguf": "no projector",
+    }
+    assert found.passed_over.keys() == words.keys()
+    for name, word in words.items():
+        assert word in found.passed_over[name], (name, found.passed_over[name])
+
+
+def test_a_projector_goes_to_the_model_beside_it_or_of_its_name(tmp_path: Path) -> None:
+    for name in ("Gemma-4B-Q4_K_M", "qwen-vl-7b-q8_0", "plain", "own/any-model"):
+        put(tmp_path / f"{name}.gguf")
+    for name in (
+        "mmproj-gemma-4b-F16",
+        "qwen-vl-7b-mmproj-f16",
+        "own/mmproj-model-f16",
+        "mmproj-x",
+    ):
+        put_other(tmp_path / f"{name}.gguf", "clip")
+    found = contents(tmp_path)
+    projectors = {name: model.projector for name, model in found.models.items()}
+    assert projectors == {
+        "Gemma-4B-Q4_K_M": tmp_path / "mmproj-gemma-4b-F16.gguf",
+        "qwen-vl-7b-q8_0": tmp_path / "qwen-vl-7b-mmproj-f16.gguf",
+        "plain": None,
+        "any-model": tmp_path / "own/mmproj-model-f16.gguf",
+    }
+    assert "folder of their own" in found.passed_over["mmproj-x.gguf"]
+    assert len(found.passed_over) == 1
+    plain, seeing = found.models["plain"], found.models["any-model"]
+    size = (tmp_path / "own/mmproj-model-f16.gguf").stat().st_size
+    assert seeing.memory - plain.memory == size
+
+
+def test_a_model_that_has_no_room_alone_is_told_unless_forced(tmp_path: Path) -> None:
+    put(tmp_path / "small.gguf")
+    write(WIDE, tmp_path, hollow=True)
+    found = contents(tmp_path, room=300 * MIB)
+    assert list(found.models) == ["small"]
+    assert "needs 0.6 GiB (weights" in found.passed_over["wide.gguf"]
+    assert "less --context" in found.passed_over["wide.gguf"]
+    forced = ModelFolder(tmp_path, SETTINGS, 300 * MIB, force=True).contents()
+    assert forced.passed_over == {}
+    assert forced.models["wide"].memory == 300 * MIB  # so that it is loaded alone
+
+
+def test_prompts_get_memory_but_never_so_much_that_a_model_has_no_room(tmp_path: Path) -> None:
+    put(tmp_path / "small.gguf")
+    write(WIDE, tmp_path, hollow=True)
+    roomy = contents(tmp_path, room=20 * GIB).models
+    caches = {name: one.settings.prompt_cache_bytes for name, one in roomy.items()}
+    assert all(4 * GIB < cache <= 5 * GIB for cache in caches.values()), caches
+    assert sum(one.memory for one in roomy.values()) < 11 * GIB  # half stays for other models
+    tight = contents(tmp_path, room=800 * MIB).models["wide"]
+    assert tight.memory <= 800 * MIB
+    assert tight.settings.prompt_cache_bytes % MIB == 0
+
+
+def test_the_preset_says_how_each_model_is_started(tmp_path: Path) -> None:
+    put(tmp_path / "a.gguf")
+    put_other(tmp_path / "mmproj-a.gguf", "clip")
+    folder = ModelFolder(tmp_path, replace(SETTINGS, slots=3), 300 * MIB, embedding=True)
+    text = folder.preset(folder.contents())
+    assert text == (
+        f"[a]\nmodel = {tmp_path}/a.gguf\nmmproj = {tmp_path}/mmproj-a.gguf\n"
+        "parallel = 3\nctx-size = 12288\ncache-ram = 114\npooling = mean\n"
+    )
+    preset = tmp_path / "models.ini"
+    for content in (text, ""):
+        write_preset(preset, content)
+        assert preset.read_text() == content
+    assert len(list(tmp_path.iterdir())) == 3  # no draft is left
+
+
+def test_what_comes_and_goes_changes_no_other_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "a.gguf")
+    folder = ModelFolder(tmp_path, SETTINGS, 20 * GIB)
+    first = folder.preset(folder.contents())
+    assert folder.preset(folder.contents()) == first
+    (tmp_path / "b.gguf").write_bytes(demo_model().read_bytes()[:1_000_000])  # it is being copied
+    found = folder.contents()
+    assert folder.preset(found) == first
+    assert "cut short" in found.passed_over["b.gguf"]
+    put(tmp_path / "b.gguf")
+    both = folder.preset(folder.contents())
+    assert both.startswith(first)
+    assert "[b]" in both
+    (tmp_path / "b.gguf").unlink()
+    assert folder.preset(folder.contents()) == first
+    # A file that has not changed is not read again.
+    monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it was read again"))
+    assert folder.preset(folder.contents()) == first
+
+
+def test_progress_tells_how_many_files_are_read(tmp_path: Path) -> None:
+    for name in "abc":
+        put(tmp_path / f"{name}.gguf")
+    told: list[tuple[int, int]] = []
+    ModelFolder(tmp_path, SETTINGS, GIB).contents(lambda done, total: told.append((done, total)))
+    assert told == [(0, 3), (1, 3), (2, 3)]

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gateway.schedule.core.model_placement import ModelPlacementRules, ModelRules
+from gateway.workshop.simulate.fleets import ServerSetup, from_text
+from gateway.workshop.simulate.fronts import ExactKnowledge
+from gateway.workshop.simulate.model_fronts import (
+    FewestConnections,
+    HandFront,
+    LeastRecentlyUsed,
+    ModelPlacingFront,
+)
+from gateway.workshop.simulate.routers import GIB, RouterFleet, SimulatedModel
+from gateway.workshop.simulate.simulation import Front, simulate
+from gateway.workshop.simulate.trace import Job
+from tests.workshop.simulate.build import job, trace
+
+ONE = from_text("1x2@10:1000/10GiB", ServerSetup())
+TWO = from_text("2x2@10:1000/10GiB", ServerSetup())
+MODELS = [SimulatedModel(name, 8 * GIB, 5.0) for name in ("a", "b", "c")]
+
+
+def asking(*requests: tuple[float, str], **more: str) -> list[Job]:
+    """Requests of a second each: when, and for which model."""
+    made = []
+    for time, model in requests:
+        made.append(job(time, prompt=100, output=10, **more))  # type: ignore[arg-type]
+        made[-1].model = model
+    return made
+
+
+def played(
+    jobs: Sequence[Job],
+    build: Callable[[RouterFleet], Front],
+    routers: object = ONE,
+    loaded: Sequence[int] = (),
+) -> RouterFleet:
+    made = trace(jobs)
+    fleet = RouterFleet(routers, MODELS, made.jobs, loaded)  # type: ignore[arg-type]
+    simulate(made, (), build(fleet), fleet=fleet)
+    return fleet
+
+
+def placing(routers: object = ONE, **rules: object) -> Callable[[RouterFleet], Front]:
+    return lambda _: ModelPlacingFront(
+        routers,  # type: ignore[arg-type]
+        MODELS,
+        ModelPlacementRules(**rules),  # type: ignore[arg-type]
+        knowledge=ExactKnowledge(),
+    )
+
+
+def test_a_router_by_itself_loads_the_model_of_a_request_and_unloads_the_least_recent() -> None:
+    jobs = asking((0.0, "a"), (10.0, "b"), (20.0, "a"))
+    fleet = played(jobs, LeastRecentlyUsed)
+    assert fleet.loads == 3
+    assert [round(one.began - one.arrived) for one in fleet.jobs] == [5, 6, 6]
+
+
+def test_a_router_by_itself_lets_requests_end_before_it_unloads_their_model() -> None:
+    jobs = asking((0.0, "a"), (5.5, "b"), (5.6, "a"))
+    fleet = played(jobs, LeastRecentlyUsed)
+    first, other, later = fleet.jobs
+    assert other.began - first.ended >= 6.0
+    assert later.began > other.ended
+
+
+def test_fewest_connections_send_to_nodes_that_have_the_model() -> None:
+    jobs = asking((0.0, "a"), (0.0, "a"), (0.0, "a"), (0.0, "b"))
+    fleet = played(jobs, FewestConnections, TWO, loaded=(0, 4))
+    assert [one.node for one in fleet.jobs] == [0, 0, 0, 4]
+
+
+def test_placed_by_hand_nothing_is_loaded() -> None:
+    jobs = asking((0.0, "a"), (0.0, "b"))
+    fleet = played(jobs, lambda fleet: HandFront(TWO, MODELS, fleet.loaded), TWO, loaded=(0, 4))
+    assert fleet.loads == 0
+    assert [one.node for one in fleet.jobs] == [0, 4]
+
+
+def test_the_gateway_serves_a_queue_before_it_changes_the_model() -> None:
+    jobs = asking(*((place * 2.0, "ab"[place % 2]) for place in range(60)))
+    alone = played(jobs, LeastRecentlyUsed).loads
+    fleet = played(jobs, placing())
+    print(alone, fleet.loads, sum(j.ended - j.arrived for j in fleet.jobs) / 60)
+    assert fleet.loads < alone
+
+
+def test_the_gateway_gives_each_model_a_node_of_its_own() -> None:
+    jobs = asking(*((place * 0.7, "ab"[place % 2]) for place in range(60)))
+    fleet = played(jobs, placing(TWO), TWO)
+    assert fleet.loads == 2
+    assert len({(one.model, one.node) for one in fleet.jobs}) == 2
+
+
+def test_no_model_waits_longer_than_the_bound_and_a_load() -> None:
+    jobs = asking(*((place * 0.4, "a") for place in range(300)), (30.0, "b"), (31.0, "c"))
+    fleet = played(jobs, placing(starvation=20.0))
+    waits = {one.model: one.began - one.arrived for one in fleet.jobs if one.model != "a"}
+    # The last ones of `a` must end, and c waits for the hysteresis of b.
+    assert waits["b"] <= 20.0
+    assert waits["c"] <= 20.0 + 10.0 + 8.0
+
+
+def test_batch_rows_wait_for_memory_that_callers_do_not_use() -> None:
+    callers = asking(*((place * 5.0, "a") for place in range(40)))
+    rows = asking((20.0, "b"), (21.0, "b"), label="batch")
+    fleet = played([*callers, *rows], placing())
+    last = max(one.ended for one in fleet.jobs if one.model == "a")
+    assert all(one.began > last for one in fleet.jobs if one.model == "b")
+
+
+def test_an_idle_model_is_unloaded_by_its_rules() -> None:
+    rules = {"a": ModelRules(idle_unload=30.0)}
+    jobs = asking((0.0, "a"), (100.0, "b"), (101.0, "b"))
+    fleet = played(jobs, placing(TWO, models=rules), TWO)
+    assert {fleet.model_of(index).name for index in fleet.held} == {"b"}
