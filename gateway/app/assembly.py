@@ -243,6 +243,7 @@ class Gateway:
             self.store or startup.learnt_file(options),
             startup.gateway_name(options, settings),
             lambda: self.settings.prompts.remember,
+            saved_prompts=self.model_placer.saved_prompts,
             has_hash_key=self._inherited.hash_key is not None,
         )
         self._files = FileReloader(

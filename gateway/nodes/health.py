@@ -77,11 +77,19 @@ class ProbeResponse:
 
 
 async def fetch(
-    node: Node, path: str, *, body: bytes | None = None, largest: int = LARGEST_RESPONSE
+    node: Node,
+    path: str,
+    *,
+    body: bytes | None = None,
+    largest: int = LARGEST_RESPONSE,
+    limit: float = 0.0,
 ) -> ProbeResponse | ProbeResult:
-    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed."""
+    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed.
+
+    `limit` in seconds; 0: as probes are.
+    """
     began = node.clock()
-    limit = node.settings.health.timeout
+    limit = limit or node.settings.health.timeout
 
     def ended(answer: ProbeAnswer, detail: str) -> ProbeResult:
         return ProbeResult(answer, detail, node.clock() - began)
@@ -781,6 +789,8 @@ def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
         return _load_state(node, load, now)
     if load is not None and load.doubted:
         return NodeState.LOADING, "a request has found it not loaded"
+    if load is not None and load.restoring:
+        return NodeState.LOADING, "it is loaded; its saved prompts are restored"
     hangs = history.silent and node.sleep.is_overdue(node.properties.size, now)
     if node.sleep.sleeping and not hangs:
         return NodeState.SLEEPING, _sleeping_reason(node, now)
@@ -796,6 +806,7 @@ def _load_state(node: Node, load: ModelLoad, now: float) -> tuple[NodeState, str
     if load.phase is LoadPhase.UNLOADED:
         words = f"not loaded; its load takes about {expected:.2g} s"
         words += f" ({reason})" if reason else ""
+        words += f"; {load.saved} of its prompts are saved" if load.saved else ""
     elif load.phase is LoadPhase.LOADING:
         done = "" if load.progress is None else f", {load.progress:.0%} of it is done"
         words = f"it is loaded since {now - load.since:.0f} s, in about {expected:.2g} s{done}"

@@ -83,6 +83,7 @@ class RoutedModel(NamedTuple):
     context: int | None  # tokens of one slot, by the arguments; None: they don't say
     file: str | None = None  # the path of its file on the router's machine
     memory: int | None = None  # bytes that it takes, told of one that is loaded
+    args: tuple[str, ...] = ()  # of its server
 
 
 def read_list(listed: object) -> list[RoutedModel]:
@@ -115,6 +116,7 @@ def read_list(listed: object) -> list[RoutedModel]:
                 context // slots if slots and context else None,
                 next((after for one, after in pairwise(args) if one == "--model"), None),
                 memory_told(entry.get("meta"), args),
+                tuple(args),
             ),
         )
     return list(found.values())
@@ -209,6 +211,8 @@ class ModelLoad:
     file: str | None = None  # the path of its file on the router's machine
     listed: RoutedModel | None = None  # as its router listed it last
     properties_read: bool = False  # whether `/props` was read since it was loaded
+    saved: int = 0  # prompts that are saved for its next load
+    restoring: bool = False  # it is loaded, and gets no requests before they are restored
     doubted: bool = False
     """Whether a request has found it not loaded: it gets no other before its server has answered.
     Of a model that another one unloads the list says for ten seconds that it is loaded."""
@@ -269,6 +273,14 @@ class ModelLoad:
         """So much of it is loaded."""
         if self.phase is LoadPhase.LOADING:
             self.progress = share
+
+    def prompts_saved(self, count: int) -> None:
+        """So many of its prompts are saved for its next load."""
+        self.saved = count
+
+    def restores(self, *, restoring: bool) -> None:
+        """Its saved prompts are restored from now on, or no more."""
+        self.restoring = restoring
 
     def properties_were_read(self) -> None:
         """`/props` was read."""

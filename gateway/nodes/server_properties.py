@@ -31,7 +31,7 @@ REFUSED_FOR_PURPOSE: dict[Purpose | None, frozenset[str]] = {
 }
 
 # The `media_marker` of builds whose processes all have the same one.
-_CONSTANT_MARKER = "<__media__>"
+CONSTANT_MARKER = "<__media__>"
 # What a server's speed and caches depend on; see `ServerProperties.served_as`.
 ServedAs = tuple[tuple[str, ...] | None, int | None, int | None, str | None, str | None, int | None]
 
@@ -123,7 +123,7 @@ class ServerProperties:
             self.context = _count(settings.get("n_ctx"), MOST_CONTEXT) or self.context
         self.build = _name(props.get("build_info")) or self.build
         process = _name(props.get("media_marker"))
-        process = None if process == _CONSTANT_MARKER else process
+        process = None if process == CONSTANT_MARKER else process
         if process != self.process:
             self.process, self.shared_pool, self.purpose_asked = process, None, False
         path = _name(props.get("model_path"))

@@ -29,7 +29,8 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
 from gateway.nodes.lifecycle import ProbeAnswer
 from gateway.nodes.node import Node, NodeState
-from gateway.nodes.router import LoadPhase
+from gateway.nodes.router import LoadPhase, ModelLoad
+from gateway.nodes.saved_prompts import SavedPrompts
 from gateway.schedule.admission import Waiter
 from gateway.schedule.core.model_placement import (
     HELD_PHASES,
@@ -59,6 +60,7 @@ UNKEPT_SECONDS = 60.0  # for which a pin must not have been kept to be told
 LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
 MOST_WORDS = 300  # characters that are kept of a router's error
 MOST_FILES = 10_000  # files of models that are read for what they take
+PROMPTS_SAVED_FACTOR = 0.8  # of the seconds of a load, where prompts are restored after it
 USUAL_SECONDS = 10.0  # of a request for a model that none has waited for
 
 
@@ -73,6 +75,7 @@ class ModelPlacer:
     file_memory: ReadMemory | None = None
     """Reads what a model takes from its file, where that is on this machine; in a thread."""
     policy: ModelPlacementPolicy = field(default_factory=ModelPlacementPolicy)
+    saved_prompts: SavedPrompts = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
     """By instance: the command for it that is under way."""
@@ -96,7 +99,11 @@ class ModelPlacer:
     def __post_init__(self) -> None:
         self._began = self.clock()
         self.configure(self.settings)
+        cache, sync = self.scheduler.prompt_cache, self.scheduler.fleet_sync
+        publish = self.fleet.prompts_kept
+        self.saved_prompts = SavedPrompts(cache, sync.row_index, publish, self.clock)
         self.fleet.watch_models(self._models_differ)
+        self.fleet.watch_loads(self._loaded)
         self.scheduler.watch_models(self._asked_for)
 
     def configure(self, settings: Settings) -> None:
@@ -258,6 +265,7 @@ class ModelPlacer:
     def _instance(self, router: Node, node: Node) -> Instance:
         load, model = node.load, model_key(node)
         assert load is not None
+        load.prompts_saved(self.saved_prompts.count(node))
         # What others have unloaded stays so for a while.
         retry_at = max(load.retry_at, load.by_others_at + self.settings.model_placement.hysteresis)
         return Instance(
@@ -265,7 +273,8 @@ class ModelPlacer:
             model,
             load.phase,
             self.memory_of(node),
-            self.load_seconds(node),
+            # Of nodes that are alike it is better loaded where its prompts are.
+            self.load_seconds(node) * (PROMPTS_SAVED_FACTOR if load.saved else 1.0),
             max(1, node.slots_total),
             self._request_seconds.get(model, USUAL_SECONDS),
             load.since,
@@ -578,6 +587,8 @@ class ModelPlacer:
         """Unload it, unless it has work: ours, or that of others."""
         load = node.load
         assert load is not None
+        if node.spec.slot_save and not node.leases:
+            await self.saved_prompts.save(node)
         # A router cuts what runs.
         busy = None if node.sleep.asleep else await probe_slots(node)
         if load.phase is not LoadPhase.RETIRING or node.leases:
@@ -591,6 +602,25 @@ class ModelPlacer:
         if refused is not None:
             load.unload_refused(refused.why, self.clock())
         self.fleet.load_changed(node)
+
+    def _loaded(self, node: Node) -> None:
+        """A router has loaded this model: it gets no work before its prompts are restored."""
+        load, before = node.load, self._tasks.get(node)
+        if load is not None and self.saved_prompts.count(node) and not self._handed_over:
+            load.restores(restoring=True)
+            self._start_task(node, self._restore(node, load, before))
+
+    async def _restore(
+        self, node: Node, load: ModelLoad, before: asyncio.Task[None] | None
+    ) -> None:
+        """Restore a model's prompts, after the command for it that may be under way."""
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            await self.saved_prompts.restore(node)
+        finally:
+            load.restores(restoring=False)
+            self.fleet.load_changed(node)
 
     async def _command(self, router: Node, node: Node, command: str) -> _Refusal | None:
         """Send a command; why the router did not take it, or None."""
