@@ -461,9 +461,8 @@ def memory_problems_on_demand(spec: dict[str, Any], found: dict[str, Any]) -> li
     largest = max(needs, key=needs.__getitem__)
     always = servers * sum(needs[name] for name in spec.get("preload", []))
     return [
-        f"not enough memory: {what} {gib(size)} ({rule['factor']} x file, and llama_node_cache_ram), but "
-        f"{whose}. "
-        f"Remedy: {remedy}"
+        f"not enough memory: {what} {gib(size)} ({rule['factor']} x file, and "
+        f"llama_node_cache_ram), but {whose}. Remedy: {remedy}"
         for what, size, remedy in (
             (f"{largest} needs", needs[largest], "take it out of llama_node_models"),
             (
