@@ -55,7 +55,7 @@ def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
         "llama_node_model_file": "",
         "llama_node_models": models,
         "llama_node_preload": ["one"],
-        "llama_node_memory": "1GiB",
+        "llama_node_memory": "3GiB",
     }
     pinned = {**keys, "models": {"two": {"memory": "100MiB"}, "one": {"pin": ["n1-numa0"]}}}
 
@@ -69,7 +69,7 @@ def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
     assert nodes["n1-numa0/two"]["state"] == "unloaded"
     written = yaml.safe_load(gateway.run("cat /etc/llama-gateway/nodes.yaml").stdout)
     (entry,) = (one for one in written["nodes"] if one["name"] == "n1-numa0")
-    assert (entry["memory"], entry["preload"]) == ("1GiB", ["one"])
+    assert (entry["memory"], entry["preload"]) == ("3GiB", ["one"])
     assert chat(fleet, "one") == chat(fleet, "two") == 200
     assert fleet.nodes()["n1-numa0/two"]["state"] == "ready"
     assert play(gateway_settings=pinned).changed == {}
@@ -82,7 +82,7 @@ def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
         good=False, gateway_settings={**keys, "models": {"one": {"pin": ["n9"], "memory": "9GiB"}}}
     )
     assert "no node of the inventory is named n9" in wrong.text
-    assert "n1 has 1GiB, and always to be loaded there are one (9GiB)" in wrong.text
+    assert "n1 has 3GiB, and always to be loaded there are one (9GiB)" in wrong.text
     assert gateway.run("sha256sum /etc/llama-gateway/*.yaml").stdout == before
 
     # Another list restarts the router.
