@@ -369,7 +369,9 @@ class ModelPlacer:
                 continue
             nodes = [node for _, nodes in waiter.candidates.by_model for node in nodes]
             failed = waiter.tried.failed_nodes
-            routed = [node for node in nodes if node.load is not None and node.name not in failed]
+            routed = [node for node in nodes if node.load is not None]
+            # Another node is better, and if there is none, the same one.
+            routed = [node for node in routed if node.name not in failed] or routed
             if routed:
                 model = model_key(routed[0])
                 waiting = found.setdefault(model, _Waiting())
