@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -138,7 +139,7 @@ class LiveView:
         cached = self.scheduler.fleet_sync.cache_contents(node)
         left = self.drain_deadlines.seconds_left(node.name)
         slow = node.degradation
-        return self._load_columns(node) | {
+        return {
             "name": spec.name,
             "url": spec.url,
             "kind": spec.kind,
@@ -168,11 +169,13 @@ class LiveView:
             "requests": node.requests,
             "failures": node.failures,
             "deadline_at": None if left is None else round(self.wall_clock() + left),
-        }
+        } | self._load_columns(node)
 
     def _load_columns(self, node: Node) -> Row:
-        """What only a router's model has."""
+        """What is told of a router's model alone, or is told otherwise of a router."""
         load, router, placer = node.load, node.router, self.gateway.model_placer
+        if node.is_router:
+            return self._router_columns(node)
         if load is None or router is None:
             return {}
         return {
@@ -180,6 +183,21 @@ class LiveView:
             "progress": load.progress,
             "memory": placer.memory_of(node),
             "pinned_by": placer.pinner(node),
+        }
+
+    def _router_columns(self, router: Node) -> Row:
+        """A router has the slots and the requests of its models."""
+        models, now = [*router.instances.values()], router.clock()
+        cells = re.findall(r"[rwh]\d|.", "".join(slot_cells(node, now) for node in models))
+        loaded = [node for node in models if node.load is not None and node.load.loaded]
+        return {
+            "models": [name for node in loaded for name in node.properties.names],
+            "loadable": f"{len(loaded)} of {len(models)}",
+            "cells": "".join(cells[:MOST_CELLS]),
+            "slots_total": sum(node.slots_now for node in models),
+            "slots_busy": sum(node.slots_busy for node in models),
+            "in_flight": sum(node.in_flight for node in models),
+            "requests": sum(node.requests for node in models),
         }
 
     # The queue and the requests.

@@ -570,4 +570,6 @@ def _mean(total: float, count: int) -> float | None:
 
 
 def _size(value: object) -> str:
-    return f"{value / (1 << 30):.1f} GiB" if isinstance(value, int) else "-"
+    if not isinstance(value, int):
+        return "-"
+    return f"{value / (1 << 30):.1f} GiB" if value >= 1 << 30 else f"{value >> 20} MiB"

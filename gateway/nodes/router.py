@@ -413,7 +413,7 @@ class ModelLoad:
             restarted = followed is False
             reason = "the router was restarted" if restarted else "not by this gateway"
             self.cause = "restart" if restarted else "others"
-            if change != "unloaded":
+            if change != "unloaded" and not followed:
                 reason = "found so"
         if change == "loading":
             self.enter(LoadPhase.LOADING, reason, now)

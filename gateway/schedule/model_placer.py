@@ -436,7 +436,7 @@ class ModelPlacer:
     def _order_unload(self, node: Node, action: LoadAction) -> LoadAction:
         assert node.load is not None
         if (pinner := self.pinner(node)) is not None:
-            raise OrderRefused(f"{node.name} is pinned {PINNED_BY[pinner]}. Unpin it first.")
+            raise OrderRefused(f"{node.name} is pinned {PINNED_BY[pinner]}: take the pin out.")
         if node.load.phase is LoadPhase.LOADING:
             raise OrderRefused(f"{node.name} is being loaded. Unload it when it is ready.")
         return action._replace(verb="retire") if node.leases else action
@@ -676,7 +676,9 @@ class HostUse(NamedTuple):
 
 
 def _gib(size: int | None) -> str:
-    return "an unknown size" if size is None else f"{size / (1 << 30):.3g} GiB"
+    if size is None:
+        return "an unknown size, and is first loaded alone"
+    return f"{size / (1 << 30):.3g} GiB"
 
 
 @dataclass(slots=True)

@@ -144,7 +144,7 @@ async def test_a_pin_is_kept_over_a_restart_and_ends_with_unpin(tmp_path: Path) 
     assert pinned["pinned_by"] == again["pinned_by"] == "operator"
     assert unpinned["pinned_by"] is None
     assert (problem["status"], problem["code"]) == (409, "placement_refused")
-    assert problem["message"] == "r1/a is pinned by an operator. Unpin it first."
+    assert problem["message"] == "r1/a is pinned by an operator: take the pin out."
 
 
 @in_virtual_time

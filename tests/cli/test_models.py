@@ -91,7 +91,7 @@ async def test_a_router_s_models_are_shown_loaded_unloaded_and_pinned(tmp_path: 
     assert "1 of 3 models are loaded" in shown.out
     assert "it is always loaded from now on" in pinned.out
     assert refused.status == 1
-    assert "Unpin it first" in refused.err
+    assert "take the pin out" in refused.err
     assert json.loads(unloaded.out)["state"] in {"unloading", "unloaded"}
     assert unknown.status == 1
     assert "has no model 'bb'" in unknown.err
