@@ -261,7 +261,7 @@ class PromptsKept:
     action: str  # of `PROMPT_ACTIONS`
     prompts: int  # 1 for a failure
     tokens: int
-    detail: str  # what was wrong
+    detail: str = ""  # what was wrong
 
 
 # `mismatch`: what was restored was not what was saved, and is erased; `failed`: the server did not

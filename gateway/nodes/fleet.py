@@ -270,16 +270,15 @@ class Fleet:
         """
         self._on_capacity, self._on_change = on_capacity, on_change
 
-    def watch_models(self, on_change: Callable[[Node | None], None]) -> None:
-        """Call this whenever one of a router's models may have changed, or has ended a request.
+    def watch_models(
+        self, on_change: Callable[[Node | None], None], on_loaded: Callable[[Node], None]
+    ) -> None:
+        """Call `on_change` when one of a router's models may have changed, or has ended a request.
 
-        With None: there may be others.
+        With None: there may be others. Call `on_loaded` when a router has loaded one, before that
+        gets work.
         """
-        self._on_models = on_change
-
-    def watch_loads(self, on_loaded: Callable[[Node], None]) -> None:
-        """Call this when a router has loaded a model, before that gets work."""
-        self._on_loaded = on_loaded
+        self._on_models, self._on_loaded = on_change, on_loaded
 
     async def start(self, inventory: Inventory) -> InventoryChanged:
         """Take in the first inventory and begin to watch. Raises what `connect` raises."""

@@ -45,7 +45,6 @@ SAVE_RATE, RESTORE_RATE = 660 * 2**20, 1700 * 2**20
 # have about as many as the square root of their parameters says.
 USUAL_TOKEN_BYTES, USUAL_PARAMETERS = 131_072.0, 7.5e9
 MOST_SAVED = 16  # files of one model: those of further slots are not saved
-MOST_MODELS = 2048  # models of which something is saved
 LEAST_TOKENS = 64  # of a prompt that is worth a file
 # The share of a prompt that the next one is believed to reuse while the server has read nothing,
 # and the tokens for which that belief stands.
@@ -116,64 +115,61 @@ class SavedPrompts:
     async def save(self, node: Node) -> None:
         """Save what is worth it of an idle model that gets no requests, within `MOST_SAVE` s."""
         key, call = server_key(node.spec), _Calls(node, self._clock() + MOST_SAVE, self._clock)
-        args, saved = call.args, 0
+        before, args, tokens = self._saved.get(key, {}), call.args, 0
         try:
-            chosen = await self._choose(node, self._saved.get(key, {}), call)
+            chosen = await self._choose(node, before, call)
             if not chosen:
                 return
             server = await call.server()
             canary = None
-            if self._verified.get(key) == args:
-                canary = next((one.canary for one in self._saved.get(key, {}).values()), None)
-            if canary is None:
+            if before and self._verified.get(key) == args:
+                canary = next(iter(before.values())).canary
+            else:
                 self._forget_model(node)  # The canary that vouches for it is overwritten.
-            found: dict[int, tuple[SavedFile, _Held]] = {}
+            found: list[tuple[int, SavedFile, _Held]] = []
             for slot, held in chosen:
                 self._forget_slot(key, slot)
                 file = await call.save(slot)
                 if abs(file.tokens - held.slot_tokens) <= 1:
-                    found[slot] = file, held
+                    found.append((slot, file, held))
             if canary is None:
                 await call.canary()
                 canary = await call.canary()  # From its cache, as after a restore.
                 canary = msgspec.structs.replace(canary, file=await call.save(None))
-            for slot, (file, held) in found.items():
+            for slot, file, held in found:
                 one = SavedPrompt(server, canary, file, held.prompt, held.caller)
                 self.add(f"{key}.{slot}", one)
-                saved += file.tokens
+                tokens += file.tokens
             self._verified[key] = args
         except _Wrong as error:
-            self._tell(node, error.action, 1, 0, str(error))
+            self._publish(PromptsKept(node.name, error.action, 1, 0, str(error)))
         else:
-            self._tell(node, "saved", len(found), saved)
+            self._publish(PromptsKept(node.name, "saved", len(found), tokens))
 
     async def _choose(
         self, node: Node, before: dict[int, SavedPrompt], call: _Calls
     ) -> list[tuple[int, _Held]]:
         """The slots whose prompts are worth a file, and these prompts."""
         row, speed = self._row_of(node), node.speed
-        helds = [] if row is None or node.sleep.asleep else [*self._cache.export(row)]
-        helds.sort(key=lambda one: one[1].in_slot, reverse=True)
+        cached = [] if row is None or node.sleep.asleep else self._cache.export(row)
         found = [
             _Held(KeptPrompt.of(one), one.caller, one.tokens - 1)
-            for _, one in helds
+            for _, one in sorted(cached, key=lambda each: each[1].in_slot, reverse=True)
             if one.tokens >= LEAST_TOKENS
         ]
         slots = _read(await call.send("/slots"), list[_Slot]) if found else []
         if any(slot.is_processing for slot in slots):
             return []
-        chosen, tokens = list[tuple[int, _Held]](), 0
         files = [one.file for one in before.values()]
         token_bytes = sum(one.size for one in files) / max(1, sum(one.tokens for one in files))
         if not token_bytes:
-            size = (node.properties.n_params or USUAL_PARAMETERS) / USUAL_PARAMETERS
-            token_bytes = USUAL_TOKEN_BYTES * math.sqrt(size)
-        for slot in slots:
-            # One that was restored and not used yet shows no tokens. One that has answered holds
-            # all but the last.
-            size = slot.n_prompt_tokens
-            if not size and slot.id in before:
-                size = before[slot.id].file.tokens
+            params = node.properties.n_params or USUAL_PARAMETERS
+            token_bytes = USUAL_TOKEN_BYTES * math.sqrt(params / USUAL_PARAMETERS)
+        chosen, tokens = list[tuple[int, _Held]](), 0
+        for slot in slots[:MOST_SAVED]:
+            # One that was restored and not used yet shows none; one that was used all but the last.
+            known = before.get(slot.id)
+            size = slot.n_prompt_tokens or (0 if known is None else known.file.tokens)
             held = next((one for one in found if abs(one.slot_tokens - size) <= 1), None)
             # Half of the time is left to the canary, and for a slower disk.
             fits = (tokens + size) * token_bytes <= 0.5 * MOST_SAVE * SAVE_RATE
@@ -181,68 +177,74 @@ class SavedPrompts:
                 found.remove(held)
                 chosen.append((slot.id, held))
                 tokens += size
-        # What is spared if they come back, against the seconds of the files and of the canary.
-        spared = await call.reuse() * tokens / speed.expected_prefill_tps
+        # What is spared if they come back, against the seconds of the files and of two canaries.
+        spared = await call.reuse() * tokens / speed.expected_prefill_tps if chosen else 0.0
         price = tokens * token_bytes * (1 / SAVE_RATE + 1 / RESTORE_RATE)
-        canary = CANARY_TOKENS * (speed.token_base + speed.token_step)
-        price += 2 * (canary + len(CANARY_TEXT) / 3 / speed.expected_prefill_tps)
+        price += 2 * CANARY_TOKENS * (speed.token_base + speed.token_step)
+        price += 2 * len(CANARY_TEXT) / 3 / speed.expected_prefill_tps
         return chosen if spared > price else []
 
-    async def restore(self, node: Node) -> None:
+    async def restore(self, node: Node) -> bool:
         """Restore the prompts of a model that is loaded and gets no requests yet.
 
-        It takes `MOST_RESTORE` seconds at most. The prompt cache of its row knows them then.
+        It takes `MOST_RESTORE` seconds, and as many again if a slot must be emptied. The prompt
+        cache of the node's row knows them then. False: a slot has what is wrong.
         """
         key, row = server_key(node.spec), self._row_of(node)
         call = _Calls(node, self._clock() + MOST_RESTORE, self._clock)
         saved = [*self._saved.get(key, {}).items()]
         self._verified.pop(key, None)
         if row is None or not saved:
-            return
+            return True
         canary, restored, tokens = saved[0][1].canary, list[int](), 0
         try:
             if await call.server() != saved[0][1].server:
                 self._forget_model(node)
-                return
+                return True
             await call.restore(None, canary.file)
             await call.canary(canary)
         except _Wrong as error:
             self._forget_model(node)
-            await self._erase(call, 0, error)
-            return
+            return await self._erase(call, 0, error)
         self._verified[key] = call.args
+        # A calibration would take a slot of theirs.
+        node.calibration.end("warmed", self._clock(), warm=True, again=False)
         for slot, one in saved:
-            if call.left < one.file.size / RESTORE_RATE:
+            if call.end - self._clock() < one.file.size / RESTORE_RATE:
                 continue
             try:
                 await call.restore(slot, one.file)
             except _Wrong as error:
                 self._forget_slot(key, slot)
-                await self._erase(call, slot, error)
+                if not await self._erase(call, slot, error):
+                    return False
             else:
                 self._cache.restore(row, one.prompt, one.caller)
                 restored.append(slot)
                 tokens += one.file.tokens
         if 0 not in restored:
             await self._erase(call, 0)  # It holds the canary.
-        self._tell(node, "restored", len(restored), tokens)
+        self._publish(PromptsKept(node.name, "restored", len(restored), tokens))
+        return True
 
-    async def _erase(self, call: _Calls, slot: int, why: _Wrong | None = None) -> None:
-        """Empty a slot, however late it is."""
-        with suppress(_Wrong):
-            await replace(call, end=self._clock() + MOST_RESTORE).act("erase", slot)
+    async def _erase(self, call: _Calls, slot: int, why: _Wrong | None = None) -> bool:
+        """Empty a slot, however late it is; whether it is empty."""
         if why is not None:
-            self._tell(call.node, why.action, 1, 0, str(why))
+            self._publish(PromptsKept(call.node.name, why.action, 1, 0, str(why)))
+        try:
+            await replace(call, end=self._clock() + MOST_RESTORE).act("erase", slot)
+        except _Wrong:
+            return False
+        return True
 
     # The record.
 
     def add(self, key: str, saved: SavedPrompt) -> None:
         """Take a record, as `export` gives it. Raises: ValueError."""
         server, _, slot = key.partition(".")
-        if len(self._saved) >= MOST_MODELS and server not in self._saved:
-            return
-        others = self._saved.setdefault(server, {})
-        if all((one.server, one.canary) == (saved.server, saved.canary) for one in others.values()):
+        others, mark = self._saved.setdefault(server, {}), (saved.server, saved.canary)
+        same = all((one.server, one.canary) == mark for one in others.values())
+        if same and 0 <= int(slot) < MOST_SAVED:
             others[int(slot)] = saved
             self.changes += 1
 
@@ -256,22 +258,15 @@ class SavedPrompts:
         """Forget the prompts of the callers that are gone."""
         for key, saved in [*self.export()]:
             if saved.caller and is_gone(saved.caller):
-                server, _, slot = key.partition(".")
-                self._forget_slot(server, int(slot))
+                self._forget_slot(key.partition(".")[0], int(key.partition(".")[2]))
 
     def _forget_slot(self, key: str, slot: int) -> None:
-        self._saved.get(key, {}).pop(slot, None)
-        if not self._saved.get(key):
-            self._saved.pop(key, None)
-        self.changes += 1
+        if self._saved.get(key, {}).pop(slot, None) is not None:
+            self.changes += 1
 
     def _forget_model(self, node: Node) -> None:
         self._saved.pop(server_key(node.spec), None)
         self.changes += 1
-
-    def _tell(self, node: Node, action: str, prompts: int, tokens: int, detail: str = "") -> None:
-        if prompts:
-            self._publish(PromptsKept(node.name, action, prompts, tokens, detail))
 
 
 def file_name(node: Node, slot: int | None) -> str:
@@ -350,11 +345,6 @@ class _Calls:
     clock: Callable[[], float]
 
     @property
-    def left(self) -> float:
-        """Seconds that are left."""
-        return self.end - self.clock()
-
-    @property
     def args(self) -> tuple[str, ...]:
         """The arguments of the server, as the router lists them."""
         listed = None if self.node.load is None else self.node.load.listed
@@ -362,7 +352,7 @@ class _Calls:
 
     async def send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The answer to a GET of `path`, or to a POST of `body`."""
-        what, left = path.partition("?action=")[2] or path, self.left
+        what, left = path.partition("?action=")[2] or path, self.end - self.clock()
         if left <= 0:
             raise _Wrong(f"no time is left for {what}")
         named = None if body is None else {"model": self.node.spec.instance, **body}

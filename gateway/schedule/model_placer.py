@@ -102,8 +102,7 @@ class ModelPlacer:
         cache, sync = self.scheduler.prompt_cache, self.scheduler.fleet_sync
         publish = self.fleet.prompts_kept
         self.saved_prompts = SavedPrompts(cache, sync.row_index, publish, self.clock)
-        self.fleet.watch_models(self._models_differ)
-        self.fleet.watch_loads(self._loaded)
+        self.fleet.watch_models(self._models_differ, self._loaded)
         self.scheduler.watch_models(self._asked_for)
 
     def configure(self, settings: Settings) -> None:
@@ -619,7 +618,9 @@ class ModelPlacer:
         try:
             if before is not None:
                 await asyncio.wait([before])
-            await self.saved_prompts.restore(node)
+            if not await self.saved_prompts.restore(node) and node.router is not None:
+                self.fleet.load_ordered(node, "unload", "a slot of it could not be emptied")
+                await self._command(node.router, node, "unload")
         finally:
             load.restores(restoring=False)
             self.fleet.load_changed(node)

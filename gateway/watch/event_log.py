@@ -176,7 +176,7 @@ class EventLog:
         """A model's prompts were saved or restored, or could not be."""
         fields = {"node": event.node, "action": event.action, "prompts": event.prompts}
         fields |= {"detail": event.detail} if event.detail else {"tokens": event.tokens}
-        self._log("warning" if event.detail else "info", "prompts of a model", fields)
+        self._log("warning" if event.detail else "info", "saved prompts", fields)
 
     def models_differ(self, event: ModelsDiffer) -> None:
         """Nodes that serve one model differ, or do so no longer."""

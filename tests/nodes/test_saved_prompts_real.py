@@ -2,109 +2,83 @@
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gateway.events import PromptsKept
-from tests.gateways import Running, running_gateway, until
-from tests.servers import demo_model, running_router
+from tests.nodes.saved_prompts import SavingModels, prompt, saving_models, saving_routers
 
 pytestmark = [
     pytest.mark.real,
     pytest.mark.slow,
     pytest.mark.binary_only("the wheel's server has no router mode"),
 ]
-EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
-WORDS = "river stone light wheat garden winter letter bridge".split()
-
-
-def prompt(seed: int, words: int = 700) -> str:
-    return " ".join(random.Random(seed).choices(WORDS, k=words))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Of two models of the same file."""
-    models = tmp_path / "models"
-    models.mkdir()
-    (tmp_path / "saved").mkdir()
-    for name in "ab":
-        (models / f"{name}.gguf").write_bytes(demo_model().read_bytes())
-    return tmp_path
-
-
-@dataclass(slots=True)
-class Router:
-    """A gateway over a router that holds one model at a time."""
-
-    running: Running
-    saved: Path  # the folder of the files
-    _told: list[PromptsKept] = field(default_factory=list)
-
-    @property
-    def told(self) -> list[tuple[str, str, int]]:
-        """What was told of saved prompts since the last time."""
-        self.running.gateway.bus.flush()
-        told = [(one.node, one.action, one.prompts) for one in self._told]
-        self._told.clear()
-        return told
-
-    async def ask(self, model: str, text: str) -> tuple[str, int]:
-        """An answer, and the tokens of the prompt that were cached."""
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": 24,
-            "temperature": 0,
-        }
-        reply = await self.running.client.post("/v1/chat/completions", json=body)
-        assert reply.status_code == 200, reply.text
-        answer = reply.json()
-        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return answer["choices"][0]["message"]["content"], cached
+SAVED, RESTORED = [("r1/a", "saved", 2)], [("r1/a", "restored", 2)]
+MISMATCH = [("r1/a", "mismatch", 1)]
 
 
 @asynccontextmanager
-async def router(folder: Path, **node: Any) -> AsyncIterator[Router]:
-    saved = folder / "saved"
-    extra = ("--models-max", "1", "--slot-save-path", f"{saved}/", *EXACT)
-    with running_router(folder / "models", slots=2, context=8192, extra=extra) as server:
-        async with over(folder, server.url, **node) as found:
-            yield found
+async def saved(folder: Path) -> AsyncIterator[tuple[SavingModels, list[str], list[Path]]]:
+    """The gateway, two answers of the model `a`, and its files: it is not loaded any more."""
+    async with (
+        saving_routers(folder) as [router],
+        saving_models(folder, [router.url]) as models,
+    ):
+        texts = [(await models.ask("a", prompt(seed)))[0] for seed in (1, 2)]
+        await models.ask("b", "Hello.")
+        assert models.told == SAVED
+        yield models, texts, sorted((folder / "saved1").iterdir())
 
 
-@asynccontextmanager
-async def over(folder: Path, url: str, **node: Any) -> AsyncIterator[Router]:
-    spec = {"name": "r1", "url": url, "slot_save": True, **node}
-    async with running_gateway(folder, [spec], {"model_placement": {"hysteresis": 0}}) as running:
-        found = Router(running, folder / "saved")
-        running.gateway.bus.subscribe(PromptsKept, found._told.append)
-        yield found
-    assert "Traceback" not in (folder / "gateway.log").read_text()
+async def test_a_model_that_is_loaded_again_has_its_prompts(tmp_path: Path) -> None:
+    async with saved(tmp_path) as (models, texts, files):
+        assert [one.name[-6:] for one in files] == ["-0.bin", "-1.bin", "ry.bin"]
+        for _ in range(2):
+            found = [await models.ask("a", prompt(seed)) for seed in (1, 2)]
+            assert [text for text, _ in found] == texts
+            assert all(cached > 700 for _, cached in found)
+            await models.ask("b", "Hello.")
+            assert models.told == [*RESTORED, *SAVED]
 
 
-async def test_a_model_that_is_loaded_again_has_its_prompts(folder: Path) -> None:
-    async with router(folder) as models:
-        first = [await models.ask("a", prompt(n)) for n in (1, 2)]
-        assert [cached for _, cached in first] == [0, 0]
-        await models.ask("b", "short")
-        print(models.told)
-        for n in (1, 2):
-            text, cached = await models.ask("a", prompt(n))
-            print(n, cached, text == first[n - 1][0])
-        print(models.told, os.listdir(models.saved))
-        await models.ask("b", "short")
-        print(models.told)
-        for n in (1, 2):
-            text, cached = await models.ask("a", prompt(n))
-            print(n, cached, text == first[n - 1][0])
-        print(models.told)
-        print((folder/"gateway.log").read_text()[-3000:])
-        assert 0
+async def test_the_next_gateway_knows_the_files(tmp_path: Path) -> None:
+    async with saving_routers(tmp_path) as [router]:
+        async with saving_models(tmp_path, [router.url]) as models:
+            texts = [(await models.ask("a", prompt(seed)))[0] for seed in (1, 2)]
+            await models.ask("b", "Hello.")
+        async with saving_models(tmp_path, [router.url]) as models:
+            found = [await models.ask("a", prompt(seed)) for seed in (1, 2)]
+            assert models.told == RESTORED
+            assert [text for text, _ in found] == texts
+            assert all(cached > 700 for _, cached in found)
+
+
+async def test_files_of_other_weights_are_erased_and_no_text_is_wrong(tmp_path: Path) -> None:
+    async with saved(tmp_path) as (models, texts, _):
+        content = bytearray((tmp_path / "models" / "a.gguf").read_bytes())
+        # Some weights are those of others: the same shape, other numbers.
+        content[-400_000:] = content[-800_000:-400_000]
+        for name in ("a.gguf", "b.gguf"):
+            (tmp_path / "models" / name).unlink()
+            (tmp_path / "models" / name).write_bytes(content)
+        changed = [await models.ask("a", prompt(seed)) for seed in (1, 2)]
+        assert models.told == MISMATCH
+        assert [cached for _, cached in changed] == [0, 0]
+        assert [text for text, _ in changed] != texts
+        assert changed == [await models.ask("b", prompt(seed)) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("part", ["0", "canary"])
+async def test_a_file_with_a_flipped_bit_is_erased(tmp_path: Path, part: str) -> None:
+    async with saved(tmp_path) as (models, texts, files):
+        [file] = [one for one in files if one.stem.endswith(f"-{part}")]
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 0x40
+        file.write_bytes(content)
+        found = [await models.ask("a", prompt(seed)) for seed in (2, 1)]
+        assert [text for text, _ in found] == texts[::-1]
+        one_left = [("r1/a", "restored", 1)]
+        assert models.told == [*MISMATCH, *(one_left if part == "0" else [])]
+        assert [cached > 700 for _, cached in found] == [part == "0", False]
