@@ -374,6 +374,7 @@ MOST_SLEEP = 3600.0
 LIST_PAUSE = 0.1
 # Seconds after which a router's events are asked for anew: a silent connection may be dead.
 LONGEST_FOLLOW = 600.0
+FOLDER_SECONDS = 10.0  # seconds between two readings of a router's folder, by itself
 INSTANCES_AT_ONCE = 8  # models of one router that are asked for their slots at the same time
 
 
@@ -398,6 +399,7 @@ class HealthMonitor:
         self._models_listed = models_listed
         self._follower: asyncio.Task[None] | None = None
         self._list_due = False
+        self._folder_due_at = -math.inf
         self._refresh_state = refresh_state
         self._gate = gate
         self._rng = rng
@@ -559,8 +561,12 @@ class HealthMonitor:
         if node.spec.kind != "llama.cpp":
             await self._read_models(result)
             return
-        # So it reads its folder again, and forgets which loads failed.
-        await self._read_models(result, "/v1/models?reload=1")
+        now, path = node.clock(), "/v1/models"
+        if now >= self._folder_due_at:
+            # So it reads its folder again, the head of each file, and forgets which loads failed.
+            path += "?reload=1"
+            self._folder_due_at = now + FOLDER_SECONDS
+        await self._read_models(result, path)
         if self._follower is None or self._follower.done():
             self._follower = asyncio.create_task(self._follow(), name=f"follow {node.name}")
 
