@@ -27,7 +27,7 @@ from gateway.config.scheduling import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
-from gateway.nodes.lifecycle import ProbeAnswer
+from gateway.nodes.lifecycle import LEAST_WAKE, ProbeAnswer
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.router import LoadPhase, ModelLoad
 from gateway.nodes.saved_prompts import SavedPrompts
@@ -204,10 +204,12 @@ class ModelPlacer:
             known = None
         if not is_there or not self._is_placed(router):
             return
+        # What an `openai` endpoint takes of its host is not known, nor counted.
+        is_endpoint = router.spec.kind == "openai"
         shown = RouterNode(
             router.name,
-            router.host,
-            self._host_memory.get(router.host),
+            f"/{router.name}" if is_endpoint else router.host,
+            None if is_endpoint else self._host_memory.get(router.host),
             router.router_record.most_loaded,
             commanded=router.takes_commands,
             usable=router.state is NodeState.READY,
@@ -265,18 +267,22 @@ class ModelPlacer:
         load, model = node.load, model_key(node)
         assert load is not None
         load.prompts_saved(self.saved_prompts.count(node))
+        phase, since = load.phase, load.since
+        waking_since = node.sleep.waking_since if node.spec.kind == "openai" else None
+        if waking_since is not None and phase is LoadPhase.READY and node.leases:
+            phase, since = LoadPhase.LOADING, waking_since
         # What others have unloaded stays so for a while.
         retry_at = max(load.retry_at, load.by_others_at + self.settings.model_placement.hysteresis)
         return Instance(
             router.name,
             model,
-            load.phase,
+            phase,
             self.memory_of(node),
             # Of nodes that are alike it is better loaded where its prompts are.
             self.load_seconds(node) * (PROMPTS_SAVED_FACTOR if load.saved else 1.0),
             max(1, node.slots_total),
             self._request_seconds.get(model, USUAL_SECONDS),
-            load.since,
+            since,
             retry_at,
             self.pinner(node) is not None,
         )
@@ -297,15 +303,17 @@ class ModelPlacer:
         return "operator" if self.fleet.is_pinned(node) else None
 
     def memory_of(self, node: Node) -> int | None:
-        """Bytes: as the settings say, else as a load has shown on this node or on another."""
+        """Bytes: as the settings say, its file, or a load has shown on this node or on another."""
         for rule in self.rules_of(node):
             if rule.memory is not None:
                 return rule.memory
         assert node.load is not None
+        if (by_file := self._by_file(node, node.load.file)) is not None:
+            return by_file  # exact, where what a load shows is a bound
         if node.load.memory is not None:
             return node.load.memory
         memory, _ = self._learnt.get(model_key(node), (None, None))
-        return memory or self._by_file(node, node.load.file)
+        return memory
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
         """Bytes by the model's file; None: it is not here, or not read yet."""
@@ -352,6 +360,8 @@ class ModelPlacer:
 
     def load_seconds(self, node: Node) -> float:
         """Seconds that a load takes: as measured there, else on another node, else by its size."""
+        if node.load is not None and node.load.held and not node.load.loaded:
+            return LEAST_WAKE  # It was closed, and its server has it all the same.
         if node.sleep.measured is None:
             _, seconds = self._learnt.get(model_key(node), (None, None))
             if seconds is not None:
@@ -366,7 +376,9 @@ class ModelPlacer:
                 continue
             nodes = [node for _, nodes in waiter.candidates.by_model for node in nodes]
             failed = waiter.tried.failed_nodes
-            routed = [node for node in nodes if node.load is not None and node.name not in failed]
+            routed = [node for node in nodes if node.load is not None]
+            # Another node is better, and if there is none, the same one.
+            routed = [node for node in routed if node.name not in failed] or routed
             if routed:
                 model = model_key(routed[0])
                 waiting = found.setdefault(model, _Waiting())
@@ -431,7 +443,7 @@ class ModelPlacer:
     def _order_unload(self, node: Node, action: LoadAction) -> LoadAction:
         assert node.load is not None
         if (pinner := self.pinner(node)) is not None:
-            raise OrderRefused(f"{node.name} is pinned {PINNED_BY[pinner]}. Unpin it first.")
+            raise OrderRefused(f"{node.name} is pinned {PINNED_BY[pinner]}: take the pin out.")
         if node.load.phase is LoadPhase.LOADING:
             raise OrderRefused(f"{node.name} is being loaded. Unload it when it is ready.")
         return action._replace(verb="retire") if node.leases else action
@@ -673,7 +685,9 @@ class HostUse(NamedTuple):
 
 
 def _gib(size: int | None) -> str:
-    return "an unknown size" if size is None else f"{size / (1 << 30):.3g} GiB"
+    if size is None:
+        return "an unknown size, and is first loaded alone"
+    return f"{size / (1 << 30):.3g} GiB"
 
 
 @dataclass(slots=True)

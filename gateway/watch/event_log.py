@@ -192,9 +192,10 @@ class EventLog:
             "node": event.node,
             "model": escape_unprintable(event.model),
             "change": event.change,
-            "by": "others" if event.by_others else "gateway",
             "reason": escape_unprintable(event.reason),
         }
+        if event.by_others:
+            fields["by"] = "others"
         if event.cause:
             fields["cause"] = event.cause
         if event.seconds is not None:
