@@ -31,8 +31,9 @@ from gateway.callers.keys import AdminIdentity, AdminRole
 from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
-from gateway.nodes.fleet import Fleet, GpuCosts
+from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LeasePhase, Node, NodeState
+from gateway.nodes.prices import GpuCosts
 from gateway.nodes.router import LoadPhase
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
