@@ -78,19 +78,17 @@ class PlacementEndpoints:
         """Do it; returns what follows, for an operator. Raises: OrderRefused."""
         load = node.load
         assert load is not None
+        pinner = placer.pinner(node)
+        if order == "unpin" and pinner is not None and pinner != "operator":
+            raise OrderRefused(f"It is pinned {PINNED_BY[pinner]}: take it out there.")
+        if order != "unpin":
+            placer.order(node, "unload" if order == "unload" else "load")
         if order in {"pin", "unpin"}:
-            pinner = placer.pinner(node)
-            if order == "pin":
-                placer.check_pin(node)
-            elif pinner not in {None, "operator"}:
-                assert pinner is not None
-                raise OrderRefused(f"It is pinned {PINNED_BY[pinner]}: take it out there.")
             self.fleet.pin_model(node, pinned=order == "pin")
             await self.fleet.save_orders()
             if order == "unpin":
                 return "it stays loaded until another model needs the memory"
             return "it is always loaded from now on, over restarts too"
-        placer.order(node, "load" if order == "load" else "unload")
         if order == "load":
             if load.phase is LoadPhase.READY:
                 return "its next request loads it" if node.sleep.sleeping else "it is loaded"

@@ -297,14 +297,16 @@ async def test_a_drain_of_a_router_counts_and_ends_what_its_models_run(tmp_path:
 async def test_a_pin_that_can_t_be_kept_is_a_problem_after_a_minute(tmp_path: Path) -> None:
     wishes: dict[str, Any] = {name: {"memory": "4GiB", "pin": ["r1"]} for name in FILES}
     wishes["a"] |= {"replicas": {"min": 2}}
+    wishes["ghost"] = {"memory": "1GiB", "pin": ["r1"]}
     async with one_router(tmp_path, {"models": wishes}, memory="20GiB") as (running, router):
         await until(lambda: all(one.state == "loaded" for one in router.models.values()), 60)
         early = await running.gateway.live._view.read_problems()
         await asyncio.sleep(70)
         late = await running.gateway.live._view.read_problems()
     assert early == []
-    assert [one.id for one in late] == ["not_kept:a:"]
+    assert [one.id for one in late] == ["not_kept:a:", "not_kept:ghost:r1"]
     assert "1 are loaded, and replicas.min is 2" in late[0].cause
+    assert "r1 does not have it" in late[1].cause.lower()
 
 
 @in_virtual_time
