@@ -449,7 +449,7 @@ class HealthMonitor:
                     # An operator's probe may have come first.
                     if self._is_due():
                         await self._cycle()
-            elif self._list_due and node.probe_history.up:
+            elif self._may_read_list():
                 self._list_due = False
                 async with self._probing, self._gate:
                     await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
@@ -463,7 +463,11 @@ class HealthMonitor:
                 if model.load is not None and model.load.retry_due(now):
                     self._refresh_state(model)
                 due = min(due, model.next_change(now))
-            await self._sleep(now if self._list_due else due, now)
+            await self._sleep(now if self._may_read_list() else due, now)
+
+    def _may_read_list(self) -> bool:
+        """Whether a router's list is to be read; while it is down the next probe does that."""
+        return self._list_due and self._node.in_service and self._node.probe_history.up
 
     def _is_due(self) -> bool:
         return (
@@ -761,7 +765,11 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         return NodeState.READY, f"it refused work (402, 429 or 503): none for about {left:.0f} s"
     if node.is_router:
         loaded = sum(one.load is not None and one.load.loaded for one in node.instances.values())
-        return NodeState.READY, f"a router: {loaded} of {len(node.instances)} models are loaded"
+        words = f"a router: {loaded} of {len(node.instances)} models are loaded"
+        if node.router_record.stopped(now):
+            left = node.router_record.stopped_until - now
+            words += f"; it gets no commands for {left:.0f} s, since others load and unload them"
+        return NodeState.READY, words
     return NodeState.READY, "answers its probes"
 
 

@@ -314,9 +314,9 @@ class ModelLoad:
         self.enter(LoadPhase.UNLOADED, f"its last load failed: {self.reason}", now)
         return True
 
-    def is_news(self, model: RoutedModel) -> bool:
+    def is_news(self, model: RoutedModel, asked_at: float) -> bool:
         """Whether the router lists it otherwise than before, or it is not as listed."""
-        before, self.listed = self.listed, model
+        before, self.listed, self.listed_at = self.listed, model, asked_at
         is_steady = not self.unsettled and self.phase in _STEADY_PHASES
         return before != model or not is_steady
 
@@ -337,7 +337,6 @@ class ModelLoad:
         `followed`: whether its events were followed since its last list, so that it is still the
         process that it was; None: it tells of none.
         """
-        self.listed_at = asked_at
         self.file, self.memory = model.file, model.memory or self.memory
         status, phase = model.status, self.phase
         if status is None or (self.ordered is not None and self._may_lag(status, asked_at)):
@@ -356,7 +355,7 @@ class ModelLoad:
     def _may_lag(self, status: Status, asked_at: float) -> bool:
         """Whether the list may be older than the command that it contradicts."""
         if self.ordered == "load":
-            return status == "unloaded" and asked_at <= self.taken_at
+            return status == "unloaded" and asked_at < self.taken_at
         return status != "unloaded" and asked_at - self.since < COMMAND_LAG
 
     def _overdue(self, now: float) -> bool:
