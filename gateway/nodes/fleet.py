@@ -200,6 +200,7 @@ MOST_LEARNT = 10_000
 PREDECESSOR_SECONDS = 60.0
 # Indexing the models of many routers takes at most one part in so many of the time.
 INDEXING_PAUSE = 20.0
+MOST_ADDED = 100  # models of a router that are taken in at once
 COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
 
 
@@ -429,13 +430,17 @@ class Fleet:
         if router.router_record.most_loaded != router.properties.most_loaded:
             router.router_record.limit_found(router.properties.most_loaded)
         declared = router.spec.models
-        changed = False
+        changed, added = False, 0
         kept: dict[str, Node] = {}
         for model in listed:
             if declared is not None and model.names.isdisjoint(declared.values()):
                 continue
             instance = router.instances.get(model.name)
+            if instance is None and added == MOST_ADDED:
+                self.read_models(router)  # The rest, when other work has had its turn.
+                continue
             if instance is None:
+                added += 1
                 instance = self._add_model(router, model.name, model.names)
                 changed = True
             elif instance.spec != (spec := router.spec.of_model(model.name, model.names)):

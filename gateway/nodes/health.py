@@ -363,6 +363,14 @@ LONGEST_FOLLOW = 600.0
 INSTANCES_AT_ONCE = 8  # models of one router that are asked for their slots at the same time
 
 
+LARGE_LIST = 256 * 1024  # bytes from which on a router's list is read in a thread
+
+
+def _list_of(body: bytes) -> list[RoutedModel] | None:
+    listed = parse_models(body)
+    return None if listed is None else read_list(listed)
+
+
 class HealthMonitor:
     """Probes one node and keeps its state current, in a task of its own; a router with its models.
 
@@ -560,9 +568,12 @@ class HealthMonitor:
         asked_at = node.clock()
         reply = await fetch(node, path)
         if not isinstance(reply, ProbeResult) and reply.status == HTTPStatus.OK:
-            listed = parse_models(reply.body)
+            if len(reply.body) > LARGE_LIST:
+                listed = await asyncio.to_thread(_list_of, reply.body)
+            else:
+                listed = _list_of(reply.body)
             if listed is not None:
-                self._models_listed(node, read_list(listed), asked_at)
+                self._models_listed(node, listed, asked_at)
         self._record(node.instances.values(), result)
         running = [one for one in node.instances.values() if one.load and one.load.loaded]
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)

@@ -46,7 +46,7 @@ UNLOAD_CAUSES: tuple[str, ...] = get_args(UnloadCause)
 
 # A model's status as a router lists it. `downloading` counts as unloaded.
 Status = Literal["unloaded", "loading", "loaded", "sleeping"]
-_STATUSES: dict[object, Status] = {
+_STATUSES: dict[str, Status] = {
     "unloaded": "unloaded",
     "downloading": "unloaded",
     "loading": "loading",
@@ -97,7 +97,7 @@ def read_list(listed: object) -> list[RoutedModel]:
         aliases = aliases[:MOST_ALIASES] if isinstance(aliases, list) else []
         status = entry.get("status")
         status = status if isinstance(status, dict) else {}
-        code = status.get("exit_code")
+        value, code = status.get("value"), status.get("exit_code")
         args = status.get("args")
         args = [one for one in args if isinstance(one, str)] if isinstance(args, list) else []
         slots = _argument(args, "--parallel", MOST_SLOTS)
@@ -108,7 +108,7 @@ def read_list(listed: object) -> list[RoutedModel]:
                 name,
                 frozenset((name, *filter(_is_name, aliases))),
                 entry,
-                _STATUSES.get(status.get("value")),
+                _STATUSES.get(value) if isinstance(value, str) else None,
                 status.get("failed") is True,
                 code if isinstance(code, int) else None,
                 slots,

@@ -170,35 +170,25 @@ class Load:
 
 async def test_two_models_on_two_routers_of_one_model_each_are_as_if_pinned(tmp_path: Path) -> None:
     models = folder_of(tmp_path / "models", "ab")
-    pinned = {"models": {"a": {"pin": ["r1"]}, "b": {"pin": ["r2"]}}}
-    with routers(2, models, *ONE_EACH) as found:
-        by_hand, placed = Load(), Load()
-        async with gateway_over(tmp_path / "pinned", found, pinned) as seen:
-            await seen.until_state("r1/a", NodeState.READY)
-            await seen.until_state("r2/b", NodeState.READY)
-            await by_hand.run(seen.client, "ab", 4, 8.0)
-            assert seen.loaded() == {"r1/a", "r2/b"}
-        for one in found:
-            await unload_all(one)
-        async with gateway_over(tmp_path / "placed", found) as seen:
-            await placed.run(seen.client, "ab", 4, 20.0)
-            loads = seen.loads()
+    pins = {"models": {"a": {"pin": ["r1"]}, "b": {"pin": ["r2"]}}}
+    by_hand, placed = Load(), Load()
+    with routers(4, models, *ONE_EACH) as found:
+        async with (
+            gateway_over(tmp_path / "pinned", found[:2], pins) as pinned,
+            gateway_over(tmp_path / "placed", found[2:]) as seen,
+        ):
+            await pinned.until_state("r1/a", NodeState.READY)
+            await pinned.until_state("r2/b", NodeState.READY)
+            # In turns, since the machine has other work.
+            for _ in range(10):
+                await placed.run(seen.client, "ab", 4, 2.0)
+                await by_hand.run(pinned.client, "ab", 4, 2.0)
+            assert pinned.loaded() == {"r1/a", "r2/b"}
         assert not by_hand.failed
         assert not placed.failed
-        assert loads <= 6
+        assert seen.loads() <= 6
+        print(placed, by_hand)
         assert placed.rate >= 0.9 * by_hand.rate
-
-
-async def unload_all(router: DemoServer) -> None:
-    async with httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=60) as client:
-        while True:
-            values = await listed(client)
-            if set(values.values()) <= {"unloaded"}:
-                return
-            for name, value in values.items():
-                if value != "unloaded":
-                    await client.post("/models/unload", json={"model": name})
-            await asyncio.sleep(0.05)
 
 
 async def listed(client: httpx.AsyncClient) -> dict[str, str]:
