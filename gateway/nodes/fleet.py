@@ -1,7 +1,6 @@
 """All nodes: kept as the inventory says, watched, and judged by what requests and probes show.
 
 Slots of abandoned requests are held until the node shows that they are idle (`Reclaimer`).
-`NodePrices` has the hours of the nodes that are alive, and the price of the GPU tier's tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from gateway.callers.money import MILLION, AliveNode, GpuPrice, gpu_cost
 from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import (
@@ -28,6 +25,7 @@ from gateway.events import (
     ModelsDiffer,
     NodeChanged,
     NodeDrift,
+    PromptsKept,
     RouterLeftAlone,
 )
 from gateway.nodes.circuit import Circuit
@@ -49,6 +47,7 @@ from gateway.nodes.node import (
     NodeSettings,
     NodeState,
 )
+from gateway.nodes.on_demand import follow_held
 from gateway.nodes.router import LoadChange, ModelLoad, RoutedModel, UnloadCause
 from gateway.nodes.server_properties import server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
@@ -254,6 +253,7 @@ class Fleet:
         self._has_work, self._work_looked_at = False, -math.inf
         self.has_routers = False  # whether some node is a router that is known as such
         self._on_models: Callable[[Node | None], None] = lambda _: None
+        self._on_loaded: Callable[[Node], None] = lambda _: None
         self._indexing: asyncio.TimerHandle | None = None
         self._index_again_at = -math.inf
         self._on_capacity: Callable[[], None] | None = None
@@ -273,12 +273,15 @@ class Fleet:
         """
         self._on_capacity, self._on_change = on_capacity, on_change
 
-    def watch_models(self, on_change: Callable[[Node | None], None]) -> None:
-        """Call this whenever one of a router's models may have changed, or has ended a request.
+    def watch_models(
+        self, on_change: Callable[[Node | None], None], on_loaded: Callable[[Node], None]
+    ) -> None:
+        """Call `on_change` when one of a router's models may have changed, or has ended a request.
 
-        With None: there may be others.
+        With None: there may be others. Call `on_loaded` when a router has loaded one, before that
+        gets work.
         """
-        self._on_models = on_change
+        self._on_models, self._on_loaded = on_change, on_loaded
 
     async def start(self, inventory: Inventory) -> InventoryChanged:
         """Take in the first inventory and begin to watch. Raises what `connect` raises."""
@@ -426,9 +429,14 @@ class Fleet:
 
     def models_listed(self, router: Node, listed: list[RoutedModel], asked_at: float) -> None:
         """A router lists these models, and no others; it was asked at that time."""
-        now = self._clock()
-        if router.router_record.most_loaded != router.properties.most_loaded:
-            router.router_record.limit_found(router.properties.most_loaded)
+        now, record = self._clock(), router.router_record
+        if router.spec.kind == "openai":
+            most = record.most_loaded
+            record.holds(frozenset(model.name for model in listed if model.status == "loaded"))
+            if record.most_loaded != most:
+                self._on_models(router)
+        elif record.most_loaded != router.properties.most_loaded:
+            record.limit_found(router.properties.most_loaded)
         declared = router.spec.models
         changed, added = False, 0
         kept: dict[str, Node] = {}
@@ -465,10 +473,21 @@ class Fleet:
         load, now = instance.load, self._clock()
         assert load is not None
         followed = router.router_record.followed(load.listed_at)
-        if not load.is_news(model, asked_at):
+        is_news = load.is_news(model, asked_at)
+        if is_news:
+            instance.properties.clear_remembered()
+            instance.properties.read_routed(model.entry, model.slots, model.context)
+        if instance.spec.kind == "openai":
+            before = load.held, instance.sleep.sleeping
+            restarted = not router.probe_history.up
+            change = follow_held(instance, model.status, asked_at, restarted=restarted)
+            if change is not None:
+                self._tell_load(instance, change)
+            if change is not None or is_news or before != (load.held, instance.sleep.sleeping):
+                self.load_changed(instance)
             return
-        instance.properties.clear_remembered()
-        instance.properties.read_routed(model.entry, model.slots, model.context)
+        if not is_news:
+            return
         change = load.reported(model, asked_at, now, followed=followed)
         if model.status is not None:
             asked = any(lease.wake for lease in instance.leases)
@@ -486,6 +505,7 @@ class Fleet:
             instance.calibration.server_started(instance.requests)
             if change.seconds is not None:
                 instance.sleep.learn_wake(change.seconds)
+                self._on_loaded(instance)
         elif change.change != "loading":
             instance.properties.process_ended()
             instance.sleep.restarted()
@@ -607,6 +627,8 @@ class Fleet:
         now = self._clock()
         node.load.opened(reason, now)
         node.sleep.props_read(True, now, asked=False)
+        if node.load.held:
+            node.sleep.woke()
         self.load_changed(node)
 
     def model_closed(self, node: Node, reason: str, cause: UnloadCause) -> None:
@@ -614,7 +636,8 @@ class Fleet:
         assert node.load is not None
         node.load.closed(reason, cause, self._clock())
         node.sleep.restarted()
-        self._tell_load(node, LoadChange("unloaded", None, by_others=False))
+        if not node.load.held:
+            self._tell_load(node, LoadChange("unloaded", None, by_others=False))
         self.load_changed(node)
 
     def _update(
@@ -701,6 +724,10 @@ class Fleet:
     def has_usable_node(self) -> bool:
         """Whether some node is alive, or is a standby node that a request would start."""
         return any(node.is_alive or node.startable for node in self.nodes.values())
+
+    def prompts_kept(self, event: PromptsKept) -> None:
+        """Prompts of a router's model were saved or restored, or could not be."""
+        self._bus.publish(event)
 
     # What an operator does.
 
@@ -815,15 +842,24 @@ class Fleet:
             elif had_failures:
                 self._notify_change(node)
 
+    def wake_began(self, node: Node) -> None:
+        """A request is to wake its server, or is on trial there."""
+        if node.load is not None:
+            self._on_models(node)
+
     def woke(self, lease: Lease, now: float, expected: float) -> None:
         """Content came from a server that had slept; awake, it would have taken `expected` s."""
-        node = lease.node
-        if lease.wakes:
-            seconds = max(0.0, now - lease.taken_at - expected)
+        node, load, since = lease.node, lease.node.load, lease.node.sleep.waking_since
+        # The request that began the load of an `openai` endpoint's model may have left.
+        by_request = load is not None and node.spec.kind == "openai" and since is not None
+        if lease.wakes or by_request:
+            seconds = max(0.0, now - (lease.taken_at if since is None else since) - expected)
             node.sleep.learn_wake(seconds)
-            if node.load is not None and node.spec.kind == "openai":
-                node.load.load_ended(seconds)
+            if load is not None and by_request:
+                load.woke(seconds, now)
                 self._tell_load(node, LoadChange("loaded", seconds, by_others=False))
+                self._on_models(node)
+                self.read_models(node)
         lease.woke()
         node.sleep.woke()
         if node.is_purpose_unknown:
@@ -1143,55 +1179,3 @@ class ClosingNodes:
         self.nodes.clear()
         self._replaced.clear()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-# States in which no hour of a node is counted: nobody has heard of its machine.
-NOT_RUNNING = frozenset({NodeState.STANDBY, NodeState.DOWN, NodeState.STARTING})
-PRICES_AGE = 10.0  # seconds for which the prices of a model are kept: speeds change slowly
-MOST_MODELS = 1000
-
-
-def alive_nodes(fleet: Fleet) -> Iterator[AliveNode]:
-    """The nodes that are alive now, whether they get work or not."""
-    for node in fleet.nodes.values():
-        if node.state not in NOT_RUNNING and node.router is None:
-            yield AliveNode(node.name, node.spec.tier, node.spec.cost_per_hour)
-
-
-def gpu_price(node: Node) -> GpuPrice | None:
-    """What work costs on this node; None: it is no GPU node, or has no price."""
-    spec = node.spec
-    if spec.tier != "gpu":
-        return None
-    rate = spec.cost_per_million_tokens
-    if rate is not None:
-        return GpuPrice(rate.prompt / MILLION, rate.completion / MILLION)
-    if not spec.cost_per_hour or not node.slots_total:
-        return None
-    return GpuPrice(
-        per_slot_second=spec.cost_per_hour / 3600 / node.slots_total,
-        prefill_tps=node.speed.prefill_tps,
-        decode_tps=node.speed.decode_tps,
-    )
-
-
-@dataclass(slots=True, eq=False)
-class GpuCosts:
-    """What requests would have cost on the GPU nodes that serve their models."""
-
-    fleet: Fleet
-    clock: Callable[[], float]
-    _prices: dict[str, tuple[float, list[GpuPrice]]] = field(default_factory=dict)
-    """By model, and until when they hold."""
-
-    def of(self, model: str, prompt: int, cached: int, completion: int) -> float | None:
-        """The cost of these tokens on the cheapest of them; None: it is not known."""
-        now = self.clock()
-        kept = self._prices.get(model)
-        if kept is None or now >= kept[0]:
-            if len(self._prices) >= MOST_MODELS:
-                self._prices.clear()
-            nodes = self.fleet.model_index.nodes_for(model)
-            prices = [price for node in nodes if (price := gpu_price(node)) is not None]
-            kept = self._prices[model] = now + PRICES_AGE, prices
-        return gpu_cost(kept[1], prompt, cached, completion) if kept[1] else None

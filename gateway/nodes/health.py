@@ -22,6 +22,12 @@ from gateway.nodes.lifecycle import (
     read_is_sleeping,
 )
 from gateway.nodes.node import Lease, LeasePhase, Node, NodeState
+from gateway.nodes.on_demand import (
+    LARGEST_RUNNING,
+    RUNNING_PATHS,
+    read_endpoint,
+    read_running,
+)
 from gateway.nodes.router import (
     EventLines,
     LoadPhase,
@@ -77,11 +83,19 @@ class ProbeResponse:
 
 
 async def fetch(
-    node: Node, path: str, *, body: bytes | None = None, largest: int = LARGEST_RESPONSE
+    node: Node,
+    path: str,
+    *,
+    body: bytes | None = None,
+    largest: int = LARGEST_RESPONSE,
+    limit: float = 0.0,
 ) -> ProbeResponse | ProbeResult:
-    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed."""
+    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed.
+
+    `limit` in seconds; 0: as probes are.
+    """
     began = node.clock()
-    limit = node.settings.health.timeout
+    limit = limit or node.settings.health.timeout
 
     def ended(answer: ProbeAnswer, detail: str) -> ProbeResult:
         return ProbeResult(answer, detail, node.clock() - began)
@@ -360,15 +374,11 @@ MOST_SLEEP = 3600.0
 LIST_PAUSE = 0.1
 # Seconds after which a router's events are asked for anew: a silent connection may be dead.
 LONGEST_FOLLOW = 600.0
+FOLDER_SECONDS = 10.0  # seconds between two readings of a router's folder, by itself
 INSTANCES_AT_ONCE = 8  # models of one router that are asked for their slots at the same time
 
 
 LARGE_LIST = 256 * 1024  # bytes from which on a router's list is read in a thread
-
-
-def _list_of(body: bytes) -> list[RoutedModel] | None:
-    listed = parse_models(body)
-    return None if listed is None else read_list(listed)
 
 
 class HealthMonitor:
@@ -392,6 +402,7 @@ class HealthMonitor:
         self._models_listed = models_listed
         self._follower: asyncio.Task[None] | None = None
         self._list_due = False
+        self._folder_due_at = -math.inf
         self._refresh_state = refresh_state
         self._gate = gate
         self._rng = rng
@@ -557,8 +568,12 @@ class HealthMonitor:
         if node.spec.kind != "llama.cpp":
             await self._read_models(result)
             return
-        # So it reads its folder again, and forgets which loads failed.
-        await self._read_models(result, "/v1/models?reload=1")
+        now, path = node.clock(), "/v1/models"
+        if now >= self._folder_due_at:
+            # So it reads its folder again, the head of each file, and forgets which loads failed.
+            path += "?reload=1"
+            self._folder_due_at = now + FOLDER_SECONDS
+        await self._read_models(result, path)
         if self._follower is None or self._follower.done():
             self._follower = asyncio.create_task(self._follow(), name=f"follow {node.name}")
 
@@ -567,19 +582,52 @@ class HealthMonitor:
         node = self._node
         asked_at = node.clock()
         reply = await fetch(node, path)
-        if not isinstance(reply, ProbeResult) and reply.status == HTTPStatus.OK:
-            if len(reply.body) > LARGE_LIST:
-                listed = await asyncio.to_thread(_list_of, reply.body)
-            else:
-                listed = _list_of(reply.body)
-            if listed is not None:
-                self._models_listed(node, listed, asked_at)
+        if not isinstance(reply, ProbeResult):
+            listed = None
+            if reply.status == HTTPStatus.OK and len(reply.body) > LARGE_LIST:
+                listed = await asyncio.to_thread(parse_models, reply.body)
+            elif reply.status == HTTPStatus.OK:
+                listed = parse_models(reply.body)
+            if node.spec.kind == "openai":
+                await self._endpoint_listed(listed, reply.status, asked_at)
+            elif listed is not None and len(reply.body) > LARGE_LIST:
+                models = await asyncio.to_thread(read_list, listed)
+                self._models_listed(node, models, asked_at)
+            elif listed is not None:
+                self._models_listed(node, read_list(listed), asked_at)
         self._record(node.instances.values(), result)
         running = [one for one in node.instances.values() if one.load and one.load.loaded]
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             for one in running:
                 tasks.create_task(self._probe_model(one, at_once))
+
+    async def _endpoint_listed(self, listed: object, status: int, asked_at: float) -> None:
+        """Take in the list of an endpoint that loads models by itself, and what it holds."""
+        node = self._node
+        declared = frozenset((node.spec.models or {}).values())
+        # Where the list is hidden, there are those of the inventory.
+        is_hidden = _judge_discovery(node, "", status)[0] is ProbeAnswer.UP
+        if listed is not None or (declared and is_hidden):
+            running = await self._read_running()
+            self._models_listed(node, read_endpoint(listed, declared, running), asked_at)
+
+    async def _read_running(self) -> dict[str, bool] | None:
+        """What an endpoint that loads models by itself says that it holds; None: it does not."""
+        node, record = self._node, self._node.router_record
+        paths = record.running_paths
+        if paths is None or not node.probe_history.up:
+            paths = RUNNING_PATHS
+        for path in paths:
+            reply = await fetch(node, path, largest=LARGEST_RUNNING)
+            if isinstance(reply, ProbeResult) or reply.status >= 500:
+                return None  # It says nothing now.
+            running = read_running(reply.json()) if reply.status == HTTPStatus.OK else None
+            if running is not None:
+                record.tells_running((path,))
+                return running
+        record.tells_running(())
+        return None
 
     async def _probe_model(self, model: Node, at_once: asyncio.Semaphore) -> None:
         """Read what a loaded model's server says of itself, and how busy it is if it has work."""
@@ -657,7 +705,7 @@ class HealthMonitor:
         if path is None:
             node.occupancy.clear_foreign()
             history.slots_read()
-            if not node.sleep.asleep:
+            if node.reports_slots and not node.sleep.asleep:
                 node.sleep.woke()
                 history.leave_load_unread()
             return
@@ -775,13 +823,19 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         left = node.concurrency_limit.paused_until - now
         return NodeState.READY, f"it refused work (402, 429 or 503): none for about {left:.0f} s"
     if node.is_router:
-        loaded = sum(one.load is not None and one.load.loaded for one in node.instances.values())
+        loaded = sum(_is_loaded(one) for one in node.instances.values())
         words = f"a router: {loaded} of {len(node.instances)} models are loaded"
         if node.router_record.stopped(now):
             left = node.router_record.stopped_until - now
             words += f"; it gets no commands for {left:.0f} s, since others load and unload them"
         return NodeState.READY, words
     return NodeState.READY, "answers its probes"
+
+
+def _is_loaded(model: Node) -> bool:
+    """Whether a router's model is loaded: of kind `openai`, an opened one is not, as it sleeps."""
+    opened = model.load is not None and model.load.loaded
+    return opened and not (model.spec.kind == "openai" and model.sleep.sleeping)
 
 
 _LOAD_STATES = {
@@ -800,6 +854,8 @@ def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
         return _load_state(node, load, now)
     if load is not None and load.doubted:
         return NodeState.LOADING, "a request has found it not loaded"
+    if load is not None and load.restoring:
+        return NodeState.LOADING, "it is loaded; its saved prompts are restored"
     hangs = history.silent and node.sleep.is_overdue(node.properties.size, now)
     if node.sleep.sleeping and not hangs:
         return NodeState.SLEEPING, _sleeping_reason(node, now)
@@ -814,7 +870,10 @@ def _load_state(node: Node, load: ModelLoad, now: float) -> tuple[NodeState, str
     words = reason
     if load.phase is LoadPhase.UNLOADED:
         words = f"not loaded; its load takes about {expected:.2g} s"
+        if load.held:
+            words = "its server holds it still, and it gets no requests"
         words += f" ({reason})" if reason else ""
+        words += f"; {load.saved} of its prompts are saved" if load.saved else ""
     elif load.phase is LoadPhase.LOADING:
         done = "" if load.progress is None else f", {load.progress:.0%} of it is done"
         words = f"it is loaded since {now - load.since:.0f} s, in about {expected:.2g} s{done}"
@@ -858,10 +917,16 @@ def _kept_off(node: Node) -> tuple[NodeState, str] | None:
 
 
 def _sleeping_reason(node: Node, now: float) -> str:
+    seconds = node.sleep.seconds_left(node.properties.size, now)
+    if node.load is not None and node.spec.kind == "openai":
+        waited = None if (since := node.sleep.waking_since) is None else now - since
+        if waited is None:
+            return f"the next request loads it, in about {seconds:.2g} s: {node.load.reason}"
+        return f"it is loaded since {waited:.0f} s, for the first request: {node.load.reason}"
     if node.sleep.waking_since is not None:
         waited = now - node.sleep.waking_since
         return f"it wakes up: it has loaded its model for {waited:.0f} s"
     return (
         "it has unloaded its model while it was idle (--sleep-idle-seconds); the next request "
-        f"wakes it, in about {node.sleep.seconds_left(node.properties.size, now):.2g} s"
+        f"wakes it, in about {seconds:.2g} s"
     )

@@ -83,6 +83,7 @@ class RoutedModel(NamedTuple):
     context: int | None  # tokens of one slot, by the arguments; None: they don't say
     file: str | None = None  # the path of its file on the router's machine
     memory: int | None = None  # bytes that it takes, told of one that is loaded
+    args: tuple[str, ...] = ()  # of its server
 
 
 def read_list(listed: object) -> list[RoutedModel]:
@@ -91,7 +92,7 @@ def read_list(listed: object) -> list[RoutedModel]:
     found: dict[str, RoutedModel] = {}
     for entry in data if isinstance(data, list) else ():
         name = entry.get("id")
-        if not _is_name(name):
+        if not is_model_name(name):
             continue
         aliases = entry.get("aliases")
         aliases = aliases[:MOST_ALIASES] if isinstance(aliases, list) else []
@@ -106,7 +107,7 @@ def read_list(listed: object) -> list[RoutedModel]:
             name,
             RoutedModel(
                 name,
-                frozenset((name, *filter(_is_name, aliases))),
+                frozenset((name, *filter(is_model_name, aliases))),
                 entry,
                 _STATUSES.get(value) if isinstance(value, str) else None,
                 status.get("failed") is True,
@@ -115,6 +116,7 @@ def read_list(listed: object) -> list[RoutedModel]:
                 context // slots if slots and context else None,
                 next((after for one, after in pairwise(args) if one == "--model"), None),
                 memory_told(entry.get("meta"), args),
+                tuple(args),
             ),
         )
     return list(found.values())
@@ -124,7 +126,8 @@ def read_list(listed: object) -> list[RoutedModel]:
 MOST_NAME, MOST_ALIASES = 256, 64
 
 
-def _is_name(name: object) -> TypeGuard[str]:
+def is_model_name(name: object) -> TypeGuard[str]:
+    """Whether a router may have a model of this name."""
     return isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable()
 
 
@@ -209,12 +212,18 @@ class ModelLoad:
     file: str | None = None  # the path of its file on the router's machine
     listed: RoutedModel | None = None  # as its router listed it last
     properties_read: bool = False  # whether `/props` was read since it was loaded
+    saved: int = 0  # prompts that are saved for its next load
+    restoring: bool = False  # it is loaded, and gets no requests before they are restored
+    held: bool | None = None
+    """Whether its server holds it, whatever the phase is; of kind `openai`, where that is told."""
     doubted: bool = False
     """Whether a request has found it not loaded: it gets no other before its server has answered.
     Of a model that another one unloads the list says for ten seconds that it is loaded."""
 
     def expected_in(self, seconds: float, now: float) -> float:
         """Seconds until it can be loaded, if a load takes so many and is ordered now at latest."""
+        if self.held:
+            return 0.0
         if self.phase is LoadPhase.LOADING:
             elapsed = now - self.since
             # A load that takes longer than usual is likely to take some more.
@@ -265,10 +274,27 @@ class ModelLoad:
         self.cause = cause
         self.enter(LoadPhase.UNLOADED, reason, now)
 
+    def tell_held(self, held: bool | None) -> None:  # noqa: FBT001 - a value
+        """Its server holds it, or does not; None: unknown."""
+        self.held = held
+
+    def woke(self, seconds: float, now: float) -> None:
+        """The first request has loaded it: from now on it is used."""
+        self.held, self.since = True, now
+        self.load_ended(seconds)
+
     def progressed(self, share: float) -> None:
         """So much of it is loaded."""
         if self.phase is LoadPhase.LOADING:
             self.progress = share
+
+    def prompts_saved(self, count: int) -> None:
+        """So many of its prompts are saved for its next load."""
+        self.saved = count
+
+    def restores(self, *, restoring: bool) -> None:
+        """Its saved prompts are restored from now on, or no more."""
+        self.restoring = restoring
 
     def properties_were_read(self) -> None:
         """`/props` was read."""
@@ -400,7 +426,7 @@ class ModelLoad:
             restarted = followed is False
             reason = "the router was restarted" if restarted else "not by this gateway"
             self.cause = "restart" if restarted else "others"
-            if change != "unloaded":
+            if change != "unloaded" and not followed:
                 reason = "found so"
         if change == "loading":
             self.enter(LoadPhase.LOADING, reason, now)
@@ -425,15 +451,29 @@ class RouterRecord:
     """What is known of a router besides its models. Times are monotonic."""
 
     most_loaded: int = 0  # models that it holds at once; 0: as many as fit
+    running_paths: tuple[str, ...] | None = None
+    """Where it may tell what it holds (`on_demand.py`); None: it was not asked."""
     followed_since: float = math.inf  # since when its events are followed; infinity: they aren't
     tells: bool = True  # whether it has events, as far as is known
     stopped_until: float = -math.inf
     """Until when it gets no commands, since others load and unload its models too."""
+    _held: frozenset[str] = frozenset()  # models that it held, as it told last
     _by_others: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_BY_OTHERS))
 
     def limit_found(self, most_loaded: int) -> None:
         """It holds so many models at once; 0: as many as fit."""
         self.most_loaded = most_loaded
+
+    def tells_running(self, paths: tuple[str, ...]) -> None:
+        """It may tell what it holds at one of these paths."""
+        self.running_paths = paths
+
+    def holds(self, models: frozenset[str]) -> None:
+        """It holds these models now, which shows how many it holds at once."""
+        made_room = bool(self._held - models and models - self._held)
+        if len(models) > self.most_loaded or made_room:
+            self.most_loaded = len(models)
+        self._held = models
 
     def following(self, since: float) -> None:
         """Its events are followed since then; infinity: no more."""

@@ -741,6 +741,7 @@ class Scheduler:
             self.dispatcher.prefill_done(placement, placement.prefill_ends + wake)
         if lease.trial or lease.wakes:
             self.fleet_sync.node_changed(node)
+            self.fleet_sync.fleet.wake_began(node)
         if node.probe_history.load_unread:
             self.fleet_sync.fleet.read_load(node)
         if size.prompt_key is not None or request.caller.session is not None:
