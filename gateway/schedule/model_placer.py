@@ -121,7 +121,7 @@ class ModelPlacer:
         try:
             while True:
                 self._wake.clear()
-                placing = self.fleet.has_routers and not self._handed_over
+                placing = self.fleet.has_routers
                 if placing:
                     await self._show_changes()
                     self._look()
@@ -136,8 +136,9 @@ class ModelPlacer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def hand_over(self) -> None:
-        """Command nothing any more: the successor process does now."""
+        """Command nothing but what requests that wait here need: the successor has the others."""
         self._handed_over = True
+        self.policy.set_rules(ModelPlacementRules())
 
     def _asked_for(self, model: str, *, waits: bool) -> None:
         """A caller's request for this public model came; or a request `waits` from now on."""
@@ -157,7 +158,10 @@ class ModelPlacer:
     def _look(self) -> None:
         self.scheduler.match()  # What is loaded by now serves first.
         now = self.clock()
-        for action in self.policy.decide(self._demands(now), self._usage, now):
+        demands = self._demands(now)
+        if self._handed_over and not demands:
+            return
+        for action in self.policy.decide(demands, self._usage, now):
             self._carry_out(action, now)
         if self.policy.unfinished:
             self._wake.set()
