@@ -157,6 +157,7 @@ async def test_it_is_learnt_that_ollama_holds_several_models(tmp_path: Path) -> 
         assert max(gateway.waits) < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tells_running", [True, False])
 @in_virtual_time
 async def test_a_slow_load_is_no_failure(tmp_path: Path, tells_running: bool) -> None:
