@@ -254,6 +254,22 @@ class ModelLoadChanged:
 
 
 @dataclass(slots=True)
+class PromptsKept:
+    """Prompts of a router's model were saved before its unload, or restored after its load."""
+
+    node: str  # the router's model
+    action: str  # of `PROMPT_ACTIONS`
+    prompts: int  # 1 for a failure
+    tokens: int
+    detail: str = ""  # what was wrong
+
+
+# `mismatch`: what was restored was not what was saved, and is erased; `failed`: the server did not
+# save or restore.
+PROMPT_ACTIONS = ("saved", "restored", "mismatch", "failed")
+
+
+@dataclass(slots=True)
 class RouterLeftAlone:
     """A router gets no commands for a while, since others load and unload its models too."""
 

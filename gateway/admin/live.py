@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -31,7 +32,7 @@ from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.node import LeasePhase, Node
+from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.nodes.prices import GpuCosts
 from gateway.nodes.router import LoadPhase
 from gateway.schedule.scheduler import Scheduler
@@ -100,7 +101,8 @@ class LiveView:
         nodes: dict[str, Row] = {}
         async for node in in_steps(list(self.fleet.nodes.values())):
             if self.fleet.nodes.get(node.name) is node:
-                nodes[node.name] = self._node_row(node)
+                if node.load is None or node.state is not NodeState.UNLOADED or node.load.failures:
+                    nodes[node.name] = self._node_row(node)
                 counts.add(node)
         waiting, queue = self._read_queue()
         requests = await self._read_requests(waiting) if with_requests else None
@@ -152,7 +154,7 @@ class LiveView:
             "build": properties.build,
             "drift": list(node.drift),
             "cost_per_hour": spec.cost_per_hour,
-            "slots_total": node.slots_total,
+            "slots_total": node.slots_now,
             "state": node.state.value,
             "reason": node.reason,
             "draining": node.draining,
@@ -168,6 +170,35 @@ class LiveView:
             "requests": node.requests,
             "failures": node.failures,
             "deadline_at": None if left is None else round(self.wall_clock() + left),
+        } | self._load_columns(node)
+
+    def _load_columns(self, node: Node) -> Row:
+        """What is told of a router's model alone, or is told otherwise of a router."""
+        load, router, placer = node.load, node.router, self.gateway.model_placer
+        if node.is_router:
+            return self._router_columns(node)
+        if load is None or router is None:
+            return {}
+        return {
+            "router": router.name,
+            "progress": load.progress,
+            "memory": placer.memory_of(node),
+            "pinned_by": placer.pinner(node),
+        }
+
+    def _router_columns(self, router: Node) -> Row:
+        """A router has the slots and the requests of its models."""
+        models, now = [*router.instances.values()], router.clock()
+        cells = re.findall(r"[rwh]\d|.", "".join(slot_cells(node, now) for node in models))
+        loaded = [node for node in models if node.load is not None and node.load.loaded]
+        return {
+            "models": [name for node in loaded for name in node.properties.names],
+            "loadable": f"{len(loaded)} of {len(models)}",
+            "cells": "".join(cells[:MOST_CELLS]),
+            "slots_total": sum(node.slots_now for node in models),
+            "slots_busy": sum(node.slots_busy for node in models),
+            "in_flight": sum(node.in_flight for node in models),
+            "requests": sum(node.requests for node in models),
         }
 
     # The queue and the requests.
@@ -234,6 +265,12 @@ class LiveView:
             "slots_busy": counts.slots_busy,
             "models": sorted(counts.models)[:MOST_MODELS],
             "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
+            "hosts": {
+                host: {"memory": use.memory, "used": use.used, "unknown": use.unknown}
+                for host, use in gateway.model_placer.host_use().items()
+            }
+            if self.fleet.has_routers
+            else None,
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
@@ -385,7 +422,7 @@ def slot_cells(node: Node, now: float) -> str:
                 continue
         cells += [cell] * lease.slots
     cells += ["o"] * min(node.foreign, node.slots_total)
-    cells += ["f"] * (node.slots_total - len(cells))
+    cells += ["f"] * (node.slots_now - len(cells))
     return "".join(cells[:MOST_CELLS])
 
 
@@ -609,7 +646,7 @@ def live_feed(
     drain_deadlines: DrainDeadlines,
 ) -> LiveFeed:
     """The feed of a gateway, with a history of its own."""
-    history = FleetHistory(bus, GpuCosts(fleet, gateway.clock).of)
+    history = FleetHistory(bus, GpuCosts(fleet, gateway.clock).of, clock=gateway.clock)
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
     return LiveFeed(
         LiveView(fleet, scheduler, registry, gateway, health, history, audit, drain_deadlines)

@@ -149,7 +149,7 @@ class NodeEndpoints:
             slots_busy=node.slots_busy,
             leased=node.leased,
             foreign=node.foreign,
-            in_flight=node.in_flight,
+            in_flight=node.in_flight + sum(one.in_flight for one in node.instances.values()),
             pool=pools[0] if pools else None,
             models=[] if node.is_router else list(models),
             context=node.context,
@@ -282,9 +282,12 @@ def _rounded(value: float | None) -> float | None:
 
 
 def is_running_on(in_flight: InFlightRequest, name: str) -> bool:
-    """Whether the request runs on the node of this name."""
+    """Whether the request runs on the node of this name, or on a model of that router."""
     attempt = in_flight.attempt
-    return attempt is not None and attempt.lease.node.name == name and not attempt.complete
+    if attempt is None or attempt.complete:
+        return False
+    own = attempt.lease.node.name
+    return name in {own, own.partition("/")[0]}
 
 
 def node_drained(name: str) -> GatewayError:

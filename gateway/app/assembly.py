@@ -243,6 +243,7 @@ class Gateway:
             self.store or startup.learnt_file(options),
             startup.gateway_name(options, settings),
             lambda: self.settings.prompts.remember,
+            saved_prompts=self.model_placer.saved_prompts,
             has_hash_key=self._inherited.hash_key is not None,
         )
         self._files = FileReloader(
@@ -811,24 +812,22 @@ class FileReloader:
         """
         files = self._options.settings_file, self._options.inventory_file
 
-        def check() -> None:
-            if inventory is None:
-                return
+        def check(settings: Settings, inventory: Inventory) -> None:
             try:
                 check_fit(settings, inventory, *files)
             except ConfigError as error:
                 try:
-                    both = (
-                        (settings, load_inventory(files[1]))
-                        if read == "settings"
-                        else (load_settings(files[0]), inventory)
-                    )
+                    if read == "settings":
+                        inventory = load_inventory(files[1])
+                    else:
+                        settings = load_settings(files[0])
                 except (ConfigError, OSError):
                     raise error from None
-                check_fit(*both, *files)
+                check_fit(settings, inventory, *files)
 
         try:
-            await asyncio.to_thread(check)
+            if inventory is not None:
+                await asyncio.to_thread(check, settings, inventory)
         except ConfigError:
             self._misfits.add(read)
             raise

@@ -43,7 +43,7 @@ from gateway.config.fields import (
     validation_error,
 )
 from gateway.config.foreign import foreign_problem
-from gateway.config.routing import NamesOnce
+from gateway.config.routing import NameList
 from gateway.config.scheduling import Hook, command_as_hook
 from gateway.config.yaml_file import (
     MOST_VALUES,
@@ -189,22 +189,13 @@ class NodeSpec(ConfigModel):
             "it is one of timeouts: {connect, first_byte, silence, total}",
         ),
         **dict.fromkeys(
-            ("ttl", "keep_alive", "idle_unload", "sleep_idle_seconds"),
-            "it is of a model: models.NAME.idle_unload, in the settings",
-        ),
-        **dict.fromkeys(
-            ("pin", "replicas"), "it is of a model: models.NAME.pin and replicas, in the settings"
+            ("ttl", "keep_alive", "idle_unload", "pin", "replicas"),
+            "it is of a model: models.NAME.idle_unload, pin and replicas, in the settings",
         ),
         **dict.fromkeys(
             ("models_max", "max_instances", "max_loaded_models"),
             "it is learnt from the server; memory says what its host has for models",
         ),
-        **dict.fromkeys(
-            ("router", "on_demand", "role"),
-            "a llama.cpp server in router mode is recognised by itself; for another that loads "
-            "models on demand, write models_on_demand: true",
-        ),
-        **dict.fromkeys(("ram", "vram"), "it is called memory: 64GiB"),
         "slot_save_path": "it is an option of its server; here slot_save: true",
     }  # fmt: skip
 
@@ -282,7 +273,7 @@ class NodeSpec(ConfigModel):
     """What its host has for models that llama.cpp loads on demand. Nodes with one `host` share it,
     and one of them may say it for all. Unset: one model at a time, unless the server limits their
     number (`--models-max`)."""
-    preload: NamesOnce = ()
+    preload: NameList = ()
     """Models that it always holds, by their public names."""
     slot_save: bool = False
     """`true`: the prompts that are worth it are saved to files of its server (`--slot-save-path`)

@@ -1,10 +1,9 @@
-"""A folder of models for a llama-server in router mode: what it holds, and the preset file of it.
+"""A folder of models for a llama-server in router mode, and the preset file that lists them.
 
-The router could read the folder by itself, but would take each part of a split model for a model,
-leave projectors out that lie beside their models, give all models one context, and offer files that
-can't be loaded. So it is given a preset of the whole models alone. It reads the preset again
-whenever its list is asked for with `reload=1`, as the gateway does; a model whose section changes
-is unloaded, so that sections only come and go.
+Left to itself the router takes each part of a split model for a model, leaves projectors out that
+lie beside their models, and offers files that can't be loaded. It reads the preset again whenever
+its list is asked for with `reload=1`, as the gateway does, and unloads a model whose section
+changes: sections only come and go.
 """
 
 from __future__ import annotations
@@ -13,30 +12,27 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from gateway.local import LocalFleetError
 from gateway.local.gguf import PART_NAME, ModelFile, model_parts, read_headers, read_model
-from gateway.local.memory import MIB, ServerSettings, format_gib, server_needs
+from gateway.local.memory import MIB, ServerSettings, file_memory, format_gib, server_needs
 from gateway.local.server import MEAN
 
 MOST_FILES = 10_000  # that are looked at
-MOST_MODELS = 1000
 PROJECTOR = "mmproj"  # in the names of files that read images for a model, as llama.cpp has it
-# The types and sizes by which the files of one model differ.
+# What the names of a model and of its projector differ by.
 _PROJECTOR_WORDS = re.compile(r"(?i)[-._]?(mmproj|f16|bf16|f32|q8_0)(?![a-z0-9])[-._]?")
 # A preset can't quote: it ends values at these, and changes names with a colon.
 _UNWRITABLE = re.compile(r"[#;:\[\]\\]|^\s|\s$|^\*$")
-_NOT_WRITABLE = r"a router can't be told names with # ; : [ ] or \; rename the file or its folder"
-# Of what a model needs, the least that its prompt cache gets.
-PROMPT_CACHE_SHARE = 0.25
-MOST_PROMPT_CACHE_BYTES = 8192 * MIB
+# Of what a model needs, the least that its prompt cache gets; and the most, llama.cpp's default.
+PROMPT_CACHE_SHARE, MOST_PROMPT_CACHE_BYTES = 0.25, 8192 * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class FolderModel:
+class FolderModel(NamedTuple):
     """One model of a folder, as its server is to be started."""
 
     file: ModelFile
@@ -45,139 +41,136 @@ class FolderModel:
     memory: int  # bytes that it takes with full slots and a full prompt cache
 
 
-@dataclass(frozen=True, slots=True)
-class FolderContents:
-    """The models of a folder, by name, and why each other file of it is none."""
-
-    models: dict[str, FolderModel]
-    passed_over: dict[str, str]
-
-
 class ModelFolder:
-    """Reads a folder again and again, each file once; and keeps the preset of it."""
+    """Reads a folder again and again, each file once, and keeps the preset."""
 
     def __init__(
         self,
         folder: Path,
-        settings: ServerSettings,
+        preset: Path,
+        settings: ServerSettings,  # `context`: the most of each model
         room: int,
         *,
         embedding: bool = False,
         force: bool = False,
     ) -> None:
-        """`settings.context` is the most of each model; `room`: bytes of the smallest host."""
-        self.folder = folder.absolute()
-        self._settings = settings
-        self._room = room
-        self._embedding = embedding
-        self._force = force
-        self._read: dict[Path, tuple[tuple[object, ...], ModelFile | str]] = {}
-        self._caches: dict[str, int] = {}
+        self.room = room  # bytes of the smallest host of a router
+        self.models: dict[str, FolderModel] = {}
+        self.passed_over: dict[str, str] = {}  # why each other file is no model to serve
+        self._folder, self._preset = folder.absolute(), preset
+        self._settings, self._embedding, self._force = settings, embedding, force
+        self._read: dict[Path, tuple[object, ModelFile | str]] = {}
+        self._caches: dict[str, int] = {}  # of prompts: once given, since another would unload it
 
-    def contents(self, progress: Callable[[int, int], None] = lambda _, __: None) -> FolderContents:
-        """Return what the folder holds now. Raises OSError where it can't be read."""
-        files = list(islice(_gguf_files(self.folder), MOST_FILES))
+    def memory(self, path: Path, slots: int, context: int) -> int:
+        """Return what the model of a file takes, with its projector and its prompts."""
+        for model in self.models.values():
+            if model.file.path == path:
+                return model.memory
+        return file_memory(path, slots, context)
+
+    def refresh(
+        self, progress: Callable[[int, int], None] = lambda _, __: None
+    ) -> dict[str, Any] | None:
+        """Read the folder, write the preset, and return what has changed. Raises OSError."""
+        before, told = self.models, self.passed_over
+        models, passed_over = self._contents(progress)
+        if (models, passed_over) == (before, told):
+            return None
+        with tempfile.NamedTemporaryFile("w", dir=self._preset.parent, delete=False) as draft:
+            draft.write("\n".join(self._section(*one) for one in models.items()))
+        Path(draft.name).replace(self._preset)  # whole, since a router may read it at any time
+        self.models, self.passed_over = models, passed_over
+        return {
+            "added": sorted(models.keys() - before.keys()),
+            "removed": sorted(before.keys() - models.keys()),
+            "not_served": dict(passed_over.items() - told.items()),
+        }
+
+    def _contents(
+        self, progress: Callable[[int, int], None]
+    ) -> tuple[dict[str, FolderModel], dict[str, str]]:
+        files = list(islice(_gguf_files(self._folder), MOST_FILES))
+        models: dict[str, FolderModel] = {}
         passed_over: dict[str, str] = {}
-        found: dict[str, tuple[ModelFile, Path | None]] = {}
         projectors = [path for path in files if PROJECTOR in path.name]
         whole = {_without_part(path): path for path in reversed(files) if path not in projectors}
-        for number, path in enumerate(sorted(whole.values())):
-            progress(number, len(whole))
-            read = self._model(path) if number < MOST_MODELS else f"beyond the first {MOST_MODELS}"
+        for number, path in enumerate((*sorted(whole.values()), *projectors)):
+            progress(number, len(whole) + len(projectors))
+            read = self._model(path)
             if isinstance(read, str):
                 passed_over[self._shown(path)] = read
-            elif read.name in found:
-                other = self._shown(found[read.name][0].path)
+            elif path in projectors:
+                name = _model_of(path, models)
+                if name is None or models[name].projector:
+                    passed_over[self._shown(path)] = (
+                        "a projector of images, but which model's is not clear; put both into a "
+                        "folder of their own"
+                    )
+                else:
+                    models[name] = models[name]._replace(projector=path)
+            elif read.name in models:
+                other = self._shown(models[read.name].file.path)
                 passed_over[self._shown(path)] = f"{other} has this name too; rename one of them"
             else:
-                found[read.name] = read, None
-        for path in projectors:
-            if isinstance(read := self._model(path, _read_projector), str):
-                passed_over[self._shown(path)] = read
-                continue
-            name = _model_of(path, {name: one.path for name, (one, _) in found.items()})
-            if name is None:
-                passed_over[self._shown(path)] = (
-                    "a projector of images whose model is not clear; put both into a folder of "
-                    "their own"
-                )
-            elif found[name][1] is None:
-                found[name] = found[name][0], path
-            else:
-                passed_over[self._shown(path)] = f"{name} has another projector"
-        return FolderContents(self._sized(found, passed_over), passed_over)
-
-    def preset(self, contents: FolderContents) -> str:
-        """Return the preset file of these models."""
-        sections = []
-        for name, model in contents.models.items():
-            settings = model.settings
-            keys = {
-                "model": model.file.path,
-                "mmproj": model.projector,
-                "parallel": settings.slots,
-                "ctx-size": settings.slots * settings.context,
-                "cache-ram": settings.prompt_cache_bytes // MIB,
-                "pooling": MEAN if self._embedding and not model.file.has_pooling else None,
-            }
-            lines = [f"{key} = {value}" for key, value in keys.items() if value is not None]
-            sections.append("\n".join((f"[{name}]", *lines, "")))
-        return "\n".join(sections)
-
-    def _shown(self, path: Path) -> str:
-        return str(path.relative_to(self.folder))
-
-    def _model(
-        self, path: Path, read: Callable[[Path], ModelFile | str] | None = None
-    ) -> ModelFile | str:
-        """Return a model, or why it can't be served."""
-        try:
-            marks = tuple(
-                (stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, model_parts(path))
-            )
-        except OSError:
-            marks = ()
-        known = self._read.get(path)
-        if known is None or known[0] != marks:
-            known = self._read[path] = marks, (read or _read_model)(path)
-        return known[1]
+                most = self._settings.context
+                context = min(most, read.trained_context or most)
+                settings = replace(self._settings, context=context)
+                models[read.name] = FolderModel(read, None, settings, 0)
+        return self._sized(models, passed_over), passed_over
 
     def _sized(
-        self, found: dict[str, tuple[ModelFile, Path | None]], passed_over: dict[str, str]
+        self, models: dict[str, FolderModel], passed_over: dict[str, str]
     ) -> dict[str, FolderModel]:
-        models: dict[str, FolderModel] = {}
-        for name, (file, projector) in found.items():
-            context = min(self._settings.context, file.trained_context or self._settings.context)
-            settings = replace(self._settings, context=context)
-            needed, why = server_needs(file, settings)
-            needed += projector.stat().st_size if projector else 0
-            if needed > self._room and not self._force:
-                passed_over[self._shown(file.path)] = (
-                    f"needs {format_gib(needed)} ({why}), and {format_gib(max(0, self._room))} are "
-                    "there for models; take a smaller quantization, or less --context or --slots"
-                )
-            else:
-                models[name] = FolderModel(file, projector, settings, needed)
-        # Half of what all of them would leave: the rest is for models that come later.
-        spare = (self._room - sum(model.memory for model in models.values())) // 2
+        """Return the models that have room, with their memory; those without are passed over."""
+        needs: dict[str, int] = {}
         for name, model in models.items():
-            # Once given it stays: the router would unload the model for another figure.
-            share = max(int(model.memory * PROMPT_CACHE_SHARE), spare // len(models))
-            most = max(0, min(MOST_PROMPT_CACHE_BYTES, self._room - model.memory))
-            cache = self._caches.setdefault(name, min(share, most) // MIB * MIB)
-            models[name] = replace(
-                model,
-                settings=replace(model.settings, prompt_cache_bytes=cache),
-                memory=min(model.memory + cache, max(self._room, 1)),
+            needed, why = server_needs(model.file, model.settings)
+            needed += model.projector.stat().st_size if model.projector else 0
+            if needed <= self.room or self._force:
+                needs[name] = needed
+                continue
+            passed_over[self._shown(model.file.path)] = (
+                f"needs {format_gib(needed)} ({why}) of the {format_gib(self.room)} that models "
+                "may take; take a smaller quantization, or less --context or --slots"
             )
-        return models
+        # Half of what all of them would leave: the rest is for models that come later.
+        spare = (self.room - sum(needs.values())) // 2
+        sized = {}
+        for name, needed in needs.items():
+            share = max(int(needed * PROMPT_CACHE_SHARE), spare // len(needs))
+            most = max(0, min(MOST_PROMPT_CACHE_BYTES, self.room - needed))
+            cache = self._caches.setdefault(name, min(share, most) // MIB * MIB)
+            settings = replace(models[name].settings, prompt_cache_bytes=cache)
+            memory = min(needed + cache, self.room)
+            sized[name] = models[name]._replace(settings=settings, memory=memory)
+        return sized
 
+    def _section(self, name: str, model: FolderModel) -> str:
+        settings = model.settings
+        keys = {
+            "model": model.file.path,
+            "mmproj": model.projector,
+            "parallel": settings.slots,
+            "ctx-size": settings.slots * settings.context,
+            "cache-ram": settings.prompt_cache_bytes // MIB,
+            "pooling": MEAN if self._embedding and not model.file.has_pooling else None,
+        }
+        lines = [f"{key} = {value}" for key, value in keys.items() if value is not None]
+        return "\n".join((f"[{name}]", *lines, ""))
 
-def write_preset(path: Path, text: str) -> None:
-    """Replace the preset file whole, since a router may read it at any time."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as draft:
-        draft.write(text)
-    Path(draft.name).replace(path)
+    def _shown(self, path: Path) -> str:
+        return str(path.relative_to(self._folder))
+
+    def _model(self, path: Path) -> ModelFile | str:
+        """Return a model or projector, or why it can't be served."""
+        marks: object = None
+        with suppress(OSError):
+            stats = [part.stat() for part in model_parts(path)]
+            marks = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+        if path not in self._read or self._read[path][0] != marks:
+            self._read[path] = marks, _read_model(path)
+        return self._read[path][1]
 
 
 def _gguf_files(folder: Path) -> Iterator[Path]:
@@ -212,34 +205,20 @@ def _read_model(path: Path) -> ModelFile | str:
         head = read_headers([found.path])[0] if found.shape is None else None
     except LocalFleetError as error:
         return str(error).removeprefix(f"{path}: ")
-    if head is not None and (head.architecture == "clip" or not head.tensors):
-        return "no model of texts: it holds a projector of images, or no weights"
+    is_projector = head is not None and head.architecture == "clip"
+    if is_projector is not (PROJECTOR in path.name):
+        return "a projector of images by what it holds or by its name, but not by both"
     if head is not None and head.metadata.get("general.type") == "adapter":
         return "an adapter, which changes a model and is none"
-    return found if _is_writable(found) else _NOT_WRITABLE
+    if any(_UNWRITABLE.search(one) or not one.isprintable() for one in (found.name, str(path))):
+        return r"a router can't be told names with # ; : [ ] or \; rename the file or its folder"
+    return found
 
 
-def _read_projector(path: Path) -> ModelFile | str:
-    try:
-        found = read_model(path)
-        is_one = read_headers([path])[0].architecture == "clip"
-    except LocalFleetError as error:
-        return str(error).removeprefix(f"{path}: ")
-    if not is_one:
-        return "no projector of images, though its name says so"
-    return found if _is_writable(found) else _NOT_WRITABLE
-
-
-def _is_writable(model: ModelFile) -> bool:
-    texts = (model.name, str(model.path))
-    return all(text.isprintable() and not _UNWRITABLE.search(text) for text in texts)
-
-
-def _model_of(projector: Path, models: dict[str, Path]) -> str | None:
+def _model_of(projector: Path, models: dict[str, FolderModel]) -> str | None:
     """Return the model that a projector belongs to: the only one beside it, or that of its name."""
-    beside = [name for name, path in models.items() if path.parent == projector.parent]
-    if len(beside) == 1:
-        return beside[0]
+    beside = [name for name, one in models.items() if one.file.path.parent == projector.parent]
     stem = _PROJECTOR_WORDS.sub("", projector.stem).lower()
     named = [name for name in beside if stem and name.lower().startswith(stem)]
-    return named[0] if len(named) == 1 else None
+    fitting = beside if len(beside) == 1 else named
+    return fitting[0] if len(fitting) == 1 else None

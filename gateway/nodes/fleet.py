@@ -25,6 +25,7 @@ from gateway.events import (
     ModelsDiffer,
     NodeChanged,
     NodeDrift,
+    PromptsKept,
     RouterLeftAlone,
 )
 from gateway.nodes.circuit import Circuit
@@ -247,6 +248,7 @@ class Fleet:
         self._has_work, self._work_looked_at = False, -math.inf
         self.has_routers = False  # whether some node is a router that is known as such
         self._on_models: Callable[[Node | None], None] = lambda _: None
+        self._on_loaded: Callable[[Node], None] = lambda _: None
         self._indexing: asyncio.TimerHandle | None = None
         self._index_again_at = -math.inf
         self._on_capacity: Callable[[], None] | None = None
@@ -266,12 +268,15 @@ class Fleet:
         """
         self._on_capacity, self._on_change = on_capacity, on_change
 
-    def watch_models(self, on_change: Callable[[Node | None], None]) -> None:
-        """Call this whenever one of a router's models may have changed, or has ended a request.
+    def watch_models(
+        self, on_change: Callable[[Node | None], None], on_loaded: Callable[[Node], None]
+    ) -> None:
+        """Call `on_change` when one of a router's models may have changed, or has ended a request.
 
-        With None: there may be others.
+        With None: there may be others. Call `on_loaded` when a router has loaded one, before that
+        gets work.
         """
-        self._on_models = on_change
+        self._on_models, self._on_loaded = on_change, on_loaded
 
     async def start(self, inventory: Inventory) -> InventoryChanged:
         """Take in the first inventory and begin to watch. Raises what `connect` raises."""
@@ -490,6 +495,7 @@ class Fleet:
             instance.calibration.server_started(instance.requests)
             if change.seconds is not None:
                 instance.sleep.learn_wake(change.seconds)
+                self._on_loaded(instance)
         elif change.change != "loading":
             instance.properties.process_ended()
             instance.sleep.restarted()
@@ -702,6 +708,10 @@ class Fleet:
     def has_usable_node(self) -> bool:
         """Whether some node is alive, or is a standby node that a request would start."""
         return any(node.is_alive or node.startable for node in self.nodes.values())
+
+    def prompts_kept(self, event: PromptsKept) -> None:
+        """Prompts of a router's model were saved or restored, or could not be."""
+        self._bus.publish(event)
 
     # What an operator does.
 

@@ -83,11 +83,19 @@ class ProbeResponse:
 
 
 async def fetch(
-    node: Node, path: str, *, body: bytes | None = None, largest: int = LARGEST_RESPONSE
+    node: Node,
+    path: str,
+    *,
+    body: bytes | None = None,
+    largest: int = LARGEST_RESPONSE,
+    limit: float = 0.0,
 ) -> ProbeResponse | ProbeResult:
-    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed."""
+    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed.
+
+    `limit` in seconds; 0: as probes are.
+    """
     began = node.clock()
-    limit = node.settings.health.timeout
+    limit = limit or node.settings.health.timeout
 
     def ended(answer: ProbeAnswer, detail: str) -> ProbeResult:
         return ProbeResult(answer, detail, node.clock() - began)
@@ -366,6 +374,7 @@ MOST_SLEEP = 3600.0
 LIST_PAUSE = 0.1
 # Seconds after which a router's events are asked for anew: a silent connection may be dead.
 LONGEST_FOLLOW = 600.0
+FOLDER_SECONDS = 10.0  # seconds between two readings of a router's folder, by itself
 INSTANCES_AT_ONCE = 8  # models of one router that are asked for their slots at the same time
 
 
@@ -390,6 +399,7 @@ class HealthMonitor:
         self._models_listed = models_listed
         self._follower: asyncio.Task[None] | None = None
         self._list_due = False
+        self._folder_due_at = -math.inf
         self._refresh_state = refresh_state
         self._gate = gate
         self._rng = rng
@@ -553,8 +563,12 @@ class HealthMonitor:
         if node.spec.kind != "llama.cpp":
             await self._read_models(result)
             return
-        # So it reads its folder again, and forgets which loads failed.
-        await self._read_models(result, "/v1/models?reload=1")
+        now, path = node.clock(), "/v1/models"
+        if now >= self._folder_due_at:
+            # So it reads its folder again, the head of each file, and forgets which loads failed.
+            path += "?reload=1"
+            self._folder_due_at = now + FOLDER_SECONDS
+        await self._read_models(result, path)
         if self._follower is None or self._follower.done():
             self._follower = asyncio.create_task(self._follow(), name=f"follow {node.name}")
 
@@ -824,6 +838,8 @@ def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
         return _load_state(node, load, now)
     if load is not None and load.doubted:
         return NodeState.LOADING, "a request has found it not loaded"
+    if load is not None and load.restoring:
+        return NodeState.LOADING, "it is loaded; its saved prompts are restored"
     hangs = history.silent and node.sleep.is_overdue(node.properties.size, now)
     if node.sleep.sleeping and not hangs:
         return NodeState.SLEEPING, _sleeping_reason(node, now)
@@ -841,6 +857,7 @@ def _load_state(node: Node, load: ModelLoad, now: float) -> tuple[NodeState, str
         if load.held:
             words = "its server holds it still, and it gets no requests"
         words += f" ({reason})" if reason else ""
+        words += f"; {load.saved} of its prompts are saved" if load.saved else ""
     elif load.phase is LoadPhase.LOADING:
         done = "" if load.progress is None else f", {load.progress:.0%} of it is done"
         words = f"it is loaded since {now - load.since:.0f} s, in about {expected:.2g} s{done}"

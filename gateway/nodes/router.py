@@ -83,6 +83,7 @@ class RoutedModel(NamedTuple):
     context: int | None  # tokens of one slot, by the arguments; None: they don't say
     file: str | None = None  # the path of its file on the router's machine
     memory: int | None = None  # bytes that it takes, told of one that is loaded
+    args: tuple[str, ...] = ()  # of its server
 
 
 def read_list(listed: object) -> list[RoutedModel]:
@@ -115,6 +116,7 @@ def read_list(listed: object) -> list[RoutedModel]:
                 context // slots if slots and context else None,
                 next((after for one, after in pairwise(args) if one == "--model"), None),
                 memory_told(entry.get("meta"), args),
+                tuple(args),
             ),
         )
     return list(found.values())
@@ -210,6 +212,8 @@ class ModelLoad:
     file: str | None = None  # the path of its file on the router's machine
     listed: RoutedModel | None = None  # as its router listed it last
     properties_read: bool = False  # whether `/props` was read since it was loaded
+    saved: int = 0  # prompts that are saved for its next load
+    restoring: bool = False  # it is loaded, and gets no requests before they are restored
     held: bool | None = None
     """Whether its server holds it, whatever the phase is; of kind `openai`, where that is told."""
     doubted: bool = False
@@ -283,6 +287,14 @@ class ModelLoad:
         """So much of it is loaded."""
         if self.phase is LoadPhase.LOADING:
             self.progress = share
+
+    def prompts_saved(self, count: int) -> None:
+        """So many of its prompts are saved for its next load."""
+        self.saved = count
+
+    def restores(self, *, restoring: bool) -> None:
+        """Its saved prompts are restored from now on, or no more."""
+        self.restoring = restoring
 
     def properties_were_read(self) -> None:
         """`/props` was read."""
@@ -415,7 +427,7 @@ class ModelLoad:
             restarted = followed is False
             reason = "the router was restarted" if restarted else "not by this gateway"
             self.cause = "restart" if restarted else "others"
-            if change != "unloaded":
+            if change != "unloaded" and not followed:
                 reason = "found so"
         if change == "loading":
             self.enter(LoadPhase.LOADING, reason, now)

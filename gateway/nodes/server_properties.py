@@ -31,7 +31,7 @@ REFUSED_FOR_PURPOSE: dict[Purpose | None, frozenset[str]] = {
 }
 
 # The `media_marker` of builds whose processes all have the same one.
-_CONSTANT_MARKER = "<__media__>"
+CONSTANT_MARKER = "<__media__>"
 # What a server's speed and caches depend on; see `ServerProperties.served_as`.
 ServedAs = tuple[tuple[str, ...] | None, int | None, int | None, str | None, str | None, int | None]
 
@@ -123,7 +123,7 @@ class ServerProperties:
             self.context = _count(settings.get("n_ctx"), MOST_CONTEXT) or self.context
         self.build = _name(props.get("build_info")) or self.build
         process = _name(props.get("media_marker"))
-        process = None if process == _CONSTANT_MARKER else process
+        process = None if process == CONSTANT_MARKER else process
         if process != self.process:
             self.process, self.shared_pool, self.purpose_asked = process, None, False
         path = _name(props.get("model_path"))
@@ -358,13 +358,11 @@ _KV_TYPE_BITS = {
 _PROCESS_BYTES = 40 << 20  # of a server without its model
 _VOCABULARY_BYTES = 250  # of a token
 _DEFAULT_MICRO_BATCH = 512  # llama.cpp's own
-# A layer holds at least 12 times the square of the width: attention with a head of keys for each
-# head has 4, a block of eight thirds of the width 8. A mixture of experts holds far more, so that
-# its layers are bound by the width: no known model of more than 1 B has more than 24 + width / 64.
+# A layer holds at least 12 times the square of the width: attention without shared key heads 4, a
+# block of eight thirds of the width 8. One of experts holds far more: there the width is the bound.
 _LAYER_SQUARES = 12
-_MOST_KEY_WIDTH = 2048  # elements of a layer's keys where heads share them
-# Vocabularies of this size came with shared key heads; smaller ones may belong to models without.
-_SHARING_VOCABULARY = 1 << 16
+_MOST_KEY_WIDTH = 2048  # elements of a layer's keys where heads share them, as in models with
+_SHARING_VOCABULARY = 1 << 16  # so large a vocabulary
 
 
 def model_memory(

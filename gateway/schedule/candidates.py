@@ -218,6 +218,11 @@ class FleetSync:
         row = self._rows.get(node)
         return CacheContents(0, 0) if row is None else self.prompt_cache.contents(row.index)
 
+    def row_index(self, node: Node) -> int | None:
+        """The number of a node's row; None: it has none."""
+        row = self._rows.get(node)
+        return None if row is None else row.index
+
     # Called by the fleet.
 
     def node_changed(self, node: Node | None) -> None:

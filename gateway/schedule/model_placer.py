@@ -29,7 +29,8 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
 from gateway.nodes.lifecycle import LEAST_WAKE, ProbeAnswer
 from gateway.nodes.node import Node, NodeState
-from gateway.nodes.router import LoadPhase
+from gateway.nodes.router import LoadPhase, ModelLoad
+from gateway.nodes.saved_prompts import SavedPrompts
 from gateway.schedule.admission import Waiter
 from gateway.schedule.core.model_placement import (
     HELD_PHASES,
@@ -59,6 +60,7 @@ UNKEPT_SECONDS = 60.0  # for which a pin must not have been kept to be told
 LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
 MOST_WORDS = 300  # characters that are kept of a router's error
 MOST_FILES = 10_000  # files of models that are read for what they take
+PROMPTS_SAVED_FACTOR = 0.8  # of the seconds of a load, where prompts are restored after it
 USUAL_SECONDS = 10.0  # of a request for a model that none has waited for
 
 
@@ -73,6 +75,7 @@ class ModelPlacer:
     file_memory: ReadMemory | None = None
     """Reads what a model takes from its file, where that is on this machine; in a thread."""
     policy: ModelPlacementPolicy = field(default_factory=ModelPlacementPolicy)
+    saved_prompts: SavedPrompts = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
     """By instance: the command for it that is under way."""
@@ -96,7 +99,10 @@ class ModelPlacer:
     def __post_init__(self) -> None:
         self._began = self.clock()
         self.configure(self.settings)
-        self.fleet.watch_models(self._models_differ)
+        cache, sync = self.scheduler.prompt_cache, self.scheduler.fleet_sync
+        publish = self.fleet.prompts_kept
+        self.saved_prompts = SavedPrompts(cache, sync.row_index, publish, self.clock)
+        self.fleet.watch_models(self._models_differ, self._loaded)
         self.scheduler.watch_models(self._asked_for)
 
     def configure(self, settings: Settings) -> None:
@@ -260,6 +266,7 @@ class ModelPlacer:
     def _instance(self, router: Node, node: Node) -> Instance:
         load, model = node.load, model_key(node)
         assert load is not None
+        load.prompts_saved(self.saved_prompts.count(node))
         phase, since = load.phase, load.since
         waking_since = node.sleep.waking_since if node.spec.kind == "openai" else None
         if waking_since is not None and phase is LoadPhase.READY and node.leases:
@@ -271,7 +278,8 @@ class ModelPlacer:
             model,
             phase,
             self.memory_of(node),
-            self.load_seconds(node),
+            # Of nodes that are alike it is better loaded where its prompts are.
+            self.load_seconds(node) * (PROMPTS_SAVED_FACTOR if load.saved else 1.0),
             max(1, node.slots_total),
             self._request_seconds.get(model, USUAL_SECONDS),
             since,
@@ -295,15 +303,17 @@ class ModelPlacer:
         return "operator" if self.fleet.is_pinned(node) else None
 
     def memory_of(self, node: Node) -> int | None:
-        """Bytes: as the settings say, else as a load has shown on this node or on another."""
+        """Bytes: as the settings say, its file, or a load has shown on this node or on another."""
         for rule in self.rules_of(node):
             if rule.memory is not None:
                 return rule.memory
         assert node.load is not None
+        if (by_file := self._by_file(node, node.load.file)) is not None:
+            return by_file  # exact, where what a load shows is a bound
         if node.load.memory is not None:
             return node.load.memory
         memory, _ = self._learnt.get(model_key(node), (None, None))
-        return memory or self._by_file(node, node.load.file)
+        return memory
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
         """Bytes by the model's file; None: it is not here, or not read yet."""
@@ -366,7 +376,9 @@ class ModelPlacer:
                 continue
             nodes = [node for _, nodes in waiter.candidates.by_model for node in nodes]
             failed = waiter.tried.failed_nodes
-            routed = [node for node in nodes if node.load is not None and node.name not in failed]
+            routed = [node for node in nodes if node.load is not None]
+            # Another node is better, and if there is none, the same one.
+            routed = [node for node in routed if node.name not in failed] or routed
             if routed:
                 model = model_key(routed[0])
                 waiting = found.setdefault(model, _Waiting())
@@ -431,7 +443,7 @@ class ModelPlacer:
     def _order_unload(self, node: Node, action: LoadAction) -> LoadAction:
         assert node.load is not None
         if (pinner := self.pinner(node)) is not None:
-            raise OrderRefused(f"{node.name} is pinned {PINNED_BY[pinner]}. Unpin it first.")
+            raise OrderRefused(f"{node.name} is pinned {PINNED_BY[pinner]}: take the pin out.")
         if node.load.phase is LoadPhase.LOADING:
             raise OrderRefused(f"{node.name} is being loaded. Unload it when it is ready.")
         return action._replace(verb="retire") if node.leases else action
@@ -584,6 +596,8 @@ class ModelPlacer:
         """Unload it, unless it has work: ours, or that of others."""
         load = node.load
         assert load is not None
+        if node.spec.slot_save and not node.leases:
+            await self.saved_prompts.save(node)
         # A router cuts what runs.
         busy = None if node.sleep.asleep else await probe_slots(node)
         if load.phase is not LoadPhase.RETIRING or node.leases:
@@ -597,6 +611,27 @@ class ModelPlacer:
         if refused is not None:
             load.unload_refused(refused.why, self.clock())
         self.fleet.load_changed(node)
+
+    def _loaded(self, node: Node) -> None:
+        """A router has loaded this model: it gets no work before its prompts are restored."""
+        load, before = node.load, self._tasks.get(node)
+        if load is not None and self.saved_prompts.count(node) and not self._handed_over:
+            load.restores(restoring=True)
+            self._start_task(node, self._restore(node, load, before))
+
+    async def _restore(
+        self, node: Node, load: ModelLoad, before: asyncio.Task[None] | None
+    ) -> None:
+        """Restore a model's prompts, after the command for it that may be under way."""
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            if not await self.saved_prompts.restore(node) and node.router is not None:
+                self.fleet.load_ordered(node, "unload", "a slot of it could not be emptied")
+                await self._command(node.router, node, "unload")
+        finally:
+            load.restores(restoring=False)
+            self.fleet.load_changed(node)
 
     async def _command(self, router: Node, node: Node, command: str) -> _Refusal | None:
         """Send a command; why the router did not take it, or None."""
@@ -650,7 +685,9 @@ class HostUse(NamedTuple):
 
 
 def _gib(size: int | None) -> str:
-    return "an unknown size" if size is None else f"{size / (1 << 30):.3g} GiB"
+    if size is None:
+        return "an unknown size, and is first loaded alone"
+    return f"{size / (1 << 30):.3g} GiB"
 
 
 @dataclass(slots=True)

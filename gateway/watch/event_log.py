@@ -20,6 +20,7 @@ from gateway.events import (
     NodeCalibrated,
     NodeChanged,
     NodeDrift,
+    PromptsKept,
     RequestRecord,
     RouterLeftAlone,
     SettingsChanged,
@@ -51,6 +52,7 @@ def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.ran
     bus.subscribe(SlotYielded, event_log.yielded)
     bus.subscribe(NodeChanged, event_log.node)
     bus.subscribe(NodeCalibrated, event_log.calibrated)
+    bus.subscribe(PromptsKept, event_log.prompts_kept)
     bus.subscribe(NodeDrift, event_log.drift)
     bus.subscribe(ModelsDiffer, event_log.models_differ)
     bus.subscribe(ModelLoadChanged, event_log.model_load)
@@ -170,6 +172,12 @@ class EventLog:
             fields["detail"] = event.detail
         self._log(level, "calibration", fields)
 
+    def prompts_kept(self, event: PromptsKept) -> None:
+        """A model's prompts were saved or restored, or could not be."""
+        fields = {"node": event.node, "action": event.action, "prompts": event.prompts}
+        fields |= {"detail": event.detail} if event.detail else {"tokens": event.tokens}
+        self._log("warning" if event.detail else "info", "saved prompts", fields)
+
     def models_differ(self, event: ModelsDiffer) -> None:
         """Nodes that serve one model differ, or do so no longer."""
         for difference in event.differences:
@@ -184,9 +192,10 @@ class EventLog:
             "node": event.node,
             "model": escape_unprintable(event.model),
             "change": event.change,
-            "by": "others" if event.by_others else "gateway",
             "reason": escape_unprintable(event.reason),
         }
+        if event.by_others:
+            fields["by"] = "others"
         if event.cause:
             fields["cause"] = event.cause
         if event.seconds is not None:

@@ -27,6 +27,7 @@ from gateway import __version__
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.events import (
     CALIBRATION_OUTCOMES,
+    PROMPT_ACTIONS,
     WEBHOOK_OUTCOMES,
     AttemptEnded,
     EndedKind,
@@ -36,6 +37,7 @@ from gateway.events import (
     ModelLoadChanged,
     NodeCalibrated,
     NodeChanged,
+    PromptsKept,
     RequestRecord,
     SlotYielded,
     StreamResumed,
@@ -190,6 +192,10 @@ HELP = {
     "ledger_rows_recovered_total": "Rows written for requests of killed processes.",
     "ledger_rows_waiting": "Rows of the ledger that wait.",
     "ledger_rows_written_total": "Rows that were written.",
+    "kept_prompts_total": (
+        "Prompts of routers' models that were saved before an unload, or restored after a load; "
+        "and how often that failed, or gave something else and was erased."
+    ),
     "limits_reached_total": "Requests that a limit on use refused.",
     "host_model_memory_bytes": "Memory that a host has for models on demand.",
     "host_model_memory_used_bytes": "Memory that its loaded models take, as far as is known.",
@@ -404,6 +410,7 @@ class Metrics:
         # From 0: Prometheus sees no increase in a series that begins with its first event.
         self._webhooks: dict[str, int] = dict.fromkeys(WEBHOOK_OUTCOMES, 0)
         self._calibrations: dict[str, int] = dict.fromkeys(CALIBRATION_OUTCOMES, 0)
+        self._prompts_kept: dict[str, int] = dict.fromkeys(PROMPT_ACTIONS, 0)
         self._loads: dict[tuple[str, str, str], int] = {}
         self._unloads: dict[tuple[str, str, str], int] = {}
         self._loaded_pairs: set[tuple[str, str]] = set()
@@ -426,6 +433,7 @@ class Metrics:
         bus.subscribe(LimitReached, self.limit_reached)
         bus.subscribe(WebhookAttempted, self.webhook_attempted)
         bus.subscribe(NodeCalibrated, self.calibrated)
+        bus.subscribe(PromptsKept, self.prompts_kept)
         bus.subscribe(NodeChanged, self.node_changed)
         bus.subscribe(ModelLoadChanged, self.model_load_changed)
 
@@ -515,6 +523,10 @@ class Metrics:
         """Count a calibration."""
         self._calibrations[event.outcome] += 1
 
+    def prompts_kept(self, event: PromptsKept) -> None:
+        """Count prompts that were saved or restored, and each time that could not be."""
+        self._prompts_kept[event.action] += event.prompts
+
     def model_load_changed(self, event: ModelLoadChanged) -> None:
         """Count a load that has ended, or an unload."""
         if event.change == "loading" or (event.change == "loaded" and event.seconds is None):
@@ -593,6 +605,7 @@ class Metrics:
         page.number("resumed_streams_total", self._resumed)
         page.number("yielded_slots_total", self._yielded)
         page.counts("calibrations_total", self._calibrations, "outcome")
+        page.counts("kept_prompts_total", self._prompts_kept, "action")
         page.counts("limits_reached_total", self._limits_reached, "limit", "scope")
         page.counts("refused_requests_total", self._refused, "caller", "reason")
         page.counts("cost_total", self._cost, "tier")

@@ -144,7 +144,7 @@ async def test_a_pin_is_kept_over_a_restart_and_ends_with_unpin(tmp_path: Path) 
     assert pinned["pinned_by"] == again["pinned_by"] == "operator"
     assert unpinned["pinned_by"] is None
     assert (problem["status"], problem["code"]) == (409, "placement_refused")
-    assert problem["message"] == "r1/a is pinned by an operator. Unpin it first."
+    assert problem["message"] == "r1/a is pinned by an operator: take the pin out."
 
 
 @in_virtual_time
@@ -242,6 +242,53 @@ async def test_an_instance_is_a_node_by_its_own_name_and_a_router_counts_once(
         "r1": 0, "r1/a": 0, "r1/c": 0, "r1/org/b": 2, "a1": 2,
     }  # fmt: skip
     assert [one.id for one in problems] == ["draining"]
+
+
+@in_virtual_time
+async def test_why_tells_of_the_load_that_a_request_waited_for(tmp_path: Path) -> None:
+    def body(model: str) -> dict[str, Any]:
+        return {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+
+    async with one_router(tmp_path, memory="5GiB") as (running, _):
+        first = await running.client.post("/v1/chat/completions", json=body("a"))
+        await asyncio.sleep(30)
+        headers = {"X-Request-ID": "second"}
+        asked = asyncio.create_task(
+            running.client.post("/v1/chat/completions", json=body("org/b"), headers=headers)
+        )
+        await state_is(running, "r1/org/b", "loading")
+        await asyncio.sleep(1)
+        waiting = (await running.admin.get("/admin/requests/second/why")).json()["requests"][0]
+        answer = await asked
+        told = (await running.admin.get("/admin/requests/second/why")).json()["requests"][0]
+        live = await running.gateway.live._view.read(with_requests=False)
+    assert (first.status_code, answer.status_code) == (200, 200)
+    assert waiting["summary"].startswith("It waits for the load of r1/org/b, which goes on for 1")
+    load = next(one for one in told["decisions"] if one["kind"] == "queued")["load"]
+    assert (load["node"], load["unloaded"]) == ("r1/org/b", ["r1/a"])
+    assert 3 <= load["seconds"] < 4
+    assert load["waited"] == load["seconds"]
+    assert "for which r1/a had to be unloaded." in told["summary"]
+    assert list(live.nodes) == ["r1", "r1/org/b", "a1"]
+    row = live.nodes["r1/org/b"]
+    assert (row["router"], row["memory"], row["cells"]) == ("r1", 4 * GIB, "ff")
+    assert live.summary["states"] == {"ready": 2}
+    assert live.summary["hosts"]["127.0.0.1"]["used"] == 4 * GIB
+
+
+@in_virtual_time
+async def test_a_drain_of_a_router_counts_and_ends_what_its_models_run(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, router):
+        await done(running, "load", "a")
+        await state_is(running, "r1/a", "ready")
+        body = {"model": "a", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 900}
+        asked = asyncio.create_task(running.client.post("/v1/chat/completions", json=body))
+        await until(lambda: router.models["a"].node.busy == 1)
+        drained = (await running.admin.post("/admin/nodes/r1/drain?deadline=1")).json()
+        answer = await asked
+    assert drained["in_flight"] == 1
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "node_drained"
 
 
 @in_virtual_time

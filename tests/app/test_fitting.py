@@ -73,17 +73,17 @@ def test_what_fits_is_no_problem(check: Check) -> None:
             "did you mean swap?",
         ),
         ("pin: c", 4, "pin", "no node of the inventory is named c", "own"),
-        ("pin: [b]", 4, "pin[0]", "the node b does not serve huge", "small, big"),
-        ("pin: [cloud]", 4, "pin[0]", "the node cloud is not to be told", "models_on_demand"),
-        ("pin: [own]", 4, "pin[0]", "the node own is not to be told", "models_on_demand"),
+        ("pin: [b]", 4, "pin[0]", "the node b has no huge", "small, big"),
+        ("pin: [cloud]", 4, "pin[0]", "the node cloud is told to load nothing", "models_on_demand"),
+        ("pin: [own]", 4, "pin[0]", "the node own is told to load nothing", "models_on_demand"),
         ("replicas: {min: 5}", 4, "replicas.min", "is 5, but 4 nodes can hold huge", "lower it"),
-        ("memory: 65GiB", 4, "memory", "needs 65GiB, and no host that may hold it has more", ""),
+        ("memory: 65GiB", 4, "memory", "is 65GiB, and no host that may hold huge has more", ""),
         (
             "memory: 33GiB, replicas: {min: 4}",
             4,
             "replicas.min",
             "is 4, but 3 nodes can hold huge",
-            "whose memory it fits",
+            "and have the memory",
         ),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_host_is_refused_that_can_not_hold_what_must_always_be_there(check: Ch
       big: {memory: 30GiB, pin: [a0, a1]}
     """
     (problem,) = check(FLEET, settings)
-    assert (problem.file.name, problem.line, problem.key) == ("nodes.yaml", 2, "defaults.memory")
+    assert (problem.file.name, problem.line, problem.key) == ("nodes.yaml", 4, "nodes[0]")
     assert problem.message == (
         "a has 64GiB, and always to be loaded there are big (60GiB), small (8GiB): 68GiB"
     )
@@ -157,8 +157,8 @@ model_placement: {commands: false}
     unserved, commands, models, hosts = fit_warnings(settings, inventory.nodes)
     assert "models: thre: no node" in unserved
     assert "commands is false" in commands
-    assert "the memory of two, so" in models
-    assert "memory of a is not written" in hosts
+    assert "loaded: two without" in models
+    assert "nodes: a: without" in hosts
 
 
 def test_large_files_are_checked_in_bounded_time(tmp_path: Path) -> None:

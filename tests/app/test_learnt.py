@@ -40,6 +40,7 @@ from gateway.lease import (
     Usage,
     UsageReport,
 )
+from gateway.nodes.saved_prompts import SavedPrompts
 from gateway.nodes.server_properties import ServerProperties
 from gateway.schedule.core.demand_model import TokenEstimates
 from gateway.schedule.decision_log import Grant, PredictionAccuracy, RatioCounts, Refusal
@@ -94,6 +95,12 @@ class Life:
             place,
             name,
             lambda: remember,
+            saved_prompts=SavedPrompts(
+                self.scheduler.prompt_cache,
+                self.scheduler.fleet_sync.row_index,
+                self.bus.publish,
+                self.clock,
+            ),
             has_hash_key=key is not None,
         )
 

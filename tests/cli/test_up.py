@@ -27,7 +27,7 @@ import yaml
 
 from gateway.cli import up
 from gateway.local.gguf import read_model
-from gateway.local.memory import memlock_warning, memory_needed
+from gateway.local.memory import file_memory, memlock_warning, memory_needed
 from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
 from gateway.local.server import BASE_PORT, claim_free_port, claimed_port, server_environment
 from tests.cli.running import read_until, run, run_process
@@ -83,6 +83,13 @@ class Up:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             answer = (await client.get(f"{admin}/admin/nodes")).json()
         return {node["name"]: node for node in answer["nodes"]}
+
+    async def placements(self) -> dict[str, Any]:
+        """The models of routers likewise."""
+        admin = json.loads(await self.line_with('"listening"'))["admin"]
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            answer = (await client.get(f"{admin}/admin/placements")).json()
+        return {one["name"]: one for one in answer["placements"]}
 
     async def states(self) -> dict[str, str]:
         return {name: node["state"] for name, node in (await self.nodes()).items()}
@@ -300,9 +307,9 @@ class TestServing:
         (folder / "broken.gguf").write_text("no model")
         arguments = ("--models-dir", folder, "--servers", "1", "--slots", "3")
         async with running(environment, *arguments, "--config", settings) as it:
-            assert "2 models, loaded on demand into" in await it.line_with("loaded on demand")
+            assert "GiB" in await it.line_with("Models, loaded on demand into")
             assert re.fullmatch(
-                r"  a: \d+ MiB with 3 slots of 4,096 tokens each, and \d\.\d GiB for prompts",
+                r"  a: \d+ MiB with 3 slots of 4,096 tokens each, \d\.\d GiB for prompts",
                 await it.line_with("  a: "),
             )
             assert "not a GGUF model" in await it.line_with("not served: broken.gguf")
@@ -323,6 +330,13 @@ class TestServing:
                 for name in ("a", "b", "a"):
                     await answers(name)
                 assert (await it.nodes())["local-0/a"]["slots_total"] == 3
+                # What the files need and what prompts may take: known without a load.
+                known = {name: one["memory"] for name, one in (await it.placements()).items()}
+                assert known.keys() == {"local-0/a", "local-0/b"}
+                assert len(set(known.values())) == 1
+                prompts = min(known.values()) - file_memory(demo_model(), 3, 4096)
+                assert prompts > 1 << 30
+                assert prompts % (1 << 20) == 0
                 part = folder / "c.part"
                 shutil.copyfile(demo_model(), part)
                 part.rename(folder / "c.gguf")

@@ -85,7 +85,6 @@ def test_a_default_memory_that_contradicts_one_node_is_reported(nodes_problems: 
         ("models_on_demand: false, preload: [a]", "preload", "may be told to load"),
         ("model: [a, b], preload: [a, c]", "preload", "names c, which is no model of the node"),
         ("model: {a: own}, preload: own", "preload", "names own, which is no model of the node"),
-        ("preload: [a, a]", "preload", "names a twice"),
         ("preload: ['']", "preload[0]", "must not be empty"),
         ("kind: openai, slot_save: true", "slot_save", "can't be told to unload"),
         ("models_on_demand: false, slot_save: true", "slot_save", "may be told to unload"),
@@ -104,11 +103,9 @@ def test_what_a_node_can_not_do_on_demand_is_refused(
     [
         ("ttl: 300", "models.NAME.idle_unload"),
         ("keep_alive: 5m", "models.NAME.idle_unload"),
-        ("pin: [a]", "models.NAME.pin"),
+        ("pin: [a]", "models.NAME.idle_unload, pin"),
         ("models_max: 2", "memory"),
-        ("router: true", "models_on_demand: true"),
         ("slot_save_path: /tmp", "slot_save: true"),
-        ("vram: 8GiB", "memory"),
     ],
 )
 def test_keys_of_other_programs_that_swap_models_say_what_they_are_called_here(

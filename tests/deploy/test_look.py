@@ -236,7 +236,9 @@ def test_models_on_demand_need_room_for_the_largest_and_for_the_preloaded(
     # 48 GiB are free.
     assert on_demand(look, two_sockets, 30.0, 30.0, 30.0) == []
     (problem,) = on_demand(look, two_sockets, 1.0, 31.0)
-    assert problem.startswith("not enough memory: m1 needs 46.5 GiB (1.5 x its file), but this ")
+    assert problem.startswith(
+        "not enough memory: m1 needs 46.5 GiB (1.5 x file, and llama_node_cache_ram), but this "
+    )
     assert on_demand(look, two_sockets, 31.0, running=GIB) == []
     assert on_demand(look, two_sockets, 15.0, preload=["m0"]) == []
     (problem,) = on_demand(look, two_sockets, 16.0, preload=["m0"])
@@ -250,8 +252,11 @@ def test_the_memory_that_is_said_for_models_on_demand_must_be_there(
     (problem,) = on_demand(look, two_sockets, 1.0, models_memory="47GiB")
     assert "llama_node_memory is 47.0 GiB, but this machine has 46.0 GiB beside 2.0" in problem
     (problem,) = on_demand(look, two_sockets, 10.0, models_memory="14 GB")
-    assert "m0 needs 15.0 GiB (1.5 x its file), but llama_node_memory is 13.0 GiB" in problem
+    assert problem.startswith("not enough memory: m0 needs 15.0 GiB (1.5 x file, and ")
+    assert "llama_node_cache_ram), but llama_node_memory is 13.0 GiB" in problem
     assert on_demand(look, two_sockets, 10.0, models_memory="16384MiB") == []
+    (problem,) = on_demand(look, two_sockets, 10.0, models_memory="15.5GiB", cache_ram=1024)
+    assert "m0 needs 16.0 GiB" in problem
 
 
 def test_missing_models_on_demand_need_disk_space_once_each(

@@ -105,7 +105,7 @@ class Engine:
         )
         cache = self.pool.cache is not None
         packed = [pack([BEGIN_TOKEN, *tokenize(p)]) if cache else b"" for p in request.prompts]
-        slots = await self.pool.acquire(len(request.prompts), packed[0])
+        slots = await self.pool.acquire(len(request.prompts), packed[0], request.id_slot)
         running: list[ActiveAnswer] = []
         try:
             for i, (prompt, count) in enumerate(zip(request.prompts, counts, strict=True)):

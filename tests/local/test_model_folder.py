@@ -4,13 +4,14 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 
-from gateway.local.memory import MIB, ServerSettings
-from gateway.local.model_folder import FolderContents, ModelFolder, write_preset
+from gateway.local.memory import MIB, ServerSettings, file_memory
+from gateway.local.model_folder import ModelFolder
 from tests.servers import demo_model
 from tests.workshop.fit.random_models import Recipe, write
 
@@ -56,8 +57,13 @@ def put_split(folder: Path, name: str) -> None:
         writer.close()
 
 
-def contents(folder: Path, room: int = 20 * GIB) -> FolderContents:
-    return ModelFolder(folder, SETTINGS, room).contents()
+def reader(folder: Path, room: int = 20 * GIB, **options: Any) -> ModelFolder:
+    """The folder, read once."""
+    found = ModelFolder(
+        folder, folder / "models.ini", options.pop("settings", SETTINGS), room, **options
+    )
+    found.refresh()
+    return found
 
 
 def test_models_are_named_by_their_files_in_the_folder_and_those_within(tmp_path: Path) -> None:
@@ -66,7 +72,7 @@ def test_models_are_named_by_their_files_in_the_folder_and_those_within(tmp_path
     for other in ("notes.txt", ".hidden.gguf", "inner/deeper/e.gguf", "f.gguf.part"):
         put(tmp_path / other)
     put_split(tmp_path, "split")
-    found = contents(tmp_path)
+    found = reader(tmp_path)
     assert list(found.models) == ["a", "b 2.Q4_K_M", "c", "d", "split"]
     assert found.passed_over == {}
     split = found.models["split"]
@@ -88,7 +94,7 @@ def test_what_can_not_be_served_is_told_with_the_reason(tmp_path: Path) -> None:
     put_other(tmp_path / "vision.gguf", "clip")
     put_other(tmp_path / "lora.gguf", "llama", "adapter")
     put(tmp_path / "mmproj-liar.gguf")
-    found = contents(tmp_path)
+    found = reader(tmp_path)
     assert list(found.models) == ["good"]
     words = {
         "text.gguf": "not a GGUF model",
@@ -100,7 +106,7 @@ def test_what_can_not_be_served_is_told_with_the_reason(tmp_path: Path) -> None:
         "half-00002-of-00003.gguf": "00001-of-00003.gguf: no such file",
         "vision.gguf": "projector of images",
         "lora.gguf": "an adapter",
-        "mmproj-liar.gguf": "no projector",
+        "mmproj-liar.gguf": "but not by both",
     }
     assert found.passed_over.keys() == words.keys()
     for name, word in words.items():
@@ -117,7 +123,7 @@ def test_a_projector_goes_to_the_model_beside_it_or_of_its_name(tmp_path: Path) 
         "mmproj-x",
     ):
         put_other(tmp_path / f"{name}.gguf", "clip")
-    found = contents(tmp_path)
+    found = reader(tmp_path)
     projectors = {name: model.projector for name, model in found.models.items()}
     assert projectors == {
         "Gemma-4B-Q4_K_M": tmp_path / "mmproj-gemma-4b-F16.gguf",
@@ -135,11 +141,11 @@ def test_a_projector_goes_to_the_model_beside_it_or_of_its_name(tmp_path: Path) 
 def test_a_model_that_has_no_room_alone_is_told_unless_forced(tmp_path: Path) -> None:
     put(tmp_path / "small.gguf")
     write(WIDE, tmp_path, hollow=True)
-    found = contents(tmp_path, room=300 * MIB)
+    found = reader(tmp_path, room=300 * MIB)
     assert list(found.models) == ["small"]
     assert "needs 0.6 GiB (weights" in found.passed_over["wide.gguf"]
     assert "less --context" in found.passed_over["wide.gguf"]
-    forced = ModelFolder(tmp_path, SETTINGS, 300 * MIB, force=True).contents()
+    forced = reader(tmp_path, room=300 * MIB, force=True)
     assert forced.passed_over == {}
     assert forced.models["wide"].memory == 300 * MIB  # so that it is loaded alone
 
@@ -147,11 +153,11 @@ def test_a_model_that_has_no_room_alone_is_told_unless_forced(tmp_path: Path) ->
 def test_prompts_get_memory_but_never_so_much_that_a_model_has_no_room(tmp_path: Path) -> None:
     put(tmp_path / "small.gguf")
     write(WIDE, tmp_path, hollow=True)
-    roomy = contents(tmp_path, room=20 * GIB).models
+    roomy = reader(tmp_path, room=20 * GIB).models
     caches = {name: one.settings.prompt_cache_bytes for name, one in roomy.items()}
     assert all(4 * GIB < cache <= 5 * GIB for cache in caches.values()), caches
     assert sum(one.memory for one in roomy.values()) < 11 * GIB  # half stays for other models
-    tight = contents(tmp_path, room=800 * MIB).models["wide"]
+    tight = reader(tmp_path, room=800 * MIB).models["wide"]
     assert tight.memory <= 800 * MIB
     assert tight.settings.prompt_cache_bytes % MIB == 0
 
@@ -159,44 +165,49 @@ def test_prompts_get_memory_but_never_so_much_that_a_model_has_no_room(tmp_path:
 def test_the_preset_says_how_each_model_is_started(tmp_path: Path) -> None:
     put(tmp_path / "a.gguf")
     put_other(tmp_path / "mmproj-a.gguf", "clip")
-    folder = ModelFolder(tmp_path, replace(SETTINGS, slots=3), 300 * MIB, embedding=True)
-    text = folder.preset(folder.contents())
-    assert text == (
+    settings = replace(SETTINGS, slots=3)
+    found = reader(tmp_path, room=300 * MIB, settings=settings, embedding=True)
+    preset = tmp_path / "models.ini"
+    assert preset.read_text() == (
         f"[a]\nmodel = {tmp_path}/a.gguf\nmmproj = {tmp_path}/mmproj-a.gguf\n"
         "parallel = 3\nctx-size = 12288\ncache-ram = 114\npooling = mean\n"
     )
-    preset = tmp_path / "models.ini"
-    for content in (text, ""):
-        write_preset(preset, content)
-        assert preset.read_text() == content
     assert len(list(tmp_path.iterdir())) == 3  # no draft is left
+    told = found.memory(tmp_path / "a.gguf", 3, 4096)
+    cache, projector = 114 * MIB, (tmp_path / "mmproj-a.gguf").stat().st_size
+    assert told == file_memory(tmp_path / "a.gguf", 3, 4096) + cache + projector
 
 
 def test_what_comes_and_goes_changes_no_other_section(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path / "a.gguf")
-    folder = ModelFolder(tmp_path, SETTINGS, 20 * GIB)
-    first = folder.preset(folder.contents())
-    assert folder.preset(folder.contents()) == first
+    found, preset = reader(tmp_path), tmp_path / "models.ini"
+    first = preset.read_text()
+    assert found.refresh() is None
     (tmp_path / "b.gguf").write_bytes(demo_model().read_bytes()[:1_000_000])  # it is being copied
-    found = folder.contents()
-    assert folder.preset(found) == first
+    changed = found.refresh()
+    assert changed is not None
+    assert (changed["added"], list(changed["not_served"])) == ([], ["b.gguf"])
     assert "cut short" in found.passed_over["b.gguf"]
+    assert preset.read_text() == first
     put(tmp_path / "b.gguf")
-    both = folder.preset(folder.contents())
-    assert both.startswith(first)
-    assert "[b]" in both
+    assert found.refresh() == {"added": ["b"], "removed": [], "not_served": {}}
+    assert preset.read_text().startswith(first)
+    assert "[b]" in preset.read_text()
     (tmp_path / "b.gguf").unlink()
-    assert folder.preset(folder.contents()) == first
+    assert found.refresh() == {"added": [], "removed": ["b"], "not_served": {}}
+    assert preset.read_text() == first
     # A file that has not changed is not read again.
     monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it was read again"))
-    assert folder.preset(folder.contents()) == first
+    assert found.refresh() is None
 
 
 def test_progress_tells_how_many_files_are_read(tmp_path: Path) -> None:
     for name in "abc":
         put(tmp_path / f"{name}.gguf")
     told: list[tuple[int, int]] = []
-    ModelFolder(tmp_path, SETTINGS, GIB).contents(lambda done, total: told.append((done, total)))
+    ModelFolder(tmp_path, tmp_path / "x", SETTINGS, GIB).refresh(
+        lambda done, total: told.append((done, total))
+    )
     assert told == [(0, 3), (1, 3), (2, 3)]

@@ -148,6 +148,7 @@ def test_models_get_as_many_slots_as_memory_has_room_for(
         (needs[0] + needs[1], [2, 1]),
         (2 * needs[1], [2, 2]),
         (needs[1] + needs[2], [3, 2]),
+        (needs[0] + server_needs(large, ServerSettings(4, DEFAULT_CONTEXT))[0], [3, 2]),
         (9 * needs[2], [4, 4]),
     ):
         machine = replace(one_node, memory_available=room + MEMORY_RESERVE)

@@ -105,9 +105,10 @@ def test_a_folder_gets_a_router_for_each_numa_node_with_the_memory_that_it_has(
     plan = plan_folder_fleet(
         folder, tmp_path / "models.ini", slots=3, server_bin=router, topology=machine
     )
-    assert list(plan.contents.models) == ["a", "b"]
-    assert list(plan.contents.passed_over) == ["bad.gguf"]
-    specs = plan.fleet.specs
+    assert plan.folder is not None
+    assert list(plan.folder.models) == ["a", "b"]
+    assert list(plan.folder.passed_over) == ["bad.gguf"]
+    specs = plan.specs
     assert [(spec.is_router, spec.model.name, spec.slots) for spec in specs] == [
         (True, "models.ini", 3)
     ] * 2
@@ -116,7 +117,7 @@ def test_a_folder_gets_a_router_for_each_numa_node_with_the_memory_that_it_has(
     assert [spec.memory for spec in specs] == [
         min(node.memory_available - MEMORY_RESERVE, share) for node in machine.nodes
     ]
-    assert plan.room == min(spec.memory or 0 for spec in specs)
+    assert plan.folder.room == min(spec.memory or 0 for spec in specs)
     first, second = [inventory_entry(spec, "http://127.0.0.1:1") for spec in specs]
     assert (first["host"], second["host"]) == ("localhost-numa0", "localhost-numa1")
     assert (first["memory"], first["labels"]["numa"]) == (specs[0].memory, "0")
@@ -130,16 +131,16 @@ def test_routers_of_one_memory_are_planned_with_all_of_it(
         folder, tmp_path / "models.ini", servers=2, server_bin=router, topology=machine
     )
     left = machine.memory_available - MEMORY_RESERVE
-    assert [spec.memory for spec in plan.fleet.specs] == [left, left]  # they share it: one host
-    hosts = {inventory_entry(spec, "http://127.0.0.1:1")["host"] for spec in plan.fleet.specs}
+    assert [spec.memory for spec in plan.specs] == [left, left]  # they share it: one host
+    hosts = {inventory_entry(spec, "http://127.0.0.1:1")["host"] for spec in plan.specs}
     assert hosts == {"localhost"}
     full = replace(machine, memory_available=GIB)
-    with pytest.raises(MemoryShortError, match=r"2.0 GiB must stay free.*has 1.0 GiB"):
+    with pytest.raises(ModelFileError, match=r"a.gguf: needs 64 MiB .* of the 0 MiB that"):
         plan_folder_fleet(folder, tmp_path / "models.ini", server_bin=router, topology=full)
     forced = plan_folder_fleet(
         folder, tmp_path / "x.ini", server_bin=router, topology=full, force_memory=True
     )
-    assert forced.room == GIB
+    assert [spec.memory for spec in forced.specs] == [GIB]
 
 
 def test_a_folder_without_a_model_is_refused_with_the_reasons(
@@ -169,9 +170,9 @@ def test_a_folder_needs_a_llama_server_with_router_mode(
     fetched.parent.mkdir(parents=True)
     fetched.symlink_to(router)
     assert cache_folder() / "llama-server" == fetched
-    assert plan_folder_fleet(folder, preset).fleet.binary is not None
+    assert plan_folder_fleet(folder, preset).binary is not None
     router.write_text("#!/bin/sh\necho --model --port --parallel --models-max\n")
-    with pytest.raises(ServerBinaryError, match=r"newer llama-server.*has no --models-preset;"):
+    with pytest.raises(ServerBinaryError, match=r"has no --models-preset, .*newer llama-server"):
         plan_folder_fleet(folder, preset)
 
 

@@ -124,7 +124,7 @@ def refusal(error: GatewayRefused) -> str:
 # States of nodes, what needs a look first.
 STATE_ORDER = (
     *("down", "ejected", "loading", "mute", "starting", "degraded", "draining"),
-    *("standby", "sleeping", "ready"),
+    *("failed", "unloading", "standby", "sleeping", "ready", "unloaded"),
 )
 
 CLASS_ORDER = ("urgent", "premium", "normal", "batch")
@@ -191,6 +191,12 @@ def _busy(row: Row) -> str:
     return f"{format_cell(row.get('slots_busy'))}/{format_cell(row.get('slots_total'))}"
 
 
+def _state(row: Row) -> str:
+    """The state, with what is done of a load."""
+    progress, state = row.get("progress"), format_cell(row.get("state"))
+    return f"{state} {progress:.0%}" if isinstance(progress, int | float) else state
+
+
 def _reason(row: Row) -> str:
     if drift := row.get("drift"):
         return format_cell(drift)
@@ -206,7 +212,7 @@ def _labels(row: Row) -> str:
 
 NODE_COLUMNS = (
     Column("NODE", _text("name")),
-    Column("STATE", _text("state"), _by(STATE_ORDER, "state")),
+    Column("STATE", _state, _by(STATE_ORDER, "state")),
     Column("SLOTS", slots_drawn, _number("slots_busy")),
     Column("BUSY", _busy, _number("slots_busy")),
     Column("READ/S", _speed("prefill_tps", "prefill_share"), _number("prefill_tps")),
@@ -263,9 +269,20 @@ def queue_lines(picture: FleetPicture, words: str = "") -> list[Line]:
 def node_lines(
     picture: FleetPicture, sort: int = 1, words: str = "", *, descending: bool = False
 ) -> list[Line]:
-    """The nodes, by the column of this number; `words` must all be in a row."""
-    rows = picture.nodes.items()
-    return _lines(NODE_COLUMNS, rows, sort, words, descending=descending)
+    """The nodes, by the column of this number; `words` must all be in a row.
+
+    A router's models follow it.
+    """
+    whole = [pair for pair in picture.nodes.items() if pair[1].get("router") is None]
+    models: dict[str, list[tuple[str, Row]]] = {}
+    for name, row in picture.nodes.items():
+        if row.get("router") is not None:
+            models.setdefault(str(row["router"]), []).append((name, row))
+    found = []
+    for line in _lines(NODE_COLUMNS, whole, sort, "", descending=descending):
+        own = _lines(NODE_COLUMNS, models.get(line.key, ()), sort, "", descending=descending)
+        found += [line, *own]
+    return [line for line in found if _matches(line.cells, words)]
 
 
 def request_lines(
@@ -323,7 +340,7 @@ def headline(picture: FleetPicture) -> str:
     working = sum(states.get(name, 0) for name in ("ready", "degraded", "mute", "sleeping"))
     parts = [
         "ready" if get("ready") else f"not ready: {format_cell(get('reason'))}",
-        f"{working} of {len(picture.nodes)} nodes work",
+        f"{working} of {sum(states.values())} nodes work",
         f"slots {format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}",
         f"{sum(waiting.values())} wait" + "".join(f", {n} {c}" for c, n in waiting.items()),
         f"{format_cell(get('in_flight'))} in flight",

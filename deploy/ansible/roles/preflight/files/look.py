@@ -452,15 +452,17 @@ def memory_problems_on_demand(spec: dict[str, Any], found: dict[str, Any]) -> li
                 f"not enough memory: llama_node_memory is {gib(said)}, but {whose}. Remedy: less"
             ]
         room, whose = said, f"llama_node_memory is {gib(said)}"
+    # The gateway counts what a server may cache as memory of the model.
+    cached = spec.get("cache_ram", 0) << 20
     needs = {
-        one["name"]: int(seen["bytes"] * rule["factor"])
+        one["name"]: int(seen["bytes"] * rule["factor"]) + cached
         for one, seen in zip(spec["models"], found["models"], strict=True)
     }
     largest = max(needs, key=needs.__getitem__)
     always = servers * sum(needs[name] for name in spec.get("preload", []))
     return [
-        f"not enough memory: {what} {gib(size)} ({rule['factor']} x its file), but {whose}. "
-        f"Remedy: {remedy}"
+        f"not enough memory: {what} {gib(size)} ({rule['factor']} x file, and "
+        f"llama_node_cache_ram), but {whose}. Remedy: {remedy}"
         for what, size, remedy in (
             (f"{largest} needs", needs[largest], "take it out of llama_node_models"),
             (
