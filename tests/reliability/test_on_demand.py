@@ -280,6 +280,10 @@ async def test_nothing_but_a_request_loads_a_model(tmp_path: Path) -> None:
         await asyncio.sleep(120)  # Probes go on, and keep nothing loaded.
         assert gateway.loads == {"s1/a": 1}
         assert swap.models["a"].state == "unloaded"
+        order = {"order": "load", "model": "a", "node": "s1"}
+        ordered = await gateway.running.admin.post("/admin/placements", json=order)
+        assert (ordered.status_code, ordered.json()["state"]) == (200, "sleeping")
+        assert ordered.json()["note"].startswith("the next request loads it")
 
 
 @in_virtual_time
