@@ -89,7 +89,10 @@ class PlacementEndpoints:
             if order == "unpin":
                 return "it stays loaded until another model needs the memory"
             return "it is always loaded from now on, over restarts too"
+        takes_none = node.spec.kind == "openai"
         if order == "load":
+            if takes_none and node.sleep.sleeping:
+                return "the next request loads it: its server takes no commands"
             if load.phase is LoadPhase.READY:
                 return "its next request loads it" if node.sleep.sleeping else "it is loaded"
             if load.phase is LoadPhase.LOADING:
@@ -97,6 +100,8 @@ class PlacementEndpoints:
             return "it is loaded as soon as others have made room"
         if node.leases:
             return f"it ends its requests first, {node.in_flight} now, and gets no new ones"
+        if takes_none:
+            return "it gets no requests until some wait for it; its server may hold it still"
         return "it is loaded again when requests wait for it: pause the model to prevent that"
 
     def _find(self, name: str, model: str) -> Node:

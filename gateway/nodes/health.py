@@ -523,7 +523,9 @@ class HealthMonitor:
         models = node.instances.values()
         if node.is_router:
             await self._probe_models(result)
-        waking = any(one.sleep.waking_since is not None for one in (node, *models))
+        waking = node.spec.kind == "llama.cpp" and any(
+            one.sleep.waking_since is not None for one in (node, *models)
+        )
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.
             await self._read_slots(node, comes_up=True)
