@@ -523,6 +523,8 @@ class HealthMonitor:
         models = node.instances.values()
         if node.is_router:
             await self._probe_models(result)
+        elif models:
+            self._models_listed(node, [], node.clock())  # It is a plain server by now.
         waking = node.spec.kind == "llama.cpp" and any(
             one.sleep.waking_since is not None for one in (node, *models)
         )
@@ -572,7 +574,8 @@ class HealthMonitor:
             return
         now, path = node.clock(), "/v1/models"
         if now >= self._folder_due_at:
-            # So it reads its folder again, the head of each file, and forgets which loads failed.
+            # So it reads its folder again, the head of each file, and forgets which loads failed. It
+            # ends a model whose file is gone, or whose preset has changed: such streams are resumed.
             path += "?reload=1"
             self._folder_due_at = now + FOLDER_SECONDS
         await self._read_models(result, path)
