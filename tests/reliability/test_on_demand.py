@@ -108,19 +108,24 @@ async def gateway_over(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("tells", [True, False])
 @in_virtual_time
 async def test_one_llama_swap_serves_two_models_in_turns_with_few_swaps(
-    tmp_path: Path, stream: bool
+    tmp_path: Path, tells: bool
 ) -> None:
-    swap = EmulatedSwap("ab", load_seconds=2, **QUICK)
+    swap = EmulatedSwap("ab", load_seconds=2, tells_running=tells, **QUICK)
     async with gateway_over(tmp_path, swap) as gateway:
-        await gateway.serve(*"abab", seconds=60, stream=stream)
+        await gateway.serve(*"abab", seconds=60, stream=tells)
         assert 2 <= sum(gateway.loads.values()) <= 6
         assert max(gateway.waits) < 20  # the hysteresis, two loads and what was running
         assert min(gateway.served.values()) > 20
         assert gateway["s1/a"].sleep.measured == pytest.approx(2.0, abs=0.5)
         assert (gateway["s1/a"].failures, gateway["s1/b"].failures) == (0, 0)
+        told = Counter(change for _, change, _ in gateway.told())
+        assert (told["loaded"], told["unloaded"]) == (
+            swap_count := sum(gateway.loads.values()),
+            swap_count - 1,
+        )
 
 
 @in_virtual_time
@@ -166,7 +171,7 @@ async def test_a_slow_load_is_no_failure(tmp_path: Path, tells_running: bool) ->
         replies = [asyncio.create_task(gateway.ask("a", stream=stream)) for stream in (True, False)]
         await gateway.until_state("s1/a", NodeState.SLEEPING)
         await asyncio.sleep(100)
-        assert gateway["s1/a"].reason.startswith("it is loaded since ")
+        assert gateway["s1/a"].reason.startswith("its load takes ")
         assert [(await reply).status_code for reply in replies] == [200, 200]
         node = gateway["s1/a"]
         assert (node.failures, node.state) == (0, NodeState.READY)
@@ -225,7 +230,8 @@ async def test_a_load_that_fails_backs_off_and_its_request_goes_elsewhere(tmp_pa
     swaps = [EmulatedSwap("a", load_seconds=2, **QUICK) for _ in range(2)]
     async with gateway_over(tmp_path, *swaps) as gateway:
         swaps[0].models["a"].failing_loads = 1
-        assert (await gateway.ask("a")).status_code == 200
+        replies = await asyncio.gather(*(gateway.ask("a") for _ in range(6)))
+        assert {reply.status_code for reply in replies} == {200}
         await gateway.until_state("s2/a", NodeState.READY)
         assert gateway["s1/a"].state is NodeState.FAILED
         assert "its server answered 502" in gateway["s1/a"].reason
