@@ -327,8 +327,9 @@ class LocalLeaseService:
     def _woke(self, lease: LeaseRecord, now: float, written: int = 0) -> None:
         """Content came from a server that had slept; `written` tokens of it, in one piece."""
         placement, speed = lease.placement, lease.node.speed
-        tokens = 0.0 if placement is None else placement.prompt_tokens
-        expected = tokens / speed.expected_prefill_tps
+        expected = 0.0  # What a speed that was never measured would explain is no load.
+        if placement is not None and speed.prefill_tps is not None:
+            expected += placement.prompt_tokens / speed.prefill_tps
         if speed.decode_tps is not None:
             expected += written / speed.decode_tps / max(1, lease.slots)
         self.fleet.woke(lease, now, expected)

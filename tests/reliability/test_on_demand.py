@@ -18,6 +18,7 @@ from gateway.nodes.node import Node, NodeState
 from tests.emulator.on_demand import EmulatedOllama, EmulatedSwap
 from tests.emulator.routed_model import ModelFile
 from tests.gateways import Running, running_gateway, until
+from tests.servers import DemoServer, demo_model, running_router
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
@@ -29,7 +30,7 @@ class Endpoints:
     """A gateway over such servers, `s1` and so on, and what has become of their models."""
 
     running: Running
-    servers: tuple[EmulatedSwap, ...]
+    servers: tuple[EmulatedSwap | DemoServer, ...]
     changes: list[ModelLoadChanged] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)  # seconds of each answer
     served: Counter[str] = field(default_factory=Counter)  # answers by model
@@ -43,6 +44,7 @@ class Endpoints:
         return {
             f"s{number}/{name}": model.loads
             for number, server in enumerate(self.servers, 1)
+            if isinstance(server, EmulatedSwap)
             for name, model in server.models.items()
             if model.loads
         }
@@ -81,13 +83,17 @@ class Endpoints:
 
 @asynccontextmanager
 async def gateway_over(
-    folder: Path, *servers: EmulatedSwap, settings: dict[str, Any] | None = None, **spec: Any
+    folder: Path,
+    *servers: EmulatedSwap | DemoServer,
+    settings: dict[str, Any] | None = None,
+    **spec: Any,
 ) -> AsyncIterator[Endpoints]:
     """A gateway over these servers. At the end nothing may be held, and no exception logged."""
     folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs yet
     async with AsyncExitStack() as stack:
         for server in servers:
-            await stack.enter_async_context(server)
+            if isinstance(server, EmulatedSwap):
+                await stack.enter_async_context(server)
         nodes = [
             {
                 "name": f"s{number}",
@@ -135,6 +141,25 @@ async def test_two_llama_swaps_keep_one_model_each(tmp_path: Path) -> None:
         await gateway.serve(*"abab", seconds=30)
         assert sorted(gateway.loads.values()) == [1, 1]
         assert {name[-1] for name in gateway.loads} == {"a", "b"}
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.binary_only("the wheel's server has no router mode")
+async def test_a_real_server_that_loads_by_itself_swaps_seldom(tmp_path: Path) -> None:
+    """llama.cpp's router, which is not told to be one: it loads what is asked for by itself."""
+    (folder := tmp_path / "models").mkdir()
+    for name in "ab":
+        (folder / f"{name}.gguf").symlink_to(demo_model())
+    with running_router(folder, extra=("--models-max", "1")) as server:
+        async with gateway_over(tmp_path, server, slots=2) as gateway:
+            await gateway.serve(*"abab", seconds=20)
+            told = Counter(change for _, change, _ in gateway.told())
+            assert 2 <= told["loaded"] <= 6
+            assert max(gateway.waits) < 30
+            assert min(gateway.served.values()) > 20
+            measured = [gateway[f"s1/{name}"].sleep.measured for name in "ab"]
+            assert all(seconds is not None and seconds < 10 for seconds in measured)
 
 
 @pytest.mark.slow
