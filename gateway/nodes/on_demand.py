@@ -113,7 +113,7 @@ def follow_held(
         sleep.props_read(True, now, asked=False)  # It may be unloaded at any time.
         sleep.woke()
         return LoadChange("loaded", None, by_others=before is False)
-    if load.phase is not LoadPhase.READY or node.leases:
+    if load.phase is not LoadPhase.READY or node.live_leases:
         return None  # What its requests meet is seen in their responses.
     if asked_at <= max(load.since, node.released_at):
         return None

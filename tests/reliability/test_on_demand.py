@@ -108,7 +108,7 @@ async def gateway_over(
         found = Endpoints(running, servers)
         running.gateway.bus.subscribe(ModelLoadChanged, found.changes.append)
         yield found
-        await until(lambda: not running.held(), 60.0, running.held)
+        await until(lambda: not running.held(), 200.0, running.held)
     log = (folder / "gateway.log").read_text()
     assert "Traceback" not in log, log
 
@@ -328,3 +328,15 @@ async def test_a_load_whose_client_has_left_serves_the_next_one(tmp_path: Path) 
         assert (await gateway.ask("a", stream=True)).status_code == 200
         assert gateway["s1/a"].sleep.measured == pytest.approx(10, abs=1)
         assert (gateway.loads, gateway["s1/a"].state) == ({"s1/a": 1}, NodeState.READY)
+
+
+@in_virtual_time
+async def test_what_a_client_has_left_keeps_no_other_model_waiting(tmp_path: Path) -> None:
+    swap = EmulatedSwap("ab", load_seconds=2, **QUICK)
+    async with gateway_over(tmp_path, swap) as gateway:
+        left = asyncio.create_task(gateway.ask("a", max_tokens=900, ignore_eos=True))
+        await asyncio.sleep(10)
+        left.cancel()
+        began = now()
+        assert (await gateway.ask("b")).status_code == 200
+        assert now() - began < 60  # until the server has ended it, not until its slot is believed
