@@ -151,6 +151,7 @@ class Gateway:
             pinned_models=PinnedModels(startup.pins_file(options)),
             drained_nodes=DrainedNodes(startup.drains_file(options)),
             properties_store=PropertiesStore(startup.properties_file(options)),
+            has_predecessor=self._inherited.ready_fd is not None,
         )
         self.registry = InFlightRegistry()
         self.scheduler = Scheduler(
@@ -320,7 +321,6 @@ class Gateway:
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
-            self._start_task(self.model_placer.run(), "load and unload models")
             self._start_task(self._files.watch(inventory), "watch the files")
             self._start_task(self.certificates.watch(), "watch the certificates")
             self._start_task(self.audit.run(), "write the audit log")
@@ -350,7 +350,8 @@ class Gateway:
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
             self.audit.record("gateway", None, "start", __version__)
-            # Not earlier: the predecessor calibrates, and writes the file, until now.
+            # Not earlier: the predecessor places models, calibrates and writes the file until now.
+            self._start_task(self.model_placer.run(), "load and unload models")
             self._start_task(self.calibrator.run(), "calibrate idle nodes")
             self._start_task(self.fleet.properties_store.save_loop(), "save what nodes said")
             waits = None if self._inherited.learnt_fd is None else self._inherited.wait_for_learnt

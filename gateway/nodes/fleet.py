@@ -195,8 +195,11 @@ def hold_without_slots(lease: Lease) -> float:
 PROBES_AT_ONCE = 256
 # Servers that the inventory does not have and of which something learnt is kept.
 MOST_LEARNT = 10_000
+# Seconds since the start for which loads by others may be those of a predecessor process.
+PREDECESSOR_SECONDS = 60.0
 # Indexing the models of many routers takes at most one part in so many of the time.
 INDEXING_PAUSE = 20.0
+MOST_ADDED = 100  # models of a router that are taken in at once
 COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
 
 
@@ -218,6 +221,7 @@ class Fleet:
         drained_nodes: DrainedNodes,
         properties_store: PropertiesStore | None = None,
         paused_models: PausedModels | None = None,
+        has_predecessor: bool = False,
         pinned_models: PinnedModels | None = None,
     ) -> None:
         self.nodes: dict[str, Node] = {}
@@ -229,6 +233,7 @@ class Fleet:
         self._settings = NodeSettings(health, timeouts)
         self._bus = bus
         self._clock = clock
+        self._shared_until = clock() + PREDECESSOR_SECONDS if has_predecessor else -math.inf
         self._rng = rng
         self._drained_nodes = drained_nodes
         self._paused_models = paused_models or PausedModels()
@@ -334,7 +339,8 @@ class Fleet:
             if name not in self.nodes:
                 change.removed.append(name)
                 reason = "removed from the inventory"
-                self._bus.publish(NodeChanged(name, node.state.value, None, reason))
+                for one in (node, *node.instances.values()):
+                    self._bus.publish(NodeChanged(one.name, one.state.value, None, reason))
         self._index_nodes()
         for node in self.nodes.values():
             self.refresh_state(node)
@@ -432,13 +438,17 @@ class Fleet:
         elif record.most_loaded != router.properties.most_loaded:
             record.limit_found(router.properties.most_loaded)
         declared = router.spec.models
-        changed = False
+        changed, added = False, 0
         kept: dict[str, Node] = {}
         for model in listed:
             if declared is not None and model.names.isdisjoint(declared.values()):
                 continue
             instance = router.instances.get(model.name)
+            if instance is None and added == MOST_ADDED:
+                self.read_models(router)  # The rest, when other work has had its turn.
+                continue
             if instance is None:
+                added += 1
                 instance = self._add_model(router, model.name, model.names)
                 changed = True
             elif instance.spec != (spec := router.spec.of_model(model.name, model.names)):
@@ -462,7 +472,8 @@ class Fleet:
         """Take in what a router lists of one model."""
         load, now = instance.load, self._clock()
         assert load is not None
-        is_news = load.is_news(model)
+        followed = router.router_record.followed(load.listed_at)
+        is_news = load.is_news(model, asked_at)
         if is_news:
             instance.properties.clear_remembered()
             instance.properties.read_routed(model.entry, model.slots, model.context)
@@ -477,7 +488,6 @@ class Fleet:
             return
         if not is_news:
             return
-        followed = router.router_record.followed(load.listed_at)
         change = load.reported(model, asked_at, now, followed=followed)
         if model.status is not None:
             asked = any(lease.wake for lease in instance.leases)
@@ -501,7 +511,8 @@ class Fleet:
             instance.sleep.restarted()
             self._reclaimer.release_all(instance)
         self._tell_load(instance, change)
-        if change.by_others and router.router_record.changed_by_others(now):
+        shared = now < self._shared_until  # A predecessor commands what its last requests need.
+        if change.by_others and not shared and router.router_record.changed_by_others(now):
             self._bus.publish(RouterLeftAlone(router.name))
             self._on_models(router)
 
@@ -522,9 +533,13 @@ class Fleet:
         self._tell_load(node, LoadChange("failed", None, by_others=False))
 
     def _add_known_models(self, router: Node) -> None:
-        """Its models are known from before, until it is probed."""
-        for name in router.properties.models if router.is_router else ():
-            self._add_model(router, name, ())
+        """Its models are known from before, until its list is read again."""
+        properties, declared = router.properties, router.spec.models
+        for model in properties.models if router.is_router else ():
+            names = {model, *(one for one, of in properties.aliases.items() if of == model)}
+            wanted = declared is None or not names.isdisjoint(declared.values())
+            if wanted and model not in router.instances:
+                self._add_model(router, model, names)
 
     def _add_model(self, router: Node, name: str, names: Collection[str]) -> Node:
         spec = router.spec.of_model(name, names or {name})
@@ -650,7 +665,8 @@ class Fleet:
             self._enter(node, published)
             self._add_known_models(node)
         else:
-            self._monitors[node].wake()
+            self._add_known_models(node)
+            self._monitors[node].read_models()
 
     def _enter(self, node: Node, published: NodeState | None) -> None:
         """Begin to watch; `published`: the last state that was published for this name."""

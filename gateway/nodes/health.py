@@ -374,6 +374,9 @@ FOLDER_SECONDS = 10.0  # seconds between two readings of a router's folder, by i
 INSTANCES_AT_ONCE = 8  # models of one router that are asked for their slots at the same time
 
 
+LARGE_LIST = 256 * 1024  # bytes from which on a router's list is read in a thread
+
+
 class HealthMonitor:
     """Probes one node and keeps its state current, in a task of its own; a router with its models.
 
@@ -461,7 +464,7 @@ class HealthMonitor:
                     # An operator's probe may have come first.
                     if self._is_due():
                         await self._cycle()
-            elif self._list_due and node.probe_history.up:
+            elif self._may_read_list():
                 self._list_due = False
                 async with self._probing, self._gate:
                     await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
@@ -475,7 +478,11 @@ class HealthMonitor:
                 if model.load is not None and model.load.retry_due(now):
                     self._refresh_state(model)
                 due = min(due, model.next_change(now))
-            await self._sleep(now if self._list_due else due, now)
+            await self._sleep(now if self._may_read_list() else due, now)
+
+    def _may_read_list(self) -> bool:
+        """Whether a router's list is to be read; while it is down the next probe does that."""
+        return self._list_due and self._node.in_service and self._node.probe_history.up
 
     def _is_due(self) -> bool:
         return (
@@ -574,9 +581,16 @@ class HealthMonitor:
         asked_at = node.clock()
         reply = await fetch(node, path)
         if not isinstance(reply, ProbeResult):
-            listed = parse_models(reply.body) if reply.status == HTTPStatus.OK else None
+            listed = None
+            if reply.status == HTTPStatus.OK and len(reply.body) > LARGE_LIST:
+                listed = await asyncio.to_thread(parse_models, reply.body)
+            elif reply.status == HTTPStatus.OK:
+                listed = parse_models(reply.body)
             if node.spec.kind == "openai":
                 await self._endpoint_listed(listed, reply.status, asked_at)
+            elif listed is not None and len(reply.body) > LARGE_LIST:
+                models = await asyncio.to_thread(read_list, listed)
+                self._models_listed(node, models, asked_at)
             elif listed is not None:
                 self._models_listed(node, read_list(listed), asked_at)
         self._record(node.instances.values(), result)
@@ -805,7 +819,11 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         return NodeState.READY, f"it refused work (402, 429 or 503): none for about {left:.0f} s"
     if node.is_router:
         loaded = sum(_is_loaded(one) for one in node.instances.values())
-        return NodeState.READY, f"a router: {loaded} of {len(node.instances)} models are loaded"
+        words = f"a router: {loaded} of {len(node.instances)} models are loaded"
+        if node.router_record.stopped(now):
+            left = node.router_record.stopped_until - now
+            words += f"; it gets no commands for {left:.0f} s, since others load and unload them"
+        return NodeState.READY, words
     return NodeState.READY, "answers its probes"
 
 

@@ -380,6 +380,14 @@ class Node:
         return self.properties.is_router and self.spec.models_on_demand is not False
 
     @property
+    def stays_unloaded(self) -> bool:
+        """Whether it is unloaded on a router that gets no commands, by its entry or for a while."""
+        router, load = self.router, self.load
+        if router is None or load is None or load.loaded or not router.properties.is_router:
+            return False
+        return not router.takes_commands or router.router_record.stopped(self.clock())
+
+    @property
     def is_alive(self) -> bool:
         """Whether it is worth the ordinary wait."""
         load = self.load

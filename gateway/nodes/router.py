@@ -49,7 +49,7 @@ UNLOAD_CAUSES: tuple[str, ...] = get_args(UnloadCause)
 
 # A model's status as a router lists it. `downloading` counts as unloaded.
 Status = Literal["unloaded", "loading", "loaded", "sleeping"]
-_STATUSES: dict[object, Status] = {
+_STATUSES: dict[str, Status] = {
     "unloaded": "unloaded",
     "downloading": "unloaded",
     "loading": "loading",
@@ -101,7 +101,7 @@ def read_list(listed: object) -> list[RoutedModel]:
         aliases = aliases[:MOST_ALIASES] if isinstance(aliases, list) else []
         status = entry.get("status")
         status = status if isinstance(status, dict) else {}
-        code = status.get("exit_code")
+        value, code = status.get("value"), status.get("exit_code")
         args = status.get("args")
         args = [one for one in args if isinstance(one, str)] if isinstance(args, list) else []
         slots = _argument(args, "--parallel", MOST_SLOTS)
@@ -112,7 +112,7 @@ def read_list(listed: object) -> list[RoutedModel]:
                 name,
                 frozenset((name, *filter(is_model_name, aliases))),
                 entry,
-                _STATUSES.get(status.get("value")),
+                _STATUSES.get(value) if isinstance(value, str) else None,
                 status.get("failed") is True,
                 code if isinstance(code, int) else None,
                 slots,
@@ -343,9 +343,9 @@ class ModelLoad:
         self.enter(LoadPhase.UNLOADED, f"its last load failed: {self.reason}", now)
         return True
 
-    def is_news(self, model: RoutedModel) -> bool:
+    def is_news(self, model: RoutedModel, asked_at: float) -> bool:
         """Whether the router lists it otherwise than before, or it is not as listed."""
-        before, self.listed = self.listed, model
+        before, self.listed, self.listed_at = self.listed, model, asked_at
         is_steady = not self.unsettled and self.phase in _STEADY_PHASES
         return before != model or not is_steady
 
@@ -366,7 +366,6 @@ class ModelLoad:
         `followed`: whether its events were followed since its last list, so that it is still the
         process that it was; None: it tells of none.
         """
-        self.listed_at = asked_at
         self.file, self.memory = model.file, model.memory or self.memory
         status, phase = model.status, self.phase
         if status is None or (self.ordered is not None and self._may_lag(status, asked_at)):
@@ -385,7 +384,7 @@ class ModelLoad:
     def _may_lag(self, status: Status, asked_at: float) -> bool:
         """Whether the list may be older than the command that it contradicts."""
         if self.ordered == "load":
-            return status == "unloaded" and asked_at <= self.taken_at
+            return status == "unloaded" and asked_at < self.taken_at
         return status != "unloaded" and asked_at - self.since < COMMAND_LAG
 
     def _overdue(self, now: float) -> bool:

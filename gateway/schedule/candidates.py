@@ -96,6 +96,8 @@ def show_speed(
 
 def is_alive(node: Node) -> bool:
     """Whether it is worth the ordinary wait; one on trial is, since its ejection may end so."""
+    if node.stays_unloaded:
+        return False
     return node.is_alive or node.circuit.trial is not None
 
 
