@@ -570,8 +570,8 @@ class HealthMonitor:
             return
         now, path = node.clock(), "/v1/models"
         if now >= self._folder_due_at:
-            # So it reads its folder again, the head of each file, and forgets which loads failed. It
-            # ends a model whose file is gone, or whose preset has changed: such streams are resumed.
+            # So it reads its folder again, the head of each file, and forgets which loads failed.
+            # It ends a model whose file is gone, or whose preset has changed; streams are resumed.
             path += "?reload=1"
             self._folder_due_at = now + FOLDER_SECONDS
         await self._read_models(result, path)
