@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -339,6 +339,10 @@ class _FleetCounts:
 
     def add(self, node: Node) -> None:
         """Count a node."""
+        if node.state is NodeState.UNLOADED and node.load is not None and not node.load.failures:
+            # Most of the models of a large fleet.
+            self._count_models(node.indexed_models, usable=True)
+            return
         state, spec = node.state.value, node.spec
         self.slots_total += node.slots_now
         self.slots_busy += node.slots_busy
@@ -352,7 +356,7 @@ class _FleetCounts:
             self.in_service += 1
             self.usable += usable
             self.hosts[spec.host] += 1
-            self._count_models(node, usable=usable)
+            self._count_models(node.public_models, usable=usable)
         left_alone = node.is_router and node.router_record.stopped(node.clock())
         if state == "draining" and not node.draining:
             return  # The gateway itself stops a standby node.
@@ -364,8 +368,8 @@ class _FleetCounts:
                 )
             )
 
-    def _count_models(self, node: Node, *, usable: bool) -> None:
-        for name in node.public_models:
+    def _count_models(self, names: Iterable[str], *, usable: bool) -> None:
+        for name in names:
             if name in self.models or len(self.models) < MOST_MODELS:
                 both = self.models[name]
                 both[0] += 1
@@ -378,7 +382,7 @@ class _FleetCounts:
         name = min(node.public_models, default=node.name)
         failures = 0 if load.loaded else load.failures
         if node.in_service and state != "standby" and not node.draining:
-            self._count_models(node, usable=node.is_alive and not failures)
+            self._count_models(node.public_models, usable=node.is_alive and not failures)
             if failures:
                 words = f"{node.name.partition('/')[0]}: {load.reason}"
                 self.not_loaded.update(dict.fromkeys(node.public_models, words))

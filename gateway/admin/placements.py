@@ -47,12 +47,11 @@ class PlacementEndpoints:
             for host, use in self.gateway.model_placer.host_use().items()
         }
         models = [node for node in self.fleet.nodes.values() if node.load is not None]
-        waiting = Counter(
-            model_key(nodes[0])
+        firsts = (
+            next((node for _, nodes in waiter.candidates.by_model for node in nodes), None)
             for waiter in self.scheduler.waiters
-            if (nodes := [one for _, some in waiter.candidates.by_model for one in some])
-            and nodes[0].load is not None
         )
+        waiting = Counter(model_key(one) for one in firsts if one is not None and one.load)
         rest = {"hosts": hosts, "waiting": waiting}
         return await json_of_rows("placements", models, self._object, rest)
 
@@ -79,27 +78,30 @@ class PlacementEndpoints:
         """Do it; returns what follows, for an operator. Raises: OrderRefused."""
         load = node.load
         assert load is not None
+        pinner = placer.pinner(node)
+        if order == "unpin" and pinner is not None and pinner != "operator":
+            raise OrderRefused(f"It is pinned {PINNED_BY[pinner]}: take it out there.")
+        if order != "unpin":
+            placer.order(node, "unload" if order == "unload" else "load")
         if order in {"pin", "unpin"}:
-            pinner = placer.pinner(node)
-            if order == "pin":
-                placer.check_pin(node)
-            elif pinner not in {None, "operator"}:
-                assert pinner is not None
-                raise OrderRefused(f"It is pinned {PINNED_BY[pinner]}: take it out there.")
             self.fleet.pin_model(node, pinned=order == "pin")
             await self.fleet.save_orders()
             if order == "unpin":
                 return "it stays loaded until another model needs the memory"
             return "it is always loaded from now on, over restarts too"
-        placer.order(node, "load" if order == "load" else "unload")
+        takes_none = node.spec.kind == "openai"
         if order == "load":
+            if takes_none and node.sleep.sleeping:
+                return "the next request loads it: its server takes no commands"
             if load.phase is LoadPhase.READY:
-                return "it is loaded"
+                return "its next request loads it" if node.sleep.sleeping else "it is loaded"
             if load.phase is LoadPhase.LOADING:
                 return f"its load takes about {placer.load_seconds(node):.2g} s"
             return "it is loaded as soon as others have made room"
         if node.leases:
             return f"it ends its requests first, {node.in_flight} now, and gets no new ones"
+        if takes_none:
+            return "it gets no requests until some wait for it; its server may hold it still"
         return "it is loaded again when requests wait for it: pause the model to prevent that"
 
     def _find(self, name: str, model: str) -> Node:

@@ -525,7 +525,9 @@ class HealthMonitor:
             await self._probe_models(result)
         elif models:
             self._models_listed(node, [], node.clock())  # It is a plain server by now.
-        waking = any(one.sleep.waking_since is not None for one in (node, *models))
+        waking = node.spec.kind == "llama.cpp" and any(
+            one.sleep.waking_since is not None for one in (node, *models)
+        )
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.
             await self._read_slots(node, comes_up=True)

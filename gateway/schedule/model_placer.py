@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -425,51 +425,27 @@ class ModelPlacer:
         assert router is not None
         assert load is not None
         self._check_commanded(router)
+        key, pinner = (router.name, model_key(node)), self.pinner(node)
+        actions: list[LoadAction] | None = []
         if load.phase is LoadPhase.UNLOADING:
             raise OrderRefused(f"{node.name} is being unloaded. Repeat the order in a moment.")
         if verb == "load":
             load.forget_waits()
-        self._show_router(router)
-        key = router.name, model_key(node)
-        if verb == "load":
+            self._show_router(router)
             actions = self.policy.order_load(*key, self._usage, now)
-            if actions is None:
-                raise OrderRefused(self._no_room(node))
-        elif load.phase is LoadPhase.READY or load.phase is LoadPhase.LOADING:
-            actions = [self._order_unload(node, LoadAction("unload", *key, ORDERED, "operator"))]
+        elif pinner is not None:
+            raise OrderRefused(f"{node.name} is pinned {PINNED_BY[pinner]}: take the pin out.")
+        elif load.phase is LoadPhase.LOADING:
+            raise OrderRefused(f"{node.name} is being loaded. Unload it when it is ready.")
+        elif load.phase is LoadPhase.READY:
+            self._show_router(router)
             load.unload_wanted(now)
-        else:
-            actions = []
+            actions = [LoadAction("retire" if node.leases else "unload", *key, ORDERED, "operator")]
+        if actions is None:
+            raise OrderRefused(self._no_room(node))
         for action in actions:
             self._carry_out(action, now)
         self._wake.set()
-
-    def _order_unload(self, node: Node, action: LoadAction) -> LoadAction:
-        assert node.load is not None
-        if (pinner := self.pinner(node)) is not None:
-            raise OrderRefused(f"{node.name} is pinned {PINNED_BY[pinner]}: take the pin out.")
-        if node.load.phase is LoadPhase.LOADING:
-            raise OrderRefused(f"{node.name} is being loaded. Unload it when it is ready.")
-        return action._replace(verb="retire") if node.leases else action
-
-    def check_pin(self, node: Node) -> None:
-        """Whether a router's model can always be loaded. Raises: OrderRefused."""
-        router = node.router
-        assert router is not None
-        self._check_commanded(router)
-        memory = self.host_use()[router.host].memory
-        others = [
-            one
-            for one in self.fleet.nodes.values()
-            if one.load is not None and one.host == router.host and one is not node
-            if self.pinner(one) is not None
-        ]
-        sizes = [self.memory_of(one) for one in (node, *others)]
-        full = memory is not None and sum(size or 0 for size in sizes) > memory
-        full = full or (memory is not None and bool(others) and None in sizes)
-        most = router.router_record.most_loaded or (1 if memory is None else len(sizes))
-        if full or sum(one.router is router for one in others) >= most:
-            raise OrderRefused(self._no_room(node))
 
     def _check_commanded(self, router: Node) -> None:
         """Raises: OrderRefused."""
@@ -510,41 +486,31 @@ class ModelPlacer:
         since = self.clock() - UNKEPT_SECONDS
         if self._began > since:
             return
+        pinned = {node: min(node.public_models, default="") for node in self.fleet.pinned_nodes()}
         for model, rule in self.settings.models.items():
-            copies = self._copies(model) if rule.pin or rule.replicas.min else []
+            if not (rule.pin or rule.replicas.min):
+                continue
+            found = self.fleet.model_index.nodes_for(model)
+            copies = {one.router.name: one for one in found if one.router is not None}
             for name in rule.pin:
                 router = self.fleet.nodes.get(name)
-                pinned = [node for node in copies if node.router is router]
-                if router is None or not (router.is_router or router.state is NodeState.READY):
-                    continue  # It is not there, which `check` and other problems tell.
-                if not pinned:
+                if name in copies:
+                    pinned[copies[name]] = model
+                elif router is not None and router.state is NodeState.READY:
                     yield model, name, f"{name} does not have it"
-                yield from self._unkept(model, pinned, since)
-            held = [one for one in copies if one.load and one.load.phase in SERVING_PHASES]
-            settled = all(one.load is None or one.load.since < since for one in copies)
-            if len(held) < rule.replicas.min and settled:
-                why = f"{len(held)} are loaded, and replicas.min is {rule.replicas.min}"
-                yield model, "", why
-        for node in self.fleet.pinned_nodes():
-            yield from self._unkept(min(node.public_models, default=node.name), [node], since)
-
-    def _unkept(
-        self, model: str, pinned: Iterable[Node], since: float
-    ) -> Iterator[tuple[str, str, str]]:
-        for node in pinned:
+            loads = [one.load for one in copies.values() if one.load is not None]
+            held = sum(load.phase in SERVING_PHASES for load in loads)
+            if held < rule.replicas.min and all(load.since < since for load in loads):
+                yield model, "", f"{held} are loaded, and replicas.min is {rule.replicas.min}"
+        for node, model in pinned.items():
             load, router = node.load, node.router
-            if load is None or router is None or router.state is not NodeState.READY:
+            if load is None or load.phase in SERVING_PHASES or load.since >= since:
                 continue
-            if load.phase in SERVING_PHASES or load.since >= since:
-                continue
-            why = load.reason if load.failures else self._no_room(node)
-            if self.policy.is_planned(router.name, model_key(node)):
-                why = "it waits until others there have ended their requests"
-            yield model, router.name, why
-
-    def _copies(self, model: str) -> list[Node]:
-        """A public model on all routers that have it."""
-        return [one for one in self.fleet.model_index.nodes_for(model) if one.load is not None]
+            if router is not None and router.state is NodeState.READY:
+                why = load.reason if load.failures else self._no_room(node)
+                if self.policy.is_planned(router.name, model_key(node)):
+                    why = "it waits until others there have ended their requests"
+                yield model, router.name, why
 
     # Actions.
 

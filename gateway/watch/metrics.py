@@ -17,7 +17,7 @@ import operator
 import platform
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -560,10 +560,13 @@ class Metrics:
         """
         self._catch_up()
         snapshot = self._snapshot()
-        nodes = []
-        for node in snapshot.nodes:
-            nodes.append(node)
-            if len(nodes) % NODES_OF_A_STEP == 0:
+        nodes, models = [], _RouterModels()
+        for number, node in enumerate(snapshot.nodes):
+            if node.router is None:
+                nodes.append(node)
+            else:
+                models.add(node)
+            if number % NODES_OF_A_STEP == NODES_OF_A_STEP - 1:
                 yield b""
         page = _Page(METRIC_PREFIX)
         self._add_requests(page)
@@ -573,7 +576,12 @@ class Metrics:
         )
         cached = {"expected": snapshot.cached_expected, "found": snapshot.cached_found}
         page.counts("predicted_cached_tokens_total", cached, "of")
-        self._add_fleet(page, nodes)
+        self._add_fleet(page, nodes, models.measured)
+        page.counts("model_loads_total", self._loads, "node", "model", "result")
+        page.counts("model_unloads_total", self._unloads, "node", "model", "reason")
+        page.histograms("model_load_seconds", self._load_seconds.samples())
+        page.counts("model_instances", models.states, "model", "node", "state")
+        page.counts("model_load_failures", models.failures, "node", "model")
         _add_state(page, snapshot)
         if snapshot.ledger is not None:
             page.number("ledger_rows_waiting", snapshot.ledger.pending)
@@ -625,10 +633,11 @@ class Metrics:
             for kind in ("prompt", "cached", "completion"):
                 yield (model, kind), getattr(counts, kind)
 
-    def _add_fleet(self, page: _Page, everything: Sequence[NodeSample]) -> None:
-        self._forget_others([node.name for node in everything])
-        nodes = [node for node in everything if node.router is None]
-        self._add_models(page, [node for node in everything if node.router is not None])
+    def _add_fleet(
+        self, page: _Page, nodes: Sequence[NodeSample], models: Sequence[NodeSample]
+    ) -> None:
+        self._forget_others(node.name for node in nodes)
+        everything = [*nodes, *models]
         attempts = (
             ((node, outcome), count)
             for node, outcomes in list(self._attempts.items())
@@ -651,30 +660,35 @@ class Metrics:
         page.nodes("node_decode_tokens_per_second", everything, operator.attrgetter("decode_tps"))
         page.nodes("node_prefill_tokens_per_second", everything, operator.attrgetter("prefill_tps"))
 
-    def _add_models(self, page: _Page, instances: Sequence[NodeSample]) -> None:
-        """What routers have loaded and load; a series for the state that each model is in."""
-        states: Counter[tuple[str, str, str]] = Counter()
-        for one in instances:
-            pair = (one.model, one.router or "")
-            known = len(states) < MOST_INSTANCES
-            states[(*pair, one.state) if known else (OTHER_LABEL, OTHER_LABEL, one.state)] += 1
-        page.counts("model_loads_total", self._loads, "node", "model", "result")
-        page.counts("model_unloads_total", self._unloads, "node", "model", "reason")
-        page.histograms("model_load_seconds", self._load_seconds.samples())
-        page.counts("model_instances", states, "model", "node", "state")
-        failing = [one for one in instances if one.load_failures][:MOST_INSTANCES]
-        failures = {(one.router or "", one.model): one.load_failures for one in failing}
-        page.counts("model_load_failures", failures, "node", "model")
-
-    def _forget_others(self, names: Collection[str]) -> None:
+    def _forget_others(self, names: Iterable[str]) -> None:
         """Drop nodes that have left; attempts that ended after that have added them again."""
         kept = {*names, OTHER_LABEL}
-        for node in [node for node in self._attempts if node not in kept]:
+        for node in [node for node in self._attempts if node.partition("/")[0] not in kept]:
             del self._attempts[node]
         for counts in (self._hooks, self._loads, self._unloads):
             for key in [key for key in counts if key[0] not in kept]:
                 del counts[key]
         self._loaded_pairs = {pair for pair in self._loaded_pairs if pair[0] in kept}
+
+
+class _RouterModels:
+    """What a scrape tells of the models of routers."""
+
+    def __init__(self) -> None:
+        self.states: Counter[tuple[str, str, str]] = Counter()  # model, router and state
+        self.failures: dict[tuple[str, str], int] = {}
+        self.measured: list[NodeSample] = []  # those whose speed is known
+
+    def add(self, one: NodeSample) -> None:
+        """Count one."""
+        key = (one.model, one.router or "", one.state)
+        if len(self.states) >= MOST_INSTANCES:
+            key = (OTHER_LABEL, OTHER_LABEL, one.state)
+        self.states[key] += 1
+        if one.load_failures and len(self.failures) < MOST_INSTANCES:
+            self.failures[one.router or "", one.model] = one.load_failures
+        if one.decode_tps is not None and len(self.measured) < MOST_INSTANCES:
+            self.measured.append(one)
 
 
 def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from gateway.nodes.router import LoadPhase
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
 from tests.gateways import Running, running_gateway, until
+from tests.servers import demo_model, running_router
 from tests.virtual import in_virtual_time
 
 GIB = 1 << 30
@@ -295,14 +297,16 @@ async def test_a_drain_of_a_router_counts_and_ends_what_its_models_run(tmp_path:
 async def test_a_pin_that_can_t_be_kept_is_a_problem_after_a_minute(tmp_path: Path) -> None:
     wishes: dict[str, Any] = {name: {"memory": "4GiB", "pin": ["r1"]} for name in FILES}
     wishes["a"] |= {"replicas": {"min": 2}}
+    wishes["ghost"] = {"memory": "1GiB", "pin": ["r1"]}
     async with one_router(tmp_path, {"models": wishes}, memory="20GiB") as (running, router):
         await until(lambda: all(one.state == "loaded" for one in router.models.values()), 60)
         early = await running.gateway.live._view.read_problems()
         await asyncio.sleep(70)
         late = await running.gateway.live._view.read_problems()
     assert early == []
-    assert [one.id for one in late] == ["not_kept:a:"]
+    assert [one.id for one in late] == ["not_kept:a:", "not_kept:ghost:r1"]
     assert "1 are loaded, and replicas.min is 2" in late[0].cause
+    assert "r1 does not have it" in late[1].cause.lower()
 
 
 @in_virtual_time
@@ -340,3 +344,31 @@ async def test_a_router_that_others_command_too_is_told_until_it_is_probed(tmp_p
     assert "llama-gateway nodes probe r1" in problem["message"]
     assert 'llama_gateway_router_left_alone{node="r1"} 1' in metrics
     assert after == []
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.binary_only("the wheel's server has no router mode")
+async def test_orders_on_a_real_router(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    for name in ("a", "b"):
+        (models / f"{name}.gguf").symlink_to(demo_model())
+    (models / "cut.gguf").write_bytes(demo_model().read_bytes()[:100_000])
+    with running_router(models, slots=2, context=4096, extra=("--models-max", "0")) as router:
+        node = {"name": "r1", "url": router.url, "memory": "1GiB"}
+        async with running_gateway(tmp_path, [node], {"store": {"url": "off"}}) as running:
+            await until(lambda: "r1/cut" in running.gateway.fleet.nodes)
+            await done(running, "load", "cut")
+            await state_is(running, "r1/cut", "failed")
+            await done(running, "pin", "a")
+            await state_is(running, "r1/a", "ready")
+            found = await placements(running)
+            problems = await running.gateway.live._view.read_problems()
+            await done(running, "unpin", "a")
+            await done(running, "unload", "a")
+            await state_is(running, "r1/a", "unloaded")
+    assert "its log says why" in found["r1/cut"]["reason"]
+    assert found["r1/a"]["memory"] > demo_model().stat().st_size
+    assert (found["r1/a"]["loads"], found["r1/a"]["pinned_by"]) == (1, "operator")
+    assert [one.id for one in problems] == ["model_out:cut", "load_failed:r1/cut"]

@@ -59,12 +59,20 @@ class EmulatedSwap(EmulatedRouter):
     proxied_class: type[ProxiedResponse] = GoResponse
     paths = _OPENAI | _LLAMA
 
-    def __init__(self, *args: Any, models_max: int = 1, ttl: float = inf, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        models_max: int = 1,
+        ttl: float = inf,
+        tells_running: bool = True,
+        **options: Any,
+    ) -> None:
+        """`tells_running`: it has a path that lists what runs, as old versions have not."""
         options = {"close_after_stream": False, "keepalive_requests": 10**9} | options
         super().__init__(*args, models_max=models_max, **options)
         self.response_class = GoResponse
         self.keepalive_seconds, self.keepalive_requests = 3600.0, 10**9
-        self.ttl = ttl
+        self.ttl, self.tells_running = ttl, tells_running
 
     def _is_routed(self, path: str, query: Mapping[str, list[str]]) -> bool:
         return path in self.paths
@@ -75,8 +83,9 @@ class EmulatedSwap(EmulatedRouter):
             case "GET", "/health":
                 return 200, b"OK", _TEXT
             case "GET", "/v1/models":
-                return 200, to_json({"data": self._listed("llama-swap"), "object": "list"}), _JSON
-            case "GET", "/running":
+                data = [entry for name in sorted(self.models) for entry in self._entries(name)]
+                return 200, to_json({"data": data, "object": "list"}), _JSON
+            case "GET", "/running" if self.tells_running:
                 return 200, to_json({"running": [self._running(one) for one in running]}), _JSON
             case "GET", "/unload":
                 for model in running:
@@ -84,9 +93,15 @@ class EmulatedSwap(EmulatedRouter):
                 return 200, b"OK", _TEXT
         return 404, b"404 page not found", _TEXT
 
-    def _listed(self, owner: str) -> list[dict[str, Any]]:
-        more = {"object": "model", "created": self.started, "owned_by": owner}
-        return [{"id": name, **more} for name in sorted(self.models)]
+    def _entries(self, name: str) -> list[dict[str, Any]]:
+        """A model of the list, and its aliases (`includeAliasesInList`)."""
+        model = self.models[name]
+        about = {"object": "model", "created": self.started, "owned_by": "llama-swap"}
+        about["status"] = {"value": "unloaded" if model.state == "unloaded" else "loaded"}
+        aliases = model.node.aliases
+        own: dict[str, Any] = {"type": "model"} | ({"aliases": aliases} if aliases else {})
+        kinds = {name: own, **{one: {"type": "alias", "modelID": name} for one in aliases}}
+        return [{"id": one, **about, "meta": {"llamaswap": kinds[one]}} for one in kinds]
 
     def _running(self, model: RoutedModel) -> dict[str, Any]:
         state = "ready" if model.state == "loaded" else "starting"
@@ -128,9 +143,12 @@ class EmulatedOllama(EmulatedSwap):
             case "GET", "/":
                 return 200, b"Ollama is running", _TEXT
             case "GET", "/v1/models":
-                return 200, to_json({"object": "list", "data": self._listed("library")}), _JSON
-            case "GET", "/api/ps":
-                loaded = [model for model in self.models.values() if model.state == "loaded"]
+                about = {"object": "model", "created": self.started, "owned_by": "library"}
+                data = [{"id": name, **about} for name in sorted(self.models)]
+                return 200, to_json({"object": "list", "data": data}), _JSON
+            case "GET", "/api/ps" if self.tells_running:
+                # Those that are being loaded, too.
+                loaded = [model for model in self.models.values() if model.state != "unloaded"]
                 return 200, to_json({"models": [self._running(one) for one in loaded]}), _JSON
         return 404, b"404 page not found", _TEXT
 
