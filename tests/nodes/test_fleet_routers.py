@@ -232,8 +232,7 @@ async def test_a_router_may_become_a_plain_server_and_a_plain_server_a_router() 
         async with EmulatedNode(model="plain", port=router.port) as plain:
             await fleet.until_state("r", NodeState.READY, 200.0)
             assert names(fleet) == {"r"}
-            assert fleet["r"].public_models == {"plain"}
-            assert fleet["r"].slots_total == 2
+            assert (fleet["r"].public_models, fleet["r"].slots_total) == (frozenset({"plain"}), 2)
             await plain.kill()
             await fleet.until_state("r", NodeState.DOWN, 300.0)
         async with RecordedRouter(["b"], port=router.port):

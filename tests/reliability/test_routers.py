@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from gateway.events import ModelLoadChanged, RouterLeftAlone
+from gateway.events import ModelLoadChanged
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.router import FIRST_RETRY, MOST_BY_OTHERS, ModelLoad
 from tests.gateway_processes import serving
@@ -70,7 +70,6 @@ class Seen:
 
     running: Running
     changes: list[ModelLoadChanged] = field(default_factory=list)
-    left_alone: list[RouterLeftAlone] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Node:
         return self.running.gateway.fleet.nodes[name]
@@ -123,7 +122,6 @@ async def gateway_over(
     async with running_gateway(folder, nodes, settings, **options) as running:
         seen = Seen(running)
         running.gateway.bus.subscribe(ModelLoadChanged, seen.changes.append)
-        running.gateway.bus.subscribe(RouterLeftAlone, seen.left_alone.append)
         yield seen
 
 
@@ -561,9 +559,9 @@ async def test_what_others_load_is_respected_and_too_much_of_it_ends_our_command
             for model in ("b", "a") * MOST_BY_OTHERS:
                 await loaded_by_others(other, model)
                 await seen.until_state(f"r1/{model}", NodeState.READY)
-                if seen.left_alone:
+                if record.stopped(seen["r1"].clock()):
                     break
-            assert [one.node for one in seen.left_alone] == ["r1"]
+            assert record.stopped(seen["r1"].clock())
             # What is loaded serves on; nothing is commanded for another one.
             await until(lambda: "since others load and unload them" in seen["r1"].reason)
             spare = "a" if model == "b" else "b"
