@@ -137,7 +137,7 @@ class SavedPrompts:
         self._verified[key] = call.args
         count = tokens = 0
         for (slot, prompt, caller), file in zip(chosen, files, strict=True):
-            if abs(file.tokens - _slot_tokens(prompt)) <= 1:
+            if abs(file.tokens + 1 - prompt.prompt_tokens - prompt.answer_tokens) <= 1:
                 self.add(f"{key}.{slot}", SavedPrompt(server, canary, file, prompt, caller))
                 count, tokens = count + 1, tokens + file.tokens
         self._publish(PromptsKept(node.name, "saved", count, tokens))
@@ -244,7 +244,7 @@ class SavedPrompts:
             return False
         others[number] = saved
         self._saved[server] = others
-        if sum(map(len, self._saved.values())) > MOST_KEPT:
+        while sum(map(len, self._saved.values())) > MOST_KEPT:
             self._saved.pop(next(iter(self._saved)))
         return True
 
@@ -266,11 +266,6 @@ def file_name(node: Node, slot: int | None) -> str:
     """The name of a slot's file, or of the canary's: always the same, and of this model alone."""
     part = "canary" if slot is None else str(slot)
     return f"llama-gateway-{server_key(node.spec, node.name)}-{part}.bin"
-
-
-def _slot_tokens(prompt: KeptPrompt) -> float:
-    """The tokens that a slot with this prompt shows."""
-    return prompt.prompt_tokens + prompt.answer_tokens - 1
 
 
 class _Wrong(Exception):  # noqa: N818 - it ends a step, and is no error of ours
