@@ -270,13 +270,6 @@ PROMPT_ACTIONS = ("saved", "restored", "mismatch", "failed")
 
 
 @dataclass(slots=True)
-class RouterLeftAlone:
-    """A router gets no commands for a while, since others load and unload its models too."""
-
-    node: str
-
-
-@dataclass(slots=True)
 class ModelsDiffer:
     """The differences between nodes that serve the same model have changed."""
 

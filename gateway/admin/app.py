@@ -221,7 +221,7 @@ def admin_app(
         nodes=NodeEndpoints(fleet, scheduler.fleet_sync, drain_deadlines),
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         models=ModelEndpoints(fleet, scheduler, gateway),
-        placements=PlacementEndpoints(fleet, scheduler, gateway, time.time),
+        placements=PlacementEndpoints(fleet, gateway, time.time),
         requests=RequestEndpoints(registry, scheduler),
         why=WhyEndpoints(scheduler, registry, live.history, time.time),
         usage=UsageEndpoints(reporter, time.time),

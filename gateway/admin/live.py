@@ -26,6 +26,7 @@ from gateway import errors
 from gateway.admin.configuration import GatewayControl
 from gateway.admin.guard import identity_of, is_still_admitted
 from gateway.admin.nodes import DrainDeadlines
+from gateway.admin.placements import hosts_json
 from gateway.admin.status import days_until, ledger_json, store_json
 from gateway.callers.keys import AdminIdentity, AdminRole
 from gateway.errors import GatewayError
@@ -147,9 +148,7 @@ class LiveView:
             "tier": spec.tier,
             "host": spec.host,
             "labels": dict(spec.labels),
-            "models": []
-            if node.is_router
-            else list(properties.names if spec.models is None else spec.models),
+            "models": list(properties.names if spec.models is None else spec.models),
             "context": node.context,
             "build": properties.build,
             "drift": list(node.drift),
@@ -174,21 +173,18 @@ class LiveView:
 
     def _load_columns(self, node: Node) -> Row:
         """What is told of a router's model alone, or is told otherwise of a router."""
-        load, router, placer = node.load, node.router, self.gateway.model_placer
-        if node.is_router:
-            return self._router_columns(node)
-        if load is None or router is None:
+        if node.load is not None and node.router is not None:
+            placer = self.gateway.model_placer
+            return {
+                "router": node.router.name,
+                "progress": node.load.progress,
+                "memory": placer.memory_of(node),
+                "pinned_by": placer.pinner(node),
+            }
+        if not node.is_router:
             return {}
-        return {
-            "router": router.name,
-            "progress": load.progress,
-            "memory": placer.memory_of(node),
-            "pinned_by": placer.pinner(node),
-        }
-
-    def _router_columns(self, router: Node) -> Row:
-        """A router has the slots and the requests of its models."""
-        models, now = [*router.instances.values()], router.clock()
+        # A router has the slots and the requests of its models.
+        models, now = [*node.instances.values()], node.clock()
         cells = re.findall(r"[rwh]\d|.", "".join(slot_cells(node, now) for node in models))
         loaded = [node for node in models if node.load is not None and node.load.loaded]
         return {
@@ -265,12 +261,7 @@ class LiveView:
             "slots_busy": counts.slots_busy,
             "models": sorted(counts.models)[:MOST_MODELS],
             "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
-            "hosts": {
-                host: {"memory": use.memory, "used": use.used, "unknown": use.unknown}
-                for host, use in gateway.model_placer.host_use().items()
-            }
-            if self.fleet.has_routers
-            else None,
+            "hosts": hosts_json(gateway.model_placer),
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
@@ -283,10 +274,7 @@ class LiveView:
             hosts=counts.hosts,
             in_service=counts.in_service,
             usable=counts.usable,
-            models={
-                name: ModelNodes(total, usable, counts.not_loaded.get(name, ""))
-                for name, (total, usable) in counts.models.items()
-            },
+            models={name: ModelNodes(*both) for name, both in counts.models.items()},
             unkept=[UnkeptWish(*one) for one in gateway.model_placer.unkept_wishes()],
             paused_models=self.fleet.model_index.paused_by_name,
             differing_models=self.fleet.differences_in_words,
@@ -334,7 +322,6 @@ class _FleetCounts:
         self.hosts: Counter[str] = Counter()
         self.conditions: list[NodeCondition] = []
         self.models: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        self.not_loaded: dict[str, str] = {}  # by model: the words of a router
         self.in_service = self.usable = self.slots_total = self.slots_busy = 0
 
     def add(self, node: Node) -> None:
@@ -379,20 +366,15 @@ class _FleetCounts:
         """Count a router's model: it is served while it can be loaded."""
         load, state, now = node.load, node.state.value, node.clock()
         assert load is not None
-        name = min(node.public_models, default=node.name)
         failures = 0 if load.loaded else load.failures
         if node.in_service and state != "standby" and not node.draining:
             self._count_models(node.public_models, usable=node.is_alive and not failures)
-            if failures:
-                words = f"{node.name.partition('/')[0]}: {load.reason}"
-                self.not_loaded.update(dict.fromkeys(node.public_models, words))
-        slow = None
-        if load.phase is LoadPhase.LOADING:
-            seconds, usual = now - load.since, node.sleep.wake_seconds(node.properties.size)
-            if seconds > max(SLOW_LOAD_SECONDS, SLOW_LOAD_FACTOR * usual):
-                slow = seconds, usual
-        own = node.draining or state in {"ejected", "degraded", "mute"}
-        if own or failures or slow is not None or node.drift:
+        usual = node.sleep.wake_seconds(node.properties.size)
+        is_slow = load.phase is LoadPhase.LOADING and now - load.since > max(
+            SLOW_LOAD_SECONDS, SLOW_LOAD_FACTOR * usual
+        )
+        own = is_slow or node.draining or state in {"ejected", "degraded", "mute"}
+        if own or failures or node.drift:
             self.conditions.append(
                 NodeCondition(
                     node.name,
@@ -400,9 +382,8 @@ class _FleetCounts:
                     state if own else "",
                     load.reason if failures else node.reason,
                     drift=node.drift,
-                    model=name,
+                    model=min(node.public_models, default=node.name),
                     load_failures=failures,
-                    slow_load=slow,
                 )
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -22,8 +21,7 @@ from gateway.errors import GatewayError, suggestion, truncate_echo
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
 from gateway.nodes.router import LoadPhase
-from gateway.schedule.model_placer import PINNED_BY, ModelPlacer, OrderRefused, model_key
-from gateway.schedule.scheduler import Scheduler
+from gateway.schedule.model_placer import PINNED_BY, ModelPlacer, model_key, order_refused
 from gateway.web.asgi import JsonResponse, json_of_rows, read_fields
 
 LARGEST_ORDER = 16 << 10  # bytes of an order's body
@@ -36,24 +34,14 @@ class PlacementEndpoints:
     """The endpoints of models on demand."""
 
     fleet: Fleet
-    scheduler: Scheduler
     gateway: GatewayControl
     wall_clock: Callable[[], float]  # seconds since 1970
 
     async def list(self, _: Request) -> Response:
-        """Every model of every router, what waits for each, and the memory of their hosts."""
-        hosts = {
-            host: {"memory": use.memory, "used": use.used, "unknown": use.unknown}
-            for host, use in self.gateway.model_placer.host_use().items()
-        }
+        """Every model of every router, and the memory of their hosts."""
         models = [node for node in self.fleet.nodes.values() if node.load is not None]
-        firsts = (
-            next((node for _, nodes in waiter.candidates.by_model for node in nodes), None)
-            for waiter in self.scheduler.waiters
-        )
-        waiting = Counter(model_key(one) for one in firsts if one is not None and one.load)
-        rest = {"hosts": hosts, "waiting": waiting}
-        return await json_of_rows("placements", models, self._object, rest)
+        hosts = hosts_json(self.gateway.model_placer)
+        return await json_of_rows("placements", models, self._object, {"hosts": hosts})
 
     async def order(self, request: Request) -> Response:
         """Load, unload, pin or unpin a model on a router. Raises: GatewayError (400, 404, 409)."""
@@ -67,42 +55,39 @@ class PlacementEndpoints:
         request.scope[AUDIT_ACTION_KEY] = f"placements.{order}"
         request.scope[AUDIT_TARGET_KEY] = f"{name}/{model}"
         node = self._find(name, model)
-        try:
-            note = await self._carry_out(str(order), node, self.gateway.model_placer)
-        except OrderRefused as refused:
-            raise GatewayError(409, "placement_refused", str(refused), param="model") from None
+        note = await self._carry_out(str(order), node)
         log.info("model ordered", node=name, model=node.spec.instance, order=order)
         return JsonResponse({**msgspec.structs.asdict(self._object(node)), "note": note})
 
-    async def _carry_out(self, order: str, node: Node, placer: ModelPlacer) -> str:
-        """Do it; returns what follows, for an operator. Raises: OrderRefused."""
-        load = node.load
+    async def _carry_out(self, order: str, node: Node) -> str:
+        """Do it; returns what follows, for an operator. Raises: GatewayError."""
+        placer, load = self.gateway.model_placer, node.load
         assert load is not None
         pinner = placer.pinner(node)
-        if order == "unpin" and pinner is not None and pinner != "operator":
-            raise OrderRefused(f"It is pinned {PINNED_BY[pinner]}: take it out there.")
         if order != "unpin":
             placer.order(node, "unload" if order == "unload" else "load")
+        elif pinner is not None and pinner != "operator":
+            raise order_refused(f"It is pinned {PINNED_BY[pinner]}: take it out there.")
         if order in {"pin", "unpin"}:
             self.fleet.pin_model(node, pinned=order == "pin")
             await self.fleet.save_orders()
             if order == "unpin":
-                return "it stays loaded until another model needs the memory"
+                return "it may be unloaded from now on, when another model needs the memory"
             return "it is always loaded from now on, over restarts too"
-        takes_none = node.spec.kind == "openai"
-        if order == "load":
-            if takes_none and node.sleep.sleeping:
-                return "the next request loads it: its server takes no commands"
-            if load.phase is LoadPhase.READY:
-                return "its next request loads it" if node.sleep.sleeping else "it is loaded"
-            if load.phase is LoadPhase.LOADING:
-                return f"its load takes about {placer.load_seconds(node):.2g} s"
-            return "it is loaded as soon as others have made room"
-        if node.leases:
-            return f"it ends its requests first, {node.in_flight} now, and gets no new ones"
-        if takes_none:
-            return "it gets no requests until some wait for it; its server may hold it still"
-        return "it is loaded again when requests wait for it: pause the model to prevent that"
+        by_itself = node.spec.kind == "openai"
+        if order == "unload":
+            if node.leases:
+                return f"it ends its requests first, {node.in_flight} now, and gets no new ones"
+            if by_itself:
+                return "it gets no requests until some wait for it; its server may hold it still"
+            return "it is loaded again when requests wait for it: pause the model to prevent that"
+        if by_itself and node.sleep.sleeping:
+            return "the next request loads it: its server takes no commands"
+        if load.phase is LoadPhase.READY:
+            return "its next request loads it" if node.sleep.sleeping else "it is loaded"
+        if load.phase is LoadPhase.LOADING:
+            return f"its load takes about {placer.load_seconds(node):.2g} s"
+        return "it is loaded as soon as others have made room"
 
     def _find(self, name: str, model: str) -> Node:
         """A router's model, by its own or a public name. Raises: GatewayError (400, 404)."""
@@ -135,47 +120,42 @@ class PlacementEndpoints:
             name=node.name,
             node=router.name,
             model=model_key(node),
-            host=node.host,
             state=node.state.value,
             reason=node.reason,
             since=time_text(self.wall_clock() - now + load.since) if known else None,
             progress=load.progress,
-            slots_total=node.slots_now,
-            slots_busy=node.slots_busy,
-            in_flight=node.in_flight,
             requests=node.requests,
             loads=load.loads,
             load_seconds=round(load.load_seconds, 3),
             expected_load_seconds=round(placer.load_seconds(node), 3),
             load_failures=load.failures,
-            retry_in=round(load.retry_at - now, 1) if load.retry_at > now else None,
             memory=placer.memory_of(node),
             pinned_by=placer.pinner(node),
         )
 
 
+def hosts_json(placer: ModelPlacer) -> dict[str, dict[str, int | None]]:
+    """The memory of hosts with routers, as the admin API shows it."""
+    return {host: use._asdict() for host, use in placer.host_use().items()}
+
+
 class PlacementObject(msgspec.Struct, kw_only=True):
-    """A model of a router as the admin API shows it."""
+    """A model of a router as the admin API shows it; `/admin/nodes` has the rest of it."""
 
     name: Annotated[str, "`router/model`: its name among the nodes"]
     node: Annotated[str, "the router"]
     model: Annotated[str, "a public name of it"]
-    host: Annotated[str, "of the router"]
     state: Annotated[
         str, "`unloaded`, `loading`, `ready`, `unloading`, `failed`, or that of a node"
     ]
     reason: Annotated[str, "why it is in that state"]
     since: Annotated[str | None, "when that began, UTC; null: before the gateway looked"]
     progress: Annotated[float | None, "share of the load that is done, where the router tells it"]
-    slots_total: Annotated[int, "slots that it has; 0 while it is not loaded"]
-    slots_busy: Annotated[int, "of these busy"]
-    in_flight: Annotated[int, "requests that run on it"]
     requests: Annotated[int, "sent to it since the start"]
     loads: Annotated[int, "that have ended well since the start"]
     load_seconds: Annotated[float, "of these together"]
     expected_load_seconds: Annotated[float, "that a load is expected to take"]
     load_failures: Annotated[int, "loads in a row that failed"]
-    retry_in: Annotated[float | None, "seconds until it is tried again"]
     memory: Annotated[int | None, "bytes that it takes once it is loaded; null: unknown"]
     pinned_by: Annotated[str | None, "who says that it is always loaded: `settings`, `preload` or "
         "`operator`"]  # fmt: skip

@@ -38,7 +38,7 @@ from gateway.watch.metrics import (
     TraceSample,
 )
 from gateway.watch.request_tracing import RequestTracing
-from gateway.web.asgi import HealthEndpoints, JsonResponse
+from gateway.web.asgi import HealthEndpoints, JsonResponse, in_steps
 
 MOST_LISTED_WAITING = 100  # most queued requests that are listed; `queue` counts them all
 
@@ -57,7 +57,12 @@ class StatusEndpoints:
 
     async def status(self, _: Request) -> Response:
         """The gateway on one page."""
-        gateway, scheduler, nodes = self.gateway, self.scheduler, self.fleet.nodes.values()
+        gateway, scheduler = self.gateway, self.scheduler
+        states, slots, busy = Counter[str](), 0, 0
+        async for node in in_steps([*self.fleet.nodes.values()]):
+            states[node.state.value] += node.router is None
+            slots += node.slots_now
+            busy += node.slots_busy
         has_gpu = scheduler.fleet_sync.has_gpu_tier
         depths, error = scheduler.depths(), self.health.readiness_error()
         uptime = gateway.clock() - gateway.started_at
@@ -74,9 +79,9 @@ class StatusEndpoints:
                 waiting=self._waiting(),
                 hybrid=scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
                 totals=totals_json(self.metrics),
-                nodes=dict(Counter(node.state.value for node in nodes if node.router is None)),
-                slots_total=sum(node.slots_now for node in nodes),
-                slots_busy=sum(node.slots_busy for node in nodes),
+                nodes=dict(+states),
+                slots_total=slots,
+                slots_busy=busy,
                 models_paused=sorted(self.fleet.model_index.paused_by_name),
                 model_differences=differences_json(self.fleet.differences()),
                 inventory_error=gateway.inventory_error,

@@ -27,6 +27,7 @@ from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, Defer
 from gateway.schedule.core.selection import cost_of_figures, uncached_tokens
 from gateway.schedule.core.wait_queue import prospects
 from gateway.schedule.decision_log import MOST_GRANTS, Decision, Grant, Queueing, RememberedRequest
+from gateway.schedule.model_placer import model_key
 from gateway.schedule.scheduler import Scheduler
 from gateway.watch.history import FleetHistory
 from gateway.web.asgi import JsonResponse
@@ -136,10 +137,10 @@ class WhyEndpoints:
             if index < len(decisions) - MOST_DECISIONS:
                 continue
             at, seconds = self._time(one.at), _rounded(one.at - one.received_at)
+            after = decisions[index + 1] if index + 1 < len(decisions) else None
             if isinstance(one, Grant):
                 yield _told_grant(one, at, seconds, attempt, now)
             elif isinstance(one, Queueing):
-                after = decisions[index + 1] if index + 1 < len(decisions) else None
                 later = now if after is None else after.at
                 load = self._load_before(after, one.at) if isinstance(after, Grant) else None
                 yield _told_queueing(one, at, seconds, later, load)
@@ -159,33 +160,30 @@ class WhyEndpoints:
     def _load_before(self, grant: Grant, queued_at: float) -> Json | None:
         """The load that a queued request waited for on its node; None: there was none."""
         name = "" if grant.comparison is None else grant.comparison.chosen.name
-        router, slash, model = name.partition("/")
-        if not slash:
+        nodes = self.scheduler.fleet.nodes
+        node = nodes.get(name)
+        if node is None or node.router is None:
             return None
-        hosts = {node.name: node.host for node in self.scheduler.fleet.nodes.values()}
-        loads = [pair for pair in self.history.loads if pair[0] <= grant.at]
-        for at, ended in reversed(loads):
-            if (ended.node, ended.model, ended.change) != (router, model, "loaded"):
-                continue
-            took = ended.seconds
-            if at < queued_at or took is None:
-                return None
-            unloaded = [
-                f"{gone.node}/{gone.model}"
-                for when, gone in loads
-                if gone.change == "unloaded" and gone.cause == "memory"
-                if at - took - LONGEST_UNLOAD <= when <= at
-                if hosts.get(gone.node) == hosts.get(router)
-                if gone.reason.startswith(f"{grant.model} ") or gone.reason.startswith(f"{model} ")
-            ]
-            waited = at - max(queued_at, at - took)
-            return {
-                "node": name,
-                "seconds": _rounded(took),
-                "waited": _rounded(waited),
-                "unloaded": unloaded,
-            }
-        return None
+        loads = [(at, f"{one.node}/{one.model}", one) for at, one in self.history.loads]
+        loads = [load for load in loads if load[0] <= grant.at]
+        own = [(at, one.seconds) for at, of, one in loads if of == name and one.change == "loaded"]
+        at, took = own[-1] if own else (-math.inf, None)
+        if at < queued_at or took is None:
+            return None
+        unloaded = [
+            of
+            for when, of, one in loads
+            if at - took - LONGEST_UNLOAD <= when <= at and one.change == "unloaded"
+            if one.reason.startswith(f"{model_key(node)} needs its memory")
+            if of in nodes and nodes[of].host == node.host
+        ]
+        waited = at - max(queued_at, at - took)
+        return {
+            "node": name,
+            "seconds": _rounded(took),
+            "waited": _rounded(waited),
+            "unloaded": unloaded,
+        }
 
     def _waiting(self, waiter: Waiter, now: float) -> Json:
         """The place of a request in the queue now, and the nodes that it waits for."""
@@ -664,8 +662,7 @@ def _of_queueing(queueing: ToldQueueing) -> str:
         text += f" behind {queueing.ahead} of its class or above"
     predicted = queueing.predicted_wait
     text += "" if predicted is None else f", with {_seconds(predicted)} to wait as predicted"
-    text += f"; it waited {_seconds(queueing.waited)}"
-    return f"{text}." if queueing.load is None else f"{text}. {_of_load(queueing.load)}"
+    return f"{text}; it waited {_seconds(queueing.waited)}."
 
 
 def _of_load(load: Json) -> str:

@@ -6,9 +6,9 @@ import enum
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -17,7 +17,14 @@ import typer
 from gateway.cli import options
 from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused, NoGateway
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_rows
+from gateway.cli.terminal import (
+    CommandFailed,
+    format_cell,
+    print_json,
+    print_note,
+    print_rows,
+    state_in_words,
+)
 
 NODES_EXAMPLES = examples_epilog(
     ("llama-gateway nodes", "every node, its state and the reason"),
@@ -239,7 +246,7 @@ def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
     get = node.get
     return [
         ("NAME", get("name")),
-        ("STATE", _state(node)),
+        ("STATE", state_in_words(node)),
         ("SLOTS", f"{format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}"),
         ("RUNNING", get("in_flight")),
         ("MODELS", get("models")),
@@ -250,12 +257,6 @@ def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
         ("FAILURES", get("failures")),
         ("REASON", get("reason") if get("state") != "ready" else _dedicated(node)),
     ]
-
-
-def _state(node: dict[str, Any]) -> str:
-    """The state, with what is done of a load."""
-    progress, state = node.get("progress"), format_cell(node.get("state"))
-    return f"{state} {progress:.0%}" if isinstance(progress, int | float) else state
 
 
 def _dedicated(node: dict[str, Any]) -> str | None:
@@ -480,8 +481,8 @@ def models(
             if as_json:
                 print_json(placed)
             else:
-                state, note = _state(placed), format_cell(placed.get("note"))
-                print(f"{format_cell(placed.get('name'))}: {state}; {note}")
+                name, note = format_cell(placed.get("name")), format_cell(placed.get("note"))
+                print(f"{name}: {state_in_words(placed)}; {note}")
             return
         model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action.value}")
     if as_json:
@@ -501,11 +502,13 @@ def _list_models(found: dict[str, Any], *, as_json: bool) -> None:
         print_note("no node has said yet what it serves")
         return
     print_rows(map(_model_row, shown))
-    if placements := [one for one in found.get("placements", ()) if isinstance(one, dict)]:
+    placements = found.get("placements", ())
+    held = [one for one in placements if one["state"] != "unloaded" or one["load_failures"]]
+    if held:
         print()
-        print_rows(_placement_rows(placements), state_column=2)
-        for host, use in found["hosts"].items():
-            print_note(f"{format_cell(host)}: {_size(use['used'])} of {_size(use['memory'])} taken")
+        print_rows(map(_placement_row, held), state_column=2)
+    for host, use in found.get("hosts", {}).items():
+        print_note(f"{format_cell(host)}: {_size(use['used'])} of {_size(use['memory'])} taken")
     told = dict.fromkeys(difference for one in shown for difference in one["differences"])
     for difference in told:
         print_note(f"warning: nodes of one model differ: {difference}")
@@ -534,39 +537,24 @@ def _state_of(model: dict[str, Any]) -> str:
 
 def _placements(admin: AdminClient) -> dict[str, Any]:
     """Where routers' models are; nothing, from a gateway of an older version."""
-    try:
+    with suppress(GatewayRefused):
         return admin.request("GET", "/admin/placements")
-    except GatewayRefused as error:
-        if error.code != HTTPStatus.NOT_FOUND:
-            raise
-        return {}
+    return {}
 
 
-def _placement_rows(placements: list[dict[str, Any]]) -> list[list[tuple[str, object]]]:
-    """A row for each model that is not plainly unloaded, and one for each that is nowhere else."""
-    shown = [one for one in placements if one["state"] != "unloaded" or one["load_failures"]]
-    told = {one["model"] for one in shown}
-    absent = {one["model"]: one for one in reversed(placements) if one["model"] not in told}
-    absent = {model: {**one, "node": None} for model, one in reversed(absent.items())}
+def _placement_row(one: dict[str, Any]) -> list[tuple[str, object]]:
     return [
-        [
-            ("MODEL", one["model"]),
-            ("NODE", one["node"]),
-            ("STATE", _state(one)),
-            ("SINCE", one["since"]),
-            ("REQUESTS", one["requests"]),
-            ("LOADS", one["loads"]),
-            ("LOAD S", _mean(one["load_seconds"], one["loads"]) or one["expected_load_seconds"]),
-            ("MEMORY", _size(one["memory"])),
-            ("PINNED", one["pinned_by"]),
-            ("REASON", one["reason"] if one["state"] != "ready" else None),
-        ]
-        for one in (*shown, *absent.values())
+        ("MODEL", one["model"]),
+        ("NODE", one["node"]),
+        ("STATE", state_in_words(one)),
+        ("SINCE", one["since"]),
+        ("REQUESTS", one["requests"]),
+        ("LOADS", one["loads"]),
+        ("LOAD S", one["expected_load_seconds"]),
+        ("MEMORY", _size(one["memory"])),
+        ("PINNED", one["pinned_by"]),
+        ("REASON", one["reason"] if one["state"] != "ready" else None),
     ]
-
-
-def _mean(total: float, count: int) -> float | None:
-    return round(total / count, 1) if count else None
 
 
 def _size(value: object) -> str:

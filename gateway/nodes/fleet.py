@@ -11,7 +11,7 @@ import logging
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,6 @@ from gateway.events import (
     NodeChanged,
     NodeDrift,
     PromptsKept,
-    RouterLeftAlone,
 )
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.health import (
@@ -252,6 +251,7 @@ class Fleet:
         self._unprobed: set[Node] = set()
         self._has_work, self._work_looked_at = False, -math.inf
         self.has_routers = False  # whether some node is a router that is known as such
+        self.routers: list[Node] = []  # those that are
         self._on_models: Callable[[Node | None], None] = lambda _: None
         self._on_loaded: Callable[[Node], None] = lambda _: None
         self._indexing: asyncio.TimerHandle | None = None
@@ -513,7 +513,6 @@ class Fleet:
         self._tell_load(instance, change)
         shared = now < self._shared_until  # A predecessor commands what its last requests need.
         if change.by_others and not shared and router.router_record.changed_by_others(now):
-            self._bus.publish(RouterLeftAlone(router.name))
             self._on_models(router)
 
     def _tell_load(self, node: Node, change: LoadChange) -> None:
@@ -525,6 +524,7 @@ class Fleet:
         self._bus.publish(
             ModelLoadChanged(node.router.name, model, word, seconds, reason, by_others, cause)
         )
+        self.refresh_state(node.router)  # which tells how many are loaded
 
     def load_refused(self, node: Node, why: str) -> None:
         """A router did not take the command to load one of its models."""
@@ -590,7 +590,8 @@ class Fleet:
 
     def _index_nodes(self) -> None:
         """There are other nodes than before."""
-        self.has_routers = any(node.is_router for node in self.nodes.values())
+        self.routers = [node for node in self.nodes.values() if node.is_router]
+        self.has_routers = bool(self.routers)
         self.model_index.set_nodes(self.nodes.values())
         compare_speeds(self.nodes.values())
         self._notify_change()
@@ -765,11 +766,6 @@ class Fleet:
         (self._pinned_models.add if pinned else self._pinned_models.remove)(node.name)
         self._on_models(node)
 
-    def pinned_nodes(self) -> Iterator[Node]:
-        """Those of the routers' models that operators have pinned."""
-        nodes = map(self.nodes.get, sorted(self._pinned_models.names))
-        return (node for node in nodes if node is not None and node.load is not None)
-
     def is_pinned(self, node: Node) -> bool:
         """Whether an operator has pinned a router's model."""
         return node.name in self._pinned_models
@@ -786,6 +782,7 @@ class Fleet:
                 node.name, tuple(sorted(node.public_models)), node.context, node.properties
             )
             for node in self.nodes.values()
+            if node.load is None or node.load.loaded  # few of a large fleet's models are
             if node.in_service and node.spec.kind == "llama.cpp"
         )
 

@@ -392,9 +392,7 @@ ADMIN_PATHS: dict[str, Described] = {
     "/admin/models/{name}/pause": Described(answer=_SERVED_MODEL, statuses=_errors(400, 404)),
     "/admin/models/{name}/resume": Described(answer=_SERVED_MODEL, statuses=_errors(404)),
     "/admin/placements": Described(
-        answer=object_schema(
-            placements=_list(_ref("Placement")), hosts=_ANY_OBJECT, waiting=_ANY_OBJECT
-        )
+        answer=object_schema(placements=_list(_ref("Placement")), hosts=_ANY_OBJECT)
     ),
     "/admin/requests": Described(answer=object_schema(requests=_list(_ref("Request")))),
     "/admin/requests/{id}": Described(statuses=_errors(404)),

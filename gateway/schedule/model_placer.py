@@ -25,6 +25,7 @@ from gateway.config.inventory import host_memory, url_host
 from gateway.config.routing import ModelRule
 from gateway.config.scheduling import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
+from gateway.errors import GatewayError
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
 from gateway.nodes.lifecycle import LEAST_WAKE, ProbeAnswer
@@ -273,7 +274,7 @@ class ModelPlacer:
         load.prompts_saved(self.saved_prompts.count(node))
         phase, since = load.phase, load.since
         waking_since = node.sleep.waking_since if node.spec.kind == "openai" else None
-        if waking_since is not None and phase is LoadPhase.READY and node.leases:
+        if waking_since is not None and phase is LoadPhase.READY and node.live_leases:
             phase, since = LoadPhase.LOADING, waking_since
         # What others have unloaded stays so for a while.
         retry_at = max(load.retry_at, load.by_others_at + self.settings.model_placement.hysteresis)
@@ -346,10 +347,10 @@ class ModelPlacer:
                     self._file_memory[key] = memory
                     self._models_differ(None)
 
-    def host_use(self) -> dict[str, HostUse]:
-        """What each host with routers has for models, and how much of it is taken."""
+    def host_use(self, host: str | None = None) -> dict[str, HostUse]:
+        """What this host, or each one, has for models on its routers, and what they take of it."""
         found: dict[str, HostUse] = {}
-        routers = [node for node in self.fleet.nodes.values() if node.is_router]
+        routers = [node for node in self.fleet.routers if host in {None, node.host}]
         memory = host_memory(node.spec for node in routers)
         for router in routers:
             sizes = [
@@ -415,12 +416,14 @@ class ModelPlacer:
         for row in self.scheduler.fleet_sync.rows((node,)):
             busy = max((one.seconds_left(now) for one in row.running), default=0.0)
         leases = len(node.leases) + node.foreign
+        if node.spec.kind == "openai":
+            leases = len(node.live_leases)  # It waits itself for what was abandoned.
         return InstanceUsage(leases, busy, now if node.leases else node.released_at)
 
     # Operators' orders.
 
     def order(self, node: Node, verb: Literal["load", "unload"]) -> None:
-        """Load or unload a router's model now, as an operator wants it. Raises: OrderRefused."""
+        """Load or unload a router's model now, as an operator wants it. Raises: GatewayError."""
         now, router, load = self.clock(), node.router, node.load
         assert router is not None
         assert load is not None
@@ -428,27 +431,27 @@ class ModelPlacer:
         key, pinner = (router.name, model_key(node)), self.pinner(node)
         actions: list[LoadAction] | None = []
         if load.phase is LoadPhase.UNLOADING:
-            raise OrderRefused(f"{node.name} is being unloaded. Repeat the order in a moment.")
+            raise order_refused(f"{node.name} is being unloaded. Repeat the order in a moment.")
         if verb == "load":
             load.forget_waits()
             self._show_router(router)
             actions = self.policy.order_load(*key, self._usage, now)
         elif pinner is not None:
-            raise OrderRefused(f"{node.name} is pinned {PINNED_BY[pinner]}: take the pin out.")
+            raise order_refused(f"{node.name} is pinned {PINNED_BY[pinner]}: take the pin out.")
         elif load.phase is LoadPhase.LOADING:
-            raise OrderRefused(f"{node.name} is being loaded. Unload it when it is ready.")
+            raise order_refused(f"{node.name} is being loaded. Unload it when it is ready.")
         elif load.phase is LoadPhase.READY:
             self._show_router(router)
             load.unload_wanted(now)
             actions = [LoadAction("retire" if node.leases else "unload", *key, ORDERED, "operator")]
         if actions is None:
-            raise OrderRefused(self._no_room(node))
+            raise order_refused(self._no_room(node))
         for action in actions:
             self._carry_out(action, now)
         self._wake.set()
 
     def _check_commanded(self, router: Node) -> None:
-        """Raises: OrderRefused."""
+        """Raises: GatewayError."""
         name, why = router.name, ""
         if router.draining:
             why = f"is drained. llama-gateway nodes resume {name} ends that."
@@ -461,56 +464,54 @@ class ModelPlacer:
             why = "gets no commands by the settings: models_on_demand of the node, or "
             why += "model_placement.commands, is false."
         if why:
-            raise OrderRefused(f"{name} {why}")
+            raise order_refused(f"{name} {why}")
 
     def _no_room(self, node: Node) -> str:
         """Why a model can't be loaded, with the figures."""
         router = node.router
         assert router is not None
-        need, use = self.memory_of(node), self.host_use()[router.host]
-        text = f"{node.name} does not fit: it takes {_gib(need)}"
+        most, use = router.router_record.most_loaded, self.host_use(router.host)[router.host]
+        text = f"{node.name} does not fit: it takes {_gib(self.memory_of(node))}"
         if use.memory is not None:
             text += f", and {router.host} has {_gib(use.memory)} for models, {_gib(use.used)} of"
             text += " them taken"
-        if router.router_record.most_loaded:
-            text += f"; {router.name} holds {router.router_record.most_loaded} models at most"
+        if most:
+            text += f"; {router.name} holds {most} models at most"
         elif use.memory is None:
             text += f"; {router.name} holds one at a time, as its memory is unknown (`memory`)"
-        text += ". What is pinned there, has just been loaded, or is the last of its least copies"
         return (
-            text + " makes no room. Unpin or unload another one: llama-gateway models shows them."
+            f"{text}. What is pinned there, has just been loaded, or is the last of its least "
+            "copies makes no room. Unpin or unload another one: llama-gateway models shows them."
         )
 
     def unkept_wishes(self) -> Iterator[tuple[str, str, str]]:
-        """Pins and least copies that have not been kept for a while: model, node or "", why."""
+        """Pins and least copies that have not been kept for a while: model, node or "", why.
+
+        Those whose load has failed are told for that.
+        """
         since = self.clock() - UNKEPT_SECONDS
         if self._began > since:
             return
-        pinned = {node: min(node.public_models, default="") for node in self.fleet.pinned_nodes()}
+        for instance in self.policy.pinned_unloaded:
+            where, model = instance.node, instance.model
+            node = self._routers[where].models[model].node
+            if node.state is NodeState.UNLOADED and instance.since < since:
+                planned = self.policy.is_planned(where, model)
+                why = "it waits until others there have ended their requests"
+                yield model, where, why if planned else self._no_room(node)
         for model, rule in self.settings.models.items():
             if not (rule.pin or rule.replicas.min):
                 continue
             found = self.fleet.model_index.nodes_for(model)
-            copies = {one.router.name: one for one in found if one.router is not None}
+            copies = {one.router.name: one.load for one in found if one.router is not None}
             for name in rule.pin:
                 router = self.fleet.nodes.get(name)
-                if name in copies:
-                    pinned[copies[name]] = model
-                elif router is not None and router.state is NodeState.READY:
+                if name not in copies and router is not None and router.state is NodeState.READY:
                     yield model, name, f"{name} does not have it"
-            loads = [one.load for one in copies.values() if one.load is not None]
+            loads = [load for load in copies.values() if load is not None]
             held = sum(load.phase in SERVING_PHASES for load in loads)
             if held < rule.replicas.min and all(load.since < since for load in loads):
                 yield model, "", f"{held} are loaded, and replicas.min is {rule.replicas.min}"
-        for node, model in pinned.items():
-            load, router = node.load, node.router
-            if load is None or load.phase in SERVING_PHASES or load.since >= since:
-                continue
-            if router is not None and router.state is NodeState.READY:
-                why = load.reason if load.failures else self._no_room(node)
-                if self.policy.is_planned(router.name, model_key(node)):
-                    why = "it waits until others there have ended their requests"
-                yield model, router.name, why
 
     # Actions.
 
@@ -635,8 +636,9 @@ class _ShownModel(NamedTuple):
     own: tuple[int | None, float | None]  # bytes and seconds that it has shown on this node
 
 
-class OrderRefused(Exception):  # noqa: N818 - not an error of the program
-    """An operator's order can't be followed; the text says why, and what to do."""
+def order_refused(why: str) -> GatewayError:
+    """An operator's order can't be followed: why, and what to do."""
+    return GatewayError(409, "placement_refused", why, param="model")
 
 
 PINNED_BY: dict[Pinner, str] = {

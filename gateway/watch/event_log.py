@@ -22,7 +22,6 @@ from gateway.events import (
     NodeDrift,
     PromptsKept,
     RequestRecord,
-    RouterLeftAlone,
     SettingsChanged,
     SlotYielded,
     StreamResumed,
@@ -56,7 +55,6 @@ def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.ran
     bus.subscribe(NodeDrift, event_log.drift)
     bus.subscribe(ModelsDiffer, event_log.models_differ)
     bus.subscribe(ModelLoadChanged, event_log.model_load)
-    bus.subscribe(RouterLeftAlone, event_log.left_alone)
     bus.subscribe(HookEnded, event_log.hook)
     bus.subscribe(InventoryChanged, event_log.inventory)
     bus.subscribe(SettingsChanged, event_log.settings)
@@ -203,13 +201,6 @@ class EventLog:
         elif event.change == "loaded" and not event.by_others:
             level = "debug"  # It was loaded before the gateway looked, as at each start.
         self._log(level, "model", fields)
-
-    def left_alone(self, event: RouterLeftAlone) -> None:
-        """A router gets no commands for a while."""
-        why = "others load and unload its models too"
-        self._log(
-            "warning", "router gets no commands for a while", {"node": event.node, "why": why}
-        )
 
     def hook(self, event: HookEnded) -> None:
         """A standby node was started or stopped, or that failed."""

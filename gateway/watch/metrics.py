@@ -413,7 +413,6 @@ class Metrics:
         self._prompts_kept: dict[str, int] = dict.fromkeys(PROMPT_ACTIONS, 0)
         self._loads: dict[tuple[str, str, str], int] = {}
         self._unloads: dict[tuple[str, str, str], int] = {}
-        self._loaded_pairs: set[tuple[str, str]] = set()
         self._load_seconds = LabelledHistogram("model")
         self._limits_reached: dict[tuple[str, str], int] = {}
         self._refused: dict[tuple[str, str], int] = {}
@@ -531,16 +530,14 @@ class Metrics:
         """Count a load that has ended, or an unload."""
         if event.change == "loading" or (event.change == "loaded" and event.seconds is None):
             return  # What was loaded before the gateway looked is no load of now.
-        pair = event.node, event.model
-        if pair not in self._loaded_pairs:
-            if len(self._loaded_pairs) >= MOST_INSTANCES:
-                pair = OTHER_LABEL, OTHER_LABEL
-            self._loaded_pairs.add(pair)
         if event.change in {"loaded", "failed"}:
             counts, word = self._loads, "ok" if event.change == "loaded" else "failed"
         else:
             counts, word = self._unloads, event.cause
-        counts[*pair, word] = counts.get((*pair, word), 0) + 1
+        key = event.node, event.model, word
+        if key not in counts and len(counts) >= MOST_INSTANCES:
+            key = OTHER_LABEL, OTHER_LABEL, word
+        counts[key] = counts.get(key, 0) + 1
         if event.seconds is not None:
             self._load_seconds.of(event.model).observe(event.seconds)
 
@@ -668,7 +665,6 @@ class Metrics:
         for counts in (self._hooks, self._loads, self._unloads):
             for key in [key for key in counts if key[0] not in kept]:
                 del counts[key]
-        self._loaded_pairs = {pair for pair in self._loaded_pairs if pair[0] in kept}
 
 
 class _RouterModels:

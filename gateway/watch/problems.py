@@ -78,15 +78,13 @@ def _models_out(state: FleetCondition) -> Iterator[Problem]:
         return
     for model, nodes in state.models.items():
         if nodes.total and not nodes.usable:
-            cause = f"All {nodes.total} of its nodes are" if nodes.total > 1 else "Its only node is"
-            cause += " out, so its requests wait, then get 503."
-            if nodes.not_loaded:
-                cause += f" {_sentence(nodes.not_loaded)}"
             yield Problem(
                 f"model_out:{model}",
                 Severity.CRITICAL,
                 f"No node serves {model}",
-                cause,
+                f"All {nodes.total} of its nodes are out, so its requests wait, then get 503."
+                if nodes.total > 1
+                else "Its only node is out, so its requests wait, then get 503.",
                 "Bring one of its nodes back, or let an alias lead to another model.",
                 (NODES, PROBE_ALL),
             )
@@ -218,8 +216,7 @@ def _slow_nodes(state: FleetCondition) -> Iterator[Problem]:
 
 
 def _failed_loads(state: FleetCondition) -> Iterator[Problem]:
-    failed = [node for node in state.nodes if node.load_failures]
-    for node in failed[:MOST_NAMED_MODELS]:
+    for node in [node for node in state.nodes if node.load_failures][:MOST_NAMED_MODELS]:
         router = node.name.partition("/")[0]
         times = f" {node.load_failures} times in a row" if node.load_failures > 1 else ""
         yield Problem(
@@ -233,32 +230,6 @@ def _failed_loads(state: FleetCondition) -> Iterator[Problem]:
             (f"llama-gateway models load {shlex.quote(node.model or '')} {shlex.quote(router)}",),
             (node.name,),
         )
-    if len(failed) > MOST_NAMED_MODELS:
-        yield Problem(
-            "load_failed",
-            Severity.WARNING,
-            f"Further loads of models have failed: {len(failed) - MOST_NAMED_MODELS}",
-            "Their routers could not load them the last time.",
-            "List them: their reasons are in the last column.",
-            (NODES, MODELS),
-        )
-
-
-def _slow_loads(state: FleetCondition) -> Iterator[Problem]:
-    for node in state.nodes:
-        if node.slow_load is not None:
-            seconds, usual = node.slow_load
-            router = node.name.partition("/")[0]
-            yield Problem(
-                f"slow_load:{node.name}",
-                Severity.WARNING,
-                f"{router} takes far longer than usual to load {node.model}",
-                f"It has been loading for {_duration(seconds)}; about {_duration(usual)} is usual.",
-                "Look on its host for a slow or failing disk, swapping, or a server that hangs. "
-                "Requests for it go to other nodes that have it, or wait.",
-                (f"llama-gateway nodes probe {shlex.quote(router)}", MODELS),
-                (node.name,),
-            )
 
 
 def _routers_left_alone(state: FleetCondition) -> Iterator[Problem]:
@@ -602,7 +573,7 @@ def _file_errors(state: FleetCondition) -> Iterator[Problem]:
 
 RULES = (
     _locked, _fleet_out, _models_out, _failing_requests, _paused_models, _full_queue, _out_nodes,
-    _failed_loads, _routers_left_alone, _unkept_wishes, _slow_loads, _slow_nodes, _drifted_nodes,
+    _failed_loads, _routers_left_alone, _unkept_wishes, _slow_nodes, _drifted_nodes,
     _flooding_caller, _spent_budget, _store_problems, _full_storage,
     _file_errors, _failed_starts, _drained_nodes, _differing_models,
 )  # fmt: skip
@@ -759,8 +730,6 @@ class NodeCondition:
     left_alone: bool = False  # of a router: whether others command it too
     model: str | None = None  # of a router's model: its public name
     load_failures: int = 0  # likewise: loads in a row that failed, of which `reason` tells
-    slow_load: tuple[float, float] | None = None
-    """Likewise: the seconds that its load takes already, and the usual ones, of which it is far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -778,7 +747,6 @@ class ModelNodes:
 
     total: int
     usable: int
-    not_loaded: str = ""  # the words of a router that could not load it
 
 
 @dataclass(frozen=True, slots=True)

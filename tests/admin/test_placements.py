@@ -91,7 +91,6 @@ async def test_a_model_is_loaded_and_unloaded_by_order(tmp_path: Path) -> None:
         listed = (await running.admin.get("/admin/placements")).json()
         unloading = await done(running, "unload", "org/b")
         await state_is(running, "r1/org/b", "unloaded")
-        after = (await placements(running))["r1/org/b"]
         audit = (await running.admin.get("/admin/audit?action=placements")).json()["entries"]
         metrics = (await running.admin.get("/metrics")).text
     assert list(before) == ["r1/a", "r1/c", "r1/org/b"]
@@ -105,7 +104,6 @@ async def test_a_model_is_loaded_and_unloaded_by_order(tmp_path: Path) -> None:
     assert "an operator has ordered it" in loading["reason"]
     assert listed["hosts"] == {"127.0.0.1": {"memory": 9 * GIB, "used": 4 * GIB, "unknown": 0}}
     assert "loaded again when requests wait" in unloading["note"]
-    assert after["slots_total"] == 0
     assert [(one["action"], one["target"], one["outcome"]) for one in audit] == [
         ("placements.unload", "r1/org/b", "done"),
         ("placements.load", "r1/org/b", "done"),
@@ -215,10 +213,9 @@ async def test_a_failed_load_is_tried_at_once_by_order(tmp_path: Path) -> None:
         failed = (await placements(running))["r1/cut"]
         problems = await running.gateway.live._view.read_problems()
     assert failed["load_failures"] == 2
-    assert failed["retry_in"] > 0
     assert "could not load it" in failed["reason"]
     assert [one.id for one in problems] == ["model_out:cut", "load_failed:r1/cut"]
-    assert "could not load it" in problems[0].cause
+    assert "could not load it" in problems[1].cause
 
 
 @in_virtual_time
@@ -239,6 +236,9 @@ async def test_an_instance_is_a_node_by_its_own_name_and_a_router_counts_once(
     ] * 2
     assert drained["state"] == "draining"
     assert status["nodes"] == {"ready": 2}
+    assert next(one["reason"] for one in nodes if one["name"] == "r1").endswith(
+        "1 of 3 models are loaded"
+    )
     assert status["slots_total"] == 2 + 2 == sum(one["slots_total"] for one in nodes)
     assert {one["name"]: one["slots_total"] for one in nodes} == {
         "r1": 0, "r1/a": 0, "r1/c": 0, "r1/org/b": 2, "a1": 2,
@@ -324,8 +324,8 @@ async def test_a_load_that_takes_far_too_long_is_a_problem(tmp_path: Path) -> No
         assert node.load is not None
         phase = node.load.phase
     assert phase is LoadPhase.LOADING
-    assert [one.id for one in problems] == ["slow_load:r1/a"]
-    assert "about 3 s is usual" in problems[0].cause
+    assert [one.id for one in problems] == ["loading:127.0.0.1:r1/a"]
+    assert "It is loaded since 69 s, in about 3 s" in problems[0].cause
 
 
 @in_virtual_time

@@ -9,7 +9,6 @@ from gateway.events import (
     ModelsDiffer,
     NodeChanged,
     NodeDrift,
-    RouterLeftAlone,
     SettingsChanged,
 )
 from gateway.terms import Priority
@@ -188,10 +187,3 @@ def test_what_a_model_of_a_router_is_in_by_itself_is_a_line(written: Written) ->
     written.bus.publish(NodeChanged("r1/m", "ready", "ejected", "3 requests in a row failed"))
     written.bus.publish(NodeChanged("r1/m", "ejected", "ready", "answers its probes"))
     assert [line["level"] for line in written.lines()] == ["warning", "info"]
-
-
-def test_a_router_that_others_command_too_is_a_warning(written: Written) -> None:
-    written.set_up()
-    written.bus.publish(RouterLeftAlone("r1"))
-    (line,) = written.lines()
-    assert (line["level"], line["node"]) == ("warning", "r1")

@@ -59,7 +59,7 @@ function draw() {
   show(html`${isLost ? lostView() : nothing}
     ${isLost && problems.length === 0 ? nothing : guard([problems, own], () => problemsView(problems, openNode))}
     ${guard([versions.nodes, summary, state.role, own], () => nodesView(redraw, openNode))}
-    ${guard([versions.nodes, summary, waiting, own], () => modelsView(openNode))}
+    ${guard([versions.nodes, summary, own], () => modelsView(openNode))}
     <div class="pair">${guard([summary, waiting], () => queueView(summary, waiting))}
     ${isOperator() ? requestsView(state.requests, summary.in_flight, state.at, redraw) : requestsHint()}</div>
     ${guard([1], chartsView)}

@@ -2,12 +2,12 @@
 
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
-import { count, percent, plain, plural, seconds, size } from "./format.js";
+import { percent, plain, plural, size } from "./format.js";
 import { MARKS } from "./nodes.js";
 import { state } from "./state.js";
 
-/** Models of a host that are drawn; the others are counted. */
-const MOST_DRAWN = 48;
+/** Hosts, and models of each, that are drawn; the others are counted. */
+const [MOST_HOSTS, MOST_DRAWN] = [48, 48];
 const WIDTH = 1000;
 /** Of the bar: the least that a model takes, and what one of unknown size does. */
 const LEAST = 6;
@@ -18,48 +18,30 @@ const HELD = new Set(["ready", "degraded", "mute", "sleeping", "loading", "unloa
 export function modelsView(openNode) {
   const hosts = Object.entries(state.summary.hosts ?? {});
   if (hosts.length === 0) return nothing;
-  const models = [...state.nodes.values()].filter((node) => node.router !== undefined);
-  const waiting = waitingModels(models);
+  const byHost = new Map(hosts.map(([host]) => [host, []]));
+  for (const node of state.nodes.values()) if (node.router !== undefined) byHost.get(node.host)?.push(node);
   return html`<section id="models" class="panel" aria-labelledby="models-title">
-    <h2 id="models-title">Models in memory <small>${count(models.filter(isHeld).length)}</small></h2>
-    ${waiting.size === 0 ? nothing : html`<p class="waits"><b>Wait to be loaded:</b> ${[...waiting].map(
-      ([model, [number, longest]]) => html`<span class="tag">${plain(model)}: ${plural(number, "request")}, the
-      oldest for ${seconds(longest)}</span> `)}</p>`}
-    <ul class="memories">${repeat(hosts, ([host]) => host,
-      ([host, use]) => hostView(host, use, models.filter((node) => node.host === host), openNode))}</ul>
+    <h2 id="models-title">Models in memory</h2>
+    <ul class="memories">${repeat(hosts.slice(0, MOST_HOSTS), ([host]) => host,
+      ([host, use]) => hostView(host, use, byHost.get(host), openNode))}</ul>
+    ${moreView(hosts.length - MOST_HOSTS, "more host")}
   </section>`;
 }
 
-function isHeld(node) {
-  return HELD.has(node.state);
-}
-
-/** How many wait for models that no node has ready, and how long the oldest does. */
-function waitingModels(models) {
-  const ready = new Set(models.filter((node) => node.state === "ready").flatMap((node) => node.models));
-  for (const node of state.nodes.values()) {
-    if (node.router === undefined) for (const model of node.models) ready.add(model);
-  }
-  const [found, known] = [new Map(), new Set(state.summary.models)];
-  for (const [, model, waited] of state.waiting) {
-    if (ready.has(model) || !known.has(model)) continue;
-    const [number, longest] = found.get(model) ?? [0, 0];
-    found.set(model, [number + 1, Math.max(longest, waited)]);
-  }
-  return found;
+function moreView(left, word) {
+  return left > 0 ? html`<p class="muted">and ${plural(left, word)}</p>` : nothing;
 }
 
 function hostView(host, use, models, openNode) {
-  const held = models.filter(isHeld).sort((a, b) => (b.memory ?? 0) - (a.memory ?? 0));
+  const held = models.filter((node) => HELD.has(node.state)).sort((a, b) => (b.memory ?? 0) - (a.memory ?? 0));
+  const listed = [...held, ...models.filter((node) => !HELD.has(node.state))];
   const told = use.memory === null ? `${size(use.used)} taken; how much it has is not known`
     : `${size(use.used)} of ${size(use.memory)} taken`;
   const unknown = use.unknown === 0 ? "" : `, and ${plural(use.unknown, "model")} of unknown size`;
-  const others = models.filter((node) => !isHeld(node));
   return html`<li class="memory"><h3>${plain(host)} <small>${told}${unknown}</small></h3>
     ${barOf(held.slice(0, MOST_DRAWN), use)}
-    <ul class="held">${repeat([...held.slice(0, MOST_DRAWN), ...others], (node) => node.name,
-      (node) => modelView(node, openNode))}</ul>
-    ${held.length > MOST_DRAWN ? html`<p class="muted">and ${plural(held.length - MOST_DRAWN, "more", "more")}</p>` : nothing}
+    <ul class="held">${repeat(listed.slice(0, MOST_DRAWN), (node) => node.name, (node) => modelView(node, openNode))}</ul>
+    ${moreView(listed.length - MOST_DRAWN, "more model")}
   </li>`;
 }
 

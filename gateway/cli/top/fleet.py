@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.cli.client import AdminClient, GatewayRefused
-from gateway.cli.terminal import CommandFailed, format_cell
+from gateway.cli.terminal import CommandFailed, format_cell, state_in_words
 
 LIVE_PATH = "/admin/live"
 FIRST_PAUSE = 0.5  # seconds before the next try; it doubles with each that fails
@@ -191,12 +191,6 @@ def _busy(row: Row) -> str:
     return f"{format_cell(row.get('slots_busy'))}/{format_cell(row.get('slots_total'))}"
 
 
-def _state(row: Row) -> str:
-    """The state, with what is done of a load."""
-    progress, state = row.get("progress"), format_cell(row.get("state"))
-    return f"{state} {progress:.0%}" if isinstance(progress, int | float) else state
-
-
 def _reason(row: Row) -> str:
     if drift := row.get("drift"):
         return format_cell(drift)
@@ -212,7 +206,7 @@ def _labels(row: Row) -> str:
 
 NODE_COLUMNS = (
     Column("NODE", _text("name")),
-    Column("STATE", _state, _by(STATE_ORDER, "state")),
+    Column("STATE", state_in_words, _by(STATE_ORDER, "state")),
     Column("SLOTS", slots_drawn, _number("slots_busy")),
     Column("BUSY", _busy, _number("slots_busy")),
     Column("READ/S", _speed("prefill_tps", "prefill_share"), _number("prefill_tps")),
@@ -273,16 +267,11 @@ def node_lines(
 
     A router's models follow it.
     """
-    whole = [pair for pair in picture.nodes.items() if pair[1].get("router") is None]
-    models: dict[str, list[tuple[str, Row]]] = {}
-    for name, row in picture.nodes.items():
-        if row.get("router") is not None:
-            models.setdefault(str(row["router"]), []).append((name, row))
-    found = []
-    for line in _lines(NODE_COLUMNS, whole, sort, "", descending=descending):
-        own = _lines(NODE_COLUMNS, models.get(line.key, ()), sort, "", descending=descending)
-        found += [line, *own]
-    return [line for line in found if _matches(line.cells, words)]
+    of = {name: str(row.get("router") or name) for name, row in picture.nodes.items()}
+    rows = _lines(NODE_COLUMNS, picture.nodes.items(), sort, "", descending=descending)
+    places = {line.key: place for place, line in enumerate(rows)}
+    rows.sort(key=lambda line: (places.get(of[line.key], len(rows)), of[line.key] != line.key))
+    return [line for line in rows if _matches(line.cells, words)]
 
 
 def request_lines(

@@ -206,6 +206,11 @@ class ModelPlacementPolicy:
         """Whether a load waits for room: look again before long."""
         return bool(self._plans)
 
+    @property
+    def pinned_unloaded(self) -> Iterable[Instance]:
+        """Pinned instances that are not loaded."""
+        return self._index.pinned_unloaded.values()
+
     def is_planned(self, node: str, model: str) -> bool:
         """Whether a load there waits until it has room."""
         return (node, model) in self._plans
