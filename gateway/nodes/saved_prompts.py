@@ -148,7 +148,7 @@ class SavedPrompts:
         """The slots whose prompts are worth a file, and these prompts with their callers."""
         if self._row_of(node) is None or node.sleep.asleep:
             return []
-        slots = _read(await call.send("/slots"), list[_Slot])
+        slots = await call.slots()
         row, speed = self._row_of(node), node.speed
         if row is None or any(slot.is_processing for slot in slots):
             return []
@@ -191,9 +191,16 @@ class SavedPrompts:
             return True
         canary, restored, tokens = saved[0][1].canary, list[int](), 0
         try:
-            if await call.server() != saved[0][1].server:
-                self._saved.pop(key, None)
-                return True
+            is_same = await call.server() == saved[0][1].server
+            used = any(slot.is_processing for slot in await call.slots())
+        except _Wrong as error:
+            self._publish(PromptsKept(node.name, error.action, 1, 0, str(error)))
+            return True
+        if not is_same:
+            self._saved.pop(key, None)
+        if not is_same or used:  # by those for whom it was loaded, past this gateway
+            return True
+        try:
             await call.restore(None, canary.file)
             await call.canary(canary)
         except _Wrong as error:
@@ -234,14 +241,14 @@ class SavedPrompts:
     # The record.
 
     def add(self, key: str, saved: SavedPrompt) -> bool:
-        """Take a record, as `export` gives it; whether it agrees. Raises: ValueError."""
+        """Take a newer record, as `export` gives it; False: it is none. Raises: ValueError."""
         server, _, slot = key.partition(".")
         number, others = int(slot), self._saved.get(server, {})
-        same = all(
-            (one.server, one.canary) == (saved.server, saved.canary) for one in others.values()
-        )
-        if not same or not 0 <= number < MOST_SAVED or len(saved.prompt.blocks) % 8:
+        if not 0 <= number < MOST_SAVED or len(saved.prompt.blocks) % 8:
             return False
+        first = next(iter(others.values()), saved)
+        if (first.server, first.canary) != (saved.server, saved.canary):
+            others = {}  # They are older: their canary is overwritten.
         others[number] = saved
         self._saved[server] = others
         while sum(map(len, self._saved.values())) > MOST_KEPT:
@@ -347,6 +354,10 @@ class _Calls:
         if reply.status != HTTPStatus.OK:
             raise _Wrong(f"the server answers {what} with {reply.status}")
         return reply.body
+
+    async def slots(self) -> list[_Slot]:
+        """Its slots."""
+        return _read(await self.send("/slots"), list[_Slot])
 
     async def act(self, action: str, slot: int | None, **body: str) -> bytes:
         """Save, restore or erase a slot; the canary's is 0."""
