@@ -49,6 +49,7 @@ MOST_SAVED = 16  # files of one model: those of further slots are not saved
 MOST_KEPT = 4000  # saved prompts of all models: beyond it those saved first are forgotten
 LEAST_TOKENS = 64  # of a prompt that is worth a file
 USUAL_REUSE = 0.25  # the share of a saved prompt that later ones are believed to be spared
+LARGEST_ANSWER = 1 << 20  # bytes of an answer
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. It ran away, and"
 CANARY_TOKENS = 4
 # Most by which a probability's logarithm may differ in a canary. From one process of llama.cpp to
@@ -348,7 +349,7 @@ class _Calls:
             raise _Wrong(f"no time is left for {what}")
         named = None if body is None else {"model": self.node.spec.instance, **body}
         sent = None if named is None else msgspec.json.encode(named)
-        reply = await fetch(self.node, path, body=sent, limit=left)
+        reply = await fetch(self.node, path, body=sent, largest=LARGEST_ANSWER, limit=left)
         if not isinstance(reply, ProbeResponse):
             raise _Wrong(reply.detail)
         if reply.status != HTTPStatus.OK:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -205,6 +206,14 @@ async def test_nothing_is_restored_into_a_model_that_others_have_loaded_and_use(
         # The files are those of the next load still.
         await one.models.ask("b", "Hello.")
         assert await one.cached(1, 2) == [True, True]
+
+
+def test_no_two_routers_share_a_file_in_one_folder() -> None:
+    routers = [("r1", "http://h:1"), ("r1", "http://h:2"), ("r2", "http://h:1")]
+    nodes = [a_node(name=name, url=url) for name, url in routers]
+    names = [file_name(node, slot) for node in nodes for slot in (0, 1, None)]
+    assert len(set(names)) == 9
+    assert all(re.fullmatch(r"llama-gateway-[0-9a-f]{32}-\w+\.bin", name) for name in names)
 
 
 def test_a_record_is_kept_as_far_as_it_agrees_and_its_caller_is_there() -> None:
