@@ -39,6 +39,7 @@ from gateway.nodes.server_properties import UNREADABLE, parse_props, server_key
 
 # Seconds that a model's unload, and its first request after a load, wait for its prompts at most.
 MOST_SAVE, MOST_RESTORE = 5.0, 3.0
+PAUSE = 600.0  # seconds without a save after one that failed: each unload would wait in vain
 # Bytes a second of llama.cpp's saves and restores, which stop the server's loop: the lower ends of
 # what was measured.
 SAVE_RATE, RESTORE_RATE = 660 * 2**20, 1700 * 2**20
@@ -107,6 +108,8 @@ class SavedPrompts:
         self._verified: dict[str, tuple[str, ...]] = {}
         """For models that have given the canary after their load: the arguments of that process,
         which has a port of its own."""
+        self._paused: dict[str, float] = {}
+        """Until when nothing is saved of a model whose last save failed."""
 
     def count(self, node: Node) -> int:
         """Prompts of this model that are saved."""
@@ -116,6 +119,8 @@ class SavedPrompts:
         """Save what is worth it of an idle model that gets no requests, within `MOST_SAVE` s."""
         key, call = server_key(node.spec), _Calls.begun(node, MOST_SAVE, self._clock)
         before, files = self._saved.get(key, {}), list[SavedFile]()
+        if self._clock() < self._paused.get(key, -math.inf):
+            return
         try:
             chosen = await self._choose(node, before, call)
             if not chosen:
@@ -133,6 +138,7 @@ class SavedPrompts:
                 canary = await call.canary()  # From its cache, as after a restore.
                 canary = msgspec.structs.replace(canary, file=await call.save(None))
         except _Wrong as error:
+            self._paused[key] = self._clock() + PAUSE
             self._publish(PromptsKept(node.name, error.action, 1, 0, str(error)))
             return
         self._verified[key] = call.args
