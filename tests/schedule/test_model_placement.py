@@ -304,14 +304,6 @@ def test_there_are_never_fewer_copies_than_the_least_nor_more_than_the_most() ->
     assert fleet.look() == [("unload", "r2", "a")]
 
 
-def test_a_preloaded_model_is_loaded_once_where_there_is_room() -> None:
-    fleet = two_models_in_room_for_one(preload=frozenset({("r1", "b")}))
-    fleet.change("r1", "a", phase=LoadPhase.UNLOADED)
-    assert fleet.look() == [("load", "r1", "b")]
-    fleet.change("r1", "b", phase=LoadPhase.UNLOADED)
-    assert fleet.look() == []
-
-
 def test_an_idle_model_is_unloaded_after_the_time_of_its_rules() -> None:
     fleet = two_models_in_room_for_one(models={"a": ModelRules(idle_unload=60.0)})
     fleet.use("r1", "a", last_used=fleet.now - 59)
@@ -343,3 +335,15 @@ def test_a_look_compares_a_bounded_number_of_nodes_however_many_there_are() -> N
         fleet.look(*demands)
         assert policy.evaluations - before <= 72
         assert policy.unfinished
+
+
+def test_a_planned_load_that_begins_is_not_followed_by_another_in_the_same_look() -> None:
+    fleet = Fleet()
+    for name in ("r1", "r2"):
+        fleet.node(name, 10)
+    for name in ("a", "b", "c"):
+        fleet.model(name, 8, "r1", "r2")
+    fleet.ready(("r1", "a"), ("r2", "b"))
+    assert fleet.look(waiting("c")) == [("unload", "r1", "a")]
+    fleet.end("r1", "a")
+    assert fleet.look(waiting("c", each=1.0)) == [("load", "r1", "c")]

@@ -192,6 +192,8 @@ class HandFront(GatewayFront):
 
 
 LOOK_SECONDS = 0.5  # seconds between two looks at what waits
+USUAL_SECONDS = 10.0  # of a request for a model that has answered none
+LEARNT_OF = 16  # answers of which the mean of a model's requests is
 REFRESH_SECONDS = 5.0  # seconds after which the policy is told of what was learnt
 
 
@@ -215,8 +217,7 @@ class ModelPlacingFront(GatewayFront):
         self._last_used = [-math.inf] * len(self.state.rows)
         self._waiting: dict[str, dict[int, Job]] = {model.name: {} for model in models}
         self._batch_waiting = dict.fromkeys(self._waiting, 0)
-        self._usual: dict[str, tuple[float, float]] = {}
-        """By model: tokens that a usual request reads and writes."""
+        self._seconds: dict[str, float] = {}  # by model: a usual request's
         self._events = LoadEvents()
         self._look_at = math.inf
         self._refreshed_at = -math.inf
@@ -246,9 +247,8 @@ class ModelPlacingFront(GatewayFront):
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
         """Learn from it, and see what its slot is for."""
         self._last_used[job.node] = fleet.now
-        read, wrote = self._usual.get(job.model, (job.prompt.tokens, job.output))
-        unread = job.prompt.tokens - job.cached
-        self._usual[job.model] = (read + (unread - read) / 16, wrote + (job.output - wrote) / 16)
+        seconds = self._seconds.get(job.model, job.ended - job.sent)
+        self._seconds[job.model] = seconds + (job.ended - job.sent - seconds) / LEARNT_OF
         super().ended(job, fleet)
         if self._look_at < math.inf:
             self._look(fleet)
@@ -333,8 +333,6 @@ class ModelPlacingFront(GatewayFront):
         """Tell the policy of an instance."""
         router, place = divmod(index, len(self._models))
         model, row = self._models[place], self.state.rows[index]
-        read, wrote = self._usual.get(model.name, (1000.0, 200.0))
-        token = row.token_base + row.token_step * (row.total - 1)
         self.policy.put_instance(
             Instance(
                 self._routers[router].name,
@@ -343,7 +341,7 @@ class ModelPlacingFront(GatewayFront):
                 model.memory,
                 model.load_seconds,
                 row.total,
-                read / row.prefill_tps + wrote * token,
+                self._seconds.get(model.name, USUAL_SECONDS),
                 self._since[index],
             )
         )
