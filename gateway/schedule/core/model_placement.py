@@ -41,7 +41,7 @@ FULL_SHARE = 0.9  # share of its copies' time from which a model can't do withou
 LEAST_SPEED = 0.1  # share of a host's speed that a model gets beside others, at the least
 MOST_LOADS_OF_HOST = 2  # at one time: they share its disk
 # Nodes compared for one model in a look, and for all of them about.
-MOST_COMPARED, MOST_EVALUATIONS = 24, 48
+MOST_COMPARED, MOST_EVALUATIONS = 16, 24
 # Time constants of the two means of a model's rate: one follows bursts, one remembers.
 FAST_SECONDS, SLOW_SECONDS = 60.0, 900.0
 
@@ -247,7 +247,7 @@ class ModelPlacementPolicy:
     def _serve_demands(self, look: _Look, most: int) -> None:
         """Find nodes for what waits, first for those that the last look did not reach."""
         self._served_at = {
-            model: look.now if look.is_served(model) else self._served_at.get(model, -math.inf)
+            model: look.now if look.capacity(model).slots else self._served_at.get(model, -math.inf)
             for model in look.demands
         }
         left = {model: place for place, model in enumerate(self._left)}
@@ -269,15 +269,14 @@ class ModelPlacementPolicy:
         model = demand.model
         if any(one.model == model for one in look.loads):
             return
-        copies = look.copies(model, demand.nodes)
+        queue = look.queue(demand)
         planned = next((key for key in self._plans if key[1] == model), None)
         if planned is None:
-            if not copies and self._keep_retiring(look, demand):
+            if not queue.has_copies and self._keep_retiring(look, demand):
                 return
             most = self.rules.models.get(model, _NO_RULES).max
-            if most is not None and len(self._index.serving(model)) >= most:
+            if most is not None and look.capacity(model).copies >= most:
                 return
-        queue = look.queue(demand, copies)
         best = self._best(look, model, queue, demand.nodes)
         if best is None:
             return
@@ -291,7 +290,7 @@ class ModelPlacementPolicy:
                 return
             self._give_up(look, planned)
         if self._is_worth(look, demand, queue, best):
-            more = "one more copy" if copies else "it"
+            more = "one more copy" if queue.has_copies else "it"
             self._carry_out(look, best, f"{demand.waiting} requests wait for {more}")
 
     def _keep_retiring(self, look: _Look, demand: ModelDemand) -> bool:
@@ -385,9 +384,10 @@ class ModelPlacementPolicy:
 
     def _lack(self, look: _Look, instance: Instance) -> _Lack:
         """What it lacks on its host, beside the loads that are planned and decided on."""
-        planned = [self._index.instance(key) for key in self._plans if key != instance.key]
         host = self._index.host_of(instance)
-        coming = [one for one in (*planned, *look.loads) if one and one.node in host.nodes]
+        keys = [key for key in self._plans if key[0] in host.nodes and key != instance.key]
+        coming = [one for one in look.loads if one.node in host.nodes]
+        coming += [one for one in map(self._index.instance, keys) if one is not None]
         return _Lack(instance, self._index.nodes[instance.node], host, coming)
 
     # What operators want, whoever waits.
@@ -434,9 +434,7 @@ class ModelPlacementPolicy:
 
 
 class RequestRates:
-    """How often callers ask for each model: a long mean, or a short one that differs by more than
-    chance.
-    """
+    """How often callers ask for each model: a long mean, or a short one that differs clearly."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -503,6 +501,22 @@ class ModelHost:
         self.loading += sign * (instance.phase is LoadPhase.LOADING)
 
 
+class Capacity(NamedTuple):
+    """What the instances of one model can do that serve, or soon will."""
+
+    copies: int = 0
+    slots: int = 0  # of those that serve now
+    rate: float = 0.0  # requests a second that those can serve
+
+    def plus(self, instance: Instance, sign: int) -> Capacity:
+        """With one more instance, or one less."""
+        if instance.phase not in SERVING_PHASES:
+            return self
+        slots = sign * instance.slots * (instance.phase is LoadPhase.READY)
+        rate = self.rate + slots / instance.request_seconds
+        return Capacity(self.copies + sign, self.slots + slots, rate)
+
+
 class FleetIndex:
     """Nodes, hosts and instances, found by model and by free memory."""
 
@@ -510,6 +524,8 @@ class FleetIndex:
         self.nodes: dict[str, RouterNode] = {}
         self.hosts: dict[str, ModelHost] = {}
         self.by_model: dict[str, dict[str, Instance]] = {}  # and by node
+        self.capacities: dict[str, Capacity] = {}  # by model: on nodes that work
+        self.loading: dict[str, dict[_Key, Instance]] = {}  # by model
         self.retiring: dict[_Key, Instance] = {}
         self.pinned_unloaded: dict[_Key, Instance] = {}
         self._held: dict[str, dict[str, Instance]] = {}  # as `by_model`: those that take memory
@@ -519,7 +535,7 @@ class FleetIndex:
         """Add a node, or replace it."""
         old = self.nodes.get(node.name)
         moved: list[Instance] = []
-        if old is not None and old.host != node.host:
+        if old is not None and (old.host, old.usable) != (node.host, node.usable):
             moved = self._instances_of(node.name)
             self.remove_node(node.name)
         self.nodes[node.name] = node
@@ -562,6 +578,11 @@ class FleetIndex:
         one = new or old
         assert one is not None
         host, held = self.host_of(one), self._held.setdefault(one.model, {})
+        if self.nodes[one.node].usable:
+            capacity = self.capacities.get(one.model, Capacity())
+            capacity = capacity.plus(old, -1) if old is not None else capacity
+            capacity = capacity.plus(new, 1) if new is not None else capacity
+            self.capacities[one.model] = capacity
         was = old is not None and old.phase in HELD_PHASES
         now = new is not None and new.phase in HELD_PHASES
         if was or now:
@@ -573,9 +594,12 @@ class FleetIndex:
                 host.count(new, 1)
                 held[new.node] = new
             insort(self._by_free, (host.free, host.name))
+        self.loading.get(one.model, {}).pop(one.key, None)
         self.retiring.pop(one.key, None)
         self.pinned_unloaded.pop(one.key, None)
-        if new is not None and new.phase is LoadPhase.RETIRING:
+        if new is not None and new.phase is LoadPhase.LOADING:
+            self.loading.setdefault(new.model, {})[new.key] = new
+        elif new is not None and new.phase is LoadPhase.RETIRING:
             self.retiring[new.key] = new
         elif new is not None and new.pinned and not now:
             self.pinned_unloaded[new.key] = new
@@ -748,6 +772,8 @@ class _Look:
         self._index, self._rules, self._rates, self._read_usage = index, rules, rates, usage
         self._usages: dict[_Key, InstanceUsage] = {}
         self._losses: dict[_Key, float] = {}
+        self._rate_of: dict[str, float] = {}
+        self._dismissed: dict[str, list[Instance]] = {}  # by model
 
     def act(self, verb: LoadVerb, instance: Instance, reason: str) -> None:
         """Decide on an action."""
@@ -755,6 +781,8 @@ class _Look:
         self.acted[instance.key] = verb
         if verb == "load":
             self.loads.append(instance)
+        elif verb != "keep":
+            self._dismissed.setdefault(instance.model, []).append(instance)
 
     def dismiss(self, instance: Instance, reason: str) -> None:
         """Unload it, once it runs nothing any more."""
@@ -785,38 +813,46 @@ class _Look:
             found = self._usages[instance.key] = self._read_usage(instance)
         return found
 
-    def is_served(self, model: str) -> bool:
-        """Whether an instance of it takes requests."""
-        return any(one.phase is LoadPhase.READY for one in self._index.held(model).values())
+    def rate(self, model: str) -> float:
+        """Requests a second that callers send for a model."""
+        found = self._rate_of.get(model)
+        if found is None:
+            found = self._rate_of[model] = self._rates.rate(model, self.now)
+        return found
 
-    def copies(self, model: str, nodes: frozenset[str] | None = None) -> list[Instance]:
-        """The instances of a model that serve, or soon will, on nodes that work."""
-        return [
-            one
-            for one in self._index.serving(model)
-            if self._index.nodes[one.node].usable
-            and (nodes is None or one.node in nodes)
-            and not self.is_leaving(one)
-        ]
+    def capacity(self, model: str) -> Capacity:
+        """What those instances of a model can do that are to stay."""
+        found = self._index.capacities.get(model, Capacity())
+        for one in self._dismissed.get(model, ()):
+            found = found.plus(one, -1) if self._index.nodes[one.node].usable else found
+        return found
 
-    def queue(self, demand: ModelDemand, copies: list[Instance]) -> _Queue:
+    def queue(self, demand: ModelDemand) -> _Queue:
         """What waits for a model, and who serves it."""
-        found: list[_Copy] = []
-        for copy in copies:
-            ready = copy.phase is LoadPhase.READY
-            begins = 0.0 if ready else max(1.0, copy.since + copy.load_seconds - self.now)
-            found.append((begins, copy.slots / copy.request_seconds, copy.request_seconds))
-        waiting = float(demand.waiting)
-        if demand.work > 0.0 and copies:
-            waiting = demand.work * len(copies) / sum(one.request_seconds for one in copies)
-        return _Queue(waiting, self._rates.rate(demand.model, self.now), found)
+        model, nodes = demand.model, demand.nodes
+        found = self.capacity(model)
+        if nodes is not None and len(nodes) < len(self._index.by_model.get(model, ())):
+            found = Capacity()
+            for one in self._index.held(model).values():
+                stays = one.node in nodes and not self.is_leaving(one)
+                found = found.plus(one, stays and self._index.nodes[one.node].usable)
+        copies: list[_Copy] = []
+        service = found.slots / found.rate if found.slots else 0.0
+        if found.slots:
+            copies.append((0.0, found.rate, service))
+        for one in self._index.loading.get(model, {}).values():
+            if nodes is None or one.node in nodes:
+                begins = max(1.0, one.since + one.load_seconds - self.now)
+                copies.append((begins, one.slots / one.request_seconds, one.request_seconds))
+        waiting = demand.work / service if demand.work > 0.0 and service else demand.waiting
+        return _Queue(waiting, self.rate(model), copies)
 
     def utilisation(self, host: ModelHost, but: Sequence[Instance]) -> float:
         """The share of a host's time that the others on it are expected to take."""
         busy = 0.0
         for one in host.held.values():
             if one.phase in SERVING_PHASES and one not in but:
-                share = self._rates.rate(one.model, self.now) / len(self._index.held(one.model))
+                share = self.rate(one.model) / len(self._index.held(one.model))
                 busy += share * one.request_seconds / one.slots
         return min(busy, 1.0)
 
@@ -872,20 +908,20 @@ class _Look:
 
     def _compute_loss(self, instance: Instance) -> float:
         model = instance.model
-        copies = self.copies(model)
+        left = self.capacity(model)
+        if self._index.nodes[instance.node].usable:
+            left = left.plus(instance, -1)
         least = self._rules.models.get(model, _NO_RULES).min
-        if self.now - instance.since < self._rules.hysteresis or len(copies) <= least:
+        if self.now - instance.since < self._rules.hysteresis or left.copies < least:
             return math.inf
         waiting = self.demands[model].waiting if model in self.demands else 0
-        rate = self._rates.rate(model, self.now)
+        rate = self.rate(model)
         reload = instance.load_seconds + UNLOAD_SECONDS
         missed = 1.0 - math.exp(-rate * HORIZON)
         gone = (missed * (1.0 + rate * reload / 2) + waiting) * reload
-        ready = [one for one in copies if one.phase is LoadPhase.READY and one is not instance]
-        others = sum(one.slots / one.request_seconds for one in ready)
-        if not others or rate >= FULL_SHARE * others:
+        if not left.slots or rate >= FULL_SHARE * left.rate:
             return gone
         # Its callers have the other copies, which are fuller then.
-        load, seconds = rate / others, instance.request_seconds
+        load, seconds = rate / left.rate, instance.request_seconds
         slower = rate * HORIZON * seconds * load**2 / (1.0 - load) / 2
         return min(gone, slower + waiting * seconds)

@@ -169,8 +169,8 @@ def compare_elastic(
     return found
 
 
-# Placements by hand: all are played on a sample of the traffic behind a proxy, of one in so many
-# conversations, so many times as fast; the best share on all of it; the best few behind the gateway.
+# Placements by hand: all are played behind a proxy, on a sample of one in so many conversations, so
+# many times as fast; the best share of them on all; the best few behind the gateway.
 SAMPLE, HAND_SHARE, HAND_TRIED = 5, 0.1, 12
 
 

@@ -191,7 +191,8 @@ class HandFront(GatewayFront):
                 self.state.set_slots(row, row.total, 0, 0, alive=False)
 
 
-LOOK_SECONDS = 0.5  # seconds between two looks at what waits
+# Seconds between two looks at what waits, and at least, where the first did not reach all of it.
+LOOK_SECONDS, LEAST_PAUSE = 0.5, 0.02
 USUAL_SECONDS = 10.0  # of a request for a model that has answered none
 LEARNT_OF = 16  # answers of which the mean of a model's requests is
 REFRESH_SECONDS = 5.0  # seconds after which the policy is told of what was learnt
@@ -294,7 +295,8 @@ class ModelPlacingFront(GatewayFront):
                 self._events.unload(index, routers)
                 self.knowledge.restarted(index)
         waits = any(self._waiting.values()) or self.policy.has_plans
-        self._look_at = now + LOOK_SECONDS if waits else math.inf
+        pause = LEAST_PAUSE if self.policy.unfinished else LOOK_SECONDS
+        self._look_at = now + pause if waits else math.inf
 
     def _demands(self, now: float) -> list[ModelDemand]:
         found = []
