@@ -6,7 +6,8 @@ and the load; then the queue is served as fast as that node does. What must go c
 caller who is expected to miss it before long, so a model that nobody asks for goes first. A model
 that is loaded nowhere is loaded once its requests have waited as many seconds as that loss, so a
 queue is served together before its model makes room for another; or in time for the starvation
-bound. One more copy is loaded where it shortens the queue by more than it costs.
+bound. One more copy is loaded where it shortens the queue by more than it costs, in free memory
+also where it spares random arrivals their waits.
 
 A look compares a bounded number of nodes, however large the fleet is; models that are not reached
 are looked at first in the next one. Times are monotonic seconds and memory is bytes.
@@ -28,6 +29,8 @@ UNLOAD_SECONDS = 1.0
 LOOK_MARGIN = 1.0  # seconds by which a load begins before the bound wants it
 # Seconds ahead that are compared: what callers miss later, they miss under any placement.
 HORIZON = 60.0
+# Of the loads that callers then miss: each displaces other models in its turn.
+MISS_FACTOR = 1.5
 NEAR_BOUND = 0.5  # share of the bound from which the oldest request goes first
 # One more copy must shorten the waits by so many times what it costs others.
 COPY_MARGIN = 1.2
@@ -37,19 +40,23 @@ LOAD_SHARE = 0.3
 CHANGE_MARGIN = 1.5
 # A model whose callers are expected to miss so little of its load may go for batch rows.
 UNUSED_SHARE = 0.05
-FULL_SHARE = 0.9  # share of its copies' time from which a model can't do without one of them
+# With so many callers expected within the horizon, a model's last copy stays, whatever others' more
+# copies would save.
+NEEDED = 20.0
+FULLEST = 0.9  # share of its copies' time up to which the waits of random arrivals are computed
 LEAST_SPEED = 0.1  # share of a host's speed that a model gets beside others, at the least
 MOST_LOADS_OF_HOST = 2  # at one time: they share its disk
 # Nodes compared for one model in a look, and for all of them about.
 MOST_COMPARED, MOST_EVALUATIONS = 16, 24
 # Time constants of the two means of a model's rate: one follows bursts, one remembers.
-FAST_SECONDS, SLOW_SECONDS = 60.0, 900.0
+FAST_SECONDS, SLOW_SECONDS = 40.0, 900.0
 
 SERVING_PHASES = frozenset({LoadPhase.LOADING, LoadPhase.READY})
 LEAVING_PHASES = frozenset({LoadPhase.RETIRING, LoadPhase.UNLOADING})
 HELD_PHASES = SERVING_PHASES | LEAVING_PHASES  # those that take memory
 LoadVerb = Literal["load", "retire", "keep", "unload"]
 _Key = tuple[str, str]  # node and model
+_Copy = tuple[float, float, float]  # in how long it serves, its requests a second, seconds of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +316,12 @@ class ModelPlacementPolicy:
         if demand.batch and loss > UNUSED_SHARE * option.room.reload_seconds:
             return False
         if queue.has_copies:
+            if any(map(look.is_needed, option.room.victims)):
+                return False
             saved = queue.cost() - (option.cost - loss)
+            if look.capacity(demand.model).slots and not option.room.victims:
+                # Memory that is free is best used by those that are asked for most.
+                saved += queue.queueing() - queue.queueing(option.copy)
             return saved > COPY_MARGIN * loss + LOAD_SHARE * load_seconds
         without = self._without(demand, look)
         if without + option.ready_in + LOOK_MARGIN >= self._patience(demand):
@@ -379,8 +391,8 @@ class ModelPlacementPolicy:
         ready_in = room.wait + instance.load_seconds + UNLOAD_SECONDS * room.must_wait
         speed = max(LEAST_SPEED, 1.0 - look.utilisation(host, room.victims))
         service = instance.request_seconds / speed
-        cost = queue.cost((ready_in, instance.slots / service, service)) + room.loss
-        return _Option(instance, room, ready_in, cost)
+        copy = ready_in, instance.slots / service, service
+        return _Option(instance, room, copy, queue.cost(copy) + room.loss)
 
     def _lack(self, look: _Look, instance: Instance) -> _Lack:
         """What it lacks on its host, beside the loads that are planned and decided on."""
@@ -664,8 +676,13 @@ class _Option(NamedTuple):
 
     instance: Instance
     room: _Room
-    ready_in: float
+    copy: _Copy
     cost: float
+
+    @property
+    def ready_in(self) -> float:
+        """Seconds until it could serve."""
+        return self.copy[0]
 
 
 class _Lack:
@@ -712,7 +729,14 @@ class _Lack:
         self._held += sign
 
 
-_Copy = tuple[float, float, float]  # when it serves, its requests a second, the seconds of one
+def queueing_seconds(rate: float, slots: float, service: float) -> float:
+    """The mean wait of random arrivals for one of so many slots (Sakasegawa, 1977).
+
+    At most that where `FULLEST` of their time is used: more is a queue that only grows.
+    """
+    load = min(FULLEST, rate * service / slots)
+    power = math.sqrt(2.0 * (slots + 1.0)) - 1.0
+    return service * math.pow(load, power) / (slots * (1.0 - load))
 
 
 class _Queue:
@@ -729,8 +753,15 @@ class _Queue:
         if not total:
             return copies[0][0] if copies else 0.0
         served = sum([rate for _, rate, _ in copies])
-        service = sum([rate * seconds for _, rate, seconds in copies]) / served
-        return self._area(copies) + total * service
+        slots = sum([rate * seconds for _, rate, seconds in copies])
+        return self._area(copies) + total * slots / served
+
+    def queueing(self, more: _Copy | None = None) -> float:
+        """Seconds that random arrivals are expected to wait within the horizon beside all that."""
+        copies = [*self._copies, more] if more else self._copies
+        slots = sum([rate * seconds for _, rate, seconds in copies])
+        served = sum([rate for _, rate, _ in copies])
+        return self._rate * HORIZON * queueing_seconds(self._rate, slots, slots / served)
 
     def _area(self, copies: list[_Copy]) -> float:
         """The length of the queue over time."""
@@ -827,6 +858,11 @@ class _Look:
             found = found.plus(one, -1) if self._index.nodes[one.node].usable else found
         return found
 
+    def is_needed(self, instance: Instance) -> bool:
+        """Whether callers are expected who would find no other copy."""
+        others = self.capacity(instance.model).plus(instance, -1).slots
+        return others <= 0 and self.rate(instance.model) * HORIZON > NEEDED
+
     def queue(self, demand: ModelDemand) -> _Queue:
         """What waits for a model, and who serves it."""
         model, nodes = demand.model, demand.nodes
@@ -917,9 +953,9 @@ class _Look:
         waiting = self.demands[model].waiting if model in self.demands else 0
         rate = self.rate(model)
         reload = instance.load_seconds + UNLOAD_SECONDS
-        missed = 1.0 - math.exp(-rate * HORIZON)
+        missed = MISS_FACTOR * (1.0 - math.exp(-rate * HORIZON))
         gone = (missed * (1.0 + rate * reload / 2) + waiting) * reload
-        if not left.slots or rate >= FULL_SHARE * left.rate:
+        if not left.slots or rate >= FULLEST * left.rate:
             return gone
         # Its callers have the other copies, which are fuller then.
         load, seconds = rate / left.rate, instance.request_seconds

@@ -213,6 +213,7 @@ class ModelPlacingFront(GatewayFront):
         self.policy = ModelPlacementPolicy(rules)
         self._models = models
         self._routers = routers
+        self._places = {model.name: place for place, model in enumerate(models)}
         self._phases = [LoadPhase.UNLOADED] * len(self.state.rows)
         self._since = [-math.inf] * len(self.state.rows)
         self._last_used = [-math.inf] * len(self.state.rows)
@@ -239,6 +240,10 @@ class ModelPlacingFront(GatewayFront):
         if job.priority_label != "batch":
             self.policy.note_request(job.model, fleet.now)
         super().arrive(job, fleet)
+        if job.model not in self._seconds:
+            expected, row = self._expected[job.id], self.state.rows[self._places[job.model]]
+            seconds = expected.prompt_tokens / row.prefill_tps
+            self._seconds[job.model] = seconds + expected.completion_tokens * row.token_base
         if job.sent < 0:
             self._waiting[job.model][job.id] = job
             self._batch_waiting[job.model] += job.priority_label == "batch"
