@@ -429,6 +429,21 @@ def no_node(message: str, retry_after: float) -> GatewayError:
     return GatewayError(503, "no_node", message, retry_after=retry_after)
 
 
+def load_failed(
+    models: str, failures: Sequence[tuple[str, str]], retry_after: float
+) -> GatewayError:
+    """503: every node that has the model has failed to load it. `failures`: nodes, with reasons."""
+    message = f"No node could load {models}"
+    named = "; ".join(f"'{name}': {reason}" for name, reason in failures[:3])
+    return GatewayError(
+        503,
+        "no_node",
+        f"{message}. It is tried again later.",
+        retry_after=retry_after,
+        message_with_nodes=f"{message}: {named}. It is tried again later.",
+    )
+
+
 def model_paused(model: str) -> GatewayError:
     """503: an operator has paused this model; nobody knows for how long."""
     return GatewayError(

@@ -250,13 +250,23 @@ class ModelLoadChanged:
     seconds: float | None  # that a load took, if its begin was seen
     reason: str
     by_others: bool  # whether it was not this gateway's
+    cause: str = ""  # of what is `unloaded` or has `died`: one of `router.UNLOAD_CAUSES`
 
 
 @dataclass(slots=True)
-class RouterLeftAlone:
-    """A router gets no commands for a while, since others load and unload its models too."""
+class PromptsKept:
+    """Prompts of a router's model were saved before its unload, or restored after its load."""
 
-    node: str
+    node: str  # the router's model
+    action: str  # of `PROMPT_ACTIONS`
+    prompts: int  # 1 for a failure
+    tokens: int
+    detail: str = ""  # what was wrong
+
+
+# `mismatch`: what was restored was not what was saved, and is erased; `failed`: the server did not
+# save or restore.
+PROMPT_ACTIONS = ("saved", "restored", "mismatch", "failed")
 
 
 @dataclass(slots=True)

@@ -317,7 +317,7 @@ class NodeInfo(msgspec.Struct, frozen=True, eq=False):
         if not self.query:
             return path.encode()
         named = f"model={quote(model, safe='')}&" if model else ""
-        return f"{path}?{named}{self.query}".encode()
+        return f"{path}{'&' if '?' in path else '?'}{named}{self.query}".encode()
 
 
 class ExpectedReading(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -159,31 +159,43 @@ def spawn_demo_server(
     return DemoServer(process, log)
 
 
-@contextmanager
-def running_router(
-    folder: Path, *, slots: int, context: int, extra: tuple[str, ...]
-) -> Iterator[DemoServer]:
-    """A router over the models in `folder`, which the wheel does not have."""
+def spawn_router(
+    models: Path, *, slots: int = 2, context: int = 4096, port: int = 0, extra: tuple[str, ...] = ()
+) -> DemoServer:
+    """Start a router without waiting for it: over a folder of models, or of a preset file."""
     binary = server_binary()
     assert binary is not None, "mark the test binary_only"
     log = tempfile.TemporaryFile()  # noqa: SIM115
+    source = "--models-preset" if models.suffix == ".ini" else "--models-dir"
+    sizes = () if models.suffix == ".ini" else ("-np", str(slots), "-c", str(slots * context))
     command = [
         *(sys.executable, "-P", "-m", "gateway.local.launch", "--parent", str(os.getpid())),
-        *("--", str(binary.path), "--models-dir", str(folder), "--port", "0", "--metrics"),
-        *("-np", str(slots), "-c", str(slots * context), "-t", "1", *extra),
+        *("--", str(binary.path), source, str(models), "--port", str(port), "--metrics"),
+        *(*sizes, "-t", "1", *extra),
     ]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=server_environment()
     )
-    router = DemoServer(process, log)
+    return DemoServer(process, log)
+
+
+def stop_router(router: DemoServer) -> None:
+    """End a router: killed, it would leave its models' servers behind for a while."""
+    router.process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        router.process.wait(STOP_LIMIT)
+    stop_demo_server(router)
+
+
+@contextmanager
+def running_router(models: Path, **options: Any) -> Iterator[DemoServer]:
+    """A router that answers, which the wheel does not have; `options`: of `spawn_router`."""
+    router = spawn_router(models, **options)
     try:
         wait_for_demo_server(router)
         yield router
     finally:
-        process.terminate()  # killed, it would leave its models' servers behind for a while
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_LIMIT)
-        stop_demo_server(router)
+        stop_router(router)
 
 
 def wait_for_demo_server(server: DemoServer, limit: float = START_LIMIT) -> str:

@@ -25,8 +25,14 @@ from gateway.admin.live import LiveFeed
 from gateway.admin.models import ModelEndpoints
 from gateway.admin.node_metrics import NodeMetricsEndpoint
 from gateway.admin.nodes import DrainDeadlines, NodeEndpoints
+from gateway.admin.placements import PlacementEndpoints
 from gateway.admin.playground import Playground
-from gateway.admin.reports import AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
+from gateway.admin.reports import (
+    AUDIT_ACTION_KEY,
+    AUDIT_TARGET_KEY,
+    AuditEndpoints,
+    UsageEndpoints,
+)
 from gateway.admin.requests import RequestEndpoints
 from gateway.admin.status import StatusEndpoints
 from gateway.admin.why import WhyEndpoints
@@ -57,6 +63,7 @@ class AdminEndpoints:
     nodes: NodeEndpoints
     node_metrics: NodeMetricsEndpoint
     models: ModelEndpoints
+    placements: PlacementEndpoints
     requests: RequestEndpoints
     why: WhyEndpoints
     usage: UsageEndpoints
@@ -92,18 +99,22 @@ ADMIN_ROUTES = (
     AdminRoute("GET", "/admin/live", VIEWER, lambda e: e.live.stream,
         "nodes, queue and problems as they change, as server-sent events; requests for operators"),
     AdminRoute("GET", "/admin/nodes", VIEWER, lambda e: e.nodes.list, "every node"),
-    AdminRoute("GET", "/admin/nodes/{name}", VIEWER, lambda e: e.nodes.show, "one node"),
-    AdminRoute("POST", "/admin/nodes/{name}/drain", OPERATOR, lambda e: e.nodes.drain,
+    AdminRoute("POST", "/admin/nodes/{name:path}/drain", OPERATOR, lambda e: e.nodes.drain,
         "no new work; ?deadline=SECONDS ends what still runs then", "drain"),
-    AdminRoute("POST", "/admin/nodes/{name}/resume", OPERATOR, lambda e: e.nodes.resume,
+    AdminRoute("POST", "/admin/nodes/{name:path}/resume", OPERATOR, lambda e: e.nodes.resume,
         "back to work", "resume"),
-    AdminRoute("POST", "/admin/nodes/{name}/probe", OPERATOR, lambda e: e.nodes.probe,
+    AdminRoute("POST", "/admin/nodes/{name:path}/probe", OPERATOR, lambda e: e.nodes.probe,
         "ask it now; trusted again if it answers", "probe"),
+    AdminRoute("GET", "/admin/nodes/{name:path}", VIEWER, lambda e: e.nodes.show, "one node"),
     AdminRoute("GET", "/admin/models", VIEWER, lambda e: e.models.list, "every public model name"),
     AdminRoute("POST", "/admin/models/{name:path}/pause", OPERATOR, lambda e: e.models.pause,
         "no new requests for it: 503 `model_paused`", "models.pause"),
     AdminRoute("POST", "/admin/models/{name:path}/resume", OPERATOR, lambda e: e.models.resume,
         "requests for it again", "models.resume"),
+    AdminRoute("GET", "/admin/placements", VIEWER, lambda e: e.placements.list,
+        "what routers have loaded"),
+    AdminRoute("POST", "/admin/placements", OPERATOR, lambda e: e.placements.order,
+        "load, unload, pin or unpin a model on a router", "placements"),
     AdminRoute("GET", "/admin/requests", OPERATOR, lambda e: e.requests.list,
         "what waits and runs"),
     AdminRoute("GET", "/admin/requests/{id:path}/why", OPERATOR, lambda e: e.why.why,
@@ -210,6 +221,7 @@ def admin_app(
         nodes=NodeEndpoints(fleet, scheduler.fleet_sync, drain_deadlines),
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         models=ModelEndpoints(fleet, scheduler, gateway),
+        placements=PlacementEndpoints(fleet, gateway, time.time),
         requests=RequestEndpoints(registry, scheduler),
         why=WhyEndpoints(scheduler, registry, live.history, time.time),
         usage=UsageEndpoints(reporter, time.time),
@@ -252,7 +264,7 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
                 audit.record(
                     identity.name,
                     identity.role.label,
-                    route.action,
+                    str(request.scope.get(AUDIT_ACTION_KEY, route.action)),
                     _audit_target(request),
                     outcome,
                     details={

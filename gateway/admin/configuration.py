@@ -20,6 +20,7 @@ from gateway.errors import GatewayError
 from gateway.events import InventoryChanged, SettingsChanged
 from gateway.http.certificates import ListenerCertificates, changed_files
 from gateway.nodes.fleet import Fleet
+from gateway.schedule.model_placer import ModelPlacer
 from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
 from gateway.watch.problems import StorageCondition
@@ -72,6 +73,10 @@ class GatewayControl(Protocol):
     @property
     def certificates(self) -> CertificateStatus:
         """The certificates of the listeners."""
+
+    @property
+    def model_placer(self) -> ModelPlacer:
+        """Has routers load and unload models."""
 
     @property
     def storage(self) -> StorageCondition:

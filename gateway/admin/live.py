@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -25,13 +26,16 @@ from gateway import errors
 from gateway.admin.configuration import GatewayControl
 from gateway.admin.guard import identity_of, is_still_admitted
 from gateway.admin.nodes import DrainDeadlines
+from gateway.admin.placements import hosts_json
 from gateway.admin.status import days_until, ledger_json, store_json
 from gateway.callers.keys import AdminIdentity, AdminRole
 from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
-from gateway.nodes.fleet import Fleet, GpuCosts
-from gateway.nodes.node import LeasePhase, Node
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.node import LeasePhase, Node, NodeState
+from gateway.nodes.prices import GpuCosts
+from gateway.nodes.router import LoadPhase
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 from gateway.watch.audit import AuditTrail
@@ -46,23 +50,23 @@ from gateway.watch.problems import (
     QueueCondition,
     SpillCondition,
     TrafficCondition,
+    UnkeptWish,
     find_problems,
 )
-from gateway.web.asgi import HealthEndpoints
+from gateway.web.asgi import HealthEndpoints, in_steps
 
-STEP_SECONDS = 0.002  # seconds after which a step lets other work run
-LOOK_EVERY = 16  # items after which the clock is looked at
 MOST_CELLS = 64  # slots of a node that are drawn; `slots_total` counts them all
 MOST_FILL = 8  # how full a slot's cell can be: the parts of the expected time that have passed
 MOST_WAITING = 100  # waiting requests that are shown; the depths count them all
 MOST_COUNTED_WAITING = 1000  # waiting requests that are counted by caller
 MOST_REQUESTS = 300  # requests in flight that are shown; `in_flight` counts them all
 MOST_MODELS = 1000  # models whose nodes are counted
+# A load is slow after so many seconds, and so many times the usual ones.
+SLOW_LOAD_SECONDS, SLOW_LOAD_FACTOR = 60.0, 4.0
 
 Row = dict[str, Any]  # of the page's tables, by column
 Waiting = tuple[str, str, str | None, int, float | None]
 """Id, class, model, seconds waited and until the expected start."""
-T = TypeVar("T")
 
 
 class LiveState(NamedTuple):
@@ -98,7 +102,8 @@ class LiveView:
         nodes: dict[str, Row] = {}
         async for node in in_steps(list(self.fleet.nodes.values())):
             if self.fleet.nodes.get(node.name) is node:
-                nodes[node.name] = self._node_row(node)
+                if node.load is None or node.state is not NodeState.UNLOADED or node.load.failures:
+                    nodes[node.name] = self._node_row(node)
                 counts.add(node)
         waiting, queue = self._read_queue()
         requests = await self._read_requests(waiting) if with_requests else None
@@ -148,7 +153,7 @@ class LiveView:
             "build": properties.build,
             "drift": list(node.drift),
             "cost_per_hour": spec.cost_per_hour,
-            "slots_total": node.slots_total,
+            "slots_total": node.slots_now,
             "state": node.state.value,
             "reason": node.reason,
             "draining": node.draining,
@@ -164,6 +169,32 @@ class LiveView:
             "requests": node.requests,
             "failures": node.failures,
             "deadline_at": None if left is None else round(self.wall_clock() + left),
+        } | self._load_columns(node)
+
+    def _load_columns(self, node: Node) -> Row:
+        """What is told of a router's model alone, or is told otherwise of a router."""
+        if node.load is not None and node.router is not None:
+            placer = self.gateway.model_placer
+            return {
+                "router": node.router.name,
+                "progress": node.load.progress,
+                "memory": placer.memory_of(node),
+                "pinned_by": placer.pinner(node),
+            }
+        if not node.is_router:
+            return {}
+        # A router has the slots and the requests of its models.
+        models, now = [*node.instances.values()], node.clock()
+        cells = re.findall(r"[rwh]\d|.", "".join(slot_cells(node, now) for node in models))
+        loaded = [node for node in models if node.load is not None and node.load.loaded]
+        return {
+            "models": [name for node in loaded for name in node.properties.names],
+            "loadable": f"{len(loaded)} of {len(models)}",
+            "cells": "".join(cells[:MOST_CELLS]),
+            "slots_total": sum(node.slots_now for node in models),
+            "slots_busy": sum(node.slots_busy for node in models),
+            "in_flight": sum(node.in_flight for node in models),
+            "requests": sum(node.requests for node in models),
         }
 
     # The queue and the requests.
@@ -230,6 +261,7 @@ class LiveView:
             "slots_busy": counts.slots_busy,
             "models": sorted(counts.models)[:MOST_MODELS],
             "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
+            "hosts": hosts_json(gateway.model_placer),
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
@@ -243,6 +275,7 @@ class LiveView:
             in_service=counts.in_service,
             usable=counts.usable,
             models={name: ModelNodes(*both) for name, both in counts.models.items()},
+            unkept=[UnkeptWish(*one) for one in gateway.model_placer.unkept_wishes()],
             paused_models=self.fleet.model_index.paused_by_name,
             differing_models=self.fleet.differences_in_words,
             queue=queue,
@@ -293,27 +326,65 @@ class _FleetCounts:
 
     def add(self, node: Node) -> None:
         """Count a node."""
+        if node.state is NodeState.UNLOADED and node.load is not None and not node.load.failures:
+            # Most of the models of a large fleet.
+            self._count_models(node.indexed_models, usable=True)
+            return
         state, spec = node.state.value, node.spec
-        self.states[state] += 1
-        self.slots_total += node.slots_total
+        self.slots_total += node.slots_now
         self.slots_busy += node.slots_busy
+        if node.router is not None:
+            self._add_model(node)
+            return
+        self.states[state] += 1
         failures = node.lifecycle.failures
         usable = state in USABLE_STATES
         if node.in_service and state != "standby" and not node.draining:
             self.in_service += 1
             self.usable += usable
             self.hosts[spec.host] += 1
-            for name in node.public_models:
-                if name in self.models or len(self.models) < MOST_MODELS:
-                    both = self.models[name]
-                    both[0] += 1
-                    both[1] += usable
+            self._count_models(node.public_models, usable=usable)
+        left_alone = node.is_router and node.router_record.stopped(node.clock())
         if state == "draining" and not node.draining:
             return  # The gateway itself stops a standby node.
-        if state not in {"ready", "mute", "sleeping"} or node.drift or failures:
+        if state not in {"ready", "mute", "sleeping"} or node.drift or failures or left_alone:
             reason, drift = node.reason, node.drift
             self.conditions.append(
-                NodeCondition(spec.name, spec.host, state, reason, spec.tier, drift, failures)
+                NodeCondition(
+                    spec.name, spec.host, state, reason, spec.tier, drift, failures, left_alone
+                )
+            )
+
+    def _count_models(self, names: Iterable[str], *, usable: bool) -> None:
+        for name in names:
+            if name in self.models or len(self.models) < MOST_MODELS:
+                both = self.models[name]
+                both[0] += 1
+                both[1] += usable
+
+    def _add_model(self, node: Node) -> None:
+        """Count a router's model: it is served while it can be loaded."""
+        load, state, now = node.load, node.state.value, node.clock()
+        assert load is not None
+        failures = 0 if load.loaded else load.failures
+        if node.in_service and state != "standby" and not node.draining:
+            self._count_models(node.public_models, usable=node.is_alive and not failures)
+        usual = node.sleep.wake_seconds(node.properties.size)
+        is_slow = load.phase is LoadPhase.LOADING and now - load.since > max(
+            SLOW_LOAD_SECONDS, SLOW_LOAD_FACTOR * usual
+        )
+        own = is_slow or node.draining or state in {"ejected", "degraded", "mute"}
+        if own or failures or node.drift:
+            self.conditions.append(
+                NodeCondition(
+                    node.name,
+                    node.host,
+                    state if own else "",
+                    load.reason if failures else node.reason,
+                    drift=node.drift,
+                    model=min(node.public_models, default=node.name),
+                    load_failures=failures,
+                )
             )
 
 
@@ -336,7 +407,7 @@ def slot_cells(node: Node, now: float) -> str:
                 continue
         cells += [cell] * lease.slots
     cells += ["o"] * min(node.foreign, node.slots_total)
-    cells += ["f"] * (node.slots_total - len(cells))
+    cells += ["f"] * (node.slots_now - len(cells))
     return "".join(cells[:MOST_CELLS])
 
 
@@ -394,16 +465,6 @@ def _tps(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return round(value, 1) if value < 100 else float(round(value))
-
-
-async def in_steps(items: Sequence[T]) -> AsyncIterator[T]:
-    """These items; other work runs after each `STEP_SECONDS`."""
-    until = time.perf_counter() + STEP_SECONDS
-    for number, item in enumerate(items):
-        if number % LOOK_EVERY == LOOK_EVERY - 1 and time.perf_counter() >= until:
-            await asyncio.sleep(0)
-            until = time.perf_counter() + STEP_SECONDS
-        yield item
 
 
 UPDATE_SECONDS = 1.0  # seconds between two updates
@@ -570,7 +631,7 @@ def live_feed(
     drain_deadlines: DrainDeadlines,
 ) -> LiveFeed:
     """The feed of a gateway, with a history of its own."""
-    history = FleetHistory(bus, GpuCosts(fleet, gateway.clock).of)
+    history = FleetHistory(bus, GpuCosts(fleet, gateway.clock).of, clock=gateway.clock)
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
     return LiveFeed(
         LiveView(fleet, scheduler, registry, gateway, health, history, audit, drain_deadlines)

@@ -22,7 +22,7 @@ from gateway.nodes.model_index import MOST_NAMES, MOST_VALUES, ModelDifference
 from gateway.request.preparation import ModelAliases
 from gateway.schedule.admission import Waiter
 from gateway.schedule.scheduler import Scheduler
-from gateway.web.asgi import JsonResponse
+from gateway.web.asgi import JsonResponse, json_of_rows
 
 Json = dict[str, Any]
 MOST_PAUSED = 1000  # models that may be paused at the same time; each is a series of the metrics
@@ -40,7 +40,7 @@ class ModelEndpoints:
     async def list(self, _: Request) -> Response:
         """Every public name: those that nodes serve, aliases, and paused ones."""
         view = self._view()
-        return JsonResponse({"models": [view.object(name) for name in view.names]})
+        return await json_of_rows("models", [*view.names], view.object)
 
     async def pause(self, request: Request) -> Response:
         """Take no new requests for this name. What runs ends by itself, what waits is refused."""
@@ -133,7 +133,7 @@ class _ModelsView:
             stands_for=[one for one in targets if one != name],
             paused=name in paused or paused.issuperset(targets),
             nodes=dict(Counter(node.state.value for node in nodes)),
-            slots_total=sum(node.slots_total for node in nodes),
+            slots_total=sum(node.slots_now for node in nodes),
             slots_busy=sum(node.slots_busy for node in nodes),
             waiting=self._waiting[name],
             differences=[one.in_words() for one in self._differences if one.model in targets],

@@ -12,13 +12,14 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway import errors
 from gateway.errors import GatewayError, suggestion, truncate_echo
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
 from gateway.schedule.candidates import FleetSync
 from gateway.schedule.core.requests import NodeSlots
-from gateway.web.asgi import JsonResponse, number_parameter
+from gateway.web.asgi import JsonResponse, json_of_rows, number_parameter
 
 LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0  # seconds
 log = structlog.get_logger()
@@ -76,7 +77,7 @@ class NodeEndpoints:
 
     async def list(self, _: Request) -> Response:
         """Every node, in the inventory's order."""
-        return JsonResponse({"nodes": [self._object(node) for node in self.fleet.nodes.values()]})
+        return await json_of_rows("nodes", [*self.fleet.nodes.values()], self._object)
 
     async def show(self, request: Request) -> Response:
         """One node."""
@@ -116,6 +117,8 @@ class NodeEndpoints:
     def _find(self, request: Request) -> Node:
         name = request.path_params["name"]
         node = self.fleet.nodes.get(name)
+        if not name:
+            raise errors.not_found(request.scope["path"], None)
         if node is None:
             raise node_not_found(name, self.fleet.nodes)
         return node
@@ -137,16 +140,18 @@ class NodeEndpoints:
             enabled=spec.enabled,
             standby=spec.standby,
             elastic=_elastic(node, now) if spec.autoscaled else None,
+            router=None if node.router is None else node.router.name,
+            progress=None if node.load is None else node.load.progress,
             draining=node.draining,
             state=node.state.value,
             reason=node.reason,
-            slots_total=node.slots_total,
+            slots_total=node.slots_now,
             slots_busy=node.slots_busy,
             leased=node.leased,
             foreign=node.foreign,
-            in_flight=node.in_flight,
+            in_flight=node.in_flight + sum(one.in_flight for one in node.instances.values()),
             pool=pools[0] if pools else None,
-            models=list(models),
+            models=[] if node.is_router else list(models),
             context=node.context,
             prefill_tps=_rounded(node.speed.prefill_tps),
             decode_tps=_rounded(node.speed.decode_tps),
@@ -193,9 +198,12 @@ class NodeObject(msgspec.Struct, kw_only=True):
     standby: Annotated[bool, "of the inventory"]
     elastic: Annotated[dict[str, Any] | None, "of a standby node with hooks, "
         "[below](#standby-nodes)"]  # fmt: skip
+    router: Annotated[str | None, "of which it is one model; null: it is a server of its own"]
+    progress: Annotated[float | None, "of a model that is being loaded: the share that is done"]
     draining: Annotated[bool, "whether an operator has drained it"]
     state: Annotated[str, "`ready`, `degraded`, `mute`, `ejected`, `starting`, `loading`, "
-        "`sleeping`, `down`, `draining` or `standby`"]  # fmt: skip
+        "`sleeping`, `down`, `draining` or `standby`; of a router's model also `unloaded`, "
+        "`unloading` or `failed`"]  # fmt: skip
     reason: Annotated[str, "why it is in that state"]
     slots_total: Annotated[int, "slots that it has"]
     slots_busy: Annotated[int, "the larger of our leases and what the node reports"]
@@ -274,9 +282,12 @@ def _rounded(value: float | None) -> float | None:
 
 
 def is_running_on(in_flight: InFlightRequest, name: str) -> bool:
-    """Whether the request runs on the node of this name."""
+    """Whether the request runs on the node of this name, or on a model of that router."""
     attempt = in_flight.attempt
-    return attempt is not None and attempt.lease.node.name == name and not attempt.complete
+    if attempt is None or attempt.complete:
+        return False
+    own = attempt.lease.node.name
+    return name in {own, own.partition("/")[0]}
 
 
 def node_drained(name: str) -> GatewayError:

@@ -99,6 +99,7 @@ def _parameters(request: Request, known: frozenset[str]) -> dict[str, str]:
 
 # Key of the change's target in the ASGI scope, where no parameter of the path is it.
 AUDIT_TARGET_KEY = "gateway.audit_target"
+AUDIT_ACTION_KEY = "gateway.audit_action"
 MOST_LISTED = 1000  # most changes of one response
 DEFAULT_LISTED = 100
 LARGEST_ID = 2**63 - 1

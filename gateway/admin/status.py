@@ -20,7 +20,9 @@ from gateway.callers.windows import time_text
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.fleet import Fleet
+from gateway.nodes.node import Node
 from gateway.schedule.decision_log import RATIO_BOUNDS
+from gateway.schedule.model_placer import ModelPlacer
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.terms import Priority
@@ -36,7 +38,7 @@ from gateway.watch.metrics import (
     TraceSample,
 )
 from gateway.watch.request_tracing import RequestTracing
-from gateway.web.asgi import HealthEndpoints, JsonResponse
+from gateway.web.asgi import HealthEndpoints, JsonResponse, in_steps
 
 MOST_LISTED_WAITING = 100  # most queued requests that are listed; `queue` counts them all
 
@@ -55,7 +57,12 @@ class StatusEndpoints:
 
     async def status(self, _: Request) -> Response:
         """The gateway on one page."""
-        gateway, scheduler, nodes = self.gateway, self.scheduler, self.fleet.nodes.values()
+        gateway, scheduler = self.gateway, self.scheduler
+        states, slots, busy = Counter[str](), 0, 0
+        async for node in in_steps([*self.fleet.nodes.values()]):
+            states[node.state.value] += node.router is None
+            slots += node.slots_now
+            busy += node.slots_busy
         has_gpu = scheduler.fleet_sync.has_gpu_tier
         depths, error = scheduler.depths(), self.health.readiness_error()
         uptime = gateway.clock() - gateway.started_at
@@ -72,9 +79,9 @@ class StatusEndpoints:
                 waiting=self._waiting(),
                 hybrid=scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
                 totals=totals_json(self.metrics),
-                nodes=dict(Counter(node.state.value for node in nodes)),
-                slots_total=sum(node.slots_total for node in nodes),
-                slots_busy=sum(node.slots_busy for node in nodes),
+                nodes=dict(+states),
+                slots_total=slots,
+                slots_busy=busy,
                 models_paused=sorted(self.fleet.model_index.paused_by_name),
                 model_differences=differences_json(self.fleet.differences()),
                 inventory_error=gateway.inventory_error,
@@ -199,6 +206,29 @@ def totals_json(metrics: Metrics) -> dict[str, Any]:
     }
 
 
+def _node_sample(node: Node) -> NodeSample:
+    """A node, or a router's model; a router has the slots of its models."""
+    slots, busy, left_alone = node.slots_now, node.slots_busy, None
+    if node.is_router:
+        slots = sum(one.slots_now for one in node.instances.values())
+        busy = sum(one.slots_busy for one in node.instances.values())
+        left_alone = int(node.router_record.stopped(node.clock()))
+    load, router = node.load, node.router
+    return NodeSample(
+        name=node.name,
+        state=node.state.value,
+        slots_total=slots,
+        slots_busy=busy,
+        decode_tps=node.speed.decode_tps,
+        prefill_tps=node.speed.prefill_tps,
+        differs=bool(node.drift),
+        router=None if router is None else router.name,
+        model=node.spec.instance or "",
+        load_failures=0 if load is None else load.failures,
+        left_alone=left_alone,
+    )
+
+
 class BackgroundSource(Protocol):
     """Work that callers need not wait for, as metrics show it."""
 
@@ -218,6 +248,7 @@ class MetricsSource:
     registry: InFlightRegistry
     inventory_error: Callable[[], str | None]
     retries_left: Callable[[], int]
+    model_placer: ModelPlacer
     certificate_expiry: Callable[[], Mapping[str, float]] = dict
     """When the certificate of each listener with TLS expires, in seconds since 1970."""
     store: Store | None = None
@@ -244,18 +275,10 @@ class MetricsSource:
             },
             cached_expected=accuracy.cached_expected,
             cached_found=accuracy.cached_found,
-            nodes=(
-                NodeSample(
-                    name=node.name,
-                    state=node.state.value,
-                    slots_total=node.slots_total,
-                    slots_busy=node.slots_busy,
-                    decode_tps=node.speed.decode_tps,
-                    prefill_tps=node.speed.prefill_tps,
-                    differs=bool(node.drift),
-                )
-                for node in list(self.fleet.nodes.values())
-            ),
+            nodes=(_node_sample(node) for node in list(self.fleet.nodes.values())),
+            host_memory={
+                host: (one.memory, one.used) for host, one in self.model_placer.host_use().items()
+            },
             queue=self.scheduler.depths(),
             oldest=self.scheduler.waiters.longest_waits(self.scheduler.clock()),
             queue_places=self.scheduler.settings.queue.max,

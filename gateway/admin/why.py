@@ -20,18 +20,21 @@ from gateway.admin.nodes import pool_json
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError, truncate_echo
 from gateway.events import RequestRecord
 from gateway.forward.in_flight import InFlightRegistry
+from gateway.nodes.node import Node
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
 from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, Deferral, RowFigures
 from gateway.schedule.core.selection import cost_of_figures, uncached_tokens
 from gateway.schedule.core.wait_queue import prospects
 from gateway.schedule.decision_log import MOST_GRANTS, Decision, Grant, Queueing, RememberedRequest
+from gateway.schedule.model_placer import model_key
 from gateway.schedule.scheduler import Scheduler
 from gateway.watch.history import FleetHistory
 from gateway.web.asgi import JsonResponse
 
 MOST_MATCHES = 20  # requests of one `X-Request-ID` that are explained
 MOST_DECISIONS = 50  # decisions about one request that are told, the newest
+LONGEST_UNLOAD = 60.0  # seconds before a load in which others were unloaded for it
 MOST_PARTS = 100  # parts of a request of several prompts that are named
 Json = dict[str, Any]
 
@@ -134,11 +137,13 @@ class WhyEndpoints:
             if index < len(decisions) - MOST_DECISIONS:
                 continue
             at, seconds = self._time(one.at), _rounded(one.at - one.received_at)
+            after = decisions[index + 1] if index + 1 < len(decisions) else None
             if isinstance(one, Grant):
                 yield _told_grant(one, at, seconds, attempt, now)
             elif isinstance(one, Queueing):
-                later = decisions[index + 1].at if index + 1 < len(decisions) else now
-                yield _told_queueing(one, at, seconds, later)
+                later = now if after is None else after.at
+                load = self._load_before(after, one.at) if isinstance(after, Grant) else None
+                yield _told_queueing(one, at, seconds, later, load)
             else:
                 # Messages are not kept over a restart.
                 more = f": {one.message}" if one.message else "."
@@ -151,6 +156,34 @@ class WhyEndpoints:
                     code=one.code,
                     message=one.message,
                 )
+
+    def _load_before(self, grant: Grant, queued_at: float) -> Json | None:
+        """The load that a queued request waited for on its node; None: there was none."""
+        name = "" if grant.comparison is None else grant.comparison.chosen.name
+        nodes = self.scheduler.fleet.nodes
+        node = nodes.get(name)
+        if node is None or node.router is None:
+            return None
+        loads = [(at, f"{one.node}/{one.model}", one) for at, one in self.history.loads]
+        loads = [load for load in loads if load[0] <= grant.at]
+        own = [(at, one.seconds) for at, of, one in loads if of == name and one.change == "loaded"]
+        at, took = own[-1] if own else (-math.inf, None)
+        if at < queued_at or took is None:
+            return None
+        unloaded = [
+            of
+            for when, of, one in loads
+            if at - took - LONGEST_UNLOAD <= when <= at and one.change == "unloaded"
+            if one.reason.startswith(f"{model_key(node)} needs its memory")
+            if of in nodes and nodes[of].host == node.host
+        ]
+        waited = at - max(queued_at, at - took)
+        return {
+            "node": name,
+            "seconds": _rounded(took),
+            "waited": _rounded(waited),
+            "unloaded": unloaded,
+        }
 
     def _waiting(self, waiter: Waiter, now: float) -> Json:
         """The place of a request in the queue now, and the nodes that it waits for."""
@@ -171,6 +204,7 @@ class WhyEndpoints:
                 {
                     "name": row.name,
                     "state": nodes[row.index].state.value if row.index in nodes else "removed",
+                    "load": _load_json(nodes.get(row.index), now),
                     "slots_busy": row.busy,
                     "slots_total": row.total,
                     "pool": pool_json(row),
@@ -221,7 +255,9 @@ class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class"})
         "`tokens_needed` (in a pool that slots share; null: it is to run alone there), "
         "`nodes_alive`, and in `nodes` the best 8 of them: `name`, `state`, `slots_busy`, "
         "`slots_total`, `pool` (as a node has it), `free_in` (seconds until it has room, were it "
-        "alone), `cached_tokens`, `expected_seconds` (that wait included)"]  # fmt: skip
+        "alone), `cached_tokens`, `expected_seconds` (that wait included), and `load` where its "
+        "model is not loaded: `seconds` since that is so, `expected` of a load, `progress`, "
+        "`reason`"]  # fmt: skip
     decisions: Annotated[list[ToldDecision], "about it, the oldest first, [below](#a-decision)"]
     parts: Annotated[list[str], "of a request of several prompts: the ids that they ran under"]
 
@@ -245,6 +281,8 @@ class ToldQueueing(ToldDecision, kw_only=True, rename={"class_": "class"}):
     may_wait: Annotated[float, "`queued`: seconds, at most"]
     waited: Annotated[float, "`queued`: seconds until the next decision, or until now"]
     class_: Annotated[str, "`queued`: in force"]
+    load: Annotated[dict[str, Any] | None, "`queued`: the load of its model that it waited for: "
+        "`node`, `seconds` it took, `waited` of them, and what was `unloaded` for it"]  # fmt: skip
 
 
 class ToldRefusal(ToldDecision, kw_only=True):
@@ -341,7 +379,9 @@ def _outcome(record: RequestRecord) -> Json:
     }
 
 
-def _told_queueing(queueing: Queueing, at: str, seconds: float, later: float) -> ToldQueueing:
+def _told_queueing(
+    queueing: Queueing, at: str, seconds: float, later: float, load: Json | None
+) -> ToldQueueing:
     told = ToldQueueing(
         kind="queued",
         at=at,
@@ -353,6 +393,7 @@ def _told_queueing(queueing: Queueing, at: str, seconds: float, later: float) ->
         predicted_wait=_if_known(queueing.predicted_wait),
         may_wait=_rounded(queueing.expires_at - queueing.at),
         waited=_rounded(later - queueing.at),
+        load=load,
     )
     told.summary = _of_queueing(told)
     return told
@@ -406,6 +447,19 @@ def _actual(grant: Grant, now: float) -> Json:
         "cached_tokens": cached,
         "completion_tokens": completion,
         "reported": grant.reported,
+    }
+
+
+def _load_json(node: Node | None, now: float) -> Json | None:
+    """How far the load of a router's model is; None: it is loaded."""
+    if node is None or node.load is None or node.load.loaded:
+        return None
+    load = node.load
+    return {
+        "seconds": _if_known(now - load.since),
+        "expected": _rounded(node.sleep.wake_seconds(node.properties.size)),
+        "progress": load.progress,
+        "reason": load.reason or node.reason,
     }
 
 
@@ -542,6 +596,8 @@ def _of_request(request: ExplainedRequest) -> str:
         return _of_waiting(waiting)
     parts = []
     if grants:
+        queued = [one for one in decisions if isinstance(one, ToldQueueing)]
+        parts += [_of_load(one.load) for one in queued if one.load is not None]
         parts.append(grants[-1].summary)
         if len(grants) > 1:
             parts.insert(0, f"{len(grants)} attempts; about the last:")
@@ -571,6 +627,7 @@ def _of_waiting(waiting: Json) -> str:
         "it is not known when it starts" if start is None else f"starts in about {_seconds(start)}"
     )
     nodes = waiting["nodes"]
+    loading = [one for one in nodes if one["state"] == "loading" and one["load"] is not None]
     if waiting["deferred_to"] is not None:
         why = (
             f"It waits for {waiting['deferred_to']}, which has its prompt cached and is expected "
@@ -578,6 +635,14 @@ def _of_waiting(waiting: Json) -> str:
         )
     elif not nodes:
         why = "No node that could serve it is up"
+    elif loading:
+        load = loading[0]["load"]
+        done = "" if load["progress"] is None else f", {load['progress']:.0%} of it is done"
+        why = f"It waits for the load of {loading[0]['name']}, which goes on for "
+        why += f"{_seconds(load['seconds'])} and takes about {_seconds(load['expected'])}{done}"
+    elif all(one["load"] is not None for one in nodes):
+        why = "Its model is not loaded: a node is being sought that has memory for it, or others "
+        why += f"there end their requests first. {nodes[0]['name']}: {nodes[0]['load']['reason']}"
     elif any(not one["free_in"] for one in nodes if one["free_in"] is not None):
         why = "A slot is free, but others go before it, or the slot is kept for other classes"
     elif any(one["pool"] and one["slots_busy"] < one["slots_total"] for one in nodes):
@@ -598,6 +663,14 @@ def _of_queueing(queueing: ToldQueueing) -> str:
     predicted = queueing.predicted_wait
     text += "" if predicted is None else f", with {_seconds(predicted)} to wait as predicted"
     return f"{text}; it waited {_seconds(queueing.waited)}."
+
+
+def _of_load(load: Json) -> str:
+    text = f"It waited {_seconds(load['waited'])} for the load of {load['node']}"
+    text += f", which took {_seconds(load['seconds'])}"
+    if load["unloaded"]:
+        text += f", and for which {', '.join(load['unloaded'])} had to be unloaded"
+    return f"{text}."
 
 
 def _of_grant(grant: ToldGrant) -> str:

@@ -184,6 +184,7 @@ def fault_of(outcome: str, *, request_took_time: bool) -> Fault:
 # connection to the server of a model breaks or can't be made.
 _PROXY_ERROR = b"proxy error: "
 _LOST = _PROXY_ERROR + b"Failed to read connection"
+LONGEST_ROUTER_ERROR = 4096  # bytes of another error of its own, which holds a model's name at most
 _NOT_LOADED = re.compile(r"model is not loaded$|model name=(?s:.*) failed to load$")
 _MODEL_GONE = re.compile(r"model '(?s:.*)' not found$")
 
@@ -195,7 +196,7 @@ def router_failure(status: int, content: bytes) -> UpstreamError | None:
         if message.startswith("Could not establish connection"):
             return ModelNotLoaded("The model's server on the node is not up")
         return ConnectionReset(f"The model's server on the node was lost ({message})")
-    if status not in {400, 500, 503}:
+    if status not in {400, 500, 503} or len(content) > LONGEST_ROUTER_ERROR:
         return None
     message = error_message(content) or ""
     if _NOT_LOADED.match(message) or (status == 503 and message == "Loading model"):

@@ -23,7 +23,7 @@ from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
 from gateway.app import startup
 from gateway.app.background import BackgroundWork
-from gateway.app.fitting import check_fit, fit_warnings
+from gateway.app.fitting import check_fit
 from gateway.app.handover import (
     READY_TIMEOUT,
     HandoverFailed,
@@ -57,7 +57,7 @@ from gateway.http.request_head import HandlerConfig
 from gateway.lease import KeyedHash
 from gateway.nodes.calibration import Calibrator
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.state_files import DrainedNodes, PausedModels, PropertiesStore
+from gateway.nodes.state_files import DrainedNodes, PausedModels, PinnedModels, PropertiesStore
 from gateway.openapi.document import openapi_json
 from gateway.request.routes import Route, routes_of
 from gateway.schedule.autoscaler import Autoscaler
@@ -148,8 +148,10 @@ class Gateway:
             clock=self.clock,
             rng=rng,
             paused_models=PausedModels(startup.pauses_file(options)),
+            pinned_models=PinnedModels(startup.pins_file(options)),
             drained_nodes=DrainedNodes(startup.drains_file(options)),
             properties_store=PropertiesStore(startup.properties_file(options)),
+            has_predecessor=self._inherited.ready_fd is not None,
         )
         self.registry = InFlightRegistry()
         self.scheduler = Scheduler(
@@ -189,7 +191,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
         )
-        self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_settings())
+        self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         config = self._handler_config(settings)
         self.background = BackgroundWork(
             options,
@@ -219,8 +221,8 @@ class Gateway:
         )
         snapshot = MetricsSource(
             self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
-            self.proxy_context.retries_left, lambda: self.certificates.expiry, self.store,
-            self.ledger, self.background, self.tracing,
+            self.proxy_context.retries_left, self.model_placer, lambda: self.certificates.expiry,
+            self.store, self.ledger, self.background, self.tracing,
         )  # fmt: skip
         self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
         self.metrics = self.telemetry.metrics
@@ -242,6 +244,7 @@ class Gateway:
             self.store or startup.learnt_file(options),
             startup.gateway_name(options, settings),
             lambda: self.settings.prompts.remember,
+            saved_prompts=self.model_placer.saved_prompts,
             has_hash_key=self._inherited.hash_key is not None,
         )
         self._files = FileReloader(
@@ -318,7 +321,6 @@ class Gateway:
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
-            self._start_task(self.model_placer.run(), "load and unload models")
             self._start_task(self._files.watch(inventory), "watch the files")
             self._start_task(self.certificates.watch(), "watch the certificates")
             self._start_task(self.audit.run(), "write the audit log")
@@ -344,11 +346,12 @@ class Gateway:
                 nodes=len(self.fleet.nodes),
                 open_files=open_files,
             )
-            self._warn_of_settings()
+            self._warn_of_empty_pools()
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
             self.audit.record("gateway", None, "start", __version__)
-            # Not earlier: the predecessor calibrates, and writes the file, until now.
+            # Not earlier: the predecessor places models, calibrates and writes the file until now.
+            self._start_task(self.model_placer.run(), "load and unload models")
             self._start_task(self.calibrator.run(), "calibrate idle nodes")
             self._start_task(self.fleet.properties_store.save_loop(), "save what nodes said")
             waits = None if self._inherited.learnt_fd is None else self._inherited.wait_for_learnt
@@ -623,17 +626,13 @@ class Gateway:
         self.telemetry.configure(settings)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
-        self._warn_of_settings()
+        self._warn_of_empty_pools()
         return change
 
-    def _warn_of_settings(self) -> None:
+    def _warn_of_empty_pools(self) -> None:
         labels = (node.spec.labels for node in self.fleet.nodes.values())
         for warning in startup.empty_pools(self.settings, labels):
             log.warning("pool", warning=warning)
-        # A router's models are nodes too, whose names have a `/`.
-        specs = [node.spec for name, node in self.fleet.nodes.items() if "/" not in name]
-        for warning in fit_warnings(self.settings, specs):
-            log.warning("model placement", warning=warning)
 
 
 def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
@@ -810,24 +809,22 @@ class FileReloader:
         """
         files = self._options.settings_file, self._options.inventory_file
 
-        def check() -> None:
-            if inventory is None:
-                return
+        def check(settings: Settings, inventory: Inventory) -> None:
             try:
                 check_fit(settings, inventory, *files)
             except ConfigError as error:
                 try:
-                    both = (
-                        (settings, load_inventory(files[1]))
-                        if read == "settings"
-                        else (load_settings(files[0]), inventory)
-                    )
+                    if read == "settings":
+                        inventory = load_inventory(files[1])
+                    else:
+                        settings = load_settings(files[0])
                 except (ConfigError, OSError):
                     raise error from None
-                check_fit(*both, *files)
+                check_fit(settings, inventory, *files)
 
         try:
-            await asyncio.to_thread(check)
+            if inventory is not None:
+                await asyncio.to_thread(check, settings, inventory)
         except ConfigError:
             self._misfits.add(read)
             raise

@@ -39,6 +39,7 @@ from gateway.lease import HASH_KEY_BYTES, KeyedHash, Tried
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LearntOfServer, Node
 from gateway.nodes.prompt_cache import KeptPrompt
+from gateway.nodes.saved_prompts import MOST_KEPT, SavedPrompt, SavedPrompts
 from gateway.nodes.server_properties import server_key
 from gateway.schedule.core.demand_model import TokenEstimates, TokenStats
 from gateway.schedule.core.requests import (
@@ -84,7 +85,7 @@ MOST_READ_ROWS = 50_000  # rows that are read at the start
 MOST_STORED_ROWS = 200_000  # rows of all gateways in one store; the oldest go first
 # Sections whose rows leave the store earlier, whichever gateway's they are: they are many, and a
 # gateway that does not come back leaves them behind.
-SHORT_LIVED, SHORT_LIFE = ("prompts", "charts", "decisions"), 2 * 86400.0
+SHORT_LIVED, SHORT_LIFE = ("prompts", "saved", "charts", "decisions"), 2 * 86400.0
 LARGEST_ROW = 64 << 10  # bytes of a value; larger ones are not kept
 # Bytes of the file, and of what is read from the store: more than all sections' together.
 LARGEST_FILE = 40 << 20
@@ -209,6 +210,7 @@ class LearntMemory:
         gateway: str,
         remember_prompts: Callable[[], bool],
         *,
+        saved_prompts: SavedPrompts,
         has_hash_key: bool,
     ) -> Self:
         """What one gateway keeps, in the order in which it is read.
@@ -221,6 +223,7 @@ class LearntMemory:
             Demand(scheduler.demand_model.token_estimates),
             keys,
             Prompts(scheduler, keys),
+            SavedSlots(saved_prompts, keys),
             Predictions(scheduler.accuracy),
             Charts(history),
             Decisions(scheduler.decision_log),
@@ -878,6 +881,44 @@ class Prompts(Section):
     def forget(self, is_gone: IsGone) -> None:
         """Forget what these callers sent."""
         self._cache.forget(is_gone)
+
+
+class SavedSlots(Section):
+    """What is in the files of saved prompts, as digests: a row for each file."""
+
+    name, most_rows, most_bytes = "saved", MOST_KEPT, 4 << 20
+
+    def __init__(self, saved_prompts: SavedPrompts, keys: PromptKeys) -> None:
+        self._saved_prompts = saved_prompts
+        self._keys = keys
+        self._seen: dict[str, SavedPrompt] = {}
+
+    def is_kept(self) -> bool:
+        """As the settings say."""
+        return self._keys.is_kept()
+
+    def changes(self) -> Iterator[Change]:
+        """What was saved, and what is forgotten."""
+        before, self._seen = (
+            self._seen,
+            dict(self._saved_prompts.export() if self.is_kept() else ()),
+        )
+        for key in before.keys() - self._seen.keys():
+            yield key, None, None
+        for key, saved in [*self._seen.items()]:
+            if before.get(key) is not saved:
+                yield key, saved.caller or None, saved
+
+    def restore(self, row: Row, age: float) -> bool:
+        """Know the file again."""
+        if not self._keys.agrees or age > OLDEST_PROMPT:
+            return False
+        saved = msgspec.json.decode(row.value, type=SavedPrompt)
+        return self._saved_prompts.add(row.key, saved)
+
+    def forget(self, is_gone: IsGone) -> None:
+        """Forget what these callers sent."""
+        self._saved_prompts.forget(is_gone)
 
 
 class Predictions(Section):

@@ -51,7 +51,7 @@ class Options:
     """Folder of the state files; by default systemd's, else the user's."""
     store_dir: Path | None = None
     """Folder of the store, where the settings name none; by default that of the state files."""
-    read_memory: Callable[[Path, int, int], int] | None = None
+    read_memory: Callable[[Path, int, int], int] | None = field(default=None, compare=False)
     """Reads from a model's file what it takes with so many slots of so many tokens: bytes."""
     restart_command: tuple[str, ...] = ()
     """The command that starts a successor; empty: no handover is possible."""
@@ -283,6 +283,11 @@ def drains_file(options: Options) -> Path:
 def pauses_file(options: Options) -> Path:
     """The file that keeps the paused models of this inventory over a restart."""
     return _state_file(options, "paused")
+
+
+def pins_file(options: Options) -> Path:
+    """The file that keeps the models that operators have pinned over a restart."""
+    return _state_file(options, "pinned")
 
 
 def properties_file(options: Options) -> Path:

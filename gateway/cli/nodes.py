@@ -6,6 +6,7 @@ import enum
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +15,16 @@ from urllib.parse import quote
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import AdminClient, AdminFlags, NoGateway
+from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused, NoGateway
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_rows
+from gateway.cli.terminal import (
+    CommandFailed,
+    format_cell,
+    print_json,
+    print_note,
+    print_rows,
+    state_in_words,
+)
 
 NODES_EXAMPLES = examples_epilog(
     ("llama-gateway nodes", "every node, its state and the reason"),
@@ -38,7 +46,9 @@ LONGEST_POLL_INTERVAL = 0.5
 MOST_FAILED_POLLS = 5  # polls in a row that may fail before the command gives up
 _which = partial(typer.Option, rich_help_panel="Which nodes")
 # States of nodes that serve their models, or will in a moment.
-SERVING_STATES = frozenset({"ready", "degraded", "mute", "sleeping", "loading", "starting"})
+SERVING_STATES = frozenset(
+    {*("ready", "degraded", "mute", "sleeping", "loading", "starting"), "unloaded", "unloading"}
+)
 _NOT_ANSWERING = frozenset({"down", "loading", "mute"})
 
 
@@ -225,7 +235,9 @@ def _list(nodes: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         print_json({"nodes": nodes})
     elif nodes:
-        print_rows(map(_row, nodes), state_column=1)
+        # Of a router's models those that it could load stand in `models`.
+        shown = [one for one in nodes if one.get("state") != "unloaded" or not one.get("router")]
+        print_rows(map(_row, shown), state_column=1)
     else:
         print_note("the gateway has no nodes")
 
@@ -234,7 +246,7 @@ def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
     get = node.get
     return [
         ("NAME", get("name")),
-        ("STATE", get("state")),
+        ("STATE", state_in_words(node)),
         ("SLOTS", f"{format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}"),
         ("RUNNING", get("in_flight")),
         ("MODELS", get("models")),
@@ -250,6 +262,8 @@ def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
 def _dedicated(node: dict[str, Any]) -> str | None:
     """What a ready node is for, if not for chats."""
     purpose = node.get("purpose")
+    if node.get("slots_total") == 0:
+        return node.get("reason")  # a router
     return f"for {purpose}" if purpose in {"embeddings", "rerank"} else None
 
 
@@ -356,7 +370,7 @@ class NodeSelection:
         labels = node.get("labels")
         own = labels if isinstance(labels, Mapping) else {}
         return (
-            (not self.names or name in self.names)
+            (name in self.names if self.names else not node.get("router"))
             and (not self.hosts or node.get("host") in self.hosts)
             and all(own.get(key) == value for key, value in self.labels)
             and name not in self.all_but
@@ -382,7 +396,8 @@ def models_left_without(
     by_others, by_chosen = set[str](), set[str]()
     for node in nodes:
         if node.get("state") in SERVING_STATES:
-            served = by_chosen if node.get("name") in taken else by_others
+            is_taken = node.get("name") in taken or node.get("router") in taken - {None}
+            served = by_chosen if is_taken else by_others
             served.update(map(str, node.get("models") or ()))
     return sorted(by_chosen - by_others)
 
@@ -401,6 +416,8 @@ MODELS_EXAMPLES = examples_epilog(
     ("llama-gateway models", "every public name, its nodes, and whether it is paused"),
     ("llama-gateway models pause mistral-7b", "no new requests for it: 503 with Retry-After"),
     ("llama-gateway models resume mistral-7b", "requests for it again"),
+    ("llama-gateway models load mistral-7b epyc-a", "the router epyc-a loads it now"),
+    ("llama-gateway models pin mistral-7b epyc-a", "and keeps it, over restarts too"),
     ("llama-gateway models --json | jq -r '.models[] | select(.paused) | .name'", "for scripts"),
 )
 
@@ -411,6 +428,14 @@ class ModelAction(enum.StrEnum):
     LIST = "list"
     PAUSE = "pause"
     RESUME = "resume"
+    LOAD = "load"
+    UNLOAD = "unload"
+    PIN = "pin"
+    UNPIN = "unpin"
+
+
+# Those about one node; the others are about a name.
+_ORDERS = frozenset({ModelAction.LOAD, ModelAction.UNLOAD, ModelAction.PIN, ModelAction.UNPIN})
 
 
 @options.takes(gateway=AdminFlags)
@@ -422,22 +447,42 @@ def models(
     name: str | None = typer.Argument(
         None, metavar="NAME", help="The public name; needed for all but list."
     ),
+    node: str | None = typer.Argument(
+        None, metavar="NODE", help="The router; needed for load, unload, pin and unpin."
+    ),
     gateway: AdminFlags,
     as_json: options.Json = False,
 ) -> None:
-    """Show the models of the running gateway; pause or resume one.
+    """Show the models of the running gateway; pause, resume, load, unload or pin one.
 
     Requests for a paused name get 503 model_paused with Retry-After, and those that wait for it
     too; what runs ends by itself, and lines of batches wait. An alias of which every model is
     paused is paused as well; others of its models go on. A pause lasts over restarts of the
     gateway, until it is resumed. Paused models stay in /v1/models.
+
+    A router (llama-server --models-dir) loads models on demand, as the gateway tells it. An order
+    to unload one lets its requests end first; it is loaded again when requests wait for it. One
+    that is pinned to a node is always loaded there; a pin lasts over restarts, until unpin.
     """
     if (name is None) != (action is ModelAction.LIST):
         need = "takes no model's name" if action is ModelAction.LIST else "needs a model's name"
         raise typer.BadParameter(f"{action.value} {need}", param_hint="NAME")
+    if (node is None) == (action in _ORDERS):
+        need = "needs a router's name" if action in _ORDERS else "takes no node's name"
+        raise typer.BadParameter(f"{action.value} {need}", param_hint="NODE")
     with gateway.connect() as admin:
         if name is None:
-            _list_models(admin.request("GET", "/admin/models"), as_json=as_json)
+            found = admin.request("GET", "/admin/models")
+            _list_models({**found, **_placements(admin)}, as_json=as_json)
+            return
+        if action in _ORDERS:
+            order = {"order": action.value, "model": name, "node": node}
+            placed = admin.request("POST", "/admin/placements", body=order)
+            if as_json:
+                print_json(placed)
+            else:
+                name, note = format_cell(placed.get("name")), format_cell(placed.get("note"))
+                print(f"{name}: {state_in_words(placed)}; {note}")
             return
         model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action.value}")
     if as_json:
@@ -457,6 +502,13 @@ def _list_models(found: dict[str, Any], *, as_json: bool) -> None:
         print_note("no node has said yet what it serves")
         return
     print_rows(map(_model_row, shown))
+    placements = found.get("placements", ())
+    held = [one for one in placements if one["state"] != "unloaded" or one["load_failures"]]
+    if held:
+        print()
+        print_rows(map(_placement_row, held), state_column=2)
+    for host, use in found.get("hosts", {}).items():
+        print_note(f"{format_cell(host)}: {_size(use['used'])} of {_size(use['memory'])} taken")
     told = dict.fromkeys(difference for one in shown for difference in one["differences"])
     for difference in told:
         print_note(f"warning: nodes of one model differ: {difference}")
@@ -476,5 +528,36 @@ def _model_row(model: dict[str, Any]) -> list[tuple[str, object]]:
 def _state_of(model: dict[str, Any]) -> str:
     if model["paused"]:
         return "paused"
-    up = sum(model["nodes"].get(state, 0) for state in ("ready", "degraded", "mute", "sleeping"))
-    return "served" if up else "no node"
+    nodes = model["nodes"]
+    if any(nodes.get(state) for state in ("ready", "degraded", "mute", "sleeping")):
+        return "served"
+    on_demand = any(nodes.get(state) for state in ("unloaded", "unloading", "loading"))
+    return "on demand" if on_demand else "no node"
+
+
+def _placements(admin: AdminClient) -> dict[str, Any]:
+    """Where routers' models are; nothing, from a gateway of an older version."""
+    with suppress(GatewayRefused):
+        return admin.request("GET", "/admin/placements")
+    return {}
+
+
+def _placement_row(one: dict[str, Any]) -> list[tuple[str, object]]:
+    return [
+        ("MODEL", one["model"]),
+        ("NODE", one["node"]),
+        ("STATE", state_in_words(one)),
+        ("SINCE", one["since"]),
+        ("REQUESTS", one["requests"]),
+        ("LOADS", one["loads"]),
+        ("LOAD S", one["expected_load_seconds"]),
+        ("MEMORY", _size(one["memory"])),
+        ("PINNED", one["pinned_by"]),
+        ("REASON", one["reason"] if one["state"] != "ready" else None),
+    ]
+
+
+def _size(value: object) -> str:
+    if not isinstance(value, int):
+        return "-"
+    return f"{value / (1 << 30):.1f} GiB" if value >= 1 << 30 else f"{value >> 20} MiB"

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -127,6 +127,12 @@ def format_cell(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(format_cell(item) for item in value) or "-"
     return single_line(str(value))
+
+
+def state_in_words(node: Mapping[str, object]) -> str:
+    """The state of a node, with the share of its load that is done."""
+    progress, state = node.get("progress"), format_cell(node.get("state"))
+    return f"{state} {progress:.0%}" if isinstance(progress, int | float) else state
 
 
 MOST_WIDTH = 100  # columns; longer lines are hard to read

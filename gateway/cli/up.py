@@ -8,13 +8,12 @@ import re
 import shlex
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,15 +22,13 @@ from gateway.cli.options import examples_epilog
 from gateway.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
-    import asyncio
-
     from gateway.app.assembly import Gateway
     from gateway.app.startup import Options
     from gateway.config.settings import Settings
     from gateway.local.download import ModelWish
     from gateway.local.gguf import ModelFile
-    from gateway.local.model_folder import FolderContents
-    from gateway.local.plan import FolderPlan, LocalFleetPlan
+    from gateway.local.model_folder import ModelFolder
+    from gateway.local.plan import LocalFleetPlan
 
 
 EXAMPLES = examples_epilog(
@@ -63,7 +60,7 @@ _of_download = partial(typer.Option, rich_help_panel="Download")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 LONGEST_TOKEN = 4096  # characters of a token for a download
 FOLDER_SECONDS = 5.0  # between two looks at --models-dir
-MOST_LINES = 20  # of models, and of files that are none
+MOST_LINES = 60  # of models and of files that are none
 
 
 @options.takes(process=options.ProcessFlags)
@@ -102,7 +99,7 @@ def up(
         max=256,
         metavar="N",
         help=(
-            "Requests that one model takes at once on a server; of several models some get fewer "
+            "Requests that one model takes at once on a server; of several models each gets fewer "
             "where memory is short."
         ),
     ),
@@ -152,7 +149,7 @@ def up(
         None,
         metavar="DIGEST",
         show_default="not checked",
-        help="SHA-256 of the model behind a URL; once for each file, in the order of all URLs.",
+        help="SHA-256 of the model behind a URL; once for each file of a split one.",
     ),
     token_env: str | None = _of_download(
         None,
@@ -185,12 +182,7 @@ def up(
     from gateway.local import LocalFleetError
     from gateway.local.cache import models_in_use
     from gateway.local.gguf import model_parts
-    from gateway.local.plan import (
-        find_server,
-        plan_folder_fleet,
-        plan_local_fleet,
-        plan_model_fleet,
-    )
+    from gateway.local.plan import find_server, plan_folder_fleet, plan_local_fleet
 
     sources = model or []
     if models_dir is not None and sources:
@@ -199,55 +191,32 @@ def up(
         )
     if len(sources) > 1 and servers is not None:
         raise CommandFailed("--servers is for one model: of several, each has one server", 2)
-    common: _Common = {
+    common: dict[str, Any] = {
         "slots": slots,
         "context": context,
         "force_memory": force_memory,
         "embedding": embedding,
     }
+    more: dict[str, Any] = {"servers": servers, "server_bin": server_bin, "mlock": mlock}
     try:
         with tempfile.TemporaryDirectory(prefix="llama-gateway-") as name:
             folder = Path(name)
-            over: FolderPlan | None = None
-            if models_dir is not None:
-                _check_no_download(sha256, token_env, max_bytes)
-                over = _read_folder(
-                    models_dir,
-                    partial(
-                        plan_folder_fleet,
-                        preset=folder / "models.ini",
-                        servers=servers,
-                        server_bin=server_bin,
-                        mlock=mlock,
-                        **common,
-                    ),
-                )
-                plan = over.fleet
-            else:
+            if models_dir is None:
                 find_server(server_bin)  # a missing program is told before a download
-                fits = partial(_check_fits, servers=servers, **common)
-                models = _models(sources, sha256, token_env, max_bytes, fits)
-                if len(models) > 1:
-                    plan = plan_model_fleet(models, server_bin=server_bin, mlock=mlock, **common)
-                else:
-                    plan = plan_local_fleet(
-                        models[0] if models else None,
-                        servers=servers,
-                        server_bin=server_bin,
-                        mlock=mlock,
-                        **common,
-                    )
-            parts = [part for one in plan.models for part in model_parts(one.path)]
-            with models_in_use(parts):
+                models = _models(sources, sha256, token_env, max_bytes, servers=servers, **common)
+                plan = plan_local_fleet(models, **more, **common)
+            else:
+                _check_no_download(sha256, token_env, max_bytes)
+                plan = plan_folder_fleet(models_dir, folder / "models.ini", **more, **common)
+            with models_in_use([part for one in plan.models for part in model_parts(one.path)]):
                 inventory_file = _provisional_inventory(plan, folder / "nodes.yaml")
                 # Keys, their hashes for a start without the store, and usage outlive one run.
                 given = replace(
                     process.startup(inventory_file), state_dir=folder, store_dir=state_folder()
                 )
-                if over is not None:
-                    given = replace(given, model_memory={})
-                    _write_preset(over, over.contents, plan, given)
-                status = run_event_loop(_serve(plan, given, server_port, over))
+                if plan.folder is not None:
+                    given = replace(given, read_memory=plan.folder.memory)
+                status = run_event_loop(_serve(plan, given, server_port))
     except LocalFleetError as error:
         raise CommandFailed(str(error)) from None
     except StartError as error:
@@ -257,28 +226,6 @@ def up(
     except asyncio.CancelledError:
         status = 0
     raise typer.Exit(status)
-
-
-class _Common(TypedDict):
-    """What all plans take."""
-
-    slots: int
-    context: int | None
-    force_memory: bool
-    embedding: bool
-
-
-def _check_fits(
-    model: ModelFile, known: Sequence[ModelFile], *, servers: int | None, **common: Unpack[_Common]
-) -> None:
-    """Check before a download that the model fits beside those known. Raises LocalFleetError."""
-    from gateway.local.plan import check_model_fits, plan_models
-    from gateway.local.topology import read_topology
-
-    if known:
-        plan_models(read_topology(), [*known, model], **common)
-    else:
-        check_model_fits(model, servers=servers, **common)
 
 
 def _check_no_download(
@@ -295,23 +242,31 @@ def _models(
     sha256: list[str] | None,
     token_env: str | None,
     max_bytes: str | None,
-    check_fits: Callable[..., None],
+    **common: Any,
 ) -> list[ModelFile]:
     """Return the models of all `--model`, downloaded where they are URLs. Raises LocalFleetError.
 
-    The files are read first, so that nothing is downloaded where one of them can't be used.
+    Files are read first, so that nothing is downloaded where one of them can't be used.
     """
     from gateway.local.download import is_url
     from gateway.local.gguf import read_model
+    from gateway.local.plan import check_model_fits
 
     urls = [source for source in sources if is_url(source)]
     if not urls:
         _check_no_download(sha256, token_env, max_bytes)
-    wishes = dict(zip(urls, _wishes(urls, sha256 or [], token_env, max_bytes), strict=True))
+    if len(urls) > 1 and (sha256 or token_env):
+        name = "--sha256" if sha256 else "--token-env"
+        raise CommandFailed(
+            f"{name} is for one URL: download the models one by one; then this command without it "
+            "finds them in the cache",
+            2,
+        )
+    wishes = {url: _wish(url, sha256 or [], token_env, max_bytes) for url in urls}
     read = {source: read_model(Path(source)) for source in sources if source not in wishes}
-    for source, wish in wishes.items():
-        known = list(read.values())
-        read[source] = read_model(_downloaded(wish, partial(check_fits, known=known)))
+    for url, wish in wishes.items():
+        fits = partial(check_model_fits, known=list(read.values()), **common)
+        read[url] = read_model(_downloaded(wish, fits))
     return [read[source] for source in sources]
 
 
@@ -331,26 +286,23 @@ def _downloaded(wish: ModelWish, check_fits: Callable[[ModelFile], None]) -> Pat
             raise
 
 
-def _wishes(
-    models: list[str], sha256: list[str], token_env: str | None, max_bytes: str | None
-) -> list[ModelWish]:
-    """Read the options of downloads. Raises CommandFailed, whose text holds no secret."""
+def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str | None) -> ModelWish:
+    """Read the options of a download. Raises CommandFailed, whose text holds no secret."""
     from gateway.config.fields import parse_size
     from gateway.local.download import ModelUrlError, ModelWish, parse_model_url, part_urls
 
     try:
-        urls = [parse_model_url(model) for model in models]
-        counts = [len(part_urls(url)) for url in urls]
+        url = parse_model_url(model)
+        files = len(part_urls(url))
     except ModelUrlError as error:
         raise CommandFailed(str(error), 2) from None
     digests = tuple(digest.strip().lower() for digest in sha256)
     if not all(_DIGEST.fullmatch(digest) for digest in digests):
         raise CommandFailed("--sha256: not 64 hexadecimal digits", 2)
-    if digests and len(digests) != (files := sum(counts)):
+    if digests and len(digests) != files:
         raise CommandFailed(
-            f"--sha256: given {len(digests)} times, but the {_many(len(urls), 'model')} "
-            f"{'has' if len(urls) == 1 else 'have'} {_many(files, 'file')}; give it once for each, "
-            "in order",
+            f"--sha256: given {len(digests)} times, but the model has {files} "
+            f"{'file' if files == 1 else 'files'}; give it once for each, in order",
             2,
         )
     token = None
@@ -360,14 +312,8 @@ def _wishes(
             raise CommandFailed(f"--token-env: the variable {token_env} is empty or not set", 2)
         if not (token.isascii() and token.isprintable()) or len(token) > LONGEST_TOKEN:
             raise CommandFailed(f"--token-env: the variable {token_env} holds no token", 2)
-        if any(url.userinfo for url in urls):
+        if url.userinfo:
             raise CommandFailed("--token-env: the URL holds a password already; give one only", 2)
-        if len(hosts := sorted({url.host for url in urls})) > 1:
-            raise CommandFailed(
-                f"--token-env: the URLs are of {' and '.join(hosts)}, and a token is for one host; "
-                "download them by commands of their own first",
-                2,
-            )
     most = None
     if max_bytes is not None:
         try:
@@ -376,56 +322,10 @@ def _wishes(
             most = 0
         if most <= 0:
             raise CommandFailed(f"--max-bytes {max_bytes}: not a size, such as 8GiB", 2)
-    ends = list(accumulate(counts))
-    return [
-        ModelWish(url, digests[end - count : end], token, most)
-        for url, count, end in zip(urls, counts, ends, strict=True)
-    ]
+    return ModelWish(url, digests, token, most)
 
 
-def _many(count: int, thing: str) -> str:
-    return f"{count} {thing}s" if count != 1 else thing
-
-
-def _read_folder(path: Path, plan: Callable[..., FolderPlan]) -> FolderPlan:
-    """Plan routers over a folder, and tell what it holds. Raises LocalFleetError."""
-    from gateway.cli.progress import StatusProgress
-    from gateway.local.memory import format_gib
-
-    with StatusProgress(str(path)) as progress:
-        found = plan(
-            path,
-            progress=lambda done, total: progress.show(
-                f"reading {_many(total, 'model')}, {done} done", "reading", done, total
-            ),
-        )
-    contents = found.contents
-    print_note(
-        f"{path}: {_many(len(contents.models), 'model')}, loaded on demand into "
-        f"{format_gib(found.room)}:"
-    )
-    _print_lines(
-        [
-            f"  {name}: {format_gib(one.memory - one.settings.prompt_cache_bytes)} with "
-            f"{_slots(one.settings.slots, one.settings.context)}, and "
-            f"{format_gib(one.settings.prompt_cache_bytes)} for prompts"
-            for name, one in contents.models.items()
-        ]
-    )
-    _print_lines([f"  not served: {name}: {why}" for name, why in contents.passed_over.items()])
-    return found
-
-
-def _print_lines(lines: list[str]) -> None:
-    for line in lines[:MOST_LINES]:
-        print_note(line)
-    if len(lines) > MOST_LINES:
-        print_note(f"  and {len(lines) - MOST_LINES} more")
-
-
-async def _serve(
-    plan: LocalFleetPlan, given: Options, server_port: int | None, over: FolderPlan | None
-) -> int:
+async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) -> int:
     """Start the servers and the gateway over them; return the exit status."""
     import asyncio
 
@@ -450,6 +350,8 @@ async def _serve(
     if plan.binary is not None:
         version = plan.binary.version or "unknown"
         print_note(f"Using {plan.binary.path}, version {version}, not the embedded server.")
+    if plan.folder is not None:
+        _print_folder(plan.folder)
     print_note(f"Starting {_servers_of(plan)}; logs are in {plan.log_folder}")
     progress = StartupProgress([spec.name for spec in plan.specs])
     async with AsyncExitStack() as exit_stack:
@@ -468,7 +370,7 @@ async def _serve(
         logs = exit_stack.enter_context(
             set_up_logging(settings.logging.level, settings.logging.format)
         )
-        names = list(over.contents.models) if over else [one.name for one in plan.models]
+        names = list(plan.folder.models) if plan.folder else [one.name for one in plan.models]
 
         def ready(gateway: Gateway) -> None:
             _print_example(
@@ -477,62 +379,46 @@ async def _serve(
                 settings,
                 names[0] if len(names) > 1 else None,
             )
-            if over is not None:
-                following = asyncio.create_task(_follow_folder(over, plan, given, gateway))
-                exit_stack.push_async_callback(_end, following)
+            if plan.folder is not None:
+                following = asyncio.create_task(_follow(plan.folder))
+                exit_stack.callback(following.cancel)
 
         return await serve(given, settings, inventory, logs, ready)
 
 
-async def _follow_folder(
-    over: FolderPlan, plan: LocalFleetPlan, given: Options, gateway: Gateway
-) -> None:
-    """Give the routers what comes and goes in their folder; never ends."""
+async def _follow(folder: ModelFolder) -> None:
+    """Tell routers what comes and goes in their folder; never ends."""
     import asyncio
 
     import structlog
 
-    contents = over.contents
     while True:
         await asyncio.sleep(FOLDER_SECONDS)
         try:
-            found = await asyncio.to_thread(over.folder.contents)
-            if found == contents:
-                continue
-            await asyncio.to_thread(_write_preset, over, found, plan, given)
-        except OSError as error:  # the folder is away: its models stay as they are
+            changed = await asyncio.to_thread(folder.refresh)
+        except OSError as error:  # it is away: its models stay as they are
             structlog.get_logger().warning("models folder", error=str(error))
             continue
-        new = {
-            name: why
-            for name, why in found.passed_over.items()
-            if contents.passed_over.get(name) != why
-        }
-        structlog.get_logger().info(
-            "models folder",
-            added=sorted(found.models.keys() - contents.models.keys()),
-            removed=sorted(contents.models.keys() - found.models.keys()),
-            not_served=dict(list(new.items())[:MOST_LINES]),
-        )
-        contents = found
-        gateway.schedule_reload()  # the settings take the models' memory over
+        if changed is not None:
+            some = {key: names[:MOST_LINES] for key, names in changed.items()}
+            structlog.get_logger().info("models folder", **some)
 
 
-def _write_preset(
-    over: FolderPlan, contents: FolderContents, plan: LocalFleetPlan, given: Options
-) -> None:
-    from gateway.local.model_folder import write_preset
+def _print_folder(folder: ModelFolder) -> None:
+    from gateway.local.memory import format_gib
 
-    write_preset(plan.specs[0].model, over.folder.preset(contents))
-    given.model_memory.clear()
-    given.model_memory.update({name: one.memory for name, one in contents.models.items()})
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    import asyncio
-
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    print_note(f"Models, loaded on demand into {format_gib(folder.room)}:")
+    lines = []
+    for name, one in folder.models.items():
+        slots = _slots(one.settings.slots, one.settings.context)
+        prompts = one.settings.prompt_cache_bytes
+        needed = format_gib(one.memory - prompts)
+        lines.append(f"  {name}: {needed} with {slots}, {format_gib(prompts)} for prompts")
+    lines += [f"  not served: {name}: {why}" for name, why in folder.passed_over.items()]
+    for line in lines[:MOST_LINES]:
+        print_note(line)
+    if len(lines) > MOST_LINES:
+        print_note(f"  and {len(lines) - MOST_LINES} more")
 
 
 def _servers_of(plan: LocalFleetPlan) -> str:
@@ -568,9 +454,8 @@ def note_unlocked_models(plan: LocalFleetPlan, pids: tuple[int | None, ...]) -> 
     from gateway.local.memory import memlock_warning
 
     for spec, pid in zip(plan.specs, pids, strict=True):
-        if not spec.mlock or spec.is_router or pid is None:
-            continue
-        if warning := memlock_warning(plan.model_of(spec), pid):
+        model = next((one for one in plan.models if one.path == spec.model), None)
+        if spec.mlock and model and pid is not None and (warning := memlock_warning(model, pid)):
             print_note(f"  {spec.name}: {warning}")
 
 

@@ -36,14 +36,13 @@ from gateway.config.fields import (
     Seconds,
     TypeLabel,
     as_list,
-    format_size,
     normalise_node_url,
     secret_from_file,
     secret_from_variable,
     validation_error,
 )
 from gateway.config.foreign import foreign_problem
-from gateway.config.routing import NamesOnce
+from gateway.config.routing import NameList
 from gateway.config.scheduling import Hook, command_as_hook
 from gateway.config.yaml_file import (
     MOST_VALUES,
@@ -189,22 +188,13 @@ class NodeSpec(ConfigModel):
             "it is one of timeouts: {connect, first_byte, silence, total}",
         ),
         **dict.fromkeys(
-            ("ttl", "keep_alive", "idle_unload", "sleep_idle_seconds"),
-            "it is of a model: models.NAME.idle_unload, in the settings",
-        ),
-        **dict.fromkeys(
-            ("pin", "replicas"), "it is of a model: models.NAME.pin and replicas, in the settings"
+            ("ttl", "keep_alive", "idle_unload", "pin", "replicas"),
+            "it is of a model: models.NAME.idle_unload, pin and replicas, in the settings",
         ),
         **dict.fromkeys(
             ("models_max", "max_instances", "max_loaded_models"),
             "it is learnt from the server; memory says what its host has for models",
         ),
-        **dict.fromkeys(
-            ("router", "on_demand", "role"),
-            "a llama.cpp server in router mode is recognised by itself; for another that loads "
-            "models on demand, write models_on_demand: true",
-        ),
-        **dict.fromkeys(("ram", "vram"), "it is called memory: 64GiB"),
         "slot_save_path": "it is an option of its server; here slot_save: true",
     }  # fmt: skip
 
@@ -279,9 +269,10 @@ class NodeSpec(ConfigModel):
     such as llama-swap or Ollama. `false`: a llama.cpp server in router mode that the gateway must
     not tell to load or unload. Unset: such a server is recognised and told."""
     memory: MemorySize | None = None
-    """What its host has for models that are loaded on demand. Nodes with one `host` share it, and
-    one of them may say it for all."""
-    preload: NamesOnce = ()
+    """What its host has for models that llama.cpp loads on demand. Nodes with one `host` share it,
+    and one of them may say it for all. Unset: one model at a time, unless the server limits their
+    number (`--models-max`)."""
+    preload: NameList = ()
     """Models that it always holds, by their public names."""
     slot_save: bool = False
     """`true`: the prompts that are worth it are saved to files of its server (`--slot-save-path`)
@@ -461,8 +452,9 @@ def _check_commanded(wanted: object, info: ValidationInfo, verb: str) -> None:
 
 
 def host_memory(specs: Iterable[NodeSpec]) -> dict[str, int]:
-    """The bytes that each host has for models, where one of its nodes says it."""
-    return {spec.host: spec.memory for spec in specs if spec.memory is not None}
+    """The bytes that each host has for models, by the first of its nodes that says it."""
+    said = [(spec.host, spec.memory) for spec in specs if spec.memory is not None]
+    return dict(reversed(said))
 
 
 def url_host(url: str) -> str:
@@ -537,7 +529,6 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
     problems += validate(NodeSpec, source, YamlEntry(checked, 0, "defaults"), env)[1]
 
     nodes: list[NodeSpec] = []
-    sized: dict[str, tuple[NodeSpec, YamlEntry]] = {}
     values = 0
     for entry in entries:
         merged = _with_defaults(defaults, entry)
@@ -551,31 +542,11 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
         problems += found
         if node is not None:
             nodes.append(node)
-            problems += _other_memory(path, merged, node, sized)
     problems += find_duplicates(source, entries, "name", "the node")
     if problems:
         raise ConfigError(first_of_each_place(problems))
     warnings = tuple(_shared_addresses(path, entries, nodes))
     return Inventory.model_validate({"nodes": tuple(nodes)}, context={"warnings": warnings})
-
-
-def _other_memory(
-    path: Path, entry: YamlEntry, spec: NodeSpec, sized: dict[str, tuple[NodeSpec, YamlEntry]]
-) -> Iterator[Problem]:
-    """Report a node whose `memory` is not that of the first node of its host, kept in `sized`."""
-    if spec.memory is None or not isinstance(entry.tree, YamlMapping):
-        return
-    written = entry.tree.entries["memory"]
-    first, place = sized.setdefault(spec.host, (spec, written))
-    if first.memory is not None and first.memory != spec.memory:
-        yield Problem(
-            path,
-            written.line,
-            written.key,
-            f"the node {first.name} of the same host, {spec.host}, has {format_size(first.memory)} "
-            f"in line {place.line}",
-            "say it at one of them, or the same at each: nodes of one host share its memory",
-        )
 
 
 def _shared_addresses(

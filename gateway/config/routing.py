@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field
 
 from gateway.config.fields import (
     ConfigModel,
@@ -42,31 +42,11 @@ class ReplicaSettings(ConfigModel):
 
     min: CountOrZero = 0
     """Nodes that hold it whether it is asked for or not."""
-    max: Count | None = None
+    max: Annotated[Count, at_least("min")] | None = None
     """Most nodes that hold it. Unset: as many as its queue is worth."""
 
-    @field_validator("max")
-    @classmethod
-    def _not_below_min(cls, most: int | None, info: ValidationInfo) -> int | None:
-        if most is not None and most < info.data.get("min", 0):
-            raise validation_error("must not be below `min`", "raise max or lower min")
-        return most
 
-
-def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            raise validation_error(f"names {name} twice", "write it once")
-    return names
-
-
-NamesOnce = Annotated[
-    tuple[NonEmptyText, ...],
-    BeforeValidator(as_list),
-    AfterValidator(_each_once),
-    Field(max_length=10_000),
-    TypeLabel("list of names"),
-]
+NameList = Annotated[tuple[NonEmptyText, ...], BeforeValidator(as_list), TypeLabel("list of names")]
 
 
 class ModelRule(ConfigModel):
@@ -89,7 +69,6 @@ class ModelRule(ConfigModel):
             ("min_replicas", "max_replicas", "instances"), "it is replicas: {min, max}"
         ),
         "preload": "it is a key of nodes in the inventory; here it is pin: [names of nodes]",
-        **dict.fromkeys(("size", "ram", "vram"), "it is called memory: 9GiB"),
     }
 
     use: Annotated[
@@ -115,7 +94,7 @@ class ModelRule(ConfigModel):
     """Parameters that are removed from every request."""
     replicas: ReplicaSettings = ReplicaSettings()
     """How many nodes hold it."""
-    pin: Annotated[NamesOnce, Field(validate_default=True)] = ()
+    pin: NameList = ()
     """Names of nodes that always hold it; each counts as one of `replicas`."""
     idle_unload: Seconds | None = None
     """It is unloaded after so long without a request, where no pin and no `replicas.min` keeps it.
@@ -123,17 +102,6 @@ class ModelRule(ConfigModel):
     memory: MemorySize | None = None
     """What a node needs to hold it: weights, context and buffers, as `llama-gateway fit` tells.
     Unset: learnt after its first load."""
-
-    @field_validator("pin")
-    @classmethod
-    def _pins_are_replicas(cls, pins: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        replicas = info.data.get("replicas")
-        if replicas is not None and replicas.max is not None and len(pins) > replicas.max:
-            raise validation_error(
-                f"names {len(pins)} nodes, more than replicas.max, {replicas.max}",
-                "raise replicas.max or pin it to fewer",
-            )
-        return pins
 
     @property
     def is_placed(self) -> bool:

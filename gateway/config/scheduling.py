@@ -335,7 +335,8 @@ class ModelPlacementSettings(ConfigModel):
     `normal` have waited so long for the other; those of other classes in proportion to their
     `patience`."""
     hysteresis: SecondsOrZero = 10.0
-    """No model is unloaded so soon after its load, nor loaded again on a node so soon after it was
-    unloaded there. What others load or unload is left so for that time."""
+    """A model stays loaded for this time, whoever has loaded it. What others unload is not loaded
+    again there for so long."""
     commands: bool = True
-    """`false`: no node is told to load or unload a model; requests go to what is loaded."""
+    """`false`: no llama.cpp server is told to load or unload a model; requests go to what is loaded
+    there."""

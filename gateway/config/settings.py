@@ -232,11 +232,8 @@ class Settings(ConfigModel):
 
     misplaced_keys: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            ("ttl", "globalTTL", "keep_alive", "idle_unload"),
-            "it is of each model: models.NAME.idle_unload",
-        ),
-        **dict.fromkeys(
-            ("matrix", "replicas", "pin"), "it is of each model: models.NAME.replicas and pin"
+            ("ttl", "globalTTL", "keep_alive", "matrix"),
+            "it is of each model: models.NAME.idle_unload, replicas and pin",
         ),
         **dict.fromkeys(
             ("preload", "hooks", "models_on_demand", "memory"),

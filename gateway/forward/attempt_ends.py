@@ -180,6 +180,9 @@ class AttemptEnds:
     def node_lost(self, attempt: Attempt) -> None:
         """The node died while it served the request."""
         name = attempt.lease.node.name
+        if attempt.lease.node.query:
+            # A router starts the server of a model again at once: each one lost counts.
+            name = f"{name} {attempt.lease.id}"
         self.quarantine.node_lost(attempt.request, name, attempt.started_at, self.clock())
 
     def _end(

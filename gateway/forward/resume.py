@@ -510,6 +510,9 @@ class Resumer:
             return await self._resume_yielded(failed_node)
         if pool_full:
             self._tried = self._tried.overflowed_on(failed_node)
+        elif failed.cut_by_router() is not None:
+            # Its model's server is another one when the router has loaded it again.
+            self._tried = self._tried.failed_on(failed_node)
         else:
             self._exclude(failed_node)
         try:

@@ -1,41 +1,41 @@
-"""A folder of models for a llama-server in router mode: what it holds, and the preset file of it.
+"""A folder of models for a llama-server in router mode, and the preset file that lists them.
 
-The router could read the folder by itself, but would take each part of a split model for a model,
-leave projectors out that lie beside their models, give all models one context, and offer files that
-can't be loaded. So it is given a preset of the whole models alone. It reads the preset again
-whenever its list is asked for with `reload=1`, as the gateway does; a model whose section changes
-is unloaded, so that sections only come and go.
+Left to itself the router takes each part of a split model for a model, leaves projectors out that
+lie beside their models, and offers files that can't be loaded. It reads the preset again whenever
+its list is asked for with `reload=1`, as the gateway does, and unloads a model whose section
+changes: sections only come and go.
 """
 
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from gateway.local import LocalFleetError
 from gateway.local.gguf import PART_NAME, ModelFile, model_parts, read_headers, read_model
-from gateway.local.memory import MIB, ServerSettings, format_gib, server_needs
+from gateway.local.memory import (
+    MIB,
+    MOST_PROMPT_CACHE_BYTES,
+    ServerSettings,
+    format_gib,
+    server_needs,
+)
 from gateway.local.server import MEAN
 
 MOST_FILES = 10_000  # that are looked at
-MOST_MODELS = 1000
 PROJECTOR = "mmproj"  # in the names of files that read images for a model, as llama.cpp has it
-# The types and sizes by which the files of one model differ.
-_PROJECTOR_WORDS = re.compile(r"(?i)[-._]?(mmproj|model|f16|bf16|f32|q8_0)(?![a-z0-9])[-._]?")
 # A preset can't quote: it ends values at these, and changes names with a colon.
 _UNWRITABLE = re.compile(r"[#;:\[\]\\]|^\s|\s$|^\*$")
-# Of what a model needs, the least that its prompt cache gets.
-PROMPT_CACHE_SHARE = 0.25
-MOST_PROMPT_CACHE_BYTES = 8192 * MIB
+# A prompt cache gets these shares of what its model needs, or of all memory, whichever is more.
+CACHE_SHARE_OF_NEED, CACHE_SHARE_OF_ROOM = 1 / 4, 1 / 16
 
 
-@dataclass(frozen=True, slots=True)
-class FolderModel:
+class FolderModel(NamedTuple):
     """One model of a folder, as its server is to be started."""
 
     file: ModelFile
@@ -44,134 +44,112 @@ class FolderModel:
     memory: int  # bytes that it takes with full slots and a full prompt cache
 
 
-@dataclass(frozen=True, slots=True)
-class FolderContents:
-    """The models of a folder, by name, and why each other file of it is none."""
-
-    models: dict[str, FolderModel]
-    passed_over: dict[str, str]
-
-
 class ModelFolder:
-    """Reads a folder again and again, each file once; and keeps the preset of it."""
+    """Reads a folder again and again, each file once, and keeps the preset."""
 
     def __init__(
         self,
         folder: Path,
-        settings: ServerSettings,
+        preset: Path,
+        settings: ServerSettings,  # `context`: the most of each model
         room: int,
         *,
         embedding: bool = False,
         force: bool = False,
     ) -> None:
-        """`settings.context` is the most of each model; `room`: bytes of the smallest host."""
-        self.folder = folder.absolute()
-        self._settings = settings
-        self._room = room
-        self._embedding = embedding
-        self._force = force
-        self._read: dict[Path, tuple[tuple[object, ...], ModelFile | str]] = {}
-        self._caches: dict[str, int] = {}
+        self.room = room  # bytes of the smallest host of a router
+        self.models: dict[str, FolderModel] = {}
+        self.passed_over: dict[str, str] = {}  # why each other file is no model to serve
+        self._folder, self._preset = folder.absolute(), preset
+        self._settings, self._embedding, self._force = settings, embedding, force
+        self._marks: dict[Path, object] = {}  # by which a file that has changed is known
+        self._read: dict[Path, ModelFile | str] = {}
 
-    def contents(self, progress: Callable[[int, int], None] = lambda _, __: None) -> FolderContents:
-        """Return what the folder holds now. Raises OSError where it can't be read."""
-        files = list(islice(_gguf_files(self.folder), MOST_FILES))
-        passed_over: dict[str, str] = {}
-        found: dict[str, tuple[ModelFile, Path | None]] = {}
-        projectors = [path for path in files if PROJECTOR in path.name]
-        whole = {_without_part(path): path for path in reversed(files) if path not in projectors}
-        for number, path in enumerate(sorted(whole.values())):
-            progress(number, len(whole))
-            read = self._model(path) if number < MOST_MODELS else f"beyond the first {MOST_MODELS}"
-            if isinstance(read, str):
-                passed_over[self._shown(path)] = read
-            elif read.name in found:
-                other = self._shown(found[read.name][0].path)
-                passed_over[self._shown(path)] = f"{other} has this name too; rename one of them"
-            else:
-                found[read.name] = read, None
-        for path in projectors:
-            name = _model_of(path, {name: one.path for name, (one, _) in found.items()})
-            if name is None:
-                passed_over[self._shown(path)] = (
-                    "a projector of images whose model is not clear; put both into a folder of "
-                    "their own"
-                )
-            elif found[name][1] is None:
-                found[name] = found[name][0], path
-            else:
-                passed_over[self._shown(path)] = f"{name} has another projector"
-        return FolderContents(self._sized(found, passed_over), passed_over)
+    def memory(self, path: Path, _slots: int, _context: int) -> int:
+        """Return what the model of a file takes, with its projector and its prompts.
 
-    def preset(self, contents: FolderContents) -> str:
-        """Return the preset file of these models."""
-        sections = []
-        for name, model in contents.models.items():
-            settings = model.settings
-            keys = {
-                "model": model.file.path,
-                "mmproj": model.projector,
-                "parallel": settings.slots,
-                "ctx-size": settings.slots * settings.context,
-                "cache-ram": settings.prompt_cache_bytes // MIB,
-                "pooling": MEAN if self._embedding and not model.file.has_pooling else None,
-            }
-            lines = [f"{key} = {value}" for key, value in keys.items() if value is not None]
-            sections.append("\n".join((f"[{name}]", *lines, "")))
-        return "\n".join(sections)
+        Raises: ValueError if it is not served.
+        """
+        for model in self.models.values():
+            if model.file.path == path:
+                return model.memory
+        raise ValueError(f"{path} is not served")
 
-    def _shown(self, path: Path) -> str:
-        return str(path.relative_to(self.folder))
+    def refresh(self) -> dict[str, list[str]] | None:
+        """Read the folder, write the preset, and return what has changed. Raises OSError."""
+        files = list(islice(_gguf_files(self._folder), MOST_FILES))
+        marks = {path: _mark(path) for path in files}
+        if marks == self._marks:
+            return None
+        before, told = self.models, self.passed_over
+        models, passed_over = self._contents(marks)
+        draft = self._preset.with_suffix(".draft")
+        draft.write_text("\n".join(self._section(*one) for one in models.items()), "utf-8")
+        draft.replace(self._preset)  # whole, since a router may read it at any time
+        self.models, self.passed_over, self._marks = models, passed_over, marks
+        news = passed_over.items() - told.items()
+        return {
+            "added": sorted(models.keys() - before.keys()),
+            "removed": sorted(before.keys() - models.keys()),
+            "not_served": sorted(f"{name}: {why}" for name, why in news),
+        }
 
-    def _model(self, path: Path) -> ModelFile | str:
-        """Return a model, or why it can't be served."""
-        try:
-            marks = tuple(
-                (stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, model_parts(path))
-            )
-        except OSError:
-            marks = ()
-        known = self._read.get(path)
-        if known is None or known[0] != marks:
-            known = self._read[path] = marks, _read_model(path)
-        return known[1]
-
-    def _sized(
-        self, found: dict[str, tuple[ModelFile, Path | None]], passed_over: dict[str, str]
-    ) -> dict[str, FolderModel]:
+    def _contents(self, marks: dict[Path, object]) -> tuple[dict[str, FolderModel], dict[str, str]]:
         models: dict[str, FolderModel] = {}
-        for name, (file, projector) in found.items():
-            context = min(self._settings.context, file.trained_context or self._settings.context)
-            settings = replace(self._settings, context=context)
-            needed, why = server_needs(file, settings)
-            needed += projector.stat().st_size if projector else 0
-            if needed > self._room and not self._force:
-                passed_over[self._shown(file.path)] = (
-                    f"needs {format_gib(needed)} ({why}), and {format_gib(max(0, self._room))} are "
-                    "there for models; take a smaller quantization, or less --context or --slots"
-                )
+        passed_over: dict[str, str] = {}
+        projectors = [path for path in marks if PROJECTOR in path.name]
+        whole = {_without_part(path): path for path in reversed(marks) if path not in projectors}
+        known, self._read = self._read, {}
+        for path in (*sorted(whole.values()), *projectors):
+            parts = model_parts(path)
+            is_new = any(marks.get(part) != self._marks.get(part) for part in parts)
+            found = _read_model(path) if is_new or path not in known else known[path]
+            self._read[path] = found
+            served = found if isinstance(found, str) else self._served(found, models)
+            if isinstance(served, str):
+                passed_over[str(path.relative_to(self._folder))] = served
             else:
-                models[name] = FolderModel(file, projector, settings, needed)
-        # Half of what all of them would leave: the rest is for models that come later.
-        spare = (self._room - sum(model.memory for model in models.values())) // 2
-        for name, model in models.items():
-            # Once given it stays: the router would unload the model for another figure.
-            share = max(int(model.memory * PROMPT_CACHE_SHARE), spare // len(models))
-            most = max(0, min(MOST_PROMPT_CACHE_BYTES, self._room - model.memory))
-            cache = self._caches.setdefault(name, min(share, most) // MIB * MIB)
-            models[name] = replace(
-                model,
-                settings=replace(model.settings, prompt_cache_bytes=cache),
-                memory=min(model.memory + cache, max(self._room, 1)),
+                models[served.file.name] = served
+        return models, passed_over
+
+    def _served(self, file: ModelFile, models: dict[str, FolderModel]) -> FolderModel | str:
+        """Return a model as it is served, or with this projector; or why the file is not."""
+        projector = None
+        if PROJECTOR in file.path.name:
+            projector = file.path
+            beside = [one for one in models.values() if one.file.path.parent == projector.parent]
+            if len(beside) != 1 or beside[0].projector:
+                return "a projector of images; put it and its model into a folder of their own"
+            file = beside[0].file
+        elif other := models.get(file.name):
+            shown = other.file.path.relative_to(self._folder)
+            return f"{shown} has this name too; rename one of them"
+        most = self._settings.context
+        settings = replace(self._settings, context=min(most, file.trained_context or most))
+        needed, why = server_needs(file, settings)
+        needed += projector.stat().st_size if projector else 0
+        if needed > self.room and not self._force:
+            return (
+                f"needs {format_gib(needed)} ({why}) of the {format_gib(self.room)} that models "
+                "may take; take a smaller quantization, or less --context or --slots"
             )
-        return models
+        cache = max(needed * CACHE_SHARE_OF_NEED, self.room * CACHE_SHARE_OF_ROOM)
+        cache = int(max(0, min(cache, MOST_PROMPT_CACHE_BYTES, self.room - needed))) // MIB * MIB
+        settings = replace(settings, prompt_cache_bytes=cache)
+        return FolderModel(file, projector, settings, min(needed + cache, self.room))
 
-
-def write_preset(path: Path, text: str) -> None:
-    """Replace the preset file whole, since a router may read it at any time."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as draft:
-        draft.write(text)
-    Path(draft.name).replace(path)
+    def _section(self, name: str, model: FolderModel) -> str:
+        settings = model.settings
+        keys = {
+            "model": model.file.path,
+            "mmproj": model.projector,
+            "parallel": settings.slots,
+            "ctx-size": settings.slots * settings.context,
+            "cache-ram": settings.prompt_cache_bytes // MIB,
+            "pooling": MEAN if self._embedding and not model.file.has_pooling else None,
+        }
+        lines = [f"{key} = {value}" for key, value in keys.items() if value is not None]
+        return "\n".join((f"[{name}]", *lines, ""))
 
 
 def _gguf_files(folder: Path) -> Iterator[Path]:
@@ -194,6 +172,14 @@ def _is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and (path.is_file() or not path.exists())
 
 
+def _mark(path: Path) -> object:
+    with suppress(OSError):
+        found = path.stat()
+        # Not when it was written: a copy keeps that of its original.
+        return found.st_size, found.st_ino, found.st_ctime_ns
+    return None
+
+
 def _without_part(path: Path) -> Path:
     """Return one path for all parts of a split model."""
     match = PART_NAME.match(path.name)
@@ -206,20 +192,11 @@ def _read_model(path: Path) -> ModelFile | str:
         head = read_headers([found.path])[0] if found.shape is None else None
     except LocalFleetError as error:
         return str(error).removeprefix(f"{path}: ")
-    if head is not None and (head.architecture == "clip" or not head.tensors):
-        return "no model of texts: it holds a projector of images, or no weights"
+    is_projector = head is not None and head.architecture == "clip"
+    if is_projector is not (PROJECTOR in path.name):
+        return "a projector of images by what it holds or by its name, but not by both"
     if head is not None and head.metadata.get("general.type") == "adapter":
         return "an adapter, which changes a model and is none"
     if any(_UNWRITABLE.search(one) or not one.isprintable() for one in (found.name, str(path))):
         return r"a router can't be told names with # ; : [ ] or \; rename the file or its folder"
     return found
-
-
-def _model_of(projector: Path, models: dict[str, Path]) -> str | None:
-    """Return the model that a projector belongs to: the only one beside it, or that of its name."""
-    beside = [name for name, path in models.items() if path.parent == projector.parent]
-    if len(beside) == 1:
-        return beside[0]
-    stem = _PROJECTOR_WORDS.sub("", projector.stem).lower()
-    named = [name for name in beside if stem and name.lower().startswith(stem)]
-    return named[0] if len(named) == 1 else None

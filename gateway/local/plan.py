@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from gateway.local import (
     ContextError,
@@ -21,16 +22,18 @@ from gateway.local.embedded import batch_sizes, packaged_openmp, system_has_open
 from gateway.local.gguf import ModelFile, read_model
 from gateway.local.memory import (
     MEMORY_RESERVE,
+    MOST_PROMPT_CACHE_BYTES,
     ServerSettings,
     check_memlock,
     check_memory,
     format_gib,
     memlock_limit,
     memory_headroom,
+    memory_places,
     server_needs,
 )
-from gateway.local.model_folder import FolderContents, ModelFolder
-from gateway.local.server import MIB, ServerBinary, ServerSpec, find_binary
+from gateway.local.model_folder import ModelFolder
+from gateway.local.server import ServerBinary, ServerSpec, find_binary
 from gateway.local.topology import NumaNode, Topology, read_topology
 from gateway.system import install_command
 
@@ -38,8 +41,6 @@ from gateway.system import install_command
 # little; a third is already slowed down by the prefills of the others.
 DEFAULT_SLOTS = 2
 DEFAULT_CONTEXT = 4096  # tokens of one slot: a chat's. Coding agents begin with more.
-# Evicted prompts that a server may keep where there is room: llama.cpp's own default.
-MOST_PROMPT_CACHE_BYTES = 8192 * MIB
 # Of a server's memory that prompt caches leave free: what its estimate may have missed.
 UNFORESEEN_SHARE = 0.1
 
@@ -53,19 +54,25 @@ class LocalFleetPlan:
     specs: tuple[ServerSpec, ...]
     binary: ServerBinary | None  # None: the embedded server
     log_folder: Path
+    folder: ModelFolder | None = None  # of the routers
 
     @property
     def model(self) -> ModelFile:
         """The first model, which is that of all servers unless there are several."""
         return self.models[0]
 
-    def model_of(self, spec: ServerSpec) -> ModelFile:
-        """Return the model of a server."""
-        return next(model for model in self.models if model.path == spec.model)
+
+class Wanted(TypedDict, total=False):
+    """What every plan may be asked for."""
+
+    slots: int
+    context: int | None
+    embedding: bool
+    mlock: bool
 
 
 def plan_local_fleet(
-    model: Path | ModelFile | None = None,
+    model: Path | Sequence[ModelFile] | None = None,
     *,
     servers: int | None = None,
     slots: int = DEFAULT_SLOTS,
@@ -78,7 +85,7 @@ def plan_local_fleet(
     topology: Topology | None = None,
     read_memlock_limit: Callable[[], int | None] = memlock_limit,
 ) -> LocalFleetPlan:
-    """Plan the servers of this machine, for `model` or else the demo model.
+    """Plan the servers of this machine, for the model or models, or else the demo model.
 
     Raises a LocalFleetError that names the remedy (a missing extra, a file that is no model, a
     longer context than the model's, too little memory or too low a limit of locked memory, a binary
@@ -87,61 +94,20 @@ def plan_local_fleet(
     cache = cache or cache_folder()
     topology = topology or read_topology()
     binary = find_server(server_bin)
-    if model is None:
-        chosen = read_model(ensure_demo_model(cache), DEMO_MODEL_NAME)
+    if not model:
+        models = [read_model(ensure_demo_model(cache), DEMO_MODEL_NAME)]
     else:
-        chosen = model if isinstance(model, ModelFile) else read_model(model)
-    specs = plan_servers(
-        topology,
-        chosen,
-        servers=servers,
-        slots=slots,
-        context=context,
-        embedding=embedding,
-        mlock=mlock,
-    )
-    check_specs(topology, chosen, specs, force=force_memory)
+        models = [read_model(model)] if isinstance(model, Path) else list(model)
+    wanted = Wanted(slots=slots, context=context, embedding=embedding, mlock=mlock)
+    if len(models) > 1:
+        specs = plan_models(topology, models, force_memory=force_memory, **wanted)
+    else:
+        specs = plan_servers(topology, models[0], servers=servers, **wanted)
+        check_specs(topology, models[0], specs, force=force_memory)
     if mlock:
-        check_memlock(chosen, read_memlock_limit())
-    return LocalFleetPlan((chosen,), model is None, specs, binary, logs_folder(cache))
-
-
-def plan_model_fleet(
-    models: Sequence[ModelFile],
-    *,
-    slots: int = DEFAULT_SLOTS,
-    context: int | None = None,
-    server_bin: Path | None = None,
-    force_memory: bool = False,
-    embedding: bool = False,
-    mlock: bool = False,
-    topology: Topology | None = None,
-) -> LocalFleetPlan:
-    """Plan one server for each of several models. Raises as `plan_local_fleet` does."""
-    specs = plan_models(
-        topology or read_topology(),
-        models,
-        slots=slots,
-        context=context,
-        force_memory=force_memory,
-        embedding=embedding,
-        mlock=mlock,
-    )
-    if mlock:
-        for model in models:
-            check_memlock(model, memlock_limit())
-    cache = cache_folder()
-    return LocalFleetPlan(tuple(models), False, specs, find_server(server_bin), logs_folder(cache))
-
-
-@dataclass(frozen=True, slots=True)
-class FolderPlan:
-    """Routers over a folder of models."""
-
-    fleet: LocalFleetPlan
-    folder: ModelFolder
-    contents: FolderContents
-    room: int  # bytes that the smallest host has for models
+        for one in models:
+            check_memlock(one, read_memlock_limit())
+    return LocalFleetPlan(tuple(models), not model, specs, binary, logs_folder(cache))
 
 
 def plan_folder_fleet(
@@ -149,80 +115,49 @@ def plan_folder_fleet(
     preset: Path,
     *,
     servers: int | None = None,
-    slots: int = DEFAULT_SLOTS,
-    context: int | None = None,
     server_bin: Path | None = None,
     force_memory: bool = False,
-    embedding: bool = False,
-    mlock: bool = False,
     topology: Topology | None = None,
-    progress: Callable[[int, int], None] = lambda _, __: None,
-) -> FolderPlan:
-    """Plan one router for each NUMA node, over the models of a folder that memory has room for.
+    **wanted: Unpack[Wanted],
+) -> LocalFleetPlan:
+    """Plan a router for each NUMA node, over the models of a folder that memory has room for.
 
-    `preset` is the file that they will read. Raises a LocalFleetError, such as for a folder without
-    any such model.
+    They read them from the file `preset`. Raises a LocalFleetError, as for a folder without any.
     """
     topology = topology or read_topology()
     binary = find_router(server_bin)
-    nothing = ModelFile(preset, "", 0, None)  # the models come later
-    specs = plan_servers(
-        topology,
-        nothing,
-        servers=servers,
-        slots=slots,
-        context=context,
-        embedding=embedding,
-        mlock=mlock,
-    )
+    specs = plan_servers(topology, ModelFile(preset, "", 0, None), servers=servers, **wanted)
+    reserve = 0 if force_memory else MEMORY_RESERVE
+    # Routers share the machine, or have each the memory of its own NUMA node.
+    share = (topology.memory_available - reserve) // len({spec.memory_node for spec in specs})
+    own: dict[int | None, int] = {None: share}
+    own |= {node.number: node.memory_available - reserve for node in topology.nodes}
     specs = tuple(
-        replace(
-            spec,
-            is_router=True,
-            memory=_router_memory(topology, spec, specs, force=force_memory),
-            prompt_cache_bytes=0,
-        )
+        replace(spec, is_router=True, memory=max(1, min(share, own[spec.memory_node])))
         for spec in specs
     )
-    room = min(spec.memory or 0 for spec in specs)
     folder = ModelFolder(
-        path, server_settings(specs[0]), room, embedding=embedding, force=force_memory
+        path,
+        preset,
+        server_settings(specs[0]),
+        min(spec.memory or 0 for spec in specs),
+        embedding=specs[0].embedding,
+        force=force_memory,
     )
     try:
-        contents = folder.contents(progress)
+        folder.refresh()
     except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ModelFileError(f"--models-dir {path}: {why}; name a folder of GGUF files") from None
+    if not folder.models:
+        reasons = "".join(f"\n  {name}: {why}" for name, why in folder.passed_over.items())
         raise ModelFileError(
-            f"--models-dir {path}: {(error.strerror or str(error)).lower()}; name a folder of GGUF "
-            "files"
-        ) from None
-    if not contents.models:
-        why = "".join(f"\n  {name}: {why}" for name, why in contents.passed_over.items())
-        raise ModelFileError(
-            f"--models-dir {path}: no model here can be served{why or ': it has no GGUF file'}"
+            f"--models-dir {path}: no model here can be served{reasons or ': it has no GGUF file'}"
         )
-    if mlock:
-        for model in contents.models.values():
+    if specs[0].mlock:
+        for model in folder.models.values():
             check_memlock(model.file, memlock_limit())
-    fleet = LocalFleetPlan((), False, specs, binary, logs_folder(cache_folder()))
-    return FolderPlan(fleet, folder, contents, room)
-
-
-def _router_memory(
-    topology: Topology, spec: ServerSpec, specs: Sequence[ServerSpec], *, force: bool
-) -> int:
-    """Return what the host of a router has for models: the machine, or its own NUMA node."""
-    reserve = 0 if force else MEMORY_RESERVE
-    pools = {one.memory_node for one in specs}
-    free = (topology.memory_available - reserve) // len(pools)
-    for node in topology.nodes:
-        if node.number == spec.memory_node:
-            free = min(free, node.memory_available - reserve)
-    if free <= 0:
-        raise MemoryShortError(
-            f"not enough memory for any model: {format_gib(reserve)} must stay free, and this "
-            f"machine has {format_gib(topology.memory_available)} available. End other programs"
-        )
-    return free
+    return LocalFleetPlan((), False, specs, binary, logs_folder(cache_folder()), folder)
 
 
 # Where `make llama-server` of a checkout puts it (setup/llama_server.py).
@@ -234,18 +169,20 @@ def find_router(server_bin: Path | None) -> ServerBinary:
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     fetched = (xdg if xdg.is_absolute() else Path.home() / ".cache") / FETCHED_SERVER
     binary = find_binary(server_bin) or (find_binary(fetched) if fetched.is_file() else None)
+    remedy = (
+        "take a newer llama-server on PATH or named with --server-bin FILE, the one that 'make "
+        "llama-server' fetches in a checkout, or serve a few models without it: --model FILE once "
+        "for each"
+    )
     if binary is None:
         raise ServerBinaryError(
-            "--models-dir needs llama.cpp's llama-server: the embedded server can't load models on "
-            "demand (it has no router mode). Install it so that it is on PATH, name it with "
-            "--server-bin FILE, or fetch it with 'make llama-server' in a checkout; or serve a few "
-            "models without it: --model FILE once for each"
+            "--models-dir needs llama.cpp's llama-server, since the embedded server has no router "
+            f"mode, which loads models on demand: {remedy}"
         )
     if missing := {"--models-preset", "--models-max"} - binary.flags:
         raise ServerBinaryError(
-            f"{binary.path}: --models-dir needs a newer llama-server: this one (version "
-            f"{binary.version or 'unknown'}) has no {' and no '.join(sorted(missing))}; name "
-            "another with --server-bin"
+            f"{binary.path} (version {binary.version or 'unknown'}) has no {min(missing)}, which "
+            f"--models-dir needs: {remedy}"
         )
     return binary
 
@@ -260,6 +197,7 @@ def find_server(server_bin: Path | None) -> ServerBinary | None:
 
 def check_model_fits(
     model: ModelFile,
+    known: Sequence[ModelFile] = (),
     *,
     servers: int | None = None,
     slots: int = DEFAULT_SLOTS,
@@ -270,10 +208,12 @@ def check_model_fits(
 ) -> None:
     """Raise the LocalFleetError of `plan_local_fleet` for a model that is not there yet."""
     topology = topology or read_topology()
-    specs = plan_servers(
-        topology, model, servers=servers, slots=slots, context=context, embedding=embedding
-    )
-    check_specs(topology, model, specs, force=force_memory)
+    wanted = Wanted(slots=slots, context=context, embedding=embedding)
+    if known:
+        plan_models(topology, [*known, model], force_memory=force_memory, **wanted)
+    else:
+        specs = plan_servers(topology, model, servers=servers, **wanted)
+        check_specs(topology, model, specs, force=force_memory)
 
 
 def check_specs(
@@ -317,23 +257,26 @@ def plan_servers(
     count = servers if servers is not None else len(topology.nodes)
     if count < 1 or slots < 1 or (context is not None and context < 1):
         raise ValueError("servers, slots and context must be at least 1")
-    placed = [(topology.nodes[index % len(topology.nodes)], model, slots) for index in range(count)]
-    return _servers(topology, placed, context=context, embedding=embedding, mlock=mlock)
+    placed = [(topology.nodes[index % len(topology.nodes)], model) for index in range(count)]
+    return _servers(
+        topology, placed, slots=slots, context=context, embedding=embedding, mlock=mlock
+    )
 
 
 def _servers(
     topology: Topology,
-    placed: Sequence[tuple[NumaNode, ModelFile, int]],  # each with its slots
+    placed: Sequence[tuple[NumaNode, ModelFile]],
     *,
+    slots: int,
     context: int | None,
     embedding: bool,
     mlock: bool,
 ) -> tuple[ServerSpec, ...]:
-    nodes = [node for node, _, _ in placed]
+    nodes = [node for node, _ in placed]
     several = len(topology.nodes) > 1
     specs = []
     needed = 0
-    for index, (node, model, slots) in enumerate(placed):
+    for index, (node, model) in enumerate(placed):
         trained = model.trained_context
         if context and trained and context > trained:
             raise ContextError(
@@ -368,74 +311,66 @@ def plan_models(
     topology: Topology,
     models: Sequence[ModelFile],
     *,
+    force_memory: bool = False,
     slots: int = DEFAULT_SLOTS,
     context: int | None = None,
-    force_memory: bool = False,
     embedding: bool = False,
     mlock: bool = False,
 ) -> tuple[ServerSpec, ...]:
-    """Plan one server for each model, with as many of `slots` as memory has room for.
+    """Plan one server for each model, each with as many of `slots` as memory has room for.
 
-    The largest model comes first, each to the NUMA node with most memory left. Raises a
-    LocalFleetError for models of one name, and where one slot of each has no room.
+    Each goes to the NUMA node with most memory left, the largest first. Raises a LocalFleetError
+    for two of one name, and where there is no room for a slot of each.
     """
-    named: dict[str, Path] = {}
+    named = {model.name: model for model in reversed(models)}
     for model in models:
-        if (other := named.setdefault(model.name, model.path)) is not model.path:
+        if (other := named[model.name]) is not model or models.count(model) > 1:
             raise ModelFileError(
-                f"{other} and {model.path}: both models are named {model.name}, by which requests "
-                "ask for them; rename one, or leave it out"
+                f"{other.path} and {model.path}: both models are named {model.name}, by which "
+                "requests ask for them; rename one, or leave it out"
             )
     free = {node: node.memory_available for node in topology.nodes}
-    home: dict[str, NumaNode] = {}
+    homes: dict[str, NumaNode] = {}
     for model in sorted(models, key=lambda one: -one.size):
-        home[model.name] = node = max(free, key=lambda one: free[one])
+        homes[model.name] = node = max(free, key=lambda one: free[one])
         free[node] -= model.size
 
-    def planned(counts: Sequence[int]) -> tuple[ServerSpec, ...]:
-        placed = [(home[one.name], one, count) for one, count in zip(models, counts, strict=True)]
-        return _servers(topology, placed, context=context, embedding=embedding, mlock=mlock)
+    placed = [(homes[one.name], one) for one in models]
+    while True:
+        specs = _servers(
+            topology, placed, slots=slots, context=context, embedding=embedding, mlock=mlock
+        )
+        try:
+            if not force_memory:
+                _check_room(topology, models, specs)
+        except MemoryShortError:
+            if slots == 1:
+                raise
+            slots -= 1
+        else:
+            return specs
 
-    if force_memory:
-        return planned([slots] * len(models))
-    counts = [1] * len(models)
-    if short := _memory_short(topology, models, planned(counts)):
-        raise MemoryShortError(short)
-    for count in range(2, slots + 1):
-        for index in range(len(models)):
-            more = [*counts[:index], count, *counts[index + 1 :]]
-            if not _memory_short(topology, models, planned(more)):
-                counts = more
-    return planned(counts)
 
-
-def _memory_short(
+def _check_room(
     topology: Topology, models: Sequence[ModelFile], specs: Sequence[ServerSpec]
-) -> str | None:
-    """Say in which place the servers have no room; None: they have."""
-    needs = [
-        server_needs(model, server_settings(spec))
-        for model, spec in zip(models, specs, strict=True)
-    ]
-    places = [("this machine", topology.memory_available, set(range(len(specs))))]
-    for node in topology.nodes:
-        bound = {index for index, spec in enumerate(specs) if spec.memory_node == node.number}
-        places.append((f"NUMA node {node.number}", node.memory_available, bound))
-    for place, free, inside in places:
-        needed = sum(needs[index][0] for index in inside)
-        if inside and free - needed < MEMORY_RESERVE:
-            each = "; ".join(
-                f"{models[index].name} {format_gib(needs[index][0])} ({needs[index][1]})"
-                for index in sorted(inside)
-            )
-            return (
+) -> None:
+    needs = [server_needs(*both) for both in zip(models, map(server_settings, specs), strict=True)]
+    for place, _, free in memory_places(topology, [spec.memory_node for spec in specs]):
+        inside = [
+            (model.name, *need)
+            for model, spec, need in zip(models, specs, needs, strict=True)
+            if place in {"this machine", f"NUMA node {spec.memory_node}"}
+        ]
+        needed = sum(size for _, size, _ in inside)
+        if free - needed < MEMORY_RESERVE:
+            each = "; ".join(f"{name} {format_gib(size)} ({why})" for name, size, why in inside)
+            raise MemoryShortError(
                 f"not enough memory for these models at once: {each}. Together they need "
                 f"{format_gib(needed)}, and {format_gib(MEMORY_RESERVE)} must stay free, but "
                 f"{place} has {format_gib(free)} available. Leave a model out, take smaller ones "
                 "or less --context, put them into one folder and let them be loaded on demand "
                 "(--models-dir), or start anyway with --force-memory"
             )
-    return None
 
 
 def _check_embedded() -> None:

@@ -454,7 +454,8 @@ class ServerExited:
 ServerEvent = ServerStarted | ServerLoading | ServerReady | ServerExited
 
 
-def _inventory_entry(spec: ServerSpec, url: str) -> dict[str, Any]:
+def inventory_entry(spec: ServerSpec, url: str) -> dict[str, Any]:
+    """Return a server as a node of an inventory."""
     labels = {"numa": str(spec.numa_node), STARTED_BY: UP}
     entry: dict[str, Any] = {"name": spec.name, "url": url, "host": "localhost", "labels": labels}
     if spec.memory is not None:
@@ -553,7 +554,7 @@ class LocalFleet:
         They have one `host`, since they fail together with this machine, but for routers that are
         bound to a NUMA node: its memory is what their models share.
         """
-        return [_inventory_entry(server.spec, server.url) for server in self._servers]
+        return [inventory_entry(server.spec, server.url) for server in self._servers]
 
     def _claim_ports(self) -> None:
         for spec in self._specs:

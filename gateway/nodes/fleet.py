@@ -1,7 +1,6 @@
 """All nodes: kept as the inventory says, watched, and judged by what requests and probes show.
 
 Slots of abandoned requests are held until the node shows that they are idle (`Reclaimer`).
-`NodePrices` has the hours of the nodes that are alive, and the price of the GPU tier's tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import logging
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from gateway.callers.money import MILLION, AliveNode, GpuPrice, gpu_cost
 from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import (
@@ -28,7 +25,7 @@ from gateway.events import (
     ModelsDiffer,
     NodeChanged,
     NodeDrift,
-    RouterLeftAlone,
+    PromptsKept,
 )
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.health import (
@@ -49,10 +46,11 @@ from gateway.nodes.node import (
     NodeSettings,
     NodeState,
 )
-from gateway.nodes.router import LoadChange, LoadPhase, ModelLoad, RoutedModel
+from gateway.nodes.on_demand import follow_held
+from gateway.nodes.router import LoadChange, ModelLoad, RoutedModel, UnloadCause
 from gateway.nodes.server_properties import server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
-from gateway.nodes.state_files import DrainedNodes, PausedModels, PropertiesStore
+from gateway.nodes.state_files import DrainedNodes, PausedModels, PinnedModels, PropertiesStore
 from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
 
@@ -196,8 +194,11 @@ def hold_without_slots(lease: Lease) -> float:
 PROBES_AT_ONCE = 256
 # Servers that the inventory does not have and of which something learnt is kept.
 MOST_LEARNT = 10_000
+# Seconds since the start for which loads by others may be those of a predecessor process.
+PREDECESSOR_SECONDS = 60.0
 # Indexing the models of many routers takes at most one part in so many of the time.
 INDEXING_PAUSE = 20.0
+MOST_ADDED = 100  # models of a router that are taken in at once
 COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
 
 
@@ -219,6 +220,8 @@ class Fleet:
         drained_nodes: DrainedNodes,
         properties_store: PropertiesStore | None = None,
         paused_models: PausedModels | None = None,
+        has_predecessor: bool = False,
+        pinned_models: PinnedModels | None = None,
     ) -> None:
         self.nodes: dict[str, Node] = {}
         self.model_index = ModelIndex()
@@ -229,9 +232,11 @@ class Fleet:
         self._settings = NodeSettings(health, timeouts)
         self._bus = bus
         self._clock = clock
+        self._shared_until = clock() + PREDECESSOR_SECONDS if has_predecessor else -math.inf
         self._rng = rng
         self._drained_nodes = drained_nodes
         self._paused_models = paused_models or PausedModels()
+        self._pinned_models = pinned_models or PinnedModels()
         self.model_index.set_paused(self._paused_models.names)
         self._differences: tuple[ModelDifference, ...] = ()
         self.differences_in_words: Mapping[str, tuple[str, ...]] = {}
@@ -246,7 +251,9 @@ class Fleet:
         self._unprobed: set[Node] = set()
         self._has_work, self._work_looked_at = False, -math.inf
         self.has_routers = False  # whether some node is a router that is known as such
+        self.routers: list[Node] = []  # those that are
         self._on_models: Callable[[Node | None], None] = lambda _: None
+        self._on_loaded: Callable[[Node], None] = lambda _: None
         self._indexing: asyncio.TimerHandle | None = None
         self._index_again_at = -math.inf
         self._on_capacity: Callable[[], None] | None = None
@@ -266,12 +273,15 @@ class Fleet:
         """
         self._on_capacity, self._on_change = on_capacity, on_change
 
-    def watch_models(self, on_change: Callable[[Node | None], None]) -> None:
-        """Call this whenever one of a router's models may have changed, or has ended a request.
+    def watch_models(
+        self, on_change: Callable[[Node | None], None], on_loaded: Callable[[Node], None]
+    ) -> None:
+        """Call `on_change` when one of a router's models may have changed, or has ended a request.
 
-        With None: there may be others.
+        With None: there may be others. Call `on_loaded` when a router has loaded one, before that
+        gets work.
         """
-        self._on_models = on_change
+        self._on_models, self._on_loaded = on_change, on_loaded
 
     async def start(self, inventory: Inventory) -> InventoryChanged:
         """Take in the first inventory and begin to watch. Raises what `connect` raises."""
@@ -329,7 +339,8 @@ class Fleet:
             if name not in self.nodes:
                 change.removed.append(name)
                 reason = "removed from the inventory"
-                self._bus.publish(NodeChanged(name, node.state.value, None, reason))
+                for one in (node, *node.instances.values()):
+                    self._bus.publish(NodeChanged(one.name, one.state.value, None, reason))
         self._index_nodes()
         for node in self.nodes.values():
             self.refresh_state(node)
@@ -416,26 +427,35 @@ class Fleet:
 
     # A router's models.
 
-    def models_listed(self, router: Node, listed: list[RoutedModel]) -> None:
-        """A router lists these models, and no others."""
-        now = self._clock()
-        if router.router_record.most_loaded != router.properties.most_loaded:
-            router.router_record.limit_found(router.properties.most_loaded)
+    def models_listed(self, router: Node, listed: list[RoutedModel], asked_at: float) -> None:
+        """A router lists these models, and no others; it was asked at that time."""
+        now, record = self._clock(), router.router_record
+        if router.spec.kind == "openai":
+            most = record.most_loaded
+            record.holds(frozenset(model.name for model in listed if model.status == "loaded"))
+            if record.most_loaded != most:
+                self._on_models(router)
+        elif record.most_loaded != router.properties.most_loaded:
+            record.limit_found(router.properties.most_loaded)
         declared = router.spec.models
-        changed = False
+        changed, added = False, 0
         kept: dict[str, Node] = {}
         for model in listed:
             if declared is not None and model.names.isdisjoint(declared.values()):
                 continue
             instance = router.instances.get(model.name)
+            if instance is None and added == MOST_ADDED:
+                self.read_models(router)  # The rest, when other work has had its turn.
+                continue
             if instance is None:
+                added += 1
                 instance = self._add_model(router, model.name, model.names)
                 changed = True
             elif instance.spec != (spec := router.spec.of_model(model.name, model.names)):
                 instance.respecify(spec, now)
                 changed = True
             kept[model.name] = instance
-            self._follow_model(router, instance, model, now)
+            self._follow_model(router, instance, model, asked_at)
         for name, instance in router.instances.items():
             if name not in kept:
                 self._remove(instance)
@@ -446,15 +466,29 @@ class Fleet:
             router.set_instances(kept)
             self._models_of_routers_changed()
 
-    def _follow_model(self, router: Node, instance: Node, model: RoutedModel, now: float) -> None:
+    def _follow_model(
+        self, router: Node, instance: Node, model: RoutedModel, asked_at: float
+    ) -> None:
         """Take in what a router lists of one model."""
-        load = instance.load
+        load, now = instance.load, self._clock()
         assert load is not None
-        if not load.is_news(model):
+        followed = router.router_record.followed(load.listed_at)
+        is_news = load.is_news(model, asked_at)
+        if is_news:
+            instance.properties.clear_remembered()
+            instance.properties.read_routed(model.entry, model.slots, model.context)
+        if instance.spec.kind == "openai":
+            before = load.held, instance.sleep.sleeping
+            restarted = not router.probe_history.up
+            change = follow_held(instance, model.status, asked_at, restarted=restarted)
+            if change is not None:
+                self._tell_load(instance, change)
+            if change is not None or is_news or before != (load.held, instance.sleep.sleeping):
+                self.load_changed(instance)
             return
-        instance.properties.clear_remembered()
-        instance.properties.read_routed(model.entry, model.slots, model.context)
-        change = load.reported(model, now, followed=router.router_record.followed)
+        if not is_news:
+            return
+        change = load.reported(model, asked_at, now, followed=followed)
         if model.status is not None:
             asked = any(lease.wake for lease in instance.leases)
             instance.sleep.props_read(model.status == "sleeping", now, asked=asked)
@@ -471,28 +505,41 @@ class Fleet:
             instance.calibration.server_started(instance.requests)
             if change.seconds is not None:
                 instance.sleep.learn_wake(change.seconds)
+                self._on_loaded(instance)
         elif change.change != "loading":
             instance.properties.process_ended()
             instance.sleep.restarted()
             self._reclaimer.release_all(instance)
-        self._bus.publish(
-            ModelLoadChanged(
-                router.name,
-                model,
-                change.change,
-                change.seconds,
-                load.reason,
-                change.by_others,
-            )
-        )
-        if change.by_others and router.router_record.changed_by_others(now):
-            self._bus.publish(RouterLeftAlone(router.name))
+        self._tell_load(instance, change)
+        shared = now < self._shared_until  # A predecessor commands what its last requests need.
+        if change.by_others and not shared and router.router_record.changed_by_others(now):
             self._on_models(router)
 
+    def _tell_load(self, node: Node, change: LoadChange) -> None:
+        assert node.load is not None
+        assert node.router is not None
+        word, seconds, by_others = change
+        cause = node.load.cause if word in {"unloaded", "died"} else ""
+        model, reason = node.spec.instance or "", node.load.reason
+        self._bus.publish(
+            ModelLoadChanged(node.router.name, model, word, seconds, reason, by_others, cause)
+        )
+        self.refresh_state(node.router)  # which tells how many are loaded
+
+    def load_refused(self, node: Node, why: str) -> None:
+        """A router did not take the command to load one of its models."""
+        assert node.load is not None
+        node.load.failed(why, self._clock())
+        self._tell_load(node, LoadChange("failed", None, by_others=False))
+
     def _add_known_models(self, router: Node) -> None:
-        """Its models are known from before, until it is probed."""
-        for name in router.properties.models if router.is_router else ():
-            self._add_model(router, name, ())
+        """Its models are known from before, until its list is read again."""
+        properties, declared = router.properties, router.spec.models
+        for model in properties.models if router.is_router else ():
+            names = {model, *(one for one, of in properties.aliases.items() if of == model)}
+            wanted = declared is None or not names.isdisjoint(declared.values())
+            if wanted and model not in router.instances:
+                self._add_model(router, model, names)
 
     def _add_model(self, router: Node, name: str, names: Collection[str]) -> Node:
         spec = router.spec.of_model(name, names or {name})
@@ -543,7 +590,8 @@ class Fleet:
 
     def _index_nodes(self) -> None:
         """There are other nodes than before."""
-        self.has_routers = any(node.is_router for node in self.nodes.values())
+        self.routers = [node for node in self.nodes.values() if node.is_router]
+        self.has_routers = bool(self.routers)
         self.model_index.set_nodes(self.nodes.values())
         compare_speeds(self.nodes.values())
         self._notify_change()
@@ -552,7 +600,7 @@ class Fleet:
     def model_not_loaded(self, node: Node) -> None:
         """A request has found that a router has not loaded this model, or has lost it."""
         if node.load is not None:
-            node.load.doubt()
+            node.load.doubt(doubted=True)
             self.refresh_state(node)
         self.read_models(node)
 
@@ -580,13 +628,17 @@ class Fleet:
         now = self._clock()
         node.load.opened(reason, now)
         node.sleep.props_read(True, now, asked=False)
+        if node.load.held:
+            node.sleep.woke()
         self.load_changed(node)
 
-    def model_closed(self, node: Node, reason: str) -> None:
+    def model_closed(self, node: Node, reason: str, cause: UnloadCause) -> None:
         """No request is to load this model: another one has its router's memory."""
         assert node.load is not None
-        node.load.enter(LoadPhase.UNLOADED, reason, self._clock())
+        node.load.closed(reason, cause, self._clock())
         node.sleep.restarted()
+        if not node.load.held:
+            self._tell_load(node, LoadChange("unloaded", None, by_others=False))
         self.load_changed(node)
 
     def _update(
@@ -614,7 +666,8 @@ class Fleet:
             self._enter(node, published)
             self._add_known_models(node)
         else:
-            self._monitors[node].wake()
+            self._add_known_models(node)
+            self._monitors[node].read_models()
 
     def _enter(self, node: Node, published: NodeState | None) -> None:
         """Begin to watch; `published`: the last state that was published for this name."""
@@ -673,6 +726,10 @@ class Fleet:
         """Whether some node is alive, or is a standby node that a request would start."""
         return any(node.is_alive or node.startable for node in self.nodes.values())
 
+    def prompts_kept(self, event: PromptsKept) -> None:
+        """Prompts of a router's model were saved or restored, or could not be."""
+        self._bus.publish(event)
+
     # What an operator does.
 
     def drain(self, name: str) -> None:
@@ -704,9 +761,18 @@ class Fleet:
         self._paused_models.remove(name)
         self.model_index.set_paused(self._paused_models.names)
 
+    def pin_model(self, node: Node, *, pinned: bool) -> None:
+        """A router's model is to be always loaded, or no longer by an operator's order."""
+        (self._pinned_models.add if pinned else self._pinned_models.remove)(node.name)
+        self._on_models(node)
+
+    def is_pinned(self, node: Node) -> bool:
+        """Whether an operator has pinned a router's model."""
+        return node.name in self._pinned_models
+
     async def save_orders(self) -> None:
-        """Keep over a restart which nodes are drained and which models paused."""
-        for names in (self._drained_nodes, self._paused_models):
+        """Keep over a restart which nodes are drained and which models paused or pinned."""
+        for names in (self._drained_nodes, self._paused_models, self._pinned_models):
             await asyncio.to_thread(names.save)
 
     def differences(self) -> tuple[ModelDifference, ...]:
@@ -716,6 +782,7 @@ class Fleet:
                 node.name, tuple(sorted(node.public_models)), node.context, node.properties
             )
             for node in self.nodes.values()
+            if node.load is None or node.load.loaded  # few of a large fleet's models are
             if node.in_service and node.spec.kind == "llama.cpp"
         )
 
@@ -736,6 +803,7 @@ class Fleet:
         result = await self._monitors[node].probe()
         if result.up:
             node.circuit.close(self._clock())
+            node.router_record.trust()
         self.refresh_state(node)
         return result
 
@@ -771,11 +839,24 @@ class Fleet:
             elif had_failures:
                 self._notify_change(node)
 
+    def wake_began(self, node: Node) -> None:
+        """A request is to wake its server, or is on trial there."""
+        if node.load is not None:
+            self._on_models(node)
+
     def woke(self, lease: Lease, now: float, expected: float) -> None:
         """Content came from a server that had slept; awake, it would have taken `expected` s."""
-        node = lease.node
-        if lease.wakes:
-            node.sleep.learn_wake(now - lease.taken_at - expected)
+        node, load, since = lease.node, lease.node.load, lease.node.sleep.waking_since
+        # The request that began the load of an `openai` endpoint's model may have left.
+        by_request = load is not None and node.spec.kind == "openai" and since is not None
+        if lease.wakes or by_request:
+            seconds = max(0.0, now - (lease.taken_at if since is None else since) - expected)
+            node.sleep.learn_wake(seconds)
+            if load is not None and by_request:
+                load.woke(seconds, now)
+                self._tell_load(node, LoadChange("loaded", seconds, by_others=False))
+                self._on_models(node)
+                self.read_models(node)
         lease.woke()
         node.sleep.woke()
         if node.is_purpose_unknown:
@@ -1095,55 +1176,3 @@ class ClosingNodes:
         self.nodes.clear()
         self._replaced.clear()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-# States in which no hour of a node is counted: nobody has heard of its machine.
-NOT_RUNNING = frozenset({NodeState.STANDBY, NodeState.DOWN, NodeState.STARTING})
-PRICES_AGE = 10.0  # seconds for which the prices of a model are kept: speeds change slowly
-MOST_MODELS = 1000
-
-
-def alive_nodes(fleet: Fleet) -> Iterator[AliveNode]:
-    """The nodes that are alive now, whether they get work or not."""
-    for node in fleet.nodes.values():
-        if node.state not in NOT_RUNNING and node.router is None:
-            yield AliveNode(node.name, node.spec.tier, node.spec.cost_per_hour)
-
-
-def gpu_price(node: Node) -> GpuPrice | None:
-    """What work costs on this node; None: it is no GPU node, or has no price."""
-    spec = node.spec
-    if spec.tier != "gpu":
-        return None
-    rate = spec.cost_per_million_tokens
-    if rate is not None:
-        return GpuPrice(rate.prompt / MILLION, rate.completion / MILLION)
-    if not spec.cost_per_hour or not node.slots_total:
-        return None
-    return GpuPrice(
-        per_slot_second=spec.cost_per_hour / 3600 / node.slots_total,
-        prefill_tps=node.speed.prefill_tps,
-        decode_tps=node.speed.decode_tps,
-    )
-
-
-@dataclass(slots=True, eq=False)
-class GpuCosts:
-    """What requests would have cost on the GPU nodes that serve their models."""
-
-    fleet: Fleet
-    clock: Callable[[], float]
-    _prices: dict[str, tuple[float, list[GpuPrice]]] = field(default_factory=dict)
-    """By model, and until when they hold."""
-
-    def of(self, model: str, prompt: int, cached: int, completion: int) -> float | None:
-        """The cost of these tokens on the cheapest of them; None: it is not known."""
-        now = self.clock()
-        kept = self._prices.get(model)
-        if kept is None or now >= kept[0]:
-            if len(self._prices) >= MOST_MODELS:
-                self._prices.clear()
-            nodes = self.fleet.model_index.nodes_for(model)
-            prices = [price for node in nodes if (price := gpu_price(node)) is not None]
-            kept = self._prices[model] = now + PRICES_AGE, prices
-        return gpu_cost(kept[1], prompt, cached, completion) if kept[1] else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from gateway.nodes.lifecycle import (
     read_is_sleeping,
 )
 from gateway.nodes.node import Lease, LeasePhase, Node, NodeState
+from gateway.nodes.on_demand import LARGEST_RUNNING, read_endpoint, read_running
 from gateway.nodes.router import (
+    RUNNING_PATHS,
     EventLines,
     LoadPhase,
     ModelEvent,
@@ -76,11 +79,19 @@ class ProbeResponse:
 
 
 async def fetch(
-    node: Node, path: str, *, body: bytes | None = None, largest: int = LARGEST_RESPONSE
+    node: Node,
+    path: str,
+    *,
+    body: bytes | None = None,
+    largest: int = LARGEST_RESPONSE,
+    limit: float = 0.0,
 ) -> ProbeResponse | ProbeResult:
-    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed."""
+    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed.
+
+    `limit` in seconds; 0: as probes are.
+    """
     began = node.clock()
-    limit = node.settings.health.timeout
+    limit = limit or node.settings.health.timeout
 
     def ended(answer: ProbeAnswer, detail: str) -> ProbeResult:
         return ProbeResult(answer, detail, node.clock() - began)
@@ -357,7 +368,13 @@ def _why(error: Exception) -> str:
 MOST_SLEEP = 3600.0
 # Seconds between two readings of a router's list though its events come faster.
 LIST_PAUSE = 0.1
+# Seconds after which a router's events are asked for anew: a silent connection may be dead.
+LONGEST_FOLLOW = 600.0
+FOLDER_SECONDS = 10.0  # seconds between two readings of a router's folder, by itself
 INSTANCES_AT_ONCE = 8  # models of one router that are asked for their slots at the same time
+
+
+LARGE_LIST = 256 * 1024  # bytes from which on a router's list is read in a thread
 
 
 class HealthMonitor:
@@ -375,12 +392,13 @@ class HealthMonitor:
         gate: asyncio.Semaphore,
         rng: random.Random,
         fleet_works: Callable[[], bool],
-        models_listed: Callable[[Node, list[RoutedModel]], None],
+        models_listed: Callable[[Node, list[RoutedModel], float], None],
     ) -> None:
         self._node = node
         self._models_listed = models_listed
         self._follower: asyncio.Task[None] | None = None
         self._list_due = False
+        self._folder_due_at = -math.inf
         self._refresh_state = refresh_state
         self._gate = gate
         self._rng = rng
@@ -446,10 +464,11 @@ class HealthMonitor:
                     # An operator's probe may have come first.
                     if self._is_due():
                         await self._cycle()
-            elif self._list_due and node.probe_history.up:
+            elif self._may_read_list():
                 self._list_due = False
                 async with self._probing, self._gate:
                     await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
+                self._look_again()
                 await asyncio.sleep(LIST_PAUSE)
             self._refresh_state(node)
             now = node.clock()
@@ -459,7 +478,11 @@ class HealthMonitor:
                 if model.load is not None and model.load.retry_due(now):
                     self._refresh_state(model)
                 due = min(due, model.next_change(now))
-            await self._sleep(now if self._list_due else due, now)
+            await self._sleep(now if self._may_read_list() else due, now)
+
+    def _may_read_list(self) -> bool:
+        """Whether a router's list is to be read; while it is down the next probe does that."""
+        return self._list_due and self._node.in_service and self._node.probe_history.up
 
     def _is_due(self) -> bool:
         return (
@@ -496,7 +519,11 @@ class HealthMonitor:
         models = node.instances.values()
         if node.is_router:
             await self._probe_models(result)
-        waking = any(one.sleep.waking_since is not None for one in (node, *models))
+        elif models:
+            self._models_listed(node, [], node.clock())  # It is a plain server by now.
+        waking = node.spec.kind == "llama.cpp" and any(
+            one.sleep.waking_since is not None for one in (node, *models)
+        )
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.
             await self._read_slots(node, comes_up=True)
@@ -517,34 +544,58 @@ class HealthMonitor:
         if result.up and not comes_up:
             await self._read_slots(node)
             self._refresh_state(node)
-        if history.unread or waking or any(one.load and one.load.ordered for one in models):
+        if history.unread or waking:
             history.probe_by(node.clock() + QUICK_PROBE_DELAY)
+        self._look_again()
         return result
 
     # A router's models.
+
+    def _look_again(self) -> None:
+        """Probe soon again if something about a router's models is to be found out."""
+        node = self._node
+        if any(one.load is not None and one.load.unsettled for one in node.instances.values()):
+            node.probe_history.probe_by(node.clock() + QUICK_PROBE_DELAY)
 
     async def _probe_models(self, result: ProbeResult) -> None:
         """Bring a router's models up to date, after a probe of the router itself."""
         node = self._node
         if not result.up:
             self._record(node.instances.values(), result)
+            if self._follower is not None and node.probe_history.down:
+                self._follower.cancel()  # Nobody tells it that the machine is gone.
             return
         if node.spec.kind != "llama.cpp":
             await self._read_models(result)
             return
-        # So it reads its folder again, and forgets which loads failed.
-        await self._read_models(result, "/v1/models?reload=1")
+        now, path = node.clock(), "/v1/models"
+        if now >= self._folder_due_at:
+            # So it reads its folder again, the head of each file, and forgets which loads failed.
+            # It ends a model whose file is gone, or whose preset has changed; streams are resumed.
+            path += "?reload=1"
+            self._folder_due_at = now + FOLDER_SECONDS
+        await self._read_models(result, path)
         if self._follower is None or self._follower.done():
             self._follower = asyncio.create_task(self._follow(), name=f"follow {node.name}")
 
     async def _read_models(self, result: ProbeResult, path: str = "/v1/models") -> None:
         """Read a router's list, and ask those of its models that run."""
         node = self._node
+        asked_at = node.clock()
         reply = await fetch(node, path)
-        if not isinstance(reply, ProbeResult) and reply.status == HTTPStatus.OK:
-            listed = parse_models(reply.body)
-            if listed is not None:
-                self._models_listed(node, read_list(listed))
+        if not isinstance(reply, ProbeResult):
+            listed = None
+            if reply.status == HTTPStatus.OK and len(reply.body) > LARGE_LIST:
+                listed = await asyncio.to_thread(parse_models, reply.body)
+            elif reply.status == HTTPStatus.OK:
+                listed = parse_models(reply.body)
+            if node.spec.kind == "openai":
+                await self._endpoint_listed(listed, reply.status, asked_at)
+            elif listed is not None and len(reply.body) > LARGE_LIST:
+                models = await asyncio.to_thread(read_list, listed)
+                self._models_listed(node, models, asked_at)
+            elif listed is not None:
+                self._models_listed(node, read_list(listed), asked_at)
         self._record(node.instances.values(), result)
         running = [one for one in node.instances.values() if one.load and one.load.loaded]
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
@@ -552,10 +603,39 @@ class HealthMonitor:
             for one in running:
                 tasks.create_task(self._probe_model(one, at_once))
 
+    async def _endpoint_listed(self, listed: object, status: int, asked_at: float) -> None:
+        """Take in the list of an endpoint that loads models by itself, and what it holds."""
+        node = self._node
+        declared = frozenset((node.spec.models or {}).values())
+        # Where the list is hidden, there are those of the inventory.
+        is_hidden = _judge_discovery(node, "", status)[0] is ProbeAnswer.UP
+        if listed is not None or (declared and is_hidden):
+            running = await self._read_running()
+            self._models_listed(node, read_endpoint(listed, declared, running), asked_at)
+
+    async def _read_running(self) -> dict[str, bool] | None:
+        """What an endpoint that loads models by itself says that it holds; None: it does not."""
+        node, record = self._node, self._node.router_record
+        for path in record.running_paths if node.probe_history.up else RUNNING_PATHS:
+            reply = await fetch(node, path, largest=LARGEST_RUNNING)
+            if isinstance(reply, ProbeResult) or reply.status >= 500:
+                return None  # It says nothing now.
+            running = read_running(reply.json()) if reply.status == HTTPStatus.OK else None
+            if running is not None:
+                record.tells_running((path,))
+                return running
+        record.tells_running(())
+        return None
+
     async def _probe_model(self, model: Node, at_once: asyncio.Semaphore) -> None:
         """Read what a loaded model's server says of itself, and how busy it is if it has work."""
         load, history = model.load, model.probe_history
         async with at_once:
+            if load is not None and load.doubted:
+                reply = await fetch(model, "/props")
+                if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
+                    return
+                load.doubt(doubted=False)
             if load is not None and model.spec.kind == "llama.cpp" and not load.properties_read:
                 found = await discover(model)
                 if found.up:
@@ -585,18 +665,26 @@ class HealthMonitor:
         pool, limit = node.upstream, node.settings.health.timeout
         head = pool.address.request_head(b"GET", b"/models/sse", _HEADER_LINES)
         try:
-            async with pool.response(head, b"", connect_timeout=limit) as connection:
+            async with (
+                LoopTimeout(LONGEST_FOLLOW),
+                pool.response(head, b"", connect_timeout=limit) as connection,
+            ):
                 if connection.status != HTTPStatus.OK:
+                    if connection.status in NOT_FOUND_STATUSES:
+                        node.router_record.has_no_events()
                     return
-                node.router_record.follows(followed=True)
+                node.router_record.following(node.clock())
                 self.read_models()  # What has changed before it listened.
                 while part := await connection.read():
                     for event in lines.add(part):
                         self._take_event(event)
+        except TimeoutError:
+            return
         except UpstreamError:
             pass
         finally:
-            node.router_record.follows(followed=False)
+            if node.router_record.tells:
+                node.router_record.following(math.inf)
         # The router has ended, or does not tell any more.
         self.probe_soon()
 
@@ -615,7 +703,7 @@ class HealthMonitor:
         if path is None:
             node.occupancy.clear_foreign()
             history.slots_read()
-            if not node.sleep.asleep:
+            if node.reports_slots and not node.sleep.asleep:
                 node.sleep.woke()
                 history.leave_load_unread()
             return
@@ -733,9 +821,19 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         left = node.concurrency_limit.paused_until - now
         return NodeState.READY, f"it refused work (402, 429 or 503): none for about {left:.0f} s"
     if node.is_router:
-        loaded = sum(one.load is not None and one.load.loaded for one in node.instances.values())
-        return NodeState.READY, f"a router: {loaded} of {len(node.instances)} models are loaded"
+        loaded = sum(_is_loaded(one) for one in node.instances.values())
+        words = f"a router: {loaded} of {len(node.instances)} models are loaded"
+        if node.router_record.stopped(now):
+            left = node.router_record.stopped_until - now
+            words += f"; it gets no commands for {left:.0f} s, since others load and unload them"
+        return NodeState.READY, words
     return NodeState.READY, "answers its probes"
+
+
+def _is_loaded(model: Node) -> bool:
+    """Whether a router's model is loaded: of kind `openai`, an opened one is not, as it sleeps."""
+    opened = model.load is not None and model.load.loaded
+    return opened and not (model.spec.kind == "openai" and model.sleep.sleeping)
 
 
 _LOAD_STATES = {
@@ -754,6 +852,8 @@ def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
         return _load_state(node, load, now)
     if load is not None and load.doubted:
         return NodeState.LOADING, "a request has found it not loaded"
+    if load is not None and load.restoring:
+        return NodeState.LOADING, "it is loaded; its saved prompts are restored"
     hangs = history.silent and node.sleep.is_overdue(node.properties.size, now)
     if node.sleep.sleeping and not hangs:
         return NodeState.SLEEPING, _sleeping_reason(node, now)
@@ -768,7 +868,10 @@ def _load_state(node: Node, load: ModelLoad, now: float) -> tuple[NodeState, str
     words = reason
     if load.phase is LoadPhase.UNLOADED:
         words = f"not loaded; its load takes about {expected:.2g} s"
+        if load.held:
+            words = "its server holds it still, and it gets no requests"
         words += f" ({reason})" if reason else ""
+        words += f"; {load.saved} of its prompts are saved" if load.saved else ""
     elif load.phase is LoadPhase.LOADING:
         done = "" if load.progress is None else f", {load.progress:.0%} of it is done"
         words = f"it is loaded since {now - load.since:.0f} s, in about {expected:.2g} s{done}"
@@ -812,10 +915,16 @@ def _kept_off(node: Node) -> tuple[NodeState, str] | None:
 
 
 def _sleeping_reason(node: Node, now: float) -> str:
+    seconds = node.sleep.seconds_left(node.properties.size, now)
+    if node.load is not None and node.spec.kind == "openai":
+        waited = None if (since := node.sleep.waking_since) is None else now - since
+        if waited is None:
+            return f"the next request loads it, in about {seconds:.2g} s: {node.load.reason}"
+        return f"its load takes {waited:.0f} s so far, for the first request: {node.load.reason}"
     if node.sleep.waking_since is not None:
         waited = now - node.sleep.waking_since
         return f"it wakes up: it has loaded its model for {waited:.0f} s"
     return (
         "it has unloaded its model while it was idle (--sleep-idle-seconds); the next request "
-        f"wakes it, in about {node.sleep.seconds_left(node.properties.size, now):.2g} s"
+        f"wakes it, in about {seconds:.2g} s"
     )

@@ -120,6 +120,8 @@ WAKE_BASE, WAKE_BYTES_PER_SECOND = 1.0, 1e9
 # Size of a model whose server does not tell it: 13 billion parameters in 5 bits.
 UNKNOWN_MODEL_BYTES = 8e9
 LEAST_WAKE, MOST_WAKE = 0.1, 3600.0  # bounds of the seconds that waking up is expected to take
+# Waking up may take so long where neither it nor the model's size is known: what Ollama allows.
+UNKNOWN_WAKE_LIMIT = 300.0
 # Waking up may take so many times longer than expected, and so many seconds more.
 WAKE_FACTOR, WAKE_SLACK = 4.0, 60.0
 _IS_SLEEPING = re.compile(rb'"is_sleeping"\s*:\s*(true|false)')
@@ -211,6 +213,8 @@ class Sleep:
 
     def wake_limit(self, size: int | None) -> float:
         """Seconds after which waking up is not believed any more."""
+        if self.measured is None and size is None:
+            return UNKNOWN_WAKE_LIMIT
         return WAKE_FACTOR * self.wake_seconds(size) + WAKE_SLACK
 
     def is_overdue(self, size: int | None, now: float) -> bool:

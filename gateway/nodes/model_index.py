@@ -227,7 +227,7 @@ class ModelIndex:
             own_names: dict[str, set[str]] = {}
             paused, open_names = self.paused_by_name, set[str]()
             for node in self._nodes:
-                if node.spec.enabled:
+                if node.spec.enabled and not node.is_router:
                     # In the node's own order, so that lists of models are stable.
                     declared, properties = node.spec.models, node.properties
                     aliases = properties.aliases if declared is None else {}
@@ -249,7 +249,8 @@ class ModelIndex:
             self._paused = paused | (serving.keys() - open_names)
             self._linked = _link_names(self._nodes)
             named = set().union(*self._serving.values())
-            self._nameless = tuple(node for node in self._nodes if node not in named)
+            nodes = (node for node in self._nodes if not node.instances)
+            self._nameless = tuple(node for node in nodes if node not in named)
         return self._serving
 
 

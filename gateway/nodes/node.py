@@ -380,11 +380,22 @@ class Node:
         return self.properties.is_router and self.spec.models_on_demand is not False
 
     @property
+    def stays_unloaded(self) -> bool:
+        """Whether it is unloaded on a router that gets no commands, by its entry or for a while."""
+        router, load = self.router, self.load
+        if router is None or load is None or load.loaded or not router.properties.is_router:
+            return False
+        return not router.takes_commands or router.router_record.stopped(self.clock())
+
+    @property
     def is_alive(self) -> bool:
         """Whether it is worth the ordinary wait."""
-        return self.state in ALIVE_STATES or (
-            self.load is not None and self.state is NodeState.LOADING
-        )
+        load = self.load
+        if load is None:
+            return self.state in ALIVE_STATES
+        if load.failures and not load.loaded:
+            return False  # Its last load failed.
+        return self.state in ALIVE_STATES or self.state is NodeState.LOADING
 
     @property
     def slots_total(self) -> int:
@@ -396,6 +407,13 @@ class Node:
         if self.properties.slots is not None:
             return self.properties.slots
         return 1 if self.concurrency_limit is None else self.concurrency_limit.slots
+
+    @property
+    def slots_now(self) -> int:
+        """`slots_total`, but none of a router's model that is not loaded: for sums over nodes."""
+        if self.load is not None and not self.load.loaded:
+            return self.leased
+        return self.slots_total
 
     @property
     def most_slots(self) -> int:
@@ -563,6 +581,11 @@ class Node:
     def in_flight(self) -> int:
         """Our requests on the node, abandoned ones whose slot it still uses included."""
         return len(self.leases)
+
+    @property
+    def live_leases(self) -> list[Lease]:
+        """Those whose requests were not abandoned."""
+        return [lease for lease in self.leases if lease.abandoned_phase is None]
 
     def paused(self, now: float) -> bool:
         """Whether the endpoint has asked for no new work at this moment (429, `Retry-After`)."""

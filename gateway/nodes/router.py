@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import msgspec
 
@@ -27,8 +27,10 @@ from gateway.nodes.server_properties import MOST_CONTEXT, MOST_SLOTS, UNREADABLE
 
 # Seconds after a failed load until the next try for that model on that node; doubles each time.
 FIRST_RETRY, MOST_RETRY = 10.0, 600.0
-# Seconds for which a list that was under way may contradict a command of ours.
+# Seconds for which a list that was under way may contradict an unload that was ordered.
 COMMAND_LAG = 2.0
+# Seconds until a load is tried again that the router had no room for, or could not be told of.
+REFUSED_RETRY = 2.0
 # Seconds after which an unload that was ordered is no longer believed.
 MOST_UNLOAD = 60.0
 # Loads and unloads by others within so many seconds after which a router gets no more commands.
@@ -36,9 +38,18 @@ MOST_BY_OTHERS, BY_OTHERS_SECONDS = 6, 600.0
 OTHERS_PAUSE = 1800.0  # seconds for which it gets none
 LONGEST_EVENT = 64 * 1024  # bytes of a line of `/models/sse`
 
+# Where endpoints of kind `openai` may tell what they hold (`on_demand.py`).
+RUNNING_PATHS = ("/running", "/api/ps")
+
+# Why a model was unloaded, for metrics: another one needs its memory, it idled for as long as its
+# rules say, there are more copies than they allow, an operator has ordered it, it was not by this
+# gateway, its router was restarted, or its server ended by itself.
+UnloadCause = Literal["memory", "idle", "replicas", "operator", "others", "restart", "died"]
+UNLOAD_CAUSES: tuple[str, ...] = get_args(UnloadCause)
+
 # A model's status as a router lists it. `downloading` counts as unloaded.
 Status = Literal["unloaded", "loading", "loaded", "sleeping"]
-_STATUSES: dict[object, Status] = {
+_STATUSES: dict[str, Status] = {
     "unloaded": "unloaded",
     "downloading": "unloaded",
     "loading": "loading",
@@ -75,6 +86,7 @@ class RoutedModel(NamedTuple):
     context: int | None  # tokens of one slot, by the arguments; None: they don't say
     file: str | None = None  # the path of its file on the router's machine
     memory: int | None = None  # bytes that it takes, told of one that is loaded
+    args: tuple[str, ...] = ()  # of its server
 
 
 def read_list(listed: object) -> list[RoutedModel]:
@@ -83,13 +95,13 @@ def read_list(listed: object) -> list[RoutedModel]:
     found: dict[str, RoutedModel] = {}
     for entry in data if isinstance(data, list) else ():
         name = entry.get("id")
-        if not _is_name(name):
+        if not is_model_name(name):
             continue
         aliases = entry.get("aliases")
         aliases = aliases[:MOST_ALIASES] if isinstance(aliases, list) else []
         status = entry.get("status")
         status = status if isinstance(status, dict) else {}
-        code = status.get("exit_code")
+        value, code = status.get("value"), status.get("exit_code")
         args = status.get("args")
         args = [one for one in args if isinstance(one, str)] if isinstance(args, list) else []
         slots = _argument(args, "--parallel", MOST_SLOTS)
@@ -98,15 +110,16 @@ def read_list(listed: object) -> list[RoutedModel]:
             name,
             RoutedModel(
                 name,
-                frozenset((name, *filter(_is_name, aliases))),
+                frozenset((name, *filter(is_model_name, aliases))),
                 entry,
-                _STATUSES.get(status.get("value")),
+                _STATUSES.get(value) if isinstance(value, str) else None,
                 status.get("failed") is True,
                 code if isinstance(code, int) else None,
                 slots,
                 context // slots if slots and context else None,
                 next((after for one, after in pairwise(args) if one == "--model"), None),
                 memory_told(entry.get("meta"), args),
+                tuple(args),
             ),
         )
     return list(found.values())
@@ -116,7 +129,8 @@ def read_list(listed: object) -> list[RoutedModel]:
 MOST_NAME, MOST_ALIASES = 256, 64
 
 
-def _is_name(name: object) -> TypeGuard[str]:
+def is_model_name(name: object) -> TypeGuard[str]:
+    """Whether a router may have a model of this name."""
     return isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable()
 
 
@@ -188,21 +202,31 @@ class ModelLoad:
     progress: float | None = None  # share of the load that is done, as the router tells it
     ordered: Literal["load", "unload"] | None = None
     """The command of ours whose end has not been seen."""
+    taken_at: float = math.inf  # when the router answered that command; infinity: it has not
+    listed_at: float = -math.inf  # when the last list was asked for that told of it
     by_others_at: float = -math.inf
-    """When a load or unload was seen that was not ours."""
+    """When a load or unload was seen that was not ours, or an operator ordered an unload."""
     failures: int = 0  # loads in a row that failed
     retry_at: float = -math.inf
+    cause: UnloadCause = "others"  # why it is being unloaded, or was the last time
     loads: int = 0
     load_seconds: float = 0.0  # of all these loads together
     memory: int | None = None  # bytes that it takes when it is loaded, as learnt from a load
     file: str | None = None  # the path of its file on the router's machine
     listed: RoutedModel | None = None  # as its router listed it last
     properties_read: bool = False  # whether `/props` was read since it was loaded
+    saved: int = 0  # prompts that are saved for its next load
+    restoring: bool = False  # it is loaded, and gets no requests before they are restored
+    held: bool | None = None
+    """Whether its server holds it, whatever the phase is; of kind `openai`, where that is told."""
     doubted: bool = False
-    """Whether a request has found it not loaded: it gets no other before the list was read."""
+    """Whether a request has found it not loaded: it gets no other before its server has answered.
+    Of a model that another one unloads the list says for ten seconds that it is loaded."""
 
     def expected_in(self, seconds: float, now: float) -> float:
         """Seconds until it can be loaded, if a load takes so many and is ordered now at latest."""
+        if self.held:
+            return 0.0
         if self.phase is LoadPhase.LOADING:
             elapsed = now - self.since
             # A load that takes longer than usual is likely to take some more.
@@ -219,18 +243,24 @@ class ModelLoad:
     def enter(self, phase: LoadPhase, reason: str, now: float) -> None:
         """Begin another phase."""
         self.phase, self.reason, self.since = phase, reason, now
-        self.progress = None
+        self.progress, self.doubted = None, False
         if phase is not LoadPhase.READY:
             self.properties_read = False
 
     def order(self, command: Literal["load", "unload"], reason: str, now: float) -> None:
         """The router is told to load it, or to unload it."""
-        self.ordered = command
+        self.ordered, self.taken_at = command, math.inf
         self.enter(LoadPhase.LOADING if command == "load" else LoadPhase.UNLOADING, reason, now)
 
-    def retire(self, reason: str, now: float) -> None:
+    def retire(self, reason: str, cause: UnloadCause, now: float) -> None:
         """It gets no new requests, and is unloaded when it has none."""
-        self.enter(LoadPhase.RETIRING, reason, now)
+        if self.phase is not LoadPhase.RETIRING:
+            self.cause = cause
+            self.enter(LoadPhase.RETIRING, reason, now)
+
+    def unload_wanted(self, now: float) -> None:
+        """An operator wants it unloaded: it is not loaded again at once."""
+        self.by_others_at = now
 
     def keep(self, reason: str, now: float) -> None:
         """It is not unloaded after all."""
@@ -242,14 +272,47 @@ class ModelLoad:
         """The first request may load it: the node takes no commands."""
         self.enter(LoadPhase.READY, reason, now)
 
+    def closed(self, reason: str, cause: UnloadCause, now: float) -> None:
+        """No request is to load it any more: the node takes no commands."""
+        self.cause = cause
+        self.enter(LoadPhase.UNLOADED, reason, now)
+
+    def tell_held(self, held: bool | None) -> None:  # noqa: FBT001 - a value
+        """Its server holds it, or does not; None: unknown."""
+        self.held = held
+
+    def woke(self, seconds: float, now: float) -> None:
+        """The first request has loaded it: from now on it is used."""
+        self.held, self.since = self.held if self.held is None else True, now
+        self.load_ended(seconds)
+
     def progressed(self, share: float) -> None:
         """So much of it is loaded."""
         if self.phase is LoadPhase.LOADING:
             self.progress = share
 
+    def prompts_saved(self, count: int) -> None:
+        """So many of its prompts are saved for its next load."""
+        self.saved = count
+
+    def restores(self, *, restoring: bool) -> None:
+        """Its saved prompts are restored from now on, or no more."""
+        self.restoring = restoring
+
     def properties_were_read(self) -> None:
         """`/props` was read."""
         self.properties_read = True
+
+    def forget_waits(self) -> None:
+        """An operator wants it loaded now, whatever came of loads before."""
+        self.retry_at = self.by_others_at = -math.inf
+
+    def load_ended(self, seconds: float | None) -> None:
+        """It is loaded; None: its begin was not seen."""
+        self.failures = 0
+        if seconds is not None:
+            self.loads += 1
+            self.load_seconds += seconds
 
     def failed(self, why: str, now: float) -> None:
         """A load failed, or the command for it: it is tried again later, each time after longer."""
@@ -257,6 +320,16 @@ class ModelLoad:
         self.failures += 1
         self.ordered = None
         self.enter(LoadPhase.FAILED, why, now)
+
+    def command_taken(self, now: float) -> None:
+        """The router has answered the command: lists that are asked for from now on show it."""
+        self.taken_at = now
+
+    def load_refused(self, why: str, now: float) -> None:
+        """The router had no room for it, or did not hear of it: that says nothing of the model."""
+        self.retry_at = now + REFUSED_RETRY
+        self.ordered = None
+        self.enter(LoadPhase.UNLOADED, why, now)
 
     def unload_refused(self, why: str, now: float) -> None:
         """The router did not take the command to unload it."""
@@ -270,25 +343,32 @@ class ModelLoad:
         self.enter(LoadPhase.UNLOADED, f"its last load failed: {self.reason}", now)
         return True
 
-    def is_news(self, model: RoutedModel) -> bool:
+    def is_news(self, model: RoutedModel, asked_at: float) -> bool:
         """Whether the router lists it otherwise than before, or it is not as listed."""
-        before, self.listed = self.listed, model
-        is_steady = self.ordered is None and not self.doubted and self.phase in _STEADY_PHASES
+        before, self.listed, self.listed_at = self.listed, model, asked_at
+        is_steady = not self.unsettled and self.phase in _STEADY_PHASES
         return before != model or not is_steady
 
-    def doubt(self) -> None:
-        """A request has found it not loaded."""
-        self.doubted = True
+    @property
+    def unsettled(self) -> bool:
+        """Whether it is looked at soon again."""
+        return self.ordered is not None or self.doubted
 
-    def reported(self, model: RoutedModel, now: float, *, followed: bool) -> LoadChange | None:
+    def doubt(self, *, doubted: bool) -> None:
+        """A request has found it not loaded; or its server has answered since."""
+        self.doubted = doubted
+
+    def reported(
+        self, model: RoutedModel, asked_at: float, now: float, *, followed: bool | None
+    ) -> LoadChange | None:
         """The router lists it so; what that changes, or None.
 
-        `followed`: its events are followed, so that it is still the process that it was.
+        `followed`: whether its events were followed since its last list, so that it is still the
+        process that it was; None: it tells of none.
         """
         self.file, self.memory = model.file, model.memory or self.memory
-        self.doubted = False
         status, phase = model.status, self.phase
-        if status is None or (self.ordered is not None and self._may_lag(status, now)):
+        if status is None or (self.ordered is not None and self._may_lag(status, asked_at)):
             return None
         if status == "loading":
             if phase is LoadPhase.LOADING:
@@ -301,26 +381,29 @@ class ModelLoad:
         seconds = now - self.since if phase is LoadPhase.LOADING else None
         return self._changed("loaded", seconds, now, followed=followed)
 
-    def _may_lag(self, status: Status, now: float) -> bool:
+    def _may_lag(self, status: Status, asked_at: float) -> bool:
         """Whether the list may be older than the command that it contradicts."""
-        before = status == "unloaded" if self.ordered == "load" else status != "unloaded"
-        return before and now - self.since < COMMAND_LAG
+        if self.ordered == "load":
+            return status == "unloaded" and asked_at < self.taken_at
+        return status != "unloaded" and asked_at - self.since < COMMAND_LAG
 
     def _overdue(self, now: float) -> bool:
         return now - self.since > MOST_UNLOAD
 
-    def _not_loaded(self, model: RoutedModel, now: float, *, followed: bool) -> LoadChange | None:
+    def _not_loaded(
+        self, model: RoutedModel, now: float, *, followed: bool | None
+    ) -> LoadChange | None:
         phase = self.phase
         if phase is LoadPhase.UNLOADED or phase is LoadPhase.FAILED:
             return None
-        if phase is LoadPhase.LOADING:
+        if phase is LoadPhase.LOADING and (model.failed or followed is not False):
             # One that is told to unload it meanwhile shows the same, and a list that was read
             # anew shows no failure at all.
             code = "" if model.exit_code is None else f" (exit code {model.exit_code})"
             self.failed(f"the router could not load it{code}: its log says why", now)
             return LoadChange("failed", None, by_others=False)
         if model.failed and phase is not LoadPhase.UNLOADING:
-            self.ordered = None
+            self.ordered, self.cause = None, "died"
             self.enter(LoadPhase.UNLOADED, "its server ended by itself", now)
             return LoadChange("died", None, by_others=False)
         return self._changed("unloaded", None, now, followed=followed)
@@ -331,30 +414,29 @@ class ModelLoad:
         seconds: float | None,
         now: float,
         *,
-        followed: bool,
+        followed: bool | None,
     ) -> LoadChange:
         """The phase follows what the router shows."""
         ours = {"loading": "load", "loaded": "load", "unloaded": "unload"}[change]
         not_ours = self.ordered != ours and not (
             change == "loaded" and self.phase is LoadPhase.LOADING
         )
-        by_others = not_ours and followed
+        by_others = not_ours and followed is True
         if by_others:
             self.by_others_at = now
         reason = self.reason
         if not_ours:
-            reason = "not by this gateway" if followed else "the router was restarted"
-            if change != "unloaded":
+            restarted = followed is False
+            reason = "the router was restarted" if restarted else "not by this gateway"
+            self.cause = "restart" if restarted else "others"
+            if change != "unloaded" and not followed:
                 reason = "found so"
         if change == "loading":
             self.enter(LoadPhase.LOADING, reason, now)
             return LoadChange(change, None, by_others)
         self.ordered = None
         if change == "loaded":
-            self.failures = 0
-            if seconds is not None:
-                self.loads += 1
-                self.load_seconds += seconds
+            self.load_ended(seconds)
         self.enter(LoadPhase.READY if change == "loaded" else LoadPhase.UNLOADED, reason, now)
         return LoadChange(change, seconds, by_others)
 
@@ -372,18 +454,40 @@ class RouterRecord:
     """What is known of a router besides its models. Times are monotonic."""
 
     most_loaded: int = 0  # models that it holds at once; 0: as many as fit
-    followed: bool = False  # whether its events are followed at this moment
+    running_paths: tuple[str, ...] = RUNNING_PATHS
+    followed_since: float = math.inf  # since when its events are followed; infinity: they aren't
+    tells: bool = True  # whether it has events, as far as is known
     stopped_until: float = -math.inf
     """Until when it gets no commands, since others load and unload its models too."""
+    _held: frozenset[str] = frozenset()  # models that it held, as it told last
     _by_others: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_BY_OTHERS))
 
     def limit_found(self, most_loaded: int) -> None:
         """It holds so many models at once; 0: as many as fit."""
         self.most_loaded = most_loaded
 
-    def follows(self, *, followed: bool) -> None:
-        """Its events are followed from now on, or no more."""
-        self.followed = followed
+    def tells_running(self, paths: tuple[str, ...]) -> None:
+        """It may tell what it holds at one of these paths."""
+        self.running_paths = paths
+
+    def holds(self, models: frozenset[str]) -> None:
+        """It holds these models now, which shows how many it holds at once."""
+        made_room = bool(self._held - models and models - self._held)
+        if len(models) > self.most_loaded or made_room:
+            self.most_loaded = len(models)
+        self._held = models
+
+    def following(self, since: float) -> None:
+        """Its events are followed since then; infinity: no more."""
+        self.followed_since, self.tells = since, True
+
+    def has_no_events(self) -> None:
+        """It is an old one, without `/models/sse`."""
+        self.tells = False
+
+    def followed(self, listed_at: float) -> bool | None:
+        """Whether its events were followed since a list was asked for; None: it has none."""
+        return self.followed_since <= listed_at if self.tells else None
 
     def changed_by_others(self, now: float) -> bool:
         """Another one has loaded or unloaded a model; whether that was once too often."""
@@ -393,6 +497,11 @@ class RouterRecord:
             self.stopped_until = now + OTHERS_PAUSE
             return True
         return False
+
+    def trust(self) -> None:
+        """An operator says that it may be commanded again."""
+        self.stopped_until = -math.inf
+        self._by_others.clear()
 
     def stopped(self, now: float) -> bool:
         """Whether it gets no commands for now."""

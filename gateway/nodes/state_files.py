@@ -1,4 +1,4 @@
-"""What the fleet keeps over a restart: drained nodes, paused models and servers' properties.
+"""What the fleet keeps over a restart: drained nodes, paused and pinned models, and properties.
 
 Each has a JSON file of its own, which is replaced as a whole, and read without trust.
 """
@@ -77,6 +77,13 @@ class PausedModels(_StoredNames):
 
     key, lost = "paused", "no model is paused"
     unsaved = "Paused models could not be saved"
+
+
+class PinnedModels(_StoredNames):
+    """The names of routers' models that operators have pinned. One that is gone keeps its entry."""
+
+    key, lost = "pinned", "operators have pinned no model"
+    unsaved = "Pinned models could not be saved"
 
 
 PROPERTIES_VERSION = 1  # version of the file's format; a file of another version is not read

@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.admin.models import ServedModelObject
 from gateway.admin.nodes import NodeObject
+from gateway.admin.placements import PlacementObject
 from gateway.admin.requests import RequestObject
 from gateway.admin.status import StatusObject
 from gateway.admin.why import (
@@ -162,6 +163,7 @@ FIELDS: dict[str, Fields] = {
     "Status": described_fields(StatusObject),
     "Node": described_fields(NodeObject),
     "ServedModel": described_fields(ServedModelObject),
+    "Placement": described_fields(PlacementObject),
     "Request": described_fields(RequestObject),
     "Why": described_fields(WhyObject),
     "ExplainedRequest": described_fields(ExplainedRequest),
@@ -371,6 +373,8 @@ ADMIN_ERRORS = _errors("""
 403 host_not_allowed: asked by a `Host` that is not the listener's: see `admin.hosts`
 403 origin_not_allowed: sent by a web page of another origin
 404 node_not_found: no node of this name; says which are similar
+404 model_not_found: no model of this name, or the router has none; says which are similar
+409 placement_refused: a model can't be loaded, unloaded or pinned there; says why, and what to do
 404 request_not_found: no such request waits or runs
 404 not_found: no such path
 405 method_not_allowed: with `Allow`

@@ -391,6 +391,9 @@ ADMIN_PATHS: dict[str, Described] = {
     "/admin/models": Described(answer=object_schema(models=_list(_SERVED_MODEL))),
     "/admin/models/{name}/pause": Described(answer=_SERVED_MODEL, statuses=_errors(400, 404)),
     "/admin/models/{name}/resume": Described(answer=_SERVED_MODEL, statuses=_errors(404)),
+    "/admin/placements": Described(
+        answer=object_schema(placements=_list(_ref("Placement")), hosts=_ANY_OBJECT)
+    ),
     "/admin/requests": Described(answer=object_schema(requests=_list(_ref("Request")))),
     "/admin/requests/{id}": Described(statuses=_errors(404)),
     "/admin/requests/{id}/why": Described(answer=_ref("Why"), statuses=_errors(404)),
@@ -488,6 +491,20 @@ ADMIN_PATHS: dict[str, Described] = {
 
 # What is different of one method of a path: fields of its `Described`.
 ADMIN_METHODS: dict[str, dict[str, Any]] = {
+    "POST /admin/placements": {
+        "answer": _ref("Placement"),
+        "statuses": _errors(400, 404, 409),
+        "body": {
+            "type": "object",
+            "properties": {
+                "order": _one_of("load", "unload", "pin", "unpin"),
+                "model": TEXT,
+                "node": TEXT,
+            },
+            "required": ["order", "model", "node"],
+            "examples": [{"order": "pin", "model": "mistral-7b", "node": "epyc-a"}],
+        },
+    },
     "POST /admin/keys": {
         "answer": _API_KEY,
         "body": {

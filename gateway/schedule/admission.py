@@ -25,6 +25,7 @@ from gateway.callers.fair_share import FairShare, soft_limit
 from gateway.config.scheduling import DEFAULT_QUEUE_SHARE
 from gateway.config.settings import Settings
 from gateway.lease import GrantedLease, LeaseRequest, Tried
+from gateway.nodes.router import ModelLoad
 from gateway.schedule.candidates import NodeCandidates, NodesByModel
 from gateway.schedule.core.requests import QueuedRequest
 from gateway.terms import Priority
@@ -116,9 +117,18 @@ class Waiter:
                 self.nodes_down_since = now
         # What a request has that has yielded is kept until its time limit.
         down_since = None if self.request.caller.times_yielded else self.nodes_down_since
-        if down_since is not None and now - down_since >= settings.retries.wait_for_node:
+        if down_since is not None:
+            until = down_since + settings.retries.wait_for_node
             names = ", ".join(repr(name) for name in self.request.wanted.model_names)
-            return errors.no_node(f"Every node for {names} is out.", retry_after)
+            failed = failed_loads(self.candidates.by_model)
+            if failed and (now >= until or min(one.retry_at for _, one in failed) > until):
+                return errors.load_failed(
+                    names,
+                    [(name, one.reason) for name, one in failed],
+                    max(1.0, min(one.retry_at for _, one in failed) - now),
+                )
+            if now >= until:
+                return errors.no_node(f"Every node for {names} is out.", retry_after)
         if now < self.expires_at:
             return None
         waited = now - self.queued_at
@@ -264,6 +274,13 @@ class Waiters:
 def caller_and_user(request: LeaseRequest) -> tuple[str, str]:
     """The caller of a request, and the user that it names: else the caller itself."""
     return request.caller.id, request.caller.fairness_key
+
+
+def failed_loads(nodes_by_model: NodesByModel) -> list[tuple[str, ModelLoad]]:
+    """The loads that have failed, by node, if no other node may serve."""
+    nodes = [node for _, nodes in nodes_by_model for node in nodes]
+    failed = [(node.name, node.load) for node in nodes if node.load and node.load.failures]
+    return failed if len(failed) == len(nodes) else []
 
 
 def standby_ready_in(nodes_by_model: NodesByModel, cooldown: float, now: float) -> float | None:

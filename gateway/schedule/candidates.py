@@ -96,6 +96,8 @@ def show_speed(
 
 def is_alive(node: Node) -> bool:
     """Whether it is worth the ordinary wait; one on trial is, since its ejection may end so."""
+    if node.stays_unloaded:
+        return False
     return node.is_alive or node.circuit.trial is not None
 
 
@@ -181,9 +183,6 @@ class _OutOfService(NamedTuple):
     counted_at: float
 
 
-_UNLOADED = LoadPhase.UNLOADED
-
-
 @dataclass(slots=True, eq=False)
 class FleetSync:
     """Keeps a placement state in step with a fleet, which calls `node_changed`.
@@ -200,6 +199,8 @@ class FleetSync:
     """Changes with the set of rows: then an index may stand for another node. Also when the slots
     of one begin or cease to share a pool."""
     _rows: dict[Node, NodeSlots] = field(default_factory=dict)
+    _loaded: dict[Node, NodeSlots] = field(default_factory=dict)
+    """Those of `_rows` that are no model which its router has not loaded."""
     nodes: dict[int, Node] = field(default_factory=dict)  # by row index
     services: dict[ServiceKey, Service] = field(default_factory=dict)
     """Those asked for; one whose `version` is not the model index's is out of date (`service`)."""
@@ -218,6 +219,11 @@ class FleetSync:
         """What a node is believed to cache."""
         row = self._rows.get(node)
         return CacheContents(0, 0) if row is None else self.prompt_cache.contents(row.index)
+
+    def row_index(self, node: Node) -> int | None:
+        """The number of a node's row; None: it has none."""
+        row = self._rows.get(node)
+        return None if row is None else row.index
 
     # Called by the fleet.
 
@@ -239,21 +245,30 @@ class FleetSync:
 
     def sync(self) -> None:
         """Bring the set of rows and every row up to date."""
-        nodes = [node for node in self.fleet.nodes.values() if not node.is_router]
-        rows = self._rows
-        rows_changed = len(nodes) != len(rows) or any(
-            node not in rows or rows[node].gpu is not (node.spec.tier == "gpu") for node in nodes
-        )
-        if rows_changed:
-            self._replace_rows(nodes)
+        rows_changed = self._nodes_differ()
         now = self.clock()
-        for node, row in rows.items():
-            # Nothing that time alone changes is to be known of a model that is not loaded.
-            if rows_changed or node.load is None or node.load.phase is not _UNLOADED:
-                self._refresh(node, row, now)
+        for node, row in self._rows.items():
+            self._refresh(node, row, now)
         if rows_changed:
             for key in self.services:
                 self.service(key)
+
+    def refresh(self) -> None:
+        """Bring every row up to date that time alone may change; the set of rows is unchanged."""
+        now = self.clock()
+        for node, row in list(self._loaded.items()):
+            self._refresh(node, row, now)
+
+    def _nodes_differ(self) -> bool:
+        """Bring the rows to the fleet's nodes; whether they were others. Routers have none."""
+        rows = self._rows
+        nodes = [node for node in self.fleet.nodes.values() if not node.is_router]
+        differ = len(nodes) != len(rows) or any(
+            node not in rows or rows[node].gpu is not (node.spec.tier == "gpu") for node in nodes
+        )
+        if differ:
+            self._replace_rows(nodes)
+        return differ
 
     def _replace_rows(self, nodes: Sequence[Node]) -> None:
         """Add and remove rows. What runs on a removed one still ends there."""
@@ -261,6 +276,7 @@ class FleetSync:
         kept = set(nodes)
         for node in [node for node in self._rows if node not in kept]:
             row = self._rows.pop(node)
+            self._loaded.pop(node, None)
             del self.nodes[row.index]
             self._speed_versions.pop(row, None)
             self._cached_models.pop(row, None)
@@ -269,7 +285,8 @@ class FleetSync:
         for node in nodes:
             gpu = node.spec.tier == "gpu"
             if node not in self._rows:
-                row = self._rows[node] = self.placement_state.add(node.name, gpu=gpu)
+                row = self.placement_state.add(node.name, gpu=gpu)
+                self._rows[node] = self._loaded[node] = row
                 self.nodes[row.index] = node
             self.placement_state.set_tier(self._rows[node], gpu=gpu)
         self.has_gpu_tier = any(node.spec.tier == "gpu" for node in nodes)
@@ -278,6 +295,11 @@ class FleetSync:
 
     def _refresh(self, node: Node, row: NodeSlots, now: float) -> None:
         """Bring one row up to date."""
+        if node.load is not None:
+            if node.load.phase is LoadPhase.UNLOADED:
+                self._loaded.pop(node, None)
+            else:
+                self._loaded[node] = row
         total, occupancy = node.slots_total, node.occupancy
         foreign = occupancy.foreign + occupancy.leased - row.ours
         capacity = node.capacity(now)

@@ -241,8 +241,8 @@ class LocalLeaseService:
         lease.grant.settled(usage, reported=reported is not None)
         is_sample = False
         if complete:
-            if lease.wakes:
-                self._woke(lease, now)  # A response in one piece.
+            if lease.wakes or (lease.wake and node.sleep.waking_since is not None):
+                self._woke(lease, now, usage.completion_tokens)  # A response in one piece.
             if reported is not None:
                 if not lease.wake:
                     scheduler.accuracy.settled(lease.grant)
@@ -255,7 +255,7 @@ class LocalLeaseService:
         scheduler.demand_model.learn(
             lease.placement, request, report, request.size.generates or is_sample
         )
-        if complete and node.concurrency_limit is not None and lease.slots:
+        if complete and node.concurrency_limit is not None and lease.slots and not lease.wake:
             self.fleet.adjust_limit(
                 lease, usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
             )
@@ -284,6 +284,8 @@ class LocalLeaseService:
         if report.status >= 300 and outcome in {"ok", "context_overflow"}:
             # An error that the request has caused.
             self.fleet.request_succeeded(lease.node, now, lease.taken_at)
+        elif _shows_failed_load(lease, report.status):
+            self._load_failed(lease.node, report.status)
         elif outcome == "busy":
             self._node_busy(lease, report, now)
         elif outcome == "not_loaded":
@@ -314,11 +316,23 @@ class LocalLeaseService:
         elif error.key_rejected_at is not None:
             self.fleet.key_rejected(node, error.key_rejected_at, status)
 
-    def _woke(self, lease: LeaseRecord, now: float) -> None:
-        """Content came from a server that had slept."""
+    def _load_failed(self, node: Node, status: int) -> None:
+        """An endpoint could not load a model, which all requests are told that wait for it."""
+        if node.load is not None and node.load.loaded and node.sleep.sleeping:
+            why = f"its server answered {status} instead of loading it: its log says why"
+            self.fleet.load_refused(node, why)
+            self.fleet.load_changed(node)
+            self.fleet.read_models(node)
+
+    def _woke(self, lease: LeaseRecord, now: float, written: int = 0) -> None:
+        """Content came from a server that had slept; `written` tokens of it, in one piece."""
         placement, speed = lease.placement, lease.node.speed
-        tokens = 0.0 if placement is None else placement.prompt_tokens
-        self.fleet.woke(lease, now, tokens / speed.expected_prefill_tps)
+        expected = 0.0  # What a speed that was never measured would explain is no load.
+        if placement is not None and speed.prefill_tps is not None:
+            expected += placement.prompt_tokens / speed.prefill_tps
+        if speed.decode_tps is not None:
+            expected += written / speed.decode_tps / max(1, lease.slots)
+        self.fleet.woke(lease, now, expected)
 
     def _learn_speed(self, lease: Lease, usage: Usage) -> None:
         node = lease.node
@@ -383,6 +397,12 @@ class LocalLeaseService:
                 )
         if left:
             self._failures[request.id] = tuple(left)
+
+
+def _shows_failed_load(lease: Lease, status: int) -> bool:
+    """Whether the status says that an endpoint could not load the model for the request."""
+    is_endpoint = lease.node.load is not None and lease.node.spec.kind == "openai"
+    return is_endpoint and lease.wake > 0.0 and status >= 500 and status != 503
 
 
 def _woke_unnoticed(lease: Lease, usage: Usage) -> bool:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -24,12 +25,18 @@ from gateway.config.inventory import host_memory, url_host
 from gateway.config.routing import ModelRule
 from gateway.config.scheduling import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
+from gateway.errors import GatewayError
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
+from gateway.nodes.lifecycle import LEAST_WAKE, ProbeAnswer
 from gateway.nodes.node import Node, NodeState
-from gateway.nodes.router import LoadPhase
+from gateway.nodes.router import LoadPhase, ModelLoad
+from gateway.nodes.saved_prompts import SavedPrompts
 from gateway.schedule.admission import Waiter
 from gateway.schedule.core.model_placement import (
+    HELD_PHASES,
+    ORDERED,
+    SERVING_PHASES,
     Instance,
     InstanceUsage,
     LoadAction,
@@ -43,15 +50,18 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 
 log = logging.getLogger(__name__)
+Pinner = Literal["settings", "preload", "operator"]  # who says that a model is always loaded
 ReadMemory = Callable[[Path, int, int], int]
 """The bytes that a model takes, by its file, slots and tokens of a slot. It raises OSError or
 ValueError for a file that can't be read."""
 TICK = 0.5  # seconds between two looks, if nothing has changed
 UNHURRIED_TICK = 5.0  # seconds between two looks at a fleet without routers
 STEP_SECONDS = 0.005  # seconds after which other work runs while the policy is told of the fleet
+UNKEPT_SECONDS = 60.0  # for which a pin must not have been kept to be told
 LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
 MOST_WORDS = 300  # characters that are kept of a router's error
 MOST_FILES = 10_000  # files of models that are read for what they take
+PROMPTS_SAVED_FACTOR = 0.8  # of the seconds of a load, where prompts are restored after it
 USUAL_SECONDS = 10.0  # of a request for a model that none has waited for
 
 
@@ -66,6 +76,7 @@ class ModelPlacer:
     file_memory: ReadMemory | None = None
     """Reads what a model takes from its file, where that is on this machine; in a thread."""
     policy: ModelPlacementPolicy = field(default_factory=ModelPlacementPolicy)
+    saved_prompts: SavedPrompts = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
     """By instance: the command for it that is under way."""
@@ -76,16 +87,23 @@ class ModelPlacer:
     _left_alone: set[Node] = field(default_factory=set)
     """Routers that get no commands for now, since others command them too."""
     _host_memory: dict[str, int] = field(default_factory=dict)
+    _learnt: dict[str, tuple[int | None, float | None]] = field(default_factory=dict)
+    """By model: its bytes, and the seconds of its load, on the node that loaded it last."""
     _request_seconds: dict[str, float] = field(default_factory=dict)
     """By model: a usual request's, as those that waited last were expected to take."""
     _file_memory: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
     """By file, slots and context; None: it is being read, or can't be."""
     _reading: asyncio.Task[None] | None = None
     _handed_over: bool = False
+    _began: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self._began = self.clock()
         self.configure(self.settings)
-        self.fleet.watch_models(self._models_differ)
+        cache, sync = self.scheduler.prompt_cache, self.scheduler.fleet_sync
+        publish = self.fleet.prompts_kept
+        self.saved_prompts = SavedPrompts(cache, sync.row_index, publish, self.clock)
+        self.fleet.watch_models(self._models_differ, self._loaded)
         self.scheduler.watch_models(self._asked_for)
 
     def configure(self, settings: Settings) -> None:
@@ -104,7 +122,7 @@ class ModelPlacer:
         try:
             while True:
                 self._wake.clear()
-                placing = self.fleet.has_routers and not self._handed_over
+                placing = self.fleet.has_routers
                 if placing:
                     await self._show_changes()
                     self._look()
@@ -119,8 +137,9 @@ class ModelPlacer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def hand_over(self) -> None:
-        """Command nothing any more: the successor process does now."""
+        """Command nothing but what requests that wait here need: the successor has the others."""
         self._handed_over = True
+        self.policy.set_rules(ModelPlacementRules())
 
     def _asked_for(self, model: str, *, waits: bool) -> None:
         """A caller's request for this public model came; or a request `waits` from now on."""
@@ -138,8 +157,12 @@ class ModelPlacer:
         self._wake.set()
 
     def _look(self) -> None:
+        self.scheduler.match()  # What is loaded by now serves first.
         now = self.clock()
-        for action in self.policy.decide(self._demands(now), self._usage, now):
+        demands = self._demands(now)
+        if self._handed_over and not demands:
+            return
+        for action in self.policy.decide(demands, self._usage, now):
             self._carry_out(action, now)
         if self.policy.unfinished:
             self._wake.set()
@@ -186,10 +209,12 @@ class ModelPlacer:
             known = None
         if not is_there or not self._is_placed(router):
             return
+        # What an `openai` endpoint takes of its host is not known, nor counted.
+        is_endpoint = router.spec.kind == "openai"
         shown = RouterNode(
             router.name,
-            router.host,
-            self._host_memory.get(router.host),
+            f"/{router.name}" if is_endpoint else router.host,
+            None if is_endpoint else self._host_memory.get(router.host),
             router.router_record.most_loaded,
             commanded=router.takes_commands,
             usable=router.state is NodeState.READY,
@@ -201,7 +226,7 @@ class ModelPlacer:
             known.show(shown)
             self.policy.put_node(shown)
         there = set(router.instances.values())
-        gone = [node for node, _ in known.models.values() if node not in there]
+        gone = [one.node for one in known.models.values() if one.node not in there]
         for node in (*gone, *there):
             self._show_model(node, router)
 
@@ -214,17 +239,19 @@ class ModelPlacer:
             if known.models.pop(model, None) is not None:
                 self.policy.remove_instance(router.name, model)
             return
-        before, instance = known.models.get(model), self._instance(router, node)
-        known.models[model] = node, instance
-        if before is None or before[1] != instance:
-            self.policy.put_instance(instance)
-            learnt = before is not None and (
-                before[1].memory != instance.memory
-                or before[1].load_seconds != instance.load_seconds
-            )
-            if learnt:
-                # Other nodes that have not loaded it are taken to be like this one.
+        assert node.load is not None
+        before, own = known.models.get(model), (node.load.memory, node.sleep.measured)
+        if before is None or before.own != own:
+            # Other nodes that have not loaded it are taken to be like this one.
+            memory, seconds = self._learnt.get(model, (None, None))
+            learnt = own[0] or memory, own[1] or seconds
+            if self._learnt.get(model, (None, None)) != learnt:
+                self._learnt[model] = learnt
                 self._models_changed(model)
+        instance = self._instance(router, node)
+        known.models[model] = _ShownModel(node, instance, own)
+        if before is None or before.instance != instance:
+            self.policy.put_instance(instance)
 
     def _models_changed(self, model: str) -> None:
         """Tell the policy anew of this model on all nodes."""
@@ -244,39 +271,54 @@ class ModelPlacer:
     def _instance(self, router: Node, node: Node) -> Instance:
         load, model = node.load, model_key(node)
         assert load is not None
-        rules = [self.settings.models[one] for one in self._names(node)]
-        pinned = any(router.name in rule.pin for rule in rules)
-        pinned = pinned or not node.public_models.isdisjoint(router.spec.preload)
+        load.prompts_saved(self.saved_prompts.count(node))
+        phase, since = load.phase, load.since
+        waking_since = node.sleep.waking_since if node.spec.kind == "openai" else None
+        if waking_since is not None and phase is LoadPhase.READY and node.live_leases:
+            phase, since = LoadPhase.LOADING, waking_since
         # What others have unloaded stays so for a while.
         retry_at = max(load.retry_at, load.by_others_at + self.settings.model_placement.hysteresis)
         return Instance(
             router.name,
             model,
-            load.phase,
-            self._memory(node, rules),
-            self._load_seconds(node),
+            phase,
+            self.memory_of(node),
+            # Of nodes that are alike it is better loaded where its prompts are.
+            self.load_seconds(node) * (PROMPTS_SAVED_FACTOR if load.saved else 1.0),
             max(1, node.slots_total),
             self._request_seconds.get(model, USUAL_SECONDS),
-            load.since,
+            since,
             retry_at,
-            pinned,
+            self.pinner(node) is not None,
         )
 
-    def _names(self, node: Node) -> Iterable[str]:
-        return node.public_models & self.settings.models.keys()
+    def rules_of(self, node: Node) -> list[ModelRule]:
+        """The rules of a router's model, by its public names."""
+        models = self.settings.models
+        return [models[name] for name in node.public_models & models.keys()]
 
-    def _memory(self, node: Node, rules: Iterable[ModelRule]) -> int | None:
-        """Bytes: as the settings say, else as a load has shown on this node or on another."""
-        for rule in rules:
+    def pinner(self, node: Node) -> Pinner | None:
+        """Who has pinned a router's model there; None: nobody has."""
+        router = node.router
+        assert router is not None
+        if any(router.name in rule.pin for rule in self.rules_of(node)):
+            return "settings"
+        if not node.public_models.isdisjoint(router.spec.preload):
+            return "preload"
+        return "operator" if self.fleet.is_pinned(node) else None
+
+    def memory_of(self, node: Node) -> int | None:
+        """Bytes: as the settings say, its file, or a load has shown on this node or on another."""
+        for rule in self.rules_of(node):
             if rule.memory is not None:
                 return rule.memory
         assert node.load is not None
+        if (by_file := self._by_file(node, node.load.file)) is not None:
+            return by_file  # exact, where what a load shows is a bound
         if node.load.memory is not None:
             return node.load.memory
-        for one in self.fleet.model_index.nodes_for(model_key(node)):
-            if one.load is not None and one.load.memory is not None:
-                return one.load.memory
-        return self._by_file(node, node.load.file)
+        memory, _ = self._learnt.get(model_key(node), (None, None))
+        return memory
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
         """Bytes by the model's file; None: it is not here, or not read yet."""
@@ -303,14 +345,32 @@ class ModelPlacer:
                 with suppress(OSError, ValueError):
                     memory = await asyncio.to_thread(self.file_memory, Path(key[0]), *key[1:])
                     self._file_memory[key] = memory
-                    self._wake.set()
+                    self._models_differ(None)
 
-    def _load_seconds(self, node: Node) -> float:
+    def host_use(self, host: str | None = None) -> dict[str, HostUse]:
+        """What this host, or each one, has for models on its routers, and what they take of it."""
+        found: dict[str, HostUse] = {}
+        routers = [node for node in self.fleet.routers if host in {None, node.host}]
+        memory = host_memory(node.spec for node in routers)
+        for router in routers:
+            sizes = [
+                self.memory_of(node)
+                for node in router.instances.values()
+                if node.load is not None and node.load.phase in HELD_PHASES
+            ]
+            before = found.get(router.host, HostUse(memory.get(router.host), 0, 0))
+            used = before.used + sum(size or 0 for size in sizes)
+            found[router.host] = HostUse(before.memory, used, before.unknown + sizes.count(None))
+        return found
+
+    def load_seconds(self, node: Node) -> float:
         """Seconds that a load takes: as measured there, else on another node, else by its size."""
+        if node.load is not None and node.load.held and not node.load.loaded:
+            return LEAST_WAKE  # It was closed, and its server has it all the same.
         if node.sleep.measured is None:
-            for one in self.fleet.model_index.nodes_for(model_key(node)):
-                if one.load is not None and one.sleep.measured is not None:
-                    return one.sleep.measured
+            _, seconds = self._learnt.get(model_key(node), (None, None))
+            if seconds is not None:
+                return seconds
         return node.sleep.wake_seconds(node.properties.size)
 
     def _demands(self, now: float) -> list[ModelDemand]:
@@ -321,7 +381,9 @@ class ModelPlacer:
                 continue
             nodes = [node for _, nodes in waiter.candidates.by_model for node in nodes]
             failed = waiter.tried.failed_nodes
-            routed = [node for node in nodes if node.load is not None and node.name not in failed]
+            routed = [node for node in nodes if node.load is not None]
+            # Another node is better, and if there is none, the same one.
+            routed = [node for node in routed if node.name not in failed] or routed
             if routed:
                 model = model_key(routed[0])
                 waiting = found.setdefault(model, _Waiting())
@@ -349,17 +411,112 @@ class ModelPlacer:
         return read + queued.completion_tokens * (speed.token_base + speed.token_step)
 
     def _usage(self, instance: Instance) -> InstanceUsage:
-        node, _ = self._routers[instance.node].models[instance.model]
+        node = self._routers[instance.node].models[instance.model].node
         now, busy = self.clock(), 0.0
         for row in self.scheduler.fleet_sync.rows((node,)):
             busy = max((one.seconds_left(now) for one in row.running), default=0.0)
         leases = len(node.leases) + node.foreign
+        if node.spec.kind == "openai":
+            leases = len(node.live_leases)  # It waits itself for what was abandoned.
         return InstanceUsage(leases, busy, now if node.leases else node.released_at)
+
+    # Operators' orders.
+
+    def order(self, node: Node, verb: Literal["load", "unload"]) -> None:
+        """Load or unload a router's model now, as an operator wants it. Raises: GatewayError."""
+        now, router, load = self.clock(), node.router, node.load
+        assert router is not None
+        assert load is not None
+        self._check_commanded(router)
+        key, pinner = (router.name, model_key(node)), self.pinner(node)
+        actions: list[LoadAction] | None = []
+        if load.phase is LoadPhase.UNLOADING:
+            raise order_refused(f"{node.name} is being unloaded. Repeat the order in a moment.")
+        if verb == "load":
+            load.forget_waits()
+            self._show_router(router)
+            actions = self.policy.order_load(*key, self._usage, now)
+        elif pinner is not None:
+            raise order_refused(f"{node.name} is pinned {PINNED_BY[pinner]}: take the pin out.")
+        elif load.phase is LoadPhase.LOADING:
+            raise order_refused(f"{node.name} is being loaded. Unload it when it is ready.")
+        elif load.phase is LoadPhase.READY:
+            self._show_router(router)
+            load.unload_wanted(now)
+            actions = [LoadAction("retire" if node.leases else "unload", *key, ORDERED, "operator")]
+        if actions is None:
+            raise order_refused(self._no_room(node))
+        for action in actions:
+            self._carry_out(action, now)
+        self._wake.set()
+
+    def _check_commanded(self, router: Node) -> None:
+        """Raises: GatewayError."""
+        name, why = router.name, ""
+        if router.draining:
+            why = f"is drained. llama-gateway nodes resume {name} ends that."
+        elif router.state is not NodeState.READY:
+            why = f"is {router.state.value}: {router.reason}. llama-gateway nodes shows it."
+        elif router.router_record.stopped(self.clock()) and router.properties.is_router:
+            why = "gets no commands, since others load and unload its models too. "
+            why += f"llama-gateway nodes probe {name} begins again, once they do not."
+        elif not self._is_placed(router):
+            why = "gets no commands by the settings: models_on_demand of the node, or "
+            why += "model_placement.commands, is false."
+        if why:
+            raise order_refused(f"{name} {why}")
+
+    def _no_room(self, node: Node) -> str:
+        """Why a model can't be loaded, with the figures."""
+        router = node.router
+        assert router is not None
+        most, use = router.router_record.most_loaded, self.host_use(router.host)[router.host]
+        text = f"{node.name} does not fit: it takes {_gib(self.memory_of(node))}"
+        if use.memory is not None:
+            text += f", and {router.host} has {_gib(use.memory)} for models, {_gib(use.used)} of"
+            text += " them taken"
+        if most:
+            text += f"; {router.name} holds {most} models at most"
+        elif use.memory is None:
+            text += f"; {router.name} holds one at a time, as its memory is unknown (`memory`)"
+        return (
+            f"{text}. What is pinned there, has just been loaded, or is the last of its least "
+            "copies makes no room. Unpin or unload another one: llama-gateway models shows them."
+        )
+
+    def unkept_wishes(self) -> Iterator[tuple[str, str, str]]:
+        """Pins and least copies that have not been kept for a while: model, node or "", why.
+
+        Those whose load has failed are told for that.
+        """
+        since = self.clock() - UNKEPT_SECONDS
+        if self._began > since:
+            return
+        for instance in self.policy.pinned_unloaded:
+            where, model = instance.node, instance.model
+            node = self._routers[where].models[model].node
+            if node.state is NodeState.UNLOADED and instance.since < since:
+                planned = self.policy.is_planned(where, model)
+                why = "it waits until others there have ended their requests"
+                yield model, where, why if planned else self._no_room(node)
+        for model, rule in self.settings.models.items():
+            if not (rule.pin or rule.replicas.min):
+                continue
+            found = self.fleet.model_index.nodes_for(model)
+            copies = {one.router.name: one.load for one in found if one.router is not None}
+            for name in rule.pin:
+                router = self.fleet.nodes.get(name)
+                if name not in copies and router is not None and router.state is NodeState.READY:
+                    yield model, name, f"{name} does not have it"
+            loads = [load for load in copies.values() if load is not None]
+            held = sum(load.phase in SERVING_PHASES for load in loads)
+            if held < rule.replicas.min and all(load.since < since for load in loads):
+                yield model, "", f"{held} are loaded, and replicas.min is {rule.replicas.min}"
 
     # Actions.
 
     def _carry_out(self, action: LoadAction, now: float) -> None:
-        node, _ = self._routers[action.node].models[action.model]
+        node = self._routers[action.node].models[action.model].node
         router, load = node.router, node.load
         assert router is not None
         assert load is not None
@@ -368,20 +525,20 @@ class ModelPlacer:
         if action.verb == "keep":
             load.keep(action.reason, now)
         elif action.verb == "retire":
-            load.retire(action.reason, now)
+            load.retire(action.reason, action.cause, now)
         elif not router.takes_commands:
             if action.verb == "load":
                 self.fleet.model_opened(node, action.reason)
             else:
-                self.fleet.model_closed(node, action.reason)
+                self.fleet.model_closed(node, action.reason, action.cause)
             return
         elif action.verb == "load":
             self.fleet.load_ordered(node, "load", action.reason)
             self._start_task(node, self._load(router, node))
             return
         else:
-            load.retire(action.reason, now)
-            self._start_task(node, self._unload(router, node, action.reason))
+            load.retire(action.reason, action.cause, now)
+            self._start_task(node, self._unload(router, node))
         self.fleet.load_changed(node)
 
     def _start_task(self, node: Node, command: Coroutine[None, None, None]) -> None:
@@ -397,15 +554,21 @@ class ModelPlacer:
         self._wake.set()
 
     async def _load(self, router: Node, node: Node) -> None:
+        load = node.load
+        assert load is not None
         refused = await self._command(router, node, "load")
-        if refused is not None and node.load is not None:
-            node.load.failed(refused, self.clock())
+        if refused is not None and refused.of_model:
+            self.fleet.load_refused(node, refused.why)
+        elif refused is not None:
+            load.load_refused(refused.why, self.clock())
         self.fleet.load_changed(node)
 
-    async def _unload(self, router: Node, node: Node, reason: str) -> None:
+    async def _unload(self, router: Node, node: Node) -> None:
         """Unload it, unless it has work: ours, or that of others."""
         load = node.load
         assert load is not None
+        if node.spec.slot_save and not node.leases:
+            await self.saved_prompts.save(node)
         # A router cuts what runs.
         busy = None if node.sleep.asleep else await probe_slots(node)
         if load.phase is not LoadPhase.RETIRING or node.leases:
@@ -414,24 +577,89 @@ class ModelPlacer:
             load.keep("others use it", self.clock())
             self.fleet.load_changed(node)
             return
-        self.fleet.load_ordered(node, "unload", reason)
+        self.fleet.load_ordered(node, "unload", load.reason)
         refused = await self._command(router, node, "unload")
         if refused is not None:
-            load.unload_refused(refused, self.clock())
+            load.unload_refused(refused.why, self.clock())
         self.fleet.load_changed(node)
 
-    async def _command(self, router: Node, node: Node, command: str) -> str | None:
+    def _loaded(self, node: Node) -> None:
+        """A router has loaded this model: it gets no work before its prompts are restored."""
+        load, before = node.load, self._tasks.get(node)
+        if load is not None and self.saved_prompts.count(node) and not self._handed_over:
+            load.restores(restoring=True)
+            self._start_task(node, self._restore(node, load, before))
+
+    async def _restore(
+        self, node: Node, load: ModelLoad, before: asyncio.Task[None] | None
+    ) -> None:
+        """Restore a model's prompts, after the command for it that may be under way."""
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            if not await self.saved_prompts.restore(node) and node.router is not None:
+                self.fleet.load_ordered(node, "unload", "a slot of it could not be emptied")
+                await self._command(node.router, node, "unload")
+        finally:
+            load.restores(restoring=False)
+            self.fleet.load_changed(node)
+
+    async def _command(self, router: Node, node: Node, command: str) -> _Refusal | None:
         """Send a command; why the router did not take it, or None."""
         body = msgspec.json.encode({"model": node.spec.instance})
         reply = await fetch(router, f"/models/{command}", body=body, largest=LARGEST_REFUSAL)
         self.fleet.read_models(node)
-        if not isinstance(reply, ProbeResponse):
-            return reply.detail
-        # It is so already: the list will show it.
-        done = b"already running" in reply.body or b"not running" in reply.body
-        if reply.status == HTTPStatus.OK or done:
-            return None
-        return f"the router refused: {_words(reply)}"
+        if not isinstance(reply, ProbeResponse) and reply.answer is not ProbeAnswer.TIMED_OUT:
+            return _Refusal(reply.detail, of_model=False)
+        assert node.load is not None
+        node.load.command_taken(self.clock())
+        if not isinstance(reply, ProbeResponse) or reply.status == HTTPStatus.OK:
+            return None  # One without an answer may carry it out: the list will show it.
+        if b"already running" in reply.body or b"not running" in reply.body:
+            return None  # It is so already.
+        is_full = b"model limit reached" in reply.body
+        return _Refusal(f"the router refused: {_words(reply)}", of_model=not is_full)
+
+
+class _Refusal(NamedTuple):
+    """Why a router did not take a command."""
+
+    why: str
+    of_model: bool  # whether it is about the model, rather than about the router as it is now
+
+
+class _ShownModel(NamedTuple):
+    """A router's model as the policy knows it."""
+
+    node: Node
+    instance: Instance
+    own: tuple[int | None, float | None]  # bytes and seconds that it has shown on this node
+
+
+def order_refused(why: str) -> GatewayError:
+    """An operator's order can't be followed: why, and what to do."""
+    return GatewayError(409, "placement_refused", why, param="model")
+
+
+PINNED_BY: dict[Pinner, str] = {
+    "settings": "by the settings (`pin` of its rule in gateway.yaml)",
+    "preload": "by the inventory (`preload` of the node in nodes.yaml)",
+    "operator": "by an operator",
+}
+
+
+class HostUse(NamedTuple):
+    """The memory of a host for models, in bytes."""
+
+    memory: int | None  # None: unknown
+    used: int  # by what is loaded, as far as is known
+    unknown: int  # loaded models whose memory is unknown
+
+
+def _gib(size: int | None) -> str:
+    if size is None:
+        return "an unknown size, and is first loaded alone"
+    return f"{size / (1 << 30):.3g} GiB"
 
 
 @dataclass(slots=True)
@@ -440,7 +668,7 @@ class _ShownRouter:
 
     node: Node
     shown: RouterNode
-    models: dict[str, tuple[Node, Instance]] = field(default_factory=dict)
+    models: dict[str, _ShownModel] = field(default_factory=dict)
     """By the name by which the policy knows the model."""
 
     def show(self, shown: RouterNode) -> None:

@@ -741,6 +741,7 @@ class Scheduler:
             self.dispatcher.prefill_done(placement, placement.prefill_ends + wake)
         if lease.trial or lease.wakes:
             self.fleet_sync.node_changed(node)
+            self.fleet_sync.fleet.wake_began(node)
         if node.probe_history.load_unread:
             self.fleet_sync.fleet.read_load(node)
         if size.prompt_key is not None or request.caller.session is not None:
@@ -842,7 +843,7 @@ class Scheduler:
         now = self.clock()
         self._check_all_at = now + TICK
         self._positions = None
-        self.fleet_sync.sync()
+        self.fleet_sync.refresh()
         self._check_each(list(self.waiters), now)
         if self.yielding:
             self._ask_all_to_yield(now)

@@ -48,7 +48,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
         "`signal` or `gateway`"]  # fmt: skip
     role: Annotated[str | None, "of the key"]
     action: Annotated[str, "`drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, "
-        "`inventory`, `certificate`, `handover`, `start`, `stop`; `keys.…`"]  # fmt: skip
+        "`inventory`, `certificate`, `handover`, `start`, `stop`; `keys.…`, `models.…`, "
+        "`placements.…`"]  # fmt: skip
     target: Annotated[str, "the node, request, key or file"]
     outcome: Annotated[str, "`done`, or the code of the error"]
     refused: Annotated[bool, "whether it was refused (4xx) and changed nothing"] = False

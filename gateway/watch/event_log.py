@@ -15,10 +15,12 @@ from gateway.events import (
     EventBus,
     HookEnded,
     InventoryChanged,
+    ModelLoadChanged,
     ModelsDiffer,
     NodeCalibrated,
     NodeChanged,
     NodeDrift,
+    PromptsKept,
     RequestRecord,
     SettingsChanged,
     SlotYielded,
@@ -36,6 +38,8 @@ BLAMELESS_OUTCOMES = frozenset(
 
 _DEBUG = LEVELS["debug"]
 _BAD_STATES = frozenset({"down", "ejected", "mute", "degraded"})
+# What a router's model may be in for a reason of its own that no other line tells.
+_OWN_STATES = frozenset({"ejected", "degraded", "draining"})
 
 
 def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.random) -> EventLog:
@@ -47,8 +51,10 @@ def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.ran
     bus.subscribe(SlotYielded, event_log.yielded)
     bus.subscribe(NodeChanged, event_log.node)
     bus.subscribe(NodeCalibrated, event_log.calibrated)
+    bus.subscribe(PromptsKept, event_log.prompts_kept)
     bus.subscribe(NodeDrift, event_log.drift)
     bus.subscribe(ModelsDiffer, event_log.models_differ)
+    bus.subscribe(ModelLoadChanged, event_log.model_load)
     bus.subscribe(HookEnded, event_log.hook)
     bus.subscribe(InventoryChanged, event_log.inventory)
     bus.subscribe(SettingsChanged, event_log.settings)
@@ -131,6 +137,9 @@ class EventLog:
     def node(self, event: NodeChanged) -> None:
         """A node's new state, with the reason."""
         level = "warning" if event.new_state in _BAD_STATES else "info"
+        if "/" in event.node and _OWN_STATES.isdisjoint((event.old_state, event.new_state)):
+            # A router's model: its loads have lines of their own, and the rest is its router's.
+            level = "debug"
         fields = {
             "node": event.node,
             "old": event.old_state,
@@ -161,12 +170,37 @@ class EventLog:
             fields["detail"] = event.detail
         self._log(level, "calibration", fields)
 
+    def prompts_kept(self, event: PromptsKept) -> None:
+        """A model's prompts were saved or restored, or could not be."""
+        fields = {"node": event.node, "action": event.action, "prompts": event.prompts}
+        fields |= {"detail": event.detail} if event.detail else {"tokens": event.tokens}
+        self._log("warning" if event.detail else "info", "saved prompts", fields)
+
     def models_differ(self, event: ModelsDiffer) -> None:
         """Nodes that serve one model differ, or do so no longer."""
         for difference in event.differences:
             self._log("warning", "nodes of one model differ", {"difference": difference})
         if not event.differences:
             self._log("info", "nodes of each model are alike again", {})
+
+    def model_load(self, event: ModelLoadChanged) -> None:
+        """A router has begun to load a model, has loaded it, or has it no longer."""
+        level = "warning" if event.change in {"failed", "died"} else "info"
+        fields: dict[str, Any] = {
+            "node": event.node,
+            "model": escape_unprintable(event.model),
+            "change": event.change,
+            "reason": escape_unprintable(event.reason),
+        }
+        if event.by_others:
+            fields["by"] = "others"
+        if event.cause:
+            fields["cause"] = event.cause
+        if event.seconds is not None:
+            fields["seconds"] = round(event.seconds, 3)
+        elif event.change == "loaded" and not event.by_others:
+            level = "debug"  # It was loaded before the gateway looked, as at each start.
+        self._log(level, "model", fields)
 
     def hook(self, event: HookEnded) -> None:
         """A standby node was started or stopped, or that failed."""

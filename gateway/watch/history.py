@@ -8,13 +8,14 @@ model, caller and kind of failure up to a bound, and times are kept as counts in
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES
-from gateway.events import EndedKind, EventBus, RequestRecord
+from gateway.events import EndedKind, EventBus, ModelLoadChanged, RequestRecord
 
 STEP_SECONDS = 5.0  # Seconds of one step
 SPAN_SECONDS = 3600.0  # Seconds that are kept
@@ -25,6 +26,7 @@ MOST_MODELS = 64
 MOST_CALLERS = 256  # Callers of one step that are counted apart
 MOST_FAILURES = 64  # Pairs of a reason and a node of one step by which failed requests are counted
 MOST_SERVED = 4096  # Ended requests that are kept which have been at a node
+MOST_LOADS = 1000  # Loads and unloads of routers' models that are kept
 MOST_UNSERVED = 1024  # Those that have not: a flood of refusals pushes no other out
 OTHER_CALLER = ""  # Stands for all further callers of a step
 # Each class of times is so many times as wide as the one before: a percentile is 5 % off.
@@ -110,7 +112,10 @@ class FleetHistory:
         gpu_cost: GpuCost = lambda *_: None,
         *,
         step_seconds: float = STEP_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.loads: deque[tuple[float, ModelLoadChanged]] = deque(maxlen=MOST_LOADS)
+        """What routers loaded and unloaded, and when by `clock`; the oldest first."""
         self.step_seconds = step_seconds
         self.points: deque[HistoryPoint] = deque(maxlen=max(1, int(SPAN_SECONDS / step_seconds)))
         """The oldest first."""
@@ -124,6 +129,7 @@ class FleetHistory:
         self._served: deque[RequestRecord] = deque(maxlen=MOST_SERVED)
         self._unserved: deque[RequestRecord] = deque(maxlen=MOST_UNSERVED)
         bus.ended.read_by(self._reader_of, self._add)
+        bus.subscribe(ModelLoadChanged, lambda event: self.loads.append((clock(), event)))
 
     def restore(self, points: Iterable[HistoryPoint], now: float) -> None:
         """Put these points of an earlier process among the others; `now` is Unix time."""

@@ -16,6 +16,7 @@ import math
 import operator
 import platform
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,14 +27,17 @@ from gateway import __version__
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.events import (
     CALIBRATION_OUTCOMES,
+    PROMPT_ACTIONS,
     WEBHOOK_OUTCOMES,
     AttemptEnded,
     EndedKind,
     EventBus,
     HookEnded,
     LimitReached,
+    ModelLoadChanged,
     NodeCalibrated,
     NodeChanged,
+    PromptsKept,
     RequestRecord,
     SlotYielded,
     StreamResumed,
@@ -188,7 +192,18 @@ HELP = {
     "ledger_rows_recovered_total": "Rows written for requests of killed processes.",
     "ledger_rows_waiting": "Rows of the ledger that wait.",
     "ledger_rows_written_total": "Rows that were written.",
+    "kept_prompts_total": (
+        "Prompts of routers' models that were saved before an unload, or restored after a load; "
+        "and how often that failed, or gave something else and was erased."
+    ),
     "limits_reached_total": "Requests that a limit on use refused.",
+    "host_model_memory_bytes": "Memory that a host has for models on demand.",
+    "host_model_memory_used_bytes": "Memory that its loaded models take, as far as is known.",
+    "model_instances": "Models of routers, by their state.",
+    "model_load_failures": "Loads in a row of a router's model that failed.",
+    "model_load_seconds": "Time that loads of models on demand took.",
+    "model_loads_total": "Loads of models on demand that ended.",
+    "model_unloads_total": "Models that a router has no more, by the reason.",
     "model_paused": "1 for each model that an operator has paused.",
     "node_decode_tokens_per_second": "Measured speed of writing, for one request.",
     "node_differs": "1 while a node differs from what the inventory declares.",
@@ -215,6 +230,7 @@ HELP = {
     "response_seconds": "From arrival to the last byte.",
     "resumed_streams_total": "Streams that went on elsewhere when their node failed.",
     "retry_budget": "Retries that could be made now.",
+    "router_left_alone": "1 while a router gets no commands, since others command it too.",
     "slot_wait_seconds": "Time spent waiting for a slot.",
     "spill_money_left": "What spill-over to GPUs may still cost in its window.",
     "store_jobs_waiting": "Jobs that wait for the store.",
@@ -256,6 +272,7 @@ NODES_OF_A_STEP = 200  # Nodes whose state is read at once: about a millisecond
 # Most pairs of a caller and a reason of refusals; further ones are counted as `other`.
 MOST_REFUSED = 200
 MOST_NODES = 10_000  # Most distinct node labels; further nodes are counted as `other`
+MOST_INSTANCES = 5000  # Most pairs of a router and a model; further ones are counted as `other`
 
 _OVERHEAD = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
@@ -293,6 +310,11 @@ class NodeSample:
     decode_tps: float | None = None
     prefill_tps: float | None = None
     differs: bool = False  # Whether it differs from what the inventory declares
+    router: str | None = None  # Of a router's model: the router, which has its slots here
+    model: str = ""  # Likewise: its name there
+    load_failures: int = 0  # Likewise: loads in a row that failed
+    left_alone: int | None = None
+    """Of a router: 1 if it gets no commands, since others command it too."""
 
 
 @dataclass(slots=True)
@@ -357,6 +379,8 @@ class MetricsSnapshot:
     spill_money_left: float | None = None
     """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
     in_flight: int = 0  # Requests that are queued or run
+    host_memory: Mapping[str, tuple[int | None, int]] = field(default_factory=dict)
+    """Bytes that each host with routers has for models (None: unknown), and that are taken."""
     paused_models: Sequence[str] = ()  # Public names that an operator has paused
     inventory_error: bool = False  # The inventory on disk is invalid; an older one is in force
     retry_budget: float | None = None  # Retries that the budget allows now
@@ -386,6 +410,10 @@ class Metrics:
         # From 0: Prometheus sees no increase in a series that begins with its first event.
         self._webhooks: dict[str, int] = dict.fromkeys(WEBHOOK_OUTCOMES, 0)
         self._calibrations: dict[str, int] = dict.fromkeys(CALIBRATION_OUTCOMES, 0)
+        self._prompts_kept: dict[str, int] = dict.fromkeys(PROMPT_ACTIONS, 0)
+        self._loads: dict[tuple[str, str, str], int] = {}
+        self._unloads: dict[tuple[str, str, str], int] = {}
+        self._load_seconds = LabelledHistogram("model")
         self._limits_reached: dict[tuple[str, str], int] = {}
         self._refused: dict[tuple[str, str], int] = {}
         self._overhead = Histogram(_OVERHEAD)
@@ -404,7 +432,9 @@ class Metrics:
         bus.subscribe(LimitReached, self.limit_reached)
         bus.subscribe(WebhookAttempted, self.webhook_attempted)
         bus.subscribe(NodeCalibrated, self.calibrated)
+        bus.subscribe(PromptsKept, self.prompts_kept)
         bus.subscribe(NodeChanged, self.node_changed)
+        bus.subscribe(ModelLoadChanged, self.model_load_changed)
 
     def configure(self, *, gen_ai: bool) -> None:
         """Count requests under OpenTelemetry's names too, or stop it."""
@@ -492,6 +522,25 @@ class Metrics:
         """Count a calibration."""
         self._calibrations[event.outcome] += 1
 
+    def prompts_kept(self, event: PromptsKept) -> None:
+        """Count prompts that were saved or restored, and each time that could not be."""
+        self._prompts_kept[event.action] += event.prompts
+
+    def model_load_changed(self, event: ModelLoadChanged) -> None:
+        """Count a load that has ended, or an unload."""
+        if event.change == "loading" or (event.change == "loaded" and event.seconds is None):
+            return  # What was loaded before the gateway looked is no load of now.
+        if event.change in {"loaded", "failed"}:
+            counts, word = self._loads, "ok" if event.change == "loaded" else "failed"
+        else:
+            counts, word = self._unloads, event.cause
+        key = event.node, event.model, word
+        if key not in counts and len(counts) >= MOST_INSTANCES:
+            key = OTHER_LABEL, OTHER_LABEL, word
+        counts[key] = counts.get(key, 0) + 1
+        if event.seconds is not None:
+            self._load_seconds.of(event.model).observe(event.seconds)
+
     def node_changed(self, event: NodeChanged) -> None:
         """Forget a node that has left the fleet."""
         if event.new_state is None:
@@ -508,10 +557,13 @@ class Metrics:
         """
         self._catch_up()
         snapshot = self._snapshot()
-        nodes = []
-        for node in snapshot.nodes:
-            nodes.append(node)
-            if len(nodes) % NODES_OF_A_STEP == 0:
+        nodes, models = [], _RouterModels()
+        for number, node in enumerate(snapshot.nodes):
+            if node.router is None:
+                nodes.append(node)
+            else:
+                models.add(node)
+            if number % NODES_OF_A_STEP == NODES_OF_A_STEP - 1:
                 yield b""
         page = _Page(METRIC_PREFIX)
         self._add_requests(page)
@@ -521,7 +573,12 @@ class Metrics:
         )
         cached = {"expected": snapshot.cached_expected, "found": snapshot.cached_found}
         page.counts("predicted_cached_tokens_total", cached, "of")
-        self._add_fleet(page, nodes)
+        self._add_fleet(page, nodes, models.measured)
+        page.counts("model_loads_total", self._loads, "node", "model", "result")
+        page.counts("model_unloads_total", self._unloads, "node", "model", "reason")
+        page.histograms("model_load_seconds", self._load_seconds.samples())
+        page.counts("model_instances", models.states, "model", "node", "state")
+        page.counts("model_load_failures", models.failures, "node", "model")
         _add_state(page, snapshot)
         if snapshot.ledger is not None:
             page.number("ledger_rows_waiting", snapshot.ledger.pending)
@@ -553,6 +610,7 @@ class Metrics:
         page.number("resumed_streams_total", self._resumed)
         page.number("yielded_slots_total", self._yielded)
         page.counts("calibrations_total", self._calibrations, "outcome")
+        page.counts("kept_prompts_total", self._prompts_kept, "action")
         page.counts("limits_reached_total", self._limits_reached, "limit", "scope")
         page.counts("refused_requests_total", self._refused, "caller", "reason")
         page.counts("cost_total", self._cost, "tier")
@@ -572,8 +630,11 @@ class Metrics:
             for kind in ("prompt", "cached", "completion"):
                 yield (model, kind), getattr(counts, kind)
 
-    def _add_fleet(self, page: _Page, nodes: Sequence[NodeSample]) -> None:
+    def _add_fleet(
+        self, page: _Page, nodes: Sequence[NodeSample], models: Sequence[NodeSample]
+    ) -> None:
         self._forget_others(node.name for node in nodes)
+        everything = [*nodes, *models]
         attempts = (
             ((node, outcome), count)
             for node, outcomes in list(self._attempts.items())
@@ -592,16 +653,38 @@ class Metrics:
         page.nodes("node_slots_total", nodes, operator.attrgetter("slots_total"))
         page.nodes("node_slots_busy", nodes, operator.attrgetter("slots_busy"))
         page.nodes("node_differs", nodes, lambda node: int(node.differs))
-        page.nodes("node_decode_tokens_per_second", nodes, operator.attrgetter("decode_tps"))
-        page.nodes("node_prefill_tokens_per_second", nodes, operator.attrgetter("prefill_tps"))
+        page.nodes("router_left_alone", nodes, operator.attrgetter("left_alone"))
+        page.nodes("node_decode_tokens_per_second", everything, operator.attrgetter("decode_tps"))
+        page.nodes("node_prefill_tokens_per_second", everything, operator.attrgetter("prefill_tps"))
 
     def _forget_others(self, names: Iterable[str]) -> None:
         """Drop nodes that have left; attempts that ended after that have added them again."""
         kept = {*names, OTHER_LABEL}
-        for node in [node for node in self._attempts if node not in kept]:
+        for node in [node for node in self._attempts if node.partition("/")[0] not in kept]:
             del self._attempts[node]
-        for key in [key for key in self._hooks if key[0] not in kept]:
-            del self._hooks[key]
+        for counts in (self._hooks, self._loads, self._unloads):
+            for key in [key for key in counts if key[0] not in kept]:
+                del counts[key]
+
+
+class _RouterModels:
+    """What a scrape tells of the models of routers."""
+
+    def __init__(self) -> None:
+        self.states: Counter[tuple[str, str, str]] = Counter()  # model, router and state
+        self.failures: dict[tuple[str, str], int] = {}
+        self.measured: list[NodeSample] = []  # those whose speed is known
+
+    def add(self, one: NodeSample) -> None:
+        """Count one."""
+        key = (one.model, one.router or "", one.state)
+        if len(self.states) >= MOST_INSTANCES:
+            key = (OTHER_LABEL, OTHER_LABEL, one.state)
+        self.states[key] += 1
+        if one.load_failures and len(self.failures) < MOST_INSTANCES:
+            self.failures[one.router or "", one.model] = one.load_failures
+        if one.decode_tps is not None and len(self.measured) < MOST_INSTANCES:
+            self.measured.append(one)
 
 
 def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
@@ -613,6 +696,10 @@ def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
     if snapshot.spill_money_left is not None:
         page.number("spill_money_left", snapshot.spill_money_left)
     page.number("in_flight", snapshot.in_flight)
+    memory = {host: size for host, (size, _) in snapshot.host_memory.items() if size is not None}
+    page.counts("host_model_memory_bytes", memory, "host")
+    used = {host: taken for host, (_, taken) in snapshot.host_memory.items()}
+    page.counts("host_model_memory_used_bytes", used, "host")
     page.counts("model_paused", dict.fromkeys(snapshot.paused_models, 1), "model")
     page.number("inventory_error", int(snapshot.inventory_error))
     if snapshot.retry_budget is not None:

@@ -154,14 +154,15 @@ def _out_nodes(state: FleetCondition) -> Iterator[Problem]:
             groups[node.host, node.state].append(node)
     for (host, word), nodes in groups.items():
         names = tuple(node.name for node in nodes)
-        whole_host = len(nodes) > 1 and len(nodes) == state.hosts.get(host)
+        whole = sum(node.model is None for node in nodes)  # the others are models of routers
+        whole_host = len(nodes) > 1 and whole == len(nodes) == state.hosts.get(host)
         if len(nodes) == 1:
             title = f"{names[0]} is {word}"
         elif whole_host:
             title = f"All {len(nodes)} nodes of {host} are {word}"
         else:
             title = f"{len(nodes)} nodes of {host} are {word}"
-        lost = len(nodes) / max(1, state.in_service)
+        lost = whole / max(1, state.in_service)
         severity = Severity.CRITICAL if lost >= 0.5 else Severity.WARNING
         if word == "loading":
             severity = Severity.NOTICE
@@ -212,6 +213,57 @@ def _slow_nodes(state: FleetCondition) -> Iterator[Problem]:
                 (f"llama-gateway nodes drain {shlex.quote(node.name)} --wait",),
                 (node.name,),
             )
+
+
+def _failed_loads(state: FleetCondition) -> Iterator[Problem]:
+    for node in [node for node in state.nodes if node.load_failures][:MOST_NAMED_MODELS]:
+        router = node.name.partition("/")[0]
+        times = f" {node.load_failures} times in a row" if node.load_failures > 1 else ""
+        yield Problem(
+            f"load_failed:{node.name}",
+            Severity.WARNING,
+            f"{router} could not load {node.model}{times}",
+            f"{_sentence(node.reason)} Its requests go to other nodes that have it, or wait.",
+            "Read the router's log: a file that is cut short, too little memory and an "
+            "architecture that its build does not know are the usual causes. It is tried again, "
+            "each time after longer; once it is mended, load it by hand, which is tried at once.",
+            (f"llama-gateway models load {shlex.quote(node.model or '')} {shlex.quote(router)}",),
+            (node.name,),
+        )
+
+
+def _routers_left_alone(state: FleetCondition) -> Iterator[Problem]:
+    for node in state.nodes:
+        if node.left_alone:
+            yield Problem(
+                f"left_alone:{node.name}",
+                Severity.WARNING,
+                f"{node.name} gets no commands: others load and unload its models too",
+                "Again and again it has loaded and unloaded models that this gateway had not "
+                "ordered. Requests go to what it has loaded, and nothing is loaded for them there.",
+                "Let one gateway command it: write models_on_demand: false for it in nodes.yaml of "
+                "all others, and let clients ask for its models here alone. Then probe it: that "
+                "ends the pause, which lasts half an hour else.",
+                (f"llama-gateway nodes probe {shlex.quote(node.name)}",),
+                (node.name,),
+            )
+
+
+def _unkept_wishes(state: FleetCondition) -> Iterator[Problem]:
+    for wish in state.unkept[:MOST_NAMED_MODELS]:
+        model, where = shlex.quote(wish.model), shlex.quote(wish.node)
+        yield Problem(
+            f"not_kept:{wish.model}:{wish.node}",
+            Severity.WARNING,
+            f"{wish.model} is pinned to {wish.node}, which has not loaded it"
+            if wish.node
+            else f"Too few copies of {wish.model} are loaded",
+            _sentence(wish.why),
+            "Make room: unload or unpin another model there, write more memory for the host if it "
+            "has more, or take the pin or replicas.min back.",
+            (MODELS, f"llama-gateway models load {model} {where}" if wish.node else NODES),
+            (wish.node,) if wish.node else (),
+        )
 
 
 def _drifted_nodes(state: FleetCondition) -> Iterator[Problem]:
@@ -521,7 +573,8 @@ def _file_errors(state: FleetCondition) -> Iterator[Problem]:
 
 RULES = (
     _locked, _fleet_out, _models_out, _failing_requests, _paused_models, _full_queue, _out_nodes,
-    _slow_nodes, _drifted_nodes, _flooding_caller, _spent_budget, _store_problems, _full_storage,
+    _failed_loads, _routers_left_alone, _unkept_wishes, _slow_nodes, _drifted_nodes,
+    _flooding_caller, _spent_budget, _store_problems, _full_storage,
     _file_errors, _failed_starts, _drained_nodes, _differing_models,
 )  # fmt: skip
 """In the order in which problems of one severity are shown."""
@@ -674,6 +727,18 @@ class NodeCondition:
     tier: str = "cpu"
     drift: Sequence[str] = ()  # how its server differs from the inventory
     start_failures: int = 0  # of a standby node: starts in a row that failed
+    left_alone: bool = False  # of a router: whether others command it too
+    model: str | None = None  # of a router's model: its public name
+    load_failures: int = 0  # likewise: loads in a row that failed, of which `reason` tells
+
+
+@dataclass(frozen=True, slots=True)
+class UnkeptWish:
+    """A pin, or a least number of copies, that has not been kept for a while."""
+
+    model: str
+    node: str  # to which it is pinned; "": it has too few copies
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -742,6 +807,7 @@ class FleetCondition:
     usable: int = 0  # of them, nodes that do
     models: Mapping[str, ModelNodes] = field(default_factory=dict)
     paused_models: Collection[str] = ()  # public names that an operator has paused
+    unkept: Sequence[UnkeptWish] = ()
     differing_models: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By public name: how the nodes that serve it differ, in words."""
     queue: QueueCondition = QueueCondition()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -28,6 +29,7 @@ from gateway.http.response_head import error_headers
 from gateway.request.routes import api_of_path
 
 X_REQUEST_ID_KEY = "gateway.x_request_id"  # key of the request's id in the ASGI scope
+T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 # `Retry-After` in seconds while every node is out: about one probe interval.
 NOT_READY_RETRY_AFTER = 5.0
@@ -45,6 +47,33 @@ class JsonResponse(Response):
 async def large_json(make: Callable[[], object]) -> Response:
     """The value that `make` returns as JSON; both are made beside the event loop."""
     content = await asyncio.to_thread(lambda: msgspec.json.encode(make()))
+    return Response(content, media_type=JsonResponse.media_type)
+
+
+STEP_SECONDS = 0.002  # seconds after which a step lets other work run
+LOOK_EVERY = 16  # items after which the clock is looked at
+
+
+async def in_steps(items: Sequence[T]) -> AsyncIterator[T]:
+    """These items; other work runs after each `STEP_SECONDS`."""
+    until = time.perf_counter() + STEP_SECONDS
+    for number, item in enumerate(items):
+        if number % LOOK_EVERY == LOOK_EVERY - 1 and time.perf_counter() >= until:
+            await asyncio.sleep(0)
+            until = time.perf_counter() + STEP_SECONDS
+        yield item
+
+
+async def json_of_rows(
+    name: str,
+    items: Sequence[T],
+    make: Callable[[T], object],
+    rest: Mapping[str, object] | None = None,
+) -> Response:
+    """An object with a list of this name, of which each row is made and encoded in steps."""
+    rows = b",".join([msgspec.json.encode(make(item)) async for item in in_steps(items)])
+    more = msgspec.json.encode(rest or {})[1:]
+    content = b'{"%b":[%b]%b%b' % (name.encode(), rows, b"," if rest else b"", more)
     return Response(content, media_type=JsonResponse.media_type)
 
 

@@ -536,6 +536,7 @@ def _error_of(status: int, message: str) -> bytes:
         (404, _error_of(404, "model 'a' not found"), None, False),
         (503, _error_of(503, "no slot available"), None, False),
         (500, b"\xff" * 5000, None, False),
+        (400, _error_of(400, "model '" + "a" * 5000 + "' not found"), None, False),
         (400, b"[1]", None, False),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.app.fitting import check_fit, fit_warnings, misfits
+from gateway.app.fitting import misfits
 from gateway.app.startup import Options, check_startup
 from gateway.config.errors import Problem
 from gateway.config.inventory import Inventory, load_inventory
@@ -73,17 +73,17 @@ def test_what_fits_is_no_problem(check: Check) -> None:
             "did you mean swap?",
         ),
         ("pin: c", 4, "pin", "no node of the inventory is named c", "own"),
-        ("pin: [b]", 4, "pin[0]", "the node b does not serve huge", "small, big"),
-        ("pin: [cloud]", 4, "pin[0]", "the node cloud is not to be told", "models_on_demand"),
-        ("pin: [own]", 4, "pin[0]", "the node own is not to be told", "models_on_demand"),
+        ("pin: [b]", 4, "pin[0]", "the node b has no huge", "small, big"),
+        ("pin: [cloud]", 4, "pin[0]", "the node cloud is told to load nothing", "models_on_demand"),
+        ("pin: [own]", 4, "pin[0]", "the node own is told to load nothing", "models_on_demand"),
         ("replicas: {min: 5}", 4, "replicas.min", "is 5, but 4 nodes can hold huge", "lower it"),
-        ("memory: 65GiB", 4, "memory", "needs 65GiB, and no host that may hold it has more", ""),
+        ("memory: 65GiB", 4, "memory", "is 65GiB, and no host that may hold huge has more", ""),
         (
             "memory: 33GiB, replicas: {min: 4}",
             4,
             "replicas.min",
             "is 4, but 3 nodes can hold huge",
-            "whose memory it fits",
+            "and have the memory",
         ),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_host_is_refused_that_can_not_hold_what_must_always_be_there(check: Ch
       big: {memory: 30GiB, pin: [a0, a1]}
     """
     (problem,) = check(FLEET, settings)
-    assert (problem.file.name, problem.line, problem.key) == ("nodes.yaml", 2, "defaults.memory")
+    assert (problem.file.name, problem.line, problem.key) == ("nodes.yaml", 4, "nodes[0]")
     assert problem.message == (
         "a has 64GiB, and always to be loaded there are big (60GiB), small (8GiB): 68GiB"
     )
@@ -136,29 +136,23 @@ def test_copies_that_no_other_host_has_room_for_count_where_they_must_be(check: 
     assert check(nodes.replace("c, memory: 16GiB", "c"), settings) == ()
 
 
-def test_a_plain_fleet_is_not_warned(tmp_path: Path) -> None:
-    settings, inventory = both(tmp_path, "nodes: [{name: a, url: http://a}]", "models: {a: {}}")
-    assert list(fit_warnings(settings, inventory.nodes)) == []
-
-
-def test_what_nobody_can_know_is_a_warning(tmp_path: Path) -> None:
-    nodes = """
-nodes:
-  - {name: a, url: http://a, preload: [one, two], model: [one, two]}
-  - {name: b, url: http://b, memory: 4GiB, model: two}
-  - {name: plain, url: http://c, model: [three], models_on_demand: false}
-"""
-    text = """
-models: {one: {memory: 1GiB}, two: {replicas: {min: 2}}, thre: {idle_unload: 5m}}
-model_placement: {commands: false}
-"""
-    settings, inventory = both(tmp_path, nodes, text)
-    check_fit(settings, inventory, tmp_path / "gateway.yaml", tmp_path / "nodes.yaml")
-    unserved, commands, models, hosts = fit_warnings(settings, inventory.nodes)
-    assert "models: thre: no node" in unserved
-    assert "commands is false" in commands
-    assert "the memory of two, so" in models
-    assert "memory of a is not written" in hosts
+def test_two_memories_of_one_host_are_reported(check: Check) -> None:
+    nodes = """\
+    defaults:
+      memory: 64GiB
+    nodes:
+      - {name: a0, url: http://a:1}
+      - name: a1
+        url: http://10.0.0.1
+        host: a
+        memory: 32GiB
+      - {name: b, url: http://b, memory: 32GiB}
+      - {name: c, url: "http://a:2", memory: 65536MiB}
+    """
+    (problem,) = check(nodes, "{}")
+    assert (problem.line, problem.key) == (8, "nodes[1].memory")
+    assert problem.message == "another node of the host a says 64GiB"
+    assert "share its memory" in problem.remedy
 
 
 def test_large_files_are_checked_in_bounded_time(tmp_path: Path) -> None:

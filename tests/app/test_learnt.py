@@ -40,6 +40,8 @@ from gateway.lease import (
     Usage,
     UsageReport,
 )
+from gateway.nodes.prompt_cache import KeptPrompt
+from gateway.nodes.saved_prompts import Canary, SavedFile, SavedPrompt, SavedPrompts
 from gateway.nodes.server_properties import ServerProperties
 from gateway.schedule.core.demand_model import TokenEstimates
 from gateway.schedule.decision_log import Grant, PredictionAccuracy, RatioCounts, Refusal
@@ -84,6 +86,10 @@ class Life:
         self.bus = EventBus()
         self.history = FleetHistory(self.bus)
         self.keyed_hash = KeyedHash(key)
+        sync = self.scheduler.fleet_sync
+        self.saved = SavedPrompts(
+            self.scheduler.prompt_cache, sync.row_index, lambda _: None, self.clock
+        )
         self.memory = LearntMemory.of_gateway(
             self.scheduler.fleet,
             self.scheduler,
@@ -94,6 +100,7 @@ class Life:
             place,
             name,
             lambda: remember,
+            saved_prompts=self.saved,
             has_hash_key=key is not None,
         )
 
@@ -575,6 +582,31 @@ async def test_prompts_are_forgotten_where_the_settings_say_so(file: Path) -> No
     life.serve()
     await life.memory.close(WHOLE)
     assert not {section for section, _ in kept(file)} & {"prompts", "prompt_key"}
+
+
+async def test_the_files_of_saved_prompts_are_known_after_a_restart(place: Path | Store) -> None:
+    one = SavedPrompt(
+        b"server",
+        Canary((7, 8), (-0.5, -0.25), SavedFile(20, 4096, b"digest")),
+        SavedFile(99, 4096, None),
+        KeptPrompt(b"12345678", 90, 10, ends_on_block=True),
+        "",
+    )
+    life = await next_life(place)
+    for slot in (0, 1):
+        life.saved.add(f"a.{slot}", one)
+    life.saved.add("b.0", replace(one, caller="gone"))
+    await life.memory.close(WHOLE)
+    life = await next_life(place)
+    assert dict(life.saved.export()) == {"a.0": one, "a.1": one}
+    life.saved.forget(lambda _: True)
+    life.saved.add("a.2", one)
+    await life.memory.close(WHOLE)
+    life = await next_life(place)
+    assert [key for key, _ in life.saved.export()] == ["a.0", "a.1", "a.2"]
+    # Of other digests nothing is known.
+    await life.memory.close(WHOLE)
+    assert not [*(await next_life(place, key=bytes(32))).saved.export()]
 
 
 async def test_prompts_of_another_key_say_nothing(file: Path) -> None:

@@ -26,6 +26,8 @@ from tests.servers import demo_model, server_path
 TOKEN = "hf_" + "secret" * 5
 COMMAND = (sys.executable, "-m", "gateway", "up", "--port", "0", "--admin-port", "0")
 
+TWO_URLS = ("--model", "https://h/a.gguf", "--model", "https://other/b.gguf?k=hunter2")
+
 
 @pytest.fixture(scope="module")
 def content() -> bytes:
@@ -104,6 +106,32 @@ async def test_a_model_is_downloaded_served_and_not_downloaded_again(
     ]  # fmt: skip
     assert server.ranges_asked == [None, None, "bytes=1000000-"]
     assert all(headers["authorization"] == f"Bearer {TOKEN}" for _, headers in server.requests)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_a_downloaded_model_is_served_beside_a_file(
+    server: FileServer, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "own.gguf").symlink_to(demo_model())
+    url = f"{server.origin}/models/fetched.gguf"
+    async with running(environment, "--model", url, "--model", tmp_path / "own.gguf") as it:
+        base = await it.url()
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            models = (await client.get(f"{base}/v1/models")).json()
+        assert [model["id"] for model in models["data"]] == ["fetched", "own"]
+    server.requests.clear()
+    # What can't be served beside what is there is told before the download.
+    same = f"{server.origin}/elsewhere/own.gguf"
+    ran = run("up", "--model", same, "--model", str(tmp_path / "own.gguf"))
+    assert ran.status == 1
+    assert "both models are named own" in ran.err
+    assert parts(environment) == []
+    broken = tmp_path / "broken.gguf"
+    broken.write_text("hello")
+    asked = len(server.requests)
+    assert "not a GGUF model" in run("up", "--model", url, "--model", str(broken)).err
+    assert len(server.requests) == asked
 
 
 def test_no_token_is_sent_unless_it_is_asked_for(
@@ -194,6 +222,8 @@ def test_an_untrusted_certificate_is_refused(
         (("--model", "https://a:hunter2@h/m", "--token-env", "HF_TOKEN"), "give one only"),
         (("--model", "m.gguf", "--sha256", "0" * 64), "names no URL"),
         (("--max-bytes", "1GiB"), "names no URL"),
+        ((*TWO_URLS, "--sha256", "0" * 64), "--sha256 is for one URL"),
+        ((*TWO_URLS, "--token-env", "HF_TOKEN"), "--token-env is for one URL"),
     ],
 )
 def test_wrong_usage_is_2_and_tells_no_secret(

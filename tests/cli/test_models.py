@@ -10,7 +10,8 @@ import pytest
 
 from tests.cli.running import Ran, run
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway
+from tests.emulator.router import EmulatedRouter
+from tests.gateways import Running, running_gateway, until
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,49 @@ async def test_an_unknown_model_is_an_error_with_similar_names(tmp_path: Path) -
     assert "There is no model 'demos'. Did you mean 'demo'?" in ran.err
 
 
-@pytest.mark.parametrize("arguments", [("pause",), ("list", "demo")])
+async def test_a_router_s_models_are_shown_loaded_unloaded_and_pinned(tmp_path: Path) -> None:
+    router = EmulatedRouter(["a", "org/b", "c"], models_max=2, slots=2)
+    settings = {"store": {"url": "off"}}
+    async with router, running_gateway(tmp_path, [router.url], settings) as gateway:
+        nodes = gateway.gateway.fleet.nodes
+        await until(lambda: "node-0/c" in nodes)
+        loaded = await run_models(gateway, "load", "org/b", "node-0")
+        await until(lambda: nodes["node-0/org/b"].state.value == "ready")
+        listed = await run_models(gateway)
+        whole = json.loads((await run_models(gateway, "--json")).out)
+        shown = await asyncio.to_thread(run, "nodes", "--admin-url", gateway.admin_url)
+        pinned = await run_models(gateway, "pin", "org/b", "node-0")
+        refused = await run_models(gateway, "unload", "org/b", "node-0")
+        await run_models(gateway, "unpin", "org/b", "node-0")
+        unloaded = await run_models(gateway, "unload", "org/b", "node-0", "--json")
+        unknown = await run_models(gateway, "load", "bb", "node-0")
+    assert loaded.out.startswith("node-0/org/b: loading; its load takes about")
+    first, second = listed.out.split("\n\n")
+    assert {row.split()[0]: row.split()[1] for row in first.splitlines()[1:]} == {
+        "a": "on", "org/b": "served", "c": "on"
+    }  # fmt: skip
+    head, *rows = second.splitlines()
+    assert head.split()[:4] == ["MODEL", "NODE", "STATE", "SINCE"]
+    assert [row.split()[:3] for row in rows] == [["org/b", "node-0", "ready"]]
+    assert "taken" in listed.err
+    assert {one["name"] for one in whole["placements"]} == {
+        "node-0/a", "node-0/c", "node-0/org/b"
+    }  # fmt: skip
+    assert [row.split()[:3] for row in shown.out.splitlines()[1:]] == [
+        ["node-0", "ready", "0/0"], ["node-0/org/b", "ready", "0/2"]
+    ]  # fmt: skip
+    assert "1 of 3 models are loaded" in shown.out
+    assert "it is always loaded from now on" in pinned.out
+    assert refused.status == 1
+    assert "take the pin out" in refused.err
+    assert json.loads(unloaded.out)["state"] in {"unloading", "unloaded"}
+    assert unknown.status == 1
+    assert "has no model 'bb'" in unknown.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("pause",), ("list", "demo"), ("load", "demo"), ("unpin",), ("pause", "demo", "node")],
+)
 def test_wrong_usage_is_2(arguments: tuple[str, ...]) -> None:
     assert run("models", *arguments).status == 2

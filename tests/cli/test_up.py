@@ -27,7 +27,7 @@ import yaml
 
 from gateway.cli import up
 from gateway.local.gguf import read_model
-from gateway.local.memory import memlock_warning, memory_needed
+from gateway.local.memory import file_memory, memlock_warning, memory_needed
 from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
 from gateway.local.server import BASE_PORT, claim_free_port, claimed_port, server_environment
 from tests.cli.running import read_until, run, run_process
@@ -84,6 +84,13 @@ class Up:
             answer = (await client.get(f"{admin}/admin/nodes")).json()
         return {node["name"]: node for node in answer["nodes"]}
 
+    async def placements(self) -> dict[str, Any]:
+        """The models of routers likewise."""
+        admin = json.loads(await self.line_with('"listening"'))["admin"]
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            answer = (await client.get(f"{admin}/admin/placements")).json()
+        return {one["name"]: one for one in answer["placements"]}
+
     async def states(self) -> dict[str, str]:
         return {name: node["state"] for name, node in (await self.nodes()).items()}
 
@@ -133,6 +140,11 @@ async def until(condition: Callable[[], Awaitable[bool]], limit: float = 120.0) 
 
 async def all_gone(processes: list[psutil.Process]) -> None:
     await asyncio.to_thread(wait_until_gone, [one.pid for one in processes])
+
+
+def chat(model: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Hi"}]
+    return {"model": model, "messages": messages, "max_tokens": 2}
 
 
 def left_behind(environment: dict[str, str]) -> list[Path]:
@@ -258,6 +270,105 @@ class TestServing:
             assert answer.json()["model"] == model.stem
             (server,) = it.servers()
             assert server.memory_info().rss < 1.1 * memory_needed(SMALL.size, 1)
+
+    async def test_several_models_are_served_under_their_names(
+        self, environment: dict[str, str], settings: Path, tmp_path: Path
+    ) -> None:
+        models = [tmp_path / f"{name}.gguf" for name in ("first", "second")]
+        for model in models:
+            model.symlink_to(demo_model())
+        given = (word for model in models for word in ("--model", model))
+        async with running(environment, *given, "--slots", "3", "--config", settings) as it:
+            started = await it.line_with("Starting")
+            slots = "with 3 slots of 4,096 tokens each"
+            assert started.startswith(
+                f"Starting 2 llama.cpp servers: first {slots}, second {slots} (--context N: more)"
+            )
+            url = await it.url()
+            assert "random" not in "\n".join(it.lines)
+            assert '"model": "first"' in await it.line_with("curl")
+            async with httpx.AsyncClient(trust_env=False, base_url=url, timeout=60) as client:
+                listed = (await client.get("/v1/models")).json()["data"]
+                assert [one["id"] for one in listed] == ["first", "second"]
+                for name, node in (("first", "local-0"), ("second", "local-1")):
+                    answer = await client.post("/v1/chat/completions", json=chat(name))
+                    assert answer.status_code == 200, answer.text
+                    assert answer.headers["x-gateway-node"] == node
+            assert (await it.nodes())["local-1"]["slots_total"] == 3
+
+    @pytest.mark.binary_only("the wheel's server has no router mode")
+    async def test_a_folder_of_models_is_loaded_on_demand_and_followed(
+        self, environment: dict[str, str], settings: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "models"
+        folder.mkdir()
+        for name in ("a", "b"):
+            (folder / f"{name}.gguf").symlink_to(demo_model())
+        (folder / "broken.gguf").write_text("no model")
+        arguments = ("--models-dir", folder, "--servers", "1", "--slots", "3")
+        async with running(environment, *arguments, "--config", settings) as it:
+            assert "GiB" in await it.line_with("Models, loaded on demand into")
+            assert re.fullmatch(
+                r"  a: \d+ MiB with 3 slots of 4,096 tokens each, \S+ [GM]iB for prompts",
+                await it.line_with("  a: "),
+            )
+            assert "not a GGUF model" in await it.line_with("not served: broken.gguf")
+            url = await it.url()
+            async with httpx.AsyncClient(trust_env=False, base_url=url, timeout=60) as client:
+
+                async def names() -> list[str]:
+                    return [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
+
+                async def answers(name: str) -> None:
+                    answer = await client.post("/v1/chat/completions", json=chat(name))
+                    assert answer.status_code == 200, answer.text
+                    assert answer.headers["x-gateway-node"] == f"local-0/{name}"
+                    assert answer.json()["model"] == name
+
+                assert await names() == ["a", "b"]
+                assert len(it.servers()) == 1  # nothing is loaded by being looked at
+                for name in ("a", "b", "a"):
+                    await answers(name)
+                assert (await it.nodes())["local-0/a"]["slots_total"] == 3
+                # What the files need and what prompts may take: known without a load.
+                known = {name: one["memory"] for name, one in (await it.placements()).items()}
+                assert known.keys() == {"local-0/a", "local-0/b"}
+                assert len(set(known.values())) == 1
+                prompts = min(known.values()) - file_memory(demo_model(), 3, 4096)
+                assert prompts > 1 << 20
+                assert prompts % (1 << 20) == 0
+                part = folder / "c.part"
+                shutil.copyfile(demo_model(), part)
+                part.rename(folder / "c.gguf")
+                found = json.loads(await it.line_with('"models folder"'))
+                assert (found["added"], found["removed"], found["not_served"]) == (["c"], [], [])
+
+                async def follows() -> bool:
+                    return await names() == ["a", "b", "c"]
+
+                await until(follows)
+                await answers("c")
+            servers = it.servers()
+            assert len(servers) == 4
+            assert await it.end() == 0
+            await all_gone(servers)
+        assert left_behind(environment) == []
+
+    @pytest.mark.binary_only("the wheel's server has no router mode")
+    async def test_no_model_of_a_router_outlives_a_killed_gateway(
+        self, environment: dict[str, str], tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "models"
+        folder.mkdir()
+        (folder / "a.gguf").symlink_to(demo_model())
+        async with running(environment, "--models-dir", folder, "--servers", "1") as it:
+            async with httpx.AsyncClient(base_url=await it.url(), timeout=60) as client:
+                assert (await client.post("/v1/completions", json=chat("a"))).status_code < 500
+                await client.post("/v1/chat/completions", json=chat("a"))
+            servers = it.servers()
+            assert len(servers) == 2
+            await it.end(signal.SIGKILL)
+            await all_gone(servers)
 
     async def test_a_killed_server_comes_back(
         self, environment: dict[str, str], settings: Path
@@ -422,6 +533,13 @@ class TestServing:
         ),
         (("--model", "large.gguf"), 1, ("not enough memory", "--force-memory")),
         (("--server-bin", "missing"), 1, ("--server-bin",)),
+        (("--models-dir", "."), 1, ("no router mode", "make llama-server", "--server-bin")),
+        (("--models-dir", ".", "--model", "text.gguf"), 2, ("exclude each other",)),
+        (("--models-dir", ".", "--max-bytes", "1GiB"), 2, ("--max-bytes is for a download",)),
+        (("--model", str(demo_model()), "--model", "large.gguf"), 1, ("not enough memory for",)),
+        (("--model", str(demo_model()), "--model", "text.gguf"), 1, ("not a GGUF model",)),
+        (("--model", str(demo_model())) * 2, 1, ("both models are named demo-", "rename one")),
+        (("--model", "a.gguf", "--model", "b.gguf", "--servers", "2"), 2, ("of several",)),
         (("--host", "0.0.0.0"), 2, ("--allow-anonymous",)),
         (("--slots", "0"), 2, ()),
         (("--servers", "0"), 2, ()),
@@ -444,6 +562,8 @@ def test_a_start_that_can_not_succeed_is_refused_with_the_remedy(
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with files that are no models for this machine."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without a fetched llama-server
+    monkeypatch.setenv("PATH", "/nowhere")
     (tmp_path / "text.gguf").write_text("hello")
     large = tmp_path / "large.gguf"
     # Of an architecture that is not known, the file's size decides.

@@ -63,12 +63,10 @@ def test_a_model_says_where_and_how_long_it_is_loaded(load_gateway: LoadSettings
 @each_case(
     ("wrong", "key", "words"),
     [
-        ("a: {replicas: {min: 3, max: 2}}", "models.a.replicas.max", "must not be below `min`"),
+        ("a: {replicas: {min: 3, max: 2}}", "models.a.replicas.max", "must not be less than `min`"),
         ("a: {replicas: {min: -1}}", "models.a.replicas.min", "greater than or equal to 0"),
         ("a: {replicas: {max: 0}}", "models.a.replicas.max", "greater than or equal to 1"),
         ("a: {replicas: 2}", "models.a.replicas", "must be a mapping"),
-        ("a: {replicas: {max: 1}, pin: [x, y]}", "models.a.pin", "more than replicas.max, 1"),
-        ("a: {pin: [x, x]}", "models.a.pin", "names x twice"),
         ("a: {pin: 3}", "models.a.pin", "must be a list"),
         ("a: {idle_unload: 0}", "models.a.idle_unload", "greater than 0"),
         ("a: {idle_unload: never}", "models.a.idle_unload", "must be a duration"),
@@ -96,7 +94,6 @@ def test_a_place_that_a_model_can_not_have_is_refused(
         ("models: {a: {persistent: true}}", "pin"),
         ("models: {a: {max_replicas: 2}}", "replicas: {min, max}"),
         ("models: {a: {preload: true}}", "pin"),
-        ("models: {a: {vram: 8GiB}}", "memory"),
         ("globalTTL: 300", "models.NAME.idle_unload"),
         ("matrix: {sets: {}}", "replicas"),
         ("hooks: {on_startup: {preload: [a]}}", "preload"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -86,12 +87,15 @@ def package(folder: Path, wheelhouse: Path) -> Path:
         tar.extractall(tree / "usr/lib")
     (tree / "usr/bin").mkdir(parents=True)
     (tree / "usr/bin/llama-server").symlink_to("../lib/llama-b1/llama-server")
+    return _built(tree, folder / "llama.cpp-test.deb", "all", "Depends: libgomp1, python3\n")
+
+
+def _built(tree: Path, archive: Path, architecture: str, more: str) -> Path:
     (tree / "DEBIAN").mkdir()
     (tree / "DEBIAN/control").write_text(
-        "Package: llama.cpp-test\nVersion: 1\nArchitecture: all\nDepends: libgomp1, python3\n"
+        f"Package: llama.cpp-test\nVersion: 1\nArchitecture: {architecture}\n{more}"
         "Maintainer: nobody <nobody@example.org>\nDescription: llama-server for a test\n"
     )
-    archive = folder / "llama.cpp-test.deb"
     command = [
         "dpkg-deb",
         "--root-owner-group",
@@ -103,6 +107,26 @@ def package(folder: Path, wheelhouse: Path) -> Path:
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     return archive
+
+
+def real_package(folder: Path, program: Path) -> Path:
+    """A Debian package with the real llama-server, and all that it loads, at another place.
+
+    Its loader's path, which `make llama-server` writes into it, is replaced by a shorter one.
+    """
+    place = "/usr/lib/llama-server"
+    tree = folder / "real-package"
+    shutil.copytree(program.parent, tree / place[1:], symlinks=True)
+    there = tree / place[1:] / program.name
+    loader = f"{program.parent}/ld-linux-x86-64.so.2".encode()
+    moved = f"{place}/ld-linux-x86-64.so.2".encode().ljust(len(loader), b"\0")
+    content = there.read_bytes()
+    assert content.count(loader) == 1
+    assert len(moved) == len(loader)
+    there.write_bytes(content.replace(loader, moved))
+    (tree / "usr/bin").mkdir()
+    (tree / "usr/bin/llama-server").symlink_to(f"..{place[4:]}/{program.name}")
+    return _built(tree, folder / "llama.cpp-real.deb", "amd64", "Depends: libgomp1\n")
 
 
 def sha256(path: Path) -> str:

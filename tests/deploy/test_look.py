@@ -5,6 +5,8 @@ import http.server
 import importlib.util
 import os
 import pwd
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -212,3 +214,80 @@ def test_a_verified_model_is_not_read_again(look: ModuleType, tmp_path: Path) ->
     path.write_bytes(b"other weights")
     assert not look.look_at_model(model, problems)["verified"]
     assert problems == []
+
+
+def on_demand(
+    look: ModuleType, topology: dict[str, Any], *sizes: float, running: int = 0, **spec: Any
+) -> list[str]:
+    models = [{"name": f"m{number}", "urls": ["http://m"]} for number in range(len(sizes))]
+    found = {
+        "topology": topology,
+        "models": [{"bytes": int(size * GIB)} for size in sizes],
+        "units": {"llama-server-numa0.service": {"memory": running}},
+    }
+    rule = {"memory": {"factor": 1.5, "reserve": 2 * GIB}, "models": models}
+    problems: list[str] = look.memory_problems_on_demand({**rule, **spec}, found)
+    return problems
+
+
+def test_models_on_demand_need_room_for_the_largest_and_for_the_preloaded(
+    look: ModuleType, two_sockets: dict[str, Any]
+) -> None:
+    # 48 GiB are free.
+    assert on_demand(look, two_sockets, 30.0, 30.0, 30.0) == []
+    (problem,) = on_demand(look, two_sockets, 1.0, 31.0)
+    assert problem.startswith(
+        "not enough memory: m1 needs 46.5 GiB (1.5 x file, and llama_node_cache_ram), but this "
+    )
+    assert on_demand(look, two_sockets, 31.0, running=GIB) == []
+    assert on_demand(look, two_sockets, 15.0, preload=["m0"]) == []
+    (problem,) = on_demand(look, two_sockets, 16.0, preload=["m0"])
+    assert "what 2 servers have preloaded needs 48.0 GiB" in problem
+    assert on_demand(look, two_sockets, 16.0, preload=["m0"], numa_nodes=[1]) == []
+
+
+def test_the_memory_that_is_said_for_models_on_demand_must_be_there(
+    look: ModuleType, two_sockets: dict[str, Any]
+) -> None:
+    (problem,) = on_demand(look, two_sockets, 1.0, models_memory="47GiB")
+    assert "llama_node_memory is 47.0 GiB, but this machine has 46.0 GiB beside 2.0" in problem
+    (problem,) = on_demand(look, two_sockets, 10.0, models_memory="14 GB")
+    assert problem.startswith("not enough memory: m0 needs 15.0 GiB (1.5 x file, and ")
+    assert "llama_node_cache_ram), but llama_node_memory is 13.0 GiB" in problem
+    assert on_demand(look, two_sockets, 10.0, models_memory="16384MiB") == []
+    (problem,) = on_demand(look, two_sockets, 10.0, models_memory="15.5GiB", cache_ram=1024)
+    assert "m0 needs 16.0 GiB" in problem
+
+
+def test_missing_models_on_demand_need_disk_space_once_each(
+    look: ModuleType, tmp_path: Path
+) -> None:
+    a, b = f"{tmp_path}/a.gguf", f"{tmp_path}/b.gguf"
+    spec = {"models": [{"path": a, "urls": ["http://m"]}, {"path": b, "urls": ["http://m"]}]}
+    seen = [
+        {"path": a, "bytes": 7, "missing": 7},
+        {"path": a, "bytes": 7, "missing": 7},
+        {"path": b, "bytes": 9, "missing": 0},
+    ]
+    (wanted,) = look.disks_on_demand(spec, seen)
+    assert (wanted["path"], wanted["bytes"], wanted["what"]) == (str(tmp_path), 7, "a.gguf")
+
+
+def test_the_memory_of_a_server_counts_what_its_children_have(look: ModuleType) -> None:
+    code = "held = bytearray(64 << 20); print(1, flush=True); input()"
+    # A thread starts it, as in a router.
+    parent = f"""
+import subprocess, sys, threading
+def start(): subprocess.run([sys.executable, "-c", {code!r}])
+threading.Thread(target=start).start()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == b"1\n"
+        assert look.own_memory(process.pid) > 64 << 20
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(30) == 0

@@ -49,9 +49,20 @@ def test_the_store_of_the_unit_is_where_it_may_write(monkeypatch: pytest.MonkeyP
     assert {"AF_UNIX", "AF_INET", "AF_INET6"} <= set(families.split())
 
 
-def test_a_server_reads_its_key_from_a_file() -> None:
-    name = "llama-server@.service"
+@pytest.mark.parametrize("name", ["llama-server@.service", "llama-router@.service"])
+def test_a_server_reads_its_key_from_a_file(name: str) -> None:
     (start,) = lines(name, "ExecStart")
     assert " --api-key-file ${CREDENTIALS_DIRECTORY}/api.key" in start
     (credential,) = lines(name, "LoadCredential")
     assert credential.startswith("api.key:")
+
+
+def test_a_router_differs_from_a_server_in_its_models_alone() -> None:
+    server, router = (
+        (FOLDER / f"llama-{name}@.service").read_text().partition("[Unit]")[2]
+        for name in ("server", "router")
+    )
+    models = "--models-dir ${MODELS} --models-max 0"
+    assert router == server.replace("--model ${MODEL}", models).replace(
+        "server %i", "server %i, models on demand"
+    )

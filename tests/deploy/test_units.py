@@ -36,6 +36,30 @@ PLAY = """
       loop: "{{ llama_node_units }}"
 """  # noqa: E501
 
+MORE = """
+    - name: Write what else is made
+      ansible.builtin.copy: {content: "{{ item.content }}", dest: "{{ folder }}/{{ item.name }}", mode: "0644"}
+      loop:
+        - {name: presets.ini, content: "{{ llama_node_presets_body }}"}
+        - {name: made.json, content: "{{ {'running': llama_node_running, 'kept': llama_node_kept} | to_json }}"}
+      vars:
+        llama_node_props:
+          results: >-
+            {%- set asked = [] -%}
+            {%- for one in llama_node_units -%}
+            {%- set _ = asked.append({'llama_node_unit': one, 'stdout': told}) -%}
+            {%- endfor -%}
+            {{ asked }}
+"""  # noqa: E501
+
+REFUSALS = """
+- hosts: all
+  connection: local
+  gather_facts: false
+  tasks:
+    - ansible.builtin.import_role: {name: llama_node, tasks_from: preflight}
+"""
+
 SWITCHES = """
 - hosts: all
   connection: local
@@ -65,8 +89,10 @@ CPU architecture: 8
 GRAVITON_4 = GRAVITON_3.replace("sve ", "sve sve2 ")
 
 
-def units(tmp_path: Path, topology: dict[str, Any], **variables: Any) -> dict[str, str]:
-    """The rendered units, by name."""
+def units(
+    tmp_path: Path, topology: dict[str, Any], play: str = PLAY, **variables: Any
+) -> dict[str, str]:
+    """The rendered units, by name, and other files that the play writes."""
     made = tmp_path / "units"
     made.mkdir()
     settings = {
@@ -77,6 +103,7 @@ def units(tmp_path: Path, topology: dict[str, Any], **variables: Any) -> dict[st
             "address": "10.0.0.11",
             "units": {},
             "marks": [],
+            "published": [],
         },
         "llama_node_key_print": "0123456789abcdef",
         "llama_node_model_file": "mistral-7b.gguf",
@@ -84,7 +111,7 @@ def units(tmp_path: Path, topology: dict[str, Any], **variables: Any) -> dict[st
         "llama_node_program": "/opt/llama-node/1",
         **variables,
     }
-    run(tmp_path, PLAY, settings)
+    run(tmp_path, play, settings)
     return {path.name: path.read_text() for path in sorted(made.iterdir())}
 
 
@@ -99,6 +126,8 @@ def run(tmp_path: Path, tasks: str, variables: dict[str, Any]) -> None:
         cwd=PLAYBOOKS,
         check=True,
         timeout=100,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -149,6 +178,140 @@ def test_a_server_requires_the_hosts_key_which_no_process_shows(tmp_path: Path) 
     (tmp_path / "units").rename(tmp_path / "keyed")
     (text,) = units(tmp_path, topology, llama_node_key=False).values()
     assert "key" not in text.lower()
+
+
+MODELS: list[dict[str, Any]] = [
+    {"name": "qwen-14b", "url": "https://m.example.org/q.gguf?sig=1", "sha256": "b" * 64},
+    {
+        "name": "embed",
+        "file": "/models/e.gguf",
+        "args": {"embeddings": True, "pooling": "mean", "ctx-size": 2048},
+    },
+]
+PRESETS = """\
+; Managed by Ansible (llama_node).
+version = 1
+
+[*]
+parallel = 2
+ctx-size = 8192
+
+[qwen-14b]
+model = /var/lib/llama-node/models/bbbbbbbbbbbb-q.gguf
+
+[embed]
+model = /var/lib/llama-node/models/cccccccccccc-e.gguf
+ctx-size = 2048
+embeddings = true
+pooling = mean
+"""
+ROUTER: dict[str, Any] = {
+    "llama_node_model_file": "",
+    "llama_node_models": MODELS,
+    "llama_node_sent": {"/models/e.gguf": {"checksum": "c" * 64, "size": 9}},
+    "llama_node_install": "package",
+    "llama_node_program": "/usr/bin/llama-server",
+    "llama_node_flags": [
+        *("--api-key-file", "--models-preset", "--metrics", "--slots", "--no-ui", "--load-mode"),
+        "--slot-save-path",
+    ],
+    "told": '{"model_alias": "", "total_slots": 0}',
+}
+
+
+def test_routers_of_a_host_share_its_models_and_its_memory(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
+    topology = topology_as_dict(read_topology(machine))
+    made = units(tmp_path, topology, PLAY + MORE, **ROUTER, llama_node_preload=["embed"])
+    assert made.pop("presets.ini") == PRESETS
+    other = json.loads(made.pop("made.json"))
+    presets, *models = sorted(other["kept"], key=lambda name: not name.startswith("router-"))
+    assert sorted(models) == ["bbbbbbbbbbbb-q.gguf", "cccccccccccc-e.gguf"]
+    assert list(made) == ["llama-server-numa0.service", "llama-server-numa1.service"]
+    for number, text in enumerate(made.values()):
+        (start,) = (line for line in text.splitlines() if line.startswith("ExecStart="))
+        assert start == (
+            "ExecStart=/usr/bin/llama-server --models-preset "
+            f"/var/lib/llama-node/models/{presets} --models-max 0 --host 10.0.0.11 "
+            f"--port {8080 + number} -t 4 -tb 4 -b 512 -ub 256 --api-key-file "
+            "/var/lib/llama-node/api.key --metrics --slots --no-ui --load-mode none"
+        )
+        # A host's memory is counted, so a model may lie on both of its NUMA nodes.
+        assert "NUMAPolicy=preferred" in text.splitlines()
+    for number, server in enumerate(other["running"]):
+        assert server["router"]
+        assert server["entry"] == {
+            "name": f"epyc-a-numa{number}",
+            "url": f"http://10.0.0.11:{8080 + number}",
+            "host": "epyc-a",
+            "labels": {"numa": str(number)},
+            "memory": "62GiB",
+            "preload": ["embed"],
+        }
+
+
+def test_other_models_make_another_unit_and_another_file(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path / "machine", [[[0], [1]]])
+    topology = topology_as_dict(read_topology(machine))
+    (one,) = units(tmp_path, topology, **ROUTER, llama_node_memory="8GiB").values()
+    (tmp_path / "units").rename(tmp_path / "before")
+    fewer = {**ROUTER, "llama_node_models": MODELS[:1]}
+    (other,) = units(tmp_path, topology, **fewer).values()
+    (start,), (changed,) = (re.findall(r"--models-preset (\S+)", text) for text in (one, other))
+    assert start != changed
+    assert re.findall("LLAMA_NODE_DIGEST=.*", one) != re.findall("LLAMA_NODE_DIGEST=.*", other)
+
+
+def test_prompts_are_kept_where_the_server_alone_can_read_them(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path / "machine", [[[0], [1]]])
+    topology = topology_as_dict(read_topology(machine))
+    made = units(tmp_path, topology, PLAY + MORE, **ROUTER, llama_node_slot_save=True)
+    text = made["llama-server-numa0.service"]
+    assert " --slot-save-path /var/lib/llama-node-prompts/numa0/\n" in text
+    assert "\nStateDirectory=llama-node-prompts/numa0\nStateDirectoryMode=0700\n" in text
+    (server,) = json.loads(made["made.json"])["running"]
+    assert server["entry"]["slot_save"] is True
+
+
+NO_MODEL = {"llama_node_model_file": ""}
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (NO_MODEL, "a model is needed"),
+        ({"llama_node_models": MODELS}, "a model is needed"),
+        ({**NO_MODEL, "llama_node_models": MODELS}, "needs llama-server"),
+        (
+            {**ROUTER, "llama_node_models": [{"name": "a:b", "file": "x"}]},
+            "needs a name for each",
+        ),
+        (
+            {**ROUTER, "llama_node_models": [MODELS[0], MODELS[0]]},
+            "needs a name for each",
+        ),
+        ({**ROUTER, "llama_node_models": [{"name": "a", "url": "http://m"}]}, "url and sha256"),
+        ({**ROUTER, "llama_node_models": [{"name": "a"}]}, "url and sha256"),
+        (
+            {**ROUTER, "llama_node_models": [{**MODELS[0], "args": {"api-key": "k"}}]},
+            "and no key",
+        ),
+        (
+            {**ROUTER, "llama_node_models": [{**MODELS[0], "args": {"alias": "a\nmodel = b"}}]},
+            "one line each",
+        ),
+        ({**ROUTER, "llama_node_preload": ["other"]}, "none of llama_node_models"),
+        ({**ROUTER, "llama_node_memory": "lots"}, "such as 64GiB, or empty"),
+        ({**ROUTER, "llama_node_embedding": True}, "is for one model"),
+        ({"llama_node_slot_save": True}, "one model is never unloaded"),
+    ],
+)
+def test_models_on_demand_that_can_not_work_are_refused(
+    tmp_path: Path, variables: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        run(tmp_path, REFUSALS, {"llama_node_model_file": "m.gguf", **variables})
+    assert words in " ".join(failed.value.stdout.split())
 
 
 def test_characters_that_systemd_expands_reach_the_server_unchanged(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class Engine:
         )
         cache = self.pool.cache is not None
         packed = [pack([BEGIN_TOKEN, *tokenize(p)]) if cache else b"" for p in request.prompts]
-        slots = await self.pool.acquire(len(request.prompts), packed[0])
+        slots = await self.pool.acquire(len(request.prompts), packed[0], request.id_slot)
         running: list[ActiveAnswer] = []
         try:
             for i, (prompt, count) in enumerate(zip(request.prompts, counts, strict=True)):
@@ -118,7 +118,7 @@ class Engine:
                 room = self.context - count
                 limit = room if request.max_tokens is None else min(request.max_tokens, room)
                 slot.begin(count, limit, cached)
-                words = next_words(prompt)
+                words = next_words(prompt + slot.foreign)
                 natural = None if request.ignore_eos else self._natural_end(prompt)
                 running.append(ActiveAnswer(answer, slot, packed[i], words, limit, natural, tally))
                 tally.cached_tokens += cached

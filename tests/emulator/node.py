@@ -23,6 +23,7 @@ from tests.emulator.generation import Engine
 from tests.emulator.prompt_cache import PromptCache
 from tests.emulator.request_body import ApiName, RefusedError, read_generation_request, read_json
 from tests.emulator.response import JSON, ClientGoneError, ProxiedResponse, Response
+from tests.emulator.slot_files import SlotFile, slot_action
 from tests.emulator.slots import SlotPool
 from tests.virtual import now
 
@@ -61,7 +62,7 @@ class EmulatedNode:
 
     `unified`, as without `--parallel`: each slot says that it has `context` tokens, and all share
     them. After `sleep_idle_seconds` without work the model is unloaded; the next request loads it
-    again, in `load_seconds`.
+    again, in `load_seconds`. `slot_files` holds the prompts that its slots save.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class EmulatedNode:
         infill: bool = False,
         vision: bool = False,
         audio: bool = False,
+        slot_files: dict[str, SlotFile] | None = None,
         sleep_idle_seconds: float = inf,
         load_seconds: float = 0.0,
         endpoint_slots: bool = True,
@@ -130,6 +132,7 @@ class EmulatedNode:
         self.context_train = context_train
         self.model_bytes = model_bytes
         self.unified = unified
+        self.slot_files = slot_files  # the folder of `--slot-save-path`
         self.clock = clock
         self.sleep_idle_seconds = sleep_idle_seconds
         self.load_seconds = load_seconds
@@ -176,6 +179,11 @@ class EmulatedNode:
         return self.engine.model
 
     @property
+    def weights(self) -> str:
+        """What tells its model's file from others."""
+        return f"{self.model} {self.model_bytes}"
+
+    @property
     def context(self) -> int:
         return self.engine.context
 
@@ -189,6 +197,8 @@ class EmulatedNode:
     def _waits_for_model(self, path: str) -> bool:
         """Whether this is answered when the model is loaded: a sleeper says at once that it is
         awake, and then even its metrics wait."""
+        if path.startswith("/slots/"):
+            return True
         if self.clock() < self.loaded_at:
             return path == "/metrics" or path in info_endpoints.WAKING
         return self.sleeping and path in info_endpoints.WAKING
@@ -361,6 +371,11 @@ class EmulatedNode:
                 if self._waits_for_model(request.path):
                     self._check_key(request)
                     await self._wake()
+                if request.method == "POST" and request.path.startswith("/slots/"):
+                    given = read_json(request.body)
+                    value = await slot_action(self, request.path, request.query, given)
+                    await response.plain(200, to_json(value))
+                    return
                 status, body, kind = self._info_response(request)
                 await response.plain(status, body, kind)
         except RefusedError as refused:
@@ -378,8 +393,8 @@ class EmulatedNode:
         self._check_key(request)
         path = request.path
         kind = JSON
-        if path in info_endpoints.WAKING:
-            self.active_at = self.clock()
+        if path == "/slots":
+            self.active_at = self.clock()  # others of `WAKING` keep nothing awake
         if request.method == "OPTIONS":
             return 200, b"", "text/html"
         if request.method in {"GET", "HEAD"}:

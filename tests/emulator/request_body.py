@@ -42,6 +42,8 @@ class GenerationRequest:
     ignore_eos: bool
     stop: tuple[str, ...]
     response_fields: tuple[str, ...]  # of `/completion`; empty: all
+    id_slot: int  # the slot that it wants; -1: any
+    n_probs: int
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -96,6 +98,8 @@ def read_generation_request(api: ApiName, body: dict[str, Any], slots: int) -> G
         # A real server ignores anything else.
         stop=(stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (),
         response_fields=tuple(body.get("response_fields") or ()),
+        id_slot=int(body.get("id_slot", -1)),
+        n_probs=int(body.get("n_probs") or 0),
     )
 
 

@@ -97,6 +97,8 @@ class RoutedModel:
         args += ["--port", "0", *(["--reranking"] if node.rerank else [])]
         if node.sleep_idle_seconds < float("inf"):
             args += ["--sleep-idle-seconds", str(node.sleep_idle_seconds)]
+        if node.slot_files is not None:
+            args += ["--slot-save-path", "/saves/"]
         context = node.context if node.unified else slots * node.context
         args += ["--alias", name, "--ctx-size", str(context)]
         args += ["--kv-unified"] if node.unified else []

@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from math import inf
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import parse_qs
 
 from tests.emulator import info_endpoints
@@ -40,12 +40,15 @@ READING = 0.8
 STEPS = 4
 """Progress events of a load after the first."""
 
+Refusal = Literal["unnamed", "unknown", "failed"]
 R = TypeVar("R", bound=Response)
 _OF_A_MODEL = {*SLOT_PATHS, *info_endpoints.POSTS, "/slots", "/metrics"}
 
 
 class EmulatedRouter(EmulatedNode):
     """A router of `models`; `unreadable` ones fail to load. `options` are those of their nodes."""
+
+    proxied_class = ProxiedResponse
 
     def __init__(
         self,
@@ -83,8 +86,10 @@ class EmulatedRouter(EmulatedNode):
         self._read_folder()
 
     async def kill_model(self, name: str) -> None:
-        """Ends the server of a model as by kill -9, with its requests."""
+        """Ends the server of a model as by kill -9, with its requests, if it runs."""
         model = self.models[name]
+        if model.state == "unloaded":
+            return
         await self._stop_loading(model)
         await model.node.kill()
         self._set_state(model, "unloaded", exit_code=1)
@@ -112,8 +117,7 @@ class EmulatedRouter(EmulatedNode):
 
     def handle(self, connection: Connection, request: ReceivedRequest) -> None:
         query = parse_qs(request.query)
-        routed = request.path in _OF_A_MODEL or request.path.startswith("/slots/")
-        if routed or (request.path == "/props" and "model" in query):
+        if self._is_routed(request.path, query):
             response = self._open(connection, request, Response)
             connection.task = self._begin(self._route(connection, request, response))
         elif (request.method, request.path) == ("GET", "/models/sse"):
@@ -125,6 +129,14 @@ class EmulatedRouter(EmulatedNode):
             connection.task = self._begin(self._reload(connection, response))
         else:
             super().handle(connection, request)
+
+    def _is_routed(self, path: str, query: Mapping[str, list[str]]) -> bool:
+        """Whether a request is answered by the server of the model that it names."""
+        return (
+            path in _OF_A_MODEL
+            or path.startswith("/slots/")
+            or (path == "/props" and "model" in query)
+        )
 
     def _open(self, connection: Connection, request: ReceivedRequest, kind: type[R]) -> R:
         response = kind(
@@ -181,7 +193,7 @@ class EmulatedRouter(EmulatedNode):
         try:
             model = await self._loaded_model(request)
         except RefusedError as refused:
-            response.write_plain(refused.status, to_json(refused.value))
+            self._write_refusal(response, refused)
         except _ServerError as error:
             response = proxied = self._open(connection, request, ProxiedResponse)
             if error.refused is None:
@@ -205,10 +217,10 @@ class EmulatedRouter(EmulatedNode):
         query = parse_qs(request.query)
         name = _model_of(request) if request.method == "POST" else query.get("model", [None])[0]
         if not name:
-            raise bad_request("model name is missing from the request")
+            raise self._refusal("unnamed", "")
         model = self._find(str(name))
         if model is None:
-            raise bad_request(f"model '{name}' not found")
+            raise self._refusal("unknown", str(name))
         if query.get("autoload") == ["false"] and not model.ready:
             _refuse(model)
         self.requests += 1
@@ -222,9 +234,19 @@ class EmulatedRouter(EmulatedNode):
             while model.state == "loading" or model.ending:
                 await self._change()
             if was_loading and model.failed:
-                raise RefusedError(500, "server_error", f"model name={name} failed to load")
+                raise self._refusal("failed", model.name)
         model.used = self.requests
         return model
+
+    def _refusal(self, why: Refusal, name: str) -> RefusedError:
+        if why == "failed":
+            return RefusedError(500, "server_error", f"model name={name} failed to load")
+        if why == "unknown":
+            return bad_request(f"model '{name}' not found")
+        return bad_request("model name is missing from the request")
+
+    def _write_refusal(self, response: Response, refused: RefusedError) -> None:
+        response.write_plain(refused.status, to_json(refused.value))
 
     # Models.
 
@@ -344,19 +366,19 @@ class EmulatedRouter(EmulatedNode):
                 await model.loading
 
     def _read_folder(self) -> None:
-        for name in self.models.keys() - self.folder.keys():
+        for name in sorted(self.models.keys() - self.folder.keys()):
             del self.models[name]
-        for name in self.folder.keys() - self.models.keys():
+        for name in sorted(self.folder.keys() - self.models.keys()):
             file = self.folder[name]
             seconds = self.load_seconds if file.load_seconds is None else file.load_seconds
             options = {"model_bytes": file.size, "load_seconds": seconds, **self._options}
             node = EmulatedNode(model=name, **(options | dict(file.options)))
-            node.response_class = ProxiedResponse
+            node.response_class = self.proxied_class
             self.models[name] = RoutedModel(file, node, seconds)
 
     async def _reload(self, connection: Connection, response: Response) -> None:
         """Reads the folder again, once the models that are gone have ended."""
-        for name in self.models.keys() - self.folder.keys():
+        for name in sorted(self.models.keys() - self.folder.keys()):
             model = self.models[name]
             with suppress(RefusedError):
                 self._unload_now(name)

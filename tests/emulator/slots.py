@@ -27,6 +27,7 @@ class Slot:
     decoded: int = 0
     limit: int = -1
     contents: Tokens = b""
+    foreign: str = ""  # the weights by which another model has read them
     used_at: int = 0
     failed: bool = False  # the pool of tokens was full
 
@@ -37,6 +38,7 @@ class Slot:
 
     def begin(self, prompt_tokens: int, limit: int, cached: int = 0) -> None:
         self.failed = False
+        self.foreign = self.foreign if cached else ""
         self.prompt_tokens = prompt_tokens
         self.cached = cached
         self.processed = self.decoded = 0
@@ -83,7 +85,7 @@ class SlotPool:
         self.cache = cache
         self.tokens = tokens
         self.peak_busy = 0
-        self.waiting: deque[tuple[int, Tokens, asyncio.Future[list[Slot]]]] = deque()
+        self.waiting: deque[tuple[int, Tokens, int, asyncio.Future[list[Slot]]]] = deque()
         self._tasks = 0
         self._uses = 0
 
@@ -91,10 +93,14 @@ class SlotPool:
     def busy(self) -> int:
         return sum(slot.busy for slot in self.slots)
 
-    async def acquire(self, count: int, prompt: Tokens = b"") -> list[Slot]:
-        """Acquires `count` slots at once (at most all), the first of them chosen for `prompt`."""
+    async def acquire(self, count: int, prompt: Tokens = b"", wanted: int = -1) -> list[Slot]:
+        """Acquires `count` slots at once (at most all), the first of them chosen for `prompt`.
+
+        With `wanted` it is that one, if there is such a slot.
+        """
         future: asyncio.Future[list[Slot]] = asyncio.get_running_loop().create_future()
-        self.waiting.append((min(count, len(self.slots)), prompt, future))
+        wanted = wanted if wanted < len(self.slots) else -1
+        self.waiting.append((min(count, len(self.slots)), prompt, wanted, future))
         self._grant()
         try:
             return await future
@@ -131,12 +137,12 @@ class SlotPool:
 
     def _grant(self) -> None:
         while self.waiting:
-            count, prompt, future = self.waiting[0]
-            free = [slot for slot in self.slots if not slot.busy]
+            count, prompt, wanted, future = self.waiting[0]
+            free = [slot for slot in self.slots if not slot.busy and wanted in {-1, slot.id}]
             if not future.cancelled():
                 if len(free) < count:
                     return
-                if self.cache is not None and prompt:
+                if self.cache is not None and prompt and wanted < 0:
                     chosen = self.cache.choose(free, prompt)
                     free = [chosen, *(slot for slot in free if slot is not chosen)]
                 for slot in free[:count]:

@@ -7,9 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.emulator.node import EmulatedNode
 from tests.emulator.raw_connection import chat, post, raw_connection
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import UNLOAD_GRACE, EmulatedRouter
+from tests.emulator.slot_files import SlotFile
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
@@ -100,18 +102,6 @@ async def test_a_load_beyond_the_memory_of_the_host_is_killed() -> None:
 
 
 @in_virtual_time
-async def test_loads_fail_as_often_as_they_are_told_to() -> None:
-    async with (
-        EmulatedRouter(["a"], load_seconds=1) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=100) as client,
-    ):
-        router.models["a"].failing_loads = 2
-        body = chat(stream=False, model="a", max_tokens=1)
-        codes = [(await client.post(CHAT, json=body)).status_code for _ in range(3)]
-        assert codes == [500, 500, 200]
-
-
-@in_virtual_time
 async def test_a_router_that_is_started_again_has_nothing_loaded_and_reads_its_folder() -> None:
     async with (
         EmulatedRouter(["a"], decode_tps=10) as router,
@@ -127,3 +117,23 @@ async def test_a_router_that_is_started_again_has_nothing_loaded_and_reads_its_f
         await router.revive()
         assert values(router) == {"a": "unloaded", "b": "unloaded"}
         assert not router.models["a"].failed
+
+
+@in_virtual_time
+async def test_a_slot_restored_from_a_file_of_other_weights_answers_wrong() -> None:
+    folder: dict[str, SlotFile] = {}
+    prompt, file = {"prompt": "one two three four " * 20, "n_predict": 4}, {"filename": "one"}
+    async with (
+        EmulatedNode(model="a", cache_ram=9999, slot_files=folder) as one,
+        EmulatedNode(model="b", cache_ram=9999, slot_files=folder) as other,
+        httpx.AsyncClient() as client,
+    ):
+        texts = []
+        for node, action in ((one, "save"), (other, "restore"), (other, "erase")):
+            if action != "save":
+                await client.post(f"{node.url}/slots/0?action={action}", json=file)
+            answer = await client.post(f"{node.url}/completion", json=prompt)
+            texts.append(answer.json()["content"])
+            if action == "save":
+                await client.post(f"{node.url}/slots/0?action={action}", json=file)
+        assert texts[0] == texts[2] != texts[1]

@@ -8,5 +8,6 @@ MODULES = {
     "config": "tests.fuzz.config",
     "identity": "tests.fuzz.identity",
     "limits": "tests.fuzz.limits",
+    "models": "tests.fuzz.models",
     "replies": "tests.fuzz.replies",
 }

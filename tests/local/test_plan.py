@@ -5,14 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from gateway.local import ContextError
-from gateway.local.gguf import ModelFile
-from gateway.local.plan import DEFAULT_CONTEXT, MOST_PROMPT_CACHE_BYTES, plan_servers
+from gateway.local import ContextError, MemoryShortError, ModelFileError
+from gateway.local.gguf import ModelFile, read_model
+from gateway.local.memory import (
+    MEMORY_RESERVE,
+    MOST_PROMPT_CACHE_BYTES,
+    ServerSettings,
+    server_needs,
+)
+from gateway.local.plan import (
+    DEFAULT_CONTEXT,
+    plan_models,
+    plan_servers,
+)
 from gateway.local.topology import Topology, read_topology
 from tests.each_case import each_case
 from tests.local.machine import make_machine, two_sockets_with_smt
+from tests.workshop.fit.random_models import Recipe, write
 
 GIB = 1 << 30
+WIDE = Recipe("wide", layers=8, width=1024, heads=8, kv_heads=8, feed_forward=4096)
 MODEL = ModelFile(Path("m.gguf"), "m", size=4 * GIB, trained_context=32_768)
 
 
@@ -103,3 +115,69 @@ def test_nothing_may_be_less_than_one(one_node: Topology, wrong: dict[str, int])
             slots=wrong.get("slots", 1),
             context=wrong.get("context", 1),
         )
+
+
+def model(name: str, gib: float) -> ModelFile:
+    """A model of unknown shape, which needs half as much again."""
+    return ModelFile(Path(f"/models/{name}.gguf"), name, int(gib * GIB), trained_context=32_768)
+
+
+def test_each_of_several_models_gets_a_server_of_its_name(one_node: Topology) -> None:
+    specs = plan_models(one_node, [model("a", 2), model("b", 4)], slots=3)
+    assert [(spec.name, spec.alias, spec.slots, spec.threads) for spec in specs] == [
+        ("local-0", "a", 3, 4),
+        ("local-1", "b", 3, 4),
+    ]
+    assert all(spec.prompt_cache_bytes == MOST_PROMPT_CACHE_BYTES for spec in specs)
+
+
+def test_models_go_to_the_numa_nodes_with_most_memory_left_the_largest_first(
+    two_nodes: Topology,
+) -> None:
+    models = [model("a", 3), model("b", 1), model("c", 8), model("d", 2)]
+    specs = plan_models(two_nodes, models)
+    assert [spec.memory_node for spec in specs] == [1, 1, 0, 1]
+    assert [spec.threads for spec in specs] == [1, 1, 4, 1]
+    assert all(spec.no_mmap for spec in specs)
+
+
+def test_models_get_as_many_slots_as_memory_has_room_for(
+    one_node: Topology, tmp_path: Path
+) -> None:
+    large = read_model(write(WIDE, tmp_path, hollow=True))
+    models = [large, replace(large, name="other", path=tmp_path / "other.gguf")]
+    needs = [server_needs(large, ServerSettings(slots, DEFAULT_CONTEXT))[0] for slots in (1, 2, 3)]
+    for room, slots in (
+        (2 * needs[0], [1, 1]),
+        (needs[0] + needs[1], [1, 1]),
+        (2 * needs[1], [2, 2]),
+        (2 * needs[2], [3, 3]),
+        (9 * needs[2], [4, 4]),
+    ):
+        machine = replace(one_node, memory_available=room + MEMORY_RESERVE)
+        assert [spec.slots for spec in plan_models(machine, models, slots=4)] == slots
+    short = replace(one_node, memory_available=2 * needs[0] + MEMORY_RESERVE - 1)
+    with pytest.raises(MemoryShortError, match=r"wide 0\.\d GiB \(weights.*other.*--models-dir"):
+        plan_models(short, models, slots=4)
+    assert [s.slots for s in plan_models(short, models, slots=4, force_memory=True)] == [4, 4]
+
+
+def test_several_models_are_refused_for_a_numa_node_that_is_too_small(two_nodes: Topology) -> None:
+    with pytest.raises(MemoryShortError, match=r"NUMA node 0 has 24\.0 GiB available"):
+        plan_models(two_nodes, [model("a", 15), model("b", 1)])
+
+
+def test_two_models_of_one_name_are_refused_with_both_paths(one_node: Topology) -> None:
+    other = replace(model("a", 1), path=Path("/elsewhere/a.gguf"))
+    with pytest.raises(ModelFileError, match=r"/models/a.gguf and /elsewhere/a.gguf: .* named a"):
+        plan_models(one_node, [model("a", 1), other])
+    twice = model("a", 1)
+    with pytest.raises(ModelFileError, match="both models are named a"):
+        plan_models(one_node, [twice, twice])
+
+
+def test_a_context_beyond_the_training_of_any_model_is_refused(one_node: Topology) -> None:
+    models = [model("a", 1), replace(model("b", 1), trained_context=2048)]
+    assert [spec.context for spec in plan_models(one_node, models)] == [4096, 2048]
+    with pytest.raises(ContextError, match=r"/models/b\.gguf"):
+        plan_models(one_node, models, context=4096)

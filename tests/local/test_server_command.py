@@ -96,6 +96,16 @@ def test_a_binary_gets_only_flags_that_it_has() -> None:
     assert middle[middle.index("--cache-ram") + 1] == "3072"
 
 
+def test_a_router_gets_its_preset_and_no_flag_that_the_preset_sets() -> None:
+    router = replace(LOCKED, model=Path("/run/models.ini"), is_router=True)
+    wanted = ("--metrics", "--cache-ram", "--pooling", "--embeddings", "--mlock", "--no-mmap")
+    _, command = split(server_command(router, 8081, parent=1, binary=help_with(*wanted)))
+    assert " ".join(command) == (
+        "/bin/llama-server --models-preset /run/models.ini --models-max 0 --host 127.0.0.1 "
+        "--port 8081 -t 8 -tb 8 -b 4096 -ub 4096 --metrics --mlock --no-mmap --embeddings"
+    )
+
+
 def test_of_two_names_of_a_flag_the_newer_is_used() -> None:
     both = help_with("--no-ui", "--no-webui", "--load-mode", "--no-mmap")
     _, command = split(server_command(PINNED, 8081, parent=1, binary=both))

@@ -11,6 +11,7 @@ from gateway.events import (
     EventBus,
     HookEnded,
     LimitReached,
+    ModelLoadChanged,
     RequestRecord,
     WebhookAttempted,
 )
@@ -74,8 +75,10 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     """Each family of a page on which every family has a sample."""
     bus = EventBus()
     node = NodeSample("a", "ready", 2, 1, decode_tps=10.0, prefill_tps=100.0)
+    model = NodeSample("r/m", "ready", 2, 1, router="r", model="m", load_failures=1)
     snapshot = MetricsSnapshot(
-        [node],
+        [node, NodeSample("r", "ready", 2, 1, left_alone=0), model],
+        host_memory={"h": (2, 1)},
         paused_models=["demo"],
         retry_budget=1.0,
         spill_money_left=1.0,
@@ -101,6 +104,8 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     bus.publish(LimitReached("rpm", "key"))
     bus.publish(HookEnded("a", "start", "ok", 1.0, ""))
     bus.publish(WebhookAttempted("delivered"))
+    bus.publish(ModelLoadChanged("r", "m", "loaded", 1.0, "", by_others=False))
+    bus.publish(ModelLoadChanged("r", "m", "unloaded", None, "", by_others=False, cause="idle"))
     page = metrics.render().decode()
     kinds = dict(re.findall(rf"^# TYPE {PREFIX}(\w+) (\w+)$", page, re.MULTILINE))
     made = {}

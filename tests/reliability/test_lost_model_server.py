@@ -18,11 +18,11 @@ import pytest
 from gateway.forward.context import MOST_UNLOADED
 from gateway.nodes.node import NodeState
 from gateway.request.routes import ROUTES
-from tests.emulator.router import EmulatedRouter
+from tests.emulator.router import UNLOAD_GRACE, EmulatedRouter
 from tests.forward.proxy_over_nodes import GENERATION_PATHS, MESSAGES
 from tests.forward.test_resume import PATHS, asked_of, check_whole, text_of
 from tests.gateways import until
-from tests.reliability.routed_models import RoutedModels, routed_models
+from tests.reliability.routed_models import RoutedModels, command, routed_models
 from tests.servers import DemoServer, demo_model, running_router
 from tests.virtual import in_virtual_time, now
 
@@ -65,6 +65,25 @@ async def test_each_request_names_the_model_and_loads_nothing(tmp_path: Path, pa
             assert seen.query == "autoload=false"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", {"prompt": ["say", "it"]}), ("/v1/embeddings", {"input": ["say", "it"]})],
+)
+@in_virtual_time
+async def test_each_prompt_of_several_names_the_model(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    [router] = routers(1, embeddings=path == "/v1/embeddings")
+    async with routed_models(tmp_path, router, loaded=["r1/a"], default_model="a") as models:
+        for named in ({}, {"model": "a"}):
+            reply = await models.ask(path, **body, **named)
+            assert reply.status_code == 200, reply.text
+        sent = [json.loads(seen.body) for seen in router.models["a"].node.seen]
+        sent = [one for one in sent if len(one) > 1]  # the others are probes
+        assert len(sent) == (4 if path == "/v1/completions" else 2)
+        assert {one["model"] for one in sent} == {"a"}
+
+
 @pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
 async def test_a_stream_goes_on_on_another_router_with_the_same_text(
@@ -98,9 +117,54 @@ async def test_a_stream_goes_on_where_its_model_has_to_be_loaded_first(tmp_path:
         check_whole(CHAT, await asked, whole)
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @in_virtual_time
-async def test_a_stream_that_no_other_can_continue_is_told_as_an_error(tmp_path: Path) -> None:
-    async with routed_models(tmp_path, *routers(1), loaded=["r1/a", "r1/b"]) as models:
+async def test_the_model_is_loaded_for_a_stream_that_is_to_go_on(
+    tmp_path: Path, count: int
+) -> None:
+    several = routers(count, load_seconds=3)
+    async with routed_models(
+        tmp_path, *several, loaded=["r1/a"], model_placement={"hysteresis": 1}
+    ) as models:
+        body = {"model": "a", "ignore_eos": True, **asked_of(CHAT, 60)}
+        whole = await models.stream(CHAT, **body)
+        models.forget_attempts()
+        asked = asyncio.create_task(models.stream(CHAT, **body))
+        assert await models.busy() == "r1/a"
+        await several[0].kill_model("a")
+        check_whole(CHAT, await asked, whole)
+        assert models.outcomes[0] == ("r1/a", "reset")
+        assert models.outcomes[-1] == (f"r{count}/a", "ok")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@in_virtual_time
+async def test_a_request_that_kills_the_server_of_its_model_twice_is_refused(
+    tmp_path: Path, stream: bool
+) -> None:
+    [router] = routers(1)
+    async with routed_models(
+        tmp_path, router, loaded=["r1/a"], model_placement={"hysteresis": 1}
+    ) as models:
+        asked = asyncio.create_task(
+            models.ask(CHAT, stream=stream, model="a", ignore_eos=True, max_tokens=300)
+        )
+        for _ in range(2):
+            await router.until(lambda: router.models["a"].node.busy > 0)
+            await router.kill_model("a")
+            await until(lambda: not router.models["a"].node.busy)
+        assert "died while they served this very request" in (await asked).text
+        assert [outcome for _, outcome in models.outcomes if outcome != "not_loaded"] == [
+            "reset", "reset",
+        ]  # fmt: skip
+
+
+@in_virtual_time
+async def test_a_stream_whose_model_is_loaded_nowhere_again_is_told_as_an_error(
+    tmp_path: Path,
+) -> None:
+    limits = {"queue": {"max_wait": 5}}
+    async with routed_models(tmp_path, *routers(1), loaded=["r1/a", "r1/b"], **limits) as models:
         asked = asyncio.create_task(models.stream(CHAT, model="a", ignore_eos=True))
         other = asyncio.create_task(models.stream(CHAT, model="b", ignore_eos=True, max_tokens=60))
         await models.busy()
@@ -188,6 +252,29 @@ async def test_a_request_that_finds_its_model_not_loaded_waits_for_the_list(tmp_
         assert models.outcomes == [("r1/a", "not_loaded"), ("r1/a", "ok")]
         context = models.running.gateway.proxy_context
         assert context.retries_left() == context.retry_budget.remaining(now(), 0.1, 10)
+
+
+@in_virtual_time
+async def test_requests_outlast_an_unload_by_others_and_the_model_is_loaded_again(
+    tmp_path: Path,
+) -> None:
+    [router] = routers(1, prefill_tps=1, load_seconds=1)
+    async with routed_models(tmp_path, router, loaded=["r1/a"], model_placement={}) as models:
+        long = {"model": "a", "prompt": "word " * 20, "max_tokens": 2}
+        running = asyncio.create_task(models.ask("/v1/completions", **long))
+        await router.until(lambda: router.models["a"].node.busy > 0)
+        # What it reads is killed after ten seconds; it is listed as loaded until then.
+        began = now()
+        unloading = asyncio.create_task(command(router, "unload", "a"))
+        await until(lambda: router.models["a"].ending)
+        asked = [asyncio.create_task(models.ask(CHAT, model="a", max_tokens=2)) for _ in range(5)]
+        replies = [await reply for reply in (running, *asked)]
+        await unloading
+        assert [reply.status_code for reply in replies] == [200] * 6
+        assert now() - began > UNLOAD_GRACE
+        outcomes = [outcome for _, outcome in models.outcomes]
+        assert outcomes.count("reset") == 1
+        assert outcomes.count("not_loaded") <= 2
 
 
 @in_virtual_time

@@ -5,6 +5,7 @@ from typing import Any
 from gateway.events import (
     AttemptEnded,
     InventoryChanged,
+    ModelLoadChanged,
     ModelsDiffer,
     NodeChanged,
     NodeDrift,
@@ -145,3 +146,44 @@ def test_drift_and_reloads_are_logged(written: Written) -> None:
     assert lines[2]["added"] == ["b"]
     assert lines[3]["error"] == "nodes.yaml:3: a; nodes.yaml:4: b"
     assert lines[5]["needs_restart"] == ["listen.port"]
+
+
+def load_change(change: str, seconds: float | None = None, **more: Any) -> ModelLoadChanged:
+    values = {"reason": "3 requests wait for it", "by_others": False, **more}
+    return ModelLoadChanged("r1", "m\n1", change, seconds, **values)
+
+
+def test_a_load_is_a_line_with_its_seconds_its_reason_and_whose_it_is(written: Written) -> None:
+    written.set_up()
+    written.bus.publish(load_change("loading"))
+    written.bus.publish(load_change("loaded", 12.3456))
+    written.bus.publish(load_change("unloaded", reason="it idled", cause="idle"))
+    written.bus.publish(load_change("unloaded", by_others=True, cause="others"))
+    written.bus.publish(load_change("failed", reason="exit code 1"))
+    lines = written.lines()
+    assert {line["event"] for line in lines} == {"model"}
+    assert [line["change"] for line in lines] == [
+        "loading", "loaded", "unloaded", "unloaded", "failed"
+    ]  # fmt: skip
+    assert lines[1]["seconds"] == 12.346
+    assert lines[1]["reason"] == "3 requests wait for it"
+    assert "\n" not in lines[1]["model"]
+    assert lines[2]["cause"] == "idle"
+    assert [line.get("by") for line in lines] == [None] * 3 + ["others", None]
+    assert [line["level"] for line in lines] == ["info"] * 4 + ["warning"]
+
+
+def test_what_is_loaded_when_the_gateway_starts_is_no_line(written: Written) -> None:
+    written.set_up()
+    written.bus.publish(NodeChanged("r1/m", None, "unloaded", "not loaded"))
+    written.bus.publish(load_change("loaded", reason="found so"))
+    written.bus.publish(NodeChanged("r1/m", "unloaded", "ready", "answers its probes"))
+    written.bus.publish(NodeChanged("r1/m", "ready", "down", "connection refused"))
+    assert written.lines() == []
+
+
+def test_what_a_model_of_a_router_is_in_by_itself_is_a_line(written: Written) -> None:
+    written.set_up()
+    written.bus.publish(NodeChanged("r1/m", "ready", "ejected", "3 requests in a row failed"))
+    written.bus.publish(NodeChanged("r1/m", "ejected", "ready", "answers its probes"))
+    assert [line["level"] for line in written.lines()] == ["warning", "info"]

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestRecord
+from gateway.events import AttemptEnded, EventBus, ModelLoadChanged, NodeChanged, RequestRecord
+from gateway.nodes.router import UNLOAD_CAUSES
 from gateway.terms import Priority
 from gateway.watch.metrics import (
+    MOST_INSTANCES,
     MOST_LABEL_SETS,
     MOST_MODELS,
     MOST_REFUSED,
@@ -415,3 +417,65 @@ def test_values_that_are_not_finite_are_written_as_prometheus_reads_them() -> No
 
     assert written([math.inf, -math.inf, 1e-7, 3]) == [math.inf, -math.inf, 1e-7, 3]
     assert math.isnan(written([math.nan])[0])
+
+
+def an_instance(model: str, state: str, router: str = "r1") -> NodeSample:
+    return NodeSample(f"{router}/{model}", state, 2, 1, 9.0, router=router, model=model)
+
+
+def test_a_router_counts_once_and_its_models_by_their_state(gateway: Gateway) -> None:
+    gateway.snapshot.nodes = [
+        NodeSample("r1", "ready", 2, 1, left_alone=0),
+        an_instance("m", "ready"),
+        an_instance("cut", "failed"),
+        NodeSample("a", "ready", 4, 1),
+    ]
+    page = gateway.scrape()
+    assert page.count("node_slots_total") == page.count("node_slots_busy") == 2
+    assert page.count("node_state") == 2 * len(NODE_STATES)
+    assert page.value("model_instances", model="m", node="r1", state="ready") == 1
+    assert page.value("model_instances", model="cut", node="r1", state="failed") == 1
+    assert page.count("model_instances") == 2
+    assert page.value("node_decode_tokens_per_second", node="r1/m") == 9.0
+    assert page.value("router_left_alone", node="r1") == 0
+    assert page.count("router_left_alone") == 1
+
+
+def changed(change: str, seconds: float | None = None, cause: str = "") -> ModelLoadChanged:
+    return ModelLoadChanged("r1", "m", change, seconds, "why", by_others=False, cause=cause)
+
+
+def test_loads_and_unloads_are_counted_by_result_and_reason(gateway: Gateway) -> None:
+    gateway.snapshot.nodes = [NodeSample("r1", "ready", 0, 0)]
+    gateway.publish(
+        *(changed("loading"), changed("loaded", 12.0), changed("failed")),
+        changed("loaded"),  # as it was found
+        *(changed("unloaded", cause=cause) for cause in UNLOAD_CAUSES),
+    )
+    page = gateway.scrape()
+    assert page.value("model_loads_total", node="r1", model="m", result="ok") == 1
+    assert page.value("model_loads_total", node="r1", model="m", result="failed") == 1
+    assert page.value("model_load_seconds_sum", model="m") == 12.0
+    assert page.count("model_unloads_total") == len(UNLOAD_CAUSES)
+    assert page.value("model_unloads_total", node="r1", model="m", reason="memory") == 1
+    gateway.nodes("a")
+    assert gateway.scrape().count("model_loads_total") == 0
+
+
+def test_the_memory_of_hosts_is_told_with_what_is_taken(gateway: Gateway) -> None:
+    gateway.snapshot.host_memory = {"big": (64 << 30, 9 << 30), "unknown": (None, 0)}
+    page = gateway.scrape()
+    assert page.value("host_model_memory_bytes", host="big") == 64 << 30
+    assert page.value("host_model_memory_bytes", host="unknown") is None
+    assert page.value("host_model_memory_used_bytes", host="big") == 9 << 30
+
+
+def test_models_of_routers_are_bounded_series(gateway: Gateway) -> None:
+    most = MOST_INSTANCES + 50
+    gateway.snapshot.nodes = [an_instance(f"m{number}", "unloaded") for number in range(most)]
+    for number in range(most):
+        gateway.publish(ModelLoadChanged("r1", f"m{number}", "loaded", 1.0, "", by_others=False))
+    page = gateway.scrape()
+    assert page.count("model_instances") == MOST_INSTANCES + 1
+    assert page.value("model_instances", model="other", node="other", state="unloaded") == 50
+    assert page.count("model_load_seconds_count") == MOST_LABEL_SETS + 1

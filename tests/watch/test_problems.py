@@ -21,6 +21,7 @@ from gateway.watch.problems import (
     SpillCondition,
     StorageCondition,
     TrafficCondition,
+    UnkeptWish,
     find_problems,
 )
 from tests.each_case import each_case
@@ -80,6 +81,25 @@ FAULTS = {
         WELL, nodes=[NodeCondition("s-0", "s", "standby", "the hook failed", start_failures=2)]
     ),
     "model out": replace(WELL, models={"m": ModelNodes(4, 4), "rare": ModelNodes(1, 0)}),
+    "load failed": replace(
+        WELL,
+        nodes=[
+            NodeCondition(
+                "r1/org/m 1",
+                "r",
+                "",
+                "exit code 1: its log says why",
+                model="org/m 1",
+                load_failures=2,
+            )
+        ],
+    ),
+    "load slow": replace(
+        WELL, nodes=[NodeCondition("r1/m", "r", "loading", "it is loaded since 300 s", model="m")]
+    ),
+    "left alone": replace(WELL, nodes=[NodeCondition("r1", "r", "ready", "", left_alone=True)]),
+    "pin not kept": replace(WELL, unkept=[UnkeptWish("m", "r1", "r1/m does not fit")]),
+    "too few copies": replace(WELL, unkept=[UnkeptWish("m", "", "1 are loaded, of 2")]),
     "model paused": replace(WELL, paused_models={"org/m 1"}),
     "models differ": replace(
         WELL, differing_models={"m": ("m: build of llama.cpp: 1 on a; 2 on b",)}
@@ -129,6 +149,34 @@ def test_commands_of_remedies_exist() -> None:
 
 def _subcommand(names: list[str]) -> list[str]:
     return names[:2] if names[0] == "keys" else names[:1]
+
+
+def test_a_failed_load_tells_the_router_s_words_and_how_to_try_again() -> None:
+    problem = only(FAULTS["load failed"])
+    assert problem.title == "r1 could not load org/m 1 2 times in a row"
+    assert problem.cause.startswith("Exit code 1: its log says why.")
+    assert problem.commands == ("llama-gateway models load 'org/m 1' r1",)
+
+
+def test_a_load_that_takes_far_too_long_is_told_with_its_seconds() -> None:
+    problem = only(FAULTS["load slow"])
+    assert (problem.title, problem.severity) == ("r1/m is loading", Severity.NOTICE)
+    assert problem.cause.startswith("It is loaded since 300 s")
+
+
+def test_not_all_of_many_failed_loads_are_told() -> None:
+    failed = [
+        NodeCondition(f"r1/{number}", "r", "", "", model=str(number), load_failures=1)
+        for number in range(MOST_NAMED_MODELS + 3)
+    ]
+    assert len(find_problems(replace(WELL, nodes=failed))) == MOST_NAMED_MODELS
+
+
+def test_an_ejected_model_of_a_router_is_no_lost_node() -> None:
+    ejected = NodeCondition("r1/m", "epyc-a", "ejected", REFUSED, model="m")
+    problem = only(replace(WELL, in_service=1, usable=1, nodes=[ejected]))
+    assert problem.severity is Severity.WARNING
+    assert problem.title == "r1/m is ejected"
 
 
 def test_a_killed_node_is_named_with_its_reason_and_its_probe() -> None:

@@ -41,6 +41,7 @@ from gateway.nodes.node import Node
 from gateway.openapi.document import openapi_json
 from gateway.request.routes import routes_of
 from gateway.schedule.lease_service import LocalLeaseService
+from gateway.schedule.model_placer import ModelPlacer
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
@@ -82,9 +83,13 @@ class BareGateway:
     keys_lost: str | None = None
     storage: StorageCondition = field(default_factory=StorageCondition)
     certificates: CertificateStatus = field(default_factory=lambda: ListenerCertificates({}))
+    model_placer: ModelPlacer = field(init=False)
     store: Store | None = None
     ledger: Ledger | None = None
     ended: list[RequestRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model_placer = ModelPlacer(self.fleet, self.scheduler, self.settings, self.clock)
 
     @property
     def fleet(self) -> Fleet:
@@ -180,6 +185,7 @@ async def bare_gateway(
                 registry,
                 lambda: gateway.inventory_error,
                 context.retries_left,
+                gateway.model_placer,
             ),
         )
         audit = AuditTrail(now)

@@ -4,12 +4,13 @@ import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { chartsView, drawCharts } from "./charts.js";
 import { count, plain, plural, seconds } from "./format.js";
+import { modelsView } from "./models.js";
 import { drawDetails, drawSlots, nodesView, openNode, setPrinted } from "./nodes.js";
 import { playgroundView } from "./playground.js";
 import { problemsView } from "./problems.js";
 import { queueView } from "./queue.js";
 import { requestsView } from "./requests.js";
-import { isOperator, state, takeHello, takeSnapshot, takeUpdate } from "./state.js";
+import { isOperator, nodesAlone, state, takeHello, takeSnapshot, takeUpdate } from "./state.js";
 import { follow, setKey } from "./stream.js";
 import { onSystemTheme } from "./theme.js";
 
@@ -58,6 +59,7 @@ function draw() {
   show(html`${isLost ? lostView() : nothing}
     ${isLost && problems.length === 0 ? nothing : guard([problems, own], () => problemsView(problems, openNode))}
     ${guard([versions.nodes, summary, state.role, own], () => nodesView(redraw, openNode))}
+    ${guard([versions.nodes, summary, own], () => modelsView(openNode))}
     <div class="pair">${guard([summary, waiting], () => queueView(summary, waiting))}
     ${isOperator() ? requestsView(state.requests, summary.in_flight, state.at, redraw) : requestsHint()}</div>
     ${guard([1], chartsView)}
@@ -98,7 +100,7 @@ function headline() {
   if (summary === null) return "";
   const usable = ["ready", "degraded", "mute", "sleeping"].reduce((sum, one) => sum + (summary.states[one] ?? 0), 0);
   const waiting = Object.values(summary.queue).reduce((sum, depth) => sum + depth, 0);
-  return `${count(usable)} of ${plural(state.nodes.size, "node")} at work, ${count(summary.slots_busy)} of ${
+  return `${count(usable)} of ${plural(nodesAlone().length, "node")} at work, ${count(summary.slots_busy)} of ${
     plural(summary.slots_total, "slot")} busy, ${waiting === 0 ? "nobody waits" : `${plural(waiting, "request")} wait`}`;
 }
 

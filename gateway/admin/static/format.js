@@ -30,6 +30,11 @@ export function seconds(value) {
   return `${Math.round(value / 86_400)} days`;
 }
 
+export function size(bytes) {
+  const gib = bytes / 2 ** 30;
+  return gib >= 100 ? `${Math.round(gib)} GiB` : gib >= 1 ? `${gib.toFixed(1)} GiB` : `${Math.round(bytes / 2 ** 20)} MiB`;
+}
+
 export function rate(value) {
   if (value === null || value === undefined) return "–";
   return value < 100 ? value.toFixed(1) : String(Math.round(value));

@@ -5,8 +5,8 @@ import { guard } from "./vendor/lit-html/directives/guard.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { drain, probe, resume } from "./actions.js";
 import { cellsOf, OUT, sampleOf } from "./cells.js";
-import { count, money, percent, plain, plural, rate, seconds } from "./format.js";
-import { isOperator, state } from "./state.js";
+import { count, money, percent, plain, plural, rate, seconds, size } from "./format.js";
+import { isOperator, nodesAlone, state } from "./state.js";
 import { drawWall } from "./wall.js";
 
 const MOST_CARDS = 48;
@@ -16,7 +16,7 @@ const MOST_PRINTED = 4;
 
 export const MARKS = {
   ready: "●", mute: "◍", degraded: "▼", draining: "‖", down: "✕", ejected: "⊘", loading: "◔",
-  sleeping: "☾", starting: "◔", standby: "○",
+  sleeping: "☾", starting: "◔", standby: "○", unloaded: "○", unloading: "◌", failed: "✕",
 };
 
 const PHASES = { r: "reading", w: "writing", h: "held", o: "used by others", f: "free" };
@@ -71,12 +71,12 @@ function matches(node) {
 let shown = [];
 
 export function nodesView(redraw, openNode) {
-  const all = [...state.nodes.values()];
+  const all = nodesAlone();
   shown = view.filter || view.only ? all.filter(matches) : all;
-  const size = sizeOf(shown.length);
+  const form = sizeOf(shown.length);
   return html`<section id="nodes" class="panel" tabindex="-1" aria-labelledby="nodes-title">
     <div class="bar">
-      <h2 id="nodes-title">Nodes <small>${count(state.nodes.size)}</small></h2>
+      <h2 id="nodes-title">Nodes <small>${count(all.length)}</small></h2>
       ${statesView(redraw)}
       <label class="filter"><span class="unseen">Find nodes</span><input type="search"
         placeholder="name, host, model, label" autocomplete="off" .value=${view.words}
@@ -89,8 +89,8 @@ export function nodesView(redraw, openNode) {
     ${legend()}
     ${shown.length === 0 ? html`<p class="muted">${state.nodes.size === 0
       ? "There is no node in the inventory." : "No node is like that."}</p>`
-      : size === "cards" ? cardsView(shown, openNode) : size === "tiles" ? tilesView(shown, size, openNode)
-      : html`<div class="wall">${tilesView(shown, size, openNode)}<canvas aria-hidden="true"></canvas></div>`}
+      : form === "cards" ? cardsView(shown, openNode) : form === "tiles" ? tilesView(shown, form, openNode)
+      : html`<div class="wall">${tilesView(shown, form, openNode)}<canvas aria-hidden="true"></canvas></div>`}
   </section>`;
 }
 
@@ -137,9 +137,10 @@ function card(node, openNode) {
       <span class="state"><span class="mark" aria-hidden="true">${MARKS[node.state]}</span> ${node.state}</span></div>
     <p class="tags">${node.tier === "gpu" ? html`<b class="tag">GPU</b>` : nothing}${node.labels.numa === undefined
       ? nothing : html`<span class="tag">NUMA ${plain(node.labels.numa)}</span>`}<span
-      class="model">${node.models.length === 0 ? "model unknown" : plain(node.models.join(", "))}</span></p>
+      class="model">${node.loadable !== undefined ? html`<b class="tag">router</b> ${node.loadable} models loaded`
+      : node.models.length === 0 ? "model unknown" : plain(node.models.join(", "))}</span></p>
     ${cellsView(node)}<span class="unseen">${slotsInWords(node)}</span>
-    ${speedView(node)}
+    ${node.loadable === undefined ? speedView(node) : nothing}
     ${node.state === "ready" || !node.reason ? html`<p class="muted">${node.cached_prompts === 0 ? "nothing cached"
       : `${plural(node.cached_prompts, "prompt")} cached, ${count(node.cached_tokens)} tokens`}</p>`
       : html`<p class="reason" title=${plain(node.reason)}>${plain(node.reason)}</p>`}
@@ -265,6 +266,9 @@ function detailsView(node, close) {
     ["Models", node.models.length === 0 ? "unknown" : plain(node.models.join(", "))],
     ["Context", node.context === null ? "unknown" : `${count(node.context)} tokens a slot`],
     ["Differs", node.drift.length === 0 ? nothing : plain(node.drift.join("; "))],
+    ["Memory", node.router === undefined ? nothing : `${node.memory === null ? "size unknown" : size(node.memory)}${
+      node.pinned_by === null ? "" : `, pinned (${node.pinned_by})`}`],
+    ["Loaded", node.router !== undefined && node.state === "loading" && node.progress !== null ? percent(node.progress) : nothing],
     ["Host", html`${plain(node.host)}${node.labels.numa === undefined ? nothing : `, NUMA node ${plain(node.labels.numa)}`}`],
     ["Address", html`<code>${plain(node.url)}</code>`],
     ["Tier", `${node.tier}${node.cost_per_hour ? `, ${money(node.cost_per_hour)} an hour` : ""}`],

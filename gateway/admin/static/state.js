@@ -68,6 +68,11 @@ function merge(rows, key, changed, gone) {
   }
 }
 
+/** The nodes without the models of routers, which are rows of their own. */
+export function nodesAlone() {
+  return [...state.nodes.values()].filter((node) => node.router === undefined);
+}
+
 export function isOperator() {
   return state.role !== "viewer";
 }

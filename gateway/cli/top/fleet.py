@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.cli.client import AdminClient, GatewayRefused
-from gateway.cli.terminal import CommandFailed, format_cell
+from gateway.cli.terminal import CommandFailed, format_cell, state_in_words
 
 LIVE_PATH = "/admin/live"
 FIRST_PAUSE = 0.5  # seconds before the next try; it doubles with each that fails
@@ -124,7 +124,7 @@ def refusal(error: GatewayRefused) -> str:
 # States of nodes, what needs a look first.
 STATE_ORDER = (
     *("down", "ejected", "loading", "mute", "starting", "degraded", "draining"),
-    *("standby", "sleeping", "ready"),
+    *("failed", "unloading", "standby", "sleeping", "ready", "unloaded"),
 )
 
 CLASS_ORDER = ("urgent", "premium", "normal", "batch")
@@ -206,7 +206,7 @@ def _labels(row: Row) -> str:
 
 NODE_COLUMNS = (
     Column("NODE", _text("name")),
-    Column("STATE", _text("state"), _by(STATE_ORDER, "state")),
+    Column("STATE", state_in_words, _by(STATE_ORDER, "state")),
     Column("SLOTS", slots_drawn, _number("slots_busy")),
     Column("BUSY", _busy, _number("slots_busy")),
     Column("READ/S", _speed("prefill_tps", "prefill_share"), _number("prefill_tps")),
@@ -263,9 +263,15 @@ def queue_lines(picture: FleetPicture, words: str = "") -> list[Line]:
 def node_lines(
     picture: FleetPicture, sort: int = 1, words: str = "", *, descending: bool = False
 ) -> list[Line]:
-    """The nodes, by the column of this number; `words` must all be in a row."""
-    rows = picture.nodes.items()
-    return _lines(NODE_COLUMNS, rows, sort, words, descending=descending)
+    """The nodes, by the column of this number; `words` must all be in a row.
+
+    A router's models follow it.
+    """
+    of = {name: str(row.get("router") or name) for name, row in picture.nodes.items()}
+    rows = _lines(NODE_COLUMNS, picture.nodes.items(), sort, "", descending=descending)
+    places = {line.key: place for place, line in enumerate(rows)}
+    rows.sort(key=lambda line: (places.get(of[line.key], len(rows)), of[line.key] != line.key))
+    return [line for line in rows if _matches(line.cells, words)]
 
 
 def request_lines(
@@ -323,7 +329,7 @@ def headline(picture: FleetPicture) -> str:
     working = sum(states.get(name, 0) for name in ("ready", "degraded", "mute", "sleeping"))
     parts = [
         "ready" if get("ready") else f"not ready: {format_cell(get('reason'))}",
-        f"{working} of {len(picture.nodes)} nodes work",
+        f"{working} of {sum(states.values())} nodes work",
         f"slots {format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}",
         f"{sum(waiting.values())} wait" + "".join(f", {n} {c}" for c, n in waiting.items()),
         f"{format_cell(get('in_flight'))} in flight",

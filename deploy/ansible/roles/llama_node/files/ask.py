@@ -21,6 +21,8 @@ def main(url: str, keys: str = "") -> dict[str, object]:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(request, timeout=TIMEOUT) as answer:
         told = json.load(answer)
+    if told.get("role") == "router":  # its models are listed elsewhere, and have slots once loaded
+        return {"model_alias": "", "total_slots": 0}
     return {"model_alias": told.get("model_alias", ""), "total_slots": told["total_slots"]}
 
 

@@ -7,6 +7,7 @@ nothing and needs only Python's standard library.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -47,12 +48,18 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     problems += file_problems(spec)
     model = spec.get("model")
     found["model"] = look_at_model(model, problems) if model else None
-    problems += disk_problems(disks(spec, found["model"]))
+    found["models"] = [
+        {"path": one["path"], **look_at_model(one, problems)} for one in spec.get("models", [])
+    ]
+    wanted = disks(spec, found["model"]) + disks_on_demand(spec, found["models"])
+    problems += disk_problems(wanted)
     if spec.get("sources"):
         found["topology"] = topology(spec["sources"])
         problems += numa_problems(spec, found["topology"])
         if model and not problems:
             problems += memory_problems(spec, found)
+        if found["models"] and not problems:
+            problems += memory_problems_on_demand(spec, found)
     return found
 
 
@@ -131,13 +138,19 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def own_memory(pid: int) -> int:
-    """Bytes that this process frees when it ends: its private memory, or what it has locked."""
+    """Bytes that this process and its children free when they end: private memory, or locked."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
     sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.endswith("kB")}
-    return 1024 * max(int(sizes.get("RssAnon", 0)), int(sizes.get("VmLck", 0)))
+    own = 1024 * max(int(sizes.get("RssAnon", 0)), int(sizes.get("VmLck", 0)))
+    children: list[str] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has its own
+        with contextlib.suppress(OSError):
+            children += listed.read_text().split()
+    # A router has a child for each model that it has loaded.
+    return own + sum(map(own_memory, map(int, children)))
 
 
 def port_problems(ports: list[dict[str, Any]], addresses: list[dict[str, Any]]) -> list[str]:
@@ -301,6 +314,23 @@ def disks(spec: dict[str, Any], model: dict[str, Any] | None) -> list[dict[str, 
     return wanted
 
 
+def disks_on_demand(spec: dict[str, Any], models: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The disk space that the missing parts of the models on demand need; a file counts once."""
+    sent = {one["path"] for one in spec.get("models", []) if not one["urls"]}
+    wanted = []
+    for path, model in {one["path"]: one for one in models}.items():
+        if model["missing"]:
+            place = {"path": str(Path(path).parent), "bytes": model["missing"]}
+            wanted.append(
+                {**place, "variable": "llama_node_models_folder", "what": Path(path).name}
+            )
+    uploads = [one for one in models if one["missing"] and one["path"] in sent]
+    if uploads:  # one after the other
+        largest = max(uploads, key=lambda one: one["bytes"])
+        wanted += sent_by_way_of(Path(largest["path"]).parent, largest["bytes"])
+    return wanted
+
+
 def sent_by_way_of(folder: Path, size: int) -> list[dict[str, Any]]:
     """Space in the login user's home, where Ansible puts a file first.
 
@@ -400,6 +430,48 @@ def memory_problems(spec: dict[str, Any], found: dict[str, Any]) -> list[str]:
         "llama_node_model_file), or fewer servers (llama_node_numa_nodes)"
         for where, count, room in rooms
         if room - each * count < rule["reserve"]
+    ]
+
+
+def memory_problems_on_demand(spec: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Too little memory for the largest of the models on demand, or for all that are preloaded."""
+    rule, topology = spec["memory"], found["topology"]
+    wanted = spec.get("numa_nodes") or [node["number"] for node in topology["numa_nodes"]]
+    servers = sum(one["numa"] in wanted for one in topology["servers"])
+    ours = sum(unit["memory"] for unit in found["units"].values())
+    room = topology["memory_available"] + ours - rule["reserve"]
+    whose = (
+        f"this machine has {gib(max(room, 0))} beside {gib(rule['reserve'])} that must stay free"
+    )
+    given = re.fullmatch(r"([0-9.]+) *([KMGT])(i?)B", spec.get("models_memory", ""))
+    if given:
+        base = 1024 if given[3] else 1000
+        said = float(given[1]) * base ** ("KMGT".index(given[2]) + 1)
+        if said > room:
+            return [
+                f"not enough memory: llama_node_memory is {gib(said)}, but {whose}. Remedy: less"
+            ]
+        room, whose = said, f"llama_node_memory is {gib(said)}"
+    # The gateway counts what a server may cache as memory of the model.
+    cached = spec.get("cache_ram", 0) << 20
+    needs = {
+        one["name"]: int(seen["bytes"] * rule["factor"]) + cached
+        for one, seen in zip(spec["models"], found["models"], strict=True)
+    }
+    largest = max(needs, key=needs.__getitem__)
+    always = servers * sum(needs[name] for name in spec.get("preload", []))
+    return [
+        f"not enough memory: {what} {gib(size)} ({rule['factor']} x file, and "
+        f"llama_node_cache_ram), but {whose}. Remedy: {remedy}"
+        for what, size, remedy in (
+            (f"{largest} needs", needs[largest], "take it out of llama_node_models"),
+            (
+                f"what {servers} server{'s have' if servers > 1 else ' has'} preloaded needs",
+                always,
+                "fewer of llama_node_preload, or fewer servers (llama_node_numa_nodes)",
+            ),
+        )
+        if size > room
     ]
 
 

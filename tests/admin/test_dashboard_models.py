@@ -1,0 +1,121 @@
+"""The dashboard's picture of routers: their memory, and the models that fill it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import expect
+
+from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.test_dashboard import AXE, VIOLATIONS, opened
+from tests.emulator import EmulatedNode
+from tests.emulator.routed_model import HostMemory, ModelFile
+from tests.emulator.router import EmulatedRouter
+from tests.gateways import Running, running_gateway, until
+
+pytestmark = [pytest.mark.slow, needs_browser]
+
+HOSTILE = "<img src=x onerror=alert(1)>'\"</script>/x"
+GIB = 1 << 30
+FILES = {
+    "small": ModelFile(memory=2 * GIB),
+    HOSTILE: ModelFile(memory=4 * GIB, load_seconds=2.0),
+    "large": ModelFile(memory=9 * GIB, load_seconds=60.0),
+}
+SIZES = {"models": {name: {"memory": f"{file.memory}"} for name, file in FILES.items()}}
+
+
+def a_router() -> EmulatedRouter:
+    return EmulatedRouter(FILES, models_max=0, memory=HostMemory(64 * GIB), slots=2, decode_tps=20)
+
+
+async def order(running: Running, verb: str, model: str) -> None:
+    body = {"order": verb, "model": model, "node": "r1"}
+    response = await running.admin.post("/admin/placements", json=body)
+    assert response.status_code == 200, response.text
+
+
+def inventory(router: EmulatedRouter, plain: EmulatedNode) -> list[dict[str, Any]]:
+    return [
+        {"name": "r1", "url": router.url, "host": "big", "memory": "16GiB"},
+        {"name": "a1", "url": plain.url, "host": "small"},
+    ]
+
+
+async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_path: Path) -> None:
+    router, plain = a_router(), EmulatedNode(model="plain")
+    async with (
+        router,
+        plain,
+        running_gateway(tmp_path, inventory(router, plain), SIZES) as running,
+    ):
+        nodes = running.gateway.fleet.nodes
+        await until(lambda: f"r1/{HOSTILE}" in nodes)
+        async with opened(running) as page:
+            picture = page.locator("#models")
+            await expect(page.locator("#nodes .node")).to_have_count(2)
+            await expect(page.locator("#top")).to_contain_text("2 of 2 nodes at work, 0 of 2 slots")
+            await expect(picture).to_contain_text("big 0 MiB of 16.0 GiB taken")
+            await order(running, "pin", "small")
+            await order(running, "load", HOSTILE)
+            row = picture.locator("li[data-model]").filter(has_text=f"r1/{HOSTILE}")
+            await expect(row).to_contain_text("ready, 4.0 GiB, 0 of 2 slots busy")
+            await expect(picture).to_contain_text(
+                "r1/small ready, 2.0 GiB, 0 of 2 slots busy, pinned"
+            )
+            await expect(picture).to_contain_text("big 6.0 GiB of 16.0 GiB taken")
+            bars = picture.locator("rect.filled")
+            await expect(bars).to_have_count(2)
+            assert [await bar.get_attribute("width") for bar in await bars.all()] == ["248", "123"]
+            await expect(page.locator("#top")).to_contain_text("0 of 6 slots busy")
+            card = page.locator('[data-node="r1"]')
+            await expect(card.locator(".cell")).to_have_count(4)
+            await expect(card).to_contain_text("router 2 of 3 models loaded")
+            # One that is loaded tells how far it is, and who waits for it.
+            body = {"model": "large", "messages": [{"role": "user", "content": "Hi"}]}
+            asked = asyncio.create_task(running.client.post("/v1/chat/completions", json=body))
+            await expect(picture.locator(".waits")).to_contain_text("large: 1 request")
+            loading = picture.locator("li[data-model]").filter(has_text="r1/large")
+            await expect(loading).to_contain_text(re.compile(r"loading, \d+ %, 9.0 GiB"))
+            await row.get_by_role("button").click()
+            dialog = page.get_by_role("dialog")
+            await expect(dialog).to_contain_text("Memory4.0 GiB")
+            await dialog.get_by_role("button", name="Drain").click()
+            await expect(dialog.locator(".state")).to_contain_text("draining")
+            assert nodes[f"r1/{HOSTILE}"].draining
+            await page.keyboard.press("Escape")
+            assert await page.locator("#page img, #page script").count() == 0
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+
+async def test_a_fleet_without_routers_has_no_such_picture(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url]) as running,
+        opened(running) as page,
+    ):
+        assert await page.locator("#models").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_no_violation_in_the_picture_of_models(tmp_path: Path, scheme: str) -> None:
+    router, plain = a_router(), EmulatedNode(model="plain")
+    async with (
+        router,
+        plain,
+        running_gateway(tmp_path, inventory(router, plain), SIZES) as running,
+        a_browser() as browser,
+        a_page(browser, running.admin_url, color_scheme=scheme, bypass_csp=True) as watched,
+    ):
+        await until(lambda: "r1/large" in running.gateway.fleet.nodes)
+        await order(running, "load", "large")
+        await order(running, "load", "small")
+        page = watched.page
+        await expect(page.locator("#models rect.filled")).to_have_count(2)
+        await page.evaluate(AXE)
+        assert await page.evaluate(VIOLATIONS) == []

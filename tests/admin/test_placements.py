@@ -1,0 +1,374 @@
+"""`/admin/placements`: which models routers have loaded, and operators' orders about them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.nodes.router import LoadPhase
+from tests.emulator import EmulatedNode
+from tests.emulator.routed_model import HostMemory, ModelFile
+from tests.emulator.router import EmulatedRouter
+from tests.gateways import Running, running_gateway, until
+from tests.servers import demo_model, running_router
+from tests.virtual import in_virtual_time
+
+GIB = 1 << 30
+FILES = {name: ModelFile(memory=4 * GIB, load_seconds=3.0) for name in ("a", "org/b", "c")}
+SIZES: dict[str, Any] = {"models": {name: {"memory": "4GiB"} for name in FILES}}
+
+
+@asynccontextmanager
+async def one_router(
+    folder: Path,
+    settings: dict[str, Any] | None = None,
+    *,
+    memory: str = "9GiB",
+    unreadable: tuple[str, ...] = (),
+    **node: Any,
+) -> AsyncIterator[tuple[Running, EmulatedRouter]]:
+    router = EmulatedRouter(
+        FILES,
+        unreadable=unreadable,
+        models_max=0,
+        memory=HostMemory(64 * GIB),
+        slots=2,
+        decode_tps=20,
+    )
+    plain = EmulatedNode(model="plain")
+    async with router, plain:
+        nodes = [
+            {"name": "r1", "url": router.url, "memory": memory, **node},
+            {"name": "a1", "url": plain.url},
+        ]
+        async with running_gateway(folder, nodes, settings or SIZES) as running:
+            await until(lambda: "r1/a" in running.gateway.fleet.nodes)
+            yield running, router
+
+
+async def placements(running: Running) -> dict[str, dict[str, Any]]:
+    response = await running.admin.get("/admin/placements")
+    assert response.status_code == 200, response.text
+    return {one["name"]: one for one in response.json()["placements"]}
+
+
+async def send(running: Running, order: str, model: str, node: str = "r1") -> httpx.Response:
+    body = {"order": order, "model": model, "node": node}
+    return await running.admin.post("/admin/placements", json=body)
+
+
+async def done(running: Running, order: str, model: str) -> dict[str, Any]:
+    response = await send(running, order, model)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+async def refused(running: Running, order: str, model: str, node: str = "r1") -> dict[str, Any]:
+    response = await send(running, order, model, node)
+    assert response.status_code >= 400, response.text
+    return {"status": response.status_code, **response.json()["error"]}
+
+
+async def state_is(running: Running, name: str, state: str) -> None:
+    nodes = running.gateway.fleet.nodes
+    await until(lambda: nodes[name].state.value == state, 60, lambda: nodes[name].reason)
+
+
+@in_virtual_time
+async def test_a_model_is_loaded_and_unloaded_by_order(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, _):
+        before = await placements(running)
+        loading = await done(running, "load", "org/b")
+        await state_is(running, "r1/org/b", "ready")
+        loaded = (await placements(running))["r1/org/b"]
+        listed = (await running.admin.get("/admin/placements")).json()
+        unloading = await done(running, "unload", "org/b")
+        await state_is(running, "r1/org/b", "unloaded")
+        audit = (await running.admin.get("/admin/audit?action=placements")).json()["entries"]
+        metrics = (await running.admin.get("/metrics")).text
+    assert list(before) == ["r1/a", "r1/c", "r1/org/b"]
+    assert (before["r1/a"]["state"], before["r1/a"]["since"]) == ("unloaded", None)
+    assert loading["state"] == "loading"
+    assert loading["note"].startswith("its load takes about")
+    assert (loaded["node"], loaded["model"], loaded["memory"]) == ("r1", "org/b", 4 * GIB)
+    assert loaded["since"].endswith("Z")
+    assert loaded["loads"] == 1
+    assert 3 <= loaded["load_seconds"] < 5
+    assert "an operator has ordered it" in loading["reason"]
+    assert listed["hosts"] == {"127.0.0.1": {"memory": 9 * GIB, "used": 4 * GIB, "unknown": 0}}
+    assert "loaded again when requests wait" in unloading["note"]
+    assert [(one["action"], one["target"], one["outcome"]) for one in audit] == [
+        ("placements.unload", "r1/org/b", "done"),
+        ("placements.load", "r1/org/b", "done"),
+    ]
+    reason = 'llama_gateway_model_unloads_total{node="r1",model="org/b",reason="operator"} 1'
+    assert reason in metrics
+
+
+@in_virtual_time
+async def test_an_unload_waits_for_what_runs_and_says_so(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, router):
+        await done(running, "load", "a")
+        await state_is(running, "r1/a", "ready")
+        body = {"model": "a", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}
+        asked = asyncio.create_task(running.client.post("/v1/chat/completions", json=body))
+        await until(lambda: router.models["a"].node.busy == 1)
+        note = (await done(running, "unload", "a"))["note"]
+        state = (await placements(running))["r1/a"]["state"]
+        answer = await asked
+        await state_is(running, "r1/a", "unloaded")
+    assert note == "it ends its requests first, 1 now, and gets no new ones"
+    assert state == "unloading"
+    assert answer.status_code == 200
+
+
+@in_virtual_time
+async def test_a_pin_is_kept_over_a_restart_and_ends_with_unpin(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, _):
+        pinned = await done(running, "pin", "a")
+        await state_is(running, "r1/a", "ready")
+        problem = await refused(running, "unload", "a")
+    async with one_router(tmp_path) as (running, _):
+        await state_is(running, "r1/a", "ready")
+        again = (await placements(running))["r1/a"]
+        unpinned = await done(running, "unpin", "a")
+        await done(running, "unload", "a")
+        await state_is(running, "r1/a", "unloaded")
+    assert pinned["pinned_by"] == again["pinned_by"] == "operator"
+    assert unpinned["pinned_by"] is None
+    assert (problem["status"], problem["code"]) == (409, "placement_refused")
+    assert problem["message"] == "r1/a is pinned by an operator: take the pin out."
+
+
+@in_virtual_time
+async def test_a_load_by_order_makes_room_where_nothing_is_pinned(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, _):
+        for name in ("a", "org/b"):
+            await done(running, "load", name)
+            await state_is(running, f"r1/{name}", "ready")
+        await asyncio.sleep(20)  # what was loaded just now is not unloaded at once
+        note = (await done(running, "load", "c"))["note"]
+        await state_is(running, "r1/c", "ready")
+        left = [one for one in (await placements(running)).values() if one["state"] == "ready"]
+    assert note == "it is loaded as soon as others have made room"
+    assert len(left) == 2
+
+
+@in_virtual_time
+async def test_what_does_not_fit_is_refused_with_the_figures(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, _):
+        for name in ("a", "org/b"):
+            await done(running, "pin", name)
+            await state_is(running, f"r1/{name}", "ready")
+        problems = [await refused(running, order, "c") for order in ("load", "pin")]
+    for problem in problems:
+        assert problem["status"] == 409
+        assert "it takes 4 GiB, and 127.0.0.1 has 9 GiB for models, 8 GiB of" in problem["message"]
+        assert "Unpin or unload another" in problem["message"]
+
+
+@in_virtual_time
+async def test_orders_that_make_no_sense_name_the_remedy(tmp_path: Path) -> None:
+    pinned = {"models": {**SIZES["models"], "a": {"memory": "4GiB", "pin": ["r1"]}}}
+    async with one_router(tmp_path, pinned) as (running, _):
+        await state_is(running, "r1/a", "ready")
+        found = [
+            await refused(running, "load", "aa"),
+            await refused(running, "load", "a", "r2"),
+            await refused(running, "load", "plain", "a1"),
+            await refused(running, "drop", "a"),
+            await refused(running, "unpin", "a"),
+        ]
+        await running.admin.post("/admin/nodes/r1/drain")
+        drained = await refused(running, "load", "c")
+    assert [one["status"] for one in found] == [404, 404, 400, 400, 409]
+    assert "has no model 'aa'. Did you mean 'a'?" in found[0]["message"]
+    assert "There is no node 'r2'." in found[1]["message"]
+    assert "is no router" in found[2]["message"]
+    assert "gateway.yaml" in found[4]["message"]
+    assert "llama-gateway nodes resume r1" in drained["message"]
+
+
+@in_virtual_time
+async def test_a_router_without_commands_gets_none_by_order_either(tmp_path: Path) -> None:
+    async with one_router(tmp_path, models_on_demand=False) as (running, router):
+        problem = await refused(running, "load", "a")
+    assert "models_on_demand" in problem["message"]
+    assert router.models["a"].state == "unloaded"
+
+
+@in_virtual_time
+async def test_a_failed_load_is_tried_at_once_by_order(tmp_path: Path) -> None:
+    async with one_router(tmp_path, unreadable=("cut",)) as (running, _):
+        for _ in range(2):
+            await done(running, "load", "cut")
+            await state_is(running, "r1/cut", "failed")
+        failed = (await placements(running))["r1/cut"]
+        problems = await running.gateway.live._view.read_problems()
+    assert failed["load_failures"] == 2
+    assert "could not load it" in failed["reason"]
+    assert [one.id for one in problems] == ["model_out:cut", "load_failed:r1/cut"]
+    assert "could not load it" in problems[1].cause
+
+
+@in_virtual_time
+async def test_an_instance_is_a_node_by_its_own_name_and_a_router_counts_once(
+    tmp_path: Path,
+) -> None:
+    async with one_router(tmp_path) as (running, _):
+        await done(running, "load", "org/b")
+        await state_is(running, "r1/org/b", "ready")
+        paths = ("/admin/nodes/r1/org/b", "/admin/nodes/r1%2Forg%2Fb")
+        shown = [(await running.admin.get(path)).json() for path in paths]
+        drained = (await running.admin.post("/admin/nodes/r1/org/b/drain")).json()
+        nodes = (await running.admin.get("/admin/nodes")).json()["nodes"]
+        status = (await running.admin.get("/admin/status")).json()
+        problems = await running.gateway.live._view.read_problems()
+    assert [(one["name"], one["router"], one["slots_total"]) for one in shown] == [
+        ("r1/org/b", "r1", 2)
+    ] * 2
+    assert drained["state"] == "draining"
+    assert status["nodes"] == {"ready": 2}
+    assert next(one["reason"] for one in nodes if one["name"] == "r1").endswith(
+        "1 of 3 models are loaded"
+    )
+    assert status["slots_total"] == 2 + 2 == sum(one["slots_total"] for one in nodes)
+    assert {one["name"]: one["slots_total"] for one in nodes} == {
+        "r1": 0, "r1/a": 0, "r1/c": 0, "r1/org/b": 2, "a1": 2,
+    }  # fmt: skip
+    assert [one.id for one in problems] == ["draining"]
+
+
+@in_virtual_time
+async def test_why_tells_of_the_load_that_a_request_waited_for(tmp_path: Path) -> None:
+    def body(model: str) -> dict[str, Any]:
+        return {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+
+    async with one_router(tmp_path, memory="5GiB") as (running, _):
+        first = await running.client.post("/v1/chat/completions", json=body("a"))
+        await asyncio.sleep(30)
+        headers = {"X-Request-ID": "second"}
+        asked = asyncio.create_task(
+            running.client.post("/v1/chat/completions", json=body("org/b"), headers=headers)
+        )
+        await state_is(running, "r1/org/b", "loading")
+        await asyncio.sleep(1)
+        waiting = (await running.admin.get("/admin/requests/second/why")).json()["requests"][0]
+        answer = await asked
+        told = (await running.admin.get("/admin/requests/second/why")).json()["requests"][0]
+        live = await running.gateway.live._view.read(with_requests=False)
+    assert (first.status_code, answer.status_code) == (200, 200)
+    assert waiting["summary"].startswith("It waits for the load of r1/org/b, which goes on for 1")
+    load = next(one for one in told["decisions"] if one["kind"] == "queued")["load"]
+    assert (load["node"], load["unloaded"]) == ("r1/org/b", ["r1/a"])
+    assert 3 <= load["seconds"] < 4
+    assert load["waited"] == load["seconds"]
+    assert "for which r1/a had to be unloaded." in told["summary"]
+    assert list(live.nodes) == ["r1", "r1/org/b", "a1"]
+    row = live.nodes["r1/org/b"]
+    assert (row["router"], row["memory"], row["cells"]) == ("r1", 4 * GIB, "ff")
+    assert live.summary["states"] == {"ready": 2}
+    assert live.summary["hosts"]["127.0.0.1"]["used"] == 4 * GIB
+
+
+@in_virtual_time
+async def test_a_drain_of_a_router_counts_and_ends_what_its_models_run(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, router):
+        await done(running, "load", "a")
+        await state_is(running, "r1/a", "ready")
+        body = {"model": "a", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 900}
+        asked = asyncio.create_task(running.client.post("/v1/chat/completions", json=body))
+        await until(lambda: router.models["a"].node.busy == 1)
+        drained = (await running.admin.post("/admin/nodes/r1/drain?deadline=1")).json()
+        answer = await asked
+    assert drained["in_flight"] == 1
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "node_drained"
+
+
+@in_virtual_time
+async def test_a_pin_that_can_t_be_kept_is_a_problem_after_a_minute(tmp_path: Path) -> None:
+    wishes: dict[str, Any] = {name: {"memory": "4GiB", "pin": ["r1"]} for name in FILES}
+    wishes["a"] |= {"replicas": {"min": 2}}
+    wishes["ghost"] = {"memory": "1GiB", "pin": ["r1"]}
+    async with one_router(tmp_path, {"models": wishes}, memory="20GiB") as (running, router):
+        await until(lambda: all(one.state == "loaded" for one in router.models.values()), 60)
+        early = await running.gateway.live._view.read_problems()
+        await asyncio.sleep(70)
+        late = await running.gateway.live._view.read_problems()
+    assert early == []
+    assert [one.id for one in late] == ["not_kept:a:", "not_kept:ghost:r1"]
+    assert "1 are loaded, and replicas.min is 2" in late[0].cause
+    assert "r1 does not have it" in late[1].cause.lower()
+
+
+@in_virtual_time
+async def test_a_load_that_takes_far_too_long_is_a_problem(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, router):
+        await done(running, "load", "a")
+        await state_is(running, "r1/a", "ready")
+        await done(running, "unload", "a")
+        await state_is(running, "r1/a", "unloaded")
+        router.models["a"].load_seconds = 500.0
+        await done(running, "load", "a")
+        await asyncio.sleep(70)
+        problems = await running.gateway.live._view.read_problems()
+        node = running.gateway.fleet.nodes["r1/a"]
+        assert node.load is not None
+        phase = node.load.phase
+    assert phase is LoadPhase.LOADING
+    assert [one.id for one in problems] == ["loading:127.0.0.1:r1/a"]
+    assert "It is loaded since 69 s, in about 3 s" in problems[0].cause
+
+
+@in_virtual_time
+async def test_a_router_that_others_command_too_is_told_until_it_is_probed(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, _):
+        router = running.gateway.fleet.nodes["r1"]
+        for _ in range(6):
+            router.router_record.changed_by_others(running.gateway.clock())
+        problems = await running.gateway.live._view.read_problems()
+        problem = await refused(running, "load", "a")
+        metrics = (await running.admin.get("/metrics")).text
+        await running.admin.post("/admin/nodes/r1/probe")
+        after = await running.gateway.live._view.read_problems()
+        await done(running, "load", "a")
+    assert [one.id for one in problems] == ["left_alone:r1"]
+    assert "llama-gateway nodes probe r1" in problem["message"]
+    assert 'llama_gateway_router_left_alone{node="r1"} 1' in metrics
+    assert after == []
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.binary_only("the wheel's server has no router mode")
+async def test_orders_on_a_real_router(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    for name in ("a", "b"):
+        (models / f"{name}.gguf").symlink_to(demo_model())
+    (models / "cut.gguf").write_bytes(demo_model().read_bytes()[:100_000])
+    with running_router(models, slots=2, context=4096, extra=("--models-max", "0")) as router:
+        node = {"name": "r1", "url": router.url, "memory": "1GiB"}
+        async with running_gateway(tmp_path, [node], {"store": {"url": "off"}}) as running:
+            await until(lambda: "r1/cut" in running.gateway.fleet.nodes)
+            await done(running, "load", "cut")
+            await state_is(running, "r1/cut", "failed")
+            await done(running, "pin", "a")
+            await state_is(running, "r1/a", "ready")
+            found = await placements(running)
+            problems = await running.gateway.live._view.read_problems()
+            await done(running, "unpin", "a")
+            await done(running, "unload", "a")
+            await state_is(running, "r1/a", "unloaded")
+    assert "its log says why" in found["r1/cut"]["reason"]
+    assert found["r1/a"]["memory"] > demo_model().stat().st_size
+    assert (found["r1/a"]["loads"], found["r1/a"]["pinned_by"]) == (1, "operator")
+    assert [one.id for one in problems] == ["model_out:cut", "load_failed:r1/cut"]
