@@ -319,8 +319,9 @@ class ModelPlacementPolicy:
                 or best.instance.node == planned[0]
             ):
                 return
-            self._give_up(look, planned)
         if self._is_worth(look, demand, queue, best):
+            if planned is not None:
+                self._give_up(look, planned)
             more = "one more copy" if queue.has_copies else "it"
             self._carry_out(look, best, f"{demand.waiting} requests wait for {more}")
 
