@@ -23,7 +23,7 @@ from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
 from gateway.app import startup
 from gateway.app.background import BackgroundWork
-from gateway.app.fitting import check_fit, fit_warnings
+from gateway.app.fitting import check_fit
 from gateway.app.handover import (
     READY_TIMEOUT,
     HandoverFailed,
@@ -191,7 +191,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
         )
-        self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_settings())
+        self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         config = self._handler_config(settings)
         self.background = BackgroundWork(
             options,
@@ -346,7 +346,7 @@ class Gateway:
                 nodes=len(self.fleet.nodes),
                 open_files=open_files,
             )
-            self._warn_of_settings()
+            self._warn_of_empty_pools()
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
             self.audit.record("gateway", None, "start", __version__)
@@ -626,17 +626,13 @@ class Gateway:
         self.telemetry.configure(settings)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
-        self._warn_of_settings()
+        self._warn_of_empty_pools()
         return change
 
-    def _warn_of_settings(self) -> None:
+    def _warn_of_empty_pools(self) -> None:
         labels = (node.spec.labels for node in self.fleet.nodes.values())
         for warning in startup.empty_pools(self.settings, labels):
             log.warning("pool", warning=warning)
-        # A router's models are nodes too, whose names have a `/`.
-        specs = [node.spec for name, node in self.fleet.nodes.items() if "/" not in name]
-        for warning in fit_warnings(self.settings, specs):
-            log.warning("model placement", warning=warning)
 
 
 def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:

@@ -50,11 +50,19 @@ def check_fit(
 
 
 def misfits(settings: Settings, specs: Sequence[NodeSpec]) -> Iterator[Misfit]:
-    """Pins of unknown nodes, too many copies, too little memory."""
+    """Pins of unknown nodes, too many copies, too little memory, or two sizes of one host's."""
+    memory = host_memory(specs)
+    for number, spec in enumerate(specs):
+        if spec.memory not in {None, memory.get(spec.host)}:
+            yield Misfit(
+                ("nodes", number, "memory"),
+                f"another node of the host {spec.host} says {format_size(memory[spec.host])}",
+                "say it at one of them, or the same at each: nodes of one host share its memory",
+            )
     rules = {name: rule for name, rule in settings.models.items() if rule.is_placed}
     if not rules or not specs:  # a fleet may be filled later
         return
-    memory, kept = host_memory(specs), _kept(rules, specs)
+    kept = _kept(rules, specs)
     by_name = {spec.name: spec for spec in specs}
     room: dict[str, Counter[str]] = {}
     for model, rule in rules.items():
@@ -81,36 +89,6 @@ def misfits(settings: Settings, specs: Sequence[NodeSpec]) -> Iterator[Misfit]:
                 "raise it, or take the model out of a `pin` or `preload`",
             )
     yield from _full_hosts(rules, specs, kept, room)
-
-
-def fit_warnings(settings: Settings, specs: Sequence[NodeSpec]) -> Iterator[str]:
-    """What nobody can know of models that are always to be loaded, or what will not happen."""
-    rules, memory = settings.models, host_memory(specs)
-    placed = [spec for spec in specs if _is_placed(spec)]
-    if placed and all(spec.models is not None for spec in placed):
-        served = {name for spec in placed for name in spec.models or ()}
-        unserved = {name for name, rule in rules.items() if rule.is_placed} - served
-        if unserved:
-            yield f"models: {_listed(unserved)}: no node that loads models on demand has it"
-    always = {model for one in _kept(rules, specs) for model in one}
-    always |= {name for name, rule in rules.items() if rule.replicas.min}
-    if always and not settings.model_placement.commands:
-        yield (
-            "model_placement.commands is false: no node is told to load what `replicas`, `pin` and "
-            "`preload` name"
-        )
-    if silent := {name for name in always if name not in rules or rules[name].memory is None}:
-        yield (
-            "models: it is not known whether all fits that is always to be loaded: "
-            f"{_listed(silent)} without `memory`, which `llama-gateway fit FILE` tells"
-        )
-    unsized = {
-        spec.host
-        for spec in placed
-        if spec.host not in memory and (spec.models is None or not always.isdisjoint(spec.models))
-    }
-    if always and unsized:
-        yield f"nodes: {_listed(unsized)}: without `memory`, one model at a time is loaded there"
 
 
 def _is_placed(spec: NodeSpec) -> bool:

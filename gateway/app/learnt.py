@@ -39,7 +39,7 @@ from gateway.lease import HASH_KEY_BYTES, KeyedHash, Tried
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LearntOfServer, Node
 from gateway.nodes.prompt_cache import KeptPrompt
-from gateway.nodes.saved_prompts import SavedPrompt, SavedPrompts
+from gateway.nodes.saved_prompts import MOST_KEPT, SavedPrompt, SavedPrompts
 from gateway.nodes.server_properties import server_key
 from gateway.schedule.core.demand_model import TokenEstimates, TokenStats
 from gateway.schedule.core.requests import (
@@ -886,40 +886,35 @@ class Prompts(Section):
 class SavedSlots(Section):
     """What is in the files of saved prompts, as digests: a row for each file."""
 
-    name, most_rows, most_bytes = "saved", 4_000, 4 << 20
+    name, most_rows, most_bytes = "saved", MOST_KEPT, 4 << 20
 
     def __init__(self, saved_prompts: SavedPrompts, keys: PromptKeys) -> None:
         self._saved_prompts = saved_prompts
         self._keys = keys
-        self._changes = -1  # at the last look
-        self._rows: set[str] = set()
+        self._seen: dict[str, SavedPrompt] = {}
 
     def is_kept(self) -> bool:
         """As the settings say."""
         return self._keys.is_kept()
 
     def changes(self) -> Iterator[Change]:
-        """All of it, if something has changed."""
-        before, self._changes = self._changes, self._saved_prompts.changes
-        if not self.is_kept():
-            self._changes = -1
-        if self._changes in {before, -1}:
-            return
-        gone, self._rows = self._rows, set()
-        for key, saved in [*self._saved_prompts.export()]:
-            self._rows.add(key)
-            yield key, saved.caller or None, saved
-        for key in gone - self._rows:
+        """What was saved, and what is forgotten."""
+        before, self._seen = (
+            self._seen,
+            dict(self._saved_prompts.export() if self.is_kept() else ()),
+        )
+        for key in before.keys() - self._seen.keys():
             yield key, None, None
+        for key, saved in [*self._seen.items()]:
+            if before.get(key) is not saved:
+                yield key, saved.caller or None, saved
 
     def restore(self, row: Row, age: float) -> bool:
-        """Know the files again."""
+        """Know the file again."""
         if not self._keys.agrees or age > OLDEST_PROMPT:
             return False
         saved = msgspec.json.decode(row.value, type=SavedPrompt)
-        self._rows.add(row.key)
-        self._saved_prompts.add(row.key, saved)
-        return True
+        return self._saved_prompts.add(row.key, saved)
 
     def forget(self, is_gone: IsGone) -> None:
         """Forget what these callers sent."""

@@ -101,10 +101,6 @@ class StatusProgress(Progress):
             return
         self.note(f"{self._name}: {text}")
 
-    def show_files(self, done: int, total: int) -> None:
-        """Show that so many of the files of a folder are read."""
-        self.show(f"{done} of {total} files are read", "reading", done, total)
-
 
 class DownloadProgress(Progress):
     """Shows a download."""

@@ -86,7 +86,6 @@ def check(
     """
     import asyncio
 
-    from gateway.app.fitting import fit_warnings
     from gateway.app.startup import check_startup, empty_pools
 
     given = process.startup(nodes)
@@ -104,7 +103,6 @@ def check(
     labels = (node.labels for node in found.inventory.nodes)
     warnings = [str(warning) for warning in found.inventory.warnings]
     warnings += empty_pools(found.settings, labels)
-    warnings += fit_warnings(found.settings, found.inventory.nodes)
     if (policy := found.settings.policy) != "least_finish":
         warnings.append(
             f"policy: {policy} means least_finish now, and the next release refuses it; remove it"

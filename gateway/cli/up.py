@@ -99,7 +99,7 @@ def up(
         max=256,
         metavar="N",
         help=(
-            "Requests that one model takes at once on a server; of several models some get fewer "
+            "Requests that one model takes at once on a server; of several models each gets fewer "
             "where memory is short."
         ),
     ),
@@ -179,7 +179,6 @@ def up(
 
     from gateway.app.process import run_event_loop
     from gateway.app.startup import StartError, state_folder
-    from gateway.cli.progress import StatusProgress
     from gateway.local import LocalFleetError
     from gateway.local.cache import models_in_use
     from gateway.local.gguf import model_parts
@@ -208,14 +207,7 @@ def up(
                 plan = plan_local_fleet(models, **more, **common)
             else:
                 _check_no_download(sha256, token_env, max_bytes)
-                with StatusProgress(str(models_dir)) as progress:
-                    plan = plan_folder_fleet(
-                        models_dir,
-                        folder / "models.ini",
-                        progress=progress.show_files,
-                        **more,
-                        **common,
-                    )
+                plan = plan_folder_fleet(models_dir, folder / "models.ini", **more, **common)
             with models_in_use([part for one in plan.models for part in model_parts(one.path)]):
                 inventory_file = _provisional_inventory(plan, folder / "nodes.yaml")
                 # Keys, their hashes for a start without the store, and usage outlive one run.
@@ -408,7 +400,8 @@ async def _follow(folder: ModelFolder) -> None:
             structlog.get_logger().warning("models folder", error=str(error))
             continue
         if changed is not None:
-            structlog.get_logger().info("models folder", **changed)
+            some = {key: names[:MOST_LINES] for key, names in changed.items()}
+            structlog.get_logger().info("models folder", **some)
 
 
 def _print_folder(folder: ModelFolder) -> None:
@@ -417,11 +410,10 @@ def _print_folder(folder: ModelFolder) -> None:
     print_note(f"Models, loaded on demand into {format_gib(folder.room)}:")
     lines = []
     for name, one in folder.models.items():
+        slots = _slots(one.settings.slots, one.settings.context)
         prompts = one.settings.prompt_cache_bytes
-        lines.append(
-            f"  {name}: {format_gib(one.memory - prompts)} with "
-            f"{_slots(one.settings.slots, one.settings.context)}, {format_gib(prompts)} for prompts"
-        )
+        needed = format_gib(one.memory - prompts)
+        lines.append(f"  {name}: {needed} with {slots}, {format_gib(prompts)} for prompts")
     lines += [f"  not served: {name}: {why}" for name, why in folder.passed_over.items()]
     for line in lines[:MOST_LINES]:
         print_note(line)

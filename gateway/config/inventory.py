@@ -36,7 +36,6 @@ from gateway.config.fields import (
     Seconds,
     TypeLabel,
     as_list,
-    format_size,
     normalise_node_url,
     secret_from_file,
     secret_from_variable,
@@ -453,8 +452,9 @@ def _check_commanded(wanted: object, info: ValidationInfo, verb: str) -> None:
 
 
 def host_memory(specs: Iterable[NodeSpec]) -> dict[str, int]:
-    """The bytes that each host has for models, where one of its nodes says it."""
-    return {spec.host: spec.memory for spec in specs if spec.memory is not None}
+    """The bytes that each host has for models, by the first of its nodes that says it."""
+    said = [(spec.host, spec.memory) for spec in specs if spec.memory is not None]
+    return dict(reversed(said))
 
 
 def url_host(url: str) -> str:
@@ -529,7 +529,6 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
     problems += validate(NodeSpec, source, YamlEntry(checked, 0, "defaults"), env)[1]
 
     nodes: list[NodeSpec] = []
-    sized: dict[str, tuple[NodeSpec, YamlEntry]] = {}
     values = 0
     for entry in entries:
         merged = _with_defaults(defaults, entry)
@@ -543,31 +542,11 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
         problems += found
         if node is not None:
             nodes.append(node)
-            problems += _other_memory(path, merged, node, sized)
     problems += find_duplicates(source, entries, "name", "the node")
     if problems:
         raise ConfigError(first_of_each_place(problems))
     warnings = tuple(_shared_addresses(path, entries, nodes))
     return Inventory.model_validate({"nodes": tuple(nodes)}, context={"warnings": warnings})
-
-
-def _other_memory(
-    path: Path, entry: YamlEntry, spec: NodeSpec, sized: dict[str, tuple[NodeSpec, YamlEntry]]
-) -> Iterator[Problem]:
-    """Report a node whose `memory` is not that of the first node of its host, kept in `sized`."""
-    if spec.memory is None or not isinstance(entry.tree, YamlMapping):
-        return
-    written = entry.tree.entries["memory"]
-    first, place = sized.setdefault(spec.host, (spec, written))
-    if first.memory is not None and first.memory != spec.memory:
-        yield Problem(
-            path,
-            written.line,
-            written.key,
-            f"the node {first.name} of the same host, {spec.host}, has {format_size(first.memory)} "
-            f"in line {place.line}",
-            "say it at one of them, or the same at each: nodes of one host share its memory",
-        )
 
 
 def _shared_addresses(

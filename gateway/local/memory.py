@@ -31,6 +31,8 @@ from gateway.local.gguf import (
 from gateway.local.topology import Topology, read_text
 
 MIB = 1 << 20
+# Evicted prompts that a server may keep where there is room: llama.cpp's own default.
+MOST_PROMPT_CACHE_BYTES = 8192 * MIB
 
 TENSOR_TYPE_NAMES = MappingProxyType(
     {

@@ -9,27 +9,30 @@ changes: sections only come and go.
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gateway.local import LocalFleetError
 from gateway.local.gguf import PART_NAME, ModelFile, model_parts, read_headers, read_model
-from gateway.local.memory import MIB, ServerSettings, file_memory, format_gib, server_needs
+from gateway.local.memory import (
+    MIB,
+    MOST_PROMPT_CACHE_BYTES,
+    ServerSettings,
+    format_gib,
+    server_needs,
+)
 from gateway.local.server import MEAN
 
 MOST_FILES = 10_000  # that are looked at
 PROJECTOR = "mmproj"  # in the names of files that read images for a model, as llama.cpp has it
-# What the names of a model and of its projector differ by.
-_PROJECTOR_WORDS = re.compile(r"(?i)[-._]?(mmproj|f16|bf16|f32|q8_0)(?![a-z0-9])[-._]?")
 # A preset can't quote: it ends values at these, and changes names with a colon.
 _UNWRITABLE = re.compile(r"[#;:\[\]\\]|^\s|\s$|^\*$")
-# Of what a model needs, the least that its prompt cache gets; and the most, llama.cpp's default.
-PROMPT_CACHE_SHARE, MOST_PROMPT_CACHE_BYTES = 0.25, 8192 * MIB
+# A prompt cache gets these shares of what its model needs, or of all memory, whichever is more.
+CACHE_SHARE_OF_NEED, CACHE_SHARE_OF_ROOM = 1 / 4, 1 / 16
 
 
 class FolderModel(NamedTuple):
@@ -59,92 +62,81 @@ class ModelFolder:
         self.passed_over: dict[str, str] = {}  # why each other file is no model to serve
         self._folder, self._preset = folder.absolute(), preset
         self._settings, self._embedding, self._force = settings, embedding, force
-        self._read: dict[Path, tuple[object, ModelFile | str]] = {}
-        self._caches: dict[str, int] = {}  # of prompts: once given, since another would unload it
+        self._marks: dict[Path, object] = {}  # by which a file that has changed is known
+        self._read: dict[Path, ModelFile | str] = {}
 
-    def memory(self, path: Path, slots: int, context: int) -> int:
-        """Return what the model of a file takes, with its projector and its prompts."""
+    def memory(self, path: Path, _slots: int, _context: int) -> int:
+        """Return what the model of a file takes, with its projector and its prompts.
+
+        Raises: ValueError if it is not served.
+        """
         for model in self.models.values():
             if model.file.path == path:
                 return model.memory
-        return file_memory(path, slots, context)
+        raise ValueError(f"{path} is not served")
 
-    def refresh(
-        self, progress: Callable[[int, int], None] = lambda _, __: None
-    ) -> dict[str, Any] | None:
+    def refresh(self) -> dict[str, list[str]] | None:
         """Read the folder, write the preset, and return what has changed. Raises OSError."""
-        before, told = self.models, self.passed_over
-        models, passed_over = self._contents(progress)
-        if (models, passed_over) == (before, told):
+        files = list(islice(_gguf_files(self._folder), MOST_FILES))
+        marks = {path: _mark(path) for path in files}
+        if marks == self._marks:
             return None
-        with tempfile.NamedTemporaryFile("w", dir=self._preset.parent, delete=False) as draft:
-            draft.write("\n".join(self._section(*one) for one in models.items()))
-        Path(draft.name).replace(self._preset)  # whole, since a router may read it at any time
-        self.models, self.passed_over = models, passed_over
+        before, told = self.models, self.passed_over
+        models, passed_over = self._contents(marks)
+        draft = self._preset.with_suffix(".draft")
+        draft.write_text("\n".join(self._section(*one) for one in models.items()), "utf-8")
+        draft.replace(self._preset)  # whole, since a router may read it at any time
+        self.models, self.passed_over, self._marks = models, passed_over, marks
+        news = passed_over.items() - told.items()
         return {
             "added": sorted(models.keys() - before.keys()),
             "removed": sorted(before.keys() - models.keys()),
-            "not_served": dict(passed_over.items() - told.items()),
+            "not_served": sorted(f"{name}: {why}" for name, why in news),
         }
 
-    def _contents(
-        self, progress: Callable[[int, int], None]
-    ) -> tuple[dict[str, FolderModel], dict[str, str]]:
-        files = list(islice(_gguf_files(self._folder), MOST_FILES))
+    def _contents(self, marks: dict[Path, object]) -> tuple[dict[str, FolderModel], dict[str, str]]:
         models: dict[str, FolderModel] = {}
         passed_over: dict[str, str] = {}
-        projectors = [path for path in files if PROJECTOR in path.name]
-        whole = {_without_part(path): path for path in reversed(files) if path not in projectors}
-        for number, path in enumerate((*sorted(whole.values()), *projectors)):
-            progress(number, len(whole) + len(projectors))
-            read = self._model(path)
-            if isinstance(read, str):
-                passed_over[self._shown(path)] = read
-            elif path in projectors:
-                name = _model_of(path, models)
-                if name is None or models[name].projector:
-                    passed_over[self._shown(path)] = (
-                        "a projector of images, but which model's is not clear; put both into a "
-                        "folder of their own"
-                    )
-                else:
-                    models[name] = models[name]._replace(projector=path)
-            elif read.name in models:
-                other = self._shown(models[read.name].file.path)
-                passed_over[self._shown(path)] = f"{other} has this name too; rename one of them"
+        projectors = [path for path in marks if PROJECTOR in path.name]
+        whole = {_without_part(path): path for path in reversed(marks) if path not in projectors}
+        known, self._read = self._read, {}
+        for path in (*sorted(whole.values()), *projectors):
+            parts = model_parts(path)
+            is_new = any(marks.get(part) != self._marks.get(part) for part in parts)
+            found = _read_model(path) if is_new or path not in known else known[path]
+            self._read[path] = found
+            served = found if isinstance(found, str) else self._served(found, models)
+            if isinstance(served, str):
+                passed_over[str(path.relative_to(self._folder))] = served
             else:
-                most = self._settings.context
-                context = min(most, read.trained_context or most)
-                settings = replace(self._settings, context=context)
-                models[read.name] = FolderModel(read, None, settings, 0)
-        return self._sized(models, passed_over), passed_over
+                models[served.file.name] = served
+        return models, passed_over
 
-    def _sized(
-        self, models: dict[str, FolderModel], passed_over: dict[str, str]
-    ) -> dict[str, FolderModel]:
-        """Return the models that have room, with their memory; those without are passed over."""
-        needs: dict[str, int] = {}
-        for name, model in models.items():
-            needed, why = server_needs(model.file, model.settings)
-            needed += model.projector.stat().st_size if model.projector else 0
-            if needed <= self.room or self._force:
-                needs[name] = needed
-                continue
-            passed_over[self._shown(model.file.path)] = (
+    def _served(self, file: ModelFile, models: dict[str, FolderModel]) -> FolderModel | str:
+        """Return a model as it is served, or with this projector; or why the file is not."""
+        projector = None
+        if PROJECTOR in file.path.name:
+            projector = file.path
+            beside = [one for one in models.values() if one.file.path.parent == projector.parent]
+            if len(beside) != 1 or beside[0].projector:
+                return "a projector of images; put it and its model into a folder of their own"
+            file = beside[0].file
+        elif other := models.get(file.name):
+            shown = other.file.path.relative_to(self._folder)
+            return f"{shown} has this name too; rename one of them"
+        most = self._settings.context
+        settings = replace(self._settings, context=min(most, file.trained_context or most))
+        needed, why = server_needs(file, settings)
+        needed += projector.stat().st_size if projector else 0
+        if needed > self.room and not self._force:
+            return (
                 f"needs {format_gib(needed)} ({why}) of the {format_gib(self.room)} that models "
                 "may take; take a smaller quantization, or less --context or --slots"
             )
-        # Half of what all of them would leave: the rest is for models that come later.
-        spare = (self.room - sum(needs.values())) // 2
-        sized = {}
-        for name, needed in needs.items():
-            share = max(int(needed * PROMPT_CACHE_SHARE), spare // len(needs))
-            most = max(0, min(MOST_PROMPT_CACHE_BYTES, self.room - needed))
-            cache = self._caches.setdefault(name, min(share, most) // MIB * MIB)
-            settings = replace(models[name].settings, prompt_cache_bytes=cache)
-            memory = min(needed + cache, self.room)
-            sized[name] = models[name]._replace(settings=settings, memory=memory)
-        return sized
+        cache = max(needed * CACHE_SHARE_OF_NEED, self.room * CACHE_SHARE_OF_ROOM)
+        cache = int(max(0, min(cache, MOST_PROMPT_CACHE_BYTES, self.room - needed))) // MIB * MIB
+        settings = replace(settings, prompt_cache_bytes=cache)
+        return FolderModel(file, projector, settings, min(needed + cache, self.room))
 
     def _section(self, name: str, model: FolderModel) -> str:
         settings = model.settings
@@ -158,19 +150,6 @@ class ModelFolder:
         }
         lines = [f"{key} = {value}" for key, value in keys.items() if value is not None]
         return "\n".join((f"[{name}]", *lines, ""))
-
-    def _shown(self, path: Path) -> str:
-        return str(path.relative_to(self._folder))
-
-    def _model(self, path: Path) -> ModelFile | str:
-        """Return a model or projector, or why it can't be served."""
-        marks: object = None
-        with suppress(OSError):
-            stats = [part.stat() for part in model_parts(path)]
-            marks = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
-        if path not in self._read or self._read[path][0] != marks:
-            self._read[path] = marks, _read_model(path)
-        return self._read[path][1]
 
 
 def _gguf_files(folder: Path) -> Iterator[Path]:
@@ -193,6 +172,14 @@ def _is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and (path.is_file() or not path.exists())
 
 
+def _mark(path: Path) -> object:
+    with suppress(OSError):
+        found = path.stat()
+        # Not when it was written: a copy keeps that of its original.
+        return found.st_size, found.st_ino, found.st_ctime_ns
+    return None
+
+
 def _without_part(path: Path) -> Path:
     """Return one path for all parts of a split model."""
     match = PART_NAME.match(path.name)
@@ -213,12 +200,3 @@ def _read_model(path: Path) -> ModelFile | str:
     if any(_UNWRITABLE.search(one) or not one.isprintable() for one in (found.name, str(path))):
         return r"a router can't be told names with # ; : [ ] or \; rename the file or its folder"
     return found
-
-
-def _model_of(projector: Path, models: dict[str, FolderModel]) -> str | None:
-    """Return the model that a projector belongs to: the only one beside it, or that of its name."""
-    beside = [name for name, one in models.items() if one.file.path.parent == projector.parent]
-    stem = _PROJECTOR_WORDS.sub("", projector.stem).lower()
-    named = [name for name in beside if stem and name.lower().startswith(stem)]
-    fitting = beside if len(beside) == 1 else named
-    return fitting[0] if len(fitting) == 1 else None

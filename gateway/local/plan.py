@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -23,6 +22,7 @@ from gateway.local.embedded import batch_sizes, packaged_openmp, system_has_open
 from gateway.local.gguf import ModelFile, read_model
 from gateway.local.memory import (
     MEMORY_RESERVE,
+    MOST_PROMPT_CACHE_BYTES,
     ServerSettings,
     check_memlock,
     check_memory,
@@ -33,7 +33,7 @@ from gateway.local.memory import (
     server_needs,
 )
 from gateway.local.model_folder import ModelFolder
-from gateway.local.server import MIB, ServerBinary, ServerSpec, find_binary
+from gateway.local.server import ServerBinary, ServerSpec, find_binary
 from gateway.local.topology import NumaNode, Topology, read_topology
 from gateway.system import install_command
 
@@ -41,8 +41,6 @@ from gateway.system import install_command
 # little; a third is already slowed down by the prefills of the others.
 DEFAULT_SLOTS = 2
 DEFAULT_CONTEXT = 4096  # tokens of one slot: a chat's. Coding agents begin with more.
-# Evicted prompts that a server may keep where there is room: llama.cpp's own default.
-MOST_PROMPT_CACHE_BYTES = 8192 * MIB
 # Of a server's memory that prompt caches leave free: what its estimate may have missed.
 UNFORESEEN_SHARE = 0.1
 
@@ -120,7 +118,6 @@ def plan_folder_fleet(
     server_bin: Path | None = None,
     force_memory: bool = False,
     topology: Topology | None = None,
-    progress: Callable[[int, int], None] = lambda _, __: None,
     **wanted: Unpack[Wanted],
 ) -> LocalFleetPlan:
     """Plan a router for each NUMA node, over the models of a folder that memory has room for.
@@ -148,7 +145,7 @@ def plan_folder_fleet(
         force=force_memory,
     )
     try:
-        folder.refresh(progress)
+        folder.refresh()
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise ModelFileError(f"--models-dir {path}: {why}; name a folder of GGUF files") from None
@@ -260,23 +257,26 @@ def plan_servers(
     count = servers if servers is not None else len(topology.nodes)
     if count < 1 or slots < 1 or (context is not None and context < 1):
         raise ValueError("servers, slots and context must be at least 1")
-    placed = [(topology.nodes[index % len(topology.nodes)], model, slots) for index in range(count)]
-    return _servers(topology, placed, context=context, embedding=embedding, mlock=mlock)
+    placed = [(topology.nodes[index % len(topology.nodes)], model) for index in range(count)]
+    return _servers(
+        topology, placed, slots=slots, context=context, embedding=embedding, mlock=mlock
+    )
 
 
 def _servers(
     topology: Topology,
-    placed: Sequence[tuple[NumaNode, ModelFile, int]],  # each with its slots
+    placed: Sequence[tuple[NumaNode, ModelFile]],
     *,
+    slots: int,
     context: int | None,
     embedding: bool,
     mlock: bool,
 ) -> tuple[ServerSpec, ...]:
-    nodes = [node for node, _, _ in placed]
+    nodes = [node for node, _ in placed]
     several = len(topology.nodes) > 1
     specs = []
     needed = 0
-    for index, (node, model, slots) in enumerate(placed):
+    for index, (node, model) in enumerate(placed):
         trained = model.trained_context
         if context and trained and context > trained:
             raise ContextError(
@@ -317,7 +317,7 @@ def plan_models(
     embedding: bool = False,
     mlock: bool = False,
 ) -> tuple[ServerSpec, ...]:
-    """Plan one server for each model, with as many of `slots` as memory has room for.
+    """Plan one server for each model, each with as many of `slots` as memory has room for.
 
     Each goes to the NUMA node with most memory left, the largest first. Raises a LocalFleetError
     for two of one name, and where there is no room for a slot of each.
@@ -335,24 +335,19 @@ def plan_models(
         homes[model.name] = node = max(free, key=lambda one: free[one])
         free[node] -= model.size
 
-    def planned(counts: Sequence[int]) -> tuple[ServerSpec, ...]:
-        placed = [(homes[one.name], one, count) for one, count in zip(models, counts, strict=True)]
-        specs = _servers(topology, placed, context=context, embedding=embedding, mlock=mlock)
-        if not force_memory:
-            _check_room(topology, models, specs)
-        return specs
-
-    with suppress(MemoryShortError):
-        return planned([slots] * len(models))
-    counts = [1] * len(models)
-    specs = planned(counts)
-    while True:  # a slot more for each that has room, in turn
-        before = counts
-        for index, count in enumerate(counts):
-            with suppress(MemoryShortError):
-                more = [*counts[:index], min(count + 1, slots), *counts[index + 1 :]]
-                specs, counts = planned(more), more
-        if counts == before:
+    placed = [(homes[one.name], one) for one in models]
+    while True:
+        specs = _servers(
+            topology, placed, slots=slots, context=context, embedding=embedding, mlock=mlock
+        )
+        try:
+            if not force_memory:
+                _check_room(topology, models, specs)
+        except MemoryShortError:
+            if slots == 1:
+                raise
+            slots -= 1
+        else:
             return specs
 
 

@@ -22,13 +22,9 @@ from gateway.nodes.lifecycle import (
     read_is_sleeping,
 )
 from gateway.nodes.node import Lease, LeasePhase, Node, NodeState
-from gateway.nodes.on_demand import (
-    LARGEST_RUNNING,
-    RUNNING_PATHS,
-    read_endpoint,
-    read_running,
-)
+from gateway.nodes.on_demand import LARGEST_RUNNING, read_endpoint, read_running
 from gateway.nodes.router import (
+    RUNNING_PATHS,
     EventLines,
     LoadPhase,
     ModelEvent,
@@ -523,6 +519,8 @@ class HealthMonitor:
         models = node.instances.values()
         if node.is_router:
             await self._probe_models(result)
+        elif models:
+            self._models_listed(node, [], node.clock())  # It is a plain server by now.
         waking = node.spec.kind == "llama.cpp" and any(
             one.sleep.waking_since is not None for one in (node, *models)
         )
@@ -573,6 +571,7 @@ class HealthMonitor:
         now, path = node.clock(), "/v1/models"
         if now >= self._folder_due_at:
             # So it reads its folder again, the head of each file, and forgets which loads failed.
+            # It ends a model whose file is gone, or whose preset has changed; streams are resumed.
             path += "?reload=1"
             self._folder_due_at = now + FOLDER_SECONDS
         await self._read_models(result, path)
@@ -617,10 +616,7 @@ class HealthMonitor:
     async def _read_running(self) -> dict[str, bool] | None:
         """What an endpoint that loads models by itself says that it holds; None: it does not."""
         node, record = self._node, self._node.router_record
-        paths = record.running_paths
-        if paths is None or not node.probe_history.up:
-            paths = RUNNING_PATHS
-        for path in paths:
+        for path in record.running_paths if node.probe_history.up else RUNNING_PATHS:
             reply = await fetch(node, path, largest=LARGEST_RUNNING)
             if isinstance(reply, ProbeResult) or reply.status >= 500:
                 return None  # It says nothing now.
@@ -924,7 +920,7 @@ def _sleeping_reason(node: Node, now: float) -> str:
         waited = None if (since := node.sleep.waking_since) is None else now - since
         if waited is None:
             return f"the next request loads it, in about {seconds:.2g} s: {node.load.reason}"
-        return f"it is loaded since {waited:.0f} s, for the first request: {node.load.reason}"
+        return f"its load takes {waited:.0f} s so far, for the first request: {node.load.reason}"
     if node.sleep.waking_since is not None:
         waited = now - node.sleep.waking_since
         return f"it wakes up: it has loaded its model for {waited:.0f} s"

@@ -582,6 +582,11 @@ class Node:
         """Our requests on the node, abandoned ones whose slot it still uses included."""
         return len(self.leases)
 
+    @property
+    def live_leases(self) -> list[Lease]:
+        """Those whose requests were not abandoned."""
+        return [lease for lease in self.leases if lease.abandoned_phase is None]
+
     def paused(self, now: float) -> bool:
         """Whether the endpoint has asked for no new work at this moment (429, `Retry-After`)."""
         return self.concurrency_limit is not None and self.concurrency_limit.paused(now)

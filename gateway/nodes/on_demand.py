@@ -8,7 +8,7 @@ server holds besides, loads for others or unloads by its own rules is followed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from gateway.nodes.node import Node
 from gateway.nodes.router import (
@@ -23,9 +23,8 @@ from gateway.nodes.router import (
     read_list,
 )
 
-RUNNING_PATHS = ("/running", "/api/ps")
 LARGEST_RUNNING = 256 * 1024  # bytes of an answer to one of them
-MOST_RUNNING = 1000  # models that are read of it
+MOST_RUNNING = 100  # models that are read of it
 DEFAULT_TAG = ":latest"  # Ollama's, which clients may leave out
 _STATES = {"ready": True, "starting": False}  # llama-swap's of models that run, and go on running
 # A model that was closed for one of these reasons stays so, though its server still holds it.
@@ -98,13 +97,10 @@ def follow_held(
     """
     load, sleep, now = node.load, node.sleep, node.clock()
     assert load is not None
-    if restarted:
-        load.tell_held(None)
-        status = status or "unloaded"
-    if status is None or status == "loading":
+    if status == "loading" or (status is None and not restarted):
         return None
-    before = load.held
-    load.tell_held(status == "loaded")
+    before = None if restarted else load.held
+    load.tell_held(None if status is None else status == "loaded")
     if load.phase is LoadPhase.UNLOADED or load.phase is LoadPhase.FAILED:
         if before and not load.held:
             return LoadChange("unloaded", None, by_others=False)
@@ -117,7 +113,7 @@ def follow_held(
         sleep.props_read(True, now, asked=False)  # It may be unloaded at any time.
         sleep.woke()
         return LoadChange("loaded", None, by_others=before is False)
-    if load.phase is not LoadPhase.READY or node.leases:
+    if load.phase is not LoadPhase.READY or node.live_leases:
         return None  # What its requests meet is seen in their responses.
     if asked_at <= max(load.since, node.released_at):
         return None
@@ -136,11 +132,5 @@ def follow_held(
 def _has_room(node: Node) -> bool:
     """Whether one more model of its router may be open."""
     assert node.router is not None
-    return len(list(_open(node.router))) < max(1, node.router.router_record.most_loaded)
-
-
-def _open(router: Node) -> Iterator[Node]:
-    """Its models that get requests, or end them."""
-    for one in router.instances.values():
-        if one.load is not None and one.load.loaded:
-            yield one
+    opened = sum(one.load is not None and one.load.loaded for one in node.router.instances.values())
+    return opened < max(1, node.router.router_record.most_loaded)

@@ -38,6 +38,9 @@ MOST_BY_OTHERS, BY_OTHERS_SECONDS = 6, 600.0
 OTHERS_PAUSE = 1800.0  # seconds for which it gets none
 LONGEST_EVENT = 64 * 1024  # bytes of a line of `/models/sse`
 
+# Where endpoints of kind `openai` may tell what they hold (`on_demand.py`).
+RUNNING_PATHS = ("/running", "/api/ps")
+
 # Why a model was unloaded, for metrics: another one needs its memory, it idled for as long as its
 # rules say, there are more copies than they allow, an operator has ordered it, it was not by this
 # gateway, its router was restarted, or its server ended by itself.
@@ -280,7 +283,7 @@ class ModelLoad:
 
     def woke(self, seconds: float, now: float) -> None:
         """The first request has loaded it: from now on it is used."""
-        self.held, self.since = True, now
+        self.held, self.since = self.held if self.held is None else True, now
         self.load_ended(seconds)
 
     def progressed(self, share: float) -> None:
@@ -451,8 +454,7 @@ class RouterRecord:
     """What is known of a router besides its models. Times are monotonic."""
 
     most_loaded: int = 0  # models that it holds at once; 0: as many as fit
-    running_paths: tuple[str, ...] | None = None
-    """Where it may tell what it holds (`on_demand.py`); None: it was not asked."""
+    running_paths: tuple[str, ...] = RUNNING_PATHS
     followed_since: float = math.inf  # since when its events are followed; infinity: they aren't
     tells: bool = True  # whether it has events, as far as is known
     stopped_until: float = -math.inf

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
+import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from hashlib import blake2b
 from http import HTTPStatus
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 
@@ -45,10 +46,9 @@ SAVE_RATE, RESTORE_RATE = 660 * 2**20, 1700 * 2**20
 # have about as many as the square root of their parameters says.
 USUAL_TOKEN_BYTES, USUAL_PARAMETERS = 131_072.0, 7.5e9
 MOST_SAVED = 16  # files of one model: those of further slots are not saved
+MOST_KEPT = 4000  # saved prompts of all models: beyond it those saved first are forgotten
 LEAST_TOKENS = 64  # of a prompt that is worth a file
-# The share of a prompt that the next one is believed to reuse while the server has read nothing,
-# and the tokens for which that belief stands.
-USUAL_REUSE, USUAL_REUSE_TOKENS = 0.25, 8192.0
+USUAL_REUSE = 0.25  # the share of a saved prompt that later ones are believed to be spared
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. It ran away, and"
 CANARY_TOKENS = 4
 # Most by which a probability's logarithm may differ in a canary. From one process of llama.cpp to
@@ -100,7 +100,6 @@ class SavedPrompts:
         publish: Callable[[PromptsKept], None],
         clock: Callable[[], float],
     ) -> None:
-        self.changes = 0  # grows with each change
         self._cache, self._row_of, self._publish, self._clock = cache, row_of, publish, clock
         self._saved: dict[str, dict[int, SavedPrompt]] = {}
         """By `server_key` and slot; all of one model have the same canary."""
@@ -114,71 +113,66 @@ class SavedPrompts:
 
     async def save(self, node: Node) -> None:
         """Save what is worth it of an idle model that gets no requests, within `MOST_SAVE` s."""
-        key, call = server_key(node.spec), _Calls(node, self._clock() + MOST_SAVE, self._clock)
-        before, args, tokens = self._saved.get(key, {}), call.args, 0
+        key, call = server_key(node.spec), _Calls.begun(node, MOST_SAVE, self._clock)
+        before, files = self._saved.get(key, {}), list[SavedFile]()
         try:
             chosen = await self._choose(node, before, call)
             if not chosen:
                 return
-            server = await call.server()
-            canary = None
-            if before and self._verified.get(key) == args:
+            server, canary = await call.server(), None
+            if before and self._verified.get(key) == call.args:
                 canary = next(iter(before.values())).canary
             else:
-                self._forget_model(node)  # The canary that vouches for it is overwritten.
-            found: list[tuple[int, SavedFile, _Held]] = []
-            for slot, held in chosen:
-                self._forget_slot(key, slot)
-                file = await call.save(slot)
-                if abs(file.tokens - held.slot_tokens) <= 1:
-                    found.append((slot, file, held))
+                self._saved.pop(key, None)  # The canary that vouches for them is overwritten.
+            for slot, _, _ in chosen:
+                before.pop(slot, None)
+                files.append(await call.save(slot))
             if canary is None:
                 await call.canary()
                 canary = await call.canary()  # From its cache, as after a restore.
                 canary = msgspec.structs.replace(canary, file=await call.save(None))
-            for slot, file, held in found:
-                one = SavedPrompt(server, canary, file, held.prompt, held.caller)
-                self.add(f"{key}.{slot}", one)
-                tokens += file.tokens
-            self._verified[key] = args
         except _Wrong as error:
             self._publish(PromptsKept(node.name, error.action, 1, 0, str(error)))
-        else:
-            self._publish(PromptsKept(node.name, "saved", len(found), tokens))
+            return
+        self._verified[key] = call.args
+        count = tokens = 0
+        for (slot, prompt, caller), file in zip(chosen, files, strict=True):
+            if abs(file.tokens - _slot_tokens(prompt)) <= 1:
+                self.add(f"{key}.{slot}", SavedPrompt(server, canary, file, prompt, caller))
+                count, tokens = count + 1, tokens + file.tokens
+        self._publish(PromptsKept(node.name, "saved", count, tokens))
 
     async def _choose(
         self, node: Node, before: dict[int, SavedPrompt], call: _Calls
-    ) -> list[tuple[int, _Held]]:
-        """The slots whose prompts are worth a file, and these prompts."""
-        row, speed = self._row_of(node), node.speed
-        cached = [] if row is None or node.sleep.asleep else self._cache.export(row)
-        found = [
-            _Held(KeptPrompt.of(one), one.caller, one.tokens - 1)
-            for _, one in sorted(cached, key=lambda each: each[1].in_slot, reverse=True)
-            if one.tokens >= LEAST_TOKENS
-        ]
-        slots = _read(await call.send("/slots"), list[_Slot]) if found else []
-        if any(slot.is_processing for slot in slots):
+    ) -> list[tuple[int, KeptPrompt, str]]:
+        """The slots whose prompts are worth a file, and these prompts with their callers."""
+        if self._row_of(node) is None or node.sleep.asleep:
             return []
+        slots = _read(await call.send("/slots"), list[_Slot])
+        row, speed = self._row_of(node), node.speed
+        if row is None or any(slot.is_processing for slot in slots):
+            return []
+        cached = [one for _, one in self._cache.export(row) if one.tokens >= LEAST_TOKENS]
+        cached.sort(key=lambda one: not one.in_slot)
         files = [one.file for one in before.values()]
         token_bytes = sum(one.size for one in files) / max(1, sum(one.tokens for one in files))
         if not token_bytes:
             params = node.properties.n_params or USUAL_PARAMETERS
             token_bytes = USUAL_TOKEN_BYTES * math.sqrt(params / USUAL_PARAMETERS)
-        chosen, tokens = list[tuple[int, _Held]](), 0
+        chosen, tokens = list[tuple[int, KeptPrompt, str]](), 0
         for slot in slots[:MOST_SAVED]:
             # One that was restored and not used yet shows none; one that was used all but the last.
             known = before.get(slot.id)
             size = slot.n_prompt_tokens or (0 if known is None else known.file.tokens)
-            held = next((one for one in found if abs(one.slot_tokens - size) <= 1), None)
+            held = next((one for one in cached if abs(one.tokens - 1 - size) <= 1), None)
             # Half of the time is left to the canary, and for a slower disk.
             fits = (tokens + size) * token_bytes <= 0.5 * MOST_SAVE * SAVE_RATE
-            if held is not None and slot.id < MOST_SAVED and fits:
-                found.remove(held)
-                chosen.append((slot.id, held))
+            if held is not None and fits:
+                cached.remove(held)
+                chosen.append((slot.id, KeptPrompt.of(held), held.caller))
                 tokens += size
         # What is spared if they come back, against the seconds of the files and of two canaries.
-        spared = await call.reuse() * tokens / speed.expected_prefill_tps if chosen else 0.0
+        spared = USUAL_REUSE * tokens / speed.expected_prefill_tps
         price = tokens * token_bytes * (1 / SAVE_RATE + 1 / RESTORE_RATE)
         price += 2 * CANARY_TOKENS * (speed.token_base + speed.token_step)
         price += 2 * len(CANARY_TEXT) / 3 / speed.expected_prefill_tps
@@ -190,21 +184,20 @@ class SavedPrompts:
         It takes `MOST_RESTORE` seconds, and as many again if a slot must be emptied. The prompt
         cache of the node's row knows them then. False: a slot has what is wrong.
         """
-        key, row = server_key(node.spec), self._row_of(node)
-        call = _Calls(node, self._clock() + MOST_RESTORE, self._clock)
+        key, call = server_key(node.spec), _Calls.begun(node, MOST_RESTORE, self._clock)
         saved = [*self._saved.get(key, {}).items()]
         self._verified.pop(key, None)
-        if row is None or not saved:
+        if not saved:
             return True
         canary, restored, tokens = saved[0][1].canary, list[int](), 0
         try:
             if await call.server() != saved[0][1].server:
-                self._forget_model(node)
+                self._saved.pop(key, None)
                 return True
             await call.restore(None, canary.file)
             await call.canary(canary)
         except _Wrong as error:
-            self._forget_model(node)
+            self._saved.pop(key, None)
             return await self._erase(call, 0, error)
         self._verified[key] = call.args
         # A calibration would take a slot of theirs.
@@ -215,13 +208,14 @@ class SavedPrompts:
             try:
                 await call.restore(slot, one.file)
             except _Wrong as error:
-                self._forget_slot(key, slot)
+                self._saved.get(key, {}).pop(slot, None)
                 if not await self._erase(call, slot, error):
                     return False
-            else:
+                continue
+            restored.append(slot)
+            tokens += one.file.tokens
+            if (row := self._row_of(node)) is not None:
                 self._cache.restore(row, one.prompt, one.caller)
-                restored.append(slot)
-                tokens += one.file.tokens
         if 0 not in restored:
             await self._erase(call, 0)  # It holds the canary.
         self._publish(PromptsKept(node.name, "restored", len(restored), tokens))
@@ -239,14 +233,20 @@ class SavedPrompts:
 
     # The record.
 
-    def add(self, key: str, saved: SavedPrompt) -> None:
-        """Take a record, as `export` gives it. Raises: ValueError."""
+    def add(self, key: str, saved: SavedPrompt) -> bool:
+        """Take a record, as `export` gives it; whether it agrees. Raises: ValueError."""
         server, _, slot = key.partition(".")
-        others, mark = self._saved.setdefault(server, {}), (saved.server, saved.canary)
-        same = all((one.server, one.canary) == mark for one in others.values())
-        if same and 0 <= int(slot) < MOST_SAVED:
-            others[int(slot)] = saved
-            self.changes += 1
+        number, others = int(slot), self._saved.get(server, {})
+        same = all(
+            (one.server, one.canary) == (saved.server, saved.canary) for one in others.values()
+        )
+        if not same or not 0 <= number < MOST_SAVED or len(saved.prompt.blocks) % 8:
+            return False
+        others[number] = saved
+        self._saved[server] = others
+        if sum(map(len, self._saved.values())) > MOST_KEPT:
+            self._saved.pop(next(iter(self._saved)))
+        return True
 
     def export(self) -> Iterator[tuple[str, SavedPrompt]]:
         """All saved prompts."""
@@ -256,17 +256,10 @@ class SavedPrompts:
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
         """Forget the prompts of the callers that are gone."""
-        for key, saved in [*self.export()]:
-            if saved.caller and is_gone(saved.caller):
-                self._forget_slot(key.partition(".")[0], int(key.partition(".")[2]))
-
-    def _forget_slot(self, key: str, slot: int) -> None:
-        if self._saved.get(key, {}).pop(slot, None) is not None:
-            self.changes += 1
-
-    def _forget_model(self, node: Node) -> None:
-        self._saved.pop(server_key(node.spec), None)
-        self.changes += 1
+        for model in self._saved.values():
+            for slot, saved in [*model.items()]:
+                if saved.caller and is_gone(saved.caller):
+                    del model[slot]
 
 
 def file_name(node: Node, slot: int | None) -> str:
@@ -275,12 +268,9 @@ def file_name(node: Node, slot: int | None) -> str:
     return f"llama-gateway-{server_key(node.spec, node.name)}-{part}.bin"
 
 
-class _Held(NamedTuple):
-    """A prompt that the node is believed to cache."""
-
-    prompt: KeptPrompt
-    caller: str
-    slot_tokens: float  # that a slot with it shows
+def _slot_tokens(prompt: KeptPrompt) -> float:
+    """The tokens that a slot with this prompt shows."""
+    return prompt.prompt_tokens + prompt.answer_tokens - 1
 
 
 class _Wrong(Exception):  # noqa: N818 - it ends a step, and is no error of ours
@@ -310,7 +300,7 @@ class _Slot(msgspec.Struct):
 
 
 class _Probability(msgspec.Struct):
-    id: int
+    id: _Count
     logprob: float
 
 
@@ -324,9 +314,7 @@ class _Completion(msgspec.Struct):
 
 
 T = TypeVar("T")
-_PROMPTS_READ = re.compile(
-    rb"^llamacpp:prompt_tokens_(cached_|)total ([0-9.e+]{1,24})$", re.MULTILINE
-)
+_TOO_SLOW = "no time is left to read a file"
 
 
 def _read(body: bytes, kind: type[T]) -> T:
@@ -341,14 +329,15 @@ class _Calls:
     """Calls of a model's server until `end`, by the clock. All raise _Wrong."""
 
     node: Node
+    args: tuple[str, ...]  # of the server, as the router has listed them
     end: float
     clock: Callable[[], float]
 
-    @property
-    def args(self) -> tuple[str, ...]:
-        """The arguments of the server, as the router lists them."""
-        listed = None if self.node.load is None else self.node.load.listed
-        return () if listed is None else listed.args
+    @classmethod
+    def begun(cls, node: Node, seconds: float, clock: Callable[[], float]) -> Self:
+        """Calls of the server that runs now, for so many seconds."""
+        listed = None if node.load is None else node.load.listed
+        return cls(node, () if listed is None else listed.args, clock() + seconds, clock)
 
     async def send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The answer to a GET of `path`, or to a POST of `body`."""
@@ -376,15 +365,6 @@ class _Calls:
         args = [one for before, one in pairwise(("", *self.args)) if "--port" not in {before, one}]
         told = (props.get("build_info"), props.get("model_path"), args)
         return blake2b(msgspec.json.encode(told), digest_size=16).digest()
-
-    async def reuse(self) -> float:
-        """The share of the tokens of its prompts that the server had cached, and may have again."""
-        read = {b"": 0.0, b"cached_": 0.0}
-        with suppress(_Wrong, ValueError):  # It may have no metrics.
-            for kind, count in _PROMPTS_READ.findall(await self.send("/metrics")):
-                read[kind] = min(1e15, float(count))
-        cached, all_read = read[b"cached_"], sum(read.values())
-        return (cached + USUAL_REUSE * USUAL_REUSE_TOKENS) / (all_read + USUAL_REUSE_TOKENS)
 
     async def canary(self, before: Canary | None = None) -> Canary:
         """What follows the canary's text in slot 0; what came `before` is cached there."""
@@ -421,17 +401,27 @@ class _Calls:
         folder = Path(next(paths, ""))
         if not folder.is_absolute() or not is_loopback(url_host(self.node.spec.url)):
             return None
-        return await asyncio.to_thread(_file_digest, folder / name, size)
+        left = max(0.0, self.end - self.clock())
+        reading = asyncio.to_thread(_file_digest, folder / name, size, time.monotonic() + left)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                return await reading
+        raise _Wrong(_TOO_SLOW)
 
 
-def _file_digest(path: Path, size: int) -> bytes | None:
+def _file_digest(path: Path, size: int, until: float) -> bytes | None:
+    """A digest of a file of so many bytes; None: it is none. Raises: _Wrong after `until`."""
     digest, left = blake2b(digest_size=16), size
     try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
-            return None
-        with path.open("rb") as file:
+        # Neither what a link leads to, nor a pipe, which is opened only when it is written to.
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(opened, "rb") as file:  # noqa: PTH123 - a descriptor
+            found = os.fstat(opened)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+                return None
             while left > 0 and (part := file.read(min(left, 1 << 20))):
+                if time.monotonic() > until:
+                    raise _Wrong(_TOO_SLOW)
                 digest.update(part)
                 left -= len(part)
     except (OSError, ValueError):

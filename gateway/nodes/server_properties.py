@@ -365,57 +365,35 @@ _MOST_KEY_WIDTH = 2048  # elements of a layer's keys where heads share them, as 
 _SHARING_VOCABULARY = 1 << 16  # so large a vocabulary
 
 
-def model_memory(
-    size: int,
-    *,
-    n_params: int = 0,
-    n_embd: int = 0,
-    n_vocab: int = 0,
-    n_ctx: int = 0,
-    args: Sequence[str] = (),
-) -> int:
-    """Return the bytes that a server takes with this model: weights, full slots, and the rest.
-
-    The figures are those of `meta`; `n_ctx` is of one slot. Of the server's `args` these count:
-    `--parallel`, `--ctx-size`, `--ubatch-size`, `--cache-type-k`, `--cache-type-v`, and, where it
-    is written, `--cache-ram`. Without `n_params` or `n_embd` the KV cache is taken to be a fifth of
-    the weights.
-    """
-    slots = _argument(args, "--parallel") or 1
-    cells = _argument(args, "--ctx-size") or n_ctx * slots
-    micro_batch = _argument(args, "--ubatch-size") or _DEFAULT_MICRO_BATCH
-    rest = _PROCESS_BYTES + n_vocab * (_VOCABULARY_BYTES + 8 * slots)
-    rest += (_argument(args, "--cache-ram") or 0) << 20
-    if not (n_params and n_embd):
-        return size + size // 5 + rest
-    layers = min(
-        max(1.0, (n_params - n_vocab * n_embd) / (_LAYER_SQUARES * n_embd**2)), 24 + n_embd / 64
-    )
-    width = n_embd if n_vocab < _SHARING_VOCABULARY else min(n_embd, _MOST_KEY_WIDTH)
-    bits = sum(_KV_TYPE_BITS.get(_text_argument(args, f"--cache-type-{one}"), 16.0) for one in "kv")
-    # A computation holds some 17 widths of a micro-batch in F32, and the mask of a slot.
-    compute = micro_batch * (70 * n_embd + 2 * (n_ctx or cells // slots))
-    return int(size + cells * layers * width * bits / 8) + compute + rest
-
-
 def memory_told(meta: object, args: Sequence[str]) -> int | None:
-    """Return the bytes that a model takes by a router's entry for it; None: it is not loaded."""
+    """Return the bytes that a server takes with its model: weights, full slots, and the rest.
+
+    None: `meta` has no size, since the model is not loaded. Without `n_params` or `n_embd` the KV
+    cache is taken to be a fifth of the weights.
+    """
     if not isinstance(meta, dict) or not (size := _count(meta.get("size"), MOST_MODEL_SIZE)):
         return None
-    most = {"n_params": MOST_MODEL_SIZE, "n_embd": 1 << 20, "n_vocab": 1 << 24}
-    figures = {name: _count(meta.get(name), limit) or 0 for name, limit in most.items()}
-    context = _count(meta.get("n_ctx"), MOST_CONTEXT) or 0
-    return min(model_memory(size, **figures, n_ctx=context, args=args), MOST_MODEL_SIZE)
-
-
-def _argument(args: Sequence[str], name: str) -> int:
-    """Return the number of an argument; 0 where it is not given, or is no number above 0."""
-    text = _text_argument(args, name)
-    return int(text) if _NUMBER.fullmatch(text.encode("utf-8", "replace")) else 0
-
-
-def _text_argument(args: Sequence[str], name: str) -> str:
-    return next((after for one, after in pairwise(args) if one == name), "")
+    params = _count(meta.get("n_params"), MOST_MODEL_SIZE) or 0
+    width = _count(meta.get("n_embd"), 1 << 20) or 0
+    vocabulary = _count(meta.get("n_vocab"), 1 << 24) or 0
+    context = _count(meta.get("n_ctx"), MOST_CONTEXT) or 0  # of one slot
+    given = dict(pairwise(args))
+    slots, cells, micro_batch, prompts = (
+        int(given[name]) if _NUMBER.fullmatch(given.get(name, "").encode("utf-8", "replace")) else 0
+        for name in ("--parallel", "--ctx-size", "--ubatch-size", "--cache-ram")
+    )
+    slots = slots or 1
+    cells = cells or context * slots
+    rest = _PROCESS_BYTES + vocabulary * (_VOCABULARY_BYTES + 8 * slots) + (prompts << 20)
+    if not (params and width):
+        return min(size + size // 5 + rest, MOST_MODEL_SIZE)
+    layers = max(1.0, (params - vocabulary * width) / (_LAYER_SQUARES * width**2))
+    layers = min(layers, 24 + width / 64)
+    keys = width if vocabulary < _SHARING_VOCABULARY else min(width, _MOST_KEY_WIDTH)
+    bits = sum(_KV_TYPE_BITS.get(given.get(f"--cache-type-{one}", ""), 16.0) for one in "kv")
+    # A computation holds some 17 widths of a micro-batch in F32, and the mask of a slot.
+    rest += (micro_batch or _DEFAULT_MICRO_BATCH) * (70 * width + 2 * (context or cells // slots))
+    return min(int(size + cells * layers * keys * bits / 8) + rest, MOST_MODEL_SIZE)
 
 
 def inventory_drift(spec: NodeSpec, properties: ServerProperties) -> tuple[str, ...]:

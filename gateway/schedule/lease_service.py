@@ -286,9 +286,7 @@ class LocalLeaseService:
             # An error that the request has caused.
             self.fleet.request_succeeded(lease.node, now, lease.taken_at)
         elif _shows_failed_load(lease, report.status):
-            why = f"its server answered {report.status} instead of loading it: its log says why"
-            self.fleet.load_refused(lease.node, why)
-            self.fleet.load_changed(lease.node)
+            self._load_failed(lease.node, report.status)
         elif outcome == "busy":
             self._node_busy(lease, report, now)
         elif outcome == "not_loaded":
@@ -319,11 +317,20 @@ class LocalLeaseService:
         elif error.key_rejected_at is not None:
             self.fleet.key_rejected(node, error.key_rejected_at, status)
 
+    def _load_failed(self, node: Node, status: int) -> None:
+        """An endpoint could not load a model, which all requests are told that wait for it."""
+        if node.load is not None and node.load.loaded and node.sleep.sleeping:
+            why = f"its server answered {status} instead of loading it: its log says why"
+            self.fleet.load_refused(node, why)
+            self.fleet.load_changed(node)
+            self.fleet.read_models(node)
+
     def _woke(self, lease: LeaseRecord, now: float, written: int = 0) -> None:
         """Content came from a server that had slept; `written` tokens of it, in one piece."""
         placement, speed = lease.placement, lease.node.speed
-        tokens = 0.0 if placement is None else placement.prompt_tokens
-        expected = tokens / speed.expected_prefill_tps
+        expected = 0.0  # What a speed that was never measured would explain is no load.
+        if placement is not None and speed.prefill_tps is not None:
+            expected += placement.prompt_tokens / speed.prefill_tps
         if speed.decode_tps is not None:
             expected += written / speed.decode_tps / max(1, lease.slots)
         self.fleet.woke(lease, now, expected)
@@ -395,10 +402,8 @@ class LocalLeaseService:
 
 def _shows_failed_load(lease: Lease, status: int) -> bool:
     """Whether the status says that an endpoint could not load the model for the request."""
-    load = lease.node.load
-    if load is None or lease.node.spec.kind != "openai" or not (lease.wake and load.loaded):
-        return False
-    return lease.node.sleep.sleeping and status >= 500 and status != 503
+    is_endpoint = lease.node.load is not None and lease.node.spec.kind == "openai"
+    return is_endpoint and lease.wake > 0.0 and status >= 500 and status != 503
 
 
 def _woke_unnoticed(lease: Lease, usage: Usage) -> bool:

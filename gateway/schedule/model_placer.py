@@ -274,7 +274,7 @@ class ModelPlacer:
         load.prompts_saved(self.saved_prompts.count(node))
         phase, since = load.phase, load.since
         waking_since = node.sleep.waking_since if node.spec.kind == "openai" else None
-        if waking_since is not None and phase is LoadPhase.READY and node.leases:
+        if waking_since is not None and phase is LoadPhase.READY and node.live_leases:
             phase, since = LoadPhase.LOADING, waking_since
         # What others have unloaded stays so for a while.
         retry_at = max(load.retry_at, load.by_others_at + self.settings.model_placement.hysteresis)
@@ -416,6 +416,8 @@ class ModelPlacer:
         for row in self.scheduler.fleet_sync.rows((node,)):
             busy = max((one.seconds_left(now) for one in row.running), default=0.0)
         leases = len(node.leases) + node.foreign
+        if node.spec.kind == "openai":
+            leases = len(node.live_leases)  # It waits itself for what was abandoned.
         return InstanceUsage(leases, busy, now if node.leases else node.released_at)
 
     # Operators' orders.

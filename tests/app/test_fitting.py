@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.app.fitting import check_fit, fit_warnings, misfits
+from gateway.app.fitting import misfits
 from gateway.app.startup import Options, check_startup
 from gateway.config.errors import Problem
 from gateway.config.inventory import Inventory, load_inventory
@@ -136,29 +136,23 @@ def test_copies_that_no_other_host_has_room_for_count_where_they_must_be(check: 
     assert check(nodes.replace("c, memory: 16GiB", "c"), settings) == ()
 
 
-def test_a_plain_fleet_is_not_warned(tmp_path: Path) -> None:
-    settings, inventory = both(tmp_path, "nodes: [{name: a, url: http://a}]", "models: {a: {}}")
-    assert list(fit_warnings(settings, inventory.nodes)) == []
-
-
-def test_what_nobody_can_know_is_a_warning(tmp_path: Path) -> None:
-    nodes = """
-nodes:
-  - {name: a, url: http://a, preload: [one, two], model: [one, two]}
-  - {name: b, url: http://b, memory: 4GiB, model: two}
-  - {name: plain, url: http://c, model: [three], models_on_demand: false}
-"""
-    text = """
-models: {one: {memory: 1GiB}, two: {replicas: {min: 2}}, thre: {idle_unload: 5m}}
-model_placement: {commands: false}
-"""
-    settings, inventory = both(tmp_path, nodes, text)
-    check_fit(settings, inventory, tmp_path / "gateway.yaml", tmp_path / "nodes.yaml")
-    unserved, commands, models, hosts = fit_warnings(settings, inventory.nodes)
-    assert "models: thre: no node" in unserved
-    assert "commands is false" in commands
-    assert "loaded: two without" in models
-    assert "nodes: a: without" in hosts
+def test_two_memories_of_one_host_are_reported(check: Check) -> None:
+    nodes = """\
+    defaults:
+      memory: 64GiB
+    nodes:
+      - {name: a0, url: http://a:1}
+      - name: a1
+        url: http://10.0.0.1
+        host: a
+        memory: 32GiB
+      - {name: b, url: http://b, memory: 32GiB}
+      - {name: c, url: "http://a:2", memory: 65536MiB}
+    """
+    (problem,) = check(nodes, "{}")
+    assert (problem.line, problem.key) == (8, "nodes[1].memory")
+    assert problem.message == "another node of the host a says 64GiB"
+    assert "share its memory" in problem.remedy
 
 
 def test_large_files_are_checked_in_bounded_time(tmp_path: Path) -> None:

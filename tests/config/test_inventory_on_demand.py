@@ -39,40 +39,6 @@ def test_a_host_has_the_memory_that_one_of_its_nodes_says(load_nodes: LoadNodes)
     assert host_memory(nodes) == {"a": 64 * GIB}
 
 
-def test_two_memories_of_one_host_are_reported_with_both_lines(nodes_problems: Problems) -> None:
-    (problem,) = nodes_problems(
-        """\
-        nodes:
-          - name: a0
-            url: http://a:1
-            memory: 64GiB
-          - {name: a1, url: http://a:2}
-          - name: a2
-            url: http://10.0.0.1
-            host: a
-            memory: 32GiB
-        """
-    )
-    assert (problem.line, problem.key) == (9, "nodes[2].memory")
-    assert problem.message == "the node a0 of the same host, a, has 64GiB in line 4"
-    assert "share its memory" in problem.remedy
-
-
-def test_a_default_memory_that_contradicts_one_node_is_reported(nodes_problems: Problems) -> None:
-    (problem,) = nodes_problems(
-        """\
-        defaults:
-          memory: 64GiB
-        nodes:
-          - {name: a0, url: http://a:1}
-          - {name: a1, url: http://a:2, memory: 32GiB}
-          - {name: b, url: http://b, memory: 32GiB}
-        """
-    )
-    assert (problem.line, problem.key) == (5, "nodes[1].memory")
-    assert "in line 2" in problem.message
-
-
 @each_case(
     ("wrong", "key", "words"),
     [

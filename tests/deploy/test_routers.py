@@ -17,6 +17,7 @@ from tests.deploy.release_files import ReleaseFiles
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 FOLDER = "/var/lib/llama-node/models"
+PROMPTS = "/var/lib/llama-node-prompts"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
         "llama_node_models": models,
         "llama_node_preload": ["one"],
         "llama_node_memory": "3GiB",
+        "llama_node_slot_save": True,
     }
     pinned = {**keys, "models": {"two": {"memory": "100MiB"}, "one": {"pin": ["n1-numa0"]}}}
 
@@ -73,6 +75,7 @@ def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
     assert chat(fleet, "one") == chat(fleet, "two") == 200
     assert fleet.nodes()["n1-numa0/two"]["state"] == "ready"
     assert play(gateway_settings=pinned).changed == {}
+    assert host.run(f"stat -c '%U %a' {PROMPTS}/numa0").stdout.split() == ["llama-node", "700"]
     fleet.control.play("verify.yml", "--limit", "n1,gw", verify_key=fleet.key.secret)
     (presets,) = host.run(f"ls {FOLDER}/*.ini").stdout.split()
 
@@ -94,4 +97,4 @@ def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
         "n1-numa0/one",
     }
     fleet.control.play("site.yml", "--limit", "n1,gw")
-    assert host.run(f"ls {FOLDER}/*.ini", check=False).stdout == ""
+    assert host.run(f"ls {FOLDER}/*.ini {PROMPTS}", check=False).stdout == ""

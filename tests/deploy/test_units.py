@@ -213,6 +213,7 @@ ROUTER: dict[str, Any] = {
     "llama_node_program": "/usr/bin/llama-server",
     "llama_node_flags": [
         *("--api-key-file", "--models-preset", "--metrics", "--slots", "--no-ui", "--load-mode"),
+        "--slot-save-path",
     ],
     "told": '{"model_alias": "", "total_slots": 0}',
 }
@@ -261,6 +262,17 @@ def test_other_models_make_another_unit_and_another_file(tmp_path: Path) -> None
     assert re.findall("LLAMA_NODE_DIGEST=.*", one) != re.findall("LLAMA_NODE_DIGEST=.*", other)
 
 
+def test_prompts_are_kept_where_the_server_alone_can_read_them(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path / "machine", [[[0], [1]]])
+    topology = topology_as_dict(read_topology(machine))
+    made = units(tmp_path, topology, PLAY + MORE, **ROUTER, llama_node_slot_save=True)
+    text = made["llama-server-numa0.service"]
+    assert " --slot-save-path /var/lib/llama-node-prompts/numa0/\n" in text
+    assert "\nStateDirectory=llama-node-prompts/numa0\nStateDirectoryMode=0700\n" in text
+    (server,) = json.loads(made["made.json"])["running"]
+    assert server["entry"]["slot_save"] is True
+
+
 NO_MODEL = {"llama_node_model_file": ""}
 
 
@@ -291,6 +303,7 @@ NO_MODEL = {"llama_node_model_file": ""}
         ({**ROUTER, "llama_node_preload": ["other"]}, "none of llama_node_models"),
         ({**ROUTER, "llama_node_memory": "lots"}, "such as 64GiB, or empty"),
         ({**ROUTER, "llama_node_embedding": True}, "is for one model"),
+        ({"llama_node_slot_save": True}, "one model is never unloaded"),
     ],
 )
 def test_models_on_demand_that_can_not_work_are_refused(

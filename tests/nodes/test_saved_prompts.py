@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,8 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.nodes import saved_prompts
 from gateway.nodes.prompt_cache import FleetPromptCache, KeptPrompt
 from gateway.nodes.saved_prompts import (
+    MOST_KEPT,
     MOST_RESTORE,
     MOST_SAVE,
     MOST_SAVED,
@@ -24,6 +28,7 @@ from gateway.nodes.saved_prompts import (
 )
 from tests.emulator.router import EmulatedRouter
 from tests.emulator.slot_files import SlotFile
+from tests.nodes.build import a_node
 from tests.nodes.saved_prompts import SavingModels, prompt, saving_models
 from tests.virtual import in_virtual_time, now
 
@@ -190,15 +195,52 @@ def test_a_record_is_kept_as_far_as_it_agrees_and_its_caller_is_there() -> None:
         saved.add(f"a.{slot}", msgspec.structs.replace(one, caller=caller))
     saved.add("a.3", msgspec.structs.replace(one, server=b"another build"))
     saved.add("a.4", msgspec.structs.replace(one, canary=Canary((7, 8), (-0.5, -0.75))))
+    half = KeptPrompt(b"1234", 90, 10, ends_on_block=True)
+    assert not saved.add("a.5", msgspec.structs.replace(one, prompt=half))
     with pytest.raises(ValueError, match="invalid literal"):
         saved.add("a", one)
     assert [key for key, _ in saved.export()] == ["a.0", "a.1", "a.2"]
-    before = saved.changes
     saved.forget(lambda caller: caller == "gone")
     assert [key for key, _ in saved.export()] == ["a.0", "a.1"]
-    assert saved.changes > before
     for _, known in saved.export():
         assert msgspec.json.decode(msgspec.json.encode(known), type=SavedPrompt) == known
+
+
+def test_records_are_bounded_and_those_saved_first_go_first() -> None:
+    saved = SavedPrompts(FleetPromptCache(), lambda _: None, lambda _: None, now)
+    canary, prompts = Canary((7,), (-0.5,)), KeptPrompt(b"12345678", 90, 10, ends_on_block=True)
+    one = SavedPrompt(b"server", canary, SavedFile(99, 4096, None), prompts, "")
+    for number in range(MOST_KEPT // MOST_SAVED + 3):
+        for slot in range(MOST_SAVED):
+            assert saved.add(f"{number}.{slot}", one)
+    keys = [key for key, _ in saved.export()]
+    assert len(keys) == MOST_KEPT
+    assert (keys[0], keys[-1]) == ("3.0", f"{MOST_KEPT // MOST_SAVED + 2}.{MOST_SAVED - 1}")
+
+
+async def test_only_a_file_is_read_for_a_digest_and_not_for_longer_than_there_is_time(
+    tmp_path: Path,
+) -> None:
+    file, pipe, link = tmp_path / "file", tmp_path / "pipe", tmp_path / "link"
+    file.write_bytes(b"saved")
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    node = a_node(url="http://127.0.0.1:1")
+    began = time.monotonic()
+
+    async def digest(name: str, size: int, seconds: float = 10.0) -> bytes | None:
+        args = ("--slot-save-path", str(tmp_path))
+        call = saved_prompts._Calls(node, args, time.monotonic() + seconds, time.monotonic)
+        return await call._digest(name, size)
+
+    found = await digest("file", 5)
+    assert found is not None
+    assert [await digest(name, 5) for name in ("pipe", "link", "none")] == [None] * 3
+    assert await digest("file", 6) is None
+    os.truncate(file, 1 << 42)
+    with pytest.raises(saved_prompts._Wrong, match="no time is left to read a file"):
+        await digest("file", 1 << 42, 0.1)
+    assert time.monotonic() - began < 5
 
 
 def test_a_canary_agrees_with_itself_alone() -> None:

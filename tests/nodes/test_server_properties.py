@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from gateway.nodes.server_properties import (
     count_processing,
     count_slots,
     inventory_drift,
-    model_memory,
+    memory_told,
     parse_models,
     parse_props,
 )
@@ -299,27 +298,17 @@ def test_the_memory_of_a_known_model_is_bound_from_above(
 ) -> None:
     size = n_params * 5 // 8
     cache = 8192 * layers * keys * 4
-    told = model_memory(
-        size,
-        n_params=n_params,
-        n_embd=n_embd,
-        n_vocab=n_vocab,
-        n_ctx=4096,
-        args=("--parallel", "2", "--ctx-size", "8192"),
-    )
+    meta = {"size": size, "n_params": n_params, "n_embd": n_embd, "n_vocab": n_vocab, "n_ctx": 4096}
+    told = memory_told(meta, ("--parallel", "2", "--ctx-size", "8192"))
+    assert told is not None
     assert size + cache <= told <= size + 12 * cache + GIB, name
 
 
 def test_slots_context_and_types_of_the_cache_count_as_a_server_was_started() -> None:
-    def memory(*args: str, n_ctx: int = 4096) -> int:
-        return model_memory(
-            4_700_000_000,
-            n_params=8_030_000_000,
-            n_embd=4096,
-            n_vocab=128_256,
-            n_ctx=n_ctx,
-            args=args,
-        )
+    figures = {"n_params": 8_030_000_000, "n_embd": 4096, "n_vocab": 128_256, "n_ctx": 4096}
+
+    def memory(*args: str) -> int:
+        return memory_told({"size": 4_700_000_000, **figures}, args) or 0
 
     alone = memory()
     assert memory("--parallel", "2") > alone + GIB
@@ -342,10 +331,12 @@ def test_slots_context_and_types_of_the_cache_count_as_a_server_was_started() ->
     ],
 )
 def test_arguments_that_say_nothing_of_use_are_passed_over(args: tuple[str, ...]) -> None:
-    told = functools.partial(model_memory, 3_880_448, n_params=970_112, n_embd=128, n_ctx=4096)
-    assert told(args=args) == told()
+    meta = {"size": 3_880_448, "n_params": 970_112, "n_embd": 128, "n_ctx": 4096}
+    assert memory_told(meta, args) == memory_told(meta, ())
 
 
 def test_a_server_that_tells_its_size_alone_takes_some_more_than_that() -> None:
-    assert model_memory(10 * GIB) == 12 * GIB + (40 << 20)
-    assert model_memory(GIB, n_params=5, n_embd=1 << 60, n_ctx=1) > GIB  # a lie, but no error
+    assert memory_told({"size": 10 * GIB}, ()) == 12 * GIB + (40 << 20)
+    lie = {"size": GIB, "n_params": 5, "n_embd": 1 << 60, "n_ctx": 1}
+    assert (memory_told(lie, ()) or 0) > GIB
+    assert memory_told({"size": "4"}, ()) is memory_told([], ()) is None

@@ -18,6 +18,7 @@ from gateway.nodes.node import Node, NodeState
 from tests.emulator.on_demand import EmulatedOllama, EmulatedSwap
 from tests.emulator.routed_model import ModelFile
 from tests.gateways import Running, running_gateway, until
+from tests.servers import DemoServer, demo_model, running_router
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
@@ -29,7 +30,7 @@ class Endpoints:
     """A gateway over such servers, `s1` and so on, and what has become of their models."""
 
     running: Running
-    servers: tuple[EmulatedSwap, ...]
+    servers: tuple[EmulatedSwap | DemoServer, ...]
     changes: list[ModelLoadChanged] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)  # seconds of each answer
     served: Counter[str] = field(default_factory=Counter)  # answers by model
@@ -43,6 +44,7 @@ class Endpoints:
         return {
             f"s{number}/{name}": model.loads
             for number, server in enumerate(self.servers, 1)
+            if isinstance(server, EmulatedSwap)
             for name, model in server.models.items()
             if model.loads
         }
@@ -81,13 +83,17 @@ class Endpoints:
 
 @asynccontextmanager
 async def gateway_over(
-    folder: Path, *servers: EmulatedSwap, settings: dict[str, Any] | None = None, **spec: Any
+    folder: Path,
+    *servers: EmulatedSwap | DemoServer,
+    settings: dict[str, Any] | None = None,
+    **spec: Any,
 ) -> AsyncIterator[Endpoints]:
     """A gateway over these servers. At the end nothing may be held, and no exception logged."""
     folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs yet
     async with AsyncExitStack() as stack:
         for server in servers:
-            await stack.enter_async_context(server)
+            if isinstance(server, EmulatedSwap):
+                await stack.enter_async_context(server)
         nodes = [
             {
                 "name": f"s{number}",
@@ -102,25 +108,30 @@ async def gateway_over(
         found = Endpoints(running, servers)
         running.gateway.bus.subscribe(ModelLoadChanged, found.changes.append)
         yield found
-        await until(lambda: not running.held(), 60.0, running.held)
+        await until(lambda: not running.held(), 200.0, running.held)
     log = (folder / "gateway.log").read_text()
     assert "Traceback" not in log, log
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("tells", [True, False])
 @in_virtual_time
 async def test_one_llama_swap_serves_two_models_in_turns_with_few_swaps(
-    tmp_path: Path, stream: bool
+    tmp_path: Path, tells: bool
 ) -> None:
-    swap = EmulatedSwap("ab", load_seconds=2, **QUICK)
+    swap = EmulatedSwap("ab", load_seconds=2, tells_running=tells, **QUICK)
     async with gateway_over(tmp_path, swap) as gateway:
-        await gateway.serve(*"abab", seconds=60, stream=stream)
+        await gateway.serve(*"abab", seconds=60, stream=tells)
         assert 2 <= sum(gateway.loads.values()) <= 6
         assert max(gateway.waits) < 20  # the hysteresis, two loads and what was running
         assert min(gateway.served.values()) > 20
         assert gateway["s1/a"].sleep.measured == pytest.approx(2.0, abs=0.5)
         assert (gateway["s1/a"].failures, gateway["s1/b"].failures) == (0, 0)
+        told = Counter(change for _, change, _ in gateway.told())
+        assert (told["loaded"], told["unloaded"]) == (
+            swap_count := sum(gateway.loads.values()),
+            swap_count - 1,
+        )
 
 
 @in_virtual_time
@@ -130,6 +141,25 @@ async def test_two_llama_swaps_keep_one_model_each(tmp_path: Path) -> None:
         await gateway.serve(*"abab", seconds=30)
         assert sorted(gateway.loads.values()) == [1, 1]
         assert {name[-1] for name in gateway.loads} == {"a", "b"}
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.binary_only("the wheel's server has no router mode")
+async def test_a_real_server_that_loads_by_itself_swaps_seldom(tmp_path: Path) -> None:
+    """llama.cpp's router, which is not told to be one: it loads what is asked for by itself."""
+    (folder := tmp_path / "models").mkdir()
+    for name in "ab":
+        (folder / f"{name}.gguf").symlink_to(demo_model())
+    with running_router(folder, extra=("--models-max", "1")) as server:
+        async with gateway_over(tmp_path, server, slots=2) as gateway:
+            await gateway.serve(*"abab", seconds=20)
+            told = Counter(change for _, change, _ in gateway.told())
+            assert 2 <= told["loaded"] <= 6
+            assert max(gateway.waits) < 30
+            assert min(gateway.served.values()) > 20
+            measured = [gateway[f"s1/{name}"].sleep.measured for name in "ab"]
+            assert all(seconds is not None and seconds < 10 for seconds in measured)
 
 
 @pytest.mark.slow
@@ -166,7 +196,7 @@ async def test_a_slow_load_is_no_failure(tmp_path: Path, tells_running: bool) ->
         replies = [asyncio.create_task(gateway.ask("a", stream=stream)) for stream in (True, False)]
         await gateway.until_state("s1/a", NodeState.SLEEPING)
         await asyncio.sleep(100)
-        assert gateway["s1/a"].reason.startswith("it is loaded since ")
+        assert gateway["s1/a"].reason.startswith("its load takes ")
         assert [(await reply).status_code for reply in replies] == [200, 200]
         node = gateway["s1/a"]
         assert (node.failures, node.state) == (0, NodeState.READY)
@@ -225,7 +255,8 @@ async def test_a_load_that_fails_backs_off_and_its_request_goes_elsewhere(tmp_pa
     swaps = [EmulatedSwap("a", load_seconds=2, **QUICK) for _ in range(2)]
     async with gateway_over(tmp_path, *swaps) as gateway:
         swaps[0].models["a"].failing_loads = 1
-        assert (await gateway.ask("a")).status_code == 200
+        replies = await asyncio.gather(*(gateway.ask("a") for _ in range(6)))
+        assert {reply.status_code for reply in replies} == {200}
         await gateway.until_state("s2/a", NodeState.READY)
         assert gateway["s1/a"].state is NodeState.FAILED
         assert "its server answered 502" in gateway["s1/a"].reason
@@ -297,3 +328,15 @@ async def test_a_load_whose_client_has_left_serves_the_next_one(tmp_path: Path) 
         assert (await gateway.ask("a", stream=True)).status_code == 200
         assert gateway["s1/a"].sleep.measured == pytest.approx(10, abs=1)
         assert (gateway.loads, gateway["s1/a"].state) == ({"s1/a": 1}, NodeState.READY)
+
+
+@in_virtual_time
+async def test_what_a_client_has_left_keeps_no_other_model_waiting(tmp_path: Path) -> None:
+    swap = EmulatedSwap("ab", load_seconds=2, **QUICK)
+    async with gateway_over(tmp_path, swap) as gateway:
+        left = asyncio.create_task(gateway.ask("a", max_tokens=900, ignore_eos=True))
+        await asyncio.sleep(10)
+        left.cancel()
+        began = now()
+        assert (await gateway.ask("b")).status_code == 200
+        assert now() - began < 60  # until the server has ended it, not until its slot is believed

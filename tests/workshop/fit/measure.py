@@ -32,7 +32,7 @@ from gguf import GGMLQuantizationType as Type
 from gateway.local.gguf import ModelShape, model_parts, model_shape, read_headers
 from gateway.local.memory import ServerSettings, repacked_types, server_memory
 from gateway.local.topology import read_topology
-from gateway.nodes.server_properties import model_memory
+from gateway.nodes.server_properties import memory_told
 from gateway.workshop.fit import Cores, expected_speed, instruction_set, measure_bandwidth
 from tests.servers import demo_model
 from tests.workshop.fit.random_models import Recipe, write
@@ -198,9 +198,8 @@ def _print_told(name: str, path: Path, slots: int, context: int) -> None:
         server.fill()
         resident = server.resident()
         meta = httpx.get(f"{server.url}/v1/models").json()["data"][0]["meta"]
-    figures = {key: meta[key] for key in ("size", "n_params", "n_embd", "n_vocab", "n_ctx")}
     args = ("--parallel", str(slots), "--ctx-size", str(slots * context), "--ubatch-size", "256")
-    by_answers = model_memory(**figures, args=args)
+    by_answers = memory_told(meta, args) or 0
     print(
         f"| {name} | {slots} x {context} | {by_answers / MIB:.0f} | {by_file.needed / MIB:.0f} | "
         f"{resident / MIB:.0f} | {by_answers / (resident - by_file.mapped_twice) - 1:+.0%} |",
