@@ -464,7 +464,7 @@ class Node:
 
     def served_name(self, model: str) -> str | None:
         """The node's own name for this public model name; None if it does not serve it."""
-        if self.spec.instance is not None:
+        if self.router is not None:
             return self.spec.instance if model in self.public_models else None
         if self.spec.models is not None:
             return self.spec.models.get(model)
