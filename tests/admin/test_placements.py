@@ -313,10 +313,13 @@ async def test_a_pin_that_can_t_be_kept_is_a_problem_after_a_minute(tmp_path: Pa
 async def test_what_is_to_be_preloaded_and_does_not_fit_is_a_problem_with_the_figures(
     tmp_path: Path,
 ) -> None:
-    sizes = {"models": {name: {"memory": "4GiB"} for name in ("a", "org/b")}}
-    async with one_router(tmp_path, sizes, preload=["a", "org/b", "c"]) as (running, _):
-        await done(running, "load", "a")
-        await state_is(running, "r1/org/b", "ready")
+    async with one_router(tmp_path) as (running, router):
+        for name in ("a", "org/b"):
+            await done(running, "pin", name)
+            await state_is(running, f"r1/{name}", "ready")
+        node = {"name": "r1", "url": router.url, "memory": "9GiB", "preload": ["c"]}
+        running.write_nodes([node])
+        assert (await running.admin.post("/admin/reload")).status_code == 200
         await asyncio.sleep(130)
         (problem,) = await running.gateway.live._view.read_problems()
     assert problem.id == "not_kept:c:r1"

@@ -356,7 +356,7 @@ def test_a_resumed_response_teaches_by_the_clients_own_request() -> None:
 
 
 def test_a_model_that_its_router_has_not_loaded_has_no_requests_to_move() -> None:
-    unloaded = node("r/m", host="two", slots=9, state=NodeState.UNLOADED)
+    unloaded = node("m", host="two", slots=9, state=NodeState.UNLOADED)
     unloaded.load = ModelLoad()
     assert World(node("a", host="two", slots=3), unloaded).leases.most_slots_of_a_host() == 3
 
