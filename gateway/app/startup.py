@@ -52,7 +52,8 @@ class Options:
     store_dir: Path | None = None
     """Folder of the store, where the settings name none; by default that of the state files."""
     read_memory: Callable[[Path, int, int], int] | None = field(default=None, compare=False)
-    """Reads from a model's file what it takes with so many slots of so many tokens: bytes."""
+    """Reads from a model's file what it takes with so many slots of so many tokens: bytes.
+    Raises: ValueError if it is no readable model."""
     restart_command: tuple[str, ...] = ()
     """The command that starts a successor; empty: no handover is possible."""
     model_memory: dict[str, int] = field(default_factory=dict)

@@ -287,14 +287,9 @@ class ProcessFlags(FlagGroup):
 
 
 def _read_memory(model: Path, slots: int, context: int) -> int:
-    """Return what a model takes, by its file. Raises: ValueError if it is no readable model."""
-    from gateway.local import ModelFileError
     from gateway.local.memory import file_memory
 
-    try:
-        return file_memory(model, slots, context)
-    except ModelFileError as error:
-        raise ValueError(str(error)) from error
+    return file_memory(model, slots, context)
 
 
 def settings_file(path: Path | None) -> Path | None:

@@ -399,7 +399,7 @@ async def _follow(folder: ModelFolder) -> None:
         except OSError as error:  # it is away: its models stay as they are
             structlog.get_logger().warning("models folder", error=str(error))
             continue
-        if changed is not None:
+        if changed is not None and any(changed.values()):
             some = {key: names[:MOST_LINES] for key, names in changed.items()}
             structlog.get_logger().info("models folder", **some)
 

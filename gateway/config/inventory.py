@@ -333,24 +333,26 @@ class NodeSpec(ConfigModel):
             )
         return given
 
-    @field_validator("preload")
+    @field_validator("preload", "slot_save")
     @classmethod
-    def _can_be_preloaded(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        _check_commanded(names, info, "load")
+    def _done_by_commands(cls, wanted: Any, info: ValidationInfo) -> Any:
         declared: Mapping[str, str] | None = info.data.get("models")
-        for name in names:
+        if wanted and info.data.get("kind") == "openai":
+            raise validation_error(
+                "is for llama.cpp's servers: a node of kind openai can't be told to load models",
+                "leave it out, and use its own settings",
+            )
+        if wanted and info.data.get("models_on_demand") is False:
+            raise validation_error(
+                "needs a node that may be told to load models", "leave out models_on_demand: false"
+            )
+        for name in wanted if info.field_name == "preload" else ():
             if declared is not None and name not in declared:
                 raise validation_error(
                     f"names {name}, which is no model of the node",
                     f"its `model` has {', '.join(declared)}",
                 )
-        return names
-
-    @field_validator("slot_save")
-    @classmethod
-    def _can_save_slots(cls, saves: object, info: ValidationInfo) -> object:
-        _check_commanded(saves, info, "unload")
-        return saves
+        return wanted
 
     @field_validator("stop")
     @classmethod
@@ -436,19 +438,6 @@ class NodeSpec(ConfigModel):
         if path := info.data.get("api_key_file"):
             return secret_from_file(path)
         return None
-
-
-def _check_commanded(wanted: object, info: ValidationInfo, verb: str) -> None:
-    """Refuse what needs commands on a node that gets none."""
-    if wanted and info.data.get("kind") == "openai":
-        raise validation_error(
-            f"is for llama.cpp's servers: a node of kind openai can't be told to {verb} a model",
-            "leave it out, and use its own settings",
-        )
-    if wanted and info.data.get("models_on_demand") is False:
-        raise validation_error(
-            f"needs a node that may be told to {verb} models", "leave out models_on_demand: false"
-        )
 
 
 def host_memory(specs: Iterable[NodeSpec]) -> dict[str, int]:

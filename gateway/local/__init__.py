@@ -12,7 +12,7 @@ class MissingExtraError(LocalFleetError):
     """A package of the `local` extra is not installed."""
 
 
-class ModelFileError(LocalFleetError):
+class ModelFileError(LocalFleetError, ValueError):
     """The model file is missing, incomplete or not a GGUF file."""
 
 

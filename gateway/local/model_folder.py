@@ -8,6 +8,7 @@ changes: sections only come and go.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -155,7 +156,7 @@ class ModelFolder:
 def _gguf_files(folder: Path) -> Iterator[Path]:
     """Yield the GGUF files of a folder and of the folders in it, as llama.cpp looks for them."""
     for entry in _listed(folder):
-        if entry.is_dir():
+        if os.path.isdir(entry):  # noqa: PTH112 - it raises nothing
             with suppress(OSError):
                 yield from (path for path in _listed(entry) if _is_gguf(path))
         elif _is_gguf(entry):
@@ -169,7 +170,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _is_gguf(path: Path) -> bool:
     # A link to nothing is told of; what is no file, such as a pipe, may never end.
-    return path.suffix == ".gguf" and (path.is_file() or not path.exists())
+    return path.suffix == ".gguf" and (os.path.isfile(path) or not os.path.exists(path))  # noqa: PTH110, PTH113
 
 
 def _mark(path: Path) -> object:

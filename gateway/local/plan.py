@@ -75,15 +75,12 @@ def plan_local_fleet(
     model: Path | Sequence[ModelFile] | None = None,
     *,
     servers: int | None = None,
-    slots: int = DEFAULT_SLOTS,
-    context: int | None = None,
     server_bin: Path | None = None,
     force_memory: bool = False,
-    embedding: bool = False,
-    mlock: bool = False,
     cache: Path | None = None,
     topology: Topology | None = None,
     read_memlock_limit: Callable[[], int | None] = memlock_limit,
+    **wanted: Unpack[Wanted],
 ) -> LocalFleetPlan:
     """Plan the servers of this machine, for the model or models, or else the demo model.
 
@@ -92,19 +89,13 @@ def plan_local_fleet(
     that can't be run), and OSError when the cache folder can't be written.
     """
     cache = cache or cache_folder()
-    topology = topology or read_topology()
     binary = find_server(server_bin)
     if not model:
         models = [read_model(ensure_demo_model(cache), DEMO_MODEL_NAME)]
     else:
         models = [read_model(model)] if isinstance(model, Path) else list(model)
-    wanted = Wanted(slots=slots, context=context, embedding=embedding, mlock=mlock)
-    if len(models) > 1:
-        specs = plan_models(topology, models, force_memory=force_memory, **wanted)
-    else:
-        specs = plan_servers(topology, models[0], servers=servers, **wanted)
-        check_specs(topology, models[0], specs, force=force_memory)
-    if mlock:
+    specs = _plan(topology, models, servers=servers, force_memory=force_memory, **wanted)
+    if specs[0].mlock:
         for one in models:
             check_memlock(one, read_memlock_limit())
     return LocalFleetPlan(tuple(models), not model, specs, binary, logs_folder(cache))
@@ -200,20 +191,28 @@ def check_model_fits(
     known: Sequence[ModelFile] = (),
     *,
     servers: int | None = None,
-    slots: int = DEFAULT_SLOTS,
-    context: int | None = None,
     force_memory: bool = False,
-    embedding: bool = False,
     topology: Topology | None = None,
+    **wanted: Unpack[Wanted],
 ) -> None:
     """Raise the LocalFleetError of `plan_local_fleet` for a model that is not there yet."""
+    _plan(topology, [*known, model], servers=servers, force_memory=force_memory, **wanted)
+
+
+def _plan(
+    topology: Topology | None,
+    models: Sequence[ModelFile],
+    *,
+    servers: int | None,
+    force_memory: bool,
+    **wanted: Unpack[Wanted],
+) -> tuple[ServerSpec, ...]:
     topology = topology or read_topology()
-    wanted = Wanted(slots=slots, context=context, embedding=embedding)
-    if known:
-        plan_models(topology, [*known, model], force_memory=force_memory, **wanted)
-    else:
-        specs = plan_servers(topology, model, servers=servers, **wanted)
-        check_specs(topology, model, specs, force=force_memory)
+    if len(models) > 1:
+        return plan_models(topology, models, force_memory=force_memory, **wanted)
+    specs = plan_servers(topology, models[0], servers=servers, **wanted)
+    check_specs(topology, models[0], specs, force=force_memory)
+    return specs
 
 
 def check_specs(
@@ -240,10 +239,7 @@ def plan_servers(
     model: ModelFile,
     *,
     servers: int | None = None,
-    slots: int = DEFAULT_SLOTS,
-    context: int | None = None,
-    embedding: bool = False,
-    mlock: bool = False,
+    **wanted: Unpack[Wanted],
 ) -> tuple[ServerSpec, ...]:
     """Plan one server for each NUMA node, or `servers` of them spread over the nodes.
 
@@ -255,23 +251,21 @@ def plan_servers(
     for less.
     """
     count = servers if servers is not None else len(topology.nodes)
-    if count < 1 or slots < 1 or (context is not None and context < 1):
-        raise ValueError("servers, slots and context must be at least 1")
     placed = [(topology.nodes[index % len(topology.nodes)], model) for index in range(count)]
-    return _servers(
-        topology, placed, slots=slots, context=context, embedding=embedding, mlock=mlock
-    )
+    return _servers(topology, placed, **wanted)
 
 
 def _servers(
     topology: Topology,
     placed: Sequence[tuple[NumaNode, ModelFile]],
     *,
-    slots: int,
-    context: int | None,
-    embedding: bool,
-    mlock: bool,
+    slots: int = DEFAULT_SLOTS,
+    context: int | None = None,
+    embedding: bool = False,
+    mlock: bool = False,
 ) -> tuple[ServerSpec, ...]:
+    if not placed or slots < 1 or (context is not None and context < 1):
+        raise ValueError("servers, slots and context must be at least 1")
     nodes = [node for node, _ in placed]
     several = len(topology.nodes) > 1
     specs = []
@@ -312,10 +306,7 @@ def plan_models(
     models: Sequence[ModelFile],
     *,
     force_memory: bool = False,
-    slots: int = DEFAULT_SLOTS,
-    context: int | None = None,
-    embedding: bool = False,
-    mlock: bool = False,
+    **wanted: Unpack[Wanted],
 ) -> tuple[ServerSpec, ...]:
     """Plan one server for each model, each with as many of `slots` as memory has room for.
 
@@ -337,16 +328,14 @@ def plan_models(
 
     placed = [(homes[one.name], one) for one in models]
     while True:
-        specs = _servers(
-            topology, placed, slots=slots, context=context, embedding=embedding, mlock=mlock
-        )
+        specs = _servers(topology, placed, **wanted)
         try:
             if not force_memory:
                 _check_room(topology, models, specs)
         except MemoryShortError:
-            if slots == 1:
+            if specs[0].slots == 1:
                 raise
-            slots -= 1
+            wanted["slots"] = specs[0].slots - 1
         else:
             return specs
 

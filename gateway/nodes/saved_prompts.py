@@ -39,6 +39,7 @@ from gateway.nodes.server_properties import UNREADABLE, parse_props, server_key
 
 # Seconds that a model's unload, and its first request after a load, wait for its prompts at most.
 MOST_SAVE, MOST_RESTORE = 5.0, 3.0
+PAUSE = 600.0  # seconds without a save after one that failed: each unload would wait in vain
 # Bytes a second of llama.cpp's saves and restores, which stop the server's loop: the lower ends of
 # what was measured.
 SAVE_RATE, RESTORE_RATE = 660 * 2**20, 1700 * 2**20
@@ -49,6 +50,7 @@ MOST_SAVED = 16  # files of one model: those of further slots are not saved
 MOST_KEPT = 4000  # saved prompts of all models: beyond it those saved first are forgotten
 LEAST_TOKENS = 64  # of a prompt that is worth a file
 USUAL_REUSE = 0.25  # the share of a saved prompt that later ones are believed to be spared
+LARGEST_ANSWER = 1 << 20  # bytes of an answer
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. It ran away, and"
 CANARY_TOKENS = 4
 # Most by which a probability's logarithm may differ in a canary. From one process of llama.cpp to
@@ -106,6 +108,8 @@ class SavedPrompts:
         self._verified: dict[str, tuple[str, ...]] = {}
         """For models that have given the canary after their load: the arguments of that process,
         which has a port of its own."""
+        self._paused: dict[str, float] = {}
+        """Until when nothing is saved of a model whose last save failed."""
 
     def count(self, node: Node) -> int:
         """Prompts of this model that are saved."""
@@ -115,6 +119,8 @@ class SavedPrompts:
         """Save what is worth it of an idle model that gets no requests, within `MOST_SAVE` s."""
         key, call = server_key(node.spec), _Calls.begun(node, MOST_SAVE, self._clock)
         before, files = self._saved.get(key, {}), list[SavedFile]()
+        if self._clock() < self._paused.get(key, -math.inf):
+            return
         try:
             chosen = await self._choose(node, before, call)
             if not chosen:
@@ -132,12 +138,13 @@ class SavedPrompts:
                 canary = await call.canary()  # From its cache, as after a restore.
                 canary = msgspec.structs.replace(canary, file=await call.save(None))
         except _Wrong as error:
+            self._paused[key] = self._clock() + PAUSE
             self._publish(PromptsKept(node.name, error.action, 1, 0, str(error)))
             return
         self._verified[key] = call.args
         count = tokens = 0
         for (slot, prompt, caller), file in zip(chosen, files, strict=True):
-            if abs(file.tokens - _slot_tokens(prompt)) <= 1:
+            if abs(file.tokens + 1 - prompt.prompt_tokens - prompt.answer_tokens) <= 1:
                 self.add(f"{key}.{slot}", SavedPrompt(server, canary, file, prompt, caller))
                 count, tokens = count + 1, tokens + file.tokens
         self._publish(PromptsKept(node.name, "saved", count, tokens))
@@ -148,7 +155,7 @@ class SavedPrompts:
         """The slots whose prompts are worth a file, and these prompts with their callers."""
         if self._row_of(node) is None or node.sleep.asleep:
             return []
-        slots = _read(await call.send("/slots"), list[_Slot])
+        slots = await call.slots()
         row, speed = self._row_of(node), node.speed
         if row is None or any(slot.is_processing for slot in slots):
             return []
@@ -191,9 +198,16 @@ class SavedPrompts:
             return True
         canary, restored, tokens = saved[0][1].canary, list[int](), 0
         try:
-            if await call.server() != saved[0][1].server:
-                self._saved.pop(key, None)
-                return True
+            is_same = await call.server() == saved[0][1].server
+            used = any(slot.is_processing for slot in await call.slots())
+        except _Wrong as error:
+            self._publish(PromptsKept(node.name, error.action, 1, 0, str(error)))
+            return True
+        if not is_same:
+            self._saved.pop(key, None)
+        if not is_same or used:  # by those for whom it was loaded, past this gateway
+            return True
+        try:
             await call.restore(None, canary.file)
             await call.canary(canary)
         except _Wrong as error:
@@ -234,17 +248,17 @@ class SavedPrompts:
     # The record.
 
     def add(self, key: str, saved: SavedPrompt) -> bool:
-        """Take a record, as `export` gives it; whether it agrees. Raises: ValueError."""
+        """Take a newer record, as `export` gives it; False: it is none. Raises: ValueError."""
         server, _, slot = key.partition(".")
         number, others = int(slot), self._saved.get(server, {})
-        same = all(
-            (one.server, one.canary) == (saved.server, saved.canary) for one in others.values()
-        )
-        if not same or not 0 <= number < MOST_SAVED or len(saved.prompt.blocks) % 8:
+        if not 0 <= number < MOST_SAVED or len(saved.prompt.blocks) % 8:
             return False
+        first = next(iter(others.values()), saved)
+        if (first.server, first.canary) != (saved.server, saved.canary):
+            others = {}  # They are older: their canary is overwritten.
         others[number] = saved
         self._saved[server] = others
-        if sum(map(len, self._saved.values())) > MOST_KEPT:
+        while sum(map(len, self._saved.values())) > MOST_KEPT:
             self._saved.pop(next(iter(self._saved)))
         return True
 
@@ -266,11 +280,6 @@ def file_name(node: Node, slot: int | None) -> str:
     """The name of a slot's file, or of the canary's: always the same, and of this model alone."""
     part = "canary" if slot is None else str(slot)
     return f"llama-gateway-{server_key(node.spec, node.name)}-{part}.bin"
-
-
-def _slot_tokens(prompt: KeptPrompt) -> float:
-    """The tokens that a slot with this prompt shows."""
-    return prompt.prompt_tokens + prompt.answer_tokens - 1
 
 
 class _Wrong(Exception):  # noqa: N818 - it ends a step, and is no error of ours
@@ -346,12 +355,16 @@ class _Calls:
             raise _Wrong(f"no time is left for {what}")
         named = None if body is None else {"model": self.node.spec.instance, **body}
         sent = None if named is None else msgspec.json.encode(named)
-        reply = await fetch(self.node, path, body=sent, limit=left)
+        reply = await fetch(self.node, path, body=sent, largest=LARGEST_ANSWER, limit=left)
         if not isinstance(reply, ProbeResponse):
             raise _Wrong(reply.detail)
         if reply.status != HTTPStatus.OK:
             raise _Wrong(f"the server answers {what} with {reply.status}")
         return reply.body
+
+    async def slots(self) -> list[_Slot]:
+        """Its slots."""
+        return _read(await self.send("/slots"), list[_Slot])
 
     async def act(self, action: str, slot: int | None, **body: str) -> bytes:
         """Save, restore or erase a slot; the canary's is 0."""

@@ -227,6 +227,7 @@ def is_plausible(properties: ServerProperties) -> bool:
         (properties.trained_context, MOST_CONTEXT),
         (properties.n_params, MOST_MODEL_SIZE),
         (properties.size, MOST_MODEL_SIZE),
+        (properties.most_loaded or None, MOST_MODELS),
     )
     names = (*properties.names, *properties.refused)
     texts = (

@@ -52,8 +52,8 @@ def test_a_host_has_the_memory_that_one_of_its_nodes_says(load_nodes: LoadNodes)
         ("model: [a, b], preload: [a, c]", "preload", "names c, which is no model of the node"),
         ("model: {a: own}, preload: own", "preload", "names own, which is no model of the node"),
         ("preload: ['']", "preload[0]", "must not be empty"),
-        ("kind: openai, slot_save: true", "slot_save", "can't be told to unload"),
-        ("models_on_demand: false, slot_save: true", "slot_save", "may be told to unload"),
+        ("kind: openai, slot_save: true", "slot_save", "can't be told to load"),
+        ("models_on_demand: false, slot_save: true", "slot_save", "may be told to load"),
     ],
 )
 def test_what_a_node_can_not_do_on_demand_is_refused(

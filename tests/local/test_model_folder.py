@@ -88,6 +88,7 @@ def test_what_can_not_be_served_is_told_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("hello")
     (tmp_path / "cut.gguf").write_bytes(demo_model().read_bytes()[:1_000_000])
     (tmp_path / "gone.gguf").symlink_to(tmp_path / "nothing")
+    (tmp_path / "long.gguf").symlink_to("x" * 300)  # whatever it is, the system may not say
     os.mkfifo(tmp_path / "pipe.gguf")  # it is not even opened
     put(tmp_path / "inner/good.gguf")
     put(tmp_path / "no#te.gguf")
@@ -102,6 +103,7 @@ def test_what_can_not_be_served_is_told_with_the_reason(tmp_path: Path) -> None:
         "text.gguf": "not a GGUF model",
         "cut.gguf": "cut short",
         "gone.gguf": "no such file",
+        "long.gguf": "file name too long",
         "inner/good.gguf": "good.gguf has this name too",
         "no#te.gguf": "rename",
         "we:ird.gguf": "rename",

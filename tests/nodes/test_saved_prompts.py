@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -20,6 +23,7 @@ from gateway.nodes.saved_prompts import (
     MOST_RESTORE,
     MOST_SAVE,
     MOST_SAVED,
+    PAUSE,
     Canary,
     SavedFile,
     SavedPrompt,
@@ -172,7 +176,14 @@ async def test_a_server_that_does_not_answer_is_waited_for_within_limits(tmp_pat
         await one.models.ask("b", "Hello.")
         assert one.models.told == [("r1/a", "failed", 1)]
         assert MOST_SAVE <= now() - began < MOST_SAVE + 4
+        # The next unloads do not wait for it; later it is tried again.
+        await one.ask("a", 1, 2)
+        began = now()
+        await one.models.ask("b", "Hello.")
+        assert now() - began < MOST_SAVE
+        assert one.models.told == []
         server.faults.clear()
+        await asyncio.sleep(PAUSE)
         await one.ask("a", 1, 2)
         await one.models.ask("b", "Hello.")
         assert one.models.told == SAVED
@@ -185,6 +196,35 @@ async def test_a_server_that_does_not_answer_is_waited_for_within_limits(tmp_pat
         assert now() - began < 2 * MOST_RESTORE + 30  # of which the router's kill takes 10
 
 
+@in_virtual_time
+async def test_nothing_is_restored_into_a_model_that_others_have_loaded_and_use(
+    tmp_path: Path,
+) -> None:
+    async with site(tmp_path) as one:
+        await one.ask("a", 1, 2)
+        await one.models.ask("b", "Hello.")
+        assert one.models.told == SAVED
+        loads = one.router.models["a"].loads
+        messages = [{"role": "user", "content": prompt(3, 1500)}]  # for some 35 s
+        async with httpx.AsyncClient(base_url=one.router.url, timeout=120) as others:
+            body = {"model": "a", "messages": messages, "max_tokens": 8}
+            reply = await others.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        assert one.models.told == []
+        assert one.router.models["a"].loads == loads + 1
+        # The files are those of the next load still.
+        await one.models.ask("b", "Hello.")
+        assert await one.cached(1, 2) == [True, True]
+
+
+def test_no_two_routers_share_a_file_in_one_folder() -> None:
+    routers = [("r1", "http://h:1"), ("r1", "http://h:2"), ("r2", "http://h:1")]
+    nodes = [a_node(name=name, url=url) for name, url in routers]
+    names = [file_name(node, slot) for node in nodes for slot in (0, 1, None)]
+    assert len(set(names)) == 9
+    assert all(re.fullmatch(r"llama-gateway-[0-9a-f]{32}-\w+\.bin", name) for name in names)
+
+
 def test_a_record_is_kept_as_far_as_it_agrees_and_its_caller_is_there() -> None:
     saved = SavedPrompts(FleetPromptCache(), lambda _: None, lambda _: None, now)
     file, canary = SavedFile(99, 4096, b"digest"), Canary((7, 8), (-0.5, -0.25))
@@ -193,8 +233,6 @@ def test_a_record_is_kept_as_far_as_it_agrees_and_its_caller_is_there() -> None:
     saved.add("a.0", one)
     for caller, slot in (("here", 1), ("gone", 2), ("here", MOST_SAVED), ("here", -1)):
         saved.add(f"a.{slot}", msgspec.structs.replace(one, caller=caller))
-    saved.add("a.3", msgspec.structs.replace(one, server=b"another build"))
-    saved.add("a.4", msgspec.structs.replace(one, canary=Canary((7, 8), (-0.5, -0.75))))
     half = KeptPrompt(b"1234", 90, 10, ends_on_block=True)
     assert not saved.add("a.5", msgspec.structs.replace(one, prompt=half))
     with pytest.raises(ValueError, match="invalid literal"):
@@ -204,6 +242,13 @@ def test_a_record_is_kept_as_far_as_it_agrees_and_its_caller_is_there() -> None:
     assert [key for key, _ in saved.export()] == ["a.0", "a.1"]
     for _, known in saved.export():
         assert msgspec.json.decode(msgspec.json.encode(known), type=SavedPrompt) == known
+    # What is newer has overwritten the canary's file, as in the last seconds of a predecessor.
+    for newer in (
+        msgspec.structs.replace(one, server=b"another build"),
+        msgspec.structs.replace(one, canary=Canary((7, 8), (-0.5, -0.75))),
+    ):
+        assert saved.add("a.3", newer)
+        assert [*saved.export()] == [("a.3", newer)]
 
 
 def test_records_are_bounded_and_those_saved_first_go_first() -> None:

@@ -67,6 +67,15 @@ def test_remembered_properties_that_are_not_reported_again_are_kept(tmp_path: Pa
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
+def test_a_limit_of_models_that_no_router_has_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    written(path, saying(ServerProperties(models=("demo",), is_router=True, most_loaded=-1)))
+    assert PropertiesStore(path).recall(a_spec()) == ServerProperties()
+    known = ServerProperties(models=("demo",), is_router=True, most_loaded=4)
+    written(path, saying(known))
+    assert PropertiesStore(path).recall(a_spec()) == known
+
+
 def test_properties_are_read_from_older_versions_and_kept_readable_for_them(tmp_path: Path) -> None:
     path = tmp_path / "seen.json"
     new = ServerProperties(

@@ -372,7 +372,7 @@ def _simulate_models(
     from gateway.workshop.simulate.comparison import HAND_TRIED, compare_model_placements
     from gateway.workshop.simulate.simulation import StuckError
 
-    most = placements + min(placements, HAND_TRIED) + 3
+    most = placements + HAND_TRIED + 3
     try:
         with _progress(most) as progress:
             found = compare_model_placements(

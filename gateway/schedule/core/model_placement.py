@@ -6,7 +6,8 @@ and the load; then the queue is served as fast as that node does. What must go c
 caller who is expected to miss it before long, so a model that nobody asks for goes first. A model
 that is loaded nowhere is loaded once its requests have waited as many seconds as that loss, so a
 queue is served together before its model makes room for another; or in time for the starvation
-bound. One more copy is loaded where it shortens the queue by more than it costs.
+bound. One more copy is loaded where it shortens the queue by more than it costs, in free memory
+also where it spares random arrivals their waits.
 
 A look compares a bounded number of nodes, however large the fleet is; models that are not reached
 are looked at first in the next one. Times are monotonic seconds and memory is bytes.
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Literal, NamedTuple
 
 from gateway.nodes.router import LoadPhase, UnloadCause
@@ -27,29 +29,35 @@ ASSUMED_LOAD = 30.0  # seconds of a load that was never seen
 UNLOAD_SECONDS = 1.0
 LOOK_MARGIN = 1.0  # seconds by which a load begins before the bound wants it
 # Seconds ahead that are compared: what callers miss later, they miss under any placement.
-HORIZON = 120.0
+HORIZON = 60.0
+# Of the loads that callers then miss: each displaces other models in its turn.
+MISS_FACTOR = 1.5
 NEAR_BOUND = 0.5  # share of the bound from which the oldest request goes first
 # One more copy must shorten the waits by so many times what it costs others.
 COPY_MARGIN = 1.2
+# Share of the seconds of a load that it costs the others of its host.
+LOAD_SHARE = 0.3
 # A load that waits for leases is given up for another node that is better by this factor.
 CHANGE_MARGIN = 1.5
-# Loads missed before long that count as none: batch rows may unload such a model.
+# A model whose callers are expected to miss so little of its load may go for batch rows.
 UNUSED_SHARE = 0.05
-# A model needs memory for others than itself to load beside it on its host: more would be slower.
-MOST_LOADS_OF_HOST = 2
+# With so many callers expected within the horizon, a model's last copy stays, whatever others' more
+# copies would save.
+NEEDED = 20.0
+FULLEST = 0.9  # share of its copies' time up to which the waits of random arrivals are computed
+LEAST_SPEED = 0.1  # share of a host's speed that a model gets beside others, at the least
+MOST_LOADS_OF_HOST = 2  # at one time: they share its disk
 # Nodes compared for one model in a look, and for all of them about.
-MOST_COMPARED, MOST_EVALUATIONS = 24, 48
-# Loaded instances that are looked at for having idled, in one look.
-MOST_IDLE_CHECKED = 32
+MOST_COMPARED, MOST_EVALUATIONS = 16, 24
 # Time constants of the two means of a model's rate: one follows bursts, one remembers.
-FAST_SECONDS, SLOW_SECONDS = 60.0, 900.0
+FAST_SECONDS, SLOW_SECONDS = 40.0, 900.0
 
-HELD_PHASES = frozenset(
-    {LoadPhase.LOADING, LoadPhase.READY, LoadPhase.RETIRING, LoadPhase.UNLOADING}
-)
-LEAVING_PHASES = frozenset({LoadPhase.RETIRING, LoadPhase.UNLOADING})
 SERVING_PHASES = frozenset({LoadPhase.LOADING, LoadPhase.READY})
+LEAVING_PHASES = frozenset({LoadPhase.RETIRING, LoadPhase.UNLOADING})
+HELD_PHASES = SERVING_PHASES | LEAVING_PHASES  # those that take memory
 LoadVerb = Literal["load", "retire", "keep", "unload"]
+_Key = tuple[str, str]  # node and model
+_Copy = tuple[float, float, float]  # in how long it serves, its requests a second, seconds of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,11 @@ class Instance:
     since: float = -math.inf  # when the phase began
     retry_at: float = -math.inf  # after a load has failed: when it may be tried again
     pinned: bool = False  # it is to be loaded, and is never unloaded
+
+    @property
+    def key(self) -> _Key:
+        """Its node and its model."""
+        return self.node, self.model
 
 
 class InstanceUsage(NamedTuple):
@@ -125,8 +138,6 @@ class ModelPlacementRules:
     starvation: float = 60.0  # seconds that a model's requests wait at most, as far as possible
     hysteresis: float = 10.0  # seconds that a model stays once it is loaded
     models: Mapping[str, ModelRules] = field(default_factory=dict)
-    preload: frozenset[tuple[str, str]] = frozenset()
-    """Nodes and models that are loaded there once, when the node comes up, if there is room."""
 
 
 class LoadAction(NamedTuple):
@@ -155,17 +166,14 @@ class ModelPlacementPolicy:
 
     def __init__(self, rules: ModelPlacementRules | None = None) -> None:
         self.rules = rules or ModelPlacementRules()
-        self.rates = RequestRates()
         self.evaluations = 0  # nodes that were compared so far
+        self._rates = RequestRates()
         self._index = FleetIndex()
-        self._plans: dict[tuple[str, str], _Plan] = {}
+        self._plans: dict[_Key, _Plan] = {}
         self._cursors: dict[str, int] = {}  # by model: the node that is compared next
-        self._known_best: dict[str, list[str]] = {}
-        self._preloaded: set[tuple[str, str]] = set()
         self._served_at: dict[str, float] = {}
         """By model that requests wait for: when it was last loaded somewhere."""
         self._left: list[str] = []  # models that the last look did not reach
-        self._idle_cursor = 0
 
     # What there is.
 
@@ -175,26 +183,23 @@ class ModelPlacementPolicy:
 
     def put_node(self, node: RouterNode) -> None:
         """There is this router, or it has changed."""
-        if not node.usable:
-            self._preloaded = {pair for pair in self._preloaded if pair[0] != node.name}
         self._index.put_node(node)
 
     def remove_node(self, name: str) -> None:
         """There is no such router any more; its instances go with it."""
         self._index.remove_node(name)
-        self._preloaded = {pair for pair in self._preloaded if pair[0] != name}
 
     def put_instance(self, instance: Instance) -> None:
         """A router, which is known, can serve this model; or the instance has changed."""
-        self._index.put_instance(instance)
+        self._index.put(instance)
 
     def remove_instance(self, node: str, model: str) -> None:
         """The router can't serve that model any more."""
-        self._index.remove_instance(node, model)
+        self._index.remove(node, model)
 
     def note_request(self, model: str, now: float) -> None:
         """A caller has sent a request for this model; batch rows are not told."""
-        self.rates.note(model, now)
+        self._rates.note(model, now)
 
     @property
     def unfinished(self) -> bool:
@@ -219,28 +224,29 @@ class ModelPlacementPolicy:
 
     def decide(self, demands: Iterable[ModelDemand], usage: Usage, now: float) -> list[LoadAction]:
         """What to do now. An instance with leases is never unloaded."""
-        look = _Look(self._index, self.rules, self.rates, usage, now)
         by_model = {demand.model: demand for demand in demands if demand.waiting}
-        look.demands = by_model
+        look = _Look(self._index, self.rules, self._rates, by_model, usage, now)
+        most = self.evaluations + MOST_EVALUATIONS
         self._follow_plans(look)
-        self._serve_demands(look)
-        self._keep_wanted(look)
-        self._unload_idle(look)
-        self._end_retired(look)
+        self._serve_demands(look, most)
+        self._keep_wanted(look, most)
+        for instance in self._index.retiring.values():
+            if instance.key not in look.acted and not look.usage(instance).leases:
+                look.act("unload", instance, "it runs nothing any more")
         return look.actions
 
     def order_load(
         self, node: str, model: str, usage: Usage, now: float
     ) -> list[LoadAction] | None:
         """What to do so that an operator gets a model loaded there; None: it can't have room."""
-        look = _Look(self._index, self.rules, self.rates, usage, now)
-        instance = self._index.instance(node, model)
+        look = _Look(self._index, self.rules, self._rates, {}, usage, now)
+        instance = self._index.instance((node, model))
         if instance is None or (node, model) in self._plans:
             return []
-        if instance.phase is LoadPhase.RETIRING and self._may_return(look, instance):
+        if instance.phase is LoadPhase.RETIRING and instance.key not in self._victims():
             look.act("keep", instance, ORDERED)
         elif look.is_loadable(instance):
-            option = self._price(look, instance, None, _NO_QUEUE)
+            option = self._price(look, instance, _NO_QUEUE)
             if option is None:
                 return None
             self._carry_out(look, option, ORDERED, standing=True)
@@ -249,346 +255,257 @@ class ModelPlacementPolicy:
     def _follow_plans(self, look: _Look) -> None:
         """Load what has room now; give up what nobody waits for any more."""
         for key, plan in list(self._plans.items()):
-            instance = self._index.instance(*key)
-            node = self._index.nodes.get(key[0])
-            demand = look.demands.get(key[1])
-            wanted = demand is not None or plan.standing
-            if (
-                instance is None
-                or node is None
-                or not (node.usable and wanted)
-                or not look.is_loadable(instance)
-            ):
+            instance = self._index.instance(key)
+            wanted = plan.standing or key[1] in look.demands
+            if instance is None or not wanted or not look.is_loadable(instance):
                 self._give_up(look, key)
                 continue
-            host = self._index.hosts[node.host]
-            if _Lack(instance, node, host, self._reserved(look, host, but=key)).is_met():
+            host = self._index.host_of(instance)
+            if self._lack(look, instance).is_met():
                 if look.loads_of(host) < MOST_LOADS_OF_HOST:
                     look.act("load", instance, plan.reason)
                     del self._plans[key]
-            elif not any(
-                held.phase in LEAVING_PHASES or look.is_leaving(held) for held in host.held.values()
-            ):
+            elif not any(map(look.is_leaving, host.held.values())):
                 # Those who were to go have stayed: it is looked at anew.
                 self._give_up(look, key)
 
-    def _give_up(self, look: _Look, key: tuple[str, str]) -> None:
-        plan = self._plans.pop(key)
-        for victim in plan.victims:
-            instance = self._index.instance(*victim)
+    def _give_up(self, look: _Look, key: _Key) -> None:
+        for victim in self._plans.pop(key).victims:
+            instance = self._index.instance(victim)
             if instance is not None and instance.phase is LoadPhase.RETIRING:
                 look.act("keep", instance, "its memory is not needed any more")
 
-    def _serve_demands(self, look: _Look) -> None:
-        """Find a node for what waits, those first that the last look did not reach."""
+    def _serve_demands(self, look: _Look, most: int) -> None:
+        """Find nodes for what waits, first for those that the last look did not reach."""
         self._served_at = {
-            model: look.now if look.is_served(model) else self._served_at.get(model, -math.inf)
+            model: look.now if look.capacity(model).slots else self._served_at.get(model, -math.inf)
             for model in look.demands
         }
-        late = {model: place for place, model in enumerate(self._left)}
-        order = sorted(
-            look.demands.values(),
-            key=lambda one: (
-                late.get(one.model, len(late)),
-                one.batch,
-                -self._lateness(one, look.now),
-                -one.waited,
-            ),
-        )
-        most = self.evaluations + MOST_EVALUATIONS
+        left = {model: place for place, model in enumerate(self._left)}
+
+        def order(demand: ModelDemand) -> tuple[float, ...]:
+            share = self._without(demand, look) / max(1.0, self._patience(demand))
+            late = share if share > NEAR_BOUND else 0.0
+            return left.get(demand.model, len(left)), demand.batch, -late, -demand.waited
+
+        ordered = sorted(look.demands.values(), key=order)
         self._left = []
-        for place, demand in enumerate(order):
+        for place, demand in enumerate(ordered):
             if self.evaluations >= most:
-                self._left = [one.model for one in order[place:]]
+                self._left = [one.model for one in ordered[place:]]
                 break
             self._serve(look, demand)
 
     def _serve(self, look: _Look, demand: ModelDemand) -> None:
         model = demand.model
-        copies = look.copies(model, demand.nodes)
-        planned = [key for key in self._plans if key[1] == model]
-        rules = self.rules.models.get(model, _NO_RULES)
-        retiring = self._retiring(model, demand)
-        if retiring is not None and not copies and not planned and self._may_return(look, retiring):
-            look.act("keep", retiring, "requests wait for it again")
+        if any(one.model == model for one in look.loads):
             return
-        count = len(self._index.serving(model))
-        if rules.max is not None and count + len(planned) >= rules.max and not planned:
-            return
-        best: _Option | None = None
-        queue = look.queue(model, demand, copies)
-        for instance in self._candidates(look, model, demand):
-            option = self._price(look, instance, demand, queue)
-            if option is not None and (best is None or option.cost < best.cost):
-                best = option
+        queue = look.queue(demand)
+        planned = next((key for key in self._plans if key[1] == model), None)
+        if planned is None:
+            if not queue.has_copies and self._keep_retiring(look, demand):
+                return
+            most = self.rules.models.get(model, _NO_RULES).max
+            if most is not None and look.capacity(model).copies >= most:
+                return
+        best = self._best(look, model, queue, demand.nodes)
         if best is None:
             return
-        if planned:
-            current = self._plans[planned[0]]
+        if planned is not None:
+            plan = self._plans[planned]
             if (
-                (best.instance.node, model) == planned[0]
-                or best.cost * CHANGE_MARGIN >= current.cost
-                or best.ready_in >= current.ready_at - look.now
+                best.cost * CHANGE_MARGIN >= plan.cost
+                or best.ready_in >= plan.ready_at - look.now
+                or best.instance.node == planned[0]
             ):
                 return
-            for key in planned:
-                self._give_up(look, key)
-        self._remember(model, best.instance.node)
-        if not self._is_worth(look, demand, queue, best):
-            return
-        if copies:
-            reason = f"{demand.waiting} requests wait for one more copy"
-        else:
-            reason = f"{demand.waiting} requests wait for it"
-        self._carry_out(look, best, reason)
+        if self._is_worth(look, demand, queue, best):
+            if planned is not None:
+                self._give_up(look, planned)
+            more = "one more copy" if queue.has_copies else "it"
+            self._carry_out(look, best, f"{demand.waiting} requests wait for {more}")
+
+    def _keep_retiring(self, look: _Look, demand: ModelDemand) -> bool:
+        """Keep an instance that was to go, where no load that is planned needs its memory."""
+        needed = self._victims()
+        for one in self._index.held(demand.model).values():
+            allowed = demand.nodes is None or one.node in demand.nodes
+            if one.phase is LoadPhase.RETIRING and allowed and one.key not in needed:
+                look.act("keep", one, "requests wait for it again")
+                return True
+        return False
+
+    def _victims(self) -> set[_Key]:
+        """What is to go for the loads that are planned."""
+        return set(chain.from_iterable(plan.victims for plan in self._plans.values()))
 
     def _is_worth(self, look: _Look, demand: ModelDemand, queue: _Queue, option: _Option) -> bool:
         """Whether a load there is worth what it costs others."""
-        if demand.batch and option.victims and option.loss > UNUSED_SHARE * option.reload_seconds:
+        loss, load_seconds = option.room.loss, option.instance.load_seconds
+        if demand.batch and loss > UNUSED_SHARE * option.room.reload_seconds:
             return False
         if queue.has_copies:
-            saved = queue.cost_as_it_is() - (option.cost - option.loss)
-            return saved > COPY_MARGIN * option.loss + option.instance.load_seconds
-        without = self._wait_without(demand, look.now)
+            if any(map(look.is_needed, option.room.victims)):
+                return False
+            saved = queue.cost() - (option.cost - loss)
+            if look.capacity(demand.model).slots and not option.room.victims:
+                # Memory that is free is best used by those that are asked for most.
+                saved += queue.queueing() - queue.queueing(option.copy)
+            return saved > COPY_MARGIN * loss + LOAD_SHARE * load_seconds
+        without = self._without(demand, look)
         if without + option.ready_in + LOOK_MARGIN >= self._patience(demand):
             return True
-        return demand.waited + demand.waiting * option.instance.load_seconds >= option.loss
+        return demand.waited + demand.waiting * load_seconds >= loss
 
     def _patience(self, demand: ModelDemand) -> float:
         return self.rules.starvation if demand.patience is None else demand.patience
 
-    def _wait_without(self, demand: ModelDemand, now: float) -> float:
+    def _without(self, demand: ModelDemand, look: _Look) -> float:
         """Seconds that the oldest has waited while the model was loaded nowhere."""
-        return min(demand.oldest_wait, now - self._served_at.get(demand.model, -math.inf))
-
-    def _lateness(self, demand: ModelDemand, now: float) -> float:
-        """The share of its bound that the oldest has waited, where it is near."""
-        share = self._wait_without(demand, now) / max(1.0, self._patience(demand))
-        return share if share > NEAR_BOUND else 0.0
+        return min(demand.oldest_wait, look.now - self._served_at.get(demand.model, -math.inf))
 
     def _carry_out(
         self, look: _Look, option: _Option, reason: str, *, standing: bool = False
     ) -> None:
         """Load it, or make room for it first."""
-        instance = option.instance
-        key = (instance.node, instance.model)
-        for victim in option.victims:
-            why = f"{instance.model} needs its memory: {reason}"
-            if look.usage(victim).leases:
-                look.act("retire", victim, why)
-            else:
-                look.act("unload", victim, why)
-        node = self._index.nodes[instance.node]
-        host = self._index.hosts[node.host]
-        if option.must_wait or look.loads_of(host) >= MOST_LOADS_OF_HOST:
-            self._plans[key] = _Plan(
-                tuple((victim.node, victim.model) for victim in option.victims),
-                reason,
-                option.cost,
-                look.now + option.ready_in,
-                standing,
-            )
+        instance, room = option.instance, option.room
+        for victim in room.victims:
+            look.dismiss(victim, f"{instance.model} needs its memory: {reason}")
+        crowded = look.loads_of(self._index.host_of(instance)) >= MOST_LOADS_OF_HOST
+        if room.must_wait or crowded:
+            victims = tuple(victim.key for victim in room.victims)
+            ready_at = look.now + option.ready_in
+            self._plans[instance.key] = _Plan(victims, reason, option.cost, ready_at, standing)
         else:
             look.act("load", instance, reason)
 
-    def _reserved(
-        self, look: _Look, host: ModelHost, but: tuple[str, str] | None = None
-    ) -> _Reserved:
-        """What planned loads, and those of this look, will take of a host."""
-        size, counts, alone = 0, dict[str, int](), False
-        planned = [self._index.instance(*key) for key in self._plans if key != but]
-        for instance in [*planned, *look.loads]:
-            if instance is not None and instance.node in host.nodes:
-                size += instance.memory or 0
-                alone = alone or instance.memory is None
-                counts[instance.node] = counts.get(instance.node, 0) + 1
-        return _Reserved(size, counts, alone)
-
-    def _retiring(self, model: str, demand: ModelDemand) -> Instance | None:
-        for instance in self._index.held(model).values():
-            if instance.phase is LoadPhase.RETIRING and (
-                demand.nodes is None or instance.node in demand.nodes
-            ):
-                return instance
-        return None
-
-    def _may_return(self, look: _Look, retiring: Instance) -> bool:
-        """Whether no load that is planned needs its memory."""
-        key = (retiring.node, retiring.model)
-        return not any(key in plan.victims for plan in self._plans.values())
-
-    def _candidates(self, look: _Look, model: str, demand: ModelDemand) -> Iterator[Instance]:
-        """The nodes to compare for a model: all, or those with room and some others in turn."""
-        instances = self._index.by_model.get(model, {})
-        if len(instances) <= MOST_COMPARED:
-            yield from [one for one in instances.values() if self._may_load(look, one, demand)]
-            return
-        seen: set[str] = set()
-        found = 0
-        need = next(iter(instances.values())).memory
-        for name in self._index.roomiest(need, MOST_COMPARED):
-            instance = instances.get(name)
-            if instance is not None and self._may_load(look, instance, demand):
-                seen.add(name)
-                found += 1
-                yield instance
-                if found >= MOST_COMPARED // 2:
-                    return
-        for name in self._known_best.get(model, ()):
-            instance = instances.get(name)
-            if instance is not None and name not in seen:
-                seen.add(name)
-                if self._may_load(look, instance, demand):
-                    found += 1
-                    yield instance
-        names = self._index.names(model)
-        cursor = self._cursors.get(model, 0) % len(names)
-        for offset in range(min(len(names), MOST_COMPARED)):
-            name = names[(cursor + offset) % len(names)]
-            if name not in seen and self._may_load(look, instances[name], demand):
-                found += 1
-                yield instances[name]
-            if found >= MOST_COMPARED:
-                break
-        self._cursors[model] = cursor + MOST_COMPARED
-
-    def _remember(self, model: str, node: str) -> None:
-        known = self._known_best.setdefault(model, [])
-        if node in known:
-            known.remove(node)
-        known.insert(0, node)
-        del known[4:]
-
-    def _may_load(self, look: _Look, instance: Instance, demand: ModelDemand | None) -> bool:
-        if not look.is_loadable(instance) or (instance.node, instance.model) in self._plans:
-            return False
-        if not self._index.nodes[instance.node].usable:
-            return False
-        return demand is None or demand.nodes is None or instance.node in demand.nodes
-
-    def _price(
-        self, look: _Look, instance: Instance, demand: ModelDemand | None, queue: _Queue
+    def _best(
+        self, look: _Look, model: str, queue: _Queue, nodes: frozenset[str] | None = None
     ) -> _Option | None:
+        """The best node for one more copy; None: there is none."""
+        options = [
+            option
+            for instance in self._candidates(look, model, nodes)
+            if (option := self._price(look, instance, queue)) is not None
+        ]
+        return min(options, key=lambda option: option.cost, default=None)
+
+    def _candidates(
+        self, look: _Look, model: str, nodes: frozenset[str] | None
+    ) -> Iterator[Instance]:
+        """The nodes to compare for a model: all, or some with room and some others in turn."""
+        instances = self._index.by_model.get(model, {})
+        names: Iterable[str] = instances
+        if len(instances) > MOST_COMPARED:
+            roomy = self._index.roomiest(next(iter(instances.values())).memory)
+            first = self._cursors.get(model, 0) % len(instances)
+            self._cursors[model] = first + MOST_COMPARED
+            ring = islice(chain(instances, instances), first, first + MOST_COMPARED)
+            names = dict.fromkeys(chain(islice(roomy, MOST_COMPARED // 2), ring))
+        possible = (
+            instances[name]
+            for name in names
+            if name in instances and (nodes is None or name in nodes)
+        )
+        loadable = (one for one in possible if look.is_loadable(one) and one.key not in self._plans)
+        return islice(loadable, MOST_COMPARED)
+
+    def _price(self, look: _Look, instance: Instance, queue: _Queue) -> _Option | None:
         """What a load there would bring and cost; None: it can't be loaded there."""
         self.evaluations += 1
-        node = self._index.nodes[instance.node]
-        host = self._index.hosts[node.host]
-        room = look.make_room(instance, node, host, self._reserved(look, host))
+        host = self._index.host_of(instance)
+        room = look.make_room(host, self._lack(look, instance))
         if room is None:
             return None
-        ready_in = room.wait + instance.load_seconds
-        if room.victims or room.must_wait:
-            ready_in += UNLOAD_SECONDS
-        service = instance.request_seconds / max(0.1, 1.0 - look.utilisation(host, room.victims))
-        cost = queue.cost_with(ready_in, instance.slots / service, service) + room.loss
-        return _Option(
-            instance, ready_in, room.loss, cost, room.victims, room.must_wait, room.reload_seconds
-        )
+        ready_in = room.wait + instance.load_seconds + UNLOAD_SECONDS * room.must_wait
+        speed = max(LEAST_SPEED, 1.0 - look.utilisation(host, room.victims))
+        service = instance.request_seconds / speed
+        copy = ready_in, instance.slots / service, service
+        return _Option(instance, room, copy, queue.cost(copy) + room.loss)
+
+    def _lack(self, look: _Look, instance: Instance) -> _Lack:
+        """What it lacks on its host, beside the loads that are planned and decided on."""
+        host = self._index.host_of(instance)
+        keys = [key for key in self._plans if key[0] in host.nodes and key != instance.key]
+        coming = [one for one in look.loads if one.node in host.nodes]
+        coming += [one for one in map(self._index.instance, keys) if one is not None]
+        return _Lack(instance, self._index.nodes[instance.node], host, coming)
 
     # What operators want, whoever waits.
 
-    def _keep_wanted(self, look: _Look) -> None:
-        """Load pinned models, the least copies, and what is to be preloaded; retire copies."""
+    def _keep_wanted(self, look: _Look, most: int) -> None:
+        """Load pinned models and the least copies; unload idle ones, and those above the most."""
         for instance in list(self._index.pinned_unloaded.values()):
-            if self._may_load(look, instance, None):
-                option = self._price(look, instance, None, _NO_QUEUE)
-                if option is not None:
-                    self._carry_out(look, option, "it is pinned", standing=True)
+            if self.evaluations >= most:
+                return
+            if look.is_loadable(instance) and instance.key not in self._plans:
+                self._load_standing(look, self._price(look, instance, _NO_QUEUE), "it is pinned")
         for model, rules in self.rules.models.items():
             serving = self._index.serving(model)
-            count = len(serving) + sum(key[1] == model for key in self._plans)
-            if count < rules.min and not look.acted_on(model):
-                self._load_least(look, model, f"fewer than {rules.min} copies are loaded")
-            elif rules.max is not None and len(serving) > rules.max:
-                self._retire_one(look, model, f"more than {rules.max} copies are loaded")
-        for key in self.rules.preload - self._preloaded:
-            preloaded = self._index.instance(*key)
-            if preloaded is None or not self._index.nodes[key[0]].usable:
-                continue
-            self._preloaded.add(key)
-            if self._may_load(look, preloaded, None):
-                option = self._price(look, preloaded, None, _NO_QUEUE)
-                if option is not None and not option.victims:
-                    self._carry_out(look, option, "it is preloaded", standing=True)
+            planned = any(key[1] == model for key in chain(self._plans, look.acted))
+            if len(serving) < rules.min and not planned and self.evaluations < most:
+                best = self._best(look, model, _NO_QUEUE)
+                self._load_standing(look, best, f"fewer than {rules.min} copies are loaded")
+            if rules.max is not None or rules.idle_unload is not None:
+                self._unload_needless(look, rules, serving)
 
-    def _load_least(self, look: _Look, model: str, reason: str) -> None:
-        best: _Option | None = None
-        demand = ModelDemand(model, 0, 0.0, 0.0)
-        for instance in self._candidates(look, model, demand):
-            option = self._price(look, instance, None, _NO_QUEUE)
-            if option is not None and (best is None or option.cost < best.cost):
-                best = option
-        if best is not None:
-            self._carry_out(look, best, reason, standing=True)
+    def _load_standing(self, look: _Look, option: _Option | None, reason: str) -> None:
+        if option is not None:
+            self._carry_out(look, option, reason, standing=True)
 
-    def _retire_one(self, look: _Look, model: str, reason: str) -> None:
+    def _unload_needless(self, look: _Look, rules: ModelRules, serving: list[Instance]) -> None:
+        """Unload copies above the most, and those that nobody has used for long."""
+        count = len(serving)
         ready = [
             one
-            for one in self._index.serving(model).values()
-            if one.phase is LoadPhase.READY and not one.pinned and not look.is_leaving(one)
+            for one in serving
+            if one.phase is LoadPhase.READY and not (one.pinned or one.key in look.acted)
         ]
-        if ready:
-            least = min(ready, key=lambda one: (look.usage(one).leases, look.usage(one).last_used))
-            verb: LoadVerb = "retire" if look.usage(least).leases else "unload"
-            look.act(verb, least, reason, "replicas")
-
-    def _unload_idle(self, look: _Look) -> None:
-        """Unload what nobody has used for as long as its rules say."""
-        limits = {
-            model: rules.idle_unload
-            for model, rules in self.rules.models.items()
-            if rules.idle_unload is not None
-        }
-        checked = 0
-        for model, limit in limits.items():
-            least = self.rules.models[model].min
-            serving = self._index.serving(model)
-            left = len(serving)
-            for instance in list(serving.values()):
-                checked += 1
-                if checked > MOST_IDLE_CHECKED * 8 or left <= least:
-                    break
-                if instance.phase is not LoadPhase.READY or instance.pinned:
-                    continue
-                if look.is_leaving(instance) or model in look.demands:
-                    continue
-                usage = look.usage(instance)
-                idle = look.now - max(usage.last_used, instance.since)
-                if not usage.leases and idle >= limit:
-                    look.act("unload", instance, f"it has idled for {idle:.0f} s", "idle")
-                    left -= 1
-
-    def _end_retired(self, look: _Look) -> None:
-        """Unload those that have ended their requests."""
-        for instance in list(self._index.retiring.values()):
-            if not look.acted_on(instance.model, instance.node) and not look.usage(instance).leases:
-                look.act("unload", instance, "it runs nothing any more")
+        ready.sort(key=lambda one: (look.usage(one).leases, look.usage(one).last_used))
+        for one in ready:
+            usage = look.usage(one)
+            idle = 0.0 if usage.leases else look.now - max(usage.last_used, one.since)
+            if rules.max is not None and count > rules.max:
+                look.dismiss(one, f"more than {rules.max} copies are loaded", "replicas")
+            elif rules.idle_unload is None or idle < rules.idle_unload or count <= rules.min:
+                continue
+            elif one.model not in look.demands:
+                look.act("unload", one, f"it has idled for {idle:.0f} s", "idle")
+            count -= 1
 
 
 class RequestRates:
-    """How often callers ask for each model: the larger of a short and a long mean."""
+    """How often callers ask for each model: a long mean, or a short one that differs clearly."""
 
     def __init__(self) -> None:
-        self._means: dict[str, tuple[float, float, float]] = {}  # when; the fast; the slow
+        self._began: float | None = None
+        self._means: dict[str, tuple[float, float, float]] = {}  # when; the short; the long
 
     def note(self, model: str, now: float) -> None:
         """Count a request."""
-        when, fast, slow = self._means.get(model, (now, 0.0, 0.0))
-        passed = max(0.0, now - when)
-        self._means[model] = (
-            now,
-            fast * math.exp(-passed / FAST_SECONDS) + 1.0 / FAST_SECONDS,
-            slow * math.exp(-passed / SLOW_SECONDS) + 1.0 / SLOW_SECONDS,
-        )
+        if self._began is None:
+            self._began = now
+        short, long = self._decayed(model, now)
+        self._means[model] = now, short + 1.0, long + 1.0
 
     def rate(self, model: str, now: float) -> float:
         """Requests a second."""
-        known = self._means.get(model)
-        if known is None:
+        counts = self._decayed(model, now)
+        if self._began is None or not counts[1]:
             return 0.0
-        when, fast, slow = known
+        passed = max(FAST_SECONDS, now - self._began)
+        short, long = (
+            count / seconds / (1.0 - math.exp(-passed / seconds))
+            for count, seconds in zip(counts, (FAST_SECONDS, SLOW_SECONDS), strict=True)
+        )
+        # The standard deviation of such a mean of random arrivals is the root of rate / 2 seconds.
+        by_chance = 2.0 * math.sqrt(max(long, 1.0 / FAST_SECONDS) / (2.0 * FAST_SECONDS))
+        return short if abs(short - long) > by_chance else long
+
+    def _decayed(self, model: str, now: float) -> tuple[float, float]:
+        when, short, long = self._means.get(model, (now, 0.0, 0.0))
         passed = max(0.0, now - when)
-        return max(fast * math.exp(-passed / FAST_SECONDS), slow * math.exp(-passed / SLOW_SECONDS))
+        return short * math.exp(-passed / FAST_SECONDS), long * math.exp(-passed / SLOW_SECONDS)
 
 
 @dataclass(slots=True, eq=False)
@@ -598,7 +515,7 @@ class ModelHost:
     name: str
     memory: int | None = None
     nodes: set[str] = field(default_factory=set)
-    held: dict[tuple[str, str], Instance] = field(default_factory=dict)
+    held: dict[_Key, Instance] = field(default_factory=dict)
     used: int = 0  # by those whose memory is known
     unknown: int = 0  # instances that are loaded and whose memory is not known
     loading: int = 0
@@ -614,24 +531,31 @@ class ModelHost:
         """It has so much for models."""
         self.memory = memory
 
-    def hold(self, instance: Instance) -> None:
-        """An instance is loaded here, or begins to be."""
-        self.held[instance.node, instance.model] = instance
-        self._count(instance, 1)
-
-    def drop(self, instance: Instance) -> None:
-        """It is not any more."""
-        del self.held[instance.node, instance.model]
-        self._count(instance, -1)
-
-    def _count(self, instance: Instance, sign: int) -> None:
+    def count(self, instance: Instance, sign: int) -> None:
+        """An instance takes memory here from now on, or does not any more."""
+        if sign > 0:
+            self.held[instance.key] = instance
+        else:
+            del self.held[instance.key]
         self.used += sign * (instance.memory or 0)
         self.unknown += sign * (instance.memory is None)
         self.loading += sign * (instance.phase is LoadPhase.LOADING)
 
-    def count(self, node: str) -> int:
-        """Models that one of its nodes holds."""
-        return sum(1 for key in self.held if key[0] == node)
+
+class Capacity(NamedTuple):
+    """What the instances of one model can do that serve, or soon will."""
+
+    copies: int = 0
+    slots: int = 0  # of those that serve now
+    rate: float = 0.0  # requests a second that those can serve
+
+    def plus(self, instance: Instance, sign: int) -> Capacity:
+        """With one more instance, or one less."""
+        if instance.phase not in SERVING_PHASES:
+            return self
+        slots = sign * instance.slots * (instance.phase is LoadPhase.READY)
+        rate = self.rate + slots / instance.request_seconds
+        return Capacity(self.copies + sign, self.slots + slots, rate)
 
 
 class FleetIndex:
@@ -640,21 +564,21 @@ class FleetIndex:
     def __init__(self) -> None:
         self.nodes: dict[str, RouterNode] = {}
         self.hosts: dict[str, ModelHost] = {}
-        self.by_model: dict[str, dict[str, Instance]] = {}
-        self.retiring: dict[tuple[str, str], Instance] = {}
-        self.pinned_unloaded: dict[tuple[str, str], Instance] = {}
-        self._held: dict[str, dict[str, Instance]] = {}  # by model and node: those loaded
-        self._names: dict[str, list[str]] = {}
+        self.by_model: dict[str, dict[str, Instance]] = {}  # and by node
+        self.capacities: dict[str, Capacity] = {}  # by model: on nodes that work
+        self.loading: dict[str, dict[_Key, Instance]] = {}  # by model
+        self.retiring: dict[_Key, Instance] = {}
+        self.pinned_unloaded: dict[_Key, Instance] = {}
+        self._held: dict[str, dict[str, Instance]] = {}  # as `by_model`: those that take memory
         self._by_free: list[tuple[float, str]] = []  # hosts, by free bytes
 
     def put_node(self, node: RouterNode) -> None:
         """Add a node, or replace it."""
         old = self.nodes.get(node.name)
-        moved = [] if old is None else self._instances_of(node.name)
-        if old is not None and old.host != node.host:
+        moved: list[Instance] = []
+        if old is not None and (old.host, old.usable) != (node.host, node.usable):
+            moved = self._instances_of(node.name)
             self.remove_node(node.name)
-        else:
-            moved = []
         self.nodes[node.name] = node
         host = self.hosts.get(node.host)
         if host is None:
@@ -665,146 +589,155 @@ class FleetIndex:
         host.set_memory(node.memory)
         insort(self._by_free, (host.free, host.name))
         for instance in moved:
-            self.put_instance(instance)
+            self.put(instance)
 
     def remove_node(self, name: str) -> None:
         """Remove a node with its instances."""
-        node = self.nodes.get(name)
-        if node is None:
-            return
         for instance in self._instances_of(name):
-            self.remove_instance(name, instance.model)
-        del self.nodes[name]
-        host = self.hosts[node.host]
-        host.nodes.discard(name)
-        if not host.nodes:
-            self._unsort(host)
-            del self.hosts[node.host]
+            self.remove(*instance.key)
+        node = self.nodes.pop(name, None)
+        if node is not None:
+            host = self.hosts[node.host]
+            host.nodes.discard(name)
+            if not host.nodes:
+                self._unsort(host)
+                del self.hosts[node.host]
 
-    def put_instance(self, instance: Instance) -> None:
+    def put(self, instance: Instance) -> None:
         """Add an instance of a known node, or replace it."""
-        node, model = instance.node, instance.model
-        host = self.hosts[self.nodes[node].host]
-        instances = self.by_model.setdefault(model, {})
-        old = instances.get(node)
-        if old is None:
-            self._names.pop(model, None)
-        instances[node] = instance
-        was, now = old is not None and old.phase in HELD_PHASES, instance.phase in HELD_PHASES
+        instances = self.by_model.setdefault(instance.model, {})
+        self._replace(instances.get(instance.node), instance)
+        instances[instance.node] = instance
+
+    def remove(self, node: str, model: str) -> None:
+        """Remove an instance."""
+        instance = self.by_model.get(model, {}).pop(node, None)
+        if instance is not None:
+            self._replace(instance, None)
+
+    def _replace(self, old: Instance | None, new: Instance | None) -> None:
+        one = new or old
+        assert one is not None
+        host, held = self.host_of(one), self._held.setdefault(one.model, {})
+        if self.nodes[one.node].usable:
+            capacity = self.capacities.get(one.model, Capacity())
+            capacity = capacity.plus(old, -1) if old is not None else capacity
+            capacity = capacity.plus(new, 1) if new is not None else capacity
+            self.capacities[one.model] = capacity
+        was = old is not None and old.phase in HELD_PHASES
+        now = new is not None and new.phase in HELD_PHASES
         if was or now:
             self._unsort(host)
             if old is not None and was:
-                host.drop(old)
-            if now:
-                host.hold(instance)
-                self._held.setdefault(model, {})[node] = instance
-            else:
-                del self._held[model][node]
+                host.count(old, -1)
+                del held[old.node]
+            if new is not None and now:
+                host.count(new, 1)
+                held[new.node] = new
             insort(self._by_free, (host.free, host.name))
-        _put(self.retiring, instance, put=instance.phase is LoadPhase.RETIRING)
-        _put(self.pinned_unloaded, instance, put=instance.pinned and not now)
+        self.loading.get(one.model, {}).pop(one.key, None)
+        self.retiring.pop(one.key, None)
+        self.pinned_unloaded.pop(one.key, None)
+        if new is not None and new.phase is LoadPhase.LOADING:
+            self.loading.setdefault(new.model, {})[new.key] = new
+        elif new is not None and new.phase is LoadPhase.RETIRING:
+            self.retiring[new.key] = new
+        elif new is not None and new.pinned and not now:
+            self.pinned_unloaded[new.key] = new
 
-    def remove_instance(self, node: str, model: str) -> None:
-        """Remove an instance."""
-        instance = self.by_model.get(model, {}).pop(node, None)
-        if instance is None:
-            return
-        self._names.pop(model, None)
-        if instance.phase in HELD_PHASES:
-            host = self.hosts[self.nodes[node].host]
-            self._unsort(host)
-            host.drop(instance)
-            del self._held[model][node]
-            insort(self._by_free, (host.free, host.name))
-        _put(self.retiring, instance, put=False)
-        _put(self.pinned_unloaded, instance, put=False)
-
-    def instance(self, node: str, model: str) -> Instance | None:
+    def instance(self, key: _Key) -> Instance | None:
         """One instance; None: there is none."""
-        return self.by_model.get(model, {}).get(node)
+        return self.by_model.get(key[1], {}).get(key[0])
+
+    def host_of(self, instance: Instance) -> ModelHost:
+        """The host of its node."""
+        return self.hosts[self.nodes[instance.node].host]
 
     def held(self, model: str) -> Mapping[str, Instance]:
         """By node: the instances of a model that take memory."""
         return self._held.get(model, {})
 
-    def serving(self, model: str) -> Mapping[str, Instance]:
-        """By node: those of them that serve, or soon will."""
-        return {node: one for node, one in self.held(model).items() if one.phase in SERVING_PHASES}
+    def serving(self, model: str) -> list[Instance]:
+        """Those of them that serve, or soon will."""
+        return [one for one in self.held(model).values() if one.phase in SERVING_PHASES]
 
-    def names(self, model: str) -> list[str]:
-        """The nodes of a model, in a fixed order."""
-        names = self._names.get(model)
-        if names is None:
-            names = self._names[model] = sorted(self.by_model[model])
-        return names
-
-    def roomiest(self, need: int | None, most: int) -> Iterator[str]:
-        """Nodes of hosts with so many bytes free, the least first; None: of the emptiest hosts."""
+    def roomiest(self, need: int | None) -> Iterator[str]:
+        """Nodes of hosts with so many bytes free, the least first; None: the emptiest first."""
         hosts = self._by_free
-        places: Iterable[int]
-        if need is None:
-            places = range(len(hosts) - 1, max(-1, len(hosts) - 1 - most), -1)
-        else:
-            first = bisect_left(hosts, (need, ""))
-            places = range(first, min(len(hosts), first + most))
-        for place in places:
+        first = 0 if need is None else bisect_left(hosts, (need, ""))
+        places = range(first, len(hosts))
+        for place in reversed(places) if need is None else places:
             yield from self.hosts[hosts[place][1]].nodes
 
     def _instances_of(self, node: str) -> list[Instance]:
         return [one[node] for one in self.by_model.values() if node in one]
 
     def _unsort(self, host: ModelHost) -> None:
-        place = bisect_left(self._by_free, (host.free, host.name))
-        if place < len(self._by_free) and self._by_free[place][1] == host.name:
-            del self._by_free[place]
-
-
-def _put(table: dict[tuple[str, str], Instance], instance: Instance, *, put: bool) -> None:
-    if put:
-        table[instance.node, instance.model] = instance
-    else:
-        table.pop((instance.node, instance.model), None)
+        del self._by_free[bisect_left(self._by_free, (host.free, host.name))]
 
 
 class _Plan(NamedTuple):
     """A load that waits for room."""
 
-    victims: tuple[tuple[str, str], ...]
+    victims: tuple[_Key, ...]
     reason: str
     cost: float
     ready_at: float
     standing: bool  # it is wanted though nobody waits
 
 
-class _Reserved(NamedTuple):
-    """What planned loads take of a host."""
+class _Room(NamedTuple):
+    """How room is made for a load."""
 
-    memory: int
-    counts: Mapping[str, int]
-    alone: bool
+    victims: Sequence[Instance] = ()
+    wait: float = 0.0  # until those that leave have ended their requests
+    loss: float = 0.0
+    must_wait: bool = False  # something is still to go
+
+    @property
+    def reload_seconds(self) -> float:
+        """Seconds that it takes to load all victims again."""
+        return sum(one.load_seconds for one in self.victims)
+
+
+class _Option(NamedTuple):
+    """A load that could be begun."""
+
+    instance: Instance
+    room: _Room
+    copy: _Copy
+    cost: float
+
+    @property
+    def ready_in(self) -> float:
+        """Seconds until it could serve."""
+        return self.copy[0]
 
 
 class _Lack:
     """What one more model lacks on a host: bytes, a place, to be alone."""
 
     def __init__(
-        self, instance: Instance, node: RouterNode, host: ModelHost, reserved: _Reserved
+        self, instance: Instance, node: RouterNode, host: ModelHost, coming: Sequence[Instance]
     ) -> None:
-        planned = reserved.counts.get(node.name, 0)
+        """`coming`: others that are about to be loaded there."""
+        planned = sum(one.node == node.name for one in coming)
+        held = sum(one.node == node.name for one in host.held.values())
         self._node = node.name
-        self._places = host.count(node.name) + planned + 1 - node.count_limit
+        self._places = held + planned + 1 - node.count_limit
         self._packed = host.memory is not None
         self._alone = self._packed and instance.memory is None
         self._bytes, self._unknown, self._held = 0, host.unknown, len(host.held)
-        self.hopeless = reserved.alone or planned >= node.count_limit
+        self.hopeless = planned >= node.count_limit
         if host.memory is not None:
-            needed = reserved.memory + (instance.memory or 0)
+            needed = sum(one.memory or 0 for one in (instance, *coming))
             self._bytes = host.used + needed - host.memory
-            self.hopeless |= needed > host.memory or (self._alone and bool(reserved.counts))
+            apart = self._alone or any(one.memory is None for one in coming)
+            self.hopeless |= needed > host.memory or (apart and bool(coming))
 
     def is_met(self) -> bool:
         """Whether nothing is lacking."""
-        if self._places > 0:
+        if self.hopeless or self._places > 0:
             return False
         if not self._packed:
             return True
@@ -814,9 +747,8 @@ class _Lack:
         """Whether it would help if this one went."""
         if self._places > 0 and one.node == self._node:
             return True
-        return self._packed and (
-            self._alone or self._bytes > 0 or (self._unknown > 0 and one.memory is None)
-        )
+        unknown = self._unknown > 0 and one.memory is None
+        return self._packed and (self._alone or self._bytes > 0 or unknown)
 
     def count(self, one: Instance, sign: int) -> None:
         """Another instance comes, or goes."""
@@ -826,57 +758,41 @@ class _Lack:
         self._held += sign
 
 
-class _Room(NamedTuple):
-    """How room is made for a load."""
+def queueing_seconds(rate: float, slots: float, service: float) -> float:
+    """The mean wait of random arrivals for one of so many slots (Sakasegawa, 1977).
 
-    victims: tuple[Instance, ...]
-    wait: float  # until those that leave have gone
-    loss: float
-    must_wait: bool  # something is still to go
-    reload_seconds: float  # that it takes to bring all victims back
-
-
-class _Option(NamedTuple):
-    """A load that could be begun."""
-
-    instance: Instance
-    ready_in: float
-    loss: float
-    cost: float
-    victims: tuple[Instance, ...]
-    must_wait: bool
-    reload_seconds: float
+    At most that where `FULLEST` of their time is used: more is a queue that only grows.
+    """
+    load = min(FULLEST, rate * service / slots)
+    power = math.sqrt(2.0 * (slots + 1.0)) - 1.0
+    return service * math.pow(load, power) / (slots * (1.0 - load))
 
 
 class _Queue:
-    """A model's queue, as a fluid: how long its requests wait within the horizon."""
+    """A model's queue, as a fluid: how long its requests take within the horizon."""
 
-    def __init__(
-        self, waiting: float, rate: float, copies: list[tuple[float, float, float]]
-    ) -> None:
-        """`copies`: of each, when it serves, its requests a second, and the seconds of one."""
-        self._waiting = waiting
-        self._rate = rate
-        self._copies = sorted(copies)
+    def __init__(self, waiting: float, rate: float, copies: list[_Copy]) -> None:
+        self._waiting, self._rate, self._copies = waiting, rate, copies
         self.has_copies = bool(copies)
 
-    def cost_as_it_is(self) -> float:
-        """Seconds that its requests take in all, with the copies that it has."""
-        return self._cost(self._copies)
-
-    def cost_with(self, ready_in: float, rate: float, service: float) -> float:
-        """The same with one more copy."""
-        return self._cost(sorted([*self._copies, (ready_in, rate, service)]))
-
-    def _cost(self, copies: list[tuple[float, float, float]]) -> float:
+    def cost(self, more: _Copy | None = None) -> float:
+        """Seconds that its requests take in all, with its copies or one more."""
+        copies = sorted([*self._copies, more] if more else self._copies)
         total = self._waiting + self._rate * HORIZON
         if not total:
             return copies[0][0] if copies else 0.0
-        served = sum(rate for _, rate, _ in copies)
-        service = sum(rate * seconds for _, rate, seconds in copies) / served if served else 0.0
-        return self._area(copies) + total * service
+        served = sum([rate for _, rate, _ in copies])
+        slots = sum([rate * seconds for _, rate, seconds in copies])
+        return self._area(copies) + total * slots / served
 
-    def _area(self, copies: list[tuple[float, float, float]]) -> float:
+    def queueing(self, more: _Copy | None = None) -> float:
+        """Seconds that random arrivals are expected to wait within the horizon beside all that."""
+        copies = [*self._copies, more] if more else self._copies
+        slots = sum([rate * seconds for _, rate, seconds in copies])
+        served = sum([rate for _, rate, _ in copies])
+        return self._rate * HORIZON * queueing_seconds(self._rate, slots, slots / served)
+
+    def _area(self, copies: list[_Copy]) -> float:
         """The length of the queue over time."""
         length, growth, area, at = self._waiting, self._rate, 0.0, 0.0
         for begins, rate, _ in [*copies, (HORIZON, 0.0, 0.0)]:
@@ -885,10 +801,9 @@ class _Queue:
                 end = length + growth * seconds
                 if end >= 0.0:
                     area += (length + end) / 2 * seconds
-                    length = end
                 else:
                     area += length * length / (-2 * growth)
-                    length = 0.0
+                length = max(0.0, end)
                 at += seconds
             growth -= rate
         return area
@@ -905,59 +820,60 @@ class _Look:
         index: FleetIndex,
         rules: ModelPlacementRules,
         rates: RequestRates,
+        demands: Mapping[str, ModelDemand],
         usage: Usage,
         now: float,
     ) -> None:
         self.now = now
         self.actions: list[LoadAction] = []
+        self.acted: dict[_Key, LoadVerb] = {}
         self.loads: list[Instance] = []  # that were decided on
-        self.demands: Mapping[str, ModelDemand] = {}
-        self._index = index
-        self._rules = rules
-        self._rates = rates
-        self._read_usage = usage
-        self._usages: dict[tuple[str, str], InstanceUsage] = {}
+        self.demands = demands
+        self._index, self._rules, self._rates, self._read_usage = index, rules, rates, usage
+        self._usages: dict[_Key, InstanceUsage] = {}
+        self._losses: dict[_Key, float] = {}
         self._rate_of: dict[str, float] = {}
-        self._acted: dict[tuple[str, str], LoadVerb] = {}
-        self._losses: dict[tuple[str, str], float] = {}
+        self._dismissed: dict[str, list[Instance]] = {}  # by model
 
     def act(
         self, verb: LoadVerb, instance: Instance, reason: str, cause: UnloadCause = "memory"
     ) -> None:
-        """Decide on an action. The fleet is as if it had begun."""
+        """Decide on an action."""
         self.actions.append(LoadAction(verb, instance.node, instance.model, reason, cause))
-        self._acted[instance.node, instance.model] = verb
+        self.acted[instance.key] = verb
         if verb == "load":
             self.loads.append(instance)
+        elif verb != "keep":
+            self._dismissed.setdefault(instance.model, []).append(instance)
+
+    def dismiss(self, instance: Instance, reason: str, cause: UnloadCause = "memory") -> None:
+        """Unload it, once it runs nothing any more."""
+        verb: LoadVerb = "retire" if self.usage(instance).leases else "unload"
+        self.act(verb, instance, reason, cause)
 
     def loads_of(self, host: ModelHost) -> int:
         """Loads that run on a host, with those decided on."""
         return host.loading + sum(one.node in host.nodes for one in self.loads)
 
-    def acted_on(self, model: str, node: str | None = None) -> bool:
-        """Whether something was decided about a model, on one node or on any."""
-        if node is not None:
-            return (node, model) in self._acted
-        return any(key[1] == model for key in self._acted)
-
     def is_leaving(self, instance: Instance) -> bool:
-        """Whether it was decided to unload it."""
-        return self._acted.get((instance.node, instance.model)) in {"retire", "unload"}
+        """Whether it is about to be unloaded."""
+        verb = self.acted.get(instance.key)
+        return verb in {"retire", "unload"} or (verb is None and instance.phase in LEAVING_PHASES)
 
     def is_loadable(self, instance: Instance) -> bool:
         """Whether it is unloaded and may be tried."""
         return (
-            instance.phase in {LoadPhase.UNLOADED, LoadPhase.FAILED}
+            instance.phase not in HELD_PHASES
             and instance.retry_at <= self.now
-            and (instance.node, instance.model) not in self._acted
+            and instance.key not in self.acted
+            and self._index.nodes[instance.node].usable
         )
 
     def usage(self, instance: Instance) -> InstanceUsage:
         """What it does now."""
-        key = (instance.node, instance.model)
-        found = self._usages.get(key)
+        found = self._usages.get(instance.key)
         if found is None:
-            found = self._usages[key] = self._read_usage(instance)
+            found = self._usages[instance.key] = self._read_usage(instance)
         return found
 
     def rate(self, model: str) -> float:
@@ -967,129 +883,113 @@ class _Look:
             found = self._rate_of[model] = self._rates.rate(model, self.now)
         return found
 
-    def copies(self, model: str, nodes: frozenset[str] | None) -> list[Instance]:
-        """The instances of a model that serve, or soon will, on nodes that work."""
-        return [
-            one
-            for node, one in self._index.serving(model).items()
-            if self._index.nodes[node].usable
-            and (nodes is None or node in nodes)
-            and not self.is_leaving(one)
-        ]
+    def capacity(self, model: str) -> Capacity:
+        """What those instances of a model can do that are to stay."""
+        found = self._index.capacities.get(model, Capacity())
+        for one in self._dismissed.get(model, ()):
+            found = found.plus(one, -1) if self._index.nodes[one.node].usable else found
+        return found
 
-    def is_served(self, model: str) -> bool:
-        """Whether an instance of it takes requests."""
-        held = self._index.held(model).values()
-        return any(one.phase is LoadPhase.READY for one in held)
+    def is_needed(self, instance: Instance) -> bool:
+        """Whether callers are expected who would find no other copy."""
+        others = self.capacity(instance.model).plus(instance, -1).slots
+        return others <= 0 and self.rate(instance.model) * HORIZON > NEEDED
 
-    def queue(self, model: str, demand: ModelDemand, copies: list[Instance]) -> _Queue:
+    def queue(self, demand: ModelDemand) -> _Queue:
         """What waits for a model, and who serves it."""
-        waiting = float(demand.waiting)
-        found = []
-        for copy in copies:
-            begins = 0.0
-            if copy.phase is LoadPhase.LOADING:
-                begins = max(1.0, copy.since + copy.load_seconds - self.now)
-            found.append((begins, copy.slots / copy.request_seconds, copy.request_seconds))
-        if demand.work > 0.0 and copies:
-            usual = sum(copy.request_seconds for copy in copies) / len(copies)
-            waiting = demand.work / usual
-        return _Queue(waiting, self.rate(model), found)
+        model, nodes = demand.model, demand.nodes
+        found = self.capacity(model)
+        if nodes is not None and len(nodes) < len(self._index.by_model.get(model, ())):
+            found = Capacity()
+            for one in self._index.held(model).values():
+                stays = one.node in nodes and not self.is_leaving(one)
+                found = found.plus(one, stays and self._index.nodes[one.node].usable)
+        copies: list[_Copy] = []
+        service = found.slots / found.rate if found.slots else 0.0
+        if found.slots:
+            copies.append((0.0, found.rate, service))
+        for one in self._index.loading.get(model, {}).values():
+            if nodes is None or one.node in nodes:
+                begins = max(1.0, one.since + one.load_seconds - self.now)
+                copies.append((begins, one.slots / one.request_seconds, one.request_seconds))
+        waiting = demand.work / service if demand.work > 0.0 and service else demand.waiting
+        return _Queue(waiting, self.rate(model), copies)
 
-    def utilisation(self, host: ModelHost, but: Iterable[Instance]) -> float:
+    def utilisation(self, host: ModelHost, but: Sequence[Instance]) -> float:
         """The share of a host's time that the others on it are expected to take."""
         busy = 0.0
-        for instance in host.held.values():
-            if instance.phase in SERVING_PHASES and instance not in but:
-                rate = self.rate(instance.model)
-                if rate:
-                    copies = len(self._index.held(instance.model))
-                    busy += rate / copies * instance.request_seconds / instance.slots
+        for one in host.held.values():
+            if one.phase in SERVING_PHASES and one not in but:
+                share = self.rate(one.model) / len(self._index.held(one.model))
+                busy += share * one.request_seconds / one.slots
         return min(busy, 1.0)
 
-    def make_room(
-        self, instance: Instance, node: RouterNode, host: ModelHost, reserved: _Reserved
-    ) -> _Room | None:
-        """What has to go for it, the least loss for its memory first; None: it can't have room."""
-        lack = _Lack(instance, node, host, reserved)
+    def make_room(self, host: ModelHost, lack: _Lack) -> _Room | None:
+        """What has to go, the least loss for its memory first; None: there can't be room."""
         if lack.hopeless:
             return None
         if lack.is_met():
-            return _Room((), 0.0, 0.0, must_wait=False, reload_seconds=0.0)
-        leaving = [
-            one for one in host.held.values() if one.phase in LEAVING_PHASES or self.is_leaving(one)
-        ]
+            return _Room()
+        leaving = [one for one in host.held.values() if self.is_leaving(one)]
         for one in leaving:
             lack.count(one, -1)
         victims = self._victims(host, lack)
         if victims is None:
             return None
-        gone = tuple(one for _, one in victims)
-        return _Room(
-            gone,
-            max(self.usage(one).busy_seconds for one in (*leaving, *gone)),
-            sum(loss for loss, _ in victims),
-            must_wait=True,
-            reload_seconds=sum(one.load_seconds for one in gone),
-        )
+        wait = max(self.usage(one).busy_seconds for one in (*leaving, *victims))
+        loss = sum(map(self._loss, victims))
+        return _Room(victims, wait, loss, must_wait=True)
 
-    def _victims(self, host: ModelHost, lack: _Lack) -> list[tuple[float, Instance]] | None:
-        """The instances that must go with the loss of each; None: that would not be enough."""
+    def _victims(self, host: ModelHost, lack: _Lack) -> list[Instance] | None:
         candidates = [
-            (self._loss(one), one)
+            one
             for one in host.held.values()
-            if one.phase is LoadPhase.READY and not (one.pinned or self.is_leaving(one))
+            if one.phase is LoadPhase.READY
+            and not (one.pinned or self.is_leaving(one))
+            and self._loss(one) < math.inf
         ]
-        candidates.sort(key=lambda pair: pair[0] / (pair[1].memory or 1))
-        victims: list[tuple[float, Instance]] = []
-        for pair in candidates:
-            if lack.is_met() or pair[0] == math.inf:
+        candidates.sort(key=lambda one: self._loss(one) / (one.memory or 1))
+        victims: list[Instance] = []
+        for one in candidates:
+            if lack.is_met():
                 break
-            if lack.is_less_without(pair[1]):
-                victims.append(pair)
-                lack.count(pair[1], -1)
+            if lack.is_less_without(one):
+                victims.append(one)
+                lack.count(one, -1)
         if not lack.is_met():
             return None
         # What was taken first may be needless beside what came later.
-        for pair in sorted(victims, key=lambda pair: -pair[0]):
-            lack.count(pair[1], 1)
+        for one in sorted(victims, key=self._loss, reverse=True):
+            lack.count(one, 1)
             if lack.is_met():
-                victims.remove(pair)
+                victims.remove(one)
             else:
-                lack.count(pair[1], -1)
+                lack.count(one, -1)
         return victims
 
     def _loss(self, instance: Instance) -> float:
         """Seconds that requests are expected to wait for it if it goes; infinity: it must not."""
-        key = (instance.node, instance.model)
-        found = self._losses.get(key)
+        found = self._losses.get(instance.key)
         if found is None:
-            found = self._losses[key] = self._compute_loss(instance)
+            found = self._losses[instance.key] = self._compute_loss(instance)
         return found
 
     def _compute_loss(self, instance: Instance) -> float:
         model = instance.model
-        if self.now - instance.since < self._rules.hysteresis:
+        left = self.capacity(model)
+        if self._index.nodes[instance.node].usable:
+            left = left.plus(instance, -1)
+        least = self._rules.models.get(model, _NO_RULES).min
+        if self.now - instance.since < self._rules.hysteresis or left.copies < least:
             return math.inf
-        copies = self.copies(model, None)
-        if len(copies) <= self._rules.models.get(model, _NO_RULES).min:
-            return math.inf
-        demand = self.demands.get(model)
-        waiting = demand.waiting if demand is not None else 0
+        waiting = self.demands[model].waiting if model in self.demands else 0
         rate = self.rate(model)
         reload = instance.load_seconds + UNLOAD_SECONDS
-        missed = 1.0 - math.exp(-rate * HORIZON)
+        missed = MISS_FACTOR * (1.0 - math.exp(-rate * HORIZON))
         gone = (missed * (1.0 + rate * reload / 2) + waiting) * reload
-        others = sum(
-            one.slots / one.request_seconds
-            for one in copies
-            if one is not instance and one.phase is LoadPhase.READY
-        )
-        if not others:
+        if not left.slots or rate >= FULLEST * left.rate:
             return gone
         # Its callers have the other copies, which are fuller then.
-        load = rate / others
-        if load >= 0.9:
-            return gone
-        slower = rate * HORIZON * instance.request_seconds * load**2 / (1.0 - load) / 2
-        return min(gone, slower + waiting * instance.request_seconds)
+        load, seconds = rate / left.rate, instance.request_seconds
+        slower = rate * HORIZON * seconds * load**2 / (1.0 - load) / 2
+        return min(gone, slower + waiting * seconds)

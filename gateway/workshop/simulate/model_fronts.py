@@ -191,7 +191,10 @@ class HandFront(GatewayFront):
                 self.state.set_slots(row, row.total, 0, 0, alive=False)
 
 
-LOOK_SECONDS = 0.5  # seconds between two looks at what waits
+# Seconds between two looks at what waits, and at least, where the first did not reach all of it.
+LOOK_SECONDS, LEAST_PAUSE = 0.5, 0.02
+USUAL_SECONDS = 10.0  # of a request for a model that has answered none
+LEARNT_OF = 16  # answers of which the mean of a model's requests is
 REFRESH_SECONDS = 5.0  # seconds after which the policy is told of what was learnt
 
 
@@ -210,13 +213,13 @@ class ModelPlacingFront(GatewayFront):
         self.policy = ModelPlacementPolicy(rules)
         self._models = models
         self._routers = routers
+        self._places = {model.name: place for place, model in enumerate(models)}
         self._phases = [LoadPhase.UNLOADED] * len(self.state.rows)
         self._since = [-math.inf] * len(self.state.rows)
         self._last_used = [-math.inf] * len(self.state.rows)
         self._waiting: dict[str, dict[int, Job]] = {model.name: {} for model in models}
         self._batch_waiting = dict.fromkeys(self._waiting, 0)
-        self._usual: dict[str, tuple[float, float]] = {}
-        """By model: tokens that a usual request reads and writes."""
+        self._seconds: dict[str, float] = {}  # by model: a usual request's
         self._events = LoadEvents()
         self._look_at = math.inf
         self._refreshed_at = -math.inf
@@ -237,6 +240,10 @@ class ModelPlacingFront(GatewayFront):
         if job.priority_label != "batch":
             self.policy.note_request(job.model, fleet.now)
         super().arrive(job, fleet)
+        if job.model not in self._seconds:
+            expected, row = self._expected[job.id], self.state.rows[self._places[job.model]]
+            seconds = expected.prompt_tokens / row.prefill_tps
+            self._seconds[job.model] = seconds + expected.completion_tokens * row.token_base
         if job.sent < 0:
             self._waiting[job.model][job.id] = job
             self._batch_waiting[job.model] += job.priority_label == "batch"
@@ -246,9 +253,8 @@ class ModelPlacingFront(GatewayFront):
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
         """Learn from it, and see what its slot is for."""
         self._last_used[job.node] = fleet.now
-        read, wrote = self._usual.get(job.model, (job.prompt.tokens, job.output))
-        unread = job.prompt.tokens - job.cached
-        self._usual[job.model] = (read + (unread - read) / 16, wrote + (job.output - wrote) / 16)
+        seconds = self._seconds.get(job.model, job.ended - job.sent)
+        self._seconds[job.model] = seconds + (job.ended - job.sent - seconds) / LEARNT_OF
         super().ended(job, fleet)
         if self._look_at < math.inf:
             self._look(fleet)
@@ -294,7 +300,8 @@ class ModelPlacingFront(GatewayFront):
                 self._events.unload(index, routers)
                 self.knowledge.restarted(index)
         waits = any(self._waiting.values()) or self.policy.has_plans
-        self._look_at = now + LOOK_SECONDS if waits else math.inf
+        pause = LEAST_PAUSE if self.policy.unfinished else LOOK_SECONDS
+        self._look_at = now + pause if waits else math.inf
 
     def _demands(self, now: float) -> list[ModelDemand]:
         found = []
@@ -333,8 +340,6 @@ class ModelPlacingFront(GatewayFront):
         """Tell the policy of an instance."""
         router, place = divmod(index, len(self._models))
         model, row = self._models[place], self.state.rows[index]
-        read, wrote = self._usual.get(model.name, (1000.0, 200.0))
-        token = row.token_base + row.token_step * (row.total - 1)
         self.policy.put_instance(
             Instance(
                 self._routers[router].name,
@@ -343,7 +348,7 @@ class ModelPlacingFront(GatewayFront):
                 model.memory,
                 model.load_seconds,
                 row.total,
-                read / row.prefill_tps + wrote * token,
+                self._seconds.get(model.name, USUAL_SECONDS),
                 self._since[index],
             )
         )
