@@ -117,8 +117,11 @@ class NodeEndpoints:
     def _find(self, request: Request) -> Node:
         name = request.path_params["name"]
         node = self.fleet.nodes.get(name)
+        # A router's model has a slash in its name, so all paths below /admin/nodes lead here.
         if not name:
             raise errors.not_found(request.scope["path"], None)
+        if node is None and name.endswith(("/drain", "/resume", "/probe")):
+            raise errors.method_not_allowed(request.method, "POST")
         if node is None:
             raise node_not_found(name, self.fleet.nodes)
         return node

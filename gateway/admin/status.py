@@ -22,7 +22,6 @@ from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
 from gateway.schedule.decision_log import RATIO_BOUNDS
-from gateway.schedule.model_placer import ModelPlacer
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.terms import Priority
@@ -248,7 +247,6 @@ class MetricsSource:
     registry: InFlightRegistry
     inventory_error: Callable[[], str | None]
     retries_left: Callable[[], int]
-    model_placer: ModelPlacer
     certificate_expiry: Callable[[], Mapping[str, float]] = dict
     """When the certificate of each listener with TLS expires, in seconds since 1970."""
     store: Store | None = None
@@ -276,9 +274,6 @@ class MetricsSource:
             cached_expected=accuracy.cached_expected,
             cached_found=accuracy.cached_found,
             nodes=(_node_sample(node) for node in list(self.fleet.nodes.values())),
-            host_memory={
-                host: (one.memory, one.used) for host, one in self.model_placer.host_use().items()
-            },
             queue=self.scheduler.depths(),
             oldest=self.scheduler.waiters.longest_waits(self.scheduler.clock()),
             queue_places=self.scheduler.settings.queue.max,

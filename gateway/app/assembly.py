@@ -221,7 +221,7 @@ class Gateway:
         )
         snapshot = MetricsSource(
             self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
-            self.proxy_context.retries_left, self.model_placer, lambda: self.certificates.expiry,
+            self.proxy_context.retries_left, lambda: self.certificates.expiry,
             self.store, self.ledger, self.background, self.tracing,
         )  # fmt: skip
         self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)

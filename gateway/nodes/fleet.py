@@ -667,7 +667,8 @@ class Fleet:
             self._add_known_models(node)
         else:
             self._add_known_models(node)
-            self._monitors[node].read_models()
+            if node.is_router:
+                self._monitors[node].read_models()
 
     def _enter(self, node: Node, published: NodeState | None) -> None:
         """Begin to watch; `published`: the last state that was published for this name."""

@@ -144,8 +144,9 @@ class LocalLeaseService:
         """The slots of the largest host: all its requests may have to move at once."""
         slots: dict[str, int] = {}
         for node in self.fleet.nodes.values():
-            host = node.spec.host
-            slots[host] = slots.get(host, 0) + node.slots_total
+            if node.load is None or node.load.loaded:
+                host = node.spec.host
+                slots[host] = slots.get(host, 0) + node.slots_total
         return max(slots.values(), default=0)
 
     # Told how the attempt goes.

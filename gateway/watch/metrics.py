@@ -197,8 +197,6 @@ HELP = {
         "and how often that failed, or gave something else and was erased."
     ),
     "limits_reached_total": "Requests that a limit on use refused.",
-    "host_model_memory_bytes": "Memory that a host has for models on demand.",
-    "host_model_memory_used_bytes": "Memory that its loaded models take, as far as is known.",
     "model_instances": "Models of routers, by their state.",
     "model_load_failures": "Loads in a row of a router's model that failed.",
     "model_load_seconds": "Time that loads of models on demand took.",
@@ -379,8 +377,6 @@ class MetricsSnapshot:
     spill_money_left: float | None = None
     """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
     in_flight: int = 0  # Requests that are queued or run
-    host_memory: Mapping[str, tuple[int | None, int]] = field(default_factory=dict)
-    """Bytes that each host with routers has for models (None: unknown), and that are taken."""
     paused_models: Sequence[str] = ()  # Public names that an operator has paused
     inventory_error: bool = False  # The inventory on disk is invalid; an older one is in force
     retry_budget: float | None = None  # Retries that the budget allows now
@@ -696,10 +692,6 @@ def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
     if snapshot.spill_money_left is not None:
         page.number("spill_money_left", snapshot.spill_money_left)
     page.number("in_flight", snapshot.in_flight)
-    memory = {host: size for host, (size, _) in snapshot.host_memory.items() if size is not None}
-    page.counts("host_model_memory_bytes", memory, "host")
-    used = {host: taken for host, (_, taken) in snapshot.host_memory.items()}
-    page.counts("host_model_memory_used_bytes", used, "host")
     page.counts("model_paused", dict.fromkeys(snapshot.paused_models, 1), "model")
     page.number("inventory_error", int(snapshot.inventory_error))
     if snapshot.retry_budget is not None:

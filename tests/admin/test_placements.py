@@ -310,6 +310,23 @@ async def test_a_pin_that_can_t_be_kept_is_a_problem_after_a_minute(tmp_path: Pa
 
 
 @in_virtual_time
+async def test_what_is_to_be_preloaded_and_does_not_fit_is_a_problem_with_the_figures(
+    tmp_path: Path,
+) -> None:
+    async with one_router(tmp_path) as (running, router):
+        for name in ("a", "org/b"):
+            await done(running, "pin", name)
+            await state_is(running, f"r1/{name}", "ready")
+        node = {"name": "r1", "url": router.url, "memory": "9GiB", "preload": ["c"]}
+        running.write_nodes([node])
+        assert (await running.admin.post("/admin/reload")).status_code == 200
+        await asyncio.sleep(130)
+        (problem,) = await running.gateway.live._view.read_problems()
+    assert problem.id == "not_kept:c:r1"
+    assert "127.0.0.1 has 9 GiB for models, 8 GiB of them taken" in problem.cause
+
+
+@in_virtual_time
 async def test_a_load_that_takes_far_too_long_is_a_problem(tmp_path: Path) -> None:
     async with one_router(tmp_path) as (running, router):
         await done(running, "load", "a")

@@ -78,7 +78,6 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     model = NodeSample("r/m", "ready", 2, 1, router="r", model="m", load_failures=1)
     snapshot = MetricsSnapshot(
         [node, NodeSample("r", "ready", 2, 1, left_alone=0), model],
-        host_memory={"h": (2, 1)},
         paused_models=["demo"],
         retry_budget=1.0,
         spill_money_left=1.0,

@@ -21,6 +21,7 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.nodes.node import LeasePhase, Node, NodeState
+from gateway.nodes.router import ModelLoad
 from gateway.schedule.lease_service import LocalLeaseService
 from tests.each_case import each_case
 from tests.nodes.build import Clock
@@ -352,6 +353,12 @@ def test_a_resumed_response_teaches_by_the_clients_own_request() -> None:
     estimates = world.scheduler.demand_model.token_estimates
     prompt, _ = estimates.expected_tokens("demo", own.caller.fairness_key, 1000, 4000, 0, 0)
     assert prompt == pytest.approx(500.0, rel=0.1)
+
+
+def test_a_model_that_its_router_has_not_loaded_has_no_requests_to_move() -> None:
+    unloaded = node("m", host="two", slots=9, state=NodeState.UNLOADED)
+    unloaded.load = ModelLoad()
+    assert World(node("a", host="two", slots=3), unloaded).leases.most_slots_of_a_host() == 3
 
 
 def test_where_else_a_request_could_go() -> None:

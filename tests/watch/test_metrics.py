@@ -462,14 +462,6 @@ def test_loads_and_unloads_are_counted_by_result_and_reason(gateway: Gateway) ->
     assert gateway.scrape().count("model_loads_total") == 0
 
 
-def test_the_memory_of_hosts_is_told_with_what_is_taken(gateway: Gateway) -> None:
-    gateway.snapshot.host_memory = {"big": (64 << 30, 9 << 30), "unknown": (None, 0)}
-    page = gateway.scrape()
-    assert page.value("host_model_memory_bytes", host="big") == 64 << 30
-    assert page.value("host_model_memory_bytes", host="unknown") is None
-    assert page.value("host_model_memory_used_bytes", host="big") == 9 << 30
-
-
 def test_models_of_routers_are_bounded_series(gateway: Gateway) -> None:
     most = MOST_INSTANCES + 50
     gateway.snapshot.nodes = [an_instance(f"m{number}", "unloaded") for number in range(most)]

@@ -185,7 +185,6 @@ async def bare_gateway(
                 registry,
                 lambda: gateway.inventory_error,
                 context.retries_left,
-                gateway.model_placer,
             ),
         )
         audit = AuditTrail(now)

@@ -73,7 +73,8 @@ async def gateway_with_keys(**more: Any) -> AsyncIterator[tuple[BareGateway, tup
 
 def filled(path: str) -> str:
     path = path.replace("{file:path}", "unknown.js")
-    return path.replace("{name}", NODE).replace("{id:path}", MODEL).replace("{id}", MODEL)
+    path = path.replace("/nodes/{name:path}", f"/nodes/{NODE}").replace("{name}", NODE)
+    return path.replace("{id:path}", MODEL).replace("{id}", MODEL)
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -213,14 +214,16 @@ CONTRACT = {
     None: {"GET /", "GET /dashboard/{file:path}", "GET /health", "GET /ready"},
     AdminRole.VIEWER: {
         "GET /metrics", "GET /metrics/nodes", "GET /openapi.json", "GET /admin/status",
-        "GET /admin/live", "GET /admin/nodes", "GET /admin/nodes/{name}", "GET /admin/models",
+        "GET /admin/live", "GET /admin/nodes", "GET /admin/nodes/{name:path}", "GET /admin/models",
+        "GET /admin/placements",
     },
     AdminRole.OPERATOR: {
-        "POST /admin/nodes/{name}/drain", "POST /admin/nodes/{name}/resume",
-        "POST /admin/nodes/{name}/probe", "GET /admin/requests",
+        "POST /admin/nodes/{name:path}/drain", "POST /admin/nodes/{name:path}/resume",
+        "POST /admin/nodes/{name:path}/probe", "GET /admin/requests",
         "DELETE /admin/requests/{id:path}", "GET /admin/requests/{id:path}/why",
         "POST /admin/models/{name:path}/pause", "POST /admin/models/{name:path}/resume",
         "GET /admin/usage", "GET /admin/usage/arrivals", "POST /admin/chat", "POST /admin/reload",
+        "POST /admin/placements",
     },
     AdminRole.ADMIN: {
         "GET /admin/config", "GET /admin/audit", "GET /admin/keys", "POST /admin/keys",
@@ -331,7 +334,7 @@ async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Pat
             for route in ADMIN_ROUTES:
                 if route.method != "GET" or (route.role or AdminRole.VIEWER) > role:
                     continue
-                path = route.path.replace("/nodes/{name}", "/nodes/node-0")
+                path = route.path.replace("/nodes/{name:path}", "/nodes/node-0")
                 path = path.replace("{name}", "stored-nobody-knows")
                 path = path.replace("{id:path}", chat.headers["x-request-id"])
                 path = path.replace("{file:path}", "app.js")
