@@ -20,7 +20,6 @@ from gateway.callers.windows import time_text
 from gateway.errors import GatewayError, suggestion, truncate_echo
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
-from gateway.nodes.router import LoadPhase
 from gateway.schedule.model_placer import PINNED_BY, ModelPlacer, model_key, order_refused
 from gateway.web.asgi import JsonResponse, json_of_rows, read_fields
 
@@ -55,15 +54,7 @@ class PlacementEndpoints:
         request.scope[AUDIT_ACTION_KEY] = f"placements.{order}"
         request.scope[AUDIT_TARGET_KEY] = f"{name}/{model}"
         node = self._find(name, model)
-        note = await self._carry_out(str(order), node)
-        log.info("model ordered", node=name, model=node.spec.instance, order=order)
-        return JsonResponse({**msgspec.structs.asdict(self._object(node)), "note": note})
-
-    async def _carry_out(self, order: str, node: Node) -> str:
-        """Do it; returns what follows, for an operator. Raises: GatewayError."""
-        placer, load = self.gateway.model_placer, node.load
-        assert load is not None
-        pinner = placer.pinner(node)
+        placer, pinner = self.gateway.model_placer, self.gateway.model_placer.pinner(node)
         if order != "unpin":
             placer.order(node, "unload" if order == "unload" else "load")
         elif pinner is not None and pinner != "operator":
@@ -71,23 +62,8 @@ class PlacementEndpoints:
         if order in {"pin", "unpin"}:
             self.fleet.pin_model(node, pinned=order == "pin")
             await self.fleet.save_orders()
-            if order == "unpin":
-                return "it may be unloaded from now on, when another model needs the memory"
-            return "it is always loaded from now on, over restarts too"
-        by_itself = node.spec.kind == "openai"
-        if order == "unload":
-            if node.leases:
-                return f"it ends its requests first, {node.in_flight} now, and gets no new ones"
-            if by_itself:
-                return "it gets no requests until some wait for it; its server may hold it still"
-            return "it is loaded again when requests wait for it: pause the model to prevent that"
-        if by_itself and node.sleep.sleeping:
-            return "the next request loads it: its server takes no commands"
-        if load.phase is LoadPhase.READY:
-            return "its next request loads it" if node.sleep.sleeping else "it is loaded"
-        if load.phase is LoadPhase.LOADING:
-            return f"its load takes about {placer.load_seconds(node):.2g} s"
-        return "it is loaded as soon as others have made room"
+        log.info("model ordered", node=name, model=node.spec.instance, order=order)
+        return JsonResponse(self._object(node))
 
     def _find(self, name: str, model: str) -> Node:
         """A router's model, by its own or a public name. Raises: GatewayError (400, 404)."""
@@ -121,7 +97,9 @@ class PlacementEndpoints:
             node=router.name,
             model=model_key(node),
             state=node.state.value,
-            reason=node.reason,
+            reason="it is loaded as soon as others there have made room"
+            if placer.policy.is_planned(router.name, model_key(node))
+            else node.reason,
             since=time_text(self.wall_clock() - now + load.since) if known else None,
             progress=load.progress,
             requests=node.requests,

@@ -481,8 +481,9 @@ def models(
             if as_json:
                 print_json(placed)
             else:
-                name, note = format_cell(placed.get("name")), format_cell(placed.get("note"))
-                print(f"{name}: {state_in_words(placed)}; {note}")
+                state = state_in_words(placed) + (", pinned" if placed.get("pinned_by") else "")
+                name, reason = format_cell(placed.get("name")), format_cell(placed.get("reason"))
+                print(f"{name}: {state}; {reason}")
             return
         model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action.value}")
     if as_json:

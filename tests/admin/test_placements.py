@@ -96,14 +96,13 @@ async def test_a_model_is_loaded_and_unloaded_by_order(tmp_path: Path) -> None:
     assert list(before) == ["r1/a", "r1/c", "r1/org/b"]
     assert (before["r1/a"]["state"], before["r1/a"]["since"]) == ("unloaded", None)
     assert loading["state"] == "loading"
-    assert loading["note"].startswith("its load takes about")
     assert (loaded["node"], loaded["model"], loaded["memory"]) == ("r1", "org/b", 4 * GIB)
     assert loaded["since"].endswith("Z")
     assert loaded["loads"] == 1
     assert 3 <= loaded["load_seconds"] < 5
     assert "an operator has ordered it" in loading["reason"]
     assert listed["hosts"] == {"127.0.0.1": {"memory": 9 * GIB, "used": 4 * GIB, "unknown": 0}}
-    assert "loaded again when requests wait" in unloading["note"]
+    assert "an operator has ordered it" in unloading["reason"]
     assert [(one["action"], one["target"], one["outcome"]) for one in audit] == [
         ("placements.unload", "r1/org/b", "done"),
         ("placements.load", "r1/org/b", "done"),
@@ -120,11 +119,11 @@ async def test_an_unload_waits_for_what_runs_and_says_so(tmp_path: Path) -> None
         body = {"model": "a", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}
         asked = asyncio.create_task(running.client.post("/v1/chat/completions", json=body))
         await until(lambda: router.models["a"].node.busy == 1)
-        note = (await done(running, "unload", "a"))["note"]
+        reason = (await done(running, "unload", "a"))["reason"]
         state = (await placements(running))["r1/a"]["state"]
         answer = await asked
         await state_is(running, "r1/a", "unloaded")
-    assert note == "it ends its requests first, 1 now, and gets no new ones"
+    assert reason == "it ends its requests and is unloaded then: an operator has ordered it"
     assert state == "unloading"
     assert answer.status_code == 200
 
@@ -154,10 +153,10 @@ async def test_a_load_by_order_makes_room_where_nothing_is_pinned(tmp_path: Path
             await done(running, "load", name)
             await state_is(running, f"r1/{name}", "ready")
         await asyncio.sleep(20)  # what was loaded just now is not unloaded at once
-        note = (await done(running, "load", "c"))["note"]
+        reason = (await done(running, "load", "c"))["reason"]
         await state_is(running, "r1/c", "ready")
         left = [one for one in (await placements(running)).values() if one["state"] == "ready"]
-    assert note == "it is loaded as soon as others have made room"
+    assert reason == "it is loaded as soon as others there have made room"
     assert len(left) == 2
 
 

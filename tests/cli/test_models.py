@@ -71,7 +71,8 @@ async def test_a_router_s_models_are_shown_loaded_unloaded_and_pinned(tmp_path: 
         await run_models(gateway, "unpin", "org/b", "node-0")
         unloaded = await run_models(gateway, "unload", "org/b", "node-0", "--json")
         unknown = await run_models(gateway, "load", "bb", "node-0")
-    assert loaded.out.startswith("node-0/org/b: loading; its load takes about")
+    assert loaded.out.startswith("node-0/org/b: loading; ")
+    assert "an operator has ordered it" in loaded.out
     first, second = listed.out.split("\n\n")
     assert {row.split()[0]: row.split()[1] for row in first.splitlines()[1:]} == {
         "a": "on", "org/b": "served", "c": "on"
@@ -87,7 +88,7 @@ async def test_a_router_s_models_are_shown_loaded_unloaded_and_pinned(tmp_path: 
         ["node-0", "ready", "0/0"], ["node-0/org/b", "ready", "0/2"]
     ]  # fmt: skip
     assert "1 of 3 models are loaded" in shown.out
-    assert "it is always loaded from now on" in pinned.out
+    assert pinned.out.startswith("node-0/org/b: ready, pinned; ")
     assert refused.status == 1
     assert "take the pin out" in refused.err
     assert json.loads(unloaded.out)["state"] in {"unloading", "unloaded"}

@@ -314,7 +314,7 @@ async def test_nothing_but_a_request_loads_a_model(tmp_path: Path) -> None:
         order = {"order": "load", "model": "a", "node": "s1"}
         ordered = await gateway.running.admin.post("/admin/placements", json=order)
         assert (ordered.status_code, ordered.json()["state"]) == (200, "sleeping")
-        assert ordered.json()["note"].startswith("the next request loads it")
+        assert ordered.json()["reason"].startswith("the next request loads it")
 
 
 @in_virtual_time
