@@ -554,7 +554,10 @@ class HealthMonitor:
     def _look_again(self) -> None:
         """Probe soon again if something about a router's models is to be found out."""
         node = self._node
-        if any(one.load is not None and one.load.unsettled for one in node.instances.values()):
+        if any(
+            one.load is not None and (one.load.unsettled or one.probe_history.unstable)
+            for one in node.instances.values()
+        ):
             node.probe_history.probe_by(node.clock() + QUICK_PROBE_DELAY)
 
     async def _probe_models(self, result: ProbeResult) -> None:
@@ -596,12 +599,13 @@ class HealthMonitor:
                 self._models_listed(node, models, asked_at)
             elif listed is not None:
                 self._models_listed(node, read_list(listed), asked_at)
-        self._record(node.instances.values(), result)
-        running = [one for one in node.instances.values() if one.load and one.load.loaded]
+        instances = node.instances.values()
+        running = {one for one in instances if one.load is not None and one.load.loaded}
+        self._record((one for one in instances if one not in running), result)
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             for one in running:
-                tasks.create_task(self._probe_model(one, at_once))
+                tasks.create_task(self._probe_model(one, at_once, result))
 
     async def _endpoint_listed(self, listed: object, status: int, asked_at: float) -> None:
         """Take in the list of an endpoint that loads models by itself, and what it holds."""
@@ -627,10 +631,20 @@ class HealthMonitor:
         record.tells_running(())
         return None
 
-    async def _probe_model(self, model: Node, at_once: asyncio.Semaphore) -> None:
-        """Read what a loaded model's server says of itself, and how busy it is if it has work."""
+    async def _probe_model(
+        self, model: Node, at_once: asyncio.Semaphore, result: ProbeResult
+    ) -> None:
+        """Read what a loaded model's server says of itself, and how busy it is if it has work.
+
+        `result`: of its router, whose children may hang by themselves.
+        """
         load, history = model.load, model.probe_history
         async with at_once:
+            hangs = await self._hang(model)
+            self._record((model,), hangs or result)
+            if hangs is not None:
+                self._refresh_state(model)
+                return
             if load is not None and load.doubted:
                 reply = await fetch(model, "/props")
                 if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
@@ -644,6 +658,20 @@ class HealthMonitor:
             if not model.removed:
                 await self._read_slots(model)
                 self._refresh_state(model)
+
+    async def _hang(self, model: Node) -> ProbeResult | None:
+        """The time-out of a loaded model's server that has work, or has hung; None: it answers.
+
+        One that reads a prompt answers `/props` all the same, whatever its slots do.
+        """
+        history = model.probe_history
+        has_hung = not history.up or history.mute or history.failures_in_a_row > 0
+        if model.spec.kind != "llama.cpp" or not (model.leases or (history.probed and has_hung)):
+            return None
+        reply = await fetch(model, "/props")
+        if isinstance(reply, ProbeResult) and reply.answer is ProbeAnswer.TIMED_OUT:
+            return reply
+        return None
 
     def _record(self, models: Iterable[Node], result: ProbeResult) -> None:
         """Count the result of a router's probe for its models."""

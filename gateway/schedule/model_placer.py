@@ -63,6 +63,7 @@ LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
 MOST_WORDS = 300  # characters that are kept of a router's error
 MOST_FILES = 10_000  # files of models that are read for what they take
 PROMPTS_SAVED_FACTOR = 0.8  # of the seconds of a load, where prompts are restored after it
+_HUNG = frozenset({NodeState.MUTE, NodeState.DOWN})
 USUAL_SECONDS = 10.0  # of a request for a model that none has waited for
 
 
@@ -308,7 +309,8 @@ class ModelPlacer:
             self.memory_of(node),
             # Of nodes that are alike it is better loaded where its prompts are.
             self.load_seconds(node) * (PROMPTS_SAVED_FACTOR if load.saved else 1.0),
-            max(1, node.slots_total),
+            # One whose server hangs serves nobody, and takes its memory all the same.
+            0 if load.loaded and node.state in _HUNG else max(1, node.slots_total),
             self._request_seconds.get(model, USUAL_SECONDS),
             since,
             retry_at,

@@ -90,7 +90,7 @@ class Instance:
     phase: LoadPhase = LoadPhase.UNLOADED
     memory: int | None = None  # what it takes once it is loaded; None: unknown
     load_seconds: float = ASSUMED_LOAD
-    slots: int = 1
+    slots: int = 1  # 0: it is loaded, and does not answer
     request_seconds: float = 10.0  # of a usual request there
     since: float = -math.inf  # when the phase began
     retry_at: float = -math.inf  # after a load has failed: when it may be tried again
@@ -937,7 +937,7 @@ class _Look:
         for one in host.held.values():
             if one.phase in SERVING_PHASES and one not in but:
                 share = self.rate(one.model) / len(self._index.held(one.model))
-                busy += share * one.request_seconds / one.slots
+                busy += share * one.request_seconds / max(1, one.slots)
         return min(busy, 1.0)
 
     def make_room(self, host: ModelHost, lack: _Lack) -> _Room | None:
