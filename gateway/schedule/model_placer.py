@@ -118,11 +118,13 @@ class ModelPlacer:
     def _show_rules(self) -> None:
         """Tell the policy of the settings; an alias of a model may have its rule."""
         chosen = self.settings.model_placement
+        # The successor sees to these after a hand-over.
+        rules = {} if self._handed_over else self.settings.models
         models = {
             self._key_of(name) or name: ModelRules(
                 rule.replicas.min, rule.replicas.max, rule.idle_unload
             )
-            for name, rule in self.settings.models.items()
+            for name, rule in rules.items()
         }
         self.policy.set_rules(ModelPlacementRules(chosen.starvation, chosen.hysteresis, models))
 
@@ -148,7 +150,7 @@ class ModelPlacer:
     def hand_over(self) -> None:
         """Command nothing but what requests that wait here need: the successor has the others."""
         self._handed_over = True
-        self.policy.set_rules(ModelPlacementRules())
+        self._show_rules()
 
     def _asked_for(self, model: str, *, waits: bool) -> None:
         """A caller's request for this public model came; or a request `waits` from now on."""
@@ -627,6 +629,8 @@ class ModelPlacer:
                 self.fleet.load_ordered(node, "unload", "a slot of it could not be emptied")
                 await self._command(node.router, node, "unload")
         finally:
+            if before is not None:
+                before.cancel()
             load.restores(restoring=False)
             self.fleet.load_changed(node)
 

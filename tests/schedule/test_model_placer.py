@@ -221,7 +221,7 @@ async def test_others_requests_are_waited_for_before_an_unload(tmp_path: Path) -
 
 @in_virtual_time
 async def test_after_a_hand_over_only_what_waits_here_is_loaded(tmp_path: Path) -> None:
-    one = router()
+    one = router(models_max=2)
     rules = {**QUICK, "models": {"a": {"replicas": {"min": 1}}}}
     async with placed(tmp_path, one, settings=rules) as running:
         await until(lambda: phase(running, "r1/a") is LoadPhase.READY)
@@ -230,7 +230,10 @@ async def test_after_a_hand_over_only_what_waits_here_is_loaded(tmp_path: Path) 
         await one.kill_model("a")
         await asyncio.sleep(30.0)
         assert phase(running, "r1/a") is LoadPhase.UNLOADED
+        running.gateway.model_placer.configure(running.gateway.settings)
         assert (await ask(running, "b")).status_code == 200
+        await asyncio.sleep(5.0)
+        assert phase(running, "r1/a") is LoadPhase.UNLOADED
 
 
 @in_virtual_time
