@@ -640,16 +640,15 @@ class HealthMonitor:
         """
         load, history = model.load, model.probe_history
         async with at_once:
-            hangs = await self._hang(model)
-            self._record((model,), hangs or result)
-            if hangs is not None:
-                self._refresh_state(model)
-                return
+            reply = await fetch(model, "/props") if _may_hang(model) else None
+            hangs = isinstance(reply, ProbeResult) and reply.answer is ProbeAnswer.TIMED_OUT
+            self._record((model,), reply if isinstance(reply, ProbeResult) and hangs else result)
             if load is not None and load.doubted:
-                reply = await fetch(model, "/props")
-                if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
+                if not isinstance(reply, ProbeResponse) or reply.status != HTTPStatus.OK:
                     return
                 load.doubt(doubted=False)
+            if hangs:
+                return
             if load is not None and model.spec.kind == "llama.cpp" and not load.properties_read:
                 found = await discover(model)
                 if found.up:
@@ -658,20 +657,6 @@ class HealthMonitor:
             if not model.removed:
                 await self._read_slots(model)
                 self._refresh_state(model)
-
-    async def _hang(self, model: Node) -> ProbeResult | None:
-        """The time-out of a loaded model's server that has work, or has hung; None: it answers.
-
-        One that reads a prompt answers `/props` all the same, whatever its slots do.
-        """
-        history = model.probe_history
-        has_hung = not history.up or history.mute or history.failures_in_a_row > 0
-        if model.spec.kind != "llama.cpp" or not (model.leases or (history.probed and has_hung)):
-            return None
-        reply = await fetch(model, "/props")
-        if isinstance(reply, ProbeResult) and reply.answer is ProbeAnswer.TIMED_OUT:
-            return reply
-        return None
 
     def _record(self, models: Iterable[Node], result: ProbeResult) -> None:
         """Count the result of a router's probe for its models."""
@@ -751,6 +736,17 @@ class HealthMonitor:
         if busy is not None:
             node.occupancy.record_busy(len(busy), query, now)
             node.occupancy.record_tokens(busy)
+
+
+def _may_hang(model: Node) -> bool:
+    """Whether a loaded model's server is to show that it answers: it has work, or did not before.
+
+    One that reads a prompt answers `/props` all the same, whatever its slots do.
+    """
+    load, history = model.load, model.probe_history
+    fails = history.down or history.mute or history.failures_in_a_row > 0
+    doubted = load is not None and load.doubted
+    return model.spec.kind == "llama.cpp" and bool(model.leases or fails or doubted)
 
 
 # A prefill may take so many times longer than predicted before it stops being a sign of life.
