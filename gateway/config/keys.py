@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
@@ -212,11 +212,6 @@ class LimitSpec(ConfigModel):
 
 class GroupSpec(ConfigModel):
     """What holds for all keys of one group."""
-
-    misplaced_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("members", "swap", "exclusive", "persistent"),
-        "groups are of API keys; where models are loaded is models.NAME.pin and replicas",
-    )
 
     limits: LimitSpec | None = None
     """Limits of all keys of the group together."""

@@ -60,14 +60,6 @@ class ModelRule(ConfigModel):
             ("ttl", "keep_alive", "idle_timeout", "sleep_idle_seconds"),
             "it is called idle_unload: 30m; without it a model stays until its memory is needed",
         ),
-        **dict.fromkeys(
-            ("aliases", "alias"),
-            "an alias is a model of its own here: NAME: {use: this model}",
-        ),
-        **dict.fromkeys(("nodes", "placement", "persistent"), "it is called pin: [names of nodes]"),
-        **dict.fromkeys(
-            ("min_replicas", "max_replicas", "instances"), "it is replicas: {min, max}"
-        ),
         "preload": "it is a key of nodes in the inventory; here it is pin: [names of nodes]",
     }
 

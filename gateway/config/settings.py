@@ -230,16 +230,9 @@ def _no_empty_name(value: object) -> object:
 class Settings(ConfigModel):
     """All settings. Every key has a default; the file may be missing."""
 
-    misplaced_keys: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("ttl", "globalTTL", "keep_alive", "matrix"),
-            "it is of each model: models.NAME.idle_unload, replicas and pin",
-        ),
-        **dict.fromkeys(
-            ("preload", "hooks", "models_on_demand", "memory"),
-            "memory, preload and models_on_demand are keys of nodes, in the inventory",
-        ),
-    }
+    misplaced_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("preload", "models_on_demand", "memory"), "it is a key of nodes, in the inventory"
+    )
 
     listen: ListenSettings = ListenSettings()
     """The public listener."""

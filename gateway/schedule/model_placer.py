@@ -109,13 +109,18 @@ class ModelPlacer:
     def configure(self, settings: Settings) -> None:
         """Go by these settings from now on."""
         self.settings = settings
-        chosen = settings.model_placement
+        self._models_differ(None)
+
+    def _show_rules(self) -> None:
+        """Tell the policy of the settings; an alias of a model may have its rule."""
+        chosen = self.settings.model_placement
         models = {
-            name: ModelRules(rule.replicas.min, rule.replicas.max, rule.idle_unload)
-            for name, rule in settings.models.items()
+            self._key_of(name) or name: ModelRules(
+                rule.replicas.min, rule.replicas.max, rule.idle_unload
+            )
+            for name, rule in self.settings.models.items()
         }
         self.policy.set_rules(ModelPlacementRules(chosen.starvation, chosen.hysteresis, models))
-        self._models_differ(None)
 
     async def run(self) -> None:
         """Run until cancelled. Commands that are under way end at their routers."""
@@ -180,6 +185,7 @@ class ModelPlacer:
         """Tell the policy of what has changed in the fleet; of all of it in steps."""
         if self._all_changed:
             self._all_changed = False
+            self._show_rules()
             self._changed.clear()
             nodes = [node for node in self.fleet.nodes.values() if node.is_router]
             self._host_memory = host_memory(node.spec for node in nodes)

@@ -89,15 +89,8 @@ def test_a_place_that_a_model_can_not_have_is_refused(
     [
         ("models: {a: {ttl: 300}}", "idle_unload"),
         ("models: {a: {keep_alive: 5m}}", "idle_unload"),
-        ("models: {a: {aliases: [b]}}", "{use: this model}"),
-        ("models: {a: {nodes: [b]}}", "pin"),
-        ("models: {a: {persistent: true}}", "pin"),
-        ("models: {a: {max_replicas: 2}}", "replicas: {min, max}"),
         ("models: {a: {preload: true}}", "pin"),
-        ("globalTTL: 300", "models.NAME.idle_unload"),
-        ("matrix: {sets: {}}", "replicas"),
-        ("hooks: {on_startup: {preload: [a]}}", "preload"),
-        ("groups: {g: {members: [a, b]}}", "models.NAME.pin"),
+        ("preload: [a]", "in the inventory"),
     ],
 )
 def test_keys_of_other_programs_that_swap_models_say_what_they_are_called_here(

@@ -70,6 +70,13 @@ async def test_a_model_is_loaded_once_for_all_that_wait_for_it(tmp_path: Path) -
 
 
 @in_virtual_time
+async def test_a_rule_may_name_a_model_by_any_of_its_public_names(tmp_path: Path) -> None:
+    rules = {**QUICK, "models": {"y": {"replicas": {"min": 1}}}}
+    async with placed(tmp_path, router(), settings=rules, model={"x": "a", "y": "a"}) as running:
+        await until(lambda: phase(running, "r1/a") is LoadPhase.READY, 30.0)
+
+
+@in_virtual_time
 async def test_a_refused_load_is_the_pair_s_failure_and_the_request_goes_elsewhere(
     tmp_path: Path,
 ) -> None:

@@ -27,6 +27,8 @@ from gateway.nodes.router import LoadPhase, UnloadCause
 ORDERED = "an operator has ordered it"
 ASSUMED_LOAD = 30.0  # seconds of a load that was never seen
 UNLOAD_SECONDS = 1.0
+# A model stays at least so many times as long as its load took, up to `hysteresis`.
+HYSTERESIS_LOADS = 20.0
 LOOK_MARGIN = 1.0  # seconds by which a load begins before the bound wants it
 # Seconds ahead that are compared: what callers miss later, they miss under any placement.
 HORIZON = 60.0
@@ -136,7 +138,8 @@ class ModelPlacementRules:
     """The policy's part of the settings."""
 
     starvation: float = 60.0  # seconds that a model's requests wait at most, as far as possible
-    hysteresis: float = 10.0  # seconds that a model stays once it is loaded
+    hysteresis: float = 10.0
+    """Seconds that a model stays once it is loaded; less where its loads take far less."""
     models: Mapping[str, ModelRules] = field(default_factory=dict)
 
 
@@ -980,7 +983,8 @@ class _Look:
         if self._index.nodes[instance.node].usable:
             left = left.plus(instance, -1)
         least = self._rules.models.get(model, _NO_RULES).min
-        if self.now - instance.since < self._rules.hysteresis or left.copies < least:
+        stays = min(self._rules.hysteresis, HYSTERESIS_LOADS * instance.load_seconds)
+        if self.now - instance.since < stays or left.copies < least:
             return math.inf
         waiting = self.demands[model].waiting if model in self.demands else 0
         rate = self.rate(model)
