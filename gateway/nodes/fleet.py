@@ -200,6 +200,7 @@ PREDECESSOR_SECONDS = 60.0
 INDEXING_PAUSE = 20.0
 MOST_ADDED = 100  # models of a router that are taken in at once
 COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
+COMPARED_AT_ONCE = 500  # nodes whose state and row follow a comparison in one turn
 
 
 class Fleet:
@@ -1084,13 +1085,17 @@ class Fleet:
     async def _compare_speeds_forever(self) -> None:
         while True:
             await asyncio.sleep(COMPARE_SPEEDS_EVERY)
-            compare_speeds(self.nodes.values())
+            for group in _alike(self.nodes.values()):
+                _assume_speeds(group)
+                await asyncio.sleep(0)
             self.compare_models()
-            now = self._clock()
-            for node in self.nodes.values():
-                if node.degradation.refresh(now):
+            # In steps, for a thousand routers with fifty models each.
+            for number, node in enumerate([*self.nodes.values()]):
+                if number % COMPARED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                if node.degradation.refresh(self._clock()):
                     self.refresh_state(node)
-            self._notify_change()
+                self._notify_change(node)
 
 
 def compare_speeds(nodes: Iterable[Node]) -> None:
@@ -1101,19 +1106,28 @@ def compare_speeds(nodes: Iterable[Node]) -> None:
     times as fast as the best of them, each divided by its own hint, so that hints and measurements
     are on one scale.
     """
+    for group in _alike(nodes):
+        _assume_speeds(group)
+
+
+def _alike(nodes: Iterable[Node]) -> list[list[Node]]:
+    """The nodes, similar ones together."""
     groups: dict[tuple[frozenset[str], str, str], list[Node]] = defaultdict(list)
     for node in nodes:
         groups[node.public_models, node.spec.tier, node.spec.kind].append(node)
-    for (_, tier, _), group in groups.items():
-        usual = CPU_PRIOR if tier == "cpu" else GPU_PRIOR
-        best = _best_shown([(node.speed, 1.0) for node in group], usual)
-        unit = _best_shown([(node.speed, node.spec.written_hint or 1.0) for node in group], usual)
-        for node in group:
-            hint = node.spec.written_hint
-            if hint is None:
-                node.speed.set_prior(best)
-            else:
-                node.speed.set_prior(unit.scaled(hint), hinted=True)
+    return [*groups.values()]
+
+
+def _assume_speeds(group: list[Node]) -> None:
+    usual = CPU_PRIOR if group[0].spec.tier == "cpu" else GPU_PRIOR
+    best = _best_shown([(node.speed, 1.0) for node in group], usual)
+    unit = _best_shown([(node.speed, node.spec.written_hint or 1.0) for node in group], usual)
+    for node in group:
+        hint = node.spec.written_hint
+        if hint is None:
+            node.speed.set_prior(best)
+        else:
+            node.speed.set_prior(unit.scaled(hint), hinted=True)
 
 
 def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPrior:

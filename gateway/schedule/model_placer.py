@@ -518,7 +518,9 @@ class ModelPlacer:
         """Why a model can't be loaded, with the figures."""
         router = node.router
         assert router is not None
-        most, use = router.router_record.most_loaded, self.host_use(router.host)[router.host]
+        most = router.router_record.most_loaded
+        # A router that has just been recognised may not be among the fleet's.
+        use = self.host_use(router.host).get(router.host, HostUse(None, 0, 0))
         text = f"{node.name} does not fit: it takes {_gib(self.memory_of(node))}"
         if use.memory is not None:
             text += f", and {router.host} has {_gib(use.memory)} for models, {_gib(use.used)} of"

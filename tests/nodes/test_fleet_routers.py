@@ -72,6 +72,22 @@ async def test_what_happens_to_a_model_is_known_by_its_router_s_events() -> None
 
 
 @in_virtual_time
+async def test_models_are_compared_where_they_are_loaded_and_a_router_tells_how_many_are() -> None:
+    async with (
+        RecordedRouter(["a"], slots=2, context=4096) as one,
+        RecordedRouter(["a"], slots=2, context=8192) as two,
+        a_fleet(a_spec("r", one.url), a_spec("s", two.url), **SELDOM) as fleet,
+    ):
+        await asyncio.sleep(1.0)
+        assert fleet.fleet.differences() == ()
+        for router in (one, two):
+            router._load_now("a")
+        await asyncio.sleep(1.0)
+        assert [found.model for found in fleet.fleet.differences()] == ["a"]
+        assert fleet["r"].reason == "a router: 1 of 1 models are loaded"
+
+
+@in_virtual_time
 async def test_a_router_without_events_is_read_with_each_probe() -> None:
     async with RecordedRouter(["a", "b"], models_max=0) as router:
         router.told["GET /models/sse"] = (404, b"{}")
