@@ -278,6 +278,19 @@ class ModelPlacer:
         known.models[model] = _ShownModel(node, instance, own)
         if before is None or before.instance != instance:
             self.policy.put_instance(instance)
+        if self._hangs(node, router) and not (node.leases or self._handed_over):
+            # Its router ends it, and the next request loads it anew.
+            words = f"its server hangs: {node.reason}"
+            action = LoadAction("unload", router.name, model, words, "died")
+            self._carry_out(action, self.clock())
+
+    @staticmethod
+    def _hangs(node: Node, router: Node) -> bool:
+        """Whether a loaded model's server has not answered for long, though its router does."""
+        load, history = node.load, node.probe_history
+        is_ready = load is not None and load.phase is LoadPhase.READY
+        silent = history.down and history.failures_in_a_row >= node.settings.health.fall
+        return is_ready and silent and router.takes_commands and router.state is NodeState.READY
 
     def _models_changed(self, model: str) -> None:
         """Tell the policy anew of this model on all nodes."""

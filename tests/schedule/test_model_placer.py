@@ -197,8 +197,8 @@ async def test_a_model_whose_server_hangs_gets_no_new_requests_and_is_loaded_els
         caught.cancel()
         await until(lambda: nodes[node].state is NodeState.DOWN, 90.0)
         assert nodes[node.partition("/")[0]].state is NodeState.READY
-        hung.models["a"].node.faults.clear()
-        await until(lambda: nodes[node].state is NodeState.READY, 30.0)
+        await until(lambda: nodes[node].state is NodeState.UNLOADED, 30.0)
+        assert hung.asked[UNLOAD] == 1
 
 
 @in_virtual_time
