@@ -279,6 +279,26 @@ async def test_a_model_whose_server_hangs_gets_no_new_requests(tmp_path: Path) -
             await seen.until_state(name, NodeState.READY, limit=12.0)
 
 
+async def test_a_model_s_server_that_hangs_for_good_is_ended_and_loaded_anew(
+    tmp_path: Path,
+) -> None:
+    models = folder_of(tmp_path / "models", "a")
+    quick = {"health": {"timeout": 1, "interval": 2, "prefill_grace": 3}}
+    with routers(1, models, *NO_LIMIT) as found:
+        async with gateway_over(tmp_path / "gateway", found, quick) as seen:
+            assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
+            child = child_of(found[0], "a")
+            assert child is not None
+            child.suspend()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await seen.client.post(CHAT, json=chat("a"))
+            await seen.until_state("r1/a", NodeState.DOWN)
+            await seen.until_state("r1/a", NodeState.UNLOADED)
+            assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
+            assert child_of(found[0], "a") != child
+
+
 async def test_a_plain_request_is_answered_when_its_model_s_server_is_killed(
     tmp_path: Path,
 ) -> None:
