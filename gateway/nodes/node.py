@@ -393,8 +393,8 @@ class Node:
         load = self.load
         if load is None:
             return self.state in ALIVE_STATES
-        if load.failures and not load.loaded:
-            return False  # Its last load failed.
+        if load.hindrance:
+            return False
         return self.state in ALIVE_STATES or self.state is NodeState.LOADING
 
     @property

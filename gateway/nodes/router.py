@@ -216,6 +216,7 @@ class ModelLoad:
     listed: RoutedModel | None = None  # as its router listed it last
     properties_read: bool = False  # whether `/props` was read since it was loaded
     saved: int = 0  # prompts that are saved for its next load
+    no_room: str = ""  # why it can't be loaded beside what always stays there; empty: it can
     restoring: bool = False  # it is loaded, and gets no requests before they are restored
     held: bool | None = None
     """Whether its server holds it, whatever the phase is; of kind `openai`, where that is told."""
@@ -290,6 +291,15 @@ class ModelLoad:
         """So much of it is loaded."""
         if self.phase is LoadPhase.LOADING:
             self.progress = share
+
+    def tell_room(self, no_room: str) -> None:
+        """Why it can't have room beside what always stays there; empty: it can."""
+        self.no_room = no_room
+
+    @property
+    def hindrance(self) -> str:
+        """Why a request for it may wait in vain; empty: it is loaded, or a load may come."""
+        return "" if self.loaded else self.reason if self.failures else self.no_room
 
     def prompts_saved(self, count: int) -> None:
         """So many of its prompts are saved for its next load."""

@@ -120,13 +120,13 @@ class Waiter:
         if down_since is not None:
             until = down_since + settings.retries.wait_for_node
             names = ", ".join(repr(name) for name in self.request.wanted.model_names)
-            failed = failed_loads(self.candidates.by_model)
-            if failed and (now >= until or min(one.retry_at for _, one in failed) > until):
-                return errors.load_failed(
-                    names,
-                    [(name, one.reason) for name, one in failed],
-                    max(1.0, min(one.retry_at for _, one in failed) - now),
-                )
+            failed = hindered_loads(self.candidates.by_model)
+            again_at = min(
+                (one.retry_at if one.failures else until for _, one in failed), default=0.0
+            )
+            if failed and (now >= until or again_at > until):
+                reasons = [(name, one.hindrance.rstrip(".")) for name, one in failed]
+                return errors.load_failed(names, reasons, max(retry_after, again_at - now))
             if now >= until:
                 return errors.no_node(f"Every node for {names} is out.", retry_after)
         if now < self.expires_at:
@@ -276,10 +276,10 @@ def caller_and_user(request: LeaseRequest) -> tuple[str, str]:
     return request.caller.id, request.caller.fairness_key
 
 
-def failed_loads(nodes_by_model: NodesByModel) -> list[tuple[str, ModelLoad]]:
-    """The loads that have failed, by node, if no other node may serve."""
+def hindered_loads(nodes_by_model: NodesByModel) -> list[tuple[str, ModelLoad]]:
+    """The loads that have failed or can't have room, by node, if no other node may serve."""
     nodes = [node for _, nodes in nodes_by_model for node in nodes]
-    failed = [(node.name, node.load) for node in nodes if node.load and node.load.failures]
+    failed = [(node.name, node.load) for node in nodes if node.load and node.load.hindrance]
     return failed if len(failed) == len(nodes) else []
 
 

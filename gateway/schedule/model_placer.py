@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -86,6 +87,8 @@ class ModelPlacer:
     _all_changed: bool = True
     _left_alone: set[Node] = field(default_factory=set)
     """Routers that get no commands for now, since others command them too."""
+    _without_room: set[Node] = field(default_factory=set)
+    """Models of routers that can't have room beside what always stays there."""
     _host_memory: dict[str, int] = field(default_factory=dict)
     _learnt: dict[str, tuple[int | None, float | None]] = field(default_factory=dict)
     """By model: its bytes, and the seconds of its load, on the node that loaded it last."""
@@ -169,8 +172,22 @@ class ModelPlacer:
             return
         for action in self.policy.decide(demands, self._usage, now):
             self._carry_out(action, now)
+        self._tell_room()
         if self.policy.unfinished:
             self._wake.set()
+
+    def _tell_room(self) -> None:
+        """Tell which models can't have room: who waits for one is told after a while."""
+        found = {
+            router.models[one.model].node
+            for one in chain.from_iterable(self.policy.without_room.values())
+            if (router := self._routers.get(one.node)) and one.model in router.models
+        }
+        for node in found ^ self._without_room:
+            assert node.load is not None
+            node.load.tell_room(self._no_room(node) if node in found else "")
+            self.fleet.load_changed(node)
+        self._without_room = found
 
     # The policy's view.
 
@@ -296,6 +313,7 @@ class ModelPlacer:
             since,
             retry_at,
             self.pinner(node) is not None,
+            load.failures,
         )
 
     def rules_of(self, node: Node) -> list[ModelRule]:

@@ -280,6 +280,21 @@ def test_a_failed_load_is_tried_elsewhere_and_there_only_when_it_is_due() -> Non
     assert fleet.look(waiting("a")) == [("load", "r1", "a")]
 
 
+def test_a_model_that_failed_takes_room_from_others_only_after_as_long_as_they_would_miss() -> None:
+    fleet = two_models_in_room_for_one(starvation=60.0)
+    fleet.ask("a", every=5.0)
+    fleet.change("r1", "b", failures=2, retry_at=fleet.now)
+    failed_at = fleet.now
+    while not fleet.look(waiting("b", each=50.0)):
+        fleet.now += 1.0
+        fleet.ask("a", every=5.0, lasting=1.0)
+    assert 30.0 < fleet.now - failed_at < 100.0
+    # What nobody asks for goes at once.
+    fleet = two_models_in_room_for_one()
+    fleet.change("r1", "b", failures=2, retry_at=fleet.now)
+    assert fleet.look(waiting("b")) == [("unload", "r1", "a")]
+
+
 def test_a_pinned_model_is_loaded_and_stays() -> None:
     fleet = two_models_in_room_for_one()
     fleet.change("r1", "b", pinned=True)

@@ -113,6 +113,25 @@ async def test_a_model_that_no_node_loads_is_answered_with_the_reason(tmp_path: 
 
 
 @in_virtual_time
+async def test_a_model_without_room_beside_what_is_pinned_is_answered_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    settings = {**QUICK, "retries": {"wait_for_node": 5}}
+    async with placed(tmp_path, router(), settings=settings) as running:
+        fleet = running.gateway.fleet
+        fleet.pin_model(fleet.nodes["r1/b"], pinned=True)
+        await until(lambda: phase(running, "r1/b") is LoadPhase.READY, 30.0)
+        began = running.gateway.clock()
+        refused = await ask(running, "a")
+        assert 5.0 <= running.gateway.clock() - began < 8.0
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_node")
+        assert "r1 holds 1 models at most" in refused.json()["error"]["message"]
+        assert "Unpin or unload another one" in refused.json()["error"]["message"]
+        fleet.pin_model(fleet.nodes["r1/b"], pinned=False)
+        assert (await ask(running, "a")).status_code == 200
+
+
+@in_virtual_time
 async def test_a_load_that_failed_once_is_waited_for(tmp_path: Path) -> None:
     one = router()
     async with placed(tmp_path, one) as running:

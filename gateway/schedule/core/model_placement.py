@@ -95,6 +95,7 @@ class Instance:
     since: float = -math.inf  # when the phase began
     retry_at: float = -math.inf  # after a load has failed: when it may be tried again
     pinned: bool = False  # it is to be loaded, and is never unloaded
+    failures: int = 0  # loads in a row that failed there
 
     @property
     def key(self) -> _Key:
@@ -177,6 +178,8 @@ class ModelPlacementPolicy:
         self._served_at: dict[str, float] = {}
         """By model that requests wait for: when it was last loaded somewhere."""
         self._left: list[str] = []  # models that the last look did not reach
+        self.without_room: dict[str, list[Instance]] = {}
+        """By model that no node could load when requests last waited for it: where it never can."""
 
     # What there is.
 
@@ -301,6 +304,7 @@ class ModelPlacementPolicy:
 
     def _serve(self, look: _Look, demand: ModelDemand) -> None:
         model = demand.model
+        self.without_room.pop(model, None)
         if any(one.model == model for one in look.loads):
             return
         queue = look.queue(demand)
@@ -313,6 +317,8 @@ class ModelPlacementPolicy:
                 return
         best = self._best(look, model, queue, demand.nodes)
         if best is None:
+            if not queue.has_copies and planned is None:
+                self.without_room[model] = self._find_hopeless(look, demand)
             return
         if planned is not None:
             plan = self._plans[planned]
@@ -327,6 +333,12 @@ class ModelPlacementPolicy:
                 self._give_up(look, planned)
             more = "one more copy" if queue.has_copies else "it"
             self._carry_out(look, best, f"{demand.waiting} requests wait for {more}")
+
+    def _find_hopeless(self, look: _Look, demand: ModelDemand) -> list[Instance]:
+        """Where a model can't have room, whatever else goes that may go."""
+        instances = self._index.by_model.get(demand.model, {})
+        names = instances if demand.nodes is None else demand.nodes & instances.keys()
+        return [instances[name] for name in names if not look.may_fit(instances[name])]
 
     def _keep_retiring(self, look: _Look, demand: ModelDemand) -> bool:
         """Keep an instance that was to go, where no load that is planned needs its memory."""
@@ -418,7 +430,8 @@ class ModelPlacementPolicy:
         self.evaluations += 1
         host = self._index.host_of(instance)
         room = look.make_room(host, self._lack(look, instance))
-        if room is None:
+        if room is None or look.now < instance.retry_at + instance.failures * room.loss:
+            # One that may be broken takes no room from others before as long as they would miss.
             return None
         ready_in = room.wait + instance.load_seconds + UNLOAD_SECONDS * room.must_wait
         speed = max(LEAST_SPEED, 1.0 - look.utilisation(host, room.victims))
@@ -942,6 +955,17 @@ class _Look:
         wait = max(self.usage(one).busy_seconds for one in (*leaving, *victims))
         loss = sum(map(self._loss, victims))
         return _Room(victims, wait, loss, must_wait=True)
+
+    def may_fit(self, instance: Instance) -> bool:
+        """Whether it could have room beside what always stays."""
+        node = self._index.nodes[instance.node]
+        host = self._index.hosts[node.host]
+        lack = _Lack(instance, node, host, ())
+        for one in host.held.values():
+            least = self._rules.models.get(one.model, _NO_RULES).min
+            if not (one.pinned or self.capacity(one.model).copies <= least):
+                lack.count(one, -1)
+        return lack.is_met()
 
     def _victims(self, host: ModelHost, lack: _Lack) -> list[Instance] | None:
         candidates = [
