@@ -260,6 +260,25 @@ async def test_a_stream_goes_on_elsewhere_when_its_model_s_server_is_killed(tmp_
             assert await stream_of(seen.client, body, kill) == whole
 
 
+async def test_a_model_whose_server_hangs_gets_no_new_requests(tmp_path: Path) -> None:
+    models = folder_of(tmp_path / "models", "ab")
+    with routers(2, models, *NO_LIMIT) as found:
+        quick = {"health": {"timeout": 1, "interval": 2}}
+        async with gateway_over(tmp_path / "gateway", found, quick) as seen:
+            assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
+            [name] = seen.loaded()
+            child = child_of(found[int(name[1]) - 1], "a")
+            assert child is not None
+            child.suspend()
+            caught = asyncio.create_task(seen.client.post(CHAT, json=chat("a")))
+            await seen.until_state(name, NodeState.MUTE, limit=12.0)
+            answer = await seen.client.post(CHAT, json=chat("a"))
+            assert answer.headers["x-gateway-node"] != name
+            child.resume()
+            assert (await caught).status_code == 200
+            await seen.until_state(name, NodeState.READY, limit=12.0)
+
+
 async def test_a_plain_request_is_answered_when_its_model_s_server_is_killed(
     tmp_path: Path,
 ) -> None:

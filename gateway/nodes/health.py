@@ -554,7 +554,10 @@ class HealthMonitor:
     def _look_again(self) -> None:
         """Probe soon again if something about a router's models is to be found out."""
         node = self._node
-        if any(one.load is not None and one.load.unsettled for one in node.instances.values()):
+        if any(
+            one.load is not None and (one.load.unsettled or one.probe_history.unstable)
+            for one in node.instances.values()
+        ):
             node.probe_history.probe_by(node.clock() + QUICK_PROBE_DELAY)
 
     async def _probe_models(self, result: ProbeResult) -> None:
@@ -596,12 +599,13 @@ class HealthMonitor:
                 self._models_listed(node, models, asked_at)
             elif listed is not None:
                 self._models_listed(node, read_list(listed), asked_at)
-        self._record(node.instances.values(), result)
-        running = [one for one in node.instances.values() if one.load and one.load.loaded]
+        instances = node.instances.values()
+        running = {one for one in instances if one.load is not None and one.load.loaded}
+        self._record((one for one in instances if one not in running), result)
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             for one in running:
-                tasks.create_task(self._probe_model(one, at_once))
+                tasks.create_task(self._probe_model(one, at_once, result))
 
     async def _endpoint_listed(self, listed: object, status: int, asked_at: float) -> None:
         """Take in the list of an endpoint that loads models by itself, and what it holds."""
@@ -627,15 +631,24 @@ class HealthMonitor:
         record.tells_running(())
         return None
 
-    async def _probe_model(self, model: Node, at_once: asyncio.Semaphore) -> None:
-        """Read what a loaded model's server says of itself, and how busy it is if it has work."""
+    async def _probe_model(
+        self, model: Node, at_once: asyncio.Semaphore, result: ProbeResult
+    ) -> None:
+        """Read what a loaded model's server says of itself, and how busy it is if it has work.
+
+        `result`: of its router, whose children may hang by themselves.
+        """
         load, history = model.load, model.probe_history
         async with at_once:
+            reply = await fetch(model, "/props") if _may_hang(model) else None
+            hangs = isinstance(reply, ProbeResult) and reply.answer is ProbeAnswer.TIMED_OUT
+            self._record((model,), reply if isinstance(reply, ProbeResult) and hangs else result)
             if load is not None and load.doubted:
-                reply = await fetch(model, "/props")
-                if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
+                if not isinstance(reply, ProbeResponse) or reply.status != HTTPStatus.OK:
                     return
                 load.doubt(doubted=False)
+            if hangs:
+                return
             if load is not None and model.spec.kind == "llama.cpp" and not load.properties_read:
                 found = await discover(model)
                 if found.up:
@@ -723,6 +736,17 @@ class HealthMonitor:
         if busy is not None:
             node.occupancy.record_busy(len(busy), query, now)
             node.occupancy.record_tokens(busy)
+
+
+def _may_hang(model: Node) -> bool:
+    """Whether a loaded model's server is to show that it answers: it has work, or did not before.
+
+    One that reads a prompt answers `/props` all the same, whatever its slots do.
+    """
+    load, history = model.load, model.probe_history
+    fails = history.down or history.mute or history.failures_in_a_row > 0
+    doubted = load is not None and load.doubted
+    return model.spec.kind == "llama.cpp" and bool(model.leases or fails or doubted)
 
 
 # A prefill may take so many times longer than predicted before it stops being a sign of life.

@@ -63,6 +63,7 @@ LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
 MOST_WORDS = 300  # characters that are kept of a router's error
 MOST_FILES = 10_000  # files of models that are read for what they take
 PROMPTS_SAVED_FACTOR = 0.8  # of the seconds of a load, where prompts are restored after it
+_HUNG = frozenset({NodeState.MUTE, NodeState.DOWN})
 USUAL_SECONDS = 10.0  # of a request for a model that none has waited for
 
 
@@ -117,11 +118,13 @@ class ModelPlacer:
     def _show_rules(self) -> None:
         """Tell the policy of the settings; an alias of a model may have its rule."""
         chosen = self.settings.model_placement
+        # The successor sees to these after a hand-over.
+        rules = {} if self._handed_over else self.settings.models
         models = {
             self._key_of(name) or name: ModelRules(
                 rule.replicas.min, rule.replicas.max, rule.idle_unload
             )
-            for name, rule in self.settings.models.items()
+            for name, rule in rules.items()
         }
         self.policy.set_rules(ModelPlacementRules(chosen.starvation, chosen.hysteresis, models))
 
@@ -147,7 +150,7 @@ class ModelPlacer:
     def hand_over(self) -> None:
         """Command nothing but what requests that wait here need: the successor has the others."""
         self._handed_over = True
-        self.policy.set_rules(ModelPlacementRules())
+        self._show_rules()
 
     def _asked_for(self, model: str, *, waits: bool) -> None:
         """A caller's request for this public model came; or a request `waits` from now on."""
@@ -308,7 +311,8 @@ class ModelPlacer:
             self.memory_of(node),
             # Of nodes that are alike it is better loaded where its prompts are.
             self.load_seconds(node) * (PROMPTS_SAVED_FACTOR if load.saved else 1.0),
-            max(1, node.slots_total),
+            # One whose server hangs serves nobody, and takes its memory all the same.
+            0 if load.loaded and node.state in _HUNG else max(1, node.slots_total),
             self._request_seconds.get(model, USUAL_SECONDS),
             since,
             retry_at,
@@ -399,7 +403,7 @@ class ModelPlacer:
 
     def _demands(self, now: float) -> list[ModelDemand]:
         """What waits, by model."""
-        found: dict[str, _Waiting] = {}
+        found: dict[str, list[tuple[Waiter, list[Node]]]] = {}
         for waiter in self.scheduler.waiters:
             if waiter.granted.done():
                 continue
@@ -410,16 +414,36 @@ class ModelPlacer:
             routed = [node for node in routed if node.name not in failed] or routed
             if routed:
                 model = model_key(routed[0])
-                waiting = found.setdefault(model, _Waiting())
-                waiting.add(waiter, [one for one in routed if model_key(one) == model], now, self)
-        demands = []
-        for model, waiting in found.items():
-            usual = max(0.01, waiting.work / waiting.count)
+                may_serve = [one for one in routed if model_key(one) == model]
+                found.setdefault(model, []).append((waiter, may_serve))
+        demands = [self._demand(model, waiting, now) for model, waiting in found.items()]
+        for demand in demands:
+            model, usual = demand.model, max(0.01, demand.work / demand.waiting)
             if abs(usual - self._request_seconds.get(model, USUAL_SECONDS)) > usual / 4:
                 self._request_seconds[model] = usual
                 self._models_changed(model)
-            demands.append(waiting.demand(model))
         return demands
+
+    def _demand(
+        self, model: str, waiting: list[tuple[Waiter, list[Node]]], now: float
+    ) -> ModelDemand:
+        """What waits for one model: requests, and the nodes that may serve each."""
+        priorities = [waiter.request.caller.priority for waiter, _ in waiting]
+        waits = [now - waiter.queued_at for waiter, _ in waiting]
+        bounds = map(self.patience, priorities)
+        # That which has waited the largest share of its bound.
+        pressing = max(zip(waits, bounds, strict=True), key=lambda one: one[0] / one[1])
+        return ModelDemand(
+            model,
+            len(waiting),
+            sum(waits),
+            *pressing,
+            batch=all(priority is Priority.BATCH for priority in priorities),
+            work=sum(self.service_seconds(waiter, nodes[0]) for waiter, nodes in waiting),
+            nodes=frozenset(
+                node.router.name for _, nodes in waiting for node in nodes if node.router
+            ),
+        )
 
     def patience(self, priority: Priority) -> float:
         """The bound on the wait of a class, in proportion to its `patience`."""
@@ -627,6 +651,8 @@ class ModelPlacer:
                 self.fleet.load_ordered(node, "unload", "a slot of it could not be emptied")
                 await self._command(node.router, node, "unload")
         finally:
+            if before is not None:
+                before.cancel()
             load.restores(restoring=False)
             self.fleet.load_changed(node)
 
@@ -700,45 +726,6 @@ class _ShownRouter:
     def show(self, shown: RouterNode) -> None:
         """It has changed."""
         self.shown = shown
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """What waits for one model."""
-
-    count: int = 0
-    waited: float = 0.0
-    work: float = 0.0
-    batch: bool = True
-    pressing: float = 0.0  # the largest share of a bound that one has waited
-    oldest_wait: float = 0.0  # of that one
-    patience: float = 0.0
-    nodes: set[str] = field(default_factory=set)
-
-    def add(self, waiter: Waiter, nodes: list[Node], now: float, placer: ModelPlacer) -> None:
-        """One more waits, which these nodes may serve."""
-        priority, wait = waiter.request.caller.priority, now - waiter.queued_at
-        patience = placer.patience(priority)
-        self.count += 1
-        self.waited += wait
-        self.work += placer.service_seconds(waiter, nodes[0])
-        self.batch = self.batch and priority is Priority.BATCH
-        if not self.patience or wait / patience > self.pressing:
-            self.pressing, self.oldest_wait, self.patience = wait / patience, wait, patience
-        self.nodes.update(node.router.name for node in nodes if node.router is not None)
-
-    def demand(self, model: str) -> ModelDemand:
-        """All of it, for the policy."""
-        return ModelDemand(
-            model,
-            self.count,
-            self.waited,
-            self.oldest_wait,
-            self.patience,
-            batch=self.batch,
-            work=self.work,
-            nodes=frozenset(self.nodes),
-        )
 
 
 def model_key(node: Node) -> str:

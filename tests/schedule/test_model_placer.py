@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.nodes.node import NodeState
 from gateway.nodes.router import LoadPhase
 from tests.emulator.recorded_router import RecordedRouter
 from tests.gateways import Running, running_gateway, until
@@ -177,6 +178,30 @@ async def test_a_router_that_ends_under_a_command_has_failed_nothing(tmp_path: P
 
 
 @in_virtual_time
+async def test_a_model_whose_server_hangs_gets_no_new_requests_and_is_loaded_elsewhere(
+    tmp_path: Path,
+) -> None:
+    one, other = router(), router()
+    async with placed(tmp_path, one, other) as running:
+        node = (await ask(running, "a")).headers["x-gateway-node"]
+        hung = one if node == "r1/a" else other
+        hung.models["a"].node.faults.set("hang", path="*")
+        caught = asyncio.create_task(ask(running, "a"))
+        nodes = running.gateway.fleet.nodes
+        await until(lambda: nodes[node].state is NodeState.MUTE, 10.0)
+        assert "no answer to /props" in nodes[node].reason
+        async with asyncio.timeout(10.0):
+            answer = await ask(running, "a")
+        assert answer.status_code == 200
+        assert answer.headers["x-gateway-node"] != node
+        caught.cancel()
+        await until(lambda: nodes[node].state is NodeState.DOWN, 90.0)
+        assert nodes[node.partition("/")[0]].state is NodeState.READY
+        hung.models["a"].node.faults.clear()
+        await until(lambda: nodes[node].state is NodeState.READY, 30.0)
+
+
+@in_virtual_time
 async def test_others_requests_are_waited_for_before_an_unload(tmp_path: Path) -> None:
     one = router()
     async with placed(tmp_path, one) as running:
@@ -196,7 +221,7 @@ async def test_others_requests_are_waited_for_before_an_unload(tmp_path: Path) -
 
 @in_virtual_time
 async def test_after_a_hand_over_only_what_waits_here_is_loaded(tmp_path: Path) -> None:
-    one = router()
+    one = router(models_max=2)
     rules = {**QUICK, "models": {"a": {"replicas": {"min": 1}}}}
     async with placed(tmp_path, one, settings=rules) as running:
         await until(lambda: phase(running, "r1/a") is LoadPhase.READY)
@@ -205,7 +230,10 @@ async def test_after_a_hand_over_only_what_waits_here_is_loaded(tmp_path: Path) 
         await one.kill_model("a")
         await asyncio.sleep(30.0)
         assert phase(running, "r1/a") is LoadPhase.UNLOADED
+        running.gateway.model_placer.configure(running.gateway.settings)
         assert (await ask(running, "b")).status_code == 200
+        await asyncio.sleep(5.0)
+        assert phase(running, "r1/a") is LoadPhase.UNLOADED
 
 
 @in_virtual_time

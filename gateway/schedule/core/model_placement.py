@@ -48,6 +48,7 @@ UNUSED_SHARE = 0.05
 NEEDED = 20.0
 FULLEST = 0.9  # share of its copies' time up to which the waits of random arrivals are computed
 LEAST_SPEED = 0.1  # share of a host's speed that a model gets beside others, at the least
+ROOM_SECONDS = 1.0  # between two looks at whether a model can have room at all
 MOST_LOADS_OF_HOST = 2  # at one time: they share its disk
 # Nodes compared for one model in a look, and for all of them about.
 MOST_COMPARED, MOST_EVALUATIONS = 16, 24
@@ -90,7 +91,7 @@ class Instance:
     phase: LoadPhase = LoadPhase.UNLOADED
     memory: int | None = None  # what it takes once it is loaded; None: unknown
     load_seconds: float = ASSUMED_LOAD
-    slots: int = 1
+    slots: int = 1  # 0: it is loaded, and does not answer
     request_seconds: float = 10.0  # of a usual request there
     since: float = -math.inf  # when the phase began
     retry_at: float = -math.inf  # after a load has failed: when it may be tried again
@@ -178,6 +179,7 @@ class ModelPlacementPolicy:
         self._served_at: dict[str, float] = {}
         """By model that requests wait for: when it was last loaded somewhere."""
         self._left: list[str] = []  # models that the last look did not reach
+        self._room_looked_at: dict[str, float] = {}
         self.without_room: dict[str, list[Instance]] = {}
         """By model that no node could load when requests last waited for it: where it never can."""
 
@@ -304,7 +306,6 @@ class ModelPlacementPolicy:
 
     def _serve(self, look: _Look, demand: ModelDemand) -> None:
         model = demand.model
-        self.without_room.pop(model, None)
         if any(one.model == model for one in look.loads):
             return
         queue = look.queue(demand)
@@ -318,8 +319,9 @@ class ModelPlacementPolicy:
         best = self._best(look, model, queue, demand.nodes)
         if best is None:
             if not queue.has_copies and planned is None:
-                self.without_room[model] = self._find_hopeless(look, demand)
+                self._find_hopeless(look, demand)
             return
+        self.without_room.pop(model, None)
         if planned is not None:
             plan = self._plans[planned]
             if (
@@ -334,11 +336,16 @@ class ModelPlacementPolicy:
             more = "one more copy" if queue.has_copies else "it"
             self._carry_out(look, best, f"{demand.waiting} requests wait for {more}")
 
-    def _find_hopeless(self, look: _Look, demand: ModelDemand) -> list[Instance]:
-        """Where a model can't have room, whatever else goes that may go."""
-        instances = self._index.by_model.get(demand.model, {})
+    def _find_hopeless(self, look: _Look, demand: ModelDemand) -> None:
+        """Find out, now and then, if a model can have room nowhere, whatever goes that may go."""
+        model = demand.model
+        if look.now - self._room_looked_at.get(model, -math.inf) < ROOM_SECONDS:
+            return
+        self._room_looked_at[model] = look.now
+        instances = self._index.by_model.get(model, {})
         names = instances if demand.nodes is None else demand.nodes & instances.keys()
-        return [instances[name] for name in names if not look.may_fit(instances[name])]
+        found = [instances[name] for name in names]
+        self.without_room[model] = [] if any(map(look.may_fit, found)) else found
 
     def _keep_retiring(self, look: _Look, demand: ModelDemand) -> bool:
         """Keep an instance that was to go, where no load that is planned needs its memory."""
@@ -937,7 +944,7 @@ class _Look:
         for one in host.held.values():
             if one.phase in SERVING_PHASES and one not in but:
                 share = self.rate(one.model) / len(self._index.held(one.model))
-                busy += share * one.request_seconds / one.slots
+                busy += share * one.request_seconds / max(1, one.slots)
         return min(busy, 1.0)
 
     def make_room(self, host: ModelHost, lack: _Lack) -> _Room | None:
