@@ -251,8 +251,7 @@ class Fleet:
         self._speed_comparison: asyncio.Task[None] | None = None
         self._unprobed: set[Node] = set()
         self._has_work, self._work_looked_at = False, -math.inf
-        self.has_routers = False  # whether some node is a router that is known as such
-        self.routers: list[Node] = []  # those that are
+        self.routers: list[Node] = []  # nodes that are known as such
         self._on_models: Callable[[Node | None], None] = lambda _: None
         self._on_loaded: Callable[[Node], None] = lambda _: None
         self._indexing: asyncio.TimerHandle | None = None
@@ -592,7 +591,6 @@ class Fleet:
     def _index_nodes(self) -> None:
         """There are other nodes than before."""
         self.routers = [node for node in self.nodes.values() if node.is_router]
-        self.has_routers = bool(self.routers)
         self.model_index.set_nodes(self.nodes.values())
         compare_speeds(self.nodes.values())
         self._notify_change()

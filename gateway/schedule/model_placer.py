@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -133,7 +133,7 @@ class ModelPlacer:
         try:
             while True:
                 self._wake.clear()
-                placing = self.fleet.has_routers
+                placing = bool(self.fleet.routers)
                 if placing:
                     await self._show_changes()
                     self._look()
@@ -207,11 +207,11 @@ class ModelPlacer:
             self._all_changed = False
             self._show_rules()
             self._changed.clear()
-            nodes = [node for node in self.fleet.nodes.values() if node.is_router]
-            self._host_memory = host_memory(node.spec for node in nodes)
-            gone = self._routers.keys() - {node.name for node in nodes}
+            routers = self.fleet.routers
+            self._host_memory = host_memory(node.spec for node in routers)
+            gone = self._routers.keys() - {node.name for node in routers}
             self._changed.update(dict.fromkeys(self._routers[name].node for name in gone))
-            self._changed.update(dict.fromkeys(nodes))
+            self._changed.update(dict.fromkeys(routers))
         self._changed.update(dict.fromkeys(self._left_alone))
         until = time.perf_counter() + STEP_SECONDS
         while self._changed:
@@ -416,20 +416,23 @@ class ModelPlacer:
 
     def _demands(self, now: float) -> list[ModelDemand]:
         """What waits, by model."""
-        found: dict[str, list[tuple[Waiter, list[Node]]]] = {}
+        found: dict[str, list[tuple[Waiter, Node]]] = {}
+        routers: dict[str, set[str]] = {}
+        # Nearly all that wait for one model have the same candidates.
+        places: dict[tuple[int, Collection[str]], list[Node]] = {}
         for waiter in self.scheduler.waiters:
             if waiter.granted.done():
                 continue
-            nodes = [node for _, nodes in waiter.candidates.by_model for node in nodes]
-            failed = waiter.tried.failed_nodes
-            routed = [node for node in nodes if node.load is not None]
-            # Another node is better, and if there is none, the same one.
-            routed = [node for node in routed if node.name not in failed] or routed
-            if routed:
-                model = model_key(routed[0])
-                may_serve = [one for one in routed if model_key(one) == model]
-                found.setdefault(model, []).append((waiter, may_serve))
-        demands = [self._demand(model, waiting, now) for model, waiting in found.items()]
+            place = id(waiter.candidates), waiter.tried.failed_nodes
+            nodes = places.get(place)
+            if nodes is None:
+                nodes = places[place] = _may_load(waiter)
+                if nodes:
+                    names = {one.router.name for one in nodes if one.router is not None}
+                    routers.setdefault(model_key(nodes[0]), set()).update(names)
+            if nodes:
+                found.setdefault(model_key(nodes[0]), []).append((waiter, nodes[0]))
+        demands = [self._demand(one, found[one], routers[one], now) for one in found]
         for demand in demands:
             model, usual = demand.model, max(0.01, demand.work / demand.waiting)
             if abs(usual - self._request_seconds.get(model, USUAL_SECONDS)) > usual / 4:
@@ -438,9 +441,9 @@ class ModelPlacer:
         return demands
 
     def _demand(
-        self, model: str, waiting: list[tuple[Waiter, list[Node]]], now: float
+        self, model: str, waiting: list[tuple[Waiter, Node]], routers: set[str], now: float
     ) -> ModelDemand:
-        """What waits for one model: requests, and the nodes that may serve each."""
+        """What waits for one model: requests, each with a node; and the routers for any of them."""
         priorities = [waiter.request.caller.priority for waiter, _ in waiting]
         waits = [now - waiter.queued_at for waiter, _ in waiting]
         bounds = map(self.patience, priorities)
@@ -452,17 +455,13 @@ class ModelPlacer:
             sum(waits),
             *pressing,
             batch=all(priority is Priority.BATCH for priority in priorities),
-            work=sum(self.service_seconds(waiter, nodes[0]) for waiter, nodes in waiting),
-            nodes=frozenset(
-                node.router.name for _, nodes in waiting for node in nodes if node.router
-            ),
+            work=sum(self.service_seconds(waiter, node) for waiter, node in waiting),
+            nodes=frozenset(routers),
         )
 
     def patience(self, priority: Priority) -> float:
         """The bound on the wait of a class, in proportion to its `patience`."""
-        rule = self.settings.classes.get(priority.label)  # type: ignore[call-overload]
-        own = None if rule is None else rule.patience
-        patience = DEFAULT_PATIENCE[priority.label] if own is None else own
+        patience = self.scheduler.dispatcher.rules.overdue_after[priority]
         return self.settings.model_placement.starvation * patience / DEFAULT_PATIENCE["normal"]
 
     def service_seconds(self, waiter: Waiter, node: Node) -> float:
@@ -745,6 +744,15 @@ def model_key(node: Node) -> str:
     """The name by which the policy knows a router's model on all nodes: a public one."""
     declared = node.spec.models
     return min(declared) if declared else node.spec.instance or node.name
+
+
+def _may_load(waiter: Waiter) -> list[Node]:
+    """The models of routers that may serve a request: one model on several nodes."""
+    failed = waiter.tried.failed_nodes
+    nodes = [node for _, nodes in waiter.candidates.by_model for node in nodes if node.load]
+    # Another node is better, and if there is none, the same one.
+    nodes = [node for node in nodes if node.name not in failed] or nodes
+    return [one for one in nodes if model_key(one) == model_key(nodes[0])]
 
 
 def _words(reply: ProbeResponse) -> str:

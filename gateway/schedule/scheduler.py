@@ -282,7 +282,7 @@ class Scheduler:
         if self.demand_model.learning_pending and has_long_prompt(request):
             self.learn_pending()
         now = self.clock()
-        if self.fleet.has_routers and request.caller.priority is not Priority.BATCH:
+        if self.fleet.routers and request.caller.priority is not Priority.BATCH:
             self._on_model_asked_for(request.wanted.model_names[0], waits=False)
         if self.fleet_sync.has_gpu_tier and request.size.slots and not tried.failed_nodes:
             self.tier_policy.arrived(request.caller.priority, now)
@@ -415,7 +415,7 @@ class Scheduler:
         for queued, wait in islice(self.dispatcher.predicted_waits(self.clock()), most):
             waiter = self.waiters.get(queued)
             if waiter is not None:
-                loads = math.isinf(wait) and self.fleet.has_routers
+                loads = self.fleet.routers and math.isinf(wait)
                 yield waiter, load_wait(waiter.candidates, self.clock()) if loads else wait
 
     def queue_position(self, request_id: str) -> QueuePosition | None:
@@ -581,7 +581,7 @@ class Scheduler:
             measured = self.fleet_sync.is_measured(queued)
             by_work = self.dispatcher.predicted_wait(queued, now) if measured else None
             ahead, slots = self.dispatcher.count_ahead(queued), self.fleet_sync.slots(queued)
-            if not slots and self.fleet.has_routers:
+            if not slots and self.fleet.routers:
                 by_work = load_wait(candidates, now)
             predicted = combine_waits(self.completion_rate, slots, ahead, by_work, now)
         expires_at = self.admission.admit(
@@ -625,7 +625,7 @@ class Scheduler:
                 if not self.waiters:
                     self._check_all_at = now + TICK
                 self.waiters.add(waiter)
-                if self.fleet.has_routers:
+                if self.fleet.routers:
                     self._on_model_asked_for(waiter.request.wanted.model_names[0], waits=True)
                 return
             granted = self.grant(placement, waiter.request, waiter.tried, waiter.candidates, now)
