@@ -48,7 +48,7 @@ from gateway.nodes.node import (
 )
 from gateway.nodes.on_demand import follow_held
 from gateway.nodes.router import LoadChange, ModelLoad, RoutedModel, UnloadCause
-from gateway.nodes.server_properties import server_identity, server_key
+from gateway.nodes.server_properties import ServerProperties, server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
 from gateway.nodes.state_files import DrainedNodes, PausedModels, PinnedModels, PropertiesStore
 from gateway.terms import Endpoint
@@ -409,20 +409,33 @@ class Fleet:
         return None
 
     def _add(self, spec: NodeSpec, upstream: ConnectionPool, published: NodeState | None) -> Node:
+        node = self._make(spec, upstream, self.properties_store.recall(spec))
+        self._enter(node, published)
+        self._add_known_models(node)
+        return node
+
+    def _make(
+        self,
+        spec: NodeSpec,
+        upstream: ConnectionPool,
+        properties: ServerProperties,
+        router: Node | None = None,
+    ) -> Node:
+        """A node with what was learnt of it; `router`: it is one of its models."""
         node = Node(
             spec=spec,
             upstream=upstream,
             settings=self._settings,
             clock=self._clock,
             circuit=Circuit(self._settings.health, self._rng),
-            properties=self.properties_store.recall(spec),
+            properties=properties,
+            router=router,
+            load=None if router is None else ModelLoad(),
             on_lease_released=self.lease_released,
             on_lease_abandoned=self._reclaimer.watch,
         )
         if (learnt := self._learnt.get(server_key(spec))) is not None:
             node.restore(*learnt)
-        self._enter(node, published)
-        self._add_known_models(node)
         return node
 
     # A router's models.
@@ -435,8 +448,6 @@ class Fleet:
             record.holds(frozenset(model.name for model in listed if model.status == "loaded"))
             if record.most_loaded != most:
                 self._on_models(router)
-        elif record.most_loaded != router.properties.most_loaded:
-            record.limit_found(router.properties.most_loaded)
         declared = router.spec.models
         changed, added = False, 0
         kept: dict[str, Node] = {}
@@ -543,22 +554,10 @@ class Fleet:
 
     def _add_model(self, router: Node, name: str, names: Collection[str]) -> Node:
         spec = router.spec.of_model(name, names or {name})
-        node = Node(
-            spec=spec,
-            upstream=self._connect(spec),
-            settings=self._settings,
-            clock=self._clock,
-            circuit=Circuit(self._settings.health, self._rng),
-            properties=self.properties_store.recall(spec),
-            router=router,
-            load=ModelLoad(),
-            on_lease_released=self.lease_released,
-            on_lease_abandoned=self._reclaimer.watch,
-        )
-        if not node.properties.models:
-            node.properties.read_routed({"id": name}, None, None)
-        if (learnt := self._learnt.get(server_key(spec))) is not None:
-            node.restore(*learnt)
+        properties = self.properties_store.recall(spec)
+        if not properties.models:
+            properties.read_routed({"id": name}, None, None)
+        node = self._make(spec, self._connect(spec), properties, router)
         node.enter(draining=node.name in self._drained_nodes)
         node.set_state(*judge_state(node, self._clock()))
         router.set_instances({**router.instances, name: node})

@@ -375,6 +375,11 @@ class Node:
         return on_demand and self.router is None
 
     @property
+    def most_loaded(self) -> int:
+        """Models that a router holds at once, as it says or was seen to; 0: as many as fit."""
+        return self.properties.most_loaded or self.router_record.most_loaded
+
+    @property
     def takes_commands(self) -> bool:
         """Whether it is a router that may be told to load and unload its models."""
         return self.properties.is_router and self.spec.models_on_demand is not False

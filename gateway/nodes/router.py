@@ -463,7 +463,7 @@ class LoadChange(NamedTuple):
 class RouterRecord:
     """What is known of a router besides its models. Times are monotonic."""
 
-    most_loaded: int = 0  # models that it holds at once; 0: as many as fit
+    most_loaded: int = 0  # models that it was seen to hold at once; 0: it tells none
     running_paths: tuple[str, ...] = RUNNING_PATHS
     followed_since: float = math.inf  # since when its events are followed; infinity: they aren't
     tells: bool = True  # whether it has events, as far as is known
@@ -471,10 +471,6 @@ class RouterRecord:
     """Until when it gets no commands, since others load and unload its models too."""
     _held: frozenset[str] = frozenset()  # models that it held, as it told last
     _by_others: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_BY_OTHERS))
-
-    def limit_found(self, most_loaded: int) -> None:
-        """It holds so many models at once; 0: as many as fit."""
-        self.most_loaded = most_loaded
 
     def tells_running(self, paths: tuple[str, ...]) -> None:
         """It may tell what it holds at one of these paths."""

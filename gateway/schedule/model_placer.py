@@ -241,7 +241,7 @@ class ModelPlacer:
             router.name,
             f"/{router.name}" if is_endpoint else router.host,
             None if is_endpoint else self._host_memory.get(router.host),
-            router.router_record.most_loaded,
+            router.most_loaded,
             commanded=router.takes_commands,
             usable=router.state is NodeState.READY,
         )
@@ -530,7 +530,7 @@ class ModelPlacer:
         """Why a model can't be loaded, with the figures."""
         router = node.router
         assert router is not None
-        most = router.router_record.most_loaded
+        most = router.most_loaded
         # A router that has just been recognised may not be among the fleet's.
         use = self.host_use(router.host).get(router.host, HostUse(None, 0, 0))
         text = f"{node.name} does not fit: it takes {_gib(self.memory_of(node))}"
