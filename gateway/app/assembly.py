@@ -164,7 +164,7 @@ class Gateway:
         )
         self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
         self.model_placer = ModelPlacer(
-            self.fleet, self.scheduler, settings, self.clock, options.read_memory
+            self.fleet, self.scheduler, settings, self.bus, self.clock, options.read_memory
         )
         self.calibrator = Calibrator(self.fleet, self.bus, self.clock, rng)
         self.tracing = RequestTracing(

@@ -25,7 +25,6 @@ from gateway.events import (
     ModelsDiffer,
     NodeChanged,
     NodeDrift,
-    PromptsKept,
 )
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.health import (
@@ -724,10 +723,6 @@ class Fleet:
     def has_usable_node(self) -> bool:
         """Whether some node is alive, or is a standby node that a request would start."""
         return any(node.is_alive or node.startable for node in self.nodes.values())
-
-    def prompts_kept(self, event: PromptsKept) -> None:
-        """Prompts of a router's model were saved or restored, or could not be."""
-        self._bus.publish(event)
 
     # What an operator does.
 

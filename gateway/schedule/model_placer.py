@@ -27,6 +27,7 @@ from gateway.config.routing import ModelRule
 from gateway.config.scheduling import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
+from gateway.events import EventBus
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import LARGEST_REFUSAL, ProbeResponse, fetch, probe_slots
 from gateway.nodes.lifecycle import LEAST_WAKE, ProbeAnswer
@@ -74,6 +75,7 @@ class ModelPlacer:
     fleet: Fleet
     scheduler: Scheduler
     settings: Settings
+    bus: EventBus
     clock: Callable[[], float]
     file_memory: ReadMemory | None = None
     """Reads what a model takes from its file, where that is on this machine; in a thread."""
@@ -105,8 +107,7 @@ class ModelPlacer:
         self._began = self.clock()
         self.configure(self.settings)
         cache, sync = self.scheduler.prompt_cache, self.scheduler.fleet_sync
-        publish = self.fleet.prompts_kept
-        self.saved_prompts = SavedPrompts(cache, sync.row_index, publish, self.clock)
+        self.saved_prompts = SavedPrompts(cache, sync.row_index, self.bus.publish, self.clock)
         self.fleet.watch_models(self._models_differ, self._loaded)
         self.scheduler.watch_models(self._asked_for)
 

@@ -89,7 +89,9 @@ class BareGateway:
     ended: list[RequestRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model_placer = ModelPlacer(self.fleet, self.scheduler, self.settings, self.clock)
+        self.model_placer = ModelPlacer(
+            self.fleet, self.scheduler, self.settings, self.bus, self.clock
+        )
 
     @property
     def fleet(self) -> Fleet:
