@@ -425,3 +425,22 @@ def test_rates_follow_a_burst_and_its_end_but_no_chance() -> None:
     assert rates.rate("a", 3031.0) > 0.5
     assert rates.rate("a", 3031.0 + 5 * FAST_SECONDS) < 0.05
     assert rates.rate("unknown", 3000.0) == 0.0
+
+
+def test_a_rate_falls_as_soon_as_many_requests_have_not_come() -> None:
+    rates = RequestRates()
+    for place in range(2000):
+        rates.note("a", 1000.0 + place / 100)
+    assert rates.rate("a", 1020.0) > 30.0
+    assert rates.rate("a", 1021.0) <= 5.0
+
+
+def test_a_model_makes_room_soon_after_its_callers_have_stopped() -> None:
+    fleet = two_models_in_room_for_one()
+    for model in "ab":
+        fleet.change("r1", model, load_seconds=0.1)
+    fleet.use("r1", "a", last_used=fleet.now)
+    fleet.ask("a", every=0.01, lasting=20.0)
+    assert fleet.look(waiting("b", 2, each=20.0)) == []
+    fleet.now += 1.0
+    assert fleet.look(waiting("b", 2, each=21.0)) == [("unload", "r1", "a")]

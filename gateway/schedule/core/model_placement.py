@@ -54,6 +54,8 @@ MOST_LOADS_OF_HOST = 2  # at one time: they share its disk
 MOST_COMPARED, MOST_EVALUATIONS = 16, 24
 # Time constants of the two means of a model's rate: one follows bursts, one remembers.
 FAST_SECONDS, SLOW_SECONDS = 40.0, 900.0
+# Requests that a model's silence may lack: random arrivals lack five once in 150 times.
+MOST_MISSED = 5.0
 
 SERVING_PHASES = frozenset({LoadPhase.LOADING, LoadPhase.READY})
 LEAVING_PHASES = frozenset({LoadPhase.RETIRING, LoadPhase.UNLOADING})
@@ -521,6 +523,8 @@ class RequestRates:
             count / seconds / (1.0 - math.exp(-passed / seconds))
             for count, seconds in zip(counts, (FAST_SECONDS, SLOW_SECONDS), strict=True)
         )
+        silent = now - self._means[model][0]
+        short = min(short, MOST_MISSED / silent) if silent > 0.0 else short
         # The standard deviation of such a mean of random arrivals is the root of rate / 2 seconds.
         by_chance = 2.0 * math.sqrt(max(long, 1.0 / FAST_SECONDS) / (2.0 * FAST_SECONDS))
         return short if abs(short - long) > by_chance else long
