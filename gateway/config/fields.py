@@ -126,6 +126,28 @@ def validation_error(message: str, remedy: str = "", key: str = "") -> PydanticC
     return PydanticCustomError("config", "{message}", context)
 
 
+def matching(form: re.Pattern[str], message: str, remedy: str = "") -> BeforeValidator:
+    """Check that a text has this form. It is never shown: a key may have been pasted here."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and not form.fullmatch(value):
+            raise validation_error(message, remedy)
+        return value
+
+    return BeforeValidator(check)
+
+
+def instead_of(other: str, remedy: str = "keep one of the two") -> AfterValidator:
+    """Check that another key, which stands before this one, is not given too."""
+
+    def check(value: object, info: ValidationInfo) -> object:
+        if value is not None and info.data.get(other):
+            raise validation_error(f"can't stand beside {other}", remedy)
+        return value
+
+    return AfterValidator(check)
+
+
 def at_least(other: str) -> AfterValidator:
     """Check that a number is not below that of another key, which stands before it."""
 
@@ -345,15 +367,6 @@ def normalise_node_url(value: object) -> object:
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
-def _variable(value: object) -> object:
-    # The value is never shown: a key pasted here by mistake must not reach a log.
-    if isinstance(value, str) and not _VARIABLE.fullmatch(value):
-        raise validation_error(
-            "must be the name of an environment variable", "the name such as NODE_KEY, not the key"
-        )
-    return value
-
-
 def check_json_value(value: object) -> object:
     """Check that a value can be written as JSON for a node."""
     match value:
@@ -394,47 +407,34 @@ NonEmptyText = Annotated[str, Field(min_length=1, max_length=1024), TypeLabel("t
 
 Host = Annotated[str, BeforeValidator(_host), TypeLabel("host name or address")]
 
-Port = Annotated[int, BeforeValidator(_number), Field(ge=0, le=65535), TypeLabel("port")]
+_Whole = Annotated[int, BeforeValidator(_number), TypeLabel("number")]
 
-Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000_000), TypeLabel("number")]
+Port = Annotated[_Whole, Field(ge=0, le=65535), TypeLabel("port")]
 
-CountOrZero = Annotated[
-    int, BeforeValidator(_number), Field(ge=0, le=1_000_000_000), TypeLabel("number")
-]
+Count = Annotated[_Whole, Field(ge=1, le=1_000_000_000)]
 
-Money = Annotated[
+CountOrZero = Annotated[_Whole, Field(ge=0, le=1_000_000_000)]
+
+_Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+
+Money = Annotated[_Number, Field(ge=0, le=1e9), TypeLabel("amount", "currency")]
+
+Fraction = Annotated[_Number, Field(ge=0, le=1), TypeLabel("share, 0 to 1")]
+
+Factor = Annotated[_Number, Field(gt=0, le=1e6), TypeLabel("factor")]
+
+_Duration = Annotated[
     float,
-    BeforeValidator(_number),
-    Field(ge=0, le=1e9, allow_inf_nan=False),
-    TypeLabel("amount", "currency"),
-]
-
-Fraction = Annotated[
-    float,
-    BeforeValidator(_number),
-    Field(ge=0, le=1, allow_inf_nan=False),
-    TypeLabel("share, 0 to 1"),
-]
-
-Factor = Annotated[
-    float, BeforeValidator(_number), Field(gt=0, le=1e6, allow_inf_nan=False), TypeLabel("factor")
-]
-
-Seconds = Annotated[
-    float,
-    Field(gt=0, le=LONGEST_DURATION),
     BeforeValidator(_duration),
     WithJsonSchema(_DURATION_SCHEMA),
     TypeLabel("duration", "s"),
 ]
 
-SecondsOrZero = Annotated[
-    float,
-    Field(ge=0, le=LONGEST_DURATION),
-    BeforeValidator(_duration),
-    WithJsonSchema(_DURATION_SCHEMA),
-    TypeLabel("duration", "s"),
-]
+Seconds = Annotated[_Duration, Field(gt=0, le=LONGEST_DURATION)]
+
+SecondsOrZero = Annotated[_Duration, Field(ge=0, le=LONGEST_DURATION)]
+
+KeptSeconds = Annotated[_Duration, Field(gt=0, le=LONGEST_KEPT)]
 
 SecondsOrOff = Annotated[
     float,
@@ -444,13 +444,6 @@ SecondsOrOff = Annotated[
     TypeLabel("duration or `off`", "s"),
 ]
 
-KeptSeconds = Annotated[
-    float,
-    Field(gt=0, le=LONGEST_KEPT),
-    BeforeValidator(_duration),
-    WithJsonSchema(_DURATION_SCHEMA),
-    TypeLabel("duration", "s"),
-]
 
 Timestamp = Annotated[
     datetime,
@@ -459,21 +452,13 @@ Timestamp = Annotated[
     TypeLabel("time"),
 ]
 
-ByteCount = Annotated[
-    int,
-    Field(ge=1, le=LARGEST_SIZE),
-    BeforeValidator(_size),
-    WithJsonSchema(_SIZE_SCHEMA),
-    TypeLabel("size", "bytes"),
+_Size = Annotated[
+    int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA), TypeLabel("size", "bytes")
 ]
 
-MemorySize = Annotated[
-    int,
-    Field(ge=1, le=LARGEST_MEMORY),
-    BeforeValidator(_size),
-    WithJsonSchema(_SIZE_SCHEMA),
-    TypeLabel("size", "bytes"),
-]
+ByteCount = Annotated[_Size, Field(ge=1, le=LARGEST_SIZE)]
+
+MemorySize = Annotated[_Size, Field(ge=1, le=LARGEST_MEMORY)]
 
 ExistingFile = Annotated[
     Path,
@@ -496,7 +481,15 @@ Network = Annotated[
     TypeLabel("network"),
 ]
 
-EnvVarName = Annotated[str, BeforeValidator(_variable), TypeLabel("name of a variable")]
+EnvVarName = Annotated[
+    str,
+    matching(
+        _VARIABLE,
+        "must be the name of an environment variable",
+        "the name such as NODE_KEY, not the key",
+    ),
+    TypeLabel("name of a variable"),
+]
 
 Lowercased = BeforeValidator(_lower)
 

@@ -36,6 +36,8 @@ from gateway.config.fields import (
     Seconds,
     TypeLabel,
     as_list,
+    instead_of,
+    matching,
     normalise_node_url,
     secret_from_file,
     secret_from_variable,
@@ -65,15 +67,7 @@ Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 STARTED_BY, UP = "started_by", "llama-gateway up"
 """The label, and its value, of the nodes whose servers `llama-gateway up` has started."""
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-
-def _node_name(value: object) -> object:
-    if isinstance(value, str) and (not _NAME.fullmatch(value) or value in {".", ".."}):
-        raise validation_error(
-            "must be 1 to 128 letters, digits, '.', '_' or '-'", "such as epyc-a-numa0"
-        )
-    return value
+_NAME = "[A-Za-z0-9._-]{1,128}"
 
 
 def _slots(value: object) -> object:
@@ -200,8 +194,12 @@ class NodeSpec(ConfigModel):
 
     name: Annotated[
         str,
-        BeforeValidator(_node_name),
-        Field(examples=["epyc-a"], json_schema_extra={"pattern": f"^{_NAME.pattern}$"}),
+        matching(
+            re.compile(rf"(?!\.{{1,2}}$){_NAME}"),
+            "must be 1 to 128 letters, digits, '.', '_' or '-'",
+            "such as epyc-a-numa0",
+        ),
+        Field(examples=["epyc-a"], json_schema_extra={"pattern": f"^{_NAME}$"}),
         TypeLabel("text"),
     ]
     """Unique name: letters, digits, `.`, `_`, `-`."""
@@ -279,7 +277,9 @@ class NodeSpec(ConfigModel):
     before a model is unloaded, and read again after its next load."""
     cost_per_hour: Money = 0.0
     """Cost of an hour, in the settings' currency."""
-    cost_per_million_tokens: TokenCost | None = None
+    cost_per_million_tokens: Annotated[
+        TokenCost | None, instead_of("cost_per_hour", "a node is paid by the hour or by the token")
+    ] = None
     """Cost of its tokens, instead of `cost_per_hour`."""
     speed_hint: Factor = 1.0
     """Assumed speed relative to that of similar nodes, until it is measured. Where it is not
@@ -288,7 +288,7 @@ class NodeSpec(ConfigModel):
     """`false`: no tiny requests that measure its speed while it is idle and unmeasured."""
     api_key_env: EnvVarName | None = None
     """Name of the environment variable that holds the node's key."""
-    api_key_file: ExistingFile | None = None
+    api_key_file: Annotated[ExistingFile | None, instead_of("api_key_env")] = None
     """File that holds the node's key, instead of `api_key_env`."""
     # Resolved from the two keys above; `exclude` keeps it out of the file's keys.
     api_key: SecretStr | None = Field(default=None, exclude=True, validate_default=True)
@@ -406,22 +406,6 @@ class NodeSpec(ConfigModel):
     def autoscaled(self) -> bool:
         """Whether the gateway starts and stops the node."""
         return self.standby and self.start is not None and self.stop is not None
-
-    @field_validator("cost_per_million_tokens")
-    @classmethod
-    def _one_price(cls, cost: TokenCost | None, info: ValidationInfo) -> TokenCost | None:
-        if cost is not None and info.data.get("cost_per_hour"):
-            raise validation_error(
-                "can't stand beside cost_per_hour", "a node is paid by the hour or by the token"
-            )
-        return cost
-
-    @field_validator("api_key_file")
-    @classmethod
-    def _one_key(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        if path is not None and info.data.get("api_key_env"):
-            raise validation_error("can't stand beside api_key_env", "keep one of the two")
-        return path
 
     @field_validator("api_key", mode="before")
     @classmethod
@@ -680,13 +664,9 @@ def _merged(below: YamlMapping, above: YamlMapping) -> YamlMapping:
     entries = dict(below.entries)
     for key, entry in above.entries.items():
         under = entries.get(key)
-        if (
-            key != "model"
-            and under
-            and isinstance(under.tree, YamlMapping)
-            and isinstance(entry.tree, YamlMapping)
-        ):
+        entries[key] = entry
+        if key == "model" or under is None or not isinstance(entry.tree, YamlMapping):
+            continue
+        if isinstance(under.tree, YamlMapping):
             entries[key] = YamlEntry(_merged(under.tree, entry.tree), entry.line, entry.key)
-        else:
-            entries[key] = entry
     return mapping_of(entries)

@@ -20,6 +20,7 @@ from gateway.config.fields import (
     Timestamp,
     TypeLabel,
     as_list,
+    matching,
     validation_error,
 )
 
@@ -150,15 +151,9 @@ def _budget(value: object) -> object:
 _GROUP = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def _group_name(value: object) -> object:
-    if isinstance(value, str) and not _GROUP.fullmatch(value):
-        raise validation_error("must be 1 to 64 letters, digits, '.', '_' or '-'")
-    return value
-
-
 GroupName = Annotated[
     str,
-    BeforeValidator(_group_name),
+    matching(_GROUP, "must be 1 to 64 letters, digits, '.', '_' or '-'"),
     Field(json_schema_extra={"pattern": f"^{_GROUP.pattern}$"}),
     TypeLabel("name"),
 ]

@@ -21,6 +21,7 @@ from gateway.config.fields import (
     SecondsOrZero,
     TypeLabel,
     as_list,
+    matching,
     validation_error,
 )
 from gateway.config.keys import KEY_ID, KeyHash, LimitSpec, check_key_id, check_unique
@@ -65,37 +66,29 @@ class ListenSettings(ConfigModel):
     """An idle client connection is closed after this time."""
 
 
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+_ORIGIN = matching(
+    re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+"),
+    'must be an origin or "*"',
+    "such as https://chat.example.org, without a path or slash",
+)
 
-_HEADER = re.compile(r"\*|[!#$%&'+.^_`|~0-9A-Za-z-]+")
-
-
-def _origin(value: object) -> object:
-    if isinstance(value, str) and not _ORIGIN.fullmatch(value):
-        raise validation_error(
-            'must be an origin or "*"', "such as https://chat.example.org, without a path or slash"
-        )
-    return value
-
-
-def _header(value: object) -> object:
-    if isinstance(value, str) and not _HEADER.fullmatch(value):
-        raise validation_error('must be the name of a header or "*"')
-    return value
+_HEADER = matching(
+    re.compile(r"\*|[!#$%&'+.^_`|~0-9A-Za-z-]+"), 'must be the name of a header or "*"'
+)
 
 
 class CorsSpec(ConfigModel):
     """Which web pages may call the public listener from a browser."""
 
     origins: Annotated[
-        tuple[Annotated[str, BeforeValidator(_origin)], ...],
+        tuple[Annotated[str, _ORIGIN], ...],
         BeforeValidator(as_list),
         Field(min_length=1),
         TypeLabel("list of origins"),
     ]
     """Origins of the pages, or `"*"` for all."""
     headers: Annotated[
-        tuple[Annotated[str, BeforeValidator(_header)], ...],
+        tuple[Annotated[str, _HEADER], ...],
         BeforeValidator(as_list),
         TypeLabel("list of header names"),
     ] = ("*",)

@@ -30,6 +30,7 @@ from gateway.config.fields import (
     as_list,
     format_duration,
     format_size,
+    instead_of,
     text_of_file,
     text_of_variable,
     validation_error,
@@ -290,7 +291,7 @@ class WebhookTarget(ConfigModel):
     secret_env: EnvVarName | None = None
     """Name of the environment variable that holds the secret (`whsec_...`); several with white
     space between them while a secret is being replaced: each signs."""
-    secret_file: ExistingFile | None = None
+    secret_file: Annotated[ExistingFile | None, instead_of("secret_env")] = None
     """File that holds the secrets, instead of `secret_env`; read at reloads."""
     keys: Annotated[
         tuple[NonEmptyText, ...], BeforeValidator(as_list), TypeLabel("list of ids")
@@ -319,13 +320,6 @@ class WebhookTarget(ConfigModel):
     secrets: tuple[SecretStr, ...] = Field(
         default=(), exclude=True, validate_default=True, repr=False
     )
-
-    @field_validator("secret_file")
-    @classmethod
-    def _one_source(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        if path is not None and info.data.get("secret_env"):
-            raise validation_error("can't stand beside secret_env", "keep one of the two")
-        return path
 
     @field_validator("allow_private")
     @classmethod

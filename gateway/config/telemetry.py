@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
@@ -18,6 +17,7 @@ from gateway.config.fields import (
     NonEmptyText,
     Seconds,
     TypeLabel,
+    instead_of,
     secret_from_file,
     secret_from_variable,
     validation_error,
@@ -69,7 +69,7 @@ class TracesSettings(ConfigModel):
     header_env: EnvVarName | None = None
     """Name of the environment variable that holds a header for the collector, written as
     `Authorization: Bearer SECRET`."""
-    header_file: ExistingFile | None = None
+    header_file: Annotated[ExistingFile | None, instead_of("header_env")] = None
     """File that holds the header, instead of `header_env`."""
     ca_file: ExistingFile | None = None
     """PEM file of the certificate authorities to trust, instead of the system's."""
@@ -77,13 +77,6 @@ class TracesSettings(ConfigModel):
     """For one message to the collector, with all its retries."""
     # Resolved from `header_env` or `header_file`; `exclude` keeps it out of the file's keys.
     header: SecretStr | None = Field(default=None, exclude=True, validate_default=True, repr=False)
-
-    @field_validator("header_file")
-    @classmethod
-    def _one_source(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        if path is not None and info.data.get("header_env"):
-            raise validation_error("can't stand beside header_env", "keep one of the two")
-        return path
 
     @field_validator("header", mode="before")
     @classmethod
