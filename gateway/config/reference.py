@@ -119,7 +119,8 @@ def _sections(
     """Write a section for a mapping, and one for each mapping in it that is not yet written."""
     written.add(model)
     keys = keys_of(model)
-    title = f"### `{path}`\n\n{_doc(model)}\n" if path else "### Top level\n"
+    doc = " ".join((model.__doc__ or "").split())
+    title = f"### `{path}`\n\n{doc}\n" if path else "### Top level\n"
     rows = [_row(model, path, key, field) for key, field in keys.items()]
     yield "\n".join(
         [title, "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
@@ -127,7 +128,9 @@ def _sections(
     for key, field in keys.items():
         inner = nested_model(field.annotation)
         if inner is not None and inner not in written:
-            yield from _sections(inner, f"{path}.{key}{_several(field)}".lstrip("."), written)
+            # Of several mappings: by index, or by name.
+            several = {"list": "[]", "mapping of rules": ".<name>"}.get(_label(field).name, "")
+            yield from _sections(inner, f"{path}.{key}{several}".lstrip("."), written)
 
 
 def _row(model: type[ConfigModel], path: str, key: str, field: FieldInfo) -> str:
@@ -138,25 +141,13 @@ def _row(model: type[ConfigModel], path: str, key: str, field: FieldInfo) -> str
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _doc(model: type[ConfigModel]) -> str:
-    return " ".join((model.__doc__ or "").split())
-
-
-def _several(field: FieldInfo) -> str:
-    """Show whether a key holds several mappings: by index or by name."""
-    label = _label(field)
-    if label is None:
-        return ""
-    return {"list": "[]", "mapping of rules": ".<name>"}.get(label.name, "")
-
-
-def _label(field: FieldInfo) -> TypeLabel | None:
+def _label(field: FieldInfo) -> TypeLabel:
     found = [part for part in field.metadata if isinstance(part, TypeLabel)]
     if found:
         return found[-1]
     if bool in {field.annotation, *_parts(field.annotation)}:
         return TypeLabel("true or false")
-    return next(_labels(field.annotation), None)
+    return next(_labels(field.annotation), TypeLabel("mapping"))
 
 
 def _labels(annotation: Any) -> Iterator[TypeLabel]:
@@ -180,26 +171,19 @@ def _type(field: FieldInfo) -> str:
         if get_origin(part) is Literal:
             return ", ".join(f"`{value}`" for value in get_args(part))
     label = _label(field)
-    if label is None:
-        return "mapping"
-    return (
-        f"{label.name} ({label.unit})"
-        if label.unit and label.unit not in {"s", "bytes"}
-        else label.name
-    )
+    return label.name if label.unit in {"", "s", "bytes"} else f"{label.name} ({label.unit})"
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**needed**"
     value = field.get_default(call_default_factory=True, validated_data={})
-    if value is None or value == "" or isinstance(value, ConfigModel):
-        return "`auto`" if field.validation_alias is None and _auto(field) else "-"
     label = _label(field)
-    unit = label.unit if label else ""
-    if unit == "s":
+    if value is None or value == "" or isinstance(value, ConfigModel):
+        return "`auto`" if field.validation_alias is None and "`auto`" in label.name else "-"
+    if label.unit == "s":
         return f"`{format_duration(value)}`"
-    if unit in {"bytes", "bytes/s"}:
+    if label.unit in {"bytes", "bytes/s"}:
         return f"`{format_size(value)}`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
@@ -208,11 +192,6 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, float):
         return f"`{value:g}`"
     return f"`{value}`"
-
-
-def _auto(field: FieldInfo) -> bool:
-    label = _label(field)
-    return label is not None and "`auto`" in label.name
 
 
 JsonSchema = dict[str, Any]
@@ -250,12 +229,9 @@ def settings_schema() -> JsonSchema:
 
 def write_schemas(folder: Path) -> None:
     """Write `nodes.schema.json` and `gateway.schema.json` into a folder."""
-    for name, schema in (
-        ("nodes.schema.json", nodes_schema()),
-        ("gateway.schema.json", settings_schema()),
-    ):
+    for name, schema in (("nodes", nodes_schema()), ("gateway", settings_schema())):
         text = json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
-        (folder / name).write_text(text, encoding="utf-8")
+        (folder / f"{name}.schema.json").write_text(text, encoding="utf-8")
 
 
 def _schema_of(model: type[ConfigModel], title: str) -> JsonSchema:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -24,26 +23,17 @@ from gateway.config.fields import (
     SecondsOrZero,
     TypeLabel,
     as_list,
+    at_least,
     is_host,
     secret_from_file,
     secret_from_variable,
     validation_error,
 )
 
-DEFAULT_PATIENCE: Mapping[str, float] = {
-    "urgent": 10.0,
-    "premium": 30.0,
-    "normal": 60.0,
-    "batch": 600.0,
-}
+DEFAULT_PATIENCE = {"urgent": 10.0, "premium": 30.0, "normal": 60.0, "batch": 600.0}
 """Seconds of waiting after which a request of a class is overdue; `classes` overrides them."""
 
-DEFAULT_QUEUE_SHARE: Mapping[str, float] = {
-    "urgent": 1.0,
-    "premium": 1.0,
-    "normal": 0.9,
-    "batch": 0.5,
-}
+DEFAULT_QUEUE_SHARE = {"urgent": 1.0, "premium": 1.0, "normal": 0.9, "batch": 0.5}
 """Share of the queue that a class may fill; `classes` overrides it."""
 
 DEFAULT_SLOTLESS = 4
@@ -151,7 +141,7 @@ class HybridSettings(ConfigModel):
         return spill
 
 
-_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
 
 _LINE = re.compile(r"[\t\x20-\x7e]*")
 
@@ -160,7 +150,7 @@ CommandArgument = Annotated[str, Field(max_length=4096), TypeLabel("text")]
 
 def _headers(value: object) -> object:
     for name in value if isinstance(value, Mapping) else ():
-        if not isinstance(name, str) or not _HEADER.fullmatch(name):
+        if not isinstance(name, str) or not HEADER_NAME.fullmatch(name):
             raise validation_error(
                 "must be a mapping with names of headers", "such as Authorization"
             )
@@ -263,15 +253,12 @@ class Hook(ConfigModel):
             return secrets
         if secrets:
             raise validation_error("a secret must not stand in this file", "see `headers_env`")
-        variables: Mapping[str, str] = info.data.get("headers_env") or {}
-        files: Mapping[str, Path] = info.data.get("headers_file") or {}
-        found = {
-            name: secret_from_variable(variable, env, "headers_env")
-            for name, variable in variables.items()
-        }
-        return found | {
-            name: secret_from_file(path, "headers_file") for name, path in files.items()
-        }
+        found = {}
+        for name, variable in (info.data.get("headers_env") or {}).items():
+            found[name] = secret_from_variable(variable, env, "headers_env")
+        for name, path in (info.data.get("headers_file") or {}).items():
+            found[name] = secret_from_file(path, "headers_file")
+        return found
 
 
 def command_as_hook(value: object) -> object:
@@ -294,7 +281,7 @@ class ElasticSettings(ConfigModel):
     have done its work all that time; it is drained first."""
     min: CountOrZero = 0
     """Least number of standby nodes that run, whatever the load."""
-    max: Count | None = None
+    max: Annotated[Count, at_least("min")] | None = None
     """Most standby nodes that run. Unset: all of them."""
     cooldown: SecondsOrZero = 60.0
     """No node is stopped within this time after a start, and none is started within this time after
@@ -306,22 +293,8 @@ class ElasticSettings(ConfigModel):
     been down for this time."""
     backoff: Seconds = 30.0
     """Time until a failed start or stop is tried again; it doubles each time."""
-    backoff_max: Annotated[Seconds, Field(validate_default=True)] = 600.0
+    backoff_max: Annotated[Seconds, at_least("backoff"), Field(validate_default=True)] = 600.0
     """The longest such time."""
-
-    @field_validator("max")
-    @classmethod
-    def _not_below_min(cls, most: int | None, info: ValidationInfo) -> int | None:
-        if most is not None and most < info.data.get("min", 0):
-            raise validation_error("must not be below `min`")
-        return most
-
-    @field_validator("backoff_max")
-    @classmethod
-    def _not_below_backoff(cls, longest: float, info: ValidationInfo) -> float:
-        if longest < info.data.get("backoff", 0.0):
-            raise validation_error("must not be below `backoff`")
-        return longest
 
 
 class ModelPlacementSettings(ConfigModel):

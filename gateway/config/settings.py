@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -38,6 +37,7 @@ from gateway.config.routing import (
     find_alias_loop,
 )
 from gateway.config.scheduling import (
+    HEADER_NAME,
     ClassRule,
     ElasticSettings,
     HybridSettings,
@@ -68,45 +68,23 @@ from gateway.config.yaml_file import (
 
 _HOP = frozenset(
     {
-        "connection",
-        "content-encoding",
-        "content-length",
-        "expect",
-        "host",
-        "http2-settings",
-        "keep-alive",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
+        *("connection", "content-encoding", "content-length", "expect", "host", "http2-settings"),
+        *("keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"),
     }
 )
 """Hop-by-hop fields and those that frame a body: the gateway makes its own for each side."""
 
 _CREDENTIALS = frozenset(
     {
-        "api-key",
-        "authorization",
-        "cookie",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "set-cookie",
-        "set-cookie2",
-        "www-authenticate",
-        "x-api-key",
+        *("api-key", "authorization", "cookie", "proxy-authenticate", "proxy-authorization"),
+        *("set-cookie", "set-cookie2", "www-authenticate", "x-api-key"),
     }
 )
 
 _OWN = frozenset(
     {
-        "accept-encoding",
-        "request-id",
-        "via",
-        "x-priority",
-        "x-request-id",
-        "x-request-timeout",
-        "x-should-retry",
+        *("accept-encoding", "request-id", "via", "x-priority", "x-request-id"),
+        *("x-request-timeout", "x-should-retry"),
     }
 )
 
@@ -135,11 +113,8 @@ def _may_pass(name: str) -> str:
     return name
 
 
-_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
-
-
 def _header(value: object) -> object:
-    if not isinstance(value, str) or not _HEADER.fullmatch(value):
+    if not isinstance(value, str) or not HEADER_NAME.fullmatch(value):
         raise validation_error("must be the name of a header", "such as X-OpenWebUI-User-Id")
     return value
 
@@ -511,10 +486,6 @@ def masked_settings(settings: Settings) -> dict[str, Any]:
     if shown["store"]["url"] is not None:
         shown["store"]["url"] = masked_store_url(shown["store"]["url"])
     for target in shown["webhooks"]["targets"]:
-        target["url"] = _without_path(target["url"])
+        url = WebhookUrl.parse(target["url"])
+        target["url"] = url.origin + (f"/{MASK}" if url.path != "/" or url.query else "")
     return shown
-
-
-def _without_path(url: str) -> str:
-    parsed = WebhookUrl.parse(url)
-    return parsed.origin if parsed.path == "/" and not parsed.query else f"{parsed.origin}/{MASK}"

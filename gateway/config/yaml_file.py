@@ -99,12 +99,6 @@ def mapping_of(entries: Mapping[str, YamlEntry]) -> YamlMapping:
     return YamlMapping(entries, *_measure(entries.values()))
 
 
-def list_of(entries: Iterable[YamlEntry]) -> YamlList:
-    """Build a list."""
-    items = tuple(entries)
-    return YamlList(items, *_measure(items))
-
-
 def _measure(entries: Iterable[YamlEntry]) -> tuple[int, int]:
     value_count, depth = 1, 0
     for entry in entries:
@@ -279,7 +273,7 @@ class _TreeBuilder:
         items: list[YamlEntry] = []
         while isinstance(event := next(self._events), NodeEvent):
             items.append(self._entry(event, _line(event), f"{path}[{len(items)}]"))
-        return list_of(items)
+        return YamlList(tuple(items), *_measure(items))
 
     def _mapping(self, path: str) -> YamlMapping:
         entries: dict[str, YamlEntry] = {}
@@ -585,11 +579,7 @@ def find_duplicates(
     first: dict[str, YamlEntry] = {}
     for item in items:
         entry = item.tree.entries.get(key) if isinstance(item.tree, YamlMapping) else None
-        if (
-            entry is None
-            or not isinstance(entry.tree, YamlScalar)
-            or entry.tree.value in {None, ""}
-        ):
+        if not entry or not isinstance(entry.tree, YamlScalar) or entry.tree.value in {None, ""}:
             continue
         value = entry.tree.raw_text or str(entry.tree.value)
         other = first.get(value)

@@ -86,8 +86,8 @@ def test_a_node_that_is_started_on_demand_must_name_its_models(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("elastic: {min: 3, max: 2}", "elastic.max: must not be below `min`"),
-        ("elastic: {backoff: 20m}", "must not be below `backoff`"),
+        ("elastic: {min: 3, max: 2}", "elastic.max: must not be less than `min`"),
+        ("elastic: {backoff: 20m}", "must not be less than `backoff`"),
         ("elastic: {start_abov: 3}", "did you mean start_above"),
     ],
 )

@@ -21,7 +21,6 @@ from gateway.config.yaml_file import (
     YamlScalar,
     interpolate,
     is_variable_reference,
-    list_of,
     mapping_of,
     parse_scalar,
     read_yaml,
@@ -340,9 +339,8 @@ def test_a_tree_becomes_plain_values_and_knows_its_size_and_depth() -> None:
     def entry(tree: YamlScalar) -> YamlEntry:
         return YamlEntry(tree, 1, "k")
 
-    tree = mapping_of(
-        {"a": YamlEntry(list_of([entry(YamlScalar(1)), entry(YamlScalar(None))]), 1, "a")}
-    )
+    items = YamlList((entry(YamlScalar(1)), entry(YamlScalar(None))), 3, 2)
+    tree = mapping_of({"a": YamlEntry(items, 1, "a")})
     assert to_plain(tree) == {"a": [1, None]}
     assert (tree.value_count, tree.depth) == (4, 3)
     assert (mapping_of({}).value_count, mapping_of({}).depth) == (1, 1)
