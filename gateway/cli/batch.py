@@ -16,16 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.cli.client import ENDED, BatchClient, GatewayAway, Patience, PublicFlags
-from gateway.cli.options import RETRY_SECONDS, Form, Json, RetryFor, examples_epilog, takes
-from gateway.cli.terminal import (
-    CommandFailed,
-    HelpCommand,
-    HelpGroup,
-    format_cell,
-    print_json,
-    print_note,
-    print_rows,
-)
+from gateway.cli.options import RETRY_SECONDS, CommandGroup, Form, Json, RetryFor, takes
+from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_rows
 
 if TYPE_CHECKING:
     from gateway.cli.batch_files import Fetched, PreparedInput, Problems, ResultPlaces
@@ -35,23 +27,16 @@ FIRST_POLL, LONGEST_POLL = 0.25, 3.0  # seconds between questions for a batch's 
 _of_prompts = partial(typer.Option, rich_help_panel="Prompts from a table or a folder")
 _of_results = partial(typer.Option, rich_help_panel="Results")
 
-app = typer.Typer(
-    cls=HelpGroup,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help=(
-        "Batches of requests that need not be answered at once.\n\n"
-        "A batch runs on slots that would be idle, goes on after a restart of the gateway, and "
-        "belongs to the API key that submits it."
-    ),
-    epilog=examples_epilog(
-        ("llama-gateway batch submit lines.jsonl --wait", "run it, and write lines.out.jsonl"),
-        ("llama-gateway batch submit texts/ --template 'Summarise: {text}'", "a folder of texts"),
-        ("llama-gateway batch list", "the key's batches, the newest first"),
-        ("llama-gateway batch show batch_01a2", "how far one is, and when it ends"),
-        ("llama-gateway batch fetch batch_01a2 --partial", "the results so far"),
-        ("llama-gateway batch cancel batch_01a2", "end one; what is done stays"),
-    ),
+app = CommandGroup(
+    "Batches of requests that need not be answered at once.\n\n"
+    "A batch runs on slots that would be idle, goes on after a restart of the gateway, and "
+    "belongs to the API key that submits it.",
+    ("llama-gateway batch submit lines.jsonl --wait", "run it, and write lines.out.jsonl"),
+    ("llama-gateway batch submit texts/ --template 'Summarise: {text}'", "a folder of texts"),
+    ("llama-gateway batch list", "the key's batches, the newest first"),
+    ("llama-gateway batch show batch_01a2", "how far one is, and when it ends"),
+    ("llama-gateway batch fetch batch_01a2 --partial", "the results so far"),
+    ("llama-gateway batch cancel batch_01a2", "end one; what is done stays"),
 )
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -76,7 +61,9 @@ Format = Annotated[
 
 Force = Annotated[bool, _of_results("--force", help="Overwrite what is there.")]
 
-_SUBMIT_EXAMPLES = examples_epilog(
+
+@app.add(
+    "submit",
     ("llama-gateway batch submit lines.jsonl --check", "check the file and send nothing"),
     (
         "llama-gateway batch submit lines.jsonl --wait",
@@ -92,9 +79,6 @@ _SUBMIT_EXAMPLES = examples_epilog(
     ),
     ("llama-gateway batch submit - --window 1h < lines.jsonl", "from stdin, to be done in an hour"),
 )
-
-
-@app.command("submit", cls=HelpCommand, epilog=_SUBMIT_EXAMPLES)
 @takes(gateway=PublicFlags)
 def submit(
     *,
@@ -233,13 +217,10 @@ def submit(
         print_note(f"submitted {found.lines:,} lines; follow it: {_command('show', batch)}")
 
 
-@app.command(
+@app.add(
     "list",
-    cls=HelpCommand,
-    epilog=examples_epilog(
-        ("llama-gateway batch list", "the newest 20"),
-        ("llama-gateway batch list --json | jq -r '.batches[].id'", "for scripts"),
-    ),
+    ("llama-gateway batch list", "the newest 20"),
+    ("llama-gateway batch list --json | jq -r '.batches[].id'", "for scripts"),
 )
 @takes(gateway=PublicFlags)
 def list_(
@@ -259,13 +240,10 @@ def list_(
         print_note("this key has no batches")
 
 
-@app.command(
+@app.add(
     "show",
-    cls=HelpCommand,
-    epilog=examples_epilog(
-        ("llama-gateway batch show batch_01a2", "its state, progress, expected end and cost"),
-        ("llama-gateway batch show batch_01a2 --wait", "follow it to its end"),
-    ),
+    ("llama-gateway batch show batch_01a2", "its state, progress, expected end and cost"),
+    ("llama-gateway batch show batch_01a2 --wait", "follow it to its end"),
 )
 @takes(gateway=PublicFlags)
 def show(
@@ -294,12 +272,7 @@ def _add_action(name: str, meaning: str, effect: str) -> None:
     """Add a command that changes a batch and shows it."""
 
     @takes(gateway=PublicFlags)
-    def act(
-        *,
-        id_: BatchId,
-        gateway: PublicFlags,
-        as_json: Json = False,
-    ) -> None:
+    def act(*, id_: BatchId, gateway: PublicFlags, as_json: Json = False) -> None:
         with gateway.connect() as client:
             batch = client.act(id_, name)
         if as_json:
@@ -308,7 +281,7 @@ def _add_action(name: str, meaning: str, effect: str) -> None:
             print(f"{id_}: {format_cell(describe(progress_of(batch), None, time.time()))}")
 
     example = (f"llama-gateway batch {name} batch_01a2", effect)
-    app.command(name, cls=HelpCommand, help=meaning, epilog=examples_epilog(example))(act)
+    app.add(name, example, meaning=meaning)(act)
 
 
 _add_action(
@@ -324,24 +297,15 @@ _add_action(
 _add_action("resume", "Resume a paused batch.", "its lines run again")
 
 
-@app.command(
+@app.add(
     "fetch",
-    cls=HelpCommand,
-    epilog=examples_epilog(
-        (
-            "llama-gateway batch fetch batch_01a2",
-            "ID.out.jsonl, and ID.errors.jsonl if lines failed",
-        ),
-        (
-            "llama-gateway batch fetch batch_01a2 --partial --output -",
-            "what there is so far, to stdout",
-        ),
-        ("llama-gateway batch fetch batch_01a2 --format csv --output done.csv", "a table"),
-        (
-            "llama-gateway batch fetch batch_01a2 --format folder --output done",
-            "a text for each line",
-        ),
+    ("llama-gateway batch fetch batch_01a2", "ID.out.jsonl, and ID.errors.jsonl if lines failed"),
+    (
+        "llama-gateway batch fetch batch_01a2 --partial --output -",
+        "what there is so far, to stdout",
     ),
+    ("llama-gateway batch fetch batch_01a2 --format csv --output done.csv", "a table"),
+    ("llama-gateway batch fetch batch_01a2 --format folder --output done", "a text for each line"),
 )
 @takes(gateway=PublicFlags)
 def fetch(
@@ -721,14 +685,9 @@ def _money(value: float | None) -> str | None:
 
 SECRET_BYTES = 32
 
-webhooks = typer.Typer(
-    cls=HelpGroup,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help="Secrets of webhooks, which receive events of batches and responses.",
-    epilog=examples_epilog(
-        ("llama-gateway webhooks secret > hooks.secret", "a secret for `webhooks.targets`")
-    ),
+webhooks = CommandGroup(
+    "Secrets of webhooks, which receive events of batches and responses.",
+    ("llama-gateway webhooks secret > hooks.secret", "a secret for `webhooks.targets`"),
 )
 
 
@@ -737,12 +696,10 @@ def _webhooks() -> None:
     """Keep `secret` a command of its own, though it is the only one."""
 
 
-@webhooks.command(
-    cls=HelpCommand,
-    epilog=examples_epilog(
-        ("(umask 077; llama-gateway webhooks secret > hooks.secret)", "for `secret_file`"),
-        ("llama-gateway webhooks secret >> hooks.secret", "a second one, while both are in use"),
-    ),
+@webhooks.add(
+    "secret",
+    ("(umask 077; llama-gateway webhooks secret > hooks.secret)", "for `secret_file`"),
+    ("llama-gateway webhooks secret >> hooks.secret", "a second one, while both are in use"),
 )
 def secret() -> None:
     """Print a new secret (whsec_...); gateway and receiver must both have it."""

@@ -379,7 +379,9 @@ def _table(file: Path) -> list[ListedKey]:
     import csv
     import io
 
-    text = _read(file)
+    from gateway.config.yaml_file import read_text
+
+    text = read_text(file, LARGEST_TABLE)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     listed: list[ListedKey] = []
     problems: list[Problem] = []
@@ -406,23 +408,6 @@ def _table(file: Path) -> list[ListedKey]:
     if problems:
         raise ConfigError(problems)
     return listed
-
-
-def _read(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            raw = opened.read(LARGEST_TABLE + 1)
-    except OSError as error:
-        remedy = "check the path and its rights"
-        raise ConfigError([Problem(file, 0, "", f"can't be read: {error.strerror}", remedy)]) from (
-            None
-        )
-    if len(raw) > LARGEST_TABLE:
-        raise ConfigError([Problem(file, 0, "", f"larger than {LARGEST_TABLE >> 20} MiB")])
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ConfigError([Problem(file, 0, "", "not UTF-8", "save the file as UTF-8")]) from None
 
 
 def _fields(cells: dict[str, str]) -> dict[str, Any]:

@@ -33,16 +33,8 @@ from gateway.cli.key_rights import (
     listed_problems,
     read_key_file,
 )
-from gateway.cli.options import Json, examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    HelpCommand,
-    HelpGroup,
-    format_cell,
-    print_json,
-    print_note,
-    print_rows,
-)
+from gateway.cli.options import CommandGroup, Json
+from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_rows
 from gateway.config.errors import ConfigError, escape_json
 
 if TYPE_CHECKING:
@@ -53,23 +45,16 @@ if TYPE_CHECKING:
     from gateway.config.settings import Settings
 
 
-app = typer.Typer(
-    cls=HelpGroup,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help=(
-        "API keys of the public listener. Store and settings hold their SHA-256 alone.\n\n"
-        "While the gateway runs, they are changed through its admin API, and a change holds for "
-        "the next request; else in the store itself. Each command names the store on stderr."
-    ),
-    epilog=examples_epilog(
-        ("llama-gateway keys create --name alice", "a key, which works from now on"),
-        ("llama-gateway keys create --name bob --rpm 60 --budget 20/month", "with limits"),
-        ("llama-gateway keys list", "whose keys there are, and what they may do"),
-        ("llama-gateway keys set bob --rpm 120 --unset budget", "other limits, its secret stays"),
-        ("llama-gateway keys rotate alice", "another secret; the old one works for a day"),
-        ("llama-gateway keys revoke alice", "refused within a second"),
-    ),
+app = CommandGroup(
+    "API keys of the public listener. Store and settings hold their SHA-256 alone.\n\n"
+    "While the gateway runs, they are changed through its admin API, and a change holds for "
+    "the next request; else in the store itself. Each command names the store on stderr.",
+    ("llama-gateway keys create --name alice", "a key, which works from now on"),
+    ("llama-gateway keys create --name bob --rpm 60 --budget 20/month", "with limits"),
+    ("llama-gateway keys list", "whose keys there are, and what they may do"),
+    ("llama-gateway keys set bob --rpm 120 --unset budget", "other limits, its secret stays"),
+    ("llama-gateway keys rotate alice", "another secret; the old one works for a day"),
+    ("llama-gateway keys revoke alice", "refused within a second"),
 )
 
 _ID = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -129,13 +114,10 @@ class KeyFlags(options.FlagGroup):
             )
 
 
-@app.command(
+@app.add(
     "hash",
-    cls=HelpCommand,
-    epilog=examples_epilog(
-        ("llama-gateway keys hash", "a new key, and the lines for config/gateway.yaml"),
-        ("llama-gateway keys hash --read < key.txt", "the lines for an existing key"),
-    ),
+    ("llama-gateway keys hash", "a new key, and the lines for config/gateway.yaml"),
+    ("llama-gateway keys hash --read < key.txt", "the lines for an existing key"),
 )
 def hash_(
     key_id: KeyId = None,
@@ -155,7 +137,8 @@ def hash_(
     show_entry(key, entry, shown=not read, as_json=as_json)
 
 
-_CREATE_EXAMPLES = examples_epilog(
+@app.add(
+    "create",
     ("llama-gateway keys create --name alice --expires 90d", "a key that works for 90 days"),
     (
         "llama-gateway keys create --name bob --models mistral-7b,phi-4-mini --rpm 60",
@@ -170,9 +153,6 @@ _CREATE_EXAMPLES = examples_epilog(
         "a chat's web interface: fair between its users, each with a limit",
     ),
 )
-
-
-@app.command("create", cls=HelpCommand, epilog=_CREATE_EXAMPLES)
 @options.takes(rights=NewRightFlags, stored=KeyFlags)
 def create(
     *,
@@ -217,7 +197,7 @@ def create(
     show_new(key, made, as_json=as_json)
 
 
-@app.command("list", cls=HelpCommand)
+@app.add("list")
 @options.takes(stored=KeyFlags)
 def list_(
     *,
@@ -239,14 +219,9 @@ def list_(
         print_note("there are no keys; 'llama-gateway keys create --name NAME' makes one")
 
 
-@app.command("show", cls=HelpCommand)
+@app.add("show")
 @options.takes(stored=KeyFlags)
-def show(
-    *,
-    name: KeyName,
-    as_json: Json = False,
-    stored: KeyFlags,
-) -> None:
+def show(*, name: KeyName, as_json: Json = False, stored: KeyFlags) -> None:
     """Show one key: its rights, its limits, and when it was made and ends."""
     with stored.open() as keys:
         key = keys.show(name)
@@ -260,15 +235,13 @@ def show(
         print(f"{field:20} {text}")
 
 
-_SET_EXAMPLES = examples_epilog(
+@app.add(
+    "set",
     ("llama-gateway keys set alice --rpm 120 --budget 40/month", "other limits"),
     ("llama-gateway keys set alice --unset tpm,expires", "no limit of tokens, and no end"),
     ("llama-gateway keys set bob --class premium --max-class premium", "another class"),
     ("llama-gateway keys set bob --cache-hide --cache-isolate key", "kept apart from others"),
 )
-
-
-@app.command("set", cls=HelpCommand, epilog=_SET_EXAMPLES)
 @options.takes(rights=RightFlags, stored=KeyFlags)
 def set_(
     *,
@@ -313,14 +286,9 @@ def set_(
         print(rights_text(changed))
 
 
-@app.command("revoke", cls=HelpCommand)
+@app.add("revoke")
 @options.takes(stored=KeyFlags)
-def revoke(
-    *,
-    name: KeyName,
-    as_json: Json = False,
-    stored: KeyFlags,
-) -> None:
+def revoke(*, name: KeyName, as_json: Json = False, stored: KeyFlags) -> None:
     """End a key for good: within a second its requests get 401, on open connections too.
 
     Requests that run already are served to their end. Its name is free again, its id is not.
@@ -333,13 +301,10 @@ def revoke(
         print(f"{called(key)}: revoked")
 
 
-@app.command(
+@app.add(
     "rotate",
-    cls=HelpCommand,
-    epilog=examples_epilog(
-        ("llama-gateway keys rotate alice", "the old secret works for a day"),
-        ("llama-gateway keys rotate alice --grace 0", "the old secret ends now: it has leaked"),
-    ),
+    ("llama-gateway keys rotate alice", "the old secret works for a day"),
+    ("llama-gateway keys rotate alice --grace 0", "the old secret ends now: it has leaked"),
 )
 @options.takes(stored=KeyFlags)
 def rotate(
@@ -366,16 +331,10 @@ def rotate(
     show_new(key, rotated, as_json=as_json)
 
 
-@app.command(
+@app.add(
     "import",
-    cls=HelpCommand,
-    epilog=examples_epilog(
-        (
-            "llama-gateway keys import keys.yaml",
-            "a list of keys as in the settings, or under keys:",
-        ),
-        ("llama-gateway keys import keys.csv", "a table: id,sha256,name,models,rpm,budget,…"),
-    ),
+    ("llama-gateway keys import keys.yaml", "a list of keys as in the settings, or under keys:"),
+    ("llama-gateway keys import keys.csv", "a table: id,sha256,name,models,rpm,budget,…"),
 )
 @options.takes(stored=KeyFlags)
 def import_(
@@ -637,10 +596,7 @@ class StoreAlone:
 
     def import_keys(self, entries: Sequence[object]) -> Sequence[str]:
         """Store keys."""
-        warnings: Sequence[str] = self._do(self._desk.import_keys(entries), of_many=True)[
-            "warnings"
-        ]
-        return warnings
+        return list(self._do(self._desk.import_keys(entries), of_many=True)["warnings"])
 
     def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
         """Change a key."""

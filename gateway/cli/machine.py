@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.cli import options
-from gateway.cli.options import examples_epilog
+from gateway.cli.options import CommandGroup, examples_epilog
 from gateway.cli.terminal import (
     CommandFailed,
-    HelpCommand,
-    HelpGroup,
     console,
     print_error,
     print_json,
@@ -387,30 +385,20 @@ def _instructions(name: str | None) -> str | None:
 
 # `llama-gateway cache`.
 
-cache = typer.Typer(
-    cls=HelpGroup,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help=(
-        "Downloaded models, demo models, logs and measurements that are kept on this machine.\n\n"
-        "They are in the folder that LLAMA_GATEWAY_CACHE names, by default "
-        "~/.cache/llama-gateway."
-    ),
-    epilog=examples_epilog(
-        ("llama-gateway cache list", "what there is, how large, and since when unused"),
-        ("llama-gateway cache remove mistral-7b.gguf", "one model, or what has arrived of it"),
-        ("llama-gateway cache remove --older-than 30d", "all that was not used for a month"),
-    ),
+cache = CommandGroup(
+    "Downloaded models, demo models, logs and measurements that are kept on this machine.\n\n"
+    "They are in the folder that LLAMA_GATEWAY_CACHE names, by default "
+    "~/.cache/llama-gateway.",
+    ("llama-gateway cache list", "what there is, how large, and since when unused"),
+    ("llama-gateway cache remove mistral-7b.gguf", "one model, or what has arrived of it"),
+    ("llama-gateway cache remove --older-than 30d", "all that was not used for a month"),
 )
 
 
-@cache.command(
+@cache.add(
     "list",
-    cls=HelpCommand,
-    epilog=examples_epilog(
-        ("llama-gateway cache list", "the largest first"),
-        ("llama-gateway cache list --json", "for scripts: bytes, Unix times, PIDs, digests"),
-    ),
+    ("llama-gateway cache list", "the largest first"),
+    ("llama-gateway cache list --json", "for scripts: bytes, Unix times, PIDs, digests"),
 )
 def list_cache(as_json: options.Json = False) -> None:
     """List what the cache holds: sizes, last use, and the processes that use it now."""
@@ -432,14 +420,11 @@ def list_cache(as_json: options.Json = False) -> None:
     print_note(f"{_size(total)} in {folder}")
 
 
-@cache.command(
+@cache.add(
     "remove",
-    cls=HelpCommand,
-    epilog=examples_epilog(
-        ("llama-gateway cache remove mistral-7b.gguf", "one model, or what has arrived of it"),
-        ("llama-gateway cache remove --older-than 30d --dry-run", "what would go"),
-        ("llama-gateway cache remove --all", "all but what is in use"),
-    ),
+    ("llama-gateway cache remove mistral-7b.gguf", "one model, or what has arrived of it"),
+    ("llama-gateway cache remove --older-than 30d --dry-run", "what would go"),
+    ("llama-gateway cache remove --all", "all but what is in use"),
 )
 def remove_cache(
     names: list[str] | None = typer.Argument(
@@ -488,7 +473,9 @@ def remove_cache(
         print_note(f"{_size(freed)} {'would be' if dry_run else 'are'} free again")
     for entry in refused:
         say = print_error if names else print_note
-        say(f"{entry.name} is in use{_by(entry)} and stays. Remedy: end what uses it first")
+        processes = "processes" if len(entry.users) > 1 else "process"
+        by = f" by {processes} {_pids(entry)}" if entry.users else ""
+        say(f"{entry.name} is in use{by} and stays. Remedy: end what uses it first")
     raise typer.Exit(1 if names and refused else 0)
 
 
@@ -545,21 +532,13 @@ def _row(entry: CacheEntry) -> list[tuple[str, object]]:
         ("KIND", entry.kind),
         ("SIZE", size),
         ("LAST USED", f"{used:%Y-%m-%d %H:%M}"),
-        ("IN USE", _use(entry)),
+        ("IN USE", f"by {_pids(entry)}" if entry.users else "yes" if entry.locked else ""),
         ("SOURCE", entry.source),
     ]
 
 
-def _use(entry: CacheEntry) -> str:
-    if entry.users:
-        return f"by {', '.join(map(str, entry.users))}"
-    return "yes" if entry.locked else ""
-
-
-def _by(entry: CacheEntry) -> str:
-    if not entry.users:
-        return ""
-    return f" by process{'es' if len(entry.users) > 1 else ''} {', '.join(map(str, entry.users))}"
+def _pids(entry: CacheEntry) -> str:
+    return ", ".join(map(str, entry.users))
 
 
 def _as_dict(entry: CacheEntry) -> dict[str, object]:

@@ -124,6 +124,7 @@ def nodes(
     if action is not NodeAction.DRAIN and (wait or deadline is not None):
         raise typer.BadParameter("only a drain has it", param_hint="--wait, --deadline")
     parameters = {} if deadline is None else {"deadline": deadline}
+    longest = timeout if wait else None
     with gateway.connect() as admin:
         if listing:
             found = admin.nodes()
@@ -137,18 +138,9 @@ def nodes(
                 return
             if action is NodeAction.DRAIN and not yes:
                 _confirm(models_left_without(chosen, everything))
-            _act_on_all(
-                admin, chosen, action, parameters, timeout if wait else None, as_json=as_json
-            )
+            _act_on_all(admin, chosen, action, parameters, longest, as_json=as_json)
         else:
-            _act(
-                admin,
-                selection.names[0],
-                action,
-                parameters,
-                timeout if wait else None,
-                as_json=as_json,
-            )
+            _act(admin, selection.names[0], action, parameters, longest, as_json=as_json)
 
 
 def _act(
@@ -473,21 +465,21 @@ def models(
     with gateway.connect() as admin:
         if name is None:
             found = admin.request("GET", "/admin/models")
-            _list_models({**found, **_placements(admin)}, as_json=as_json)
+            with suppress(GatewayRefused):  # by a gateway of an older version
+                found |= admin.request("GET", "/admin/placements")
+            _list_models(found, as_json=as_json)
             return
         if action in _ORDERS:
             order = {"order": action.value, "model": name, "node": node}
-            placed = admin.request("POST", "/admin/placements", body=order)
-            if as_json:
-                print_json(placed)
-            else:
-                state = state_in_words(placed) + (", pinned" if placed.get("pinned_by") else "")
-                name, reason = format_cell(placed.get("name")), format_cell(placed.get("reason"))
-                print(f"{name}: {state}; {reason}")
-            return
-        model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action.value}")
+            model = admin.request("POST", "/admin/placements", body=order)
+        else:
+            model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action.value}")
     if as_json:
         print_json(model)
+        return
+    if action in _ORDERS:
+        state = state_in_words(model) + (", pinned" if model.get("pinned_by") else "")
+        print(f"{format_cell(model.get('name'))}: {state}; {format_cell(model.get('reason'))}")
         return
     print(f"{format_cell(name)}: {_state_of(model)}")
     if action is ModelAction.RESUME and model.get("paused"):
@@ -534,13 +526,6 @@ def _state_of(model: dict[str, Any]) -> str:
         return "served"
     on_demand = any(nodes.get(state) for state in ("unloaded", "unloading", "loading"))
     return "on demand" if on_demand else "no node"
-
-
-def _placements(admin: AdminClient) -> dict[str, Any]:
-    """Where routers' models are; nothing, from a gateway of an older version."""
-    with suppress(GatewayRefused):
-        return admin.request("GET", "/admin/placements")
-    return {}
 
 
 def _placement_row(one: dict[str, Any]) -> list[tuple[str, object]]:

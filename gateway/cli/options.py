@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from gateway.cli.terminal import CommandFailed
+from gateway.cli.terminal import CommandFailed, HelpCommand, HelpGroup
 
 if TYPE_CHECKING:
     from gateway.app.startup import Options
 
 T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_NODES = Path("config/nodes.yaml")
 DEFAULT_CONFIG = Path("config/gateway.yaml")
 _of_files = partial(typer.Option, rich_help_panel="Files")
@@ -302,6 +303,26 @@ def settings_file(path: Path | None) -> Path | None:
 def examples_epilog(*lines: tuple[str, str]) -> str:
     """Return the end of a command's help: examples, each with its meaning."""
     return "\n".join(("Examples:", *(f"  {typed}\n    {meaning}" for typed, meaning in lines)))
+
+
+class CommandGroup(typer.Typer):
+    """Commands below one name, whose help ends with examples, and so does that of each."""
+
+    def __init__(self, meaning: str, *examples: tuple[str, str]) -> None:
+        super().__init__(
+            cls=HelpGroup,
+            rich_markup_mode=None,
+            no_args_is_help=True,
+            help=meaning,
+            epilog=examples_epilog(*examples),
+        )
+
+    def add(
+        self, name: str, *examples: tuple[str, str], meaning: str | None = None
+    ) -> Callable[[Command], Command]:
+        """Add a function as a command of this name; unset, `meaning` is its docstring."""
+        epilog = examples_epilog(*examples) if examples else None
+        return self.command(name, cls=HelpCommand, help=meaning, epilog=epilog)
 
 
 def check_plot_file(path: Path | None) -> None:

@@ -24,7 +24,6 @@ from gateway.cli.terminal import CommandFailed, print_note
 if TYPE_CHECKING:
     from gateway.app.assembly import Gateway
     from gateway.app.startup import Options
-    from gateway.config.settings import Settings
     from gateway.local.download import ModelWish
     from gateway.local.gguf import ModelFile
     from gateway.local.model_folder import ModelFolder
@@ -209,7 +208,10 @@ def up(
                 _check_no_download(sha256, token_env, max_bytes)
                 plan = plan_folder_fleet(models_dir, folder / "models.ini", **more, **common)
             with models_in_use([part for one in plan.models for part in model_parts(one.path)]):
-                inventory_file = _provisional_inventory(plan, folder / "nodes.yaml")
+                inventory_file = folder / "nodes.yaml"
+                # For the checks; the servers' real addresses replace these later.
+                nodes = [{"name": one.name, "url": "http://127.0.0.1:1"} for one in plan.specs]
+                inventory_file.write_text(_inventory_text(nodes))
                 # Keys, their hashes for a start without the store, and usage outlive one run.
                 given = replace(
                     process.startup(inventory_file), state_dir=folder, store_dir=state_folder()
@@ -373,12 +375,7 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         names = list(plan.folder.models) if plan.folder else [one.name for one in plan.models]
 
         def ready(gateway: Gateway) -> None:
-            _print_example(
-                gateway.public_listener.url if gateway.public_listener else "",
-                gateway.admin_listener.url if gateway.admin_listener else "",
-                settings,
-                names[0] if len(names) > 1 else None,
-            )
+            _print_example(gateway, names[0] if len(names) > 1 else None)
             if plan.folder is not None:
                 following = asyncio.create_task(_follow(plan.folder))
                 exit_stack.callback(following.cancel)
@@ -459,22 +456,16 @@ def note_unlocked_models(plan: LocalFleetPlan, pids: tuple[int | None, ...]) -> 
             print_note(f"  {spec.name}: {warning}")
 
 
-def _print_example(url: str, admin_url: str, settings: Settings, model: str | None) -> None:
-    key = " -H 'Authorization: Bearer YOUR-KEY'" if settings.keys else ""
+def _print_example(gateway: Gateway, model: str | None) -> None:
+    url = gateway.public_listener.url if gateway.public_listener else ""
+    key = " -H 'Authorization: Bearer YOUR-KEY'" if gateway.settings.keys else ""
     print_note(f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:")
     body: dict[str, object] = {} if model is None else {"model": model}
     body |= {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}
     text = shlex.quote(json.dumps(body, ensure_ascii=False))
     print_note(f"  curl {url}/v1/chat/completions{key} -d {text}")
-    if admin_url:
-        print_note(f"See the fleet at {admin_url}/ or by 'llama-gateway top'.")
-
-
-def _provisional_inventory(plan: LocalFleetPlan, path: Path) -> Path:
-    """Write an inventory for the checks; the servers' real addresses replace it later."""
-    nodes = [{"name": spec.name, "url": "http://127.0.0.1:1"} for spec in plan.specs]
-    path.write_text(_inventory_text(nodes))
-    return path
+    if gateway.admin_listener:
+        print_note(f"See the fleet at {gateway.admin_listener.url}/ or by 'llama-gateway top'.")
 
 
 def _inventory_text(nodes: list[dict[str, object]] | list[dict[str, str]]) -> str:

@@ -123,7 +123,7 @@ def read_yaml(path: Path, env: Mapping[str, str]) -> YamlDocument:
 
     Raises ConfigError where there is no tree: no such file, not YAML, too large, too deep.
     """
-    text = _read_text(path)
+    text = read_text(path)
     if bad := Reader.NON_PRINTABLE.search(text):
         line = text.count("\n", 0, bad.start()) + 1
         column = bad.start() - text.rfind("\n", 0, bad.start())
@@ -138,7 +138,7 @@ def read_section(path: Path, env: Mapping[str, str], key: str) -> YamlDocument:
 
     Raises ConfigError where that can't be told apart.
     """
-    lines = _read_text(path, errors="replace").split("\n")
+    lines = read_text(path, errors="replace").split("\n")
     inside = cut = False
     for number, line in enumerate(lines):
         ends = line[:3] in {"---", "..."}
@@ -156,17 +156,18 @@ def read_section(path: Path, env: Mapping[str, str], key: str) -> YamlDocument:
     return _TreeBuilder(path, env, "\n".join(lines)).build()
 
 
-def _read_text(path: Path, errors: str = "strict") -> str:
+def read_text(path: Path, most: int = MOST_FILE_BYTES, errors: str = "strict") -> str:
+    """Read a file of text in UTF-8, of at most so many bytes. Raises ConfigError."""
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_FILE_BYTES + 1)
+            content = file.read(most + 1)
     except (OSError, ValueError) as error:
         message = getattr(error, "strerror", None) or "not a path"
         raise ConfigError(
             [Problem(path, 0, "", f"can't be read: {message}", "check the path and its rights")]
         ) from None
-    if len(content) > MOST_FILE_BYTES:
-        message = f"larger than {MOST_FILE_BYTES >> 20} MiB"
+    if len(content) > most:
+        message = f"larger than {most >> 20} MiB"
         raise ConfigError([Problem(path, 0, "", message, "is this the right file?")])
     try:
         return content.decode("utf-8-sig", errors)
