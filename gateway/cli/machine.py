@@ -264,7 +264,7 @@ def fit(
     except UnknownShapeError as error:
         raise CommandFailed(
             f"{file.path}: {error}. By the rule of thumb ({MEMORY_FACTOR} x file) a server takes "
-            f"about {format_gib(memory_needed(file.size, 1))}. Remedy: start it (llama-gateway up "
+            f"about {format_gib(memory_needed(file.size))}. Remedy: start it (llama-gateway up "
             "--model FILE) and see what it takes"
         ) from None
     if settings.context < context:

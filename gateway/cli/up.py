@@ -252,7 +252,7 @@ def _models(
     """
     from gateway.local.download import is_url
     from gateway.local.gguf import read_model
-    from gateway.local.plan import check_model_fits
+    from gateway.local.plan import plan_specs
 
     urls = [source for source in sources if is_url(source)]
     if not urls:
@@ -267,8 +267,11 @@ def _models(
     wishes = {url: _wish(url, sha256 or [], token_env, max_bytes) for url in urls}
     read = {source: read_model(Path(source)) for source in sources if source not in wishes}
     for url, wish in wishes.items():
-        fits = partial(check_model_fits, known=list(read.values()), **common)
-        read[url] = read_model(_downloaded(wish, fits))
+
+        def check_fits(new: ModelFile) -> None:
+            plan_specs([*read.values(), new], **common)
+
+        read[url] = read_model(_downloaded(wish, check_fits))
     return [read[source] for source in sources]
 
 

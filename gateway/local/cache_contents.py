@@ -129,11 +129,12 @@ def _downloads(cache: Path) -> Iterator[CacheEntry]:
             continue
         target = whole[0] if whole else parts[0].with_suffix("")
         record = read_record(target)
+        is_whole = bool(whole) and all(path.is_file() for path in model_parts(whole[0]))
         size = sum(path.stat().st_size for path in _children(folder))
         yield CacheEntry(
             name=target.name,
             # A split model of which a file is missing is none yet.
-            kind="partial" if parts or not _all_there(whole) else "model",
+            kind="partial" if parts or not is_whole else "model",
             files=(*whole, *parts),
             size=size,
             last_used=max(_last_used(path) for path in files),
@@ -158,10 +159,6 @@ def _other(cache: Path) -> Iterator[CacheEntry]:
             size = sum(path.stat().st_size for path in paths)
             changed = max(path.stat().st_mtime for path in paths)
             yield CacheEntry(kind, kind, tuple(sorted(paths)), size, changed)
-
-
-def _all_there(files: list[Path]) -> bool:
-    return bool(files) and all(path.is_file() for path in model_parts(files[0]))
 
 
 def _with_unique_names(entries: list[CacheEntry]) -> list[CacheEntry]:

@@ -33,7 +33,7 @@ from gateway import __version__
 from gateway.config.errors import single_line
 from gateway.local import LocalFleetError, ModelFileError
 from gateway.local.cache import downloads_folder, file_lock
-from gateway.local.gguf import PART_NAME, ModelFile, least_size
+from gateway.local.gguf import ModelFile, least_size, part_names
 from gateway.local.memory import MIB, format_gib
 
 
@@ -131,15 +131,14 @@ def part_urls(url: httpx.URL) -> list[httpx.URL]:
     """Return the addresses of all files of the model, in order: several where it is split."""
     path, mark, query = url.raw_path.decode("ascii").partition("?")
     folder, _, last = path.rpartition("/")
-    match = PART_NAME.match(last)
-    if match is None:
+    names = part_names(last)
+    if names == [last]:
         return [url]
-    total, most = int(match["parts"]), 256  # the largest models published so far have some 30
-    if not 1 <= total <= most:
+    most = 256  # the largest models published so far have some 30
+    if len(names) > most:
         raise ModelUrlError(
-            f"{printable(url)}: a model of {total} files; at most {most} are supported"
+            f"{printable(url)}: a model of {len(names)} files; at most {most} are supported"
         )
-    names = [f"{match['stem']}-{number:05}-of-{total:05}.gguf" for number in range(1, total + 1)]
     return [url.copy_with(raw_path=f"{folder}/{name}{mark}{query}".encode()) for name in names]
 
 

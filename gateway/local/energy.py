@@ -123,15 +123,6 @@ class EnergyMeter:
         """Joules up to the last reading."""
         return sum(self._total_uj) * MICROJOULES
 
-    def joules_by_domain(self) -> dict[str, float] | None:
-        """Read the counters; return the energy of each domain, None after a failure."""
-        if self.joules() is None:
-            return None
-        return {
-            domain.name: total * MICROJOULES
-            for domain, total in zip(self.domains, self._total_uj, strict=True)
-        }
-
     @asynccontextmanager
     async def sampling(self) -> AsyncGenerator[None, None]:
         """Read the counters often enough within this context, however long it lasts."""

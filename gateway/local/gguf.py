@@ -16,6 +16,7 @@ import os
 import re
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -479,7 +480,7 @@ def _vocabulary(header: Header, keys: _Keys, tensors: Sequence[Tensor]) -> int:
     return keys.optional("vocab_size") or header.lengths.get("tokenizer.ggml.tokens", 0)
 
 
-PART_NAME = re.compile(r"^(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$")
+PART_NAME = re.compile(r"^(?P<stem>.+)-\d{5}-of-(?P<parts>(?!00000)\d{5})\.gguf$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,6 +506,9 @@ def read_model(path: Path, name: str | None = None) -> ModelFile:
                 f"{part}: cut short: {size:,} of at least {head.least_size:,} bytes are there; "
                 "download it again, or resume the download (curl -C -)"
             )
+    shape = None
+    with suppress(UnknownShapeError):
+        shape = model_shape(heads)
     match = PART_NAME.match(path.name)
     return ModelFile(
         path=parts[0].absolute(),
@@ -512,7 +516,7 @@ def read_model(path: Path, name: str | None = None) -> ModelFile:
         size=sum(sizes),
         trained_context=heads[0].number(f"{heads[0].architecture}.context_length"),
         has_pooling=bool(heads[0].number(f"{heads[0].architecture}.pooling_type")),
-        shape=_shape(heads),
+        shape=shape,
     )
 
 
@@ -534,16 +538,18 @@ def read_headers(parts: list[Path]) -> list[Header]:
     return [_header(part) for part in parts]
 
 
+def part_names(name: str) -> list[str]:
+    """Return the names of all files of the model of which this is one, in order."""
+    match = PART_NAME.match(name)
+    if match is None:
+        return [name]
+    numbers = range(1, int(match["parts"]) + 1)
+    return [f"{match['stem']}-{number:05}-of-{match['parts']}.gguf" for number in numbers]
+
+
 def model_parts(path: Path) -> list[Path]:
     """Return all files of the model that `path` is, or is a part of, in order."""
-    match = PART_NAME.match(path.name)
-    if match is None:
-        return [path]
-    total = int(match["parts"])
-    return [
-        path.with_name(f"{match['stem']}-{number:05}-of-{total:05}.gguf")
-        for number in range(1, total + 1)
-    ]
+    return [path.with_name(name) for name in part_names(path.name)]
 
 
 def _size(part: Path, parts: int) -> int:
@@ -552,13 +558,6 @@ def _size(part: Path, parts: int) -> int:
     except OSError as error:
         of = f" (of {parts} files)" if parts > 1 else ""
         raise ModelFileError(f"{part}: {_why(error)}{of}") from error
-
-
-def _shape(headers: list[Header]) -> ModelShape | None:
-    try:
-        return model_shape(headers)
-    except UnknownShapeError:
-        return None
 
 
 def _header(path: Path) -> Header:

@@ -116,6 +116,7 @@ class ServerMemory:
 def server_memory(shape: ModelShape, settings: ServerSettings) -> ServerMemory:
     """Return what a server takes. Raises UnknownShapeError for settings it would refuse."""
     checkpoint = sum(_checkpoint_bytes(layer, settings) for layer in shape.layers)
+    copied = [one.size for one in shape.tensors if is_repacked(one, settings.repacked)]
     kept = min(MOST_CHECKPOINTS, CHECKPOINTS + settings.context // CHECKPOINT_SPACING)
     return ServerMemory(
         weights=sum(tensor.size for tensor in shape.tensors),
@@ -126,7 +127,7 @@ def server_memory(shape: ModelShape, settings: ServerSettings) -> ServerMemory:
         prompt_cache=settings.prompt_cache_bytes,
         vocabulary=shape.vocabulary * VOCABULARY_BYTES,
         process=PROCESS_BYTES,
-        mapped_twice=repacked_bytes(shape, settings.repacked) if settings.mapped else 0,
+        mapped_twice=sum(copied) if settings.mapped else 0,
     )
 
 
@@ -155,11 +156,6 @@ def compute_bytes(shape: ModelShape, settings: ServerSettings) -> int:
     work = 2 * tokens * max(shape.feed_forward, width)
     logits = 4 * settings.slots * (shape.vocabulary + width)
     return 4 * tokens * alive + mask + work + 2 * logits
-
-
-def repacked_bytes(shape: ModelShape, repacked: Mapping[str, int]) -> int:
-    """Return the bytes of the weights that are copied into another layout."""
-    return sum(tensor.size for tensor in shape.tensors if is_repacked(tensor, repacked))
 
 
 def is_repacked(tensor: Tensor, repacked: Mapping[str, int]) -> bool:
@@ -231,17 +227,17 @@ MEMORY_FACTOR = 1.5  # memory of a server over its model's size, where its shape
 MEMORY_RESERVE = 2 * GIB  # stays free
 
 
-def memory_needed(model_size: int, servers: int) -> int:
-    """Return the bytes that the servers will take, by a rule of thumb."""
-    return int(model_size * MEMORY_FACTOR) * servers
+def memory_needed(model_size: int) -> int:
+    """Return the bytes that a server will take, by a rule of thumb."""
+    return int(model_size * MEMORY_FACTOR)
 
 
-def server_needs(model: ModelFile, settings: ServerSettings | None) -> tuple[int, str]:
+def server_needs(model: ModelFile, settings: ServerSettings) -> tuple[int, str]:
     """Return the bytes that a server of the model needs, and in words what they rest on.
 
-    Without settings, or for a model whose shape is not known, it is the rule of thumb.
+    For a model whose shape is not known, it is the rule of thumb.
     """
-    if model.shape is not None and settings is not None:
+    if model.shape is not None:
         try:
             found = server_memory(model.shape, settings)
         except UnknownShapeError:
@@ -253,7 +249,7 @@ def server_needs(model: ModelFile, settings: ServerSettings | None) -> tuple[int
                 f"{format_gib(found.kv_cache + found.states)}, the rest "
                 f"{format_gib(found.needed - found.weights - found.kv_cache - found.states)}"
             )
-    return memory_needed(model.size, 1), f"{MEMORY_FACTOR} x model"
+    return memory_needed(model.size), f"{MEMORY_FACTOR} x model"
 
 
 def file_memory(path: Path, slots: int, context: int) -> int:
@@ -265,31 +261,33 @@ def file_memory(path: Path, slots: int, context: int) -> int:
     return server_needs(read_model(path), ServerSettings(slots, context))[0]
 
 
-def memory_headroom(topology: Topology, each: int, servers: int) -> int:
-    """Return the bytes left beside servers of `each` bytes and the reserve; may be negative."""
-    return topology.memory_available - each * servers - MEMORY_RESERVE
-
-
 def check_memory(
     topology: Topology,
     model: ModelFile,
     bound_to: Sequence[int | None],
-    settings: ServerSettings | None = None,
+    settings: ServerSettings,
     *,
     force: bool = False,
 ) -> None:
     """Raise MemoryShortError when the servers would leave less than 2 GiB free.
 
     `bound_to`: the NUMA node of each server's memory, None for any. The machine is checked, and so
-    is each node that servers are bound to. Without `settings` the rule of thumb counts. `force`
-    skips the checks.
+    is each node that servers are bound to. `force` skips the checks.
     """
     if force:
         return
     each, why = server_needs(model, settings)
     for place, servers, free in memory_places(topology, bound_to):
         if free - each * servers < MEMORY_RESERVE:
-            raise _short(model, each, why, servers, place, free)
+            several = servers > 1
+            raise MemoryShortError(
+                f"{model.path}: not enough memory: the model is {format_gib(model.size)}, so "
+                f"{f'{servers} servers need' if several else 'a server needs'} about "
+                f"{format_gib(each * servers)} ({why}{' each' if several else ''}), and "
+                f"{format_gib(MEMORY_RESERVE)} must stay free, but {place} has {format_gib(free)} "
+                f"available. Take a smaller model or quantization, less --context or --slots"
+                f"{', fewer --servers' if several else ''}, or start anyway with --force-memory"
+            )
 
 
 def memory_places(topology: Topology, bound_to: Sequence[int | None]) -> list[tuple[str, int, int]]:
@@ -299,20 +297,6 @@ def memory_places(topology: Topology, bound_to: Sequence[int | None]) -> list[tu
     for number, servers in sorted(Counter(n for n in bound_to if n is not None).items()):
         places.append((f"NUMA node {number}", servers, available.get(number, 0)))
     return places
-
-
-def _short(
-    model: ModelFile, each: int, why: str, servers: int, place: str, free: int
-) -> MemoryShortError:
-    several = servers > 1
-    return MemoryShortError(
-        f"{model.path}: not enough memory: the model is {format_gib(model.size)}, so "
-        f"{f'{servers} servers need' if several else 'a server needs'} about "
-        f"{format_gib(each * servers)} ({why}{' each' if several else ''}), and "
-        f"{format_gib(MEMORY_RESERVE)} must stay free, but {place} has {format_gib(free)} "
-        f"available. Take a smaller model or quantization, less --context or --slots"
-        f"{', fewer --servers' if several else ''}, or start anyway with --force-memory"
-    )
 
 
 def format_gib(size: int) -> str:

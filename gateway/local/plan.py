@@ -28,7 +28,6 @@ from gateway.local.memory import (
     check_memory,
     format_gib,
     memlock_limit,
-    memory_headroom,
     memory_places,
     server_needs,
 )
@@ -94,7 +93,9 @@ def plan_local_fleet(
         models = [read_model(ensure_demo_model(cache), DEMO_MODEL_NAME)]
     else:
         models = [read_model(model)] if isinstance(model, Path) else list(model)
-    specs = _plan(topology, models, servers=servers, force_memory=force_memory, **wanted)
+    specs = plan_specs(
+        models, servers=servers, force_memory=force_memory, topology=topology, **wanted
+    )
     if specs[0].mlock:
         for one in models:
             check_memlock(one, read_memlock_limit())
@@ -180,33 +181,31 @@ def find_router(server_bin: Path | None) -> ServerBinary:
 
 def find_server(server_bin: Path | None) -> ServerBinary | None:
     """Return the program to start; None: the embedded server. Raises a LocalFleetError."""
-    binary = find_binary(server_bin)
-    if binary is None:
-        _check_embedded()
-    return binary
+    if (binary := find_binary(server_bin)) is not None:
+        return binary
+    remedy = f"{install_command('local')}, or name a llama-server with --server-bin FILE"
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise MissingExtraError(
+            "the embedded llama.cpp server needs the package 'xllamacpp', which is not installed: "
+            + remedy
+        )
+    if not system_has_openmp() and packaged_openmp() is None:
+        raise MissingExtraError(
+            "the embedded llama.cpp server needs the OpenMP runtime, which neither this system nor "
+            f"an installed package has: {remedy}, or apt-get install libgomp1"
+        )
+    return None
 
 
-def check_model_fits(
-    model: ModelFile,
-    known: Sequence[ModelFile] = (),
+def plan_specs(
+    models: Sequence[ModelFile],
     *,
     servers: int | None = None,
     force_memory: bool = False,
     topology: Topology | None = None,
     **wanted: Unpack[Wanted],
-) -> None:
-    """Raise the LocalFleetError of `plan_local_fleet` for a model that is not there yet."""
-    _plan(topology, [*known, model], servers=servers, force_memory=force_memory, **wanted)
-
-
-def _plan(
-    topology: Topology | None,
-    models: Sequence[ModelFile],
-    *,
-    servers: int | None,
-    force_memory: bool,
-    **wanted: Unpack[Wanted],
 ) -> tuple[ServerSpec, ...]:
+    """Plan the servers of these models, which need not be there yet. Raises a LocalFleetError."""
     topology = topology or read_topology()
     if len(models) > 1:
         return plan_models(topology, models, force_memory=force_memory, **wanted)
@@ -296,7 +295,7 @@ def _servers(
         # The rule of thumb is generous as it is.
         needed += each if model.shape is None else each + int(each * UNFORESEEN_SHARE)
         specs.append(spec)
-    spare = memory_headroom(topology, needed, 1) // len(specs)
+    spare = (topology.memory_available - needed - MEMORY_RESERVE) // len(specs)
     prompt_cache = min(MOST_PROMPT_CACHE_BYTES, max(0, spare))
     return tuple(replace(spec, prompt_cache_bytes=prompt_cache) for spec in specs)
 
@@ -360,17 +359,3 @@ def _check_room(
                 "or less --context, put them into one folder and let them be loaded on demand "
                 "(--models-dir), or start anyway with --force-memory"
             )
-
-
-def _check_embedded() -> None:
-    remedy = f"{install_command('local')}, or name a llama-server with --server-bin FILE"
-    if importlib.util.find_spec("xllamacpp") is None:
-        raise MissingExtraError(
-            "the embedded llama.cpp server needs the package 'xllamacpp', which is not installed: "
-            + remedy
-        )
-    if not system_has_openmp() and packaged_openmp() is None:
-        raise MissingExtraError(
-            "the embedded llama.cpp server needs the OpenMP runtime, which neither this system nor "
-            f"an installed package has: {remedy}, or apt-get install libgomp1"
-        )

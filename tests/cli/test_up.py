@@ -269,7 +269,7 @@ class TestServing:
             assert answer.status_code == 200, answer.text
             assert answer.json()["model"] == model.stem
             (server,) = it.servers()
-            assert server.memory_info().rss < 1.1 * memory_needed(SMALL.size, 1)
+            assert server.memory_info().rss < 1.1 * memory_needed(SMALL.size)
 
     async def test_several_models_are_served_under_their_names(
         self, environment: dict[str, str], settings: Path, tmp_path: Path

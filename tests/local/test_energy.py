@@ -116,12 +116,6 @@ class TestMeter:
         server.use("intel-rapl:0:0", 2_000_000)  # in the package's
         server.use("intel-rapl:1:1", 500_000)
         assert meter.joules() == pytest.approx(3.5)
-        assert meter.joules_by_domain() == {
-            "package-0": pytest.approx(3.0),
-            "package-0 dram": 0,
-            "package-1": 0,
-            "package-1 dram": pytest.approx(0.5),
-        }
 
     def test_a_counter_that_begins_again_loses_nothing(self, server: PowercapTree) -> None:
         meter = open_meter(server.root)
@@ -140,7 +134,6 @@ class TestMeter:
         assert meter.joules() is None
         counter.write_text(text)
         assert meter.joules() is None  # a gap can't be filled
-        assert meter.joules_by_domain() is None
         assert "energy_uj: no such file" in (meter.failure or "")
 
     def test_readings_are_due_before_the_smallest_counter_begins_again(

@@ -14,8 +14,6 @@ from gateway.local.memory import (
     ServerSettings,
     check_memory,
     format_gib,
-    memory_headroom,
-    memory_needed,
     server_memory,
     server_needs,
 )
@@ -30,6 +28,7 @@ import sys, runpy
 sys.path.insert(0, sys.argv.pop(1))
 runpy.run_module("gateway.local.memory", run_name="__main__", alter_sys=True)
 """
+SETTINGS = ServerSettings(2, 4096)
 MODEL = ModelFile(Path("big.gguf"), "big", size=10 * GIB, trained_context=None)
 
 
@@ -40,14 +39,13 @@ def machine(tmp_path: Path) -> Topology:
 
 def test_servers_that_leave_exactly_two_gib_fit(machine: Topology) -> None:
     machine = replace(machine, memory_available=32 * GIB)
-    check_memory(machine, MODEL, [None, None])
-    assert memory_headroom(machine, memory_needed(MODEL.size, 1), 2) == 0
+    check_memory(machine, MODEL, [None, None], SETTINGS)
 
 
 def test_one_byte_less_is_refused_with_figures_and_the_remedy(machine: Topology) -> None:
     machine = replace(machine, memory_available=32 * GIB - 1)
     with pytest.raises(MemoryShortError) as caught:
-        check_memory(machine, MODEL, [None, None])
+        check_memory(machine, MODEL, [None, None], SETTINGS)
     message = str(caught.value)
     for part in ("big.gguf", "10.0 GiB", "2 servers", "30.0 GiB", "2.0 GiB", "32.0 GiB"):
         assert part in message
@@ -58,21 +56,21 @@ def test_one_byte_less_is_refused_with_figures_and_the_remedy(machine: Topology)
 def test_fewer_servers_are_no_remedy_for_one(machine: Topology) -> None:
     machine = replace(machine, memory_available=GIB)
     with pytest.raises(MemoryShortError) as caught:
-        check_memory(machine, MODEL, [None])
+        check_memory(machine, MODEL, [None], SETTINGS)
     assert "fewer" not in str(caught.value)
 
 
 def test_a_bound_server_must_fit_into_its_node(machine: Topology) -> None:
-    check_memory(machine, MODEL, [0, 1])  # 15 of 24 GiB on each
+    check_memory(machine, MODEL, [0, 1], SETTINGS)  # 15 of 24 GiB on each
     with pytest.raises(MemoryShortError, match="NUMA node 1"):
-        check_memory(machine, MODEL, [1, 1])
+        check_memory(machine, MODEL, [1, 1], SETTINGS)
     low = replace(machine.nodes[0], memory_available=16 * GIB)
     with pytest.raises(MemoryShortError, match="NUMA node 0 has 16"):
-        check_memory(replace(machine, nodes=(low, machine.nodes[1])), MODEL, [0, 1])
+        check_memory(replace(machine, nodes=(low, machine.nodes[1])), MODEL, [0, 1], SETTINGS)
 
 
 def test_force_skips_the_check(machine: Topology) -> None:
-    check_memory(replace(machine, memory_available=0), MODEL, [0, 0, 0], force=True)
+    check_memory(replace(machine, memory_available=0), MODEL, [0, 0, 0], SETTINGS, force=True)
 
 
 def test_sizes_for_people() -> None:
@@ -95,7 +93,6 @@ def test_a_known_shape_tells_what_a_server_needs(machine: Topology, tmp_path: Pa
 
 def test_the_rule_of_thumb_counts_where_the_shape_is_not_known() -> None:
     assert server_needs(MODEL, ServerSettings(2, 4096)) == (15 * GIB, "1.5 x model")
-    assert server_needs(MODEL, None) == (15 * GIB, "1.5 x model")
 
 
 def test_the_module_says_what_a_server_needs_without_any_package(tmp_path: Path) -> None:
