@@ -247,7 +247,8 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
     endpoint = route.endpoint(endpoints)
 
     async def serve(request: Request) -> Response:
-        identity = identity_of(request)
+        identity, parameters = identity_of(request), request.path_params
+        target = parameters.get("name") or parameters.get("id") or ""
         outcome, refused = "failed", False
         try:
             if route.role is not None and identity.role < route.role:
@@ -265,7 +266,7 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
                     identity.name,
                     identity.role.label,
                     str(request.scope.get(AUDIT_ACTION_KEY, route.action)),
-                    _audit_target(request),
+                    without_secret(str(request.scope.get(AUDIT_TARGET_KEY, target))),
                     outcome,
                     details={
                         name: request.query_params[name]
@@ -277,12 +278,6 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
         return response
 
     return serve
-
-
-def _audit_target(request: Request) -> str:
-    parameters = request.path_params
-    named = parameters.get("name") or parameters.get("id") or ""
-    return without_secret(str(request.scope.get(AUDIT_TARGET_KEY, named)))
 
 
 STATIC_FOLDER = Path(__file__).parent / "static"

@@ -85,8 +85,9 @@ class NodeEndpoints:
 
     async def drain(self, request: Request) -> Response:
         """Give the node no new requests. A drain without a deadline removes an earlier one."""
-        node = self._find(request)
-        seconds = _deadline(request)
+        node, most = self._find(request), LONGEST_DRAIN_DEADLINE
+        meaning = f"a number of seconds from 0 to {most:.0f}"
+        seconds = number_parameter(request, "deadline", 0.0, most, meaning)
         self.fleet.drain(node.name)
         if seconds is None:
             self.drain_deadlines.cancel(node.name)
@@ -271,13 +272,6 @@ def node_not_found(name: str, known: dict[str, Node]) -> GatewayError:
     return GatewayError(
         404, "node_not_found", f"There is no node '{truncate_echo(name)}'. {hint}", param="name"
     )
-
-
-def _deadline(request: Request) -> float | None:
-    """The `deadline` parameter in seconds, if given. Raises: GatewayError (400)."""
-    most = LONGEST_DRAIN_DEADLINE
-    meaning = f"a number of seconds from 0 to {most:.0f}"
-    return number_parameter(request, "deadline", 0.0, most, meaning)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -23,7 +23,7 @@ from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.node import Node
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
-from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, Deferral, RowFigures
+from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, RowFigures
 from gateway.schedule.core.selection import cost_of_figures, uncached_tokens
 from gateway.schedule.core.wait_queue import prospects
 from gateway.schedule.decision_log import MOST_GRANTS, Decision, Grant, Queueing, RememberedRequest
@@ -84,8 +84,13 @@ class WhyEndpoints:
         A client may send the gateway's own id of another request as its `X-Request-ID`.
         """
         matches: dict[str, _Found] = {}
-        for one in self._all_matches(name):
-            matches.setdefault(one.id, one)
+        for in_flight in reversed([*self.registry]):
+            request = in_flight.request
+            if name in {request.id, request.x_request_id}:
+                matches[request.id] = _Found(request.id, in_flight.record, None)
+        for record in self.history.find(name):
+            id_ = record.request_id
+            matches.setdefault(id_, _Found(id_, record, record.ended_at))
         if not matches and (known := self.scheduler.decision_log.find([name])[name].decisions):
             last = known[-1]
             ended_at = last.ended_at if isinstance(last, Grant) else last.at
@@ -94,14 +99,6 @@ class WhyEndpoints:
             matches.values(), key=lambda one: (one.id != name, -(one.ended_at or math.inf))
         )
         return newest[:MOST_MATCHES]
-
-    def _all_matches(self, name: str) -> Iterator[_Found]:
-        for in_flight in reversed([*self.registry]):
-            request = in_flight.request
-            if name in {request.id, request.x_request_id}:
-                yield _Found(request.id, in_flight.record, None)
-        for record in self.history.find(name):
-            yield _Found(record.request_id, record, record.ended_at)
 
     def _explained(self, found: _Found, remembered: RememberedRequest) -> ExplainedRequest:
         now, record = self.scheduler.clock(), found.record
@@ -402,7 +399,11 @@ def _told_queueing(
 def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float) -> ToldGrant:
     comparison, tried, deferral = grant.comparison, grant.tried, grant.deferral
     prompt, completion = grant.prompt_tokens, grant.completion_tokens
-    cached = 0.0 if comparison is None else min(comparison.cached_on_chosen, prompt)
+    cached, compared = 0.0, list[ComparedNode]()
+    if comparison is not None:
+        cached = min(comparison.cached_on_chosen, prompt)
+        for row in (comparison.chosen, *comparison.others):
+            compared.append(_compare(comparison, row, prompt, completion))
     told = ToldGrant(
         kind="granted",
         at=at,
@@ -418,9 +419,17 @@ def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float)
         yielded=grant.times_yielded,
         failed_nodes=[] if tried is None else sorted(tried.failed_nodes),
         excluded_nodes=[] if tried is None else sorted(tried.excluded_nodes),
-        deferral=None if deferral is None else _deferral_json(deferral),
+        deferral=None
+        if deferral is None
+        else {
+            "node": deferral.node,
+            "wait": _rounded(deferral.wait_seconds),
+            "expected_seconds": _rounded(deferral.cost_there),
+            "expected_seconds_at_once": _rounded(deferral.cost_at_once),
+            "cached_tokens": round(deferral.cached),
+        },
         by_cost=comparison is None or comparison.by_cost,
-        nodes=[] if comparison is None else _compared(comparison, prompt, completion),
+        nodes=sorted(compared, key=lambda one: (one.expected_seconds, not one.chosen)),
         not_listed=_not_listed(grant),
         predicted={
             "ttft": _if_known(grant.expected_ttft),
@@ -463,16 +472,6 @@ def _load_json(node: Node | None, now: float) -> Json | None:
     }
 
 
-def _deferral_json(deferral: Deferral) -> Json:
-    return {
-        "node": deferral.node,
-        "wait": _rounded(deferral.wait_seconds),
-        "expected_seconds": _rounded(deferral.cost_there),
-        "expected_seconds_at_once": _rounded(deferral.cost_at_once),
-        "cached_tokens": round(deferral.cached),
-    }
-
-
 def _not_listed(grant: Grant) -> Json:
     """Nodes that are not listed, by the reason."""
     comparison, out = grant.comparison, grant.out or {}
@@ -485,13 +484,6 @@ def _not_listed(grant: Grant) -> Json:
         "not_candidates": nodes.fleet - nodes.with_room - sum(out.values()),
     }
     return {reason: count for reason, count in found.items() if count > 0}
-
-
-def _compared(comparison: Comparison, prompt: float, completion: float) -> list[ComparedNode]:
-    """The rows of a comparison, the least cost first."""
-    rows = [comparison.chosen, *comparison.others]
-    told = [_compare(comparison, row, prompt, completion) for row in rows]
-    return sorted(told, key=lambda one: (one.expected_seconds, not one.chosen))
 
 
 def _compare(

@@ -144,10 +144,7 @@ class TraceExporter:
                 sent = sender.send(batch)
             except Exception as error:  # noqa: BLE001 - one message must not end the thread
                 log.error("traces are lost", why=type(error).__name__)  # noqa: TRY400
-        if sent:
-            self._counts.count(exported=len(batch))
-        else:
-            self._counts.count(not_sent=len(batch))
+        self._counts.count(**{"exported" if sent else "not_sent": len(batch)})
 
     def _take(self) -> list[EndedRequest]:
         batch: list[EndedRequest] = []

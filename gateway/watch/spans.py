@@ -93,14 +93,12 @@ def _root(request: EndedRequest, span_id: str) -> Span:
         }
     if record.attempts:
         attributes |= _usage(record.prompt_tokens, record.cached_tokens, record.completion_tokens)
-    if record.node is not None:
-        attributes[_OWN + "node"] = record.node
-    if record.tier is not None:
-        attributes[_OWN + "tier"] = record.tier
-    if record.fallback is not None:
-        attributes[_OWN + "fallback"] = record.fallback
-    if record.ttft is not None:
-        attributes[_OWN + "time_to_first_token"] = _rounded(record.ttft)
+    attributes |= _known(
+        node=record.node,
+        tier=record.tier,
+        fallback=record.fallback,
+        time_to_first_token=None if record.ttft is None else _rounded(record.ttft),
+    )
     error = None
     if record.status >= 400:
         reason = record.reason or str(record.status)
@@ -160,10 +158,9 @@ def _queue(
         _OWN + "class": queueing.priority.label,
         _OWN + "waiting": queueing.waiting,
     }
-    if queueing.ahead is not None:
-        attributes[_OWN + "ahead"] = queueing.ahead
-    if queueing.predicted_wait is not None:
-        attributes[_OWN + "expected_seconds"] = _rounded(queueing.predicted_wait)
+    expected = queueing.predicted_wait
+    expected = None if expected is None else _rounded(expected)
+    attributes |= _known(ahead=queueing.ahead, expected_seconds=expected)
     error = later.code if isinstance(later, Refusal) else None
     if error is not None:
         attributes["error.type"] = error
@@ -189,25 +186,22 @@ def _attempt(
     if comparison is not None:
         node = comparison.chosen.name
         attributes[_OWN + "expected_cached_tokens"] = round(comparison.cached_on_chosen)
-    if node is not None:
-        attributes[_OWN + "node"] = node
-    if grant.fallback is not None:
-        attributes[_OWN + "fallback"] = grant.fallback
-    if grant.times_yielded:
-        attributes[_OWN + "times_yielded"] = grant.times_yielded
-    if tried is not None and tried.failed_nodes:
-        attributes[_OWN + "failed_nodes"] = tuple(sorted(tried.failed_nodes))
-    if grant.first_content_at is not None:
-        attributes[_OWN + "time_to_first_token"] = _rounded(grant.first_content_at - grant.at)
+    first = grant.first_content_at
+    attributes |= _known(
+        node=node,
+        fallback=grant.fallback,
+        times_yielded=grant.times_yielded or None,
+        failed_nodes=tuple(sorted(tried.failed_nodes)) or None if tried else None,
+        time_to_first_token=None if first is None else _rounded(first - grant.at),
+        outcome=grant.outcome,
+    )
     if grant.status:
         attributes["http.response.status_code"] = grant.status
     if grant.used is not None:
         attributes |= _usage(*grant.used)
     error = None
-    if grant.outcome is not None:
-        attributes[_OWN + "outcome"] = grant.outcome
-        if grant.outcome not in BLAMELESS_OUTCOMES:
-            error = attributes["error.type"] = grant.outcome
+    if grant.outcome is not None and grant.outcome not in BLAMELESS_OUTCOMES:
+        error = attributes["error.type"] = grant.outcome
     return Span(
         "attempt",
         request.trace.attempt_span_id(grant.lease_id),
@@ -237,6 +231,11 @@ def _resume(request: EndedRequest, before: Grant, grant: Grant, parent_id: str) 
 
 def _end(request: EndedRequest, grant: Grant) -> float:
     return request.ended_at if grant.ended_at is None else grant.ended_at
+
+
+def _known(**attributes: Attribute | None) -> dict[str, Attribute]:
+    """The gateway's own attributes of these names, without those that are None."""
+    return {_OWN + name: value for name, value in attributes.items() if value is not None}
 
 
 def _usage(prompt: int, cached: int, completion: int) -> dict[str, Attribute]:
