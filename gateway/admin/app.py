@@ -27,12 +27,7 @@ from gateway.admin.node_metrics import NodeMetricsEndpoint
 from gateway.admin.nodes import DrainDeadlines, NodeEndpoints
 from gateway.admin.placements import PlacementEndpoints
 from gateway.admin.playground import Playground
-from gateway.admin.reports import (
-    AUDIT_ACTION_KEY,
-    AUDIT_TARGET_KEY,
-    AuditEndpoints,
-    UsageEndpoints,
-)
+from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
 from gateway.admin.requests import RequestEndpoints
 from gateway.admin.status import StatusEndpoints
 from gateway.admin.why import WhyEndpoints

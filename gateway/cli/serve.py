@@ -49,9 +49,7 @@ CHECK_EXAMPLES = examples_epilog(
 
 @options.takes(process=options.ProcessFlags)
 def serve(
-    *,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
-    process: options.ProcessFlags,
+    *, nodes: options.NodesFile = options.DEFAULT_NODES, process: options.ProcessFlags
 ) -> None:
     """Run the gateway over the nodes of the inventory, in the foreground.
 

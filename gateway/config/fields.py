@@ -390,9 +390,7 @@ _DURATION_SCHEMA = {
     ]
 }
 
-_SWITCHABLE_SCHEMA = {
-    "anyOf": [*_DURATION_SCHEMA["anyOf"], {"enum": ["off", False]}],
-}
+_SWITCHABLE_SCHEMA = {"anyOf": [*_DURATION_SCHEMA["anyOf"], {"enum": ["off", False]}]}
 
 _SIZE_SCHEMA = {
     "anyOf": [
@@ -424,10 +422,7 @@ Fraction = Annotated[_Number, Field(ge=0, le=1), TypeLabel("share, 0 to 1")]
 Factor = Annotated[_Number, Field(gt=0, le=1e6), TypeLabel("factor")]
 
 _Duration = Annotated[
-    float,
-    BeforeValidator(_duration),
-    WithJsonSchema(_DURATION_SCHEMA),
-    TypeLabel("duration", "s"),
+    float, BeforeValidator(_duration), WithJsonSchema(_DURATION_SCHEMA), TypeLabel("duration", "s")
 ]
 
 Seconds = Annotated[_Duration, Field(gt=0, le=LONGEST_DURATION)]
@@ -532,9 +527,7 @@ def text_of_file(path: Path, key: str) -> str:
             return file.read(LONGEST_SECRET + 1).decode("latin-1")
     except OSError as error:
         raise validation_error(
-            f"can't be read: {error.strerror}",
-            "the gateway's user must be allowed to read it",
-            key,
+            f"can't be read: {error.strerror}", "the gateway's user must be allowed to read it", key
         ) from None
 
 

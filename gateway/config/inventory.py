@@ -369,9 +369,7 @@ class NodeSpec(ConfigModel):
             )
         if "models" in info.data and info.data["models"] is None:
             raise validation_error(
-                "is missing",
-                "name what it serves: it can't be asked while it is stopped",
-                "model",
+                "is missing", "name what it serves: it can't be asked while it is stopped", "model"
             )
         return stop
 
@@ -436,10 +434,7 @@ def url_host(url: str) -> str:
 
 
 # Keys that exclude each other: a node that has one takes no default for the other.
-_ALTERNATIVES = (
-    ("cost_per_hour", "cost_per_million_tokens"),
-    ("api_key_env", "api_key_file"),
-)
+_ALTERNATIVES = (("cost_per_hour", "cost_per_million_tokens"), ("api_key_env", "api_key_file"))
 
 _NO_FILE_REMEDY = (
     "name yours with --nodes, or write `nodes: [{name: first, url: 'http://HOST:8080'}]` into it; "

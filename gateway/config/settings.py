@@ -349,10 +349,7 @@ _EMPTY_REMEDY = "write the settings into it; {} stands for the defaults, which n
 
 
 def load_settings(
-    path: Path | None,
-    env: Mapping[str, str] | None = None,
-    *,
-    rejected: RejectedFiles = "nothing",
+    path: Path | None, env: Mapping[str, str] | None = None, *, rejected: RejectedFiles = "nothing"
 ) -> Settings:
     """Read the settings from a YAML file; without a path, every key has its default.
 

@@ -672,11 +672,7 @@ class ModelWish:
 
 
 def fetch_model(
-    wish: ModelWish,
-    cache: Path,
-    hooks: DownloadHooks,
-    *,
-    check_fits: Callable[[ModelFile], None],
+    wish: ModelWish, cache: Path, hooks: DownloadHooks, *, check_fits: Callable[[ModelFile], None]
 ) -> Path:
     """Return the first file of the model in the cache, downloaded now unless it is there.
 

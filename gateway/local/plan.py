@@ -234,11 +234,7 @@ def server_settings(spec: ServerSpec) -> ServerSettings:
 
 
 def plan_servers(
-    topology: Topology,
-    model: ModelFile,
-    *,
-    servers: int | None = None,
-    **wanted: Unpack[Wanted],
+    topology: Topology, model: ModelFile, *, servers: int | None = None, **wanted: Unpack[Wanted]
 ) -> tuple[ServerSpec, ...]:
     """Plan one server for each NUMA node, or `servers` of them spread over the nodes.
 

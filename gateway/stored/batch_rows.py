@@ -280,12 +280,7 @@ def cancel_batch(
 
 
 def pause_batch(
-    connection: Connection,
-    owner: str,
-    id_: str,
-    now: float,
-    reason: str,
-    api: str | None = None,
+    connection: Connection, owner: str, id_: str, now: float, reason: str, api: str | None = None
 ) -> Batch | None:
     """Claim no more lines of the owner's batch; those that run go on. Its deadline stays.
 

@@ -126,10 +126,7 @@ class Intake:
                 _on_disk, check_line_count, file, settings.lines, settings.line_bytes
             )
             reader = LineReader(
-                file,
-                batch.endpoint,
-                most_lines=settings.lines,
-                line_bytes=settings.line_bytes,
+                file, batch.endpoint, most_lines=settings.lines, line_bytes=settings.line_bytes
             )
             taken = await self._take_lines(batch, reader)
         except TooManyLines as error:

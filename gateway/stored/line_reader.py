@@ -411,8 +411,7 @@ def _fields_of(data: bytes) -> _Fields:
         return _FIELDS.decode(data)
     except msgspec.ValidationError:
         raise _Broken(
-            "invalid_json_line",
-            "This line is no JSON object with custom_id, method, url and body.",
+            "invalid_json_line", "This line is no JSON object with custom_id, method, url and body."
         ) from None
     except JSON_ERRORS:
         raise _not_json() from None

@@ -200,11 +200,7 @@ class ResponseEvents:
     """
 
     def __init__(
-        self,
-        log: ResponseLog,
-        response: JsonObject,
-        now: Callable[[], float],
-        threads: DiskThreads,
+        self, log: ResponseLog, response: JsonObject, now: Callable[[], float], threads: DiskThreads
     ) -> None:
         self._log = log
         self._threads = threads

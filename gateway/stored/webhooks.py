@@ -540,9 +540,7 @@ def retry_delivery(
 ) -> None:
     """Try it again at `next_at`, unless somebody else has begun to."""
     again = update(deliveries).where(
-        deliveries.c.id == delivery.id,
-        _WAITS,
-        deliveries.c.attempts == delivery.attempts,
+        deliveries.c.id == delivery.id, _WAITS, deliveries.c.attempts == delivery.attempts
     )
     connection.execute(again.values(next_at=next_at, last_error=_cut(error)))
 

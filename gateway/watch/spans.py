@@ -221,7 +221,7 @@ def _resume(request: EndedRequest, before: Grant, grant: Grant, parent_id: str) 
     start = min(_end(request, before), grant.at)
     yielded = grant.times_yielded > before.times_yielded
     attributes: dict[str, Attribute] = {
-        _OWN + "reason": "yielded" if yielded else (before.outcome or "failed"),
+        _OWN + "reason": "yielded" if yielded else (before.outcome or "failed")
     }
     error = None if moved is not None else (grant.outcome or "failed")
     span_id = request.trace.span_id("resume", grant.lease_id)
