@@ -71,7 +71,7 @@ class GatewayControl(Protocol):
         """The problems of the settings on disk, while older ones are in force."""
 
     @property
-    def certificates(self) -> CertificateStatus:
+    def certificates(self) -> CertificateRenewal | ListenerCertificates:
         """The certificates of the listeners."""
 
     @property
@@ -170,18 +170,6 @@ def problems_response(error: GatewayError, problems: Sequence[Mapping[str, objec
 log = structlog.get_logger()
 
 
-class CertificateStatus(Protocol):
-    """What `/admin/status` and the metrics show of certificates."""
-
-    @property
-    def error(self) -> str | None:
-        """Why renewed files can't be used, while older certificates are in force."""
-
-    @property
-    def expiry(self) -> Mapping[str, float]:
-        """When the certificate of each listener with TLS expires, in seconds since 1970."""
-
-
 class CertificateRenewal:
     """The certificates in force; `watch` puts renewed ones in force."""
 
@@ -196,7 +184,7 @@ class CertificateRenewal:
 
     @property
     def error(self) -> str | None:
-        """See `CertificateStatus`."""
+        """Why renewed files can't be used, while older certificates are in force."""
         errors = [self.listeners.error] if self.listeners.error else []
         errors += [
             f"the TLS files of the node '{name}': {error}"
@@ -207,7 +195,7 @@ class CertificateRenewal:
 
     @property
     def expiry(self) -> Mapping[str, float]:
-        """See `CertificateStatus`."""
+        """When the certificate of each listener with TLS expires, in seconds since 1970."""
         return self.listeners.expiry
 
     async def watch(self) -> None:

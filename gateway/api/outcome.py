@@ -275,19 +275,22 @@ def error_event_to_body(content: bytes) -> bytes:
 def retry_after(headers: Headers, wall_clock: float) -> float | None:
     """Seconds until the node wants the next request, by `Retry-After`; None: it does not say.
 
-    `wall_clock` is in seconds since 1970, since the header may be a date (RFC 9110, 10.2.3).
+    `wall_clock` is in seconds since 1970, since the header may be a date.
     """
-    for name, value in headers:
-        if name == b"retry-after":
-            word = value.decode("latin-1").strip()
-            if word.isascii() and word.isdigit() and len(word) <= 9:
-                return min(float(word), LONGEST_RETRY_AFTER)
-            try:
-                left = parsedate_to_datetime(word).timestamp() - wall_clock
-                return min(max(0.0, left), LONGEST_RETRY_AFTER)
-            except (ValueError, OverflowError):
-                return None
-    return None
+    value = next((value for name, value in headers if name == b"retry-after"), b"")
+    return retry_after_seconds(value.decode("latin-1"), wall_clock)
+
+
+def retry_after_seconds(value: str, wall_clock: float) -> float | None:
+    """The seconds that a value of `Retry-After` means (RFC 9110, 10.2.3), a day at most."""
+    word = value.strip()
+    if word.isascii() and word.isdigit() and len(word) <= 9:
+        return min(float(word), LONGEST_RETRY_AFTER)
+    try:
+        left = parsedate_to_datetime(word).timestamp() - wall_clock
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None
+    return min(max(0.0, left), LONGEST_RETRY_AFTER)
 
 
 def error_message(content: bytes) -> str | None:

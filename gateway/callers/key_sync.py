@@ -260,7 +260,8 @@ class KeySync:
                 log.warning("stored keys are unknown", why=error.message, remedy=error.remedy)
                 return
             if saved.at is not None:
-                log.warning("stored keys as last known", of=_local_time(saved.at), why=str(error))
+                at = datetime.fromtimestamp(saved.at).astimezone().isoformat(timespec="seconds")
+                log.warning("stored keys as last known", of=at, why=str(error))
             else:
                 log.warning("no key was ever stored", why=error.message, remedy=error.remedy)
             self.key_ring.replace_stored(saved.keys)
@@ -379,7 +380,3 @@ def count_stored_keys(location: StoreLocation, path: Path) -> int | None:
             store.close(closing)
     saved = LastKnownKeys(location, path).load()
     return None if saved is None else len(saved.keys)
-
-
-def _local_time(at: float) -> str:
-    return datetime.fromtimestamp(at).astimezone().isoformat(timespec="seconds")

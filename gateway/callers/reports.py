@@ -275,7 +275,9 @@ class ReportReader:
         ended = usage.c.ended_at
         later = self._of_caller(select(ended).where(ended < self.query.until), usage)
         end = end_of_step(connection, later.order_by(ended), self._at, self.rows_per_step)
-        self._read_rows(connection, self._at, self.query.until if end is None else end)
+        places, until = self._places(usage), self.query.until if end is None else end
+        rows = select(*places, *ROW_SUMS).where(ended >= self._at, ended < until).group_by(*places)
+        self._add(connection, self._of_caller(rows, usage))
         self._at = end
         if end is not None:
             return False
@@ -289,21 +291,12 @@ class ReportReader:
             return False
         return True
 
-    def _where(self, statement: Select[Any], start: float, end: float) -> Select[Any]:
-        statement = statement.where(usage.c.ended_at >= start, usage.c.ended_at < end)
-        return self._of_caller(statement, usage)
-
     def _of_caller(self, statement: Select[Any], table: FromClause) -> Select[Any]:
         if self.query.key is not None:
             statement = statement.where(table.c.key == self.query.key)
         if self.query.user is not None:
             statement = statement.where(table.c.user == self.query.user)
         return statement
-
-    def _read_rows(self, connection: Connection, start: float, end: float) -> None:
-        places = self._places(usage)
-        statement = select(*places, *ROW_SUMS).group_by(*places)
-        self._add(connection, self._where(statement, start, end))
 
     def _read_days(self, connection: Connection) -> None:
         """Count the sums of deleted rows: those of each day that the report touches."""

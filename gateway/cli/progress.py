@@ -287,11 +287,7 @@ class TuningProgress(Progress):
             self._estimated = True
             self._estimate(planned.seconds_each, planned.seconds_left)
         search = self._session.search
-        knob = (
-            "rule of thumb"
-            if search.current_knob is None
-            else search.current_knob.replace("_", "-")
-        )
+        knob = (search.current_knob or "rule of thumb").replace("_", "-")
         self.update(
             self._bar,
             completed=self._seconds - planned.seconds_left,
@@ -304,16 +300,11 @@ class TuningProgress(Progress):
         from gateway.workshop.tune.report import format_figures
 
         left = max(0.0, self._seconds_left - measurement.seconds) / 60
-        result = (
-            format_figures(measurement.figures)
-            if measurement.figures
-            else f"does not run: {measurement.error}"
-        )
-        busy = (
-            f"; other work took {measurement.other_work:.1f} CPUs"
-            if (measurement.other_work or 0.0) > MOST_OTHER_WORK
-            else ""
-        )
+        result, busy = f"does not run: {measurement.error}", ""
+        if measurement.figures:
+            result = format_figures(measurement.figures)
+        if (measurement.other_work or 0.0) > MOST_OTHER_WORK:
+            busy = f"; other work took {measurement.other_work:.1f} CPUs"
         self.note(
             f"{len(self._session.measurements):>3}. {measurement.setting}: {result} "
             f"({measurement.seconds:.0f} s, {left:.1f} min left{busy})"
@@ -322,11 +313,9 @@ class TuningProgress(Progress):
     def _estimate(self, each: float, left: float) -> None:
         expected = self._session.search.expected_measurements()
         whole = expected * each
-        verdict = (
-            "the time is enough"
-            if whole <= left
-            else f"the time is for {int(left / each)} of them; more: --minutes"
-        )
+        verdict = "the time is enough"
+        if whole > left:
+            verdict = f"the time is for {int(left / each)} of them; more: --minutes"
         self.note(
             f"A measurement takes about {each:.0f} s, about {expected} of them "
             f"{whole / 60:.0f} min: {verdict}."

@@ -159,11 +159,8 @@ def _labels(annotation: Any) -> Iterator[TypeLabel]:
 
 
 def _parts(annotation: Any) -> Iterable[Any]:
-    return (
-        get_args(annotation)
-        if get_origin(annotation) in {Annotated, Union, types.UnionType}
-        else ()
-    )
+    is_composed = get_origin(annotation) in {Annotated, Union, types.UnionType}
+    return get_args(annotation) if is_composed else ()
 
 
 def _type(field: FieldInfo) -> str:

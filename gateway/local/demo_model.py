@@ -195,16 +195,8 @@ def _penalty(token: Token, penalties: Mapping[str, float]) -> float:
 
 SPACE_MARK = "\u2581"  # how SentencePiece writes a space
 
-(
-    UNKNOWN_ID,
-    BOS_ID,
-    EOS_ID,
-    TURN_BEGIN_ID,
-    TURN_END_ID,
-    USE_TOOL_ID,
-    TOOL_CALL_BEGIN_ID,
-    TOOL_CALL_END_ID,
-) = range(8)
+UNKNOWN_ID, BOS_ID, EOS_ID, TURN_BEGIN_ID, TURN_END_ID, USE_TOOL_ID = range(6)
+TOOL_CALL_BEGIN_ID, TOOL_CALL_END_ID = 6, 7
 
 WORD_TEXT = (
     "a about after again air all also an and animal answer apple are around as at autumn away "
@@ -232,11 +224,8 @@ WORD_TEXT = (
 
 WORDS = tuple(WORD_TEXT.split())
 
-BARE_WORDS = (
-    "assistant",
-    "system",
-    "user",
-)  # also without a space before, since they follow a control token
+# Also without a space before, since they follow a control token.
+BARE_WORDS = ("assistant", "system", "user")
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -309,11 +298,7 @@ def vocabulary() -> list[Token]:
     ]
     tokens += [Token(f"<0x{byte:02X}>", 0.0, TokenType.BYTE) for byte in range(256)]
     words = {SPACE_MARK + word for word in WORDS}
-    singles = (
-        {chr(code) for code in range(0x21, 0x7F)}
-        | {SPACE_MARK}
-        | {c for word in words for c in word}
-    )
+    singles = {chr(code) for code in range(0x21, 0x7F)} | {SPACE_MARK, *"".join(words)}
     reachable = words | set(BARE_WORDS)
     prefixes = {word[:end] for word in reachable for end in range(2, len(word) + 1)}
     for text in [*sorted(singles), *sorted(prefixes, key=lambda text: (len(text), text))]:

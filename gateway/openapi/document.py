@@ -135,12 +135,8 @@ def operations(settings: Settings) -> Iterator[Operation]:
             page.path,
             _API_SUMMARIES[page.path],
             needs_key=page.needs_models,
-            body={"application/json": {"schema": {"type": "object"}}}
-            if page.method == "POST"
-            else None,
-            content={"text/plain": {"schema": {"type": "string"}}}
-            if text
-            else {"application/json": {"schema": {"type": "object"}}},
+            body=_json(None) if page.method == "POST" else None,
+            content={"text/plain": {"schema": {"type": "string"}}} if text else _json(None),
             statuses=_SITE_STATUSES if page.needs_models else _HTTP_STATUSES,
         )
     for admin in ADMIN_ROUTES:
@@ -172,10 +168,10 @@ def _routed(path: str, route: Route) -> Operation:
         }
         body = {"multipart/form-data": {"schema": form}}
     elif api.translates and path.startswith("/api/"):
-        body = {"application/json": {"schema": {"type": "object"}}}
+        body = _json(None)
     else:
-        body = {"application/json": {"schema": {"$ref": "#/components/schemas/RoutedBody"}}}
-    content: JsonSchema = {"application/json": {"schema": _ANY}}
+        body = _json({"$ref": "#/components/schemas/RoutedBody"})
+    content = _json(_ANY)
     if route.generates:
         # Programs differ in whether a stream's schema is that of its text or of one event.
         content[api.stream_content_type.decode()] = {"schema": {}}

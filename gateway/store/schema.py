@@ -53,10 +53,13 @@ def _columns(
     return [Column(name, kind, nullable=not never_null, server_default=initial) for name in names]
 
 
-def _partial_index(name: str, where: str, *columns: Any, unique: bool = False) -> None:
-    """An index of the rows alone for which this SQL holds."""
+def _partial_index(
+    name: str, where: str, table: Table, *columns: str, unique: bool = False
+) -> None:
+    """An index of the rows alone for which this SQL holds; a column after `-` goes down."""
+    parts = [table.c[one[1:]].desc() if one[0] == "-" else table.c[one] for one in columns]
     condition = text(where)
-    Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition)
+    Index(name, *parts, unique=unique, sqlite_where=condition, postgresql_where=condition)
 
 
 # SQLite numbers rows by itself only where the column's type is INTEGER.
@@ -92,7 +95,7 @@ keys = Table(
     *_columns(Text, "limits", "user_limits", "privacy"),
 )
 
-_partial_index("uq_keys_name_in_force", "revoked_at IS NULL", keys.c.name, unique=True)
+_partial_index("uq_keys_name_in_force", "revoked_at IS NULL", keys, "name", unique=True)
 
 # A number for each group of tables, which every transaction that changes them raises: one cheap
 # read tells whether there is something new.
@@ -171,16 +174,8 @@ usage_days = Table(
     Column("tier", Text, primary_key=True, server_default=_UNKNOWN),
     Column("node", Text, primary_key=True, server_default=_UNKNOWN),
     Column("outcome", Text, primary_key=True, server_default=_UNKNOWN),
-    *_columns(
-        BigInteger,
-        "requests",
-        "failures",
-        "clients_left",
-        "prompt_tokens",
-        "cached_tokens",
-        "completion_tokens",
-        needed=True,
-    ),
+    *_columns(BigInteger, "requests", "failures", "clients_left", needed=True),
+    *_columns(BigInteger, "prompt_tokens", "cached_tokens", "completion_tokens", needed=True),
     *_columns(Float, "slot_seconds", "cost", "gpu_cost", needed=True),
     *_columns(BigInteger, "gpu_priced", "attempts", needed=True),
 )
@@ -261,11 +256,9 @@ batches = Table(
     Index("uq_batches_owner_idempotency_key", "owner", "idempotency_key", unique=True),
 )
 
-_partial_index("ix_batches_unfinished", "ended_at IS NULL", batches.c.folder, batches.c.expires_at)
+_partial_index("ix_batches_unfinished", "ended_at IS NULL", batches, "folder", "expires_at")
 
-_partial_index(
-    "ix_batches_with_requests", "requests_bytes > 0", batches.c.owner, batches.c.requests_bytes
-)
+_partial_index("ix_batches_with_requests", "requests_bytes > 0", batches, "owner", "requests_bytes")
 
 # Requests that wait, run or have run without a client that holds a connection (`kind`: `line`,
 # `response` or `deferred`). The body is `length` bytes of the file `place` in the folder, the
@@ -309,62 +302,41 @@ stored_requests = Table(
     Index("uq_stored_requests_batch_custom_id", "batch", "custom_id", unique=True),
 )
 
-_WITHOUT_BATCH = text("batch IS NULL")
-
+# All entries have the same `state`. SQLite prefers this index to the unique ones for its two
+# equalities.
 _partial_index(
     "ix_stored_requests_waiting_lines",
     "state = 'waiting'",
-    stored_requests.c.batch,
-    # All entries have the same. SQLite prefers the index to the unique ones for its two equalities.
-    stored_requests.c.state,
-    stored_requests.c.prefix,
-    stored_requests.c.max_tokens.desc(),
-    stored_requests.c.number,
-    stored_requests.c.model,
-    stored_requests.c.not_before,
-    stored_requests.c.prompt_tokens,
+    stored_requests,
+    *("batch", "state", "prefix", "-max_tokens", "number", "model", "not_before", "prompt_tokens"),
 )
 """In the order in which lines are claimed; what groups of waiting lines need is all in it."""
 
 _partial_index(
     "ix_stored_requests_waiting_alone",
     "batch IS NULL AND state = 'waiting'",
-    stored_requests.c.folder,
-    stored_requests.c.state,
-    stored_requests.c.kind,
-    stored_requests.c.id,
+    stored_requests,
+    *("folder", "state", "kind", "id"),
 )
 
 _partial_index(
     "ix_stored_requests_running",
     "state = 'running'",
-    stored_requests.c.folder,
-    stored_requests.c.claimed_by,
-    stored_requests.c.claimed_until,
-    stored_requests.c.batch,
+    stored_requests,
+    *("folder", "claimed_by", "claimed_until", "batch"),
 )
 
 _partial_index(
-    "ix_stored_requests_running_lines",
-    "state = 'running'",
-    stored_requests.c.batch,
-    stored_requests.c.state,
+    "ix_stored_requests_running_lines", "state = 'running'", stored_requests, "batch", "state"
 )
 
 _partial_index(
-    "ix_stored_requests_keep_until",
-    "batch IS NULL",
-    stored_requests.c.folder,
-    stored_requests.c.keep_until,
+    "ix_stored_requests_keep_until", "batch IS NULL", stored_requests, "folder", "keep_until"
 )
 """Lines are removed with their batch."""
 
 _partial_index(
-    "ix_stored_requests_kept",
-    "batch IS NULL",
-    stored_requests.c.owner,
-    stored_requests.c.length,
-    stored_requests.c.result_length,
+    "ix_stored_requests_kept", "batch IS NULL", stored_requests, "owner", "length", "result_length"
 )
 """All that the sum of an owner's bytes needs. `result_length` of a response is the size of its log.
 """
@@ -386,10 +358,7 @@ webhook_deliveries = Table(
 )
 
 _partial_index(
-    "ix_webhook_deliveries_waiting",
-    "state = 'waiting'",
-    webhook_deliveries.c.origin,
-    webhook_deliveries.c.next_at,
+    "ix_webhook_deliveries_waiting", "state = 'waiting'", webhook_deliveries, "origin", "next_at"
 )
 
 # What each gateway has learnt of nodes and callers (`gateway.app.learnt`), as JSON. `version` is

@@ -345,7 +345,8 @@ class ResponseEvents:
         values: list[JsonObject] = []
         if not self._in_progress:
             self._in_progress = True
-            values.append(self._lifecycle("in_progress"))
+            begun = self._response | {"status": "in_progress"}
+            values.append({"type": "response.in_progress", "response": begun})
         for event in sse.split(events):
             data = sse.payload(event)
             if not data or data == b"[DONE]":
@@ -422,9 +423,6 @@ class ResponseEvents:
         """All events, in pieces of whole ones."""
         await self._log.flush()
         return [events async for events in self._log.events()]
-
-    def _lifecycle(self, word: str) -> JsonObject:
-        return {"type": f"response.{word}", "response": self._response | {"status": word}}
 
     def _rewritten(self, value: JsonObject, name: bytes) -> JsonObject | None:
         """An event as the log gets it; None: it does not."""

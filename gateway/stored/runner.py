@@ -45,7 +45,7 @@ from gateway.forward.header_fields import headers_for_node
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.forward.resume import FirstRun, NotResumable, is_greedy, node_kind
 from gateway.lease import BatchRoomService, Usage
-from gateway.request.body import Body, TimeSlicer, bytes_to_parse
+from gateway.request.body import TimeSlicer, bytes_to_parse
 from gateway.request.preparation import (
     IncomingRequest,
     Request,
@@ -418,7 +418,8 @@ class _Run:
                 response = await forwarder.resume(in_flight, begun.recorder, begun.first_run)
             except NotResumable as failure:
                 errors.drop_traceback(failure)
-                greedy = is_greedy(parse_object(bytes_to_parse(_any_body(in_flight.request))))
+                body = next(iter(in_flight.request.bodies.values()))
+                greedy = is_greedy(parse_object(bytes_to_parse(body)))
                 await sink.run_anew(f"{failure}", greedy=greedy)
             else:
                 self._resumed = True
@@ -527,10 +528,6 @@ class _Run:
                 return await known
         except TimeoutError:
             raise RowDeferred("unsettled", DEFAULT_RETRY_AFTER) from None
-
-
-def _any_body(request: Request) -> Body:
-    return next(iter(request.bodies.values()))
 
 
 # Claimed rows and their runs.

@@ -27,14 +27,12 @@ import hashlib
 import hmac
 import ipaddress
 import json
-import math
 import random
 import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -45,6 +43,7 @@ import structlog
 from sqlalchemy import Connection, delete, func, literal_column, select, update
 
 from gateway import __version__
+from gateway.api.outcome import retry_after_seconds
 from gateway.config.stored import WebhookSettings, WebhookTarget, WebhookUrl, secret_bytes
 from gateway.errors import GatewayError
 from gateway.events import EventBus, WebhookAttempted
@@ -98,9 +97,9 @@ class WebhookTargets:
             for target in self._settings().targets
             if not target.named_only and target.is_for(owner, group) and target.wants(event)
         ]
-        url = None if named is None else _parsed(named)
-        if url is not None:
+        with contextlib.suppress(ValueError):
             # The settings may have changed since the request came.
+            url = WebhookUrl.parse(named or "")
             target = self.target_of(owner, group, url)
             if target is not None and target.wants(event):
                 found.append(url)
@@ -114,13 +113,6 @@ class WebhookTargets:
             if target.is_for(owner, group) and target.parsed_url.covers(url)
         ]
         return max(covering, key=lambda target: len(target.parsed_url.path), default=None)
-
-
-def _parsed(url: str) -> WebhookUrl | None:
-    try:
-        return WebhookUrl.parse(url)
-    except ValueError:
-        return None
 
 
 def _refused(why: str, code: str = "invalid_request") -> GatewayError:
@@ -346,9 +338,8 @@ class WebhookPoster:
         error = f"status {status}"
         if 300 <= status < 400:
             error += ", a redirect, which is not followed"
-        return PostResult(
-            status, error, retry_after_seconds(response.headers.get("retry-after"), self._now())
-        )
+        wait = retry_after_seconds(response.headers.get("retry-after", ""), self._now())
+        return PostResult(status, error, wait)
 
     async def _context(self, ca: Path | None) -> ssl.SSLContext:
         """Raises: OSError, ValueError."""
@@ -382,23 +373,6 @@ async def _read_some(response: httpx.Response) -> None:
 
 def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-_LONGEST_FIELD = 64
-
-
-def retry_after_seconds(value: str | None, now: float) -> float | None:
-    """The seconds that a field `Retry-After` means, from a number or a date; None: nothing."""
-    if value is None or len(value) > _LONGEST_FIELD:
-        return None
-    text = value.strip()
-    if text.isascii() and text.isdigit():
-        return float(text)
-    try:
-        seconds = parsedate_to_datetime(text).timestamp() - now
-    except (ValueError, TypeError, IndexError, OverflowError):
-        return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 LONGEST_ERROR = 200  # characters of `last_error`
@@ -737,7 +711,10 @@ class WebhookSender:
         """Begin what is due and has a place; returns when to look again at the latest."""
         now = self._now()
         if now >= self._next_removal:
-            await self._remove_ended(now)
+            old = job(remove_ended, now - KEPT_SECONDS, MOST_REMOVED)
+            while await self._store.run(old) > 0:
+                pass
+            self._next_removal = now + REMOVE_SECONDS
         news = self._news()  # before the look: what comes after it is new
         origins = await self._store.run(waiting_origins, write=False)
         self._none_since = None if origins else news
@@ -858,12 +835,6 @@ class WebhookSender:
                 await asyncio.sleep(STORE_PAUSE)
             else:
                 return
-
-    async def _remove_ended(self, now: float) -> None:
-        before = now - KEPT_SECONDS
-        while await self._store.run(job(remove_ended, before, MOST_REMOVED)) > 0:
-            pass
-        self._next_removal = now + REMOVE_SECONDS
 
     async def _close(self) -> None:
         """Let attempts end, or give them to other processes."""

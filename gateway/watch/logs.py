@@ -227,11 +227,9 @@ def format_exception(error: BaseException) -> str:
         if current is None:
             break
         kind = type(current)
-        name = (
-            kind.__qualname__
-            if kind.__module__ == "builtins"
-            else (f"{kind.__module__}.{kind.__qualname__}")
-        )
+        name = kind.__qualname__
+        if kind.__module__ != "builtins":
+            name = f"{kind.__module__}.{name}"
         if isinstance(current, OSError) and current.strerror:
             name += f": {current.strerror}"
         frames = traceback.extract_tb(current.__traceback__, limit=-MOST_FRAMES)

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import InvalidWebhookSignatureError, OpenAI
 
+from gateway.api.outcome import retry_after_seconds
 from gateway.config.stored import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.errors import GatewayError
 from gateway.stored.webhooks import (
@@ -29,7 +30,6 @@ from gateway.stored.webhooks import (
     WebhookPoster,
     WebhookTargets,
     address_problem,
-    retry_after_seconds,
     signatures,
 )
 from gateway.transport.resolver import Resolver
@@ -515,7 +515,6 @@ async def test_renewed_authorities_are_read_again(authority: trustme.CA, tmp_pat
 @pytest.mark.parametrize(
     ("value", "seconds"),
     [
-        (None, None),
         ("7", 7.0),
         (" 120 ", 120.0),
         ("-1", None),
@@ -527,7 +526,7 @@ async def test_renewed_authorities_are_read_again(authority: trustme.CA, tmp_pat
         (formatdate(10, usegmt=True), 0.0),
     ],
 )
-def test_retry_after_is_a_number_or_a_date(value: str | None, seconds: float | None) -> None:
+def test_retry_after_is_a_number_or_a_date(value: str, seconds: float | None) -> None:
     assert retry_after_seconds(value, 1000.0) == seconds
 
 

@@ -15,7 +15,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from gateway.admin.app import admin_app
-from gateway.admin.configuration import CertificateStatus, ReloadResult
+from gateway.admin.configuration import ReloadResult
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
@@ -82,7 +82,7 @@ class BareGateway:
     settings_error: str | None = None
     keys_lost: str | None = None
     storage: StorageCondition = field(default_factory=StorageCondition)
-    certificates: CertificateStatus = field(default_factory=lambda: ListenerCertificates({}))
+    certificates: ListenerCertificates = field(default_factory=lambda: ListenerCertificates({}))
     model_placer: ModelPlacer = field(init=False)
     store: Store | None = None
     ledger: Ledger | None = None

@@ -249,14 +249,8 @@ def queue_lines(picture: FleetPicture, words: str = "") -> list[Line]:
     """The waiting requests in their likely order."""
     found = []
     for place, (priority, model, waited, start, *_) in enumerate(picture.waiting, 1):
-        cells = (
-            str(place),
-            format_cell(priority),
-            format_cell(model),
-            _seconds(waited),
-            _seconds(start),
-        )
-        found.append(Line(str(place), cells))
+        shown = format_cell(priority), format_cell(model), _seconds(waited), _seconds(start)
+        found.append(Line(str(place), (str(place), *shown)))
     return [line for line in found if _matches(line.cells, words)]
 
 
