@@ -650,12 +650,9 @@ def unknown_models(settings: Settings, nodes: Path, specs: Sequence[KeySpec]) ->
         return [f"{nodes} can't be read, so nobody knows whether a node serves {', '.join(names)}"]
     enabled = [node for node in inventory.nodes if node.enabled]
     known = {name for node in enabled for name in node.models or ()} | set(settings.models)
-    silent = any(node.models is None for node in enabled)
-    effect = (
-        "a node that declares no models may serve it"
-        if silent
-        else "requests for it get 404 until one does"
-    )
+    effect = "requests for it get 404 until one does"
+    if any(node.models is None for node in enabled):
+        effect = "a node that declares no models may serve it"
     return [
         f"no node of {nodes} declares the model '{name}'; {effect}"
         for name in names

@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -528,17 +528,13 @@ def _shared_addresses(
         models = repr(spec.models) if spec.kind == "openai" else ""
         places = [(one, spec.api_key, models) for one in _one_address(spec.url)]
         other = next((first[one] for one in places if one in first), spec.name)
-        for place in places:
-            first.setdefault(place, spec.name)
+        for one in places:
+            first.setdefault(one, spec.name)
         if other != spec.name:
-            line = (
-                entry.tree.entries["url"].line
-                if isinstance(entry.tree, YamlMapping)
-                else entry.line
-            )
+            place = entry.tree.entries["url"] if isinstance(entry.tree, YamlMapping) else entry
             yield Problem(
                 path,
-                line,
+                place.line,
                 f"nodes[{number}].url",
                 f"the nodes {other} and {spec.name} are one server, whose slots count twice",
                 "correct one url, or remove one node",
@@ -577,26 +573,16 @@ def _text_entry(value: str) -> YamlEntry:
     return YamlEntry(YamlScalar(value), 0, "")
 
 
-class _Report:
-    """Adds problems of one file to a list."""
-
-    def __init__(self, file: Path, problems: list[Problem]) -> None:
-        self._file = file
-        self._problems = problems
-
-    def __call__(
-        self, entry: YamlEntry, message: str, remedy: str, *, key: str | None = None
-    ) -> None:
-        key = entry.key if key is None else key
-        self._problems.append(Problem(self._file, entry.line, key, message, remedy))
-
-
 def _read_top_level(
     source: YamlDocument, problems: list[Problem]
 ) -> tuple[YamlMapping, tuple[YamlEntry, ...]]:
     """Return the defaults and the entries of the nodes."""
     root = source.root
-    report = _Report(source.file, problems)
+
+    def report(entry: YamlEntry, message: str, remedy: str, key: str | None = None) -> None:
+        key = entry.key if key is None else key
+        problems.append(Problem(source.file, entry.line, key, message, remedy))
+
     if not isinstance(root.tree, YamlMapping):
         if isinstance(root.tree, YamlList):
             report(root, "must be a mapping, not a list", "write the line nodes: before it")
@@ -614,7 +600,7 @@ def _read_top_level(
     return _defaults(root.tree, report), _entries(root, root.tree, report)
 
 
-def _defaults(root: YamlMapping, report: _Report) -> YamlMapping:
+def _defaults(root: YamlMapping, report: Callable[..., None]) -> YamlMapping:
     given = root.entries.get("defaults")
     if given is None or given.tree == YamlScalar(None):
         return mapping_of({})
@@ -629,7 +615,9 @@ def _defaults(root: YamlMapping, report: _Report) -> YamlMapping:
     )
 
 
-def _entries(root: YamlEntry, tree: YamlMapping, report: _Report) -> tuple[YamlEntry, ...]:
+def _entries(
+    root: YamlEntry, tree: YamlMapping, report: Callable[..., None]
+) -> tuple[YamlEntry, ...]:
     nodes = tree.entries.get("nodes")
     if nodes is None or nodes.tree == YamlScalar(None):
         report(nodes or root, "is missing", "list the nodes, or write nodes: []", key="nodes")

@@ -338,15 +338,10 @@ class _Keys:
         self.architecture = header.architecture
         self._metadata = header.metadata
         known = (
-            FULL_ATTENTION
-            | COMPRESSED_ATTENTION
-            | SLIDING_WINDOWS.keys()
-            | STATE_SPACES
-            | HYBRIDS
-            | INTERVAL_HYBRIDS
-            | PARALLEL_HYBRIDS
+            *(FULL_ATTENTION, COMPRESSED_ATTENTION, SLIDING_WINDOWS, STATE_SPACES),
+            *(HYBRIDS, INTERVAL_HYBRIDS, PARALLEL_HYBRIDS),
         )
-        if self.architecture not in known:
+        if not any(self.architecture in group for group in known):
             raise UnknownShapeError(
                 f"its architecture is {self.architecture or 'not named'!r}, whose memory is not "
                 "known here"

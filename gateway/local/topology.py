@@ -102,18 +102,10 @@ def cgroup_memory_headroom(sysroot: Path) -> int | None:
 
     Inactive page cache counts as free, since the kernel drops it first.
     """
-    headrooms = [
-        *(
-            _headroom(group, "memory.max", "memory.current", "inactive_file")
-            for group in _unified(sysroot)
-        ),
-        *(
-            _headroom(
-                group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            )
-            for group in _controller(sysroot, "memory")
-        ),
-    ]
+    new = ("memory.max", "memory.current", "inactive_file")
+    old = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    headrooms = [_headroom(group, *new) for group in _unified(sysroot)]
+    headrooms += [_headroom(group, *old) for group in _controller(sysroot, "memory")]
     return min((free for free in headrooms if free is not None), default=None)
 
 

@@ -170,10 +170,8 @@ def _postgres_error(error: BaseException | None, *, lost: bool) -> StoreError | 
             return kind(f"PostgreSQL says: {said}", remedy)
     if lost or (not state and type(error).__name__ in {"OperationalError", "ConnectionTimeout"}):
         # What a server says to a new connection comes without its SQLSTATE.
-        remedy = (
-            "correct the role, the password or the database in store.url"
-            if "FATAL" in said
-            else "see that the server runs and can be reached at the address of store.url"
-        )
+        remedy = "see that the server runs and can be reached at the address of store.url"
+        if "FATAL" in said:
+            remedy = "correct the role, the password or the database in store.url"
         return StoreUnavailable(f"PostgreSQL does not answer: {said}", remedy)
     return None

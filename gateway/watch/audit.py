@@ -274,15 +274,11 @@ def _write(
         # Counting takes a while, so it is not done for each row.
         every = max(1, most // 100)
         if newest // every != (newest - len(rows)) // every:
-            _remove_old(connection, _IS_REFUSED if is_refused else not_(_IS_REFUSED), most)
-
-
-def _remove_old(connection: Connection, kind: ColumnElement[bool], most: int) -> None:
-    columns = audit_table.c
-    beyond = select(columns.id).where(kind).order_by(columns.id.desc()).offset(most).limit(1)
-    oldest = connection.execute(beyond).scalar()
-    if oldest is not None:
-        connection.execute(delete(audit_table).where(kind, columns.id <= oldest))
+            kind = _IS_REFUSED if is_refused else not_(_IS_REFUSED)
+            beyond = select(columns.id).where(kind).order_by(columns.id.desc()).offset(most)
+            oldest = connection.execute(beyond.limit(1)).scalar()
+            if oldest is not None:
+                connection.execute(delete(audit_table).where(kind, columns.id <= oldest))
 
 
 def _details(entry: AuditEntry) -> str:
