@@ -264,7 +264,7 @@ class LineResults:
         self._bytes += result.size
         self._waiting_bytes += result.size
         self._arrived.set()
-        if len(self._waiting) >= GROUP_RESULTS or self._waiting_bytes >= GROUP_BYTES:
+        if self._is_enough():
             self._enough.set()
         return await asyncio.shield(result.done)
 
@@ -275,6 +275,7 @@ class LineResults:
                 await self._rest()
                 continue
             if not self._group and not self._is_enough():
+                self._enough.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(GROUP_SECONDS):
                         await self._enough.wait()
@@ -307,10 +308,7 @@ class LineResults:
         self._close_files()
 
     def _is_enough(self) -> bool:
-        enough = len(self._waiting) >= GROUP_RESULTS or self._waiting_bytes >= GROUP_BYTES
-        if not enough:
-            self._enough.clear()
-        return enough
+        return len(self._waiting) >= GROUP_RESULTS or self._waiting_bytes >= GROUP_BYTES
 
     async def _step(self) -> bool:
         """Write and record a group; returns whether all of it is recorded."""
