@@ -23,7 +23,7 @@ from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.node import Node
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
-from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, RowFigures
+from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, Deferral, RowFigures
 from gateway.schedule.core.selection import cost_of_figures, uncached_tokens
 from gateway.schedule.core.wait_queue import prospects
 from gateway.schedule.decision_log import MOST_GRANTS, Decision, Grant, Queueing, RememberedRequest
@@ -419,15 +419,7 @@ def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float)
         yielded=grant.times_yielded,
         failed_nodes=[] if tried is None else sorted(tried.failed_nodes),
         excluded_nodes=[] if tried is None else sorted(tried.excluded_nodes),
-        deferral=None
-        if deferral is None
-        else {
-            "node": deferral.node,
-            "wait": _rounded(deferral.wait_seconds),
-            "expected_seconds": _rounded(deferral.cost_there),
-            "expected_seconds_at_once": _rounded(deferral.cost_at_once),
-            "cached_tokens": round(deferral.cached),
-        },
+        deferral=None if deferral is None else _deferral_json(deferral),
         by_cost=comparison is None or comparison.by_cost,
         nodes=sorted(compared, key=lambda one: (one.expected_seconds, not one.chosen)),
         not_listed=_not_listed(grant),
@@ -469,6 +461,16 @@ def _load_json(node: Node | None, now: float) -> Json | None:
         "expected": _rounded(node.sleep.wake_seconds(node.properties.size)),
         "progress": load.progress,
         "reason": load.reason or node.reason,
+    }
+
+
+def _deferral_json(deferral: Deferral) -> Json:
+    return {
+        "node": deferral.node,
+        "wait": _rounded(deferral.wait_seconds),
+        "expected_seconds": _rounded(deferral.cost_there),
+        "expected_seconds_at_once": _rounded(deferral.cost_at_once),
+        "cached_tokens": round(deferral.cached),
     }
 
 

@@ -150,18 +150,10 @@ class InputOptions:
 
 def prepare(source: str, chosen: InputOptions, problems: Problems) -> PreparedInput:
     """The input as JSON lines, checked; `-` is stdin. Raises CommandFailed."""
-    kind = kind_of(source, chosen.kind)
+    kind, columns = kind_of(source, chosen.kind), ("id_column", "delimiter")
     if kind is Form.JSONL:
         chosen.refuse(
-            (
-                "template",
-                "template_file",
-                "id_column",
-                "delimiter",
-                "model",
-                "system",
-                "max_tokens",
-            ),
+            ("template", "template_file", *columns, "model", "system", "max_tokens"),
             "JSON lines have their own bodies; it is for tables and folders "
             "(--input csv or folder)",
         )
@@ -170,7 +162,7 @@ def prepare(source: str, chosen: InputOptions, problems: Problems) -> PreparedIn
     chosen.check_request()
     if kind is Form.CSV:
         return _prepare_table(source, template, chosen, problems)
-    chosen.refuse(("id_column", "delimiter"), "a folder has no columns")
+    chosen.refuse(columns, "a folder has no columns")
     return _prepare_folder(source, template, chosen, problems)
 
 

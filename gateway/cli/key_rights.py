@@ -315,16 +315,8 @@ MOST_KEYS = 10_000  # keys of one file; the admin API takes no more at once
 _COUNTS = frozenset(_KEY_LIMITS) - {"budget"}
 
 _COLUMNS = (
-    "id",
-    "sha256",
-    "name",
-    "class",
-    "max_class",
-    "models",
-    "group",
-    "expires",
-    "trust_user_headers",
-    *_KEY_LIMITS,
+    *("id", "sha256", "name", "class", "max_class", "models", "group", "expires"),
+    *("trust_user_headers", *_KEY_LIMITS),
 )
 
 _YES = frozenset({"1", "true", "yes", "on"})

@@ -25,15 +25,10 @@ PIPED_WIDTH = 10_000  # characters: a table in a pipe is not folded
 
 STATE_COLOURS = {
     "ready": "green",
-    "degraded": "yellow",
-    "starting": "yellow",
-    "loading": "yellow",
-    "mute": "yellow",
-    "draining": "cyan",
-    "sleeping": "cyan",
+    **dict.fromkeys(("degraded", "starting", "loading", "mute"), "yellow"),
+    **dict.fromkeys(("draining", "sleeping"), "cyan"),
     "standby": "bright_black",
-    "ejected": "red",
-    "down": "red",
+    **dict.fromkeys(("ejected", "down"), "red"),
 }
 
 

@@ -433,17 +433,9 @@ def _same_names(source: YamlDocument, root: YamlEntry) -> list[Problem]:
 
 # Fixed when a listener opens. A reload changes everything else.
 RESTART_KEYS = (
-    "listen",
-    "admin.host",
-    "admin.port",
-    "admin.tls",
-    "admin.hosts",
-    "limits.connections",
-    "limits.header_bytes",
-    "limits.header_timeout",
-    "limits.send_timeout",
-    "store.url",
-    "batches.folder",
+    *("listen", "admin.host", "admin.port", "admin.tls", "admin.hosts"),
+    *("limits.connections", "limits.header_bytes", "limits.header_timeout"),
+    *("limits.send_timeout", "store.url", "batches.folder"),
 )
 
 

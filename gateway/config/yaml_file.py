@@ -501,24 +501,16 @@ _BOUNDS = frozenset({"greater_than", "greater_than_equal", "less_than", "less_th
 
 _MESSAGES = {
     "missing": "is missing",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
     "int_parsing_size": "must be a smaller number",
-    "float_type": "must be a number",
-    "float_parsing": "must be a number",
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     "finite_number": "must be a finite number",
     "string_type": "must be a text",
     "string_too_short": "must not be empty",
-    "dict_type": "must be a mapping",
-    "mapping_type": "must be a mapping",
-    "model_type": "must be a mapping",
+    **dict.fromkeys(("dict_type", "mapping_type", "model_type"), "must be a mapping"),
     "model_attributes_type": "must be a mapping",
-    "list_type": "must be a list",
-    "tuple_type": "must be a list",
-    "frozen_set_type": "must be a list",
+    **dict.fromkeys(("list_type", "tuple_type", "frozen_set_type"), "must be a list"),
 }
 
 

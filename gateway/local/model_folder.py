@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.local import LocalFleetError
-from gateway.local.gguf import ModelFile, model_parts, read_headers, read_model
+from gateway.local.gguf import PART_NAME, ModelFile, model_parts, read_headers, read_model
 from gateway.local.memory import (
     MIB,
     MOST_PROMPT_CACHE_BYTES,
@@ -99,7 +99,7 @@ class ModelFolder:
         models: dict[str, FolderModel] = {}
         passed_over: dict[str, str] = {}
         projectors = [path for path in marks if PROJECTOR in path.name]
-        whole = {model_parts(path)[0]: path for path in reversed(marks) if path not in projectors}
+        whole = {_without_part(path): path for path in reversed(marks) if path not in projectors}
         known, self._read = self._read, {}
         for path in (*sorted(whole.values()), *projectors):
             parts = model_parts(path)
@@ -179,6 +179,12 @@ def _mark(path: Path) -> object:
         # Not when it was written: a copy keeps that of its original.
         return found.st_size, found.st_ino, found.st_ctime_ns
     return None
+
+
+def _without_part(path: Path) -> Path:
+    """Return one path for all parts of a split model."""
+    match = PART_NAME.match(path.name)
+    return path.with_name(f"{match['stem']}-of-{match['parts']}") if match else path
 
 
 def _read_model(path: Path) -> ModelFile | str:

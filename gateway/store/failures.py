@@ -12,13 +12,8 @@ from typing import ClassVar
 from sqlalchemy.exc import DBAPIError
 
 
-class StoreError(Exception):
-    """The store can't do its work now."""
-
-    state: ClassVar[str] = "unavailable"
-    """The store's state while this holds, as `/admin/status` shows it."""
-    ends_connection: ClassVar[bool] = True
-    """Whether the store must be opened anew. Else it can still be read."""
+class Remedied(Exception):  # noqa: N818 - the errors below say of what
+    """What can't be done now, and the remedy."""
 
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(message, remedy)
@@ -27,6 +22,15 @@ class StoreError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}; {self.remedy}"
+
+
+class StoreError(Remedied):
+    """The store can't do its work now."""
+
+    state: ClassVar[str] = "unavailable"
+    """The store's state while this holds, as `/admin/status` shows it."""
+    ends_connection: ClassVar[bool] = True
+    """Whether the store must be opened anew. Else it can still be read."""
 
     def copy(self) -> StoreError:
         """The same error, to be raised anew: an exception collects where it was raised."""

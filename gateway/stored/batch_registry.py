@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 from sqlalchemy import Connection
@@ -119,6 +119,7 @@ class BatchRegistry:
         self._settings = settings
         self._now = now
         self._threads = threads or DiskThreads()
+        self.on_disk = self._threads.on_disk
         self._price = price
         self._on_rows = on_rows
         self._token = token
@@ -178,11 +179,6 @@ class BatchRegistry:
             return await self._threads.open(
                 self.folder.open_new, REQUESTS, size or 0, close=NewFile.discard
             )
-
-    async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do work on a file, on a thread. Raises: GatewayError 503, 507; the work's own error."""
-        with folder_errors_told():
-            return await self._threads.run(work, *arguments)
 
     async def find(self, owner: str, id_: str, api: str) -> Batch:
         """The owner's batch. Raises: GatewayError 404."""

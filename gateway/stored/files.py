@@ -406,6 +406,7 @@ class FileRegistry:
         self._settings = settings
         self._now = now
         self._threads = threads or DiskThreads()
+        self.on_disk = self._threads.on_disk
         self._uploads: Counter[str] = Counter()  # how many each owner has under way
 
     # For callers.
@@ -438,11 +439,6 @@ class FileRegistry:
             self._uploads[owner] -= 1
             if not self._uploads[owner]:
                 del self._uploads[owner]
-
-    async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do work on a file, on a thread. Raises: GatewayError 503, 507; the work's own error."""
-        with folder_errors_told():
-            return await self._threads.run(work, *arguments)
 
     async def keep(
         self, upload: Upload, *, name: str, purpose: str, seconds: float | None

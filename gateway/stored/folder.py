@@ -31,7 +31,7 @@ import structlog
 from sqlalchemy import Connection
 
 from gateway.errors import GatewayError
-from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.failures import Remedied, StoreError, StoreUnavailable
 from gateway.store.store import Store
 
 # Names the folder: several gateways may share a store, and each works on its own folder only.
@@ -49,16 +49,8 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TRIES = 8
 
 
-class FolderError(Exception):
+class FolderError(Remedied):
     """The folder can't be used."""
-
-    def __init__(self, message: str, remedy: str) -> None:
-        super().__init__(message, remedy)
-        self.message = message
-        self.remedy = remedy
-
-    def __str__(self) -> str:
-        return f"{self.message}; {self.remedy}"
 
 
 class FolderFull(FolderError):  # noqa: N818 - named for what it says of the folder
@@ -589,6 +581,11 @@ class DiskThreads:
         A caller that is cancelled leaves the work to its end.
         """
         return await self._result(self._pool.submit(work, *arguments))
+
+    async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
+        """As `run`, for a caller's request. Raises: GatewayError 503, 507; the work's own error."""
+        with folder_errors_told():
+            return await self.run(work, *arguments)
 
     async def open(
         self, work: Callable[..., T], *arguments: Any, close: Callable[[T], object]

@@ -144,7 +144,8 @@ class TraceExporter:
                 sent = sender.send(batch)
             except Exception as error:  # noqa: BLE001 - one message must not end the thread
                 log.error("traces are lost", why=type(error).__name__)  # noqa: TRY400
-        self._counts.count(**{"exported" if sent else "not_sent": len(batch)})
+        exported = len(batch) if sent else 0
+        self._counts.count(exported=exported, not_sent=len(batch) - exported)
 
     def _take(self) -> list[EndedRequest]:
         batch: list[EndedRequest] = []
