@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from gateway.local import LocalFleetError, ModelFileError
 
@@ -488,6 +488,7 @@ class ModelFile:
     trained_context: int | None  # tokens; None: not in the file
     shape: ModelShape | None = None  # None: not known, by its architecture or before a download
     has_pooling: bool = False  # its head says how its embeddings are made
+    kind: Literal["model", "projector", "adapter"] = "model"  # by its head; one of images, of LoRA
 
 
 def read_model(path: Path, name: str | None = None) -> ModelFile:
@@ -501,16 +502,18 @@ def read_model(path: Path, name: str | None = None) -> ModelFile:
                 f"{part}: cut short: {size:,} of at least {head.least_size:,} bytes are there; "
                 "download it again, or resume the download (curl -C -)"
             )
-    shape = None
+    shape, head = None, heads[0]
     with suppress(UnknownShapeError):
         shape = model_shape(heads)
+    is_adapter = shape is None and head.metadata.get("general.type") == "adapter"
     match = PART_NAME.match(path.name)
     return ModelFile(
         path=parts[0].absolute(),
         name=name or (match["stem"] if match else path.stem),
         size=sum(sizes),
-        trained_context=heads[0].number(f"{heads[0].architecture}.context_length"),
-        has_pooling=bool(heads[0].number(f"{heads[0].architecture}.pooling_type")),
+        trained_context=head.number(f"{head.architecture}.context_length"),
+        has_pooling=bool(head.number(f"{head.architecture}.pooling_type")),
+        kind="projector" if head.architecture == "clip" else "adapter" if is_adapter else "model",
         shape=shape,
     )
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.local import LocalFleetError
-from gateway.local.gguf import PART_NAME, ModelFile, model_parts, read_headers, read_model
+from gateway.local.gguf import PART_NAME, ModelFile, model_parts, read_model
 from gateway.local.memory import (
     MIB,
     MOST_PROMPT_CACHE_BYTES,
@@ -190,13 +190,11 @@ def _without_part(path: Path) -> Path:
 def _read_model(path: Path) -> ModelFile | str:
     try:
         found = read_model(path)
-        head = read_headers([found.path])[0] if found.shape is None else None
     except LocalFleetError as error:
         return str(error).removeprefix(f"{path}: ")
-    is_projector = head is not None and head.architecture == "clip"
-    if is_projector is not (PROJECTOR in path.name):
+    if (found.kind == "projector") is not (PROJECTOR in path.name):
         return "a projector of images by what it holds or by its name, but not by both"
-    if head is not None and head.metadata.get("general.type") == "adapter":
+    if found.kind == "adapter":
         return "an adapter, which changes a model and is none"
     if any(_UNWRITABLE.search(one) or not one.isprintable() for one in (found.name, str(path))):
         return r"a router can't be told names with # ; : [ ] or \; rename the file or its folder"
