@@ -135,7 +135,7 @@ def part_urls(url: httpx.URL) -> list[httpx.URL]:
     if names == [last]:
         return [url]
     most = 256  # the largest models published so far have some 30
-    if len(names) > most:
+    if not 1 <= len(names) <= most:
         raise ModelUrlError(
             f"{printable(url)}: a model of {len(names)} files; at most {most} are supported"
         )

@@ -475,7 +475,7 @@ def _vocabulary(header: Header, keys: _Keys, tensors: Sequence[Tensor]) -> int:
     return keys.optional("vocab_size") or header.lengths.get("tokenizer.ggml.tokens", 0)
 
 
-PART_NAME = re.compile(r"^(?P<stem>.+)-\d{5}-of-(?P<parts>(?!00000)\d{5})\.gguf$")
+PART_NAME = re.compile(r"^(?P<stem>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,7 +537,7 @@ def read_headers(parts: list[Path]) -> list[Header]:
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all files of the model of which this is one, in order."""
+    """Return the names of all files of the model of which this is one, in order; of 0: none."""
     match = PART_NAME.match(name)
     if match is None:
         return [name]
@@ -547,7 +547,7 @@ def part_names(name: str) -> list[str]:
 
 def model_parts(path: Path) -> list[Path]:
     """Return all files of the model that `path` is, or is a part of, in order."""
-    return [path.with_name(name) for name in part_names(path.name)]
+    return [path.with_name(name) for name in part_names(path.name)] or [path]
 
 
 def _size(part: Path, parts: int) -> int:

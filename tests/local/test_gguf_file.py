@@ -57,7 +57,7 @@ def test_all_parts_of_a_split_model_count_whichever_is_named(tmp_path: Path) -> 
 def test_a_name_that_tells_of_no_parts_is_that_of_one_file(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "big-00001-of-00000.gguf")
     assert model_parts(path) == [path]
-    assert read_model(path).name == "big-00001-of-00000"
+    assert read_model(path).name == "big"
 
 
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
