@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from gateway.workshop.simulate.trace import Job, Trace, TracePrompt, common_tokens
@@ -216,6 +216,9 @@ KV_BYTES_PER_TOKEN = 131_072
 SLOT_SIMILARITY = 0.1
 
 
+ModelSpeed = tuple[float, float]  # tokens per second of prompts, and of answers
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
     """One llama.cpp server. Speeds in tokens per second."""
@@ -228,10 +231,15 @@ class SimulatedMachine:
     batch_tokens: int = BATCH_TOKENS
     cache_tokens: int = CACHE_RAM_MIB * 1024 * 1024 // KV_BYTES_PER_TOKEN
     """Tokens of evicted prompts that the host-memory cache holds; 0: it has none."""
-    host: str = ""  # machines of one host are calibrated one at a time; empty: it has its own
+    host: str = ""
+    """Machines of one host are calibrated one at a time, and routers of one share its memory;
+    empty: it has its own."""
     calibrated: bool = True  # whether it is calibrated while idle
-    models: frozenset[str] = frozenset()  # the models that it serves; empty: all
-    memory: int = 0  # of a router, for its models: bytes; 0: it is a plain server
+    models: frozenset[str] = frozenset()  # the models that it serves, or can load; empty: all
+    memory: int = 0  # of a router's host, for models: bytes; 0: it is a plain server
+    model_speeds: Mapping[str, ModelSpeed] = field(default_factory=dict, hash=False)
+    """Of a router: by model what was measured. `prefill_tps` and `decode_tps` are those of a model
+    of `routers.SPEED_MEMORY`."""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.batch_tokens <= self.slots or self.cache_tokens < 0:
