@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from gateway.local.memory import format_gib
 from gateway.workshop.plan.catalogue import HOURS_PER_MONTH, NodeType
 from gateway.workshop.plan.search import (
     DIRECT,
@@ -30,6 +31,7 @@ from gateway.workshop.plan.search import (
     why_impossible,
 )
 from gateway.workshop.plan.workload import MOST_REQUESTS_PER_HOUR, SECONDS_PER_HOUR
+from gateway.workshop.simulate.routers import SPEED_MEMORY
 
 # Types that are simulated: the cheapest by their least number. Others are if they may be the
 # cheapest of their tier.
@@ -206,7 +208,7 @@ def _one_node(
     month = option_price(question, parts, None).month
     row = Deployment(way, f"1 x {node_type.name}", "no", "", per_month=month)
     use = use_of(parts, workload)
-    if impossible := why_impossible(node_type, question.trace(), goal):
+    if impossible := why_impossible(node_type, question.trace(), goal, workload.models):
         return replace(row, reason=impossible)
     if use >= 1.0:
         reason = (
@@ -525,6 +527,16 @@ def explain(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
             lines["estimate"] = (
                 f"Erlang C: {guess.waiting_share:.3g} of the requests wait, at most; Allen-Cunneen "
                 f"with Cs² {guess.service_scv:.2f}: {guess.wait:.3g} s in the mean"
+            )
+    if workload.models:
+        memory = sum(one.memory for one in workload.models)
+        lines["models"] = (
+            f"{len(workload.models)} of {format_gib(memory)} in all; a mean request takes "
+            f"{workload.work:.2f} times as long as one for a model of {format_gib(SPEED_MEMORY)}"
+        )
+        if trial is not None:
+            lines["models"] += (
+                f"; {trial.loads} loads of {trial.load_seconds / max(1, trial.loads):.1f} s"
             )
     if trial is not None and workload.backlog is not None:
         lines["simulator"] = (

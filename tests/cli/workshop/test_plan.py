@@ -112,6 +112,35 @@ def test_a_recorded_trace_is_played(tmp_path: Path) -> None:
     assert found["answer"]["simulated"]["requests"] == 180
 
 
+def test_models_on_demand_take_more_nodes_where_they_do_not_fit_at_once() -> None:
+    traffic = ("--requests-per-hour", "250", *OWN, "--slots", "2", "--completion-p95", "32")
+    models = ("--models", "6x2GiB:12GiB")
+    small, large = (planned(*traffic, *models, "--memory", size) for size in ("13GiB", "64GiB"))
+    assert small["nodes"] > large["nodes"] == 1
+    assert small["answer"]["simulated"]["loads"] > large["answer"]["simulated"]["loads"] >= 6
+    assert len(small["traffic"]["models"]) == 6
+    assert "6 of 35.2 GiB in all" in small["arithmetic"]["lines"]["models"]
+
+
+def test_a_trace_of_several_models_is_planned_with_its_own_shares(tmp_path: Path) -> None:
+    trace = tmp_path / "day.jsonl"
+    lines = [
+        {"time": n * 30.0, "prompt_tokens": 90, "output_tokens": 60, "model": f"m{n % 3 // 2}"}
+        for n in range(150)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    models = tmp_path / "models.yaml"
+    models.write_text("- {name: m0, memory: 4GiB}\n- {name: m1, memory: 8GiB}\n")
+    found = planned(
+        *("--trace", str(trace), "--models", str(models), "--tokens-per-second", "10"),
+        *("--memory", "13GiB"),
+    )
+    assert [one["share"] for one in found["traffic"]["models"]] == [100, 50]
+    assert found["answer"]["simulated"]["loads"] == 2
+    ran = run("plan", "--trace", str(trace), "--models", "1x1GiB:1GiB")
+    assert "not in --models: m0, m1" in ran.err
+
+
 def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
     ran = run("plan", "--requests-per-hour", "100", *OWN, *QUICK, "--completion-p95", "5")
     assert (ran.status, ran.out) == (1, "")
@@ -133,20 +162,23 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
     ("arguments", "problem"),
     [
         ((), "how much is there to do?"),
-        (("--requests-per-hour", "0", *OWN), "--requests-per-hour 0: must be a number above 0"),
-        (("--requests-per-hour", "nan", *OWN), "--requests-per-hour nan: must be"),
-        (("--requests-per-hour", "1e30", *OWN), "and at most 1,000,000,000"),
+        (("--requests-per-hour", "0", *OWN), "requests per hour must be above 0"),
+        (("--requests-per-hour", "nan", *OWN), "requests per hour must be above 0"),
+        (("--requests-per-hour", "1e30", *OWN), "at most 1e+09"),
         (("--requests-per-hour", "5", "--prompt", "9"), "--completion TOKENS is missing"),
         (("--requests-per-hour", "5", "--backlog", "5", *OWN), "how much is there to do?"),
-        (("--requests-per-hour", "5", *OWN, "--price-per-hour", "-1"), "--price-per-hour -1: must"),
+        (
+            ("--requests-per-hour", "5", *OWN, "--price-per-hour", "-1"),
+            "--price-per-hour: Input should be greater",
+        ),
         (
             ("--requests-per-hour", "5", *OWN, "--price-per-hour", "1", "--price-per-month", "1"),
-            "give one of them",
+            "can't stand beside price_per_hour",
         ),
         (("--requests-per-hour", "5", *OWN, "--repeat", "1"), "the share that repeats"),
-        (("--requests-per-hour", "5", *OWN, "--peak", "0.5"), "--peak 0.5: must be"),
-        (("--requests-per-hour", "5", *OWN, "--ttft-p95", "inf"), "--ttft-p95 inf: must be"),
-        (("--requests-per-hour", "5", *OWN, "--idle-watts", "9"), "must not be above --watts"),
+        (("--requests-per-hour", "5", *OWN, "--peak", "0.5"), "the peak must be from 1"),
+        (("--requests-per-hour", "5", *OWN, "--ttft-p95", "inf"), "the goal of TTFT must be"),
+        (("--requests-per-hour", "5", *OWN, "--idle-watts", "9"), "must not be above watts (0)"),
         (
             ("--requests-per-hour", "5", *OWN[:4], "--price-per-hour", "1"),
             "--price-per-hour is of your node: give --tokens-per-second",
@@ -154,6 +186,18 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
         (("--requests-per-hour", "5", *OWN[:4], "--type", "cpu-9"), "has no type 'cpu-9'"),
         (("--requests-per-hour", "5", *OWN[:4], "--model-gib", "90000"), "has the memory"),
         (("--trace", "/nowhere/day.jsonl"), "can't be read"),
+        (("--requests-per-hour", "5", *OWN, "--time-limit", "nan"), "--time-limit nan: must be a"),
+        (
+            ("--requests-per-hour", "5", *OWN, "--models", "2x1GiB:2GiB"),
+            "give your node's --memory",
+        ),
+        (
+            ("--requests-per-hour", "5", *OWN, "--models", "1x9GiB:9GiB", "--memory", "8GiB"),
+            "--models: model-1 takes 9.0 GiB, the largest router has 8.0 GiB",
+        ),
+        (("--requests-per-hour", "5", *OWN, "--models", "many"), "write COUNTxSMALLEST"),
+        (("--requests-per-hour", "5", *OWN[:4], "--models", "1x9TiB:9TiB"), "has the memory"),
+        (("--fleet", "--models", "2x1GiB:2GiB"), "--models has no meaning with --fleet"),
         (("--fleet", "--backlog", "500", *OWN), "--backlog has no meaning with --fleet"),
         (("--requests-per-hour", "5", *OWN, "--plot", "even.gif"), "must end in .png"),
     ],

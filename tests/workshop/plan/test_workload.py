@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 from statistics import fmean
 
 import pytest
@@ -47,8 +48,13 @@ def test_the_same_seed_is_the_same_traffic() -> None:
         {"repeat": 1.0}, {"peak": 0.5}, {"peak": math.nan}, {"backlog_hours": 0.0},
     ],
 )  # fmt: skip
-def test_figures_that_can_not_be_are_refused(fields: dict[str, float]) -> None:
-    given = {"requests_per_hour": 60.0, "prompt": 10.0, "completion": 10.0, **fields}
+def test_figures_that_can_not_be_are_refused(fields: dict[str, Any]) -> None:
+    given: dict[str, Any] = {
+        "requests_per_hour": 60.0,
+        "prompt": 10.0,
+        "completion": 10.0,
+        **fields,
+    }
     with pytest.raises(ValueError, match="must be"):
         Workload(**given)
 
