@@ -333,7 +333,9 @@ def routers(**measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-SEEN = {"r1_a": {"decode_tps": 20.0, "prefill_tps": 200.0, "models": ["a", "alias"]}}
+SEEN: dict[str, dict[str, Any]] = {
+    "r1_a": {"decode_tps": 20.0, "prefill_tps": 200.0, "models": ["a", "alias"]}
+}
 
 
 def test_a_router_is_one_node_with_the_slots_and_speeds_of_its_models() -> None:

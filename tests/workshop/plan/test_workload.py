@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 from statistics import fmean
+from typing import Any
 
 import pytest
 
