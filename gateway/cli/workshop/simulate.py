@@ -460,24 +460,18 @@ def _simulate_elastic(
 def _parse_elastic(text: str) -> tuple[AutoscalingRules, float, float]:
     """Parse `--elastic`: the policy's rules, the start-up time and the cost of an hour."""
     from gateway.schedule.core.autoscaling_policy import AutoscalingRules
+    from gateway.workshop.simulate.trace import parse_figures
 
+    names = [*(one.name for one in fields(AutoscalingRules)), "startup", "cost"]
     values = {"startup": 60.0, "cost": 0.0}
-    whole = ("min", "max")
-    known = (*(field.name for field in fields(AutoscalingRules)), *values)
-    for part in filter(None, text.replace(" ", "").split(",")):
-        name, _, number = part.partition("=")
-        if name not in known:
-            raise CommandFailed(
-                f"--elastic: there is no {name!r}; known: {', '.join(known)}", status=2
-            )
-        try:
-            value = int(number) if name in whole else float(number)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value < math.inf:
-            kind = "a whole number" if name in whole else "a number"
-            raise CommandFailed(f"--elastic: {part!r}: write {kind} after the =", status=2)
-        values[name] = value
+    try:
+        values |= parse_figures(
+            text, {name: int if name in {"min", "max"} else float for name in names}
+        )
+    except ValueError as error:
+        raise CommandFailed(f"--elastic: {error}", status=2) from None
+    if not all(0 <= value < math.inf for value in values.values()):
+        raise CommandFailed("--elastic: write numbers of 0 or more", status=2)
     startup, cost = values.pop("startup"), values.pop("cost")
     if values.get("max", math.inf) < max(1, values.get("min", 0)):
         raise CommandFailed("--elastic: max must be at least 1, and not below min", status=2)

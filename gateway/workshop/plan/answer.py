@@ -412,11 +412,9 @@ def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
 
     Needs the extra `plots`. Raises ValueError for an unknown suffix, and OSError.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=90, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for curve in found.curves:
         axes.plot(curve.rates, curve.prices, label=curve.label, drawstyle="steps-mid")

@@ -239,10 +239,11 @@ def _kind(node: Mapping[str, Any], measured: Mapping[str, Any]) -> MeasuredType:
         "slots": max(1, min(int(slots), MOST_SLOTS_OF_A_SERVER)) if isinstance(slots, int) else 1,
         "prefill_tps": measured["prefill_tps"],
         "decode_tps": measured["decode_tps"],
-        "model_speeds": measured.get("model_speeds") or {},
         "models": frozenset(map(str, models)) if isinstance(models, list) else frozenset(),
     }
-    fields |= {name: node[name] for name in ("memory_gib", "hosts") if name in node}
+    if "memory_gib" in node:
+        fields |= {name: node[name] for name in ("memory_gib", "hosts")}
+        fields["model_speeds"] = measured.get("model_speeds") or {}
     # Older gateways don't tell it.
     if isinstance(cost := node.get("batch_cost"), int | float) and 0 <= cost <= 100:
         fields["batch_cost"] = float(cost)
@@ -594,6 +595,9 @@ class FleetAdvice:
         return {"verdict": self.verdict, "sentence": self.sentence, "add": add}
 
 
+_SHOWN = {"tier", "slots", "prefill_tps", "decode_tps", "batch_cost", "memory_gib"}
+
+
 @dataclass(frozen=True, slots=True)
 class FleetAnswer:
     """The fleet as it is and as it might be, and what to do."""
@@ -614,12 +618,7 @@ class FleetAnswer:
                 {
                     "like": part.node_type.name,
                     "count": part.count,
-                    "tier": part.node_type.tier,
-                    "slots": part.node_type.slots,
-                    "prefill_tps": part.node_type.prefill_tps,
-                    "decode_tps": part.node_type.decode_tps,
-                    "batch_cost": part.node_type.batch_cost,
-                    "memory_gib": part.node_type.memory_gib,
+                    **part.node_type.model_dump(include=_SHOWN),
                     "models": sorted(_models(part)),
                 }
                 for part in self.fleet.parts

@@ -300,19 +300,12 @@ class FleetTrial:
 
     def as_dict(self) -> dict[str, object]:
         """For scripts."""
-        return {
-            "requests": self.requests,
-            "wait": asdict(self.wait) | {"error_95": self.wait_error},
-            "ttft": asdict(self.ttft),
-            "completion": asdict(self.completion) | {"error_95": self.completion_error},
-            "service": self.service,
-            "waiting_share": self.waiting_share,
-            "slots_busy": self.slots_busy,
-            "waited_too_long": self.too_late,
-            "seconds": self.seconds,
-            "loads": self.loads,
-            "load_seconds": self.load_seconds,
-        }
+        found = asdict(self)
+        found["wait"]["error_95"] = found.pop("wait_error")
+        found["completion"]["error_95"] = found.pop("completion_error")
+        found["waited_too_long"] = found.pop("too_late")
+        del found["shares"]
+        return found
 
 
 def try_fleet(
@@ -589,13 +582,8 @@ class FleetOption:
         """For scripts."""
         found, guess = self.estimate, None
         if found is not None and math.isfinite(found.wait):
-            guess = {
-                "waiting_share": found.waiting_share,
-                "wait": found.wait,
-                "service": found.service,
-                "completion": found.completion,
-                "erlang_c": found.waiting_share,
-            }
+            guess = asdict(found)
+            guess |= {"completion": found.completion, "erlang_c": found.waiting_share}
         return {
             "fleet": self.name,
             "parts": [

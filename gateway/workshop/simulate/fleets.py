@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import yaml
 
 from gateway.config.fields import parse_size
@@ -38,14 +38,16 @@ class FleetError(Exception):
     """A fleet that can't be simulated; the message has the remedy."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSpeeds:
+_Speed = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class NodeSpeeds(msgspec.Struct, frozen=True):
     """How fast one node is; None: not given."""
 
-    prefill_tps: float | None = None
-    decode_tps: float | None = None
-    batch_cost: float | None = None
-    slots: int | None = None
+    prefill_tps: _Speed | None = None
+    decode_tps: _Speed | None = None
+    batch_cost: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    slots: int | None = msgspec.field(default=None, name="slots_total")  # 0: not loaded
     router: str | None = None  # of which it is one model
     models: tuple[str, ...] = ()
 
@@ -195,19 +197,13 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
         )
     speeds: dict[str, NodeSpeeds] = {}
     for number, node in enumerate(nodes):
-        if not isinstance(node, dict) or not isinstance(node.get("name"), str):
-            raise FleetError(f"{path}: nodes[{number}]: has no name (each node needs one)")
         where = f"{path}: nodes[{number}]"
-        slots = node.get("slots_total") and _number(where, node, "slots_total")
-        speeds[node["name"]] = NodeSpeeds(
-            _number(where, node, "prefill_tps"),
-            _number(where, node, "decode_tps"),
-            _number(where, node, "batch_cost"),
-            # A model that is not loaded has none, and no more has its router.
-            max(1, int(slots)) if slots else None,
-            router if isinstance(router := node.get("router"), str) else None,
-            tuple(map(str, models)) if isinstance(models := node.get("models"), list) else (),
-        )
+        if not isinstance(node, dict) or not isinstance(node.get("name"), str):
+            raise FleetError(f"{where}: has no name (each node needs one)")
+        try:
+            speeds[node["name"]] = msgspec.convert(node, NodeSpeeds)
+        except msgspec.ValidationError as error:
+            raise FleetError(f"{where}: {error} (correct it, or leave it away)") from None
     return speeds
 
 
@@ -229,16 +225,6 @@ def read_document(path: Path) -> Any:
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or "is no YAML"
         raise FleetError(f"{place}: {problem} (write valid YAML)") from None
-
-
-def _number(where: str, node: Mapping[str, Any], key: str) -> float | None:
-    value = node.get(key)
-    if value is None:
-        return None  # Not measured yet.
-    sound = isinstance(value, int | float) and not isinstance(value, bool)
-    if not sound or not math.isfinite(value) or value <= 0:
-        raise FleetError(f"{where}.{key}: must be a positive number (or left away)")
-    return float(value)
 
 
 @contextmanager

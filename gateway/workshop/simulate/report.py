@@ -364,11 +364,9 @@ def plot_reports(path: Path, reports: Sequence[PolicyReport], title: str) -> Non
 
     Needs the extra `plots`. Raises ValueError for an unknown suffix, and OSError.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     shares = [step / CURVE_STEPS for step in range(CURVE_STEPS + 1)]
     panels = figure.subplots(1, 2, sharey=True)
     for axes, what in zip(panels, ("time to first token", "completion"), strict=True):

@@ -445,17 +445,23 @@ class Traffic:
     def from_text(cls, text: str) -> Traffic:
         """From text such as `rate=2,requests=5000,turns=4`. Raises ValueError with the remedy."""
         kinds = {field.name: int if "int" in str(field.type) else float for field in fields(cls)}
-        given: dict[str, float] = {"rate": 1.0, "requests": 5_000}
-        for part in filter(None, text.replace(" ", "").split(",")):
-            name, _, value = part.partition("=")
-            if name not in kinds:
-                raise ValueError(f"{name!r} is nothing to set; known: {', '.join(kinds)}")
-            try:
-                given[name] = kinds[name](value)
-            except (ValueError, OverflowError):
-                number = "a whole number" if kinds[name] is int else "a number"
-                raise ValueError(f"{part!r}: write {number} behind the =") from None
+        given = {"rate": 1.0, "requests": 5_000} | parse_figures(text, kinds)
         return cls(**given)  # type: ignore[arg-type]
+
+
+def parse_figures(text: str, kinds: Mapping[str, type[int | float]]) -> dict[str, float]:
+    """Numbers from text such as `rate=2,requests=5000`. Raises ValueError with the remedy."""
+    found: dict[str, float] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = part.partition("=")
+        if name not in kinds:
+            raise ValueError(f"{name!r} is nothing to set; known: {', '.join(kinds)}")
+        try:
+            found[name] = kinds[name](value)
+        except (ValueError, OverflowError):
+            number = "a whole number" if kinds[name] is int else "a number"
+            raise ValueError(f"{part!r}: write {number} behind the =") from None
+    return found
 
 
 def generate(

@@ -205,7 +205,10 @@ def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
     ("arguments", "message"),
     [
         (("--standby", "2x2"), "is no fleet"),
-        (("--standby", "2x2@40:600", "--elastic", "starup=3"), "there is no 'starup'"),
+        (
+            ("--standby", "2x2@40:600", "--elastic", "starup=3"),
+            "--elastic: 'starup' is nothing to set",
+        ),
         (("--standby", "2x2@40:600", "--elastic", "max=x"), "write a whole number"),
         (("--standby", "2x2@40:600", "--elastic", "min=3,max=2"), "not below min"),
         (

@@ -153,8 +153,11 @@ def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
         ("s.yaml", "a: [", "s.yaml:1:"),
         ("s.json", "3", "holds no list of nodes"),
         ("s.json", '{"nodes": [3]}', r"nodes\[0\]: has no name"),
-        ("s.json", '[{"name": "a", "decode_tps": 0}]', r"nodes\[0\].decode_tps: must be a posit"),
-        ("s.json", '[{"name": "a", "prefill_tps": NaN}]', "must be a positive number"),
+        (
+            "s.json",
+            '[{"name": "a", "decode_tps": 0}]',
+            r"nodes\[0\]: Expected `float` > 0.0 - at `\$.decode_tps`",
+        ),
     ],
 )
 def test_wrong_speeds_are_errors_with_their_place(
@@ -164,6 +167,12 @@ def test_wrong_speeds_are_errors_with_their_place(
     path.write_text(text)
     with pytest.raises(FleetError, match=message):
         read_speeds(path)
+
+
+def test_a_speed_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+    nodes = inventory(tmp_path, "nodes:\n  - {name: a, url: http://a}\n")
+    with pytest.raises(FleetError, match="speeds must be positive"):
+        from_inventory(nodes, {"a": NodeSpeeds(float("nan"), 1.0)}, USUAL, ServerSetup())
 
 
 def test_a_missing_speeds_file_is_an_error_with_the_remedy(tmp_path: Path) -> None:
