@@ -11,6 +11,8 @@ from gateway.workshop.plan.catalogue import packaged_catalogue
 from tests.callers.metered_gateway import recorded
 from tests.cli.running import Ran, run
 from tests.emulator import EmulatedNode
+from tests.emulator.routed_model import ModelFile
+from tests.emulator.router import EmulatedRouter
 from tests.gateways import running_gateway
 
 OWN = ("--prompt", "100", "--completion", "100", "--tokens-per-second", "10")
@@ -291,6 +293,51 @@ async def test_a_fleet_that_had_no_free_slot_is_called_saturated_by_its_own_ledg
         assert found["changes"][0]["simulated"]["wait"]["p95"] == pytest.approx(wait, rel=0.5)
         text = await asyncio.to_thread(run, "plan", "--fleet", "--admin-url", running.admin_url)
         assert found["advice"]["sentence"].split(" in ")[0] in text.out.splitlines()[-1]
+
+
+async def test_routers_of_the_running_fleet_are_planned_and_simulated_with_their_models(
+    tmp_path: Path,
+) -> None:
+    files = {name: ModelFile(memory=size << 30) for name, size in (("a", 2), ("b", 3), ("c", 4))}
+    options: dict[str, Any] = {"models_max": 0, "slots": 2, "prefill_tps": 2000, "decode_tps": 100}
+    async with (
+        EmulatedRouter(files, answer_tokens=20, **options) as router,
+        running_gateway(
+            tmp_path,
+            [{"name": "epyc", "url": router.url, "memory": "6GiB"}],
+            {
+                "store": {"url": f"sqlite:///{tmp_path}/gateway.db"},
+                "models": {name: {"memory": file.memory} for name, file in files.items()},
+            },
+        ) as running,
+    ):
+        for model in "aab":
+            body = {"model": model, "messages": [{"role": "user", "content": "nodes " * 60}]}
+            answer = await running.client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+        await recorded(running, 3)
+        ran = await through(running.admin_url, "--completion-p95", "60")
+        assert ran.status == 0, ran.err
+        found = json.loads(ran.out)
+        (kind,) = found["nodes"]
+        assert (kind["like"], kind["count"], kind["slots"], kind["memory_gib"]) == ("epyc", 1, 2, 6)
+        assert kind["models"] == ["a", "b", "c"]
+        shares = {one["name"]: one["share"] for one in found["traffic"]["models"]}
+        assert shares == {"a": 2, "b": 1, "c": 0}
+        assert found["changes"][0]["simulated"]["loads"] == 2
+        assert found["advice"]["verdict"] == "enough"
+        for command in ("nodes", "models"):
+            told = await asyncio.to_thread(run, command, "--json", "--admin-url", running.admin_url)
+            (tmp_path / f"{command}.json").write_text(told.out)
+    ran = run(
+        *("simulate", "--nodes", str(tmp_path / "nodes.yaml"), "--json", "--placements", "2"),
+        *("--speeds", str(tmp_path / "nodes.json"), "--models", str(tmp_path / "models.json")),
+        *("--generate", "rate=1,requests=60,system=100,answer=20"),
+    )
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    assert [one["memory"] >> 30 for one in found["models"]] == [2, 3, 4]
+    assert found["placements"][0]["loads"] >= 3
 
 
 async def test_a_gateway_that_does_not_run_is_said(tmp_path: Path) -> None:
