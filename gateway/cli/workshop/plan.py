@@ -228,21 +228,25 @@ def plan(
     from gateway.cli.workshop.simulate import read_trace_file
     from gateway.workshop.plan.catalogue import packaged_catalogue, read_catalogue
     from gateway.workshop.plan.search import Goal, PlanQuestion
-    from gateway.workshop.plan.workload import TraceTooShortError, from_trace
+    from gateway.workshop.plan.workload import from_trace
     from gateway.workshop.simulate.fleets import FleetError
     from gateway.workshop.simulate.routers import models_from_text, with_shares
 
     with _reported("", ValueError, FleetError, status=2):
         goal = Goal(ttft_p95, completion_p95, most_use)
         on_demand = with_shares(models_from_text(models), seed) if models is not None else []
-    recorded = None if trace is None else read_trace_file(trace, on_demand, limit=limit)
+    recorded = (
+        None
+        if trace is None
+        else read_trace_file(trace, [one.name for one in on_demand], limit=limit)
+    )
     given = (requests_per_hour, backlog, prompt, completion)
 
     def workload() -> Workload:
         if recorded is None:
             made = _build_workload(*given, repeat, peak, within)
             return replace(made, models=tuple(on_demand))
-        with _reported("--trace: ", TraceTooShortError, ValueError, status=2):
+        with _reported("--trace: ", ValueError, status=2):
             return from_trace(recorded, on_demand)
 
     def question(asked: Workload, played: Trace | None, *types: NodeType) -> PlanQuestion:

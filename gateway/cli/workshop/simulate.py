@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -275,6 +275,7 @@ def _requests(
     seed: int,
     limit: int | None,
     models: Sequence[SimulatedModel] = (),
+    others: Collection[str] = (),
     *,
     skip_broken: bool,
 ) -> Trace:
@@ -288,7 +289,8 @@ def _requests(
             return generate_traffic(Traffic.from_text(generate), seed, names, shares)
         except ValueError as error:
             raise CommandFailed(f"--generate: {error}", status=2) from None
-    requests = read_trace_file(trace, models, skip_broken=skip_broken, limit=limit)
+    known = {*others, *(model.name for model in models)}
+    requests = read_trace_file(trace, known, skip_broken=skip_broken, limit=limit)
     if requests.skipped:
         print_note(f"{trace}: skipped {requests.skipped} broken lines")
     return requests
@@ -296,12 +298,12 @@ def _requests(
 
 def read_trace_file(
     path: Path,
-    models: Sequence[SimulatedModel] = (),
+    models: Collection[str] = (),
     *,
     skip_broken: bool = False,
     limit: int | None = None,
 ) -> Trace:
-    """Read the file of `--trace`, which names no other models.
+    """Read the file of `--trace`, which names no other models than these, if there are any.
 
     Raises CommandFailed, ConfigError.
     """
@@ -314,7 +316,7 @@ def read_trace_file(
             f"--trace {path}: can't be read: {error.strerror} (check the path and its rights)",
             status=2,
         ) from None
-    unknown = {job.model for job in requests.jobs} - {model.name for model in models}
+    unknown = {job.model for job in requests.jobs}.difference(models)
     if models and unknown:
         shown = ", ".join(sorted(name or "none" for name in unknown)[:3])
         raise CommandFailed(f"--trace {path}: not in --models: {shown}", status=2)
@@ -360,7 +362,7 @@ def _row(report: PolicyReport) -> list[tuple[str, object]]:
 def _simulate_models(
     nodes: Sequence[SimulatedMachine],
     text: str,
-    read: Callable[[Sequence[SimulatedModel]], Trace],
+    read: Callable[[Sequence[SimulatedModel], Collection[str]], Trace],
     placements: int,
     *,
     seed: int,
@@ -375,7 +377,7 @@ def _simulate_models(
     try:
         models = models_from_text(text)
         check_fit(nodes, models)
-        trace = read(models)
+        trace = read(models, {name for node in nodes if not node.memory for name in node.models})
         with _progress(placements + HAND_TRIED + 3) as progress:
             found = compare_model_placements(
                 trace, nodes, models, placements, warm=warm, seed=seed, progress=progress

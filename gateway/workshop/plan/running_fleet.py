@@ -271,26 +271,12 @@ def _is_alike(one: MeasuredType, other: MeasuredType) -> bool:
 
 
 def _merged(known: MeasuredType, other: MeasuredType, count: int) -> MeasuredType:
-    """The kind with one node more: mean speeds."""
-
-    def mean(one: float, two: float) -> float:
-        return (one * count + two) / (count + 1)
-
-    speeds = {
-        model: (mean(read, other.model_speeds[model][0]), mean(write, other.model_speeds[model][1]))
-        for model, (read, write) in known.model_speeds.items()
-        if model in other.model_speeds
+    """The kind with one node more: mean speeds, and those of models as they are."""
+    means = {
+        name: (getattr(known, name) * count + getattr(other, name)) / (count + 1)
+        for name in ("prefill_tps", "decode_tps", "batch_cost")
     }
-    return known.model_copy(
-        update={
-            "model_speeds": speeds,
-            "hosts": known.hosts + other.hosts,
-            **{
-                name: mean(getattr(known, name), getattr(other, name))
-                for name in ("prefill_tps", "decode_tps", "batch_cost")
-            },
-        }
-    )
+    return known.model_copy(update={"hosts": known.hosts + other.hosts, **means})
 
 
 @dataclass(frozen=True, slots=True)

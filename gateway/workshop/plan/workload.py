@@ -119,17 +119,13 @@ def make_trace(workload: Workload, requests: int, seed: int) -> Trace:
     return build_trace(jobs)
 
 
-class TraceTooShortError(Exception):
-    """A trace from which no rate can be read."""
-
-
 def from_trace(trace: Trace, models: Sequence[SimulatedModel] = ()) -> Workload:
     """The figures of a trace: of its mean, and its busiest hour as the peak.
 
     Each of the `models` gets the share that it has there.
 
     The share that repeats is what a cache could know: shared beginnings, and earlier turns of a
-    conversation. Raises TraceTooShortError and ValueError.
+    conversation. Raises ValueError.
     """
     jobs = trace.jobs
     tokens = sum(job.prompt.tokens + job.output for job in jobs)
@@ -139,7 +135,7 @@ def from_trace(trace: Trace, models: Sequence[SimulatedModel] = ()) -> Workload:
         )
     span = max(job.time for job in jobs) - min(job.time for job in jobs)
     if len(jobs) < 2 or span <= 0:
-        raise TraceTooShortError("it needs two requests at different times, to tell a rate")
+        raise ValueError("it needs two requests at different times, to tell a rate")
     # The last gap is as long as the others: n requests have n - 1 gaps.
     rate = (len(jobs) - 1) / span * SECONDS_PER_HOUR
     peak = 1.0

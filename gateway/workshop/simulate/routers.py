@@ -128,14 +128,12 @@ def placed_models(placements: Sequence[Mapping[str, Any]]) -> list[SimulatedMode
     return models
 
 
-def with_shares(
-    models: Sequence[SimulatedModel], seed: int, zipf: float = 1.0
-) -> list[SimulatedModel]:
+def with_shares(models: Sequence[SimulatedModel], seed: int) -> list[SimulatedModel]:
     """Models with the share of each: as given, else by Zipf's law in an order drawn by the seed."""
     ranks = [*range(1, len(models) + 1)]
     random.Random(f"ranks of {seed}").shuffle(ranks)
     return [
-        model if model.share is not None else replace(model, share=rank**-zipf)
+        model if model.share is not None else replace(model, share=1.0 / rank)
         for model, rank in zip(models, ranks, strict=True)
     ]
 
@@ -245,7 +243,6 @@ class RouterFleet(SimulatedFleet):
         "_clocks",
         "_clocks_set",
         "_free",
-        "_versions",
         "held",
         "hosts",
         "instances",
@@ -357,16 +354,6 @@ class RouterFleet(SimulatedFleet):
         self.servers[node].take(job, self._clock(router), self.now)
         self._active[router].add(node)
         self._schedule(router)
-
-    def next_step_end(self) -> float:
-        """When the next steps end; infinity while every node is idle."""
-        ends = self._ends
-        while ends:
-            time, router, version = ends[0]
-            if version == self._versions[router]:
-                return time
-            heappop(ends)
-        return math.inf
 
     def end_steps(self) -> tuple[list[Job], list[Job]]:
         """End those steps, now: the jobs that have their first token, and those that have ended."""

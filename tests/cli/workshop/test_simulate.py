@@ -283,6 +283,26 @@ def test_placements_are_compared_on_the_routers_of_a_running_fleet(tmp_path: Pat
     assert "assumed 10 and 100 tokens/s times `speed_hint` for r2" in ran.err
 
 
+def test_a_plain_server_beside_routers_serves_its_own_model(tmp_path: Path) -> None:
+    nodes, speeds, trace = (tmp_path / name for name in ("n.yaml", "speeds.json", "day.jsonl"))
+    nodes.write_text(
+        "nodes:\n  - {name: r1, url: 'http://a', memory: 8GiB, slots: 1}\n"
+        "  - {name: plain, url: 'http://b', model: own, slots: 1}\n"
+    )
+    speed = {"prefill_tps": 600.0, "decode_tps": 40.0}
+    rows = [{"name": "r1/model-1", "router": "r1", "models": ["model-1"], **speed}]
+    speeds.write_text(json.dumps([*rows, {"name": "plain", "models": ["own"], **speed}]))
+    lines = [{"prompt_tokens": 9, "output_tokens": 9, "model": name} for name in ("own", "model-1")]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran = run(
+        *("simulate", "--nodes", str(nodes), "--speeds", str(speeds), "--trace", str(trace)),
+        *("--models", "1x2GiB:2GiB", "--json"),
+    )
+    assert ran.status == 0, ran.err
+    ours, *_ = json.loads(ran.out)["placements"]
+    assert (ours["requests"], ours["loads"]) == (2, 1)
+
+
 def test_that_models_do_not_fit_at_once_is_said() -> None:
     ran = run(
         *("simulate", "--fleet", "1x2@40:600/16GiB", "--models", "2x9GiB:10GiB"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.workshop.plan.workload import TraceTooShortError, Workload, from_trace, make_trace
+from gateway.workshop.plan.workload import Workload, from_trace, make_trace
 from gateway.workshop.simulate.trace import Job, Trace, TracePrompt, build_trace
 from tests.each_case import each_case
 
@@ -85,5 +85,5 @@ def test_what_a_cache_could_know_repeats() -> None:
 
 
 def test_a_trace_of_one_moment_has_no_rate() -> None:
-    with pytest.raises(TraceTooShortError, match="two requests at different times"):
+    with pytest.raises(ValueError, match="two requests at different times"):
         from_trace(trace_of(1.0, 1.0))
