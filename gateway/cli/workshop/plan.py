@@ -401,6 +401,7 @@ def _own_node(
     from pydantic import ValidationError
 
     from gateway.config.fields import parse_size
+    from gateway.config.yaml_file import error_words
     from gateway.workshop.plan.catalogue import NodeType
     from gateway.workshop.simulate.routers import GIB
 
@@ -428,7 +429,8 @@ def _own_node(
         wrong = error.errors()[0]
         key = str(wrong["loc"][0])
         option = _OPTIONS.get(key, "--" + key.replace("_", "-"))
-        raise CommandFailed(f"{option}: {wrong['msg']}", status=2) from None
+        words = filter(None, error_words(wrong, NodeType, wrong["loc"]))
+        raise CommandFailed(f"{option}: {'; '.join(words)}", status=2) from None
     except ValueError as error:
         raise CommandFailed(f"--memory {memory}: {error}", status=2) from None
 

@@ -13,7 +13,6 @@ from gateway.workshop.plan.catalogue import HOURS_PER_MONTH, NodeType
 from gateway.workshop.plan.search import (
     DIRECT,
     GATEWAY,
-    MOST_SIMULATED_NODES,
     WARM_UP_SHARE,
     FleetOption,
     FleetPart,
@@ -115,7 +114,7 @@ def try_hybrid(
     All requests may go to both: each goes where it is expected to end first. None: none was tried.
     """
     workload, goal = question.workload, question.goal
-    if most * cpu.servers + gpu.servers > MOST_SIMULATED_NODES:
+    if most * cpu.servers + gpu.servers > question.most_nodes:
         return None
     trace = question.trace(most * cpu.servers * cpu.slots + gpu.slots)
     trials: dict[int, FleetTrial] = {}

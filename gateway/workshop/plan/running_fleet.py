@@ -19,7 +19,6 @@ from pydantic import Field
 
 from gateway.workshop.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
 from gateway.workshop.plan.search import (
-    MOST_SIMULATED_NODES,
     FleetPart,
     FleetTrial,
     Goal,
@@ -622,8 +621,8 @@ def what_if(
 
     Raises UnmeasuredFleetError.
     """
-    if sum(part.servers for part in fleet.parts) > MOST_SIMULATED_NODES:
-        raise UnmeasuredFleetError(f"more than {MOST_SIMULATED_NODES} nodes are not simulated")
+    if sum(part.servers for part in fleet.parts) > question.most_nodes:
+        raise UnmeasuredFleetError(f"more than {question.most_nodes} nodes are not simulated")
     fleet, notes = _as_slow_as_seen(fleet, traffic)
     asked = _Asked(question, traffic, limit)
     now = asked.row("as it is", fleet.parts)

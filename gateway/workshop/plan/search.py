@@ -209,7 +209,8 @@ def estimate(
 
 GATEWAY = "least_finish"  # the gateway's own policy; `DIRECT`: none, requests wait inside the node
 DIRECT = "nginx"
-MOST_SIMULATED_NODES = 2000
+# Nodes of a trial; where they load models on demand, models times nodes.
+MOST_SIMULATED_NODES, MOST_SIMULATED_INSTANCES = 2000, 20_000
 # Share of the requests that come while the fleet fills and its speeds are learnt: not counted.
 WARM_UP_SHARE = 0.1
 BATCHES = 20  # batches of requests whose means tell how sure a mean is
@@ -491,6 +492,12 @@ class PlanQuestion:
     warm: bool = False  # whether the gateway knows the nodes' speeds from the start
     recorded: Trace | None = None  # a recorded trace, to be played in place of made-up requests
 
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that a trial has at most."""
+        models = len(self.workload.models) or 1
+        return min(MOST_SIMULATED_NODES, max(1, MOST_SIMULATED_INSTANCES // models))
+
     def trace(self, slots: int = 0) -> Trace:
         """The requests of a trial on a fleet of so many slots."""
         if self.recorded is not None:
@@ -707,14 +714,14 @@ def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | N
 
     if limit is None:
         return option(least, None)
-    trace = question.trace(min(least * node_type.servers, MOST_SIMULATED_NODES) * node_type.slots)
+    trace = question.trace(min(least * node_type.servers, question.most_nodes) * node_type.slots)
     if least > most_estimated:
         return option(least, None, f"it would take {least:,} of it")
     if impossible := why_impossible(node_type, trace, goal, workload.models):
         return option(least, None, impossible)
-    most = min(least * MOST_MORE + 4, MOST_SIMULATED_NODES // node_type.servers)
+    most = min(least * MOST_MORE + 4, question.most_nodes // node_type.servers)
     if least > most:
-        return option(least, None, why=f"more than {MOST_SIMULATED_NODES} nodes are not simulated")
+        return option(least, None, why=f"more than {question.most_nodes} nodes are not simulated")
     trials: dict[int, FleetTrial] = {}
 
     def meets(count: int) -> bool:

@@ -171,7 +171,7 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
         (("--requests-per-hour", "5", "--backlog", "5", *OWN), "how much is there to do?"),
         (
             ("--requests-per-hour", "5", *OWN, "--price-per-hour", "-1"),
-            "--price-per-hour: Input should be greater",
+            "--price-per-hour: must be greater than",
         ),
         (
             ("--requests-per-hour", "5", *OWN, "--price-per-hour", "1", "--price-per-month", "1"),
