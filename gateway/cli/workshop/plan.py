@@ -277,8 +277,8 @@ def plan(
     nodes: list[NodeType] = []
     if tokens_per_second is not None:
         figures = (tokens_per_second, prefill_tokens_per_second, slots, batch_cost, memory)
-        nodes.append(_own_node(figures, (price_per_hour, price_per_month), (watts, idle_watts)))
-        _check_memory(nodes[0], on_demand)
+        prices = (price_per_hour, price_per_month)
+        nodes.append(_own_node(figures, prices, (watts, idle_watts), on_demand))
     else:
         for option, value in (
             ("--prefill-tokens-per-second", prefill_tokens_per_second),
@@ -396,14 +396,19 @@ def _own_node(
     figures: tuple[float, float | None, int, float, str | None],
     prices: tuple[float | None, float | None],
     power: tuple[float, float],
+    models: Sequence[SimulatedModel],
 ) -> NodeType:
-    """Return the node that the command line describes: speeds, slots and memory, prices, watts."""
+    """Return the node that the command line describes: speeds, slots and memory, prices, watts.
+
+    It must have memory for each of the `models`. Raises CommandFailed.
+    """
     from pydantic import ValidationError
 
     from gateway.config.fields import parse_size
     from gateway.config.yaml_file import error_words
     from gateway.workshop.plan.catalogue import NodeType
-    from gateway.workshop.simulate.routers import GIB
+    from gateway.workshop.simulate.fleets import FleetError
+    from gateway.workshop.simulate.routers import GIB, check_fit
 
     decode, prefill, slots, batch_cost, memory = figures
     if prefill is None:
@@ -413,7 +418,7 @@ def _own_node(
             "it writes: --prefill-tokens-per-second tells more"
         )
     try:
-        return NodeType(
+        node = NodeType(
             name="node",
             slots=slots,
             decode_tps=decode,
@@ -433,6 +438,10 @@ def _own_node(
         raise CommandFailed(f"{option}: {'; '.join(words)}", status=2) from None
     except ValueError as error:
         raise CommandFailed(f"--memory {memory}: {error}", status=2) from None
+    if models:
+        with _reported("--models: ", FleetError, status=2):
+            check_fit(node.machines(1), models)
+    return node
 
 
 _OPTIONS = {
@@ -440,18 +449,6 @@ _OPTIONS = {
     "prefill_tps": "--prefill-tokens-per-second",
     "memory_gib": "--memory",
 }
-
-
-def _check_memory(node: NodeType, models: Sequence[SimulatedModel]) -> None:
-    """Check that your node has memory for each model that it loads. Raises CommandFailed."""
-    from gateway.workshop.simulate.fleets import FleetError
-    from gateway.workshop.simulate.routers import check_fit
-
-    if models and node.memory_gib is None:
-        raise CommandFailed("--models: give your node's --memory, such as 64GiB", status=2)
-    if models:
-        with _reported("--models: ", FleetError, status=2):
-            check_fit(node.machines(1), models)
 
 
 def _choose_types(

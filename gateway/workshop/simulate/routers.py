@@ -142,8 +142,8 @@ def check_fit(nodes: Sequence[SimulatedMachine], models: Sequence[SimulatedModel
     """Raise FleetError unless each model fits on a router, or a plain server has it."""
     if all(not node.memory for node in nodes):
         raise FleetError(
-            f"{nodes[0].name} has no memory for models: write it as 2x2@40:600/48GiB, or in the "
-            "inventory as `memory`"
+            f"{nodes[0].name} has no memory for models: write 2x2@40:600/48GiB, `memory` in the "
+            "inventory, or --memory 48GiB"
         )
     for model in models:
         able = [one for one in nodes if not one.models or model.name in one.models]

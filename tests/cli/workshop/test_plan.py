@@ -191,7 +191,7 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
         (("--requests-per-hour", "5", *OWN, "--time-limit", "nan"), "--time-limit nan: must be a"),
         (
             ("--requests-per-hour", "5", *OWN, "--models", "2x1GiB:2GiB"),
-            "give your node's --memory",
+            "node-1 has no memory for models",
         ),
         (
             ("--requests-per-hour", "5", *OWN, "--models", "1x9GiB:9GiB", "--memory", "8GiB"),

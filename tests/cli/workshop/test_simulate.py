@@ -317,7 +317,7 @@ def test_that_models_do_not_fit_at_once_is_said() -> None:
     [
         (
             ("--fleet", "1x2@40:600", "--models", "2x1GiB:2GiB"),
-            "node-1 has no memory for models: write it as 2x2@40:600/48GiB",
+            "node-1 has no memory for models: write 2x2@40:600/48GiB",
         ),
         (("--fleet", "1x2@40:600/8GiB"), "routers need --models"),
         (("--fleet", "1x2@40:600/8Gib", "--models", "1x9GiB:9GiB"), "the largest router has 8.0"),
