@@ -237,7 +237,7 @@ def fit(
         repacked_types,
     )
     from gateway.local.topology import read_topology
-    from gateway.workshop.fit import LAYOUT_FLAGS, choice_rows, fit_as_dict, report_lines
+    from gateway.workshop.fit import INSTRUCTION_SETS, choice_rows, fit_as_dict, report_lines
     from gateway.workshop.fit import fit as compute
 
     key_type, value_type = _kv_types(kv_type)
@@ -257,7 +257,7 @@ def fit(
         micro_batch=micro_batch,
         prompt_cache_bytes=_bytes_of("--cache-ram", cache_ram),
         mapped=machine.servers == 1,
-        repacked=repacked_types({LAYOUT_FLAGS[machine.instructions]}),
+        repacked=repacked_types({INSTRUCTION_SETS[machine.instructions].layout_flag}),
     )
     try:
         found = compute(file, model_shape(read_headers(model_parts(model))), settings, machine)
@@ -371,11 +371,11 @@ def _bandwidth(
 
 
 def _instructions(name: str | None) -> str | None:
-    from gateway.workshop.fit import INSTRUCTION_FACTORS
+    from gateway.workshop.fit import INSTRUCTION_SETS
 
     if name is None:
         return None
-    known = {one.lower().replace(" ", "-"): one for one in INSTRUCTION_FACTORS}
+    known = {one.lower().replace(" ", "-"): one for one in INSTRUCTION_SETS}
     if name.lower() not in known:
         raise CommandFailed(
             f"--instructions {name}: there is no such set; known: {', '.join(known)}", 2

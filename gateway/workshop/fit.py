@@ -19,8 +19,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.local.gguf import TENSOR_BLOCKS, ModelFile, ModelShape, Tensor
 from gateway.local.memory import (
@@ -107,56 +107,43 @@ EXPERT = re.compile(r"_exps\.")
 # Of one core with AVX2 (docs/fit.md; `python -m tests.workshop.fit.measure rates`, EPYC of Zen 3):
 # bytes/s of weights that one token's products take up, and operations/s with a micro-batch. A type
 # that is not listed counts as OTHER_TYPE.
-DECODE_RATES = {
-    "f32": 13.2e9,
-    "f16": 13.8e9,
-    "bf16": 11.3e9,
-    "q8_0": 13.1e9,
-    "q6_k": 8.2e9,
-    "q5_k": 5.5e9,
-    "q4_k": 10.8e9,
-    "q4_0": 9.3e9,
-    "q3_k": 6.4e9,
-    "q2_k": 5.5e9,
-}
-
-PREFILL_RATES = {
-    "f32": 27e9,
-    "f16": 28e9,
-    "bf16": 27e9,
-    "q8_0": 46e9,
-    "q6_k": 65e9,
-    "q5_k": 64e9,
-    "q4_k": 58e9,
-    "q4_0": 59e9,
-    "q3_k": 66e9,
-    "q2_k": 66e9,
+RATES = {
+    "f32": (13.2e9, 27e9),
+    "f16": (13.8e9, 28e9),
+    "bf16": (11.3e9, 27e9),
+    "q8_0": (13.1e9, 46e9),
+    "q6_k": (8.2e9, 65e9),
+    "q5_k": (5.5e9, 64e9),
+    "q4_k": (10.8e9, 58e9),
+    "q4_0": (9.3e9, 59e9),
+    "q3_k": (6.4e9, 66e9),
+    "q2_k": (5.5e9, 66e9),
 }
 
 OTHER_TYPE = "q3_k"
 
-# Arithmetic of a core beside one with AVX2. Only AVX2 is measured; the others are estimates from
-# the width of the instructions, and say so.
-INSTRUCTION_FACTORS = {
-    "AMX": 4.0,
-    "AVX-512 VNNI": 2.0,
-    "AVX-512": 1.5,
-    "AVX2": 1.0,
-    "i8mm": 1.5,
-    "dot product": 0.8,
-    "none": 0.2,
-}
-
 MEASURED_INSTRUCTIONS = "AVX2"
 
-FLAGS = (
-    ("amx_int8", "AMX"),
-    ("avx512_vnni", "AVX-512 VNNI"),
-    ("avx512f", "AVX-512"),
-    ("avx2", "AVX2"),
-    ("i8mm", "i8mm"),
-    ("asimddp", "dot product"),
-)
+
+class InstructionSet(NamedTuple):
+    """Instructions that llama.cpp computes with."""
+
+    factor: float  # arithmetic of a core beside one with AVX2
+    flag: str  # by which the kernel names it
+    layout_flag: str  # by which llama.cpp chooses the layout of weights
+
+
+# The best first. Only AVX2 is measured; the others are estimates from the width of the
+# instructions, and say so.
+INSTRUCTION_SETS = {
+    "AMX": InstructionSet(4.0, "amx_int8", "avx512f"),
+    "AVX-512 VNNI": InstructionSet(2.0, "avx512_vnni", "avx512f"),
+    "AVX-512": InstructionSet(1.5, "avx512f", "avx512f"),
+    "AVX2": InstructionSet(1.0, "avx2", "avx2"),
+    "i8mm": InstructionSet(1.5, "i8mm", "asimddp"),
+    "dot product": InstructionSet(0.8, "asimddp", "asimddp"),
+    "none": InstructionSet(0.2, "", ""),
+}
 
 # Of a token, whatever its model: sampling and HTTP. Measured with a tiny model.
 TOKEN_SECONDS = 100e-6
@@ -168,24 +155,13 @@ LAYER_WAIT_SECONDS = 0.2e-3
 # prefill of one mixture (docs/fit.md).
 HALF_SPEED_TOKENS = 4
 
-# The kernel flag by which llama.cpp chooses the layout of weights, by instruction set.
-LAYOUT_FLAGS = {
-    "AMX": "avx512f",
-    "AVX-512 VNNI": "avx512f",
-    "AVX-512": "avx512f",
-    "AVX2": "avx2",
-    "i8mm": "asimddp",
-    "dot product": "asimddp",
-    "none": "",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Cores:
     """What computes for one server."""
 
     count: int
-    instructions: str  # a key of INSTRUCTION_FACTORS
+    instructions: str  # a key of INSTRUCTION_SETS
     bandwidth: float  # bytes/s of the memory that it reads
 
 
@@ -202,33 +178,29 @@ class ExpectedSpeed:
 
 def instruction_set(flags: frozenset[str]) -> str:
     """Return the best instruction set that these kernel flags name."""
-    return next((name for flag, name in FLAGS if flag in flags), "none")
+    return next((name for name, one in INSTRUCTION_SETS.items() if one.flag in flags), "none")
 
 
 def expected_speed(
     shape: ModelShape, settings: ServerSettings, cores: Cores, *, used: int | None = None
 ) -> ExpectedSpeed:
     """Return the speed of one request, with `used` tokens in its slot; default: half of it."""
-    factor = INSTRUCTION_FACTORS[cores.instructions]
+    power = cores.count * INSTRUCTION_SETS[cores.instructions].factor
     filled = settings.context // 2 if used is None else used
     bytes_read, elements = _active(shape, min(settings.micro_batch, max(1, filled)))
     by_memory, by_cores, seconds = 0.0, 0.0, 0.0
     for kind, size in bytes_read.items():
         wait = size / cores.bandwidth
-        work = size / (cores.count * factor * _rate(DECODE_RATES, kind))
+        work = size / (power * _rates(kind)[0])
         by_memory, by_cores, seconds = by_memory + wait, by_cores + work, seconds + max(wait, work)
     kv = slot_bytes(shape, settings) * filled // settings.context
     kv += sum(layer.state_bytes for layer in shape.layers)
-    kv_rate = cores.count * factor * _rate(DECODE_RATES, settings.key_type)
-    seconds += kv / min(cores.bandwidth, kv_rate)
+    seconds += kv / min(cores.bandwidth, power * _rates(settings.key_type)[0])
     seconds += TOKEN_SECONDS + (len(shape.layers) * LAYER_WAIT_SECONDS if cores.count > 1 else 0.0)
-    operations = sum(
-        2 * count / (cores.count * factor * _rate(PREFILL_RATES, kind))
-        for kind, count in elements.items()
-    )
+    operations = sum(2 * count / (power * _rates(kind)[1]) for kind, count in elements.items())
     # Attention: a token meets, on average, half of the tokens before it, in keys and in values.
     attended = 2 * 2 * (filled // 2) * shape.width * sum(1 for one in shape.layers if one.key_width)
-    operations += attended / (cores.count * factor * PREFILL_RATES["f16"])
+    operations += attended / (power * RATES["f16"][1])
     return ExpectedSpeed(
         decode=1 / seconds,
         prefill=1 / operations,
@@ -262,8 +234,8 @@ def _active(shape: ModelShape, batch: int) -> tuple[Counter[str], Counter[str]]:
     return bytes_read, elements
 
 
-def _rate(rates: dict[str, float], kind: str) -> float:
-    return rates.get(kind, rates[OTHER_TYPE])
+def _rates(kind: str) -> tuple[float, float]:
+    return RATES.get(kind, RATES[OTHER_TYPE])
 
 
 # The type of most tensors of each quantisation, the smallest first.
@@ -662,17 +634,9 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
             "mapped": settings.mapped,
         },
         "server": {
-            "weights": memory.weights,
-            "kv_cache": memory.kv_cache,
+            **asdict(memory),
             "kv_cache_per_slot": slot_bytes(shape, settings),
-            "states": memory.states,
-            "compute": memory.compute,
-            "checkpoints": memory.checkpoints,
-            "prompt_cache": memory.prompt_cache,
-            "vocabulary": memory.vocabulary,
-            "process": memory.process,
             "needed": memory.needed,
-            "mapped_twice": memory.mapped_twice,
             "resident": memory.resident,
         },
         "needed": memory.needed * machine.servers,
@@ -680,9 +644,7 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
         "fits": found.fits,
         "places": [
             {
-                "name": one.name,
-                "servers": one.servers,
-                "available": one.available,
+                **asdict(one),
                 "needed": memory.needed * one.servers,
                 "left": one.available - memory.needed * one.servers,
             }

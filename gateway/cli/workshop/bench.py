@@ -164,19 +164,8 @@ def bench(
     model: str | None = _server(
         None, metavar="NAME", show_default="the server's first one", help="The model to ask for."
     ),
-    key_file: Path | None = _server(
-        None,
-        metavar="FILE",
-        show_default="the key in LLAMA_GATEWAY_KEY",
-        help="File that holds the API key.",
-    ),
-    ca: Path | None = _server(
-        None,
-        envvar="LLAMA_GATEWAY_CA",
-        metavar="FILE",
-        show_default="the system's authorities",
-        help="For https: PEM file of the server's certificate, or of the authority behind it.",
-    ),
+    key_file: options.KeyFile = None,
+    ca: options.Ca = None,
     timeout: float = _server(
         600.0,
         min=0.1,

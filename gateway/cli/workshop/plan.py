@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from gateway.workshop.plan.running_fleet import FleetAnswer, FleetTraffic, MeasuredFleet
     from gateway.workshop.plan.search import FleetOption, FleetTrial, PlanQuestion, TimeLimit
     from gateway.workshop.plan.workload import Workload
+    from gateway.workshop.simulate.routers import SimulatedModel
+    from gateway.workshop.simulate.trace import Trace
 
 # Prompt tokens per second by written ones, where only these are given: CPUs read some ten times as
 # fast as they write.
@@ -55,6 +58,13 @@ EXAMPLES = examples_epilog(
         "recorded traffic, your own prices",
     ),
     (
+        (
+            "llama-gateway plan --requests-per-hour 600 --prompt 400 --completion 100"
+            " --models 12x2GiB:30GiB --completion-p95 60"
+        ),
+        "twelve models, loaded on demand by nodes with memory for some of them",
+    ),
+    (
         "llama-gateway plan --fleet --completion-p95 60",
         "the running fleet, as measured: what if one more, one less, another goal",
     ),
@@ -67,7 +77,9 @@ _fleet = partial(typer.Option, rich_help_panel="Running fleet")
 _simulation = partial(typer.Option, rich_help_panel="Simulation and output")
 
 
+@options.takes(gateway=AdminFlags)
 def plan(
+    *,
     requests_per_hour: float | None = _traffic(None, metavar="N", help="Requests of a mean hour."),
     prompt: float | None = _traffic(None, metavar="TOKENS", help="Mean prompt."),
     completion: float | None = _traffic(None, metavar="TOKENS", help="Mean completion."),
@@ -97,6 +109,14 @@ def plan(
         help="Recorded requests, as `llama-gateway simulate --trace` reads them.",
     ),
     limit: int = _traffic(200_000, min=2, metavar="N", help="First requests of the trace."),
+    models: str | None = _traffic(
+        None,
+        metavar="COUNTxSMALLEST:LARGEST",
+        help=(
+            "Models that the nodes load on demand, as `simulate --models` takes them. Your node's "
+            "speeds are then those of a model of 8 GiB."
+        ),
+    ),
     ttft_p95: float | None = _goal(
         None, metavar="SECONDS", help="95 % of the requests have their first token by then."
     ),
@@ -123,6 +143,9 @@ def plan(
     slots: int = _nodes(1, min=1, max=256, metavar="N", help="Your node: requests at a time."),
     batch_cost: float = _nodes(
         0.15, metavar="SHARE", help="Your node: by how much one more busy slot prolongs a step."
+    ),
+    memory: str | None = _nodes(
+        None, metavar="SIZE", help="Your node, with --models: what it has for them, such as 64GiB."
     ),
     price_per_hour: float | None = _nodes(None, metavar="PRICE", help="Your node."),
     price_per_month: float | None = _nodes(None, metavar="PRICE", help="Likewise, of 730 hours."),
@@ -168,10 +191,7 @@ def plan(
         metavar="TIME",
         help="The busiest hour of the ledger from then on: a date, or how long ago.",
     ),
-    config: options.ConfigFile = None,
-    admin_url: options.AdminUrl = None,
-    admin_key_file: options.AdminKeyFile = None,
-    admin_ca: options.AdminCa = None,
+    gateway: AdminFlags,
     requests: int = _simulation(
         3000,
         min=100,
@@ -200,90 +220,71 @@ def plan(
     options.check_plot_file(plot)
     _check_numbers(
         {
-            "--requests-per-hour": (requests_per_hour, 0.0, 1e9, False),
-            "--prompt": (prompt, 0.0, 1e6, True),
-            "--completion": (completion, 0.0, 1e6, False),
-            "--repeat": (repeat, 0.0, 1.0, True),
-            "--peak": (peak, 1.0, 1000.0, True),
-            "--backlog": (backlog, 0.0, 1e9, False),
-            "--within": (within, 0.0, 10_000.0, False),
-            "--ttft-p95": (ttft_p95, 0.0, 1e7, False),
-            "--completion-p95": (completion_p95, 0.0, 1e7, False),
-            "--most-use": (most_use, 0.0, 1.0, False),
-            "--tokens-per-second": (tokens_per_second, 0.0, 1e7, False),
-            "--prefill-tokens-per-second": (prefill_tokens_per_second, 0.0, 1e7, False),
-            "--batch-cost": (batch_cost, 0.0, 100.0, True),
-            "--price-per-hour": (price_per_hour, 0.0, 1e9, True),
-            "--price-per-month": (price_per_month, 0.0, 1e9, True),
-            "--watts": (watts, 0.0, 1e6, True),
-            "--idle-watts": (idle_watts, 0.0, 1e6, True),
-            "--model-gib": (model_gib, 0.0, 1e6, False),
-            "--price-per-kwh": (price_per_kwh, 0.0, 1e6, True),
-            "--claimed-per-million": (claimed_per_million, 0.0, 1e9, True),
-            "--time-limit": (time_limit, 0.0, 86_400.0, False),
+            "--price-per-kwh": (price_per_kwh, 0.0, 1e6),
+            "--claimed-per-million": (claimed_per_million, 0.0, 1e9),
+            "--time-limit": (time_limit, 1e-6, 86_400.0),
         }
     )
     from gateway.cli.workshop.simulate import read_trace_file
     from gateway.workshop.plan.catalogue import packaged_catalogue, read_catalogue
     from gateway.workshop.plan.search import Goal, PlanQuestion
-    from gateway.workshop.plan.workload import TraceTooShortError, from_trace
+    from gateway.workshop.plan.workload import from_trace
+    from gateway.workshop.simulate.fleets import FleetError
+    from gateway.workshop.simulate.routers import models_from_text, with_shares
 
-    goal = Goal(ttft_p95, completion_p95, most_use)
-    recorded = None if trace is None else read_trace_file(trace, limit=limit)
+    with _reported("", ValueError, FleetError, status=2):
+        goal = Goal(ttft_p95, completion_p95, most_use)
+        on_demand = with_shares(models_from_text(models), seed) if models is not None else []
+    recorded = (
+        None
+        if trace is None
+        else read_trace_file(trace, [one.name for one in on_demand], limit=limit)
+    )
     given = (requests_per_hour, backlog, prompt, completion)
 
     def workload() -> Workload:
         if recorded is None:
-            return _build_workload(*given, repeat, peak, within)
-        with _reported("--trace: ", TraceTooShortError, ValueError, status=2):
-            return from_trace(recorded)
+            made = _build_workload(*given, repeat, peak, within)
+            return replace(made, models=tuple(on_demand))
+        with _reported("--trace: ", ValueError, status=2):
+            return from_trace(recorded, on_demand)
+
+    def question(asked: Workload, played: Trace | None, *types: NodeType) -> PlanQuestion:
+        # A fleet that runs has learnt its speeds.
+        warm = fleet or start is options.StartKind.WARM
+        return PlanQuestion(
+            asked, goal, types, price_per_kwh, requests, seed, warm=warm, recorded=played
+        )
 
     if fleet:
-        for name, unfit in (("--backlog", backlog), ("--plot", plot)):
+        for name, unfit in (("--backlog", backlog), ("--plot", plot), ("--models", models)):
             if unfit is not None:
                 raise CommandFailed(f"{name} has no meaning with --fleet: leave it out", status=2)
-        from gateway.workshop.plan.running_fleet import (
-            UnmeasuredFleetError,
-            measured_fleet,
-            traffic_of,
-        )
+        from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, traffic_of
 
-        flags = AdminFlags(
-            config=config, admin_url=admin_url, admin_key_file=admin_key_file, admin_ca=admin_ca
-        )
-        with flags.connect() as admin:
-            with _reported("--fleet: ", UnmeasuredFleetError, ValueError):
-                measured = measured_fleet(admin.nodes())
-            for note in measured.notes:
-                print_note(note)
+        with gateway.connect() as admin:
+            measured = _running_fleet(admin)
             if recorded is None and all(value is None for value in given):
                 traffic = _ledger_traffic(admin, since, measured, peak)
             else:
-                traffic = traffic_of(workload(), recorded)
-        # The fleet has learnt its speeds.
-        question = PlanQuestion(
-            traffic.workload,
-            goal,
-            (),
-            price_per_kwh,
-            requests,
-            seed,
-            warm=True,
-            recorded=traffic.recorded,
-        )
-        _plan_fleet(question, measured, traffic, time_limit, as_json)
+                with _reported("--fleet: ", UnmeasuredFleetError):
+                    traffic = traffic_of(workload(), measured, recorded, seed)
+        asked = question(traffic.workload, traffic.recorded)
+        _plan_fleet(asked, measured, traffic, time_limit, as_json)
         return
-    asked = workload()
+    load = workload()
     listed = packaged_catalogue() if catalogue is None else read_catalogue(catalogue)
     nodes: list[NodeType] = []
     if tokens_per_second is not None:
-        figures = (tokens_per_second, prefill_tokens_per_second, slots, batch_cost)
-        nodes.append(_own_node(figures, (price_per_hour, price_per_month), (watts, idle_watts)))
+        figures = (tokens_per_second, prefill_tokens_per_second, slots, batch_cost, memory)
+        prices = (price_per_hour, price_per_month)
+        nodes.append(_own_node(figures, prices, (watts, idle_watts), on_demand))
     else:
         for option, value in (
             ("--prefill-tokens-per-second", prefill_tokens_per_second),
             ("--price-per-hour", price_per_hour),
             ("--price-per-month", price_per_month),
+            ("--memory", memory),
             ("--claimed-per-million", claimed_per_million),
         ):
             if value is not None:
@@ -294,21 +295,25 @@ def plan(
                 )
     currency = ""
     if not nodes or types:
-        nodes += _choose_types(listed, model_gib, tuple(types or ()))
+        nodes += _choose_types(listed, model_gib, tuple(types or ()), on_demand)
         currency = listed.currency
     if claimed_per_million is not None:
         _check_claim(nodes[0], claimed_per_million)
-    question = PlanQuestion(
-        asked,
-        goal,
-        tuple(nodes),
-        price_per_kwh,
-        requests,
-        seed,
-        warm=start is options.StartKind.WARM,
-        recorded=recorded,
-    )
-    _plan_new(question, currency, time_limit, plot, as_json)
+    _plan_new(question(load, recorded, *nodes), currency, time_limit, plot, as_json)
+
+
+def _running_fleet(admin: AdminClient) -> MeasuredFleet:
+    """Return the nodes of the running gateway as measured; notes go to stderr."""
+    from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, measured_fleet
+
+    nodes = admin.nodes()
+    has_routers = any(node.get("router") for node in nodes)
+    placed = admin.request("GET", "/admin/placements") if has_routers else {}
+    with _reported("--fleet: ", UnmeasuredFleetError, ValueError):
+        measured = measured_fleet(nodes, placed)
+    for note in measured.notes:
+        print_note(note)
+    return measured
 
 
 @contextmanager
@@ -320,16 +325,12 @@ def _reported(before: str, *kinds: type[Exception], status: int = 1) -> Iterator
         raise CommandFailed(f"{before}{error}", status) from None
 
 
-def _check_numbers(given: dict[str, tuple[float | None, float, float, bool]]) -> None:
-    """Check each option's bounds: value, least, most, and whether the least is allowed."""
-    for name, (value, least, most, inclusive) in given.items():
-        if value is None:
-            continue
-        above = value >= least if inclusive else value > least
-        if not (math.isfinite(value) and above and value <= most):
-            bound = f"at least {least:g}" if inclusive else f"above {least:g}"
+def _check_numbers(given: dict[str, tuple[float | None, float, float]]) -> None:
+    """Check the bounds of options that nothing else checks: value, least, most."""
+    for name, (value, least, most) in given.items():
+        if value is not None and not least <= value <= most:
             raise CommandFailed(
-                f"{name} {value:g}: must be a number {bound}, and at most {most:,.0f}", status=2
+                f"{name} {value:g}: must be a number from {least:g} to {most:,.0f}", status=2
             )
 
 
@@ -392,47 +393,75 @@ def _ledger_traffic(
 
 
 def _own_node(
-    figures: tuple[float, float | None, int, float],
+    figures: tuple[float, float | None, int, float, str | None],
     prices: tuple[float | None, float | None],
     power: tuple[float, float],
+    models: Sequence[SimulatedModel],
 ) -> NodeType:
-    """Return the node that the command line describes: speeds and slots, prices, watts."""
-    from gateway.workshop.plan.catalogue import NodeType
+    """Return the node that the command line describes: speeds, slots and memory, prices, watts.
 
-    decode, prefill, slots, batch_cost = figures
-    if prices[0] is not None and prices[1] is not None:
-        raise CommandFailed("--price-per-hour and --price-per-month: give one of them", status=2)
-    if power[1] > power[0]:
-        raise CommandFailed(
-            f"--idle-watts {power[1]:g}: must not be above --watts {power[0]:g}", status=2
-        )
+    It must have memory for each of the `models`. Raises CommandFailed.
+    """
+    from pydantic import ValidationError
+
+    from gateway.config.fields import parse_size
+    from gateway.config.yaml_file import error_words
+    from gateway.workshop.plan.catalogue import NodeType
+    from gateway.workshop.simulate.fleets import FleetError
+    from gateway.workshop.simulate.routers import GIB, check_fit
+
+    decode, prefill, slots, batch_cost, memory = figures
     if prefill is None:
         prefill = min(1e7, PREFILL_FACTOR * decode)
         print_note(
             f"assumed that a node reads {prefill:g} prompt tokens/s, {PREFILL_FACTOR:g} times what "
             "it writes: --prefill-tokens-per-second tells more"
         )
-    return NodeType(
-        name="node",
-        slots=slots,
-        decode_tps=max(decode, 1e-3),
-        prefill_tps=max(prefill, 1e-3),
-        batch_cost=batch_cost,
-        price_per_hour=prices[0],
-        price_per_month=prices[1],
-        watts=power[0],
-        idle_watts=power[1],
-    )
+    try:
+        node = NodeType(
+            name="node",
+            slots=slots,
+            decode_tps=decode,
+            prefill_tps=prefill,
+            batch_cost=batch_cost,
+            memory_gib=None if memory is None else parse_size(memory) / GIB,
+            price_per_hour=prices[0],
+            price_per_month=prices[1],
+            watts=power[0],
+            idle_watts=power[1],
+        )
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = str(wrong["loc"][0])
+        option = _OPTIONS.get(key, "--" + key.replace("_", "-"))
+        words = filter(None, error_words(wrong, NodeType, wrong["loc"]))
+        raise CommandFailed(f"{option}: {'; '.join(words)}", status=2) from None
+    except ValueError as error:
+        raise CommandFailed(f"--memory {memory}: {error}", status=2) from None
+    if models:
+        with _reported("--models: ", FleetError, status=2):
+            check_fit(node.machines(1), models)
+    return node
+
+
+_OPTIONS = {
+    "decode_tps": "--tokens-per-second",
+    "prefill_tps": "--prefill-tokens-per-second",
+    "memory_gib": "--memory",
+}
 
 
 def _choose_types(
-    listed: NodeCatalogue, model_gib: float | None, names: tuple[str, ...]
+    listed: NodeCatalogue,
+    model_gib: float | None,
+    names: tuple[str, ...],
+    models: Sequence[SimulatedModel],
 ) -> tuple[NodeType, ...]:
     """Return the catalogue's types that can serve the model. Raises CommandFailed."""
     from gateway.workshop.plan.catalogue import NoTypeFitsError, fitting_types
 
     with _reported("", NoTypeFitsError, status=2):
-        found, notes = fitting_types(listed, model_gib, names)
+        found, notes = fitting_types(listed, model_gib, names, models)
     for note in notes:
         print_note(note)
     return found
@@ -606,6 +635,7 @@ def _show_changes(question: PlanQuestion, found: FleetAnswer) -> None:
         print(
             f"{part.count} {'node' if part.count == 1 else 'nodes'} like {one.name}: {one.slots} "
             f"slots, {one.prefill_tps:.0f} prompt tokens/s, {one.decode_tps:.1f} written (measured)"
+            + (f"; models on demand in {one.memory_gib:.3g} GiB" if one.memory_gib else "")
         )
     print()
     print_rows(

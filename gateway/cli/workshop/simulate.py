@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -78,9 +78,10 @@ def simulate(
         None,
         metavar="COUNTxSMALLEST:LARGEST",
         help=(
-            "Models that routers load on demand, such as 12x2GiB:30GiB, or a YAML file with name, "
-            "memory and load_seconds of each. Compares model placements; the speeds of --fleet are "
-            "those of a model of 8 GiB."
+            "Models that routers load on demand, such as 12x2GiB:30GiB; or a file: a list of name, "
+            "memory and, if known, load_seconds and share, or the output of `llama-gateway models "
+            "--json`. Compares model placements; speeds are those of a model of 8 GiB, but those "
+            "that --speeds has of a model."
         ),
     ),
     placements: int = _fleet(
@@ -167,7 +168,7 @@ def simulate(
     code. Nothing is sent anywhere. Times are seconds; BOUND x is the mean completion over a bound
     that no schedule could beat.
     """
-    from gateway.workshop.simulate.comparison import compare, known_policies
+    from gateway.workshop.simulate.comparison import UnknownPolicyError, compare, known_policies
     from gateway.workshop.simulate.fleets import FleetError, ServerSetup
     from gateway.workshop.simulate.report import overload_warning, plot_reports
     from gateway.workshop.simulate.simulation import StuckError
@@ -176,43 +177,33 @@ def simulate(
     if exact and warm:
         raise CommandFailed("--exact knows all speeds: leave --start out", status=2)
     names = list(dict.fromkeys(policy or known_policies()))
-    for name in names:
-        if name not in known_policies():
-            raise CommandFailed(
-                f"--policy {name}: there is no such policy; known: {', '.join(known_policies())}",
-                status=2,
-            )
     setup = ServerSetup(batch, cache_ram)
-    if models is not None:
-        others = standby is not None or policy is not None or plot is not None or exact
-        routers, known = _routers(fleet, models, setup, others=others)
-        names = [one.name for one in known]
-        traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken, models=names)
-        _simulate_models(routers, known, traffic, placements, seed=seed, warm=warm, as_json=as_json)
-        return
+    read = partial(_requests, trace, generate, seed, limit, skip_broken=skip_broken)
     try:
-        machines = _machines(nodes, fleet, speeds, speed, setup)
+        machines = _machines(nodes, fleet, speeds, speed, setup, on_demand=models is not None)
     except FleetError as error:
         raise CommandFailed(str(error), status=2) from None
+    unfit = {"--policy": policy not in (None, ["least_finish"]), "--plot": plot, "--exact": exact}
+    if models is not None:
+        _check_alone("--models", {**unfit, "--standby": standby})
+        compared = machines, models, read, placements
+        _simulate_models(*compared, seed=seed, warm=warm, as_json=as_json)
+        return
     if standby is not None:
-        if fleet is None or policy not in (None, ["least_finish"]) or plot is not None or exact:
-            raise CommandFailed(
-                "--standby needs --fleet, and compares fleets under least_finish: leave --policy, "
-                "--plot and --exact out",
-                status=2,
-            )
-        traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
+        _check_alone("--standby", {**unfit, "an inventory": fleet is None})
         _simulate_elastic(
-            machines, standby, elastic, setup, traffic, seed=seed, warm=warm, as_json=as_json
+            machines, standby, elastic, setup, read(), seed=seed, warm=warm, as_json=as_json
         )
         return
     options.check_plot_file(plot)
-    requests = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
+    requests = read()
     try:
         with _progress(len(names) * len(requests.jobs)) as progress:
             reports = compare(
                 requests, machines, names, exact=exact, warm=warm, seed=seed, progress=progress
             )
+    except UnknownPolicyError as error:
+        raise CommandFailed(f"--policy: {error}", status=2) from None
     except StuckError as error:
         raise CommandFailed(str(error)) from None
     slots = sum(machine.slots for machine in machines)
@@ -237,8 +228,22 @@ def simulate(
         print_note(f"written: {plot}")
 
 
+def _check_alone(option: str, unfit: dict[str, object]) -> None:
+    """Refuse what has no meaning beside an option. Raises CommandFailed."""
+    if given := [name for name, value in unfit.items() if value]:
+        raise CommandFailed(
+            f"{option} compares under least_finish alone: leave {', '.join(given)} out", status=2
+        )
+
+
 def _machines(
-    nodes: Path, fleet: str | None, speeds: Path | None, speed: str, setup: ServerSetup
+    nodes: Path,
+    fleet: str | None,
+    speeds: Path | None,
+    speed: str,
+    setup: ServerSetup,
+    *,
+    on_demand: bool,
 ) -> list[SimulatedMachine]:
     from gateway.workshop.simulate import fleets
 
@@ -246,8 +251,8 @@ def _machines(
         if speeds is not None:
             raise fleets.FleetError("--speeds is for an inventory; --fleet holds its own speeds")
         machines = fleets.from_text(fleet, setup)
-        if any(machine.memory for machine in machines):
-            raise fleets.FleetError("routers need --models, such as 12x2GiB:30GiB")
+        if not on_demand and any(machine.memory for machine in machines):
+            raise fleets.FleetError(fleets.MODELS_NEEDED)
         return machines
     from gateway.config.inventory import load_inventory
 
@@ -257,30 +262,11 @@ def _machines(
         {} if speeds is None else fleets.read_speeds(speeds),
         fleets.NodeSpeeds(default.prefill_tps, default.decode_tps, default.batch_cost),
         setup,
+        on_demand=on_demand,
     )
     for line in notes:
         print_note(line)
     return machines
-
-
-def _routers(
-    fleet: str | None, models: str, setup: ServerSetup, *, others: bool
-) -> tuple[list[SimulatedMachine], list[SimulatedModel]]:
-    from gateway.workshop.simulate.fleets import FleetError, from_text
-    from gateway.workshop.simulate.routers import check_fit, models_from_text
-
-    if fleet is None or others:
-        raise CommandFailed(
-            "--models needs --fleet with memory, and compares placements under least_finish: leave "
-            "--standby, --policy, --plot and --exact out",
-            status=2,
-        )
-    try:
-        routers, known = from_text(fleet, setup), models_from_text(models)
-        check_fit(routers, known)
-    except FleetError as error:
-        raise CommandFailed(str(error), status=2) from None
-    return routers, known
 
 
 def _requests(
@@ -288,39 +274,53 @@ def _requests(
     generate: str,
     seed: int,
     limit: int | None,
+    models: Sequence[SimulatedModel] = (),
+    others: Collection[str] = (),
     *,
     skip_broken: bool,
-    models: Sequence[str] = (),
 ) -> Trace:
     if trace is None:
         from gateway.workshop.simulate.trace import Traffic
         from gateway.workshop.simulate.trace import generate as generate_traffic
 
+        names = [model.name for model in models]
+        shares = [model.share for model in models if model.share is not None]
         try:
-            return generate_traffic(Traffic.from_text(generate), seed, models)
+            return generate_traffic(Traffic.from_text(generate), seed, names, shares)
         except ValueError as error:
             raise CommandFailed(f"--generate: {error}", status=2) from None
-    requests = read_trace_file(trace, skip_broken=skip_broken, limit=limit)
+    known = {*others, *(model.name for model in models)}
+    requests = read_trace_file(trace, known, skip_broken=skip_broken, limit=limit)
     if requests.skipped:
         print_note(f"{trace}: skipped {requests.skipped} broken lines")
-    unknown = {job.model for job in requests.jobs} - set(models)
-    if models and unknown:
-        shown = ", ".join(sorted(name or "none" for name in unknown)[:3])
-        raise CommandFailed(f"--trace {trace}: not in --models: {shown}", status=2)
     return requests
 
 
-def read_trace_file(path: Path, *, skip_broken: bool = False, limit: int | None = None) -> Trace:
-    """Read the file of `--trace`. Raises CommandFailed, ConfigError."""
+def read_trace_file(
+    path: Path,
+    models: Collection[str] = (),
+    *,
+    skip_broken: bool = False,
+    limit: int | None = None,
+) -> Trace:
+    """Read the file of `--trace`, which names no other models than these, if there are any.
+
+    Raises CommandFailed, ConfigError.
+    """
     from gateway.workshop.simulate.trace import read_trace
 
     try:
-        return read_trace(path, skip_broken=skip_broken, limit=limit)
+        requests = read_trace(path, skip_broken=skip_broken, limit=limit)
     except OSError as error:
         raise CommandFailed(
             f"--trace {path}: can't be read: {error.strerror} (check the path and its rights)",
             status=2,
         ) from None
+    unknown = {job.model for job in requests.jobs}.difference(models)
+    if models and unknown:
+        shown = ", ".join(sorted(name or "none" for name in unknown)[:3])
+        raise CommandFailed(f"--trace {path}: not in --models: {shown}", status=2)
+    return requests
 
 
 @contextmanager
@@ -360,9 +360,9 @@ def _row(report: PolicyReport) -> list[tuple[str, object]]:
 
 
 def _simulate_models(
-    routers: list[SimulatedMachine],
-    models: list[SimulatedModel],
-    trace: Trace,
+    nodes: Sequence[SimulatedMachine],
+    text: str,
+    read: Callable[[Sequence[SimulatedModel], Collection[str]], Trace],
     placements: int,
     *,
     seed: int,
@@ -370,14 +370,20 @@ def _simulate_models(
     as_json: bool,
 ) -> None:
     from gateway.workshop.simulate.comparison import HAND_TRIED, compare_model_placements
+    from gateway.workshop.simulate.fleets import FleetError
+    from gateway.workshop.simulate.routers import check_fit, models_from_text
     from gateway.workshop.simulate.simulation import StuckError
 
-    most = placements + HAND_TRIED + 3
     try:
-        with _progress(most) as progress:
+        models = models_from_text(text)
+        check_fit(nodes, models)
+        trace = read(models, {name for node in nodes if not node.memory for name in node.models})
+        with _progress(placements + HAND_TRIED + 3) as progress:
             found = compare_model_placements(
-                trace, routers, models, placements, warm=warm, seed=seed, progress=progress
+                trace, nodes, models, placements, warm=warm, seed=seed, progress=progress
             )
+    except FleetError as error:
+        raise CommandFailed(str(error), status=2) from None
     except StuckError as error:
         raise CommandFailed(str(error)) from None
     if as_json:
@@ -385,7 +391,7 @@ def _simulate_models(
         print_json(
             {
                 "start": start.value,
-                "nodes": len(routers),
+                "nodes": len(nodes),
                 "models": [
                     {"name": one.name, "memory": one.memory, "load_seconds": one.load_seconds}
                     for one in models
@@ -456,24 +462,18 @@ def _simulate_elastic(
 def _parse_elastic(text: str) -> tuple[AutoscalingRules, float, float]:
     """Parse `--elastic`: the policy's rules, the start-up time and the cost of an hour."""
     from gateway.schedule.core.autoscaling_policy import AutoscalingRules
+    from gateway.workshop.simulate.trace import parse_figures
 
+    names = [*(one.name for one in fields(AutoscalingRules)), "startup", "cost"]
     values = {"startup": 60.0, "cost": 0.0}
-    whole = ("min", "max")
-    known = (*(field.name for field in fields(AutoscalingRules)), *values)
-    for part in filter(None, text.replace(" ", "").split(",")):
-        name, _, number = part.partition("=")
-        if name not in known:
-            raise CommandFailed(
-                f"--elastic: there is no {name!r}; known: {', '.join(known)}", status=2
-            )
-        try:
-            value = int(number) if name in whole else float(number)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value < math.inf:
-            kind = "a whole number" if name in whole else "a number"
-            raise CommandFailed(f"--elastic: {part!r}: write {kind} after the =", status=2)
-        values[name] = value
+    try:
+        values |= parse_figures(
+            text, {name: int if name in {"min", "max"} else float for name in names}
+        )
+    except ValueError as error:
+        raise CommandFailed(f"--elastic: {error}", status=2) from None
+    if not all(0 <= value < math.inf for value in values.values()):
+        raise CommandFailed("--elastic: write numbers of 0 or more", status=2)
     startup, cost = values.pop("startup"), values.pop("cost")
     if values.get("max", math.inf) < max(1, values.get("min", 0)):
         raise CommandFailed("--elastic: max must be at least 1, and not below min", status=2)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from gateway.local.memory import format_gib
 from gateway.workshop.plan.catalogue import HOURS_PER_MONTH, NodeType
 from gateway.workshop.plan.search import (
     DIRECT,
     GATEWAY,
-    MOST_SIMULATED_NODES,
     WARM_UP_SHARE,
     FleetOption,
     FleetPart,
@@ -30,6 +30,7 @@ from gateway.workshop.plan.search import (
     why_impossible,
 )
 from gateway.workshop.plan.workload import MOST_REQUESTS_PER_HOUR, SECONDS_PER_HOUR
+from gateway.workshop.simulate.routers import SPEED_MEMORY
 
 # Types that are simulated: the cheapest by their least number. Others are if they may be the
 # cheapest of their tier.
@@ -113,7 +114,7 @@ def try_hybrid(
     All requests may go to both: each goes where it is expected to end first. None: none was tried.
     """
     workload, goal = question.workload, question.goal
-    if most * cpu.servers + gpu.servers > MOST_SIMULATED_NODES:
+    if most * cpu.servers + gpu.servers > question.most_nodes:
         return None
     trace = question.trace(most * cpu.servers * cpu.slots + gpu.slots)
     trials: dict[int, FleetTrial] = {}
@@ -206,7 +207,7 @@ def _one_node(
     month = option_price(question, parts, None).month
     row = Deployment(way, f"1 x {node_type.name}", "no", "", per_month=month)
     use = use_of(parts, workload)
-    if impossible := why_impossible(node_type, question.trace(), goal):
+    if impossible := why_impossible(node_type, question.trace(), goal, workload.models):
         return replace(row, reason=impossible)
     if use >= 1.0:
         reason = (
@@ -410,11 +411,9 @@ def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
 
     Needs the extra `plots`. Raises ValueError for an unknown suffix, and OSError.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=90, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for curve in found.curves:
         axes.plot(curve.rates, curve.prices, label=curve.label, drawstyle="steps-mid")
@@ -525,6 +524,16 @@ def explain(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
             lines["estimate"] = (
                 f"Erlang C: {guess.waiting_share:.3g} of the requests wait, at most; Allen-Cunneen "
                 f"with Cs² {guess.service_scv:.2f}: {guess.wait:.3g} s in the mean"
+            )
+    if workload.models:
+        memory = sum(one.memory for one in workload.models)
+        lines["models"] = (
+            f"{len(workload.models)} of {format_gib(memory)} in all; a mean request takes "
+            f"{workload.work:.2f} times as long as one for a model of {format_gib(SPEED_MEMORY)}"
+        )
+        if trial is not None:
+            lines["models"] += (
+                f"; {trial.loads} loads of {trial.load_seconds / max(1, trial.loads):.1f} s"
             )
     if trial is not None and workload.backlog is not None:
         lines["simulator"] = (

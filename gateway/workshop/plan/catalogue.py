@@ -24,6 +24,7 @@ from gateway.config.yaml_file import (
     read_yaml,
     validate,
 )
+from gateway.workshop.simulate.routers import GIB, SPEED_MEMORY, SimulatedModel
 from gateway.workshop.simulate.simulation import (
     BATCH_COST,
     CACHE_RAM_MIB,
@@ -134,7 +135,8 @@ class NodeType(ConfigModel):
     decode_tps: _Speed  # tokens per second of one request alone
     prefill_tps: _Speed
     batch_cost: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = BATCH_COST
-    memory_gib: _Gib | None = None  # of each server; None: enough
+    memory_gib: _Gib | None = None
+    """Of each server; None: enough for one model, and unknown for models on demand."""
     price_per_hour: _Price | None = None
     price_per_month: _Price | None = None
     price_per_million_tokens: TokenPrice | None = None
@@ -199,6 +201,7 @@ class NodeType(ConfigModel):
             self.decode_tps,
             self.batch_cost,
             cache_tokens=kept * MIB_PER_GIB * MIB_PER_GIB // KV_BYTES_PER_TOKEN,
+            memory=int((self.memory_gib or 0) * GIB),
         )
 
     def for_model(self, gib: float, reference_gib: float) -> NodeType:
@@ -269,12 +272,19 @@ class NoTypeFitsError(Exception):
 
 
 def fitting_types(
-    catalogue: NodeCatalogue, model_gib: float | None, names: tuple[str, ...] = ()
+    catalogue: NodeCatalogue,
+    model_gib: float | None,
+    names: tuple[str, ...] = (),
+    models: Sequence[SimulatedModel] = (),
 ) -> tuple[tuple[NodeType, ...], tuple[str, ...]]:
     """The types to plan with, for a model of so many GiB, and notes on those left out.
 
-    `names`: only these. Raises NoTypeFitsError.
+    `names`: only these. `models`: that they load on demand, in place of the one. Raises
+    NoTypeFitsError.
     """
+    largest = max((one.memory / GIB for one in models), default=None)
+    if largest is not None:
+        model_gib = SPEED_MEMORY / GIB  # of which a router's speeds are
     chosen = catalogue.types
     if names:
         known = {one.name: one for one in catalogue.types}
@@ -293,8 +303,10 @@ def fitting_types(
         chosen = tuple(one.for_model(model_gib, reference) for one in chosen)
     notes, fitting = [], []
     for one in chosen:
-        needed = one.memory_needed(size) if size is not None else 0.0
-        if one.memory_gib is not None and needed > one.memory_gib:
+        needed = largest or (one.memory_needed(size) if size is not None else 0.0)
+        if largest and one.memory_gib is None:
+            notes.append(f"{one.name} is left out: it says no memory_gib for models on demand")
+        elif one.memory_gib is not None and needed > one.memory_gib:
             notes.append(
                 f"{one.name} is left out: the model needs {needed:.1f} GiB, "
                 f"it has {one.memory_gib:g}"

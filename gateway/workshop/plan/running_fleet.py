@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from statistics import fmean
 from typing import Any
 
+from pydantic import Field
+
 from gateway.workshop.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
 from gateway.workshop.plan.search import (
-    MOST_SIMULATED_NODES,
     FleetPart,
     FleetTrial,
     Goal,
@@ -29,12 +30,21 @@ from gateway.workshop.plan.search import (
     least_that,
     option_price,
 )
-from gateway.workshop.plan.workload import MOST_PEAK, SECONDS_PER_HOUR, Workload
+from gateway.workshop.plan.workload import MOST_PEAK, SECONDS_PER_HOUR, Workload, asked_models
+from gateway.workshop.simulate.fleets import FleetError
 from gateway.workshop.simulate.fronts import PRIORITY_BY_LABEL
 from gateway.workshop.simulate.report import Percentiles
-from gateway.workshop.simulate.simulation import SimulatedMachine
+from gateway.workshop.simulate.routers import (
+    GIB,
+    SimulatedModel,
+    placed_models,
+    with_all_speeds,
+    with_shares,
+)
+from gateway.workshop.simulate.simulation import ModelSpeed, SimulatedMachine
 from gateway.workshop.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
 
+FALLBACK_SPEED = (100.0, 10.0)  # of a router none of whose models is measured; never shown
 SAME_SPEED = 0.2  # nodes whose speeds differ by less, as a share, are of one kind
 GOAL_FACTORS = (0.75, 1.5)  # to what the goal is moved, as a multiple
 # Seconds over which the requests of an hour are spread at least, however few there are.
@@ -53,13 +63,27 @@ class UnmeasuredFleetError(Exception):
 
 
 class MeasuredType(NodeType):
-    """Nodes of about equal speed that serve the same models; no model: all."""
+    """Nodes of about equal speed that serve the same models; no model: all.
+
+    With memory they are routers, which load them on demand.
+    """
 
     models: frozenset[str] = frozenset()
+    model_speeds: dict[str, ModelSpeed] = Field(default_factory=dict)  # of a router
+    hosts: tuple[str, ...] = ()  # of its nodes; one more has a host of its own
 
     def machine(self, name: str) -> SimulatedMachine:
         """One of them."""
-        return replace(super().machine(name), models=self.models)
+        made = super().machine(name)
+        return replace(made, models=self.models, model_speeds=self.model_speeds)
+
+    def machines(self, count: int) -> list[SimulatedMachine]:
+        """So many of them: routers of one host share its memory."""
+        hosts = [*self.hosts[:count], *[""] * count]
+        return [
+            replace(one, host=host)
+            for one, host in zip(super().machines(count), hosts, strict=False)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +94,28 @@ class MeasuredFleet:
     notes: tuple[str, ...]
     names: tuple[tuple[str, frozenset[str]], ...] = ()
     """Of each node, with the models that it serves."""
+    models: tuple[SimulatedModel, ...] = ()  # that its routers load on demand
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """By each public name of these models: the one that `models` has."""
+
+    @property
+    def known_models(self) -> dict[str, str]:
+        """By each name that a request may ask for: the model."""
+        found = {model: model for part in self.parts for model in _models(part)}
+        return {**found, **self.aliases}
 
 
-def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
+def measured_fleet(
+    nodes: Sequence[Mapping[str, Any]], placed: Mapping[str, Any] | None = None
+) -> MeasuredFleet:
     """Sort the nodes of `GET /admin/nodes` into kinds of about equal speed.
 
-    Nodes that get no work (disabled, standby, draining, down) are left out; one without a measured
-    speed is taken to be like the others of its tier. Raises UnmeasuredFleetError.
+    `placed`: what `GET /admin/placements` tells of the models of routers. Nodes that get no work
+    (disabled, standby, draining, down) are left out; one without a measured speed is taken to be
+    like the others of its tier. Raises UnmeasuredFleetError.
     """
+    routers = _Routers(nodes, placed or {})
+    nodes = [routers.as_one(node) for node in nodes if node.get("router") is None]
     down = [node for node in nodes if node.get("state") == "down"]
     notes = [f"{node.get('name')} is down: left out" for node in down]
     working = [
@@ -97,12 +135,14 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
     names: list[tuple[str, frozenset[str]]] = []
     kinds: list[tuple[MeasuredType, int]] = []
     for node in working:
-        if (speeds := _speeds(node)) is None:
+        source = node
+        if _speeds(node) is None:
             alike = (one for one in measured if one.get("tier") == node.get("tier"))
-            like = next(alike, measured[0])
-            speeds = _speeds(like) or (1.0, 1.0)
-            notes.append(f"{node.get('name')} is not measured yet: taken to be like {like['name']}")
-        kind = _kind(node, speeds)
+            source = next(alike, measured[0])
+            notes.append(
+                f"{node.get('name')} is not measured yet: taken to be like {source['name']}"
+            )
+        kind = _kind(node, source)
         names.append((str(node.get("name")), kind.models))
         for place, (known, count) in enumerate(kinds):
             if _is_alike(known, kind):
@@ -111,7 +151,73 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
         else:
             kinds.append((kind, 1))
     parts = tuple(FleetPart(kind, count) for kind, count in kinds)
-    return MeasuredFleet(parts, tuple(notes), tuple(names))
+    notes += routers.notes
+    return MeasuredFleet(parts, tuple(notes), tuple(names), tuple(routers.models), routers.aliases)
+
+
+class _Routers:
+    """The routers of a fleet, each of whose models is a node of the admin API."""
+
+    def __init__(self, nodes: Sequence[Mapping[str, Any]], placed: Mapping[str, Any]) -> None:
+        self.notes: list[str] = []
+        self.aliases: dict[str, str] = {}
+        self.models: list[SimulatedModel] = []
+        self._of: defaultdict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+        self._hosts = placed.get("hosts") or {}
+        rows = placed.get("placements") or []
+        if not any(node.get("router") for node in nodes):
+            return
+        try:
+            self.models = placed_models(rows)
+        except FleetError as error:
+            raise UnmeasuredFleetError(f"{error}") from None
+        keys = {row.get("name"): str(row["model"]) for row in rows}
+        for node in nodes:
+            if (router := node.get("router")) is not None:
+                key = keys.get(node["name"], str(node["name"]).partition("/")[2])
+                self._of[router][key] = node
+                self.aliases |= dict.fromkeys([key, *map(str, node.get("models") or ())], key)
+        machines = [
+            SimulatedMachine(
+                router,
+                1,
+                *FALLBACK_SPEED,
+                models=frozenset(found),
+                memory=1,
+                model_speeds={
+                    key: speeds
+                    for key, node in found.items()
+                    if (speeds := _speeds(node)) is not None
+                },
+            )
+            for router, found in self._of.items()
+        ]
+        self._measured = {one.name for one in machines if one.model_speeds}
+        self._machines = {one.name: one for one in with_all_speeds(machines, self.models)}
+
+    def as_one(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A router as one node that has its models' slots and speeds; any other as it is."""
+        name = str(node.get("name"))
+        if (found := self._of.get(name)) is None:
+            return node
+        machine, host = self._machines[name], str(node.get("host") or name)
+        memory = (self._hosts.get(host) or {}).get("memory")
+        if not memory:
+            memory = max(one.memory for one in self.models)
+            self.notes.append(f"the memory of {host} is unknown: taken to hold one model at a time")
+        costs = [one["batch_cost"] for one in found.values() if one.get("batch_cost") is not None]
+        measured = name in self._measured
+        return {
+            **node,
+            "slots_total": max(one.get("slots_total") or 0 for one in found.values()),
+            "prefill_tps": machine.prefill_tps if measured else None,
+            "decode_tps": machine.decode_tps if measured else None,
+            "batch_cost": fmean(costs) if costs else None,
+            "models": sorted(found),
+            "memory_gib": memory / GIB,
+            "model_speeds": machine.model_speeds if measured else {},
+            "hosts": (host,),
+        }
 
 
 def _speeds(node: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -122,17 +228,21 @@ def _speeds(node: Mapping[str, Any]) -> tuple[float, float] | None:
     return None
 
 
-def _kind(node: Mapping[str, Any], speeds: tuple[float, float]) -> MeasuredType:
+def _kind(node: Mapping[str, Any], measured: Mapping[str, Any]) -> MeasuredType:
+    """The kind of a node, with the speeds of one that is measured."""
     slots, models = node.get("slots_total"), node.get("models")
     per_token = node.get("cost_per_million_tokens")
     fields: dict[str, Any] = {
         "name": str(node.get("name", "node"))[:64],
         "tier": "gpu" if node.get("tier") == "gpu" else "cpu",
         "slots": max(1, min(int(slots), MOST_SLOTS_OF_A_SERVER)) if isinstance(slots, int) else 1,
-        "prefill_tps": speeds[0],
-        "decode_tps": speeds[1],
+        "prefill_tps": measured["prefill_tps"],
+        "decode_tps": measured["decode_tps"],
         "models": frozenset(map(str, models)) if isinstance(models, list) else frozenset(),
     }
+    if "memory_gib" in node:
+        fields |= {name: node[name] for name in ("memory_gib", "hosts")}
+        fields["model_speeds"] = measured.get("model_speeds") or {}
     # Older gateways don't tell it.
     if isinstance(cost := node.get("batch_cost"), int | float) and 0 <= cost <= 100:
         fields["batch_cost"] = float(cost)
@@ -146,7 +256,8 @@ def _kind(node: Mapping[str, Any], speeds: tuple[float, float]) -> MeasuredType:
 
 def _is_alike(one: MeasuredType, other: MeasuredType) -> bool:
     same = all(
-        getattr(one, name) == getattr(other, name) for name in ("tier", "slots", "price", "models")
+        getattr(one, name) == getattr(other, name)
+        for name in ("tier", "slots", "price", "models", "memory_gib")
     )
     return same and all(
         abs(mine - theirs) <= SAME_SPEED * max(mine, theirs)
@@ -159,13 +270,12 @@ def _is_alike(one: MeasuredType, other: MeasuredType) -> bool:
 
 
 def _merged(known: MeasuredType, other: MeasuredType, count: int) -> MeasuredType:
-    """The kind with one node more: mean speeds."""
-    return known.model_copy(
-        update={
-            name: (getattr(known, name) * count + getattr(other, name)) / (count + 1)
-            for name in ("prefill_tps", "decode_tps", "batch_cost")
-        }
-    )
+    """The kind with one node more: mean speeds, and those of models as they are."""
+    means = {
+        name: (getattr(known, name) * count + getattr(other, name)) / (count + 1)
+        for name in ("prefill_tps", "decode_tps", "batch_cost")
+    }
+    return known.model_copy(update={"hosts": known.hosts + other.hosts, **means})
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +294,13 @@ class BusiestHour:
     removed: tuple[str, ...] = ()
     """Nodes that served then and are no more: its slots are not those of this fleet."""
 
+    on_demand: bool = False  # routers' slots are those of the models that they had loaded then
+
     @property
     def was_full(self) -> bool:
         """Whether this fleet had no free slot for long."""
-        return not (self.added or self.removed) and self.slots_busy >= SATURATED
+        changed = self.added or self.removed or self.on_demand
+        return not changed and self.slots_busy >= SATURATED
 
     @property
     def name(self) -> str:
@@ -221,9 +334,31 @@ class FleetTraffic:
     notes: tuple[str, ...] = ()
 
 
-def traffic_of(workload: Workload, recorded: Trace | None = None) -> FleetTraffic:
-    """Traffic in figures, or of a recorded trace, which all nodes serve."""
-    return FleetTraffic(workload, {"": workload}, recorded)
+def traffic_of(
+    workload: Workload, fleet: MeasuredFleet, recorded: Trace | None = None, seed: int = 1
+) -> FleetTraffic:
+    """Traffic in figures, or of a recorded trace, which all nodes serve.
+
+    Where routers load models on demand, a trace names them; else they are asked for by Zipf's law.
+    Raises UnmeasuredFleetError.
+    """
+    if not fleet.models:
+        return FleetTraffic(workload, {"": workload}, recorded)
+    models = tuple(with_shares(fleet.models, seed))
+    if recorded is not None:
+        known = fleet.known_models
+        for job in recorded.jobs:
+            if job.model not in known:
+                raise UnmeasuredFleetError(f"no node has {job.model or 'a request without'} model")
+        recorded = build_trace([replace(job, model=known[job.model]) for job in recorded.jobs])
+        models = asked_models(recorded.jobs, fleet.models)
+    total = sum(one.share or 0.0 for one in models)
+    by_model = {
+        one.name: workload.with_requests(workload.requests_per_hour * one.share / total)
+        for one in models
+        if one.share
+    }
+    return FleetTraffic(replace(workload, models=models), by_model, recorded)
 
 
 _Tokens = tuple[float, float, float]  # of a prompt, of them cached, and of a completion
@@ -246,10 +381,10 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
 
     Raises UnmeasuredFleetError.
     """
-    models = {model for part in fleet.parts for model in _models(part)}
+    models = fleet.known_models
     try:
         columns = told["columns"]
-        arrivals = [_read(dict(zip(columns, row, strict=True)), models) for row in told["arrivals"]]
+        told_all = [_read(dict(zip(columns, row, strict=True)), models) for row in told["arrivals"]]
         start, end, requests = told["hour"]["from"], told["hour"]["to"], float(told["requests"])
         until = datetime.fromisoformat(told["until"])
         since_first = (
@@ -257,6 +392,8 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         ).total_seconds()
     except (KeyError, TypeError, ValueError):
         raise UnmeasuredFleetError("the gateway's answer is of another version") from None
+    others = sum(not one.model for one in told_all) if models else 0
+    arrivals = [one for one in told_all if one.model or not fleet.models]
     known = [one for one in arrivals if one.tokens is not None]
     if not known:
         raise UnmeasuredFleetError(
@@ -289,7 +426,8 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
     rate = len(arrivals) * hourly
     mean = max(requests / max(since_first, span) * SECONDS_PER_HOUR, rate / MOST_PEAK)
     factor = min(MOST_PEAK, max(1.0, rate / mean))
-    workload = replace(_workload(min(mean, rate), overall), peak=factor)
+    asked = asked_models(jobs, fleet.models)
+    workload = replace(_workload(min(mean, rate), overall), peak=factor, models=asked)
     slots = sum(part.servers * part.node_type.slots for part in fleet.parts)
     nodes = {one.node for one in known}
 
@@ -308,14 +446,16 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         service=service,
         added=_some(name for name, models in fleet.names if name not in nodes and serves(models)),
         removed=_some(nodes - {name for name, _ in fleet.names}),
+        on_demand=bool(fleet.models),
     )
     notes = [f"from the ledger: {requests:,.0f} requests, {len(arrivals):,} of them in {hour.name}"]
     if hour.added:
         notes.append(
             f"{', '.join(hour.added)} did not serve in that hour: its waits then tell nothing"
         )
-    if models and (others := counts[""]):
-        notes.append(f"{others:,} are of models that no node names: all are taken to serve them")
+    if others:
+        what = "they are left out" if fleet.models else "all are taken to serve them"
+        notes.append(f"{others:,} are of models that no node names: {what}")
     if len(arrivals) < FEW_REQUESTS:
         notes.append("so few requests tell little of what the fleet can do")
     return FleetTraffic(workload, by_model, build_trace(jobs), hour, tuple(notes))
@@ -329,15 +469,15 @@ def _models(part: FleetPart) -> frozenset[str]:
     return part.node_type.models if isinstance(part.node_type, MeasuredType) else frozenset()
 
 
-def _read(row: Mapping[str, Any], models: Container[object]) -> _Arrival:
+def _read(row: Mapping[str, Any], models: Mapping[str, str]) -> _Arrival:
     prompt, completion = row["prompt_tokens"], row["completion_tokens"]
     served = completion is not None
     tokens = (float(prompt), float(row["cached_tokens"]), float(completion)) if served else None
     return _Arrival(
         at=float(row["seconds"]),
-        model=row["model"] if row["model"] in models else "",
+        model=models.get(row["model"], ""),
         priority_label=row["class"] if row["class"] in PRIORITY_BY_LABEL else "normal",
-        node=str(row["node"] or ""),
+        node=str(row["node"] or "").partition("/")[0],  # a router's model is one of its node
         tokens=tokens,
         slot_seconds=float(row["slot_seconds"]),
         lasted=None if row["lasted"] is None else float(row["lasted"]),
@@ -383,12 +523,23 @@ def fleet_use(parts: Sequence[FleetPart], by_model: Mapping[str, Workload]) -> f
         return math.inf
     return max(
         math.fsum(
-            workload.arrivals / math.fsum(parts[place].capacity(workload) for place in places)
+            workload.arrivals
+            / math.fsum(_capacity(parts[place], model, workload) for place in places)
             for model, workload in by_model.items()
             if serving[model] <= places
         )
         for places in {everyone, *serving.values()}
     )
+
+
+def _capacity(part: FleetPart, model: str, workload: Workload) -> float:
+    """Most requests for a model that a part ends per second, while it has it loaded."""
+    node_type = part.node_type
+    if isinstance(node_type, MeasuredType) and model in node_type.model_speeds:
+        prefill, decode = node_type.model_speeds[model]
+        speeds = {"prefill_tps": prefill, "decode_tps": decode}
+        part = FleetPart(node_type.model_copy(update=speeds), part.count)
+    return part.capacity(workload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +580,9 @@ class FleetAdvice:
         return {"verdict": self.verdict, "sentence": self.sentence, "add": add}
 
 
+_SHOWN = {"tier", "slots", "prefill_tps", "decode_tps", "batch_cost", "memory_gib"}
+
+
 @dataclass(frozen=True, slots=True)
 class FleetAnswer:
     """The fleet as it is and as it might be, and what to do."""
@@ -449,11 +603,8 @@ class FleetAnswer:
                 {
                     "like": part.node_type.name,
                     "count": part.count,
-                    "tier": part.node_type.tier,
-                    "slots": part.node_type.slots,
-                    "prefill_tps": part.node_type.prefill_tps,
-                    "decode_tps": part.node_type.decode_tps,
-                    "batch_cost": part.node_type.batch_cost,
+                    **part.node_type.model_dump(include=_SHOWN),
+                    "models": sorted(_models(part)),
                 }
                 for part in self.fleet.parts
             ],
@@ -470,8 +621,8 @@ def what_if(
 
     Raises UnmeasuredFleetError.
     """
-    if sum(part.servers for part in fleet.parts) > MOST_SIMULATED_NODES:
-        raise UnmeasuredFleetError(f"more than {MOST_SIMULATED_NODES} nodes are not simulated")
+    if sum(part.servers for part in fleet.parts) > question.most_nodes:
+        raise UnmeasuredFleetError(f"more than {question.most_nodes} nodes are not simulated")
     fleet, notes = _as_slow_as_seen(fleet, traffic)
     asked = _Asked(question, traffic, limit)
     now = asked.row("as it is", fleet.parts)

@@ -21,13 +21,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from statistics import fmean, stdev
 
 from gateway.workshop.plan.catalogue import FleetPrice, NodeType, PricedPart, fleet_price
 from gateway.workshop.plan.workload import SECONDS_PER_HOUR, Workload, make_trace
 from gateway.workshop.simulate.comparison import build_front
+from gateway.workshop.simulate.fronts import LearntKnowledge
+from gateway.workshop.simulate.model_fronts import LeastRecentlyUsed, ModelPlacingFront
 from gateway.workshop.simulate.report import LONGEST_WAIT, Percentiles, utilisation
+from gateway.workshop.simulate.routers import SPEED_MEMORY, RouterFleet, SimulatedModel
 from gateway.workshop.simulate.simulation import SimulatedMachine, simulate
 from gateway.workshop.simulate.trace import Job, Trace, unread_tokens
 
@@ -89,8 +92,12 @@ def node_times(machine: SimulatedMachine, prompt: float, completion: float) -> N
 
 
 def times_of(node_type: NodeType, workload: Workload) -> NodeTimes:
-    """What a mean request takes of a server of this type."""
-    return node_times(node_type.machine("server"), workload.uncached, workload.completion)
+    """What a mean request takes of a server of this type, which has its model loaded."""
+    times = node_times(node_type.machine("server"), workload.uncached, workload.completion)
+    if not (workload.models and node_type.memory_gib):
+        return times
+    work = workload.work
+    return replace(times, reading=times.reading * work, writing=times.writing * work)
 
 
 def erlang_c(servers: int, offered: float) -> float:
@@ -202,7 +209,8 @@ def estimate(
 
 GATEWAY = "least_finish"  # the gateway's own policy; `DIRECT`: none, requests wait inside the node
 DIRECT = "nginx"
-MOST_SIMULATED_NODES = 2000
+# Nodes of a trial; where they load models on demand, models times nodes.
+MOST_SIMULATED_NODES, MOST_SIMULATED_INSTANCES = 2000, 20_000
 # Share of the requests that come while the fleet fills and its speeds are learnt: not counted.
 WARM_UP_SHARE = 0.1
 BATCHES = 20  # batches of requests whose means tell how sure a mean is
@@ -284,24 +292,21 @@ class FleetTrial:
     waiting_share: float  # requests that did not get a slot at once
     wait_error: float  # half the width of the 95 % confidence interval of the mean wait
     completion_error: float
-    slots_busy: float  # share of the slots' time
+    slots_busy: float  # share of the slots' time; routers are counted with those of one model
     too_late: int  # requests that waited longer than the gateway lets them (`queue.max_wait`)
     seconds: float  # until the last request ended; of a backlog: until all of it would have
     shares: tuple[PartShare, ...]
+    loads: int = 0  # of models
+    load_seconds: float = 0.0  # of all of them
 
     def as_dict(self) -> dict[str, object]:
         """For scripts."""
-        return {
-            "requests": self.requests,
-            "wait": asdict(self.wait) | {"error_95": self.wait_error},
-            "ttft": asdict(self.ttft),
-            "completion": asdict(self.completion) | {"error_95": self.completion_error},
-            "service": self.service,
-            "waiting_share": self.waiting_share,
-            "slots_busy": self.slots_busy,
-            "waited_too_long": self.too_late,
-            "seconds": self.seconds,
-        }
+        found = asdict(self)
+        found["wait"]["error_95"] = found.pop("wait_error")
+        found["completion"]["error_95"] = found.pop("completion_error")
+        found["waited_too_long"] = found.pop("too_late")
+        del found["shares"]
+        return found
 
 
 def try_fleet(
@@ -313,18 +318,26 @@ def try_fleet(
     policy: str = GATEWAY,
     seed: int = 1,
     warm: bool = False,
+    models: Sequence[SimulatedModel] = (),
 ) -> FleetTrial:
     """Play a trace on a fleet.
 
     `backlog`: the requests there really are, of which the trace is a sample that waits from the
-    start; times grow in proportion. `warm`: the nodes' speeds are known.
-    Raises OutOfTimeError.
+    start; times grow in proportion. `warm`: the nodes' speeds are known. `models`: those that
+    nodes with memory load on demand, at first none. Raises OutOfTimeError.
     """
     name = fleet_name(parts)
     limit.begin(name)
     machines = [one for part in parts for one in part.node_type.machines(part.count)]
-    front = build_front(policy, machines, warm=warm, seed=seed)
-    result = simulate(trace, machines, front, lambda _: limit.check(name))
+    routers = RouterFleet(machines, models, trace.jobs) if models else None
+    if routers is None:
+        front = build_front(policy, machines, warm=warm, seed=seed)
+    elif policy == DIRECT:
+        front = LeastRecentlyUsed(routers)
+    else:
+        knowledge = LearntKnowledge(warm=warm)
+        front = ModelPlacingFront(routers, seed=seed, knowledge=knowledge)
+    result = simulate(trace, machines, front, lambda _: limit.check(name), routers)
     jobs = list(result.jobs)
     bounds = [0]
     for part in parts:
@@ -338,6 +351,7 @@ def try_fleet(
     first = [wait + job.first - job.began for wait, job in zip(waits, counted, strict=True)]
     completions = [wait + job.ended - job.began for wait, job in zip(waits, counted, strict=True)]
     began = max(job.began for job in jobs)
+    nodes = [job.node if routers is None else routers.router_of(job.node) for job in counted]
     return FleetTrial(
         requests=len(counted),
         wait=Percentiles.of(waits),
@@ -347,15 +361,20 @@ def try_fleet(
         waiting_share=sum(wait > 0 for wait in waits) / len(waits),
         wait_error=error_of_mean(waits),
         completion_error=error_of_mean(completions),
-        slots_busy=utilisation(result),
+        slots_busy=utilisation(result, sum(machine.slots for machine in machines)),
         too_late=sum(wait > LONGEST_WAIT for wait in waits),
         seconds=began * growth + (result.ended - began),
-        shares=tuple(_share(counted, low, high) for low, high in pairwise(bounds)),
+        shares=tuple(
+            _share(counted, [low <= node < high for node in nodes])
+            for low, high in pairwise(bounds)
+        ),
+        loads=0 if routers is None else routers.loads,
+        load_seconds=0.0 if routers is None else routers.load_seconds,
     )
 
 
-def _share(jobs: Sequence[Job], low: int, high: int) -> PartShare:
-    own = [job for job in jobs if low <= job.node < high]
+def _share(jobs: Sequence[Job], served: Sequence[bool]) -> PartShare:
+    own = [*compress(jobs, served)]
     return PartShare(
         len(own) / len(jobs),
         sum(job.prompt.tokens for job in own) / sum(job.prompt.tokens for job in jobs),
@@ -394,17 +413,21 @@ def error_of_mean(values: Sequence[float]) -> float:
     return STUDENT_95 * stdev(means) / math.sqrt(BATCHES)
 
 
-def alone(jobs: Sequence[Job], node_type: NodeType) -> tuple[float, float]:
+def alone(
+    jobs: Sequence[Job], node_type: NodeType, models: Sequence[SimulatedModel] = ()
+) -> tuple[float, float]:
     """95th percentiles of TTFT and completion, if each request had a node to itself.
 
-    No fleet of these nodes is faster. What a cache may hold does not need to be read.
+    No fleet of these nodes is faster. What a cache may hold does not need to be read, and no model
+    be loaded.
     """
+    work = {one.name: one.memory / SPEED_MEMORY for one in models}
     machine = node_type.machine("alone")
     first, whole = [], []
     for job, unread in zip(jobs, unread_tokens(jobs), strict=True):
         read = max(machine.token_base, unread / machine.prefill_tps)
-        first.append(read)
-        whole.append(read + (job.output - 1) * machine.token_base)
+        first.append(read * work.get(job.model, 1.0))
+        whole.append(first[-1] + (job.output - 1) * machine.token_base * work.get(job.model, 1.0))
     return Percentiles.of(first).p95, Percentiles.of(whole).p95
 
 
@@ -469,6 +492,12 @@ class PlanQuestion:
     warm: bool = False  # whether the gateway knows the nodes' speeds from the start
     recorded: Trace | None = None  # a recorded trace, to be played in place of made-up requests
 
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that a trial has at most."""
+        models = len(self.workload.models) or 1
+        return min(MOST_SIMULATED_NODES, max(1, MOST_SIMULATED_INSTANCES // models))
+
     def trace(self, slots: int = 0) -> Trace:
         """The requests of a trial on a fleet of so many slots."""
         if self.recorded is not None:
@@ -483,9 +512,15 @@ class PlanQuestion:
         self, parts: Sequence[FleetPart], trace: Trace, limit: TimeLimit, policy: str = GATEWAY
     ) -> FleetTrial:
         """Play its requests on a fleet. Raises OutOfTimeError."""
-        backlog = self.workload.backlog
         return try_fleet(
-            parts, trace, limit, backlog=backlog, policy=policy, seed=self.seed, warm=self.warm
+            parts,
+            trace,
+            limit,
+            backlog=self.workload.backlog,
+            policy=policy,
+            seed=self.seed,
+            warm=self.warm,
+            models=self.workload.models,
         )
 
     def is_met_by(self, trial: FleetTrial) -> bool:
@@ -506,6 +541,7 @@ class PlanQuestion:
                 "peak": workload.peak,
                 "backlog_hours": workload.backlog_hours,
                 "arrivals_per_second": workload.arrivals,
+                "models": [asdict(one) for one in workload.models],
             },
             "goal": {
                 "ttft_p95": goal.ttft_p95,
@@ -553,13 +589,8 @@ class FleetOption:
         """For scripts."""
         found, guess = self.estimate, None
         if found is not None and math.isfinite(found.wait):
-            guess = {
-                "waiting_share": found.waiting_share,
-                "wait": found.wait,
-                "service": found.service,
-                "completion": found.completion,
-                "erlang_c": found.waiting_share,
-            }
+            guess = asdict(found)
+            guess |= {"completion": found.completion, "erlang_c": found.waiting_share}
         return {
             "fleet": self.name,
             "parts": [
@@ -628,9 +659,11 @@ def least_count(node_type: NodeType, workload: Workload, goal: Goal) -> int:
     return count_for(node_type, workload, 1.0 if workload.backlog is not None else goal.use)
 
 
-def why_impossible(node_type: NodeType, trace: Trace, goal: Goal) -> str:
+def why_impossible(
+    node_type: NodeType, trace: Trace, goal: Goal, models: Sequence[SimulatedModel] = ()
+) -> str:
     """The figure that keeps any number of this type from the goal, and by how much; or nothing."""
-    ttft, completion = alone(trace.jobs, node_type)
+    ttft, completion = alone(trace.jobs, node_type, models)
     speeds = []
     if goal.ttft_p95 is not None and ttft > goal.ttft_p95:
         need = node_type.prefill_tps * ttft / goal.ttft_p95
@@ -681,14 +714,14 @@ def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | N
 
     if limit is None:
         return option(least, None)
-    trace = question.trace(min(least * node_type.servers, MOST_SIMULATED_NODES) * node_type.slots)
+    trace = question.trace(min(least * node_type.servers, question.most_nodes) * node_type.slots)
     if least > most_estimated:
         return option(least, None, f"it would take {least:,} of it")
-    if impossible := why_impossible(node_type, trace, goal):
+    if impossible := why_impossible(node_type, trace, goal, workload.models):
         return option(least, None, impossible)
-    most = min(least * MOST_MORE + 4, MOST_SIMULATED_NODES // node_type.servers)
+    most = min(least * MOST_MORE + 4, question.most_nodes // node_type.servers)
     if least > most:
-        return option(least, None, why=f"more than {MOST_SIMULATED_NODES} nodes are not simulated")
+        return option(least, None, why=f"more than {question.most_nodes} nodes are not simulated")
     trials: dict[int, FleetTrial] = {}
 
     def meets(count: int) -> bool:

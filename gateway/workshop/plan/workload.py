@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, pvariance
 
+from gateway.workshop.simulate.routers import SPEED_MEMORY, SimulatedModel
 from gateway.workshop.simulate.trace import (
     Job,
     Trace,
@@ -44,6 +45,8 @@ class Workload:
     lengths_scv: float = LENGTHS_SCV
     """Squared coefficient of variation of the lengths, for the estimate."""
     arrival_scv: float = 1.0  # the same of the times between arrivals; 1: a Poisson process
+    models: tuple[SimulatedModel, ...] = ()
+    """That nodes load on demand, each with its share of the requests; none: all have all."""
 
     def __post_init__(self) -> None:
         if not 0 < self.requests_per_hour <= MOST_REQUESTS_PER_HOUR:
@@ -77,6 +80,14 @@ class Workload:
         """Requests that all wait from the start; None: they arrive."""
         return None if self.backlog_hours is None else self.requests_per_hour
 
+    @property
+    def work(self) -> float:
+        """Work of a mean request, as a multiple of one for a model of `SPEED_MEMORY`."""
+        shares = [one.share or 0.0 for one in self.models]
+        if not sum(shares):
+            return 1.0
+        return fmean((one.memory / SPEED_MEMORY for one in self.models), shares)
+
     def with_requests(self, requests_per_hour: float) -> Workload:
         """The same at another rate."""
         return replace(self, requests_per_hour=requests_per_hour)
@@ -93,6 +104,9 @@ def make_trace(workload: Workload, requests: int, seed: int) -> Trace:
     requests = min(requests, max(fit, LEAST_REQUESTS_OF_A_TRIAL))
     shared = round(workload.prompt * workload.repeat)
     own = workload.prompt - shared
+    names = [one.name for one in workload.models] or [""]
+    shares = [one.share or 0.0 for one in workload.models] or [1.0]
+    models = random.Random(f"models of {seed}").choices(names, shares, k=requests)
     jobs: list[Job] = []
     time = 0.0
     for number in range(requests):
@@ -100,19 +114,18 @@ def make_trace(workload: Workload, requests: int, seed: int) -> Trace:
             time += rng.expovariate(workload.arrivals)
         length = shared + random_length(rng, own)
         prompt = TracePrompt(-1 - number, length, int(shared > 0), shared)
-        jobs.append(Job(0, time, prompt, random_length(rng, workload.completion)))
+        written = random_length(rng, workload.completion)
+        jobs.append(Job(0, time, prompt, written, model=models[number]))
     return build_trace(jobs)
 
 
-class TraceTooShortError(Exception):
-    """A trace from which no rate can be read."""
-
-
-def from_trace(trace: Trace, *, busiest_hour: bool = True) -> Workload:
+def from_trace(trace: Trace, models: Sequence[SimulatedModel] = ()) -> Workload:
     """The figures of a trace: of its mean, and its busiest hour as the peak.
 
+    Each of the `models` gets the share that it has there.
+
     The share that repeats is what a cache could know: shared beginnings, and earlier turns of a
-    conversation. Raises TraceTooShortError and ValueError.
+    conversation. Raises ValueError.
     """
     jobs = trace.jobs
     tokens = sum(job.prompt.tokens + job.output for job in jobs)
@@ -122,11 +135,11 @@ def from_trace(trace: Trace, *, busiest_hour: bool = True) -> Workload:
         )
     span = max(job.time for job in jobs) - min(job.time for job in jobs)
     if len(jobs) < 2 or span <= 0:
-        raise TraceTooShortError("it needs two requests at different times, to tell a rate")
+        raise ValueError("it needs two requests at different times, to tell a rate")
     # The last gap is as long as the others: n requests have n - 1 gaps.
     rate = (len(jobs) - 1) / span * SECONDS_PER_HOUR
     peak = 1.0
-    if busiest_hour and span >= 2 * SECONDS_PER_HOUR:
+    if span >= 2 * SECONDS_PER_HOUR:
         hours = Counter(int(job.time // SECONDS_PER_HOUR) for job in jobs)
         peak = max(1.0, min(MOST_PEAK, max(hours.values()) / rate))
     prompt = fmean(job.prompt.tokens for job in jobs)
@@ -140,7 +153,16 @@ def from_trace(trace: Trace, *, busiest_hour: bool = True) -> Workload:
         peak=peak,
         lengths_scv=max(_scv([job.output for job in jobs]), 0.0),
         arrival_scv=_scv(gaps),
+        models=asked_models(jobs, models),
     )
+
+
+def asked_models(
+    jobs: Sequence[Job], models: Sequence[SimulatedModel]
+) -> tuple[SimulatedModel, ...]:
+    """Models with the number of requests for each as its share."""
+    counts = Counter(job.model for job in jobs)
+    return tuple(replace(one, share=float(counts[one.name])) for one in models)
 
 
 def _scv(values: Sequence[float]) -> float:

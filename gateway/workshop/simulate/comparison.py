@@ -237,18 +237,18 @@ def compare_model_placements(
             max((job.began - job.arrived for job in played.jobs), default=0.0),
             fleet.loads,
             fleet.load_seconds,
-            describe_placement(routers, models, loaded) if loaded else {},
+            describe_placement(fleet, loaded) if loaded else {},
         )
 
-    def knowledge() -> LearntKnowledge:
-        return LearntKnowledge(warm=warm)
-
     found = [
-        play("gateway", lambda _: ModelPlacingFront(routers, models, rules, seed, knowledge())),
+        play(
+            "gateway",
+            lambda fleet: ModelPlacingFront(fleet, rules, seed, LearntKnowledge(warm=warm)),
+        ),
         play("each router's own", LeastRecentlyUsed),
     ]
-    tried = dict.fromkeys(random_placements(routers, models, placements, random.Random(seed)))
-    best = list(tried)
+    idle = RouterFleet(routers, models, ())
+    best = list(dict.fromkeys(random_placements(idle, placements, random.Random(seed))))
     for played, most in (
         (_sample(trace), max(HAND_TRIED, round(placements * HAND_SHARE))),
         (trace, HAND_TRIED),
@@ -260,13 +260,13 @@ def compare_model_placements(
             }
             best = sorted(best, key=means.__getitem__)[:most]
     counts = Counter(job.model for job in trace.jobs)
-    if (greedy := greedy_placement(routers, models, counts)) is not None:
+    if (greedy := greedy_placement(idle, counts)) is not None:
         best.append(greedy)
 
-    def hand(fleet: RouterFleet) -> Front:
-        return HandFront(routers, models, fleet.loaded, seed, knowledge())
-
-    by_hand = [play("by hand", hand, loaded) for loaded in best]
+    by_hand = [
+        play("by hand", lambda fleet: HandFront(fleet, seed, LearntKnowledge(warm=warm)), loaded)
+        for loaded in best
+    ]
     if by_hand:
         found.append(min(by_hand, key=lambda one: one.report.completion.mean))
     return found

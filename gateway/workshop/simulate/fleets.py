@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import yaml
 
 from gateway.config.fields import parse_size
-from gateway.config.inventory import Inventory
+from gateway.config.inventory import Inventory, host_memory
 from gateway.workshop.simulate.simulation import (
     BATCH_COST,
     CACHE_RAM_MIB,
@@ -30,6 +30,7 @@ _GROUP = re.compile(
     r"(?:/(?P<memory>[\w.]+))?"
 )
 
+MODELS_NEEDED = "routers need --models, such as 12x2GiB:30GiB, or `llama-gateway models --json`"
 FLEET_SYNTAX = "COUNTxSLOTS@DECODE:PREFILL, such as 4x2@40:600"
 
 
@@ -37,14 +38,18 @@ class FleetError(Exception):
     """A fleet that can't be simulated; the message has the remedy."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSpeeds:
+_Speed = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class NodeSpeeds(msgspec.Struct, frozen=True):
     """How fast one node is; None: not given."""
 
-    prefill_tps: float | None = None
-    decode_tps: float | None = None
-    batch_cost: float | None = None
-    slots: int | None = None
+    prefill_tps: _Speed | None = None
+    decode_tps: _Speed | None = None
+    batch_cost: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    slots: int | None = msgspec.field(default=None, name="slots_total")  # 0: not loaded
+    router: str | None = None  # of which it is one model
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,38 +110,63 @@ def from_inventory(
     speeds: Mapping[str, NodeSpeeds],
     default_speeds: NodeSpeeds,
     setup: ServerSetup,
+    *,
+    on_demand: bool = False,
 ) -> tuple[list[SimulatedMachine], list[str]]:
     """The machines of an inventory, and notes on what had to be assumed about them.
 
     A node has the speeds in `speeds`, else `default_speeds` times its `speed_hint`. Nodes that get
-    no work (`enabled: false`, `standby: true`) are left out. Raises FleetError.
+    no work (`enabled: false`, `standby: true`) are left out. `on_demand`: nodes that have models in
+    `speeds`, and unknown ones with `memory`, are routers. Raises FleetError.
     """
     machines: list[SimulatedMachine] = []
     unsized: list[str] = []
     guessed: list[str] = []
+    memory = host_memory(inventory.nodes)
+    held: dict[str | None, dict[str, NodeSpeeds]] = {}  # by router: what is known of its models
+    for name, one in speeds.items():
+        for model in one.models or (name.partition("/")[2],):
+            held.setdefault(one.router, {})[model] = one
     for node in inventory.nodes:
         if not node.enabled or node.standby:
             continue
-        own = speeds.get(node.name, NodeSpeeds())
+        own, models = speeds.get(node.name, NodeSpeeds()), held.get(node.name, {})
+        known = [one for one in models.values() if one.prefill_tps and one.decode_tps]
+        is_router = bool(models) or (on_demand and node.name not in speeds and node.host in memory)
+        if is_router and not on_demand:
+            raise FleetError(f"{node.name} is a router: {MODELS_NEEDED}")
+        if is_router and node.host not in memory:
+            raise FleetError(
+                f"the inventory says no `memory` of {node.host}, whose models are loaded on demand"
+            )
         slots = node.slots or own.slots
-        if slots is None:
+        if is_router and not slots:
+            slots = max((one.slots or 0 for one in models.values()), default=0)
+        if not slots:
             unsized.append(node.name)
-        if own.prefill_tps is None or own.decode_tps is None:
+        if not known and (own.prefill_tps is None or own.decode_tps is None):
             guessed.append(node.name)
         prefill = own.prefill_tps or (default_speeds.prefill_tps or 0.0) * node.speed_hint
         decode = own.decode_tps or (default_speeds.decode_tps or 0.0) * node.speed_hint
-        cost = own.batch_cost if own.batch_cost is not None else default_speeds.batch_cost
+        costs = [one.batch_cost for one in (own, *known, default_speeds)]
         with _named(node.name):
             machine = SimulatedMachine(
                 node.name,
                 slots or 1,
                 prefill,
                 decode,
-                BATCH_COST if cost is None else cost,
+                next((cost for cost in costs if cost is not None), BATCH_COST),
                 host=node.host,
                 calibrated=node.calibrate and node.kind == "llama.cpp",
                 batch_tokens=setup.batch_tokens,
                 cache_tokens=setup.cache_tokens,
+                models=frozenset(models or node.models or own.models if on_demand else ()),
+                memory=memory[node.host] if is_router else 0,
+                model_speeds={
+                    name: (one.prefill_tps or 0.0, one.decode_tps or 0.0)
+                    for name, one in models.items()
+                    if one in known
+                },
             )
         machines.append(machine)
     if not machines:
@@ -159,6 +189,26 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
     A list of nodes (or a mapping with the key `nodes`), each with `name`, `prefill_tps`,
     `decode_tps` and, if known, `batch_cost` and `slots_total`; YAML or JSON. Raises FleetError.
     """
+    value = read_document(path)
+    nodes = value.get("nodes") if isinstance(value, dict) else value
+    if not isinstance(nodes, list):
+        raise FleetError(
+            f"{path}: holds no list of nodes (take what `llama-gateway nodes --json` writes)"
+        )
+    speeds: dict[str, NodeSpeeds] = {}
+    for number, node in enumerate(nodes):
+        where = f"{path}: nodes[{number}]"
+        if not isinstance(node, dict) or not isinstance(node.get("name"), str):
+            raise FleetError(f"{where}: has no name (each node needs one)")
+        try:
+            speeds[node["name"]] = msgspec.convert(node, NodeSpeeds)
+        except msgspec.ValidationError as error:
+            raise FleetError(f"{where}: {error} (correct it, or leave it away)") from None
+    return speeds
+
+
+def read_document(path: Path) -> Any:
+    """What a file of YAML or JSON holds. Raises FleetError."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -166,7 +216,7 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
             f"{path}: can't be read: {error.strerror} (check the path and its rights)"
         ) from None
     try:
-        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}:{error.colno}"
         raise FleetError(f"{place}: {error.msg} (write valid JSON)") from None
@@ -175,34 +225,6 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or "is no YAML"
         raise FleetError(f"{place}: {problem} (write valid YAML)") from None
-    nodes = value.get("nodes") if isinstance(value, dict) else value
-    if not isinstance(nodes, list):
-        raise FleetError(
-            f"{path}: holds no list of nodes (take what `llama-gateway nodes --json` writes)"
-        )
-    speeds: dict[str, NodeSpeeds] = {}
-    for number, node in enumerate(nodes):
-        if not isinstance(node, dict) or not isinstance(node.get("name"), str):
-            raise FleetError(f"{path}: nodes[{number}]: has no name (each node needs one)")
-        where = f"{path}: nodes[{number}]"
-        slots = _number(where, node, "slots_total")
-        speeds[node["name"]] = NodeSpeeds(
-            _number(where, node, "prefill_tps"),
-            _number(where, node, "decode_tps"),
-            _number(where, node, "batch_cost"),
-            None if slots is None else max(1, int(slots)),
-        )
-    return speeds
-
-
-def _number(where: str, node: Mapping[str, Any], key: str) -> float | None:
-    value = node.get(key)
-    if value is None:
-        return None  # Not measured yet.
-    sound = isinstance(value, int | float) and not isinstance(value, bool)
-    if not sound or not math.isfinite(value) or value <= 0:
-        raise FleetError(f"{where}.{key}: must be a positive number (or left away)")
-    return float(value)
 
 
 @contextmanager

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import cast
 
 from gateway.nodes.router import LoadPhase
 from gateway.schedule.core.model_placement import (
@@ -19,8 +18,8 @@ from gateway.schedule.core.model_placement import (
 )
 from gateway.schedule.core.requests import QueuedRequest
 from gateway.workshop.simulate.fronts import GatewayFront, Knowledge
-from gateway.workshop.simulate.routers import RouterFleet, SimulatedModel, instance_machines
-from gateway.workshop.simulate.simulation import Front, SimulatedFleet, SimulatedMachine
+from gateway.workshop.simulate.routers import RouterFleet
+from gateway.workshop.simulate.simulation import Front, SimulatedFleet
 from gateway.workshop.simulate.trace import Job
 
 
@@ -58,114 +57,124 @@ class FewestConnections(Front):
 
     def __init__(self, fleet: RouterFleet) -> None:
         self.alarm = math.inf
-        self._nodes: dict[str, list[int]] = {}
-        for index in sorted(fleet.loaded):
-            self._nodes.setdefault(fleet.model_of(index).name, []).append(index)
-        self._connections = [0] * len(fleet.routers)
+        self._fleet = fleet
+        self._able: dict[str, list[int]] = {}
+        self._connections = [0] * len(fleet.nodes)
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
         """Send it at once."""
-        routers = cast("RouterFleet", fleet).router_of
-        node = min(self._nodes[job.model], key=lambda one: self._connections[routers(one)])
-        self._connections[routers(node)] += 1
+        node = min(self.able(job), key=lambda one: self._connections[self._fleet.router_of(one)])
+        self._connections[self._fleet.router_of(node)] += 1
         fleet.send(job, node)
+
+    def able(self, job: Job) -> list[int]:
+        """The instances that may serve it: those that are loaded."""
+        found = self._able.get(job.model)
+        if found is None:
+            found = [one for one in self._fleet.able(job.model) if one in self._fleet.loaded]
+            self._able[job.model] = found
+        return found
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
         """Count it off."""
-        self._connections[cast("RouterFleet", fleet).router_of(job.node)] -= 1
+        self._connections[self._fleet.router_of(job.node)] -= 1
 
 
 class LeastRecentlyUsed(Front):
-    """Fewest connections over all routers, each of which loads by itself.
+    """Fewest connections over all nodes; each router loads by itself.
 
-    For a model that it lacks a router unloads those used least recently. llama.cpp's does so amid
-    their requests; here they end first, while later ones for them wait.
+    For a model that it lacks a router unloads those of its host that were used least recently.
+    llama.cpp's does so amid their requests; here they end first, while later ones for them wait.
     """
 
     def __init__(self, fleet: RouterFleet) -> None:
         self.alarm = math.inf
-        self._models = {model.name: place for place, model in enumerate(fleet.models)}
-        self._connections = [0] * len(fleet.routers)
+        self._fleet = fleet
+        self._able: dict[str, dict[int, int]] = {}  # by model: the instance of each node
+        self._connections = [0] * len(fleet.nodes)
         self._turn = 0
-        self._waiting: list[deque[Job]] = [deque() for _ in fleet.routers]
+        self._waiting: list[deque[tuple[Job, int]]] = [deque() for _ in fleet.nodes]
+        """Of each node, with the instance that each job is for."""
         self._last_used: dict[int, float] = {}  # by instance: of those loaded, or being loaded
         self._jobs: dict[int, int] = {}  # by instance: its jobs
         self._events = LoadEvents()
         self._retiring: set[int] = set()
         self._loading: set[int] = set()
+        self._memory = fleet.host_memory
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Choose its router."""
-        routers = cast("RouterFleet", fleet)
-        biggest = routers.models[self._models[job.model]].memory
-        possible = [one for one, router in enumerate(routers.routers) if router.memory >= biggest]
-        router = min(
-            possible,
-            key=lambda one: (self._connections[one], (one - self._turn) % len(routers.routers)),
-        )
-        self._turn = router + 1
-        self._connections[router] += 1
-        self._waiting[router].append(job)
-        self._serve(router, routers)
+        """Choose its node."""
+        able = self._able.get(job.model)
+        if able is None:
+            able = self._able[job.model] = {
+                self._fleet.router_of(one): one
+                for one in self._fleet.able(job.model)
+                if one in self._fleet.loaded
+                or self._fleet.model_of(one).memory <= self._memory[self._fleet.host_of(one)]
+            }
+        nodes = len(self._connections)
+        node = min(able, key=lambda one: (self._connections[one], (one - self._turn) % nodes))
+        self._turn = node + 1
+        self._connections[node] += 1
+        self._waiting[node].append((job, able[node]))
+        self._serve(node)
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
         """What waits for its memory may go on."""
-        routers = cast("RouterFleet", fleet)
-        router = routers.router_of(job.node)
-        self._connections[router] -= 1
+        node = self._fleet.router_of(job.node)
+        self._connections[node] -= 1
         self._jobs[job.node] -= 1
-        self._serve(router, routers)
+        self._serve(node)
 
     def wake(self, fleet: SimulatedFleet) -> None:
         """Loads and unloads have ended."""
-        routers = cast("RouterFleet", fleet)
-        for index, loaded in self._events.end_due(routers):
-            if loaded:
-                self._loading.discard(index)
-            else:
-                self._retiring.discard(index)
-            self._serve(routers.router_of(index), routers)
+        for index, loaded in self._events.end_due(self._fleet):
+            (self._loading if loaded else self._retiring).discard(index)
+            own, host = self._fleet.router_of(index), self._fleet.host_of(index)
+            # First what waits for it, else a neighbour would have it unloaded before its first use.
+            self._serve(own)
+            for node, other in enumerate(self._fleet.hosts):
+                if other == host and node != own:
+                    self._serve(node)
         self.alarm = self._events.next_end
 
-    def _serve(self, router: int, fleet: RouterFleet) -> None:
+    def _serve(self, node: int) -> None:
         """Send what can be sent, and make room for the rest in the order of their arrival."""
-        first = router * len(fleet.models)
-        waiting = self._waiting[router]
+        fleet, waiting, host = self._fleet, self._waiting[node], self._fleet.hosts[node]
         needed: list[int] = []
         for _ in range(len(waiting)):
-            job = waiting.popleft()
-            index = first + self._models[job.model]
+            job, index = waiting.popleft()
             if index in fleet.loaded and index not in self._retiring:
                 self._last_used[index] = fleet.now
                 self._jobs[index] = self._jobs.get(index, 0) + 1
                 fleet.send(job, index)
             else:
-                waiting.append(job)
+                waiting.append((job, index))
                 if index not in needed and index not in self._loading:
                     needed.append(index)
         for index in needed:
-            if index not in fleet.held and fleet.model_of(index).memory <= fleet.free(router):
+            if index not in fleet.held and fleet.model_of(index).memory <= fleet.free(host):
                 self._last_used[index] = fleet.now
                 self._loading.add(index)
                 self._events.load(index, fleet)
-        self._make_room(router, fleet, [one for one in needed if one not in fleet.held])
+        self._make_room(host, [one for one in needed if one not in fleet.held])
         for index in sorted(self._retiring):
-            idle = not self._jobs.get(index)
-            if fleet.router_of(index) == router and idle and index in fleet.loaded:
+            if not self._jobs.get(index) and index in fleet.loaded:
                 self._events.unload(index, fleet)
         self.alarm = self._events.next_end
 
-    def _make_room(self, router: int, fleet: RouterFleet, needed: list[int]) -> None:
+    def _make_room(self, host: str, needed: list[int]) -> None:
         """Retire those used least recently until the first of the needed models will fit."""
         if not needed:
             return
-        held = [index for index in fleet.held if fleet.router_of(index) == router]
+        fleet = self._fleet
+        held = [index for index in fleet.held if fleet.host_of(index) == host]
         leaving = sum(
             fleet.model_of(index).memory
             for index in held
             if index in self._retiring or index not in fleet.loaded | self._loading
         )
-        short = fleet.model_of(needed[0]).memory - fleet.free(router) - leaving
+        short = fleet.model_of(needed[0]).memory - fleet.free(host) - leaving
         ready = [index for index in held if index in fleet.loaded and index not in self._retiring]
         for index in sorted(ready, key=lambda index: self._last_used.get(index, 0.0)):
             if short <= 0:
@@ -178,16 +187,12 @@ class HandFront(GatewayFront):
     """The gateway over instances that were loaded by hand and stay."""
 
     def __init__(
-        self,
-        routers: Sequence[SimulatedMachine],
-        models: Sequence[SimulatedModel],
-        loaded: Collection[int],
-        seed: int = 0,
-        knowledge: Knowledge | None = None,
+        self, fleet: RouterFleet, seed: int = 0, knowledge: Knowledge | None = None
     ) -> None:
-        super().__init__(instance_machines(routers, models), seed=seed, knowledge=knowledge)
+        machines = [one.machine for one in fleet.instances]
+        super().__init__(machines, seed=seed, knowledge=knowledge)
         for row in self.state.rows:
-            if row.index not in loaded:
+            if row.index not in fleet.loaded:
                 self.state.set_slots(row, row.total, 0, 0, alive=False)
 
 
@@ -203,45 +208,44 @@ class ModelPlacingFront(GatewayFront):
 
     def __init__(
         self,
-        routers: Sequence[SimulatedMachine],
-        models: Sequence[SimulatedModel],
+        fleet: RouterFleet,
         rules: ModelPlacementRules | None = None,
         seed: int = 0,
         knowledge: Knowledge | None = None,
     ) -> None:
-        super().__init__(instance_machines(routers, models), seed=seed, knowledge=knowledge)
+        machines = [one.machine for one in fleet.instances]
+        super().__init__(machines, seed=seed, knowledge=knowledge)
         self.policy = ModelPlacementPolicy(rules)
-        self._models = models
-        self._routers = routers
-        self._places = {model.name: place for place, model in enumerate(models)}
-        self._phases = [LoadPhase.UNLOADED] * len(self.state.rows)
-        self._since = [-math.inf] * len(self.state.rows)
-        self._last_used = [-math.inf] * len(self.state.rows)
-        self._waiting: dict[str, dict[int, Job]] = {model.name: {} for model in models}
+        self._router_fleet = fleet
+        self._phases = [LoadPhase.UNLOADED] * len(machines)
+        self._since = [-math.inf] * len(machines)
+        self._last_used = [-math.inf] * len(machines)
+        self._waiting: dict[str, dict[int, Job]] = {model.name: {} for model in fleet.models}
         self._batch_waiting = dict.fromkeys(self._waiting, 0)
         self._seconds: dict[str, float] = {}  # by model: a usual request's
         self._events = LoadEvents()
         self._look_at = math.inf
         self._refreshed_at = -math.inf
-        self._instances = {
-            (router.name, model.name): place * len(models) + number
-            for place, router in enumerate(routers)
-            for number, model in enumerate(models)
-        }
-        for router in routers:
-            host = router.host or router.name
-            self.policy.put_node(RouterNode(router.name, host, router.memory))
-        for row in self.state.rows:
-            self.state.set_slots(row, row.total, 0, 0, alive=True)
-            self._tell(row.index)
+        self._instances: dict[tuple[str, str], int] = {}
+        memory = fleet.host_memory
+        for node, host in zip(fleet.nodes, fleet.hosts, strict=True):
+            if node.memory:
+                self.policy.put_node(RouterNode(node.name, host, memory[host]))
+        for index, one in enumerate(fleet.instances):
+            if one.model is not None:
+                self._instances[fleet.nodes[one.router].name, one.model.name] = index
+                self._enter(index, LoadPhase.UNLOADED, -math.inf)
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
         """Place or queue the request; where it must wait, see what to load for it."""
         if job.priority_label != "batch":
             self.policy.note_request(job.model, fleet.now)
         super().arrive(job, fleet)
+        if job.model not in self._waiting:
+            return  # Plain servers alone have it.
         if job.model not in self._seconds:
-            expected, row = self._expected[job.id], self.state.rows[self._places[job.model]]
+            able = self._router_fleet.able(job.model)
+            expected, row = self._expected[job.id], self.state.rows[able[0]]
             seconds = expected.prompt_tokens / row.prefill_tps
             self._seconds[job.model] = seconds + expected.completion_tokens * row.token_base
         if job.sent < 0:
@@ -262,7 +266,7 @@ class ModelPlacingFront(GatewayFront):
 
     def wake(self, fleet: SimulatedFleet) -> None:
         """Loads and unloads have ended, or it is time for a look."""
-        for index, loaded in self._events.end_due(cast("RouterFleet", fleet)):
+        for index, loaded in self._events.end_due(self._router_fleet):
             self._enter(index, LoadPhase.READY if loaded else LoadPhase.UNLOADED, fleet.now)
             self._look_at = fleet.now
         super().wake(fleet)
@@ -274,7 +278,7 @@ class ModelPlacingFront(GatewayFront):
         super()._send(placement, fleet)
         job = fleet.jobs[int(placement.id)]
         self._last_used[job.node] = fleet.now
-        if self._waiting[job.model].pop(job.id, None) is not None:
+        if self._waiting.get(job.model, {}).pop(job.id, None) is not None:
             self._batch_waiting[job.model] -= job.priority_label == "batch"
 
     def _look(self, fleet: SimulatedFleet) -> None:
@@ -284,12 +288,11 @@ class ModelPlacingFront(GatewayFront):
             for index, phase in enumerate(self._phases):
                 if phase is not LoadPhase.UNLOADED:
                     self._tell(index)
-        routers = cast("RouterFleet", fleet)
         for action in self.policy.decide(self._demands(now), self._usage_at(now), now):
             index = self._instances[action.node, action.model]
             if action.verb == "load":
                 self._enter(index, LoadPhase.LOADING, now)
-                self._events.load(index, routers)
+                self._events.load(index, self._router_fleet)
             elif action.verb == "retire":
                 self._enter(index, LoadPhase.RETIRING, now)
             elif action.verb == "keep":
@@ -297,7 +300,7 @@ class ModelPlacingFront(GatewayFront):
                 self._match(fleet)
             else:
                 self._enter(index, LoadPhase.UNLOADING, now)
-                self._events.unload(index, routers)
+                self._events.unload(index, self._router_fleet)
                 self.knowledge.restarted(index)
         waits = any(self._waiting.values()) or self.policy.has_plans
         pause = LEAST_PAUSE if self.policy.unfinished else LOOK_SECONDS
@@ -338,11 +341,11 @@ class ModelPlacingFront(GatewayFront):
 
     def _tell(self, index: int) -> None:
         """Tell the policy of an instance."""
-        router, place = divmod(index, len(self._models))
-        model, row = self._models[place], self.state.rows[index]
+        fleet, row = self._router_fleet, self.state.rows[index]
+        model = fleet.model_of(index)
         self.policy.put_instance(
             Instance(
-                self._routers[router].name,
+                fleet.nodes[fleet.router_of(index)].name,
                 model.name,
                 self._phases[index],
                 model.memory,

@@ -283,7 +283,7 @@ def summarise(
         seconds=seconds,
         tokens_per_second=sum(job.output for job in jobs) / seconds if seconds else 0.0,
         cached_share=sum(job.cached for job in jobs) / prompt if prompt else 0.0,
-        utilisation=utilisation(result),
+        utilisation=utilisation(result, slots),
         load=_load(jobs, busy_seconds, slots),
         longest_queue=_longest_queue(jobs),
         too_late=sum(job.began - job.arrived > LONGEST_WAIT for job in jobs),
@@ -312,7 +312,7 @@ queue_timeout). So the waits above depend on how long the traffic lasts. Remedy:
 slots, or less traffic."""
 
 
-def utilisation(result: SimulationResult) -> float:
+def utilisation(result: SimulationResult, slots: int) -> float:
     """Share of the slots' time in which they were busy: up to the last arrival.
 
     If all arrive at once, up to the end.
@@ -320,7 +320,7 @@ def utilisation(result: SimulationResult) -> float:
     jobs = result.jobs
     last = max((job.arrived for job in jobs), default=0.0)
     until = last if last > result.began else result.ended
-    span = sum(server.machine.slots for server in result.servers) * (until - result.began)
+    span = slots * (until - result.began)
     busy = sum(min(job.ended, until) - job.began for job in jobs if job.began < until)
     return busy / span if span else 0.0
 
@@ -364,11 +364,9 @@ def plot_reports(path: Path, reports: Sequence[PolicyReport], title: str) -> Non
 
     Needs the extra `plots`. Raises ValueError for an unknown suffix, and OSError.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     shares = [step / CURVE_STEPS for step in range(CURVE_STEPS + 1)]
     panels = figure.subplots(1, 2, sharey=True)
     for axes, what in zip(panels, ("time to first token", "completion"), strict=True):

@@ -1,8 +1,9 @@
-"""Simulated routers: servers that hold several models as far as their memory goes.
+"""Simulated routers: servers that hold several models as far as their host's memory goes.
 
-Each model on each router is a simulated server of its own, with its slots and caches. Those of one
-router that compute at the same time share its speed in equal parts. A larger model is slower in
-proportion: a router's speeds are those of a model of `SPEED_MEMORY`.
+Each model on each router is a simulated server of its own, an instance, with its slots and caches.
+Those of one router that compute at the same time share its speed in equal parts. A larger model is
+slower in proportion, unless its speed is known: a router's speeds are those of a model of
+`SPEED_MEMORY`. Plain servers may stand beside routers; each is an instance that is always loaded.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from pathlib import Path
-
-import yaml
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from gateway.config.fields import parse_size
-from gateway.workshop.simulate.fleets import FleetError
-from gateway.workshop.simulate.simulation import SimulatedFleet, SimulatedMachine
+from gateway.workshop.simulate.fleets import FleetError, read_document
+from gateway.workshop.simulate.simulation import ModelSpeed, SimulatedFleet, SimulatedMachine
 from gateway.workshop.simulate.trace import Job
 
 GIB = 1 << 30
@@ -39,14 +40,15 @@ class SimulatedModel:
     name: str
     memory: int
     load_seconds: float
+    share: float | None = None  # of the requests, as a multiple of others' shares; None: not given
 
 
 def models_from_text(text: str) -> list[SimulatedModel]:
     """Models from text, or of the file that it names.
 
     `12x2GiB:30GiB` are 12 models, each larger than the one before by the same factor. A file is a
-    list of `name`, `memory` and, unless it is loaded with `LOAD_SPEED`, `load_seconds`. Raises
-    FleetError.
+    list of `name`, `memory` and, unless it is loaded with `LOAD_SPEED`, `load_seconds`; or what
+    `llama-gateway models --json` writes. Raises FleetError.
     """
     found = _SIZES.fullmatch(text.replace(" ", ""))
     if found is None:
@@ -66,13 +68,13 @@ def models_from_text(text: str) -> list[SimulatedModel]:
 
 
 def _read_models(path: Path) -> list[SimulatedModel]:
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or "no YAML"
-        raise FleetError(f"{path}: {reason} (name a YAML file, or write {MODELS_SYNTAX})") from None
+    if not path.is_file():
+        raise FleetError(f"{path}: no such file (name a YAML file, or write {MODELS_SYNTAX})")
+    value = read_document(path)
+    if isinstance(value, dict) and isinstance(value.get("placements"), list):
+        return placed_models(value["placements"])
     models: list[SimulatedModel] = []
-    remedy = "write a list of {name: qwen3-8b, memory: 9GiB, load_seconds: 8}"
+    remedy = "write a list of {name: qwen3-8b, memory: 9GiB, load_seconds: 8, share: 2}"
     for number, entry in enumerate(value if isinstance(value, list) else [None], 1):
         model = _model_of(entry)
         if model is None:
@@ -82,6 +84,8 @@ def _read_models(path: Path) -> list[SimulatedModel]:
         raise FleetError(
             f"{path}: holds no model, one twice, or more than {MOST_MODELS} ({remedy})"
         )
+    if None in (shares := {one.share for one in models}) and len(shares) > 1:
+        raise FleetError(f"{path}: give each model a `share`, or none")
     return models
 
 
@@ -91,19 +95,59 @@ def _model_of(entry: object) -> SimulatedModel | None:
     try:
         memory = parse_size(entry.get("memory"))
         seconds = float(entry.get("load_seconds", memory / LOAD_SPEED))
+        share = float(entry["share"]) if "share" in entry else None
     except (TypeError, ValueError):
         return None
-    sound = memory > 0 and 0.0 < seconds < math.inf
-    return SimulatedModel(entry["name"], memory, seconds) if sound else None
+    sound = memory > 0 and 0.0 < seconds < math.inf and (share is None or 0.0 < share < math.inf)
+    return SimulatedModel(entry["name"], memory, seconds, share) if sound else None
 
 
-def check_fit(routers: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]) -> None:
-    """Raise FleetError unless each model fits on some router."""
-    plain = next((router.name for router in routers if not router.memory), None)
-    if plain is not None:
-        raise FleetError(f"{plain} has no memory for models: write it as 2x2@40:600/48GiB")
-    most = max(router.memory for router in routers)
+def placed_models(placements: Sequence[Mapping[str, Any]]) -> list[SimulatedModel]:
+    """The models of a running fleet's routers, from the `placements` that its gateway tells.
+
+    One that was never loaded is taken to be as large as the largest. Raises FleetError.
+    """
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    try:
+        for row in placements:
+            rows.setdefault(str(row["model"]), []).append(row)
+        sizes = {name: max(one["memory"] or 0 for one in found) for name, found in rows.items()}
+        largest = max(sizes.values(), default=0)
+        models = [
+            SimulatedModel(
+                name,
+                sizes[name] or largest,
+                fmean(max(0.1, one["expected_load_seconds"]) for one in found),
+            )
+            for name, found in rows.items()
+        ]
+    except (KeyError, TypeError, ValueError):
+        raise FleetError("the placements are of another version of the gateway") from None
+    if not largest:
+        raise FleetError("the memory of no model is known yet: load one, or write models.X.memory")
+    return models
+
+
+def with_shares(models: Sequence[SimulatedModel], seed: int) -> list[SimulatedModel]:
+    """Models with the share of each: as given, else by Zipf's law in an order drawn by the seed."""
+    ranks = [*range(1, len(models) + 1)]
+    random.Random(f"ranks of {seed}").shuffle(ranks)
+    return [
+        model if model.share is not None else replace(model, share=1.0 / rank)
+        for model, rank in zip(models, ranks, strict=True)
+    ]
+
+
+def check_fit(nodes: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]) -> None:
+    """Raise FleetError unless each model fits on a router, or a plain server has it."""
+    if all(not node.memory for node in nodes):
+        raise FleetError(
+            f"{nodes[0].name} has no memory for models: write 2x2@40:600/48GiB, `memory` in the "
+            "inventory, or --memory 48GiB"
+        )
     for model in models:
+        able = [one for one in nodes if not one.models or model.name in one.models]
+        most = max((one.memory or model.memory for one in able), default=0)
         if model.memory > most:
             raise FleetError(
                 f"{model.name} takes {model.memory / GIB:.1f} GiB, the largest router has "
@@ -111,80 +155,161 @@ def check_fit(routers: Sequence[SimulatedMachine], models: Sequence[SimulatedMod
             )
 
 
-def instance_machines(
-    routers: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]
+def with_all_speeds(
+    nodes: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]
 ) -> list[SimulatedMachine]:
-    """Each model on each router: those of the first router first."""
+    """Machines with the speed of every model on every router: those not known follow from others.
+
+    A model that was measured elsewhere is as much faster or slower there than others; of one that
+    was measured nowhere its size tells.
+    """
+    sizes = {model.name: model.memory / SPEED_MEMORY for model in models}
+    bases: list[ModelSpeed] = []  # of each node, with a model of `SPEED_MEMORY`
+    factors: dict[str, list[ModelSpeed]] = {name: [] for name in sizes}
+    for node in nodes:
+        known = {name: speed for name, speed in node.model_speeds.items() if name in sizes}
+        base = node.prefill_tps, node.decode_tps
+        if known:
+            base = _mean_speed([(r * sizes[one], w * sizes[one]) for one, (r, w) in known.items()])
+        bases.append(base)
+        for name, (read, write) in known.items():
+            factors[name].append((read / base[0], write / base[1]))
+    usual = {
+        name: _mean_speed(found or [(1 / sizes[name],) * 2]) for name, found in factors.items()
+    }
     return [
         replace(
-            router,
-            name=f"{router.name}/{model.name}",
-            prefill_tps=router.prefill_tps * SPEED_MEMORY / model.memory,
-            decode_tps=router.decode_tps * SPEED_MEMORY / model.memory,
-            host=router.host or router.name,
-            models=frozenset({model.name}),
-            memory=model.memory,
+            node,
+            prefill_tps=read,
+            decode_tps=write,
+            model_speeds={
+                name: node.model_speeds.get(name, (read * factor[0], write * factor[1]))
+                for name, factor in usual.items()
+                if not node.models or name in node.models
+            },
         )
-        for router in routers
-        for model in models
+        if node.memory
+        else node
+        for node, (read, write) in zip(nodes, bases, strict=True)
     ]
 
 
+def _mean_speed(speeds: Sequence[ModelSpeed]) -> ModelSpeed:
+    return fmean(read for read, _ in speeds), fmean(write for _, write in speeds)
+
+
+class SimulatedInstance(NamedTuple):
+    """A model on a router, or a plain server."""
+
+    machine: SimulatedMachine
+    router: int  # its place among the nodes
+    model: SimulatedModel | None  # None: a plain server
+
+
+def instances_of(
+    nodes: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]
+) -> list[SimulatedInstance]:
+    """Each plain server, and each model on each router: those of the first router first."""
+    found = []
+    for place, node in enumerate(with_all_speeds(nodes, models)):
+        if not node.memory:
+            found.append(SimulatedInstance(node, place, None))
+            continue
+        for model in models:
+            if model.name in node.model_speeds:
+                prefill, decode = node.model_speeds[model.name]
+                machine = replace(
+                    node,
+                    name=f"{node.name}/{model.name}",
+                    prefill_tps=prefill,
+                    decode_tps=decode,
+                    host=node.host or node.name,
+                    models=frozenset({model.name}),
+                    memory=model.memory,
+                )
+                found.append(SimulatedInstance(machine, place, model))
+    return found
+
+
 class RouterFleet(SimulatedFleet):
-    """Routers, whose instances are its servers in the order of `instance_machines`.
+    """Routers, and plain servers beside them, whose servers are those of `instances_of`.
 
     It holds the fronts to what is possible: an instance takes jobs while it is loaded, is unloaded
-    only while it has none, and all of a router fit into its memory.
+    only while it has none, and all of a host fit into its memory.
     """
 
     __slots__ = (
         "_active",
         "_clocks",
         "_clocks_set",
-        "_used",
-        "_versions",
+        "_free",
         "held",
+        "hosts",
+        "instances",
         "load_seconds",
         "loaded",
         "loads",
         "models",
-        "routers",
+        "nodes",
     )
 
     def __init__(
         self,
-        routers: Sequence[SimulatedMachine],
+        nodes: Sequence[SimulatedMachine],
         models: Sequence[SimulatedModel],
         jobs: Sequence[Job],
         loaded: Collection[int] = (),
     ) -> None:
-        """`loaded`: the instances that are loaded from the start."""
-        super().__init__(instance_machines(routers, models), jobs)
-        self.routers, self.models = routers, models
+        """`loaded`: the instances of routers that are loaded from the start."""
+        self.nodes, self.models, self.instances = nodes, models, instances_of(nodes, models)
+        super().__init__([one.machine for one in self.instances], jobs)
+        self.hosts = [node.host or node.name for node in nodes]
         self.loads, self.load_seconds = 0, 0.0
         self.held: set[int] = set()  # those that take memory
-        self.loaded: set[int] = set()
-        self._used = [0] * len(routers)
+        self.loaded = {index for index, one in enumerate(self.instances) if one.model is None}
+        self._free = self.host_memory
         # A router's own clock runs slower the more of its instances compute.
-        self._clocks = [0.0] * len(routers)
-        self._clocks_set = [0.0] * len(routers)
-        self._active: list[set[int]] = [set() for _ in routers]
-        self._versions = [0] * len(routers)
+        self._clocks = [0.0] * len(nodes)
+        self._clocks_set = [0.0] * len(nodes)
+        self._active: list[set[int]] = [set() for _ in nodes]
+        self._versions = [0] * len(nodes)
         for index in loaded:
             self._hold(index)
             self.loaded.add(index)
 
     def router_of(self, index: int) -> int:
-        """The router of an instance."""
-        return index // len(self.models)
+        """The node of an instance, by its place."""
+        return self.instances[index].router
+
+    def host_of(self, index: int) -> str:
+        """The host of an instance."""
+        return self.hosts[self.instances[index].router]
 
     def model_of(self, index: int) -> SimulatedModel:
-        """The model of an instance."""
-        return self.models[index % len(self.models)]
+        """The model of a router's instance."""
+        model = self.instances[index].model
+        assert model is not None
+        return model
 
-    def free(self, router: int) -> int:
-        """Bytes of a router that are free."""
-        return self.routers[router].memory - self._used[router]
+    def able(self, model: str) -> list[int]:
+        """The instances that serve a model, if they are loaded."""
+        return [
+            index
+            for index, one in enumerate(self.instances)
+            if not one.machine.models or model in one.machine.models
+        ]
+
+    @property
+    def host_memory(self) -> dict[str, int]:
+        """The memory of each host for models: that of its router with the most."""
+        found: dict[str, int] = {}
+        for host, node in zip(self.hosts, self.nodes, strict=True):
+            found[host] = max(found.get(host, 0), node.memory)
+        return found
+
+    def free(self, host: str) -> int:
+        """Bytes of a host that are free."""
+        return self._free[host]
 
     def begin_load(self, index: int) -> float:
         """Load an instance; returns when to call `end_load`."""
@@ -209,14 +334,14 @@ class RouterFleet(SimulatedFleet):
     def end_unload(self, index: int) -> None:
         """Its memory is free from now on."""
         self.held.discard(index)
-        self._used[self.router_of(index)] -= self.model_of(index).memory
+        self._free[self.host_of(index)] += self.model_of(index).memory
 
     def _hold(self, index: int) -> None:
-        router, memory = self.router_of(index), self.model_of(index).memory
-        if index in self.held or memory > self.free(router):
+        host, memory = self.host_of(index), self.model_of(index).memory
+        if index in self.held or memory > self.free(host):
             raise ValueError(f"{self.servers[index].machine.name} does not fit or is loaded")
         self.held.add(index)
-        self._used[router] += memory
+        self._free[host] -= memory
 
     # Time.
 
@@ -229,16 +354,6 @@ class RouterFleet(SimulatedFleet):
         self.servers[node].take(job, self._clock(router), self.now)
         self._active[router].add(node)
         self._schedule(router)
-
-    def next_step_end(self) -> float:
-        """When the next steps end; infinity while every node is idle."""
-        ends = self._ends
-        while ends:
-            time, router, version = ends[0]
-            if version == self._versions[router]:
-                return time
-            heappop(ends)
-        return math.inf
 
     def end_steps(self) -> tuple[list[Job], list[Job]]:
         """End those steps, now: the jobs that have their first token, and those that have ended."""
@@ -272,99 +387,100 @@ class RouterFleet(SimulatedFleet):
 # Placements by hand: sets of instances that stay.
 
 
-def greedy_placement(
-    routers: Sequence[SimulatedMachine],
-    models: Sequence[SimulatedModel],
-    requests: Mapping[str, int],
-) -> frozenset[int] | None:
+def greedy_placement(fleet: RouterFleet, requests: Mapping[str, int]) -> frozenset[int] | None:
     """Each model once, the largest first, then copies where the most work falls on one.
 
     `requests`: of each model. None: the models don't fit.
     """
-    placing = _Placing(routers, models)
+    placing = _Placing(fleet)
     # A larger model is slower in proportion.
-    work = {one.name: requests.get(one.name, 0) * one.memory for one in models}
-    for place in sorted(range(len(models)), key=lambda place: -models[place].memory):
-        router = placing.idlest(place, work)
-        if router is None:
+    work = {one.name: requests.get(one.name, 0) * one.memory for one in fleet.models}
+    for name in placing.largest_first:
+        index = placing.idlest(name, requests)
+        if index is None:
             return None
-        placing.add(router, place)
+        placing.add(index)
     while True:
-        order = sorted(
-            range(len(models)),
-            key=lambda place: -work[models[place].name] / placing.copies[place],
-        )
-        for place in order:
-            router = placing.idlest(place, work)
-            if router is not None:
-                placing.add(router, place)
+        order = sorted(placing.copies, key=lambda name: -work[name] / placing.copies[name])
+        for name in order:
+            index = placing.idlest(name, requests)
+            if index is not None:
+                placing.add(index)
                 break
         else:
             return frozenset(placing.indexes)
 
 
 def random_placements(
-    routers: Sequence[SimulatedMachine],
-    models: Sequence[SimulatedModel],
-    count: int,
-    rng: random.Random,
+    fleet: RouterFleet, count: int, rng: random.Random
 ) -> Iterator[frozenset[int]]:
     """Each model once somewhere, then copies until nothing more fits; at most `count`."""
     for _ in range(count):
-        placing = _Placing(routers, models)
-        for place in sorted(range(len(models)), key=lambda place: -models[place].memory):
-            possible = [one for one in range(len(routers)) if placing.fits(one, place)]
+        placing = _Placing(fleet)
+        for name in placing.largest_first:
+            possible = placing.possible(name)
             if not possible:
                 break
-            placing.add(rng.choice(possible), place)
+            placing.add(rng.choice(possible))
         else:
-            pairs = [(one, place) for one in range(len(routers)) for place in range(len(models))]
-            rng.shuffle(pairs)
-            for router, place in pairs:
-                if placing.fits(router, place):
-                    placing.add(router, place)
+            indexes = sorted(index for found in placing.by_model.values() for index in found)
+            rng.shuffle(indexes)
+            for index in indexes:
+                if placing.fits(index):
+                    placing.add(index)
             yield frozenset(placing.indexes)
 
 
 class _Placing:
     """A placement in the making."""
 
-    def __init__(
-        self, routers: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]
-    ) -> None:
+    def __init__(self, fleet: RouterFleet) -> None:
         self.indexes: set[int] = set()
-        self.copies = [0] * len(models)
-        self._routers, self._models = routers, models
-        self._free = [router.memory for router in routers]
+        self.copies = {model.name: 0 for model in fleet.models}
+        self.by_model: dict[str, list[int]] = {name: [] for name in self.copies}
+        self.largest_first = [one.name for one in sorted(fleet.models, key=lambda x: -x.memory)]
+        self._instances = fleet.instances
+        for index, one in enumerate(fleet.instances):
+            if one.model is not None:
+                self.by_model[one.model.name].append(index)
+        self._free = fleet.host_memory
 
-    def fits(self, router: int, place: int) -> bool:
-        """Whether a router has room for one more model."""
-        index = router * len(self._models) + place
-        return index not in self.indexes and self._models[place].memory <= self._free[router]
+    def fits(self, index: int) -> bool:
+        """Whether its host has room for one more model."""
+        machine = self._instances[index].machine
+        return index not in self.indexes and machine.memory <= self._free[machine.host]
 
-    def idlest(self, place: int, work: Mapping[str, int]) -> int | None:
-        """Of the routers with room, the one with the least work for its speed."""
-        loads = [0.0] * len(self._routers)
+    def possible(self, name: str) -> list[int]:
+        """The instances of a model that can be added."""
+        return [index for index in self.by_model[name] if self.fits(index)]
+
+    def idlest(self, name: str, requests: Mapping[str, int]) -> int | None:
+        """Of the instances with room, the one whose router has the least work for its speed."""
+        loads: dict[int, float] = {}
         for index in self.indexes:
-            router, other = divmod(index, len(self._models))
-            share = work[self._models[other].name] / self.copies[other]
-            loads[router] += share / self._routers[router].decode_tps
-        possible = [one for one in range(len(self._routers)) if self.fits(one, place)]
-        return min(possible, key=lambda one: (loads[one], -self._free[one]), default=None)
+            machine, router, model = self._instances[index]
+            assert model is not None
+            share = requests.get(model.name, 0) / self.copies[model.name]
+            loads[router] = loads.get(router, 0.0) + share / machine.decode_tps
 
-    def add(self, router: int, place: int) -> None:
+        def load(index: int) -> tuple[float, int]:
+            machine, router, _ = self._instances[index]
+            return loads.get(router, 0.0), -self._free[machine.host]
+
+        return min(self.possible(name), key=load, default=None)
+
+    def add(self, index: int) -> None:
         """Place it."""
-        self.indexes.add(router * len(self._models) + place)
-        self.copies[place] += 1
-        self._free[router] -= self._models[place].memory
+        machine, _, model = self._instances[index]
+        assert model is not None
+        self.indexes.add(index)
+        self.copies[model.name] += 1
+        self._free[machine.host] -= model.memory
 
 
-def describe_placement(
-    routers: Sequence[SimulatedMachine], models: Sequence[SimulatedModel], indexes: Collection[int]
-) -> dict[str, list[str]]:
+def describe_placement(fleet: RouterFleet, indexes: Collection[int]) -> dict[str, list[str]]:
     """The models of each router by their names."""
-    found: dict[str, list[str]] = {router.name: [] for router in routers}
+    found: dict[str, list[str]] = {node.name: [] for node in fleet.nodes if node.memory}
     for index in sorted(indexes):
-        router, place = divmod(index, len(models))
-        found[routers[router].name].append(models[place].name)
+        found[fleet.nodes[fleet.router_of(index)].name].append(fleet.model_of(index).name)
     return found

@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from gateway.workshop.simulate.trace import Job, Trace, TracePrompt, common_tokens
@@ -48,7 +48,6 @@ class SimulatedServer:
         "_token_step",
         "busy_seconds",
         "cache",
-        "end_version",
         "machine",
         "next_end",
         "queue",
@@ -62,8 +61,6 @@ class SimulatedServer:
         self.queue: deque[Job] = deque()
         """Jobs that arrived while every slot was busy: first in, first out."""
         self.next_end = -1.0  # when the current steps end; -1: it is idle
-        self.end_version = 0
-        """Counts the changes of `next_end`, so that events for an older one can be dropped."""
         self.busy_seconds = 0.0  # seconds in which it computed
         self._token_base = machine.token_base
         self._token_step = machine.token_step
@@ -101,7 +98,6 @@ class SimulatedServer:
             if done < self._steps:
                 self._steps = done
                 self.next_end = self._steps_began + done * self._step_seconds
-                self.end_version += 1
                 return True
         return False
 
@@ -168,7 +164,6 @@ class SimulatedServer:
         decoding = self._decoding
         prefilling = self._prefilling
         count = len(decoding)
-        self.end_version += 1
         if prefilling:
             room = self._batch_tokens - count
             left = prefilling[0].to_read
@@ -216,6 +211,9 @@ KV_BYTES_PER_TOKEN = 131_072
 SLOT_SIMILARITY = 0.1
 
 
+ModelSpeed = tuple[float, float]  # tokens per second of prompts, and of answers
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
     """One llama.cpp server. Speeds in tokens per second."""
@@ -228,10 +226,15 @@ class SimulatedMachine:
     batch_tokens: int = BATCH_TOKENS
     cache_tokens: int = CACHE_RAM_MIB * 1024 * 1024 // KV_BYTES_PER_TOKEN
     """Tokens of evicted prompts that the host-memory cache holds; 0: it has none."""
-    host: str = ""  # machines of one host are calibrated one at a time; empty: it has its own
+    host: str = ""
+    """Machines of one host are calibrated one at a time, and routers of one share its memory;
+    empty: it has its own."""
     calibrated: bool = True  # whether it is calibrated while idle
-    models: frozenset[str] = frozenset()  # the models that it serves; empty: all
-    memory: int = 0  # of a router, for its models: bytes; 0: it is a plain server
+    models: frozenset[str] = frozenset()  # the models that it serves, or can load; empty: all
+    memory: int = 0  # of a router's host, for models: bytes; 0: it is a plain server
+    model_speeds: Mapping[str, ModelSpeed] = field(default_factory=dict, hash=False)
+    """Of a router: by model what was measured. `prefill_tps` and `decode_tps` are those of a model
+    of `routers.SPEED_MEMORY`."""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.batch_tokens <= self.slots or self.cache_tokens < 0:
@@ -360,30 +363,29 @@ PROGRESS_EVERY = 2000  # ended requests between two calls of `progress`
 class SimulatedFleet:
     """The simulated nodes, to which a front sends jobs."""
 
-    __slots__ = ("_ends", "jobs", "now", "servers")
+    __slots__ = ("_ends", "_versions", "jobs", "now", "servers")
 
     def __init__(self, machines: Sequence[SimulatedMachine], jobs: Sequence[Job]) -> None:
         self.jobs = jobs
         self.servers = [SimulatedServer(machine) for machine in machines]
         self.now = 0.0
-        # Ends of steps: time, node, version; void if the node has another `end_version` by now.
+        # Ends of steps: time, node, version; void if the node has another version by now.
         self._ends: list[tuple[float, int, int]] = []
+        self._versions = [0] * len(machines)
 
     def send(self, job: Job, node: int) -> None:
         """Send a job to a node, now. A node without a free slot queues it."""
         now = self.now
         job.send_to(node, now)
-        server = self.servers[node]
-        if server.take(job, now):
-            heappush(self._ends, (server.next_end, node, server.end_version))
+        if self.servers[node].take(job, now):
+            self._note_end(node)
 
     def next_step_end(self) -> float:
         """When the next steps end; infinity while every node is idle."""
-        ends = self._ends
-        servers = self.servers
+        ends, versions = self._ends, self._versions
         while ends:
             time, node, version = ends[0]
-            if version == servers[node].end_version:
+            if version == versions[node]:
                 return time
             heappop(ends)
         return math.inf
@@ -391,11 +393,15 @@ class SimulatedFleet:
     def end_steps(self) -> tuple[list[Job], list[Job]]:
         """End those steps, now: the jobs that have their first token, and those that have ended."""
         _, node, _ = heappop(self._ends)
-        server = self.servers[node]
-        ended = server.end_steps(self.now)
-        if server.next_end >= 0:
-            heappush(self._ends, (server.next_end, node, server.end_version))
+        ended = self.servers[node].end_steps(self.now)
+        self._note_end(node)
         return ended
+
+    def _note_end(self, node: int) -> None:
+        """The steps of a node end at another time than before."""
+        self._versions[node] += 1
+        if (end := self.servers[node].next_end) >= 0:
+            heappush(self._ends, (end, node, self._versions[node]))
 
 
 class Arrivals:

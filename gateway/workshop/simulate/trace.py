@@ -445,23 +445,34 @@ class Traffic:
     def from_text(cls, text: str) -> Traffic:
         """From text such as `rate=2,requests=5000,turns=4`. Raises ValueError with the remedy."""
         kinds = {field.name: int if "int" in str(field.type) else float for field in fields(cls)}
-        given: dict[str, float] = {"rate": 1.0, "requests": 5_000}
-        for part in filter(None, text.replace(" ", "").split(",")):
-            name, _, value = part.partition("=")
-            if name not in kinds:
-                raise ValueError(f"{name!r} is nothing to set; known: {', '.join(kinds)}")
-            try:
-                given[name] = kinds[name](value)
-            except (ValueError, OverflowError):
-                number = "a whole number" if kinds[name] is int else "a number"
-                raise ValueError(f"{part!r}: write {number} behind the =") from None
+        given = {"rate": 1.0, "requests": 5_000} | parse_figures(text, kinds)
         return cls(**given)  # type: ignore[arg-type]
 
 
-def generate(traffic: Traffic, seed: int, models: Sequence[str] = ()) -> Trace:
-    """Generate a trace, of several models where they are given; the same seed gives the same."""
+def parse_figures(text: str, kinds: Mapping[str, type[int | float]]) -> dict[str, float]:
+    """Numbers from text such as `rate=2,requests=5000`. Raises ValueError with the remedy."""
+    found: dict[str, float] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = part.partition("=")
+        if name not in kinds:
+            raise ValueError(f"{name!r} is nothing to set; known: {', '.join(kinds)}")
+        try:
+            found[name] = kinds[name](value)
+        except (ValueError, OverflowError):
+            number = "a whole number" if kinds[name] is int else "a number"
+            raise ValueError(f"{part!r}: write {number} behind the =") from None
+    return found
+
+
+def generate(
+    traffic: Traffic, seed: int, models: Sequence[str] = (), shares: Sequence[float] = ()
+) -> Trace:
+    """Generate a trace, of several models where they are given; the same seed gives the same.
+
+    `shares`: how often each model is asked for, beside the others; none: by `zipf` and `moves`.
+    """
     rng = random.Random(seed)
-    popularity = _Popularity(traffic, seed, models)
+    popularity = _Popularity(traffic, seed, models, shares)
     continue_share = 1.0 - 1.0 / traffic.turns
     weights = [1.0 / rank for rank in range(1, traffic.tenants + 1)]
     tenants = range(1, traffic.tenants + 1)
@@ -523,11 +534,14 @@ def generate(traffic: Traffic, seed: int, models: Sequence[str] = ()) -> Trace:
 class _Popularity:
     """Which model a conversation asks for: Zipf, bursts of one of them, ranks that change."""
 
-    def __init__(self, traffic: Traffic, seed: int, models: Sequence[str]) -> None:
+    def __init__(
+        self, traffic: Traffic, seed: int, models: Sequence[str], shares: Sequence[float]
+    ) -> None:
         self._traffic = traffic
         self._seed = seed
         self._models = models
         self._rng = random.Random(f"models of {seed}")
+        self._shares = shares
         self._weights = [rank**-traffic.zipf for rank in range(1, len(models) + 1)]
 
     def draw(self, now: float) -> str:
@@ -537,6 +551,8 @@ class _Popularity:
         extra = 1.0 - 1.0 / traffic.burst
         if period % 1.0 < traffic.lasting / traffic.every and self._rng.random() < extra:
             return self._seeded("burst", math.floor(period)).choice(self._models)
+        if self._shares:
+            return self._rng.choices(self._models, self._shares)[0]
         ranked = list(self._models)
         self._seeded("ranks", math.floor(now / traffic.moves) if traffic.moves else 0).shuffle(
             ranked

@@ -292,7 +292,6 @@ def draw_report(path: Path, report: TuningReport, title: str) -> None:
     Each column shows settings that differ from the best in this knob only (and, for batch and
     micro-batch, in the other where it had to follow). Needs the extra `plots`. Raises OSError.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     space = report.session.search.space
@@ -301,7 +300,6 @@ def draw_report(path: Path, report: TuningReport, title: str) -> None:
     figure = Figure(
         figsize=(2.4 * max(1, len(knobs)) + 0.8, 1.7 * len(rows)), dpi=110, layout="constrained"
     )
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(rows), max(1, len(knobs)), sharey="row", squeeze=False)
     for column, knob in enumerate(knobs):
         near = settings_along_knob(report, knob)

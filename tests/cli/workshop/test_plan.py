@@ -11,6 +11,8 @@ from gateway.workshop.plan.catalogue import packaged_catalogue
 from tests.callers.metered_gateway import recorded
 from tests.cli.running import Ran, run
 from tests.emulator import EmulatedNode
+from tests.emulator.routed_model import ModelFile
+from tests.emulator.router import EmulatedRouter
 from tests.gateways import running_gateway
 
 OWN = ("--prompt", "100", "--completion", "100", "--tokens-per-second", "10")
@@ -112,6 +114,35 @@ def test_a_recorded_trace_is_played(tmp_path: Path) -> None:
     assert found["answer"]["simulated"]["requests"] == 180
 
 
+def test_models_on_demand_take_more_nodes_where_they_do_not_fit_at_once() -> None:
+    traffic = ("--requests-per-hour", "250", *OWN, "--slots", "2", "--completion-p95", "32")
+    models = ("--models", "6x2GiB:12GiB")
+    small, large = (planned(*traffic, *models, "--memory", size) for size in ("13GiB", "64GiB"))
+    assert small["nodes"] > large["nodes"] == 1
+    assert small["answer"]["simulated"]["loads"] > large["answer"]["simulated"]["loads"] >= 6
+    assert len(small["traffic"]["models"]) == 6
+    assert "6 of 35.2 GiB in all" in small["arithmetic"]["lines"]["models"]
+
+
+def test_a_trace_of_several_models_is_planned_with_its_own_shares(tmp_path: Path) -> None:
+    trace = tmp_path / "day.jsonl"
+    lines = [
+        {"time": n * 30.0, "prompt_tokens": 90, "output_tokens": 60, "model": f"m{n % 3 // 2}"}
+        for n in range(150)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    models = tmp_path / "models.yaml"
+    models.write_text("- {name: m0, memory: 4GiB}\n- {name: m1, memory: 8GiB}\n")
+    found = planned(
+        *("--trace", str(trace), "--models", str(models), "--tokens-per-second", "10"),
+        *("--memory", "13GiB"),
+    )
+    assert [one["share"] for one in found["traffic"]["models"]] == [100, 50]
+    assert found["answer"]["simulated"]["loads"] == 2
+    ran = run("plan", "--trace", str(trace), "--models", "1x1GiB:1GiB")
+    assert "not in --models: m0, m1" in ran.err
+
+
 def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
     ran = run("plan", "--requests-per-hour", "100", *OWN, *QUICK, "--completion-p95", "5")
     assert (ran.status, ran.out) == (1, "")
@@ -133,20 +164,23 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
     ("arguments", "problem"),
     [
         ((), "how much is there to do?"),
-        (("--requests-per-hour", "0", *OWN), "--requests-per-hour 0: must be a number above 0"),
-        (("--requests-per-hour", "nan", *OWN), "--requests-per-hour nan: must be"),
-        (("--requests-per-hour", "1e30", *OWN), "and at most 1,000,000,000"),
+        (("--requests-per-hour", "0", *OWN), "requests per hour must be above 0"),
+        (("--requests-per-hour", "nan", *OWN), "requests per hour must be above 0"),
+        (("--requests-per-hour", "1e30", *OWN), "at most 1e+09"),
         (("--requests-per-hour", "5", "--prompt", "9"), "--completion TOKENS is missing"),
         (("--requests-per-hour", "5", "--backlog", "5", *OWN), "how much is there to do?"),
-        (("--requests-per-hour", "5", *OWN, "--price-per-hour", "-1"), "--price-per-hour -1: must"),
+        (
+            ("--requests-per-hour", "5", *OWN, "--price-per-hour", "-1"),
+            "--price-per-hour: must be greater than",
+        ),
         (
             ("--requests-per-hour", "5", *OWN, "--price-per-hour", "1", "--price-per-month", "1"),
-            "give one of them",
+            "can't stand beside price_per_hour",
         ),
         (("--requests-per-hour", "5", *OWN, "--repeat", "1"), "the share that repeats"),
-        (("--requests-per-hour", "5", *OWN, "--peak", "0.5"), "--peak 0.5: must be"),
-        (("--requests-per-hour", "5", *OWN, "--ttft-p95", "inf"), "--ttft-p95 inf: must be"),
-        (("--requests-per-hour", "5", *OWN, "--idle-watts", "9"), "must not be above --watts"),
+        (("--requests-per-hour", "5", *OWN, "--peak", "0.5"), "the peak must be from 1"),
+        (("--requests-per-hour", "5", *OWN, "--ttft-p95", "inf"), "the goal of TTFT must be"),
+        (("--requests-per-hour", "5", *OWN, "--idle-watts", "9"), "must not be above watts (0)"),
         (
             ("--requests-per-hour", "5", *OWN[:4], "--price-per-hour", "1"),
             "--price-per-hour is of your node: give --tokens-per-second",
@@ -154,6 +188,18 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
         (("--requests-per-hour", "5", *OWN[:4], "--type", "cpu-9"), "has no type 'cpu-9'"),
         (("--requests-per-hour", "5", *OWN[:4], "--model-gib", "90000"), "has the memory"),
         (("--trace", "/nowhere/day.jsonl"), "can't be read"),
+        (("--requests-per-hour", "5", *OWN, "--time-limit", "nan"), "--time-limit nan: must be a"),
+        (
+            ("--requests-per-hour", "5", *OWN, "--models", "2x1GiB:2GiB"),
+            "node-1 has no memory for models",
+        ),
+        (
+            ("--requests-per-hour", "5", *OWN, "--models", "1x9GiB:9GiB", "--memory", "8GiB"),
+            "--models: model-1 takes 9.0 GiB, the largest router has 8.0 GiB",
+        ),
+        (("--requests-per-hour", "5", *OWN, "--models", "many"), "write COUNTxSMALLEST"),
+        (("--requests-per-hour", "5", *OWN[:4], "--models", "1x9TiB:9TiB"), "has the memory"),
+        (("--fleet", "--models", "2x1GiB:2GiB"), "--models has no meaning with --fleet"),
         (("--fleet", "--backlog", "500", *OWN), "--backlog has no meaning with --fleet"),
         (("--requests-per-hour", "5", *OWN, "--plot", "even.gif"), "must end in .png"),
     ],
@@ -247,6 +293,51 @@ async def test_a_fleet_that_had_no_free_slot_is_called_saturated_by_its_own_ledg
         assert found["changes"][0]["simulated"]["wait"]["p95"] == pytest.approx(wait, rel=0.5)
         text = await asyncio.to_thread(run, "plan", "--fleet", "--admin-url", running.admin_url)
         assert found["advice"]["sentence"].split(" in ")[0] in text.out.splitlines()[-1]
+
+
+async def test_routers_of_the_running_fleet_are_planned_and_simulated_with_their_models(
+    tmp_path: Path,
+) -> None:
+    files = {name: ModelFile(memory=size << 30) for name, size in (("a", 2), ("b", 3), ("c", 4))}
+    options: dict[str, Any] = {"models_max": 0, "slots": 2, "prefill_tps": 2000, "decode_tps": 100}
+    async with (
+        EmulatedRouter(files, answer_tokens=20, **options) as router,
+        running_gateway(
+            tmp_path,
+            [{"name": "epyc", "url": router.url, "memory": "6GiB"}],
+            {
+                "store": {"url": f"sqlite:///{tmp_path}/gateway.db"},
+                "models": {name: {"memory": file.memory} for name, file in files.items()},
+            },
+        ) as running,
+    ):
+        for model in "aab":
+            body = {"model": model, "messages": [{"role": "user", "content": "nodes " * 60}]}
+            answer = await running.client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+        await recorded(running, 3)
+        ran = await through(running.admin_url, "--completion-p95", "60")
+        assert ran.status == 0, ran.err
+        found = json.loads(ran.out)
+        (kind,) = found["nodes"]
+        assert (kind["like"], kind["count"], kind["slots"], kind["memory_gib"]) == ("epyc", 1, 2, 6)
+        assert kind["models"] == ["a", "b", "c"]
+        shares = {one["name"]: one["share"] for one in found["traffic"]["models"]}
+        assert shares == {"a": 2, "b": 1, "c": 0}
+        assert found["changes"][0]["simulated"]["loads"] == 2
+        assert found["advice"]["verdict"] == "enough"
+        for command in ("nodes", "models"):
+            told = await asyncio.to_thread(run, command, "--json", "--admin-url", running.admin_url)
+            (tmp_path / f"{command}.json").write_text(told.out)
+    ran = run(
+        *("simulate", "--nodes", str(tmp_path / "nodes.yaml"), "--json", "--placements", "2"),
+        *("--speeds", str(tmp_path / "nodes.json"), "--models", str(tmp_path / "models.json")),
+        *("--generate", "rate=1,requests=60,system=100,answer=20"),
+    )
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    assert [one["memory"] >> 30 for one in found["models"]] == [2, 3, 4]
+    assert found["placements"][0]["loads"] >= 3
 
 
 async def test_a_gateway_that_does_not_run_is_said(tmp_path: Path) -> None:

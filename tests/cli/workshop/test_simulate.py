@@ -111,7 +111,7 @@ def test_broken_lines_of_a_trace_are_reported_or_skipped(tmp_path: Path) -> None
 def test_an_unknown_policy_is_reported_with_the_known_ones() -> None:
     ran = run("simulate", *SMALL, "--policy", "best")
     assert (ran.status, ran.out) == (2, "")
-    assert "--policy best: there is no such policy; known: least_finish" in ran.err
+    assert "--policy: there is no policy 'best'; known: least_finish" in ran.err
     assert "nginx, haproxy" in ran.err
 
 
@@ -205,10 +205,16 @@ def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
     ("arguments", "message"),
     [
         (("--standby", "2x2"), "is no fleet"),
-        (("--standby", "2x2@40:600", "--elastic", "starup=3"), "there is no 'starup'"),
+        (
+            ("--standby", "2x2@40:600", "--elastic", "starup=3"),
+            "--elastic: 'starup' is nothing to set",
+        ),
         (("--standby", "2x2@40:600", "--elastic", "max=x"), "write a whole number"),
         (("--standby", "2x2@40:600", "--elastic", "min=3,max=2"), "not below min"),
-        (("--standby", "2x2@40:600", "--policy", "nginx"), "compares fleets under least_finish"),
+        (
+            ("--standby", "2x2@40:600", "--policy", "nginx"),
+            "compares under least_finish alone: leave --policy out",
+        ),
     ],
 )
 def test_a_mistake_about_standby_machines_is_reported(
@@ -250,6 +256,53 @@ def test_model_placements_are_compared_for_scripts() -> None:
     assert set(found["placements"][2]["loaded"]) == {"node-1", "node-2"}
 
 
+def test_placements_are_compared_on_the_routers_of_a_running_fleet(tmp_path: Path) -> None:
+    nodes, speeds, models = (tmp_path / name for name in ("n.yaml", "speeds.json", "models.json"))
+    nodes.write_text(
+        "defaults: {memory: 16GiB, host: epyc, slots: 2}\nnodes:\n"
+        "  - {name: r1, url: 'http://a:1'}\n  - {name: r2, url: 'http://a:2'}\n"
+    )
+    measured = {"router": "r1", "slots_total": 2, "prefill_tps": 600.0, "decode_tps": 40.0}
+    speeds.write_text(
+        json.dumps({"nodes": [{"name": "r1"}, {"name": "r1/a", "models": ["a"], **measured}]})
+    )
+    rows = [
+        {"model": name, "memory": 6 << 30, "expected_load_seconds": 4.0, "node": "r1"}
+        for name in "abc"
+    ]
+    models.write_text(json.dumps({"placements": rows}))
+    ran = run(
+        *("simulate", "--nodes", str(nodes), "--speeds", str(speeds), "--models", str(models)),
+        *("--generate", "rate=0.1,requests=40,answer=50", "--placements", "3", "--json"),
+    )
+    assert ran.status == 0, ran.err
+    # The host has room for two of the three models at a time, on whichever router.
+    ours, own = json.loads(ran.out)["placements"]
+    assert (ours["placement"], own["placement"]) == ("gateway", "each router's own")
+    assert ours["loads"] >= 3
+    assert "assumed 10 and 100 tokens/s times `speed_hint` for r2" in ran.err
+
+
+def test_a_plain_server_beside_routers_serves_its_own_model(tmp_path: Path) -> None:
+    nodes, speeds, trace = (tmp_path / name for name in ("n.yaml", "speeds.json", "day.jsonl"))
+    nodes.write_text(
+        "nodes:\n  - {name: r1, url: 'http://a', memory: 8GiB, slots: 1}\n"
+        "  - {name: plain, url: 'http://b', model: own, slots: 1}\n"
+    )
+    speed = {"prefill_tps": 600.0, "decode_tps": 40.0}
+    rows = [{"name": "r1/model-1", "router": "r1", "models": ["model-1"], **speed}]
+    speeds.write_text(json.dumps([*rows, {"name": "plain", "models": ["own"], **speed}]))
+    lines = [{"prompt_tokens": 9, "output_tokens": 9, "model": name} for name in ("own", "model-1")]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran = run(
+        *("simulate", "--nodes", str(nodes), "--speeds", str(speeds), "--trace", str(trace)),
+        *("--models", "1x2GiB:2GiB", "--json"),
+    )
+    assert ran.status == 0, ran.err
+    ours, *_ = json.loads(ran.out)["placements"]
+    assert (ours["requests"], ours["loads"]) == (2, 1)
+
+
 def test_that_models_do_not_fit_at_once_is_said() -> None:
     ran = run(
         *("simulate", "--fleet", "1x2@40:600/16GiB", "--models", "2x9GiB:10GiB"),
@@ -262,11 +315,14 @@ def test_that_models_do_not_fit_at_once_is_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--models", "2x1GiB:2GiB"), "--models needs --fleet with memory"),
+        (
+            ("--fleet", "1x2@40:600", "--models", "2x1GiB:2GiB"),
+            "node-1 has no memory for models: write 2x2@40:600/48GiB",
+        ),
         (("--fleet", "1x2@40:600/8GiB"), "routers need --models"),
         (("--fleet", "1x2@40:600/8Gib", "--models", "1x9GiB:9GiB"), "the largest router has 8.0"),
         (("--fleet", "1x2@40:600/8", "--models", "x"), "write COUNTxSMALLEST:LARGEST"),
-        (("--fleet", "1x2@40:600/8GB", "--models", "1x1GB:1GB", "--exact"), "leave --standby"),
+        (("--fleet", "1x2@40:600/8GB", "--models", "1x1GB:1GB", "--exact"), "leave --exact out"),
         (("--fleet", "1x2@40:600/x", "--models", "1x1GB:1GB"), "is no number"),
     ],
 )

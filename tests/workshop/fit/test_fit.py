@@ -11,7 +11,7 @@ from gateway.local.gguf import ModelFile, ModelShape, read_model
 from gateway.local.memory import GIB, MEMORY_RESERVE, ServerSettings, server_memory, slot_bytes
 from gateway.local.topology import read_topology
 from gateway.workshop.fit import (
-    INSTRUCTION_FACTORS,
+    INSTRUCTION_SETS,
     LAYER_WAIT_SECONDS,
     MOST_SLOTS,
     QUANTIZATIONS,
@@ -218,7 +218,7 @@ def test_prefill_goes_by_cores_and_instructions_not_by_memory() -> None:
     amx = expected_speed(
         MISTRAL_7B, SPEED_SETTINGS, replace(MANY, count=2, instructions="AMX")
     ).prefill
-    assert amx == pytest.approx(two * INSTRUCTION_FACTORS["AMX"])
+    assert amx == pytest.approx(two * INSTRUCTION_SETS["AMX"].factor)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from gateway.workshop.plan.catalogue import (
     packaged_catalogue,
     read_catalogue,
 )
+from gateway.workshop.simulate.routers import models_from_text
 from tests.each_case import each_case
 from tests.workshop.plan.build import a_type
 
@@ -98,6 +99,18 @@ def test_a_model_of_twice_the_size_is_half_as_fast() -> None:
     listed = NodeCatalogue(types=(a_type(memory_gib=16.0),), model=ReferenceModel(gib=4.0))
     (found,), notes = fitting_types(listed, 8.0)
     assert (found.decode_tps, found.prefill_tps, notes) == (5.0, 50.0, ())
+
+
+def test_types_that_hold_the_largest_of_several_models_are_planned_with() -> None:
+    types = (a_type("small", memory_gib=4.0), a_type("large", memory_gib=40.0), a_type("unknown"))
+    listed = NodeCatalogue(types=types, model=ReferenceModel(gib=4.0))
+    (found,), notes = fitting_types(listed, None, (), models_from_text("3x2GiB:12GiB"))
+    # Its speeds are for 4 GiB, those of routers for 8.
+    assert (found.name, found.decode_tps) == ("large", 5.0)
+    assert notes == (
+        "small is left out: the model needs 12.0 GiB, it has 4",
+        "unknown is left out: it says no memory_gib for models on demand",
+    )
 
 
 def test_a_type_without_the_memory_is_left_out() -> None:

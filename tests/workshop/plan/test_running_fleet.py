@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from gateway.workshop.plan.search import FleetPart, Goal, PlanQuestion, TimeLimi
 from gateway.workshop.plan.workload import Workload
 from tests.each_case import each_case
 from tests.workshop.plan.build import a_type
+from tests.workshop.simulate.build import job, trace
 
 
 def node(name: str, **fields: Any) -> dict[str, Any]:
@@ -285,7 +287,7 @@ def test_one_more_and_one_less_and_the_goal_moved() -> None:
     fleet = MeasuredFleet((FleetPart(a_type("a", slots=2), 2),), ())
     workload = Workload(600, 100, 100)
     question = PlanQuestion(workload, Goal(completion_p95=40.0), (), requests=1500)
-    answered = what_if(question, fleet, traffic_of(workload), TimeLimit(120.0))
+    answered = what_if(question, fleet, traffic_of(workload, fleet), TimeLimit(120.0))
     rows = {row.change: row for row in answered.changes}
     assert list(rows) == [
         "as it is",
@@ -304,3 +306,97 @@ def test_one_more_and_one_less_and_the_goal_moved() -> None:
     assert rows["goal x 0.75"].missed != ()
     assert rows["goal x 1.5"].missed == ()
     assert answered.advice.verdict == "enough"
+
+
+GIB = 1 << 30
+PLACED = {
+    "hosts": {"epyc": {"memory": 16 * GIB}},
+    "placements": [
+        {"name": f"{node}/{name}.gguf", "model": name, "memory": size * GIB, **more}
+        for node in ("r1", "r2")
+        for name, size in (("a", 4), ("b", 8), ("c", 8))
+        for more in [{"expected_load_seconds": 5.0}]
+    ],
+}
+
+
+def routers(**measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Two routers of one host, and of each three models, of which few are loaded."""
+    rows = []
+    for name in ("r1", "r2"):
+        empty = {"prefill_tps": None, "decode_tps": None, "host": "epyc"}
+        rows.append(node(name, **empty, slots_total=0, models=[]))
+        for model in "abc":
+            own = measured.get(f"{name}_{model}", {"slots_total": 0})
+            fields = {**empty, "models": [model], "router": name, **own}
+            rows.append(node(f"{name}/{model}.gguf", **fields))
+    return rows
+
+
+SEEN: dict[str, dict[str, Any]] = {
+    "r1_a": {"decode_tps": 20.0, "prefill_tps": 200.0, "models": ["a", "alias"]}
+}
+
+
+def test_a_router_is_one_node_with_the_slots_and_speeds_of_its_models() -> None:
+    found = measured_fleet(routers(**SEEN), PLACED)
+    assert [(part.node_type.name, part.count) for part in found.parts] == [("r1", 1), ("r2", 1)]
+    first = found.parts[0].node_type
+    # As fast as with a model of 8 GiB: `a` has four.
+    assert (first.slots, first.decode_tps, first.memory_gib) == (2, 10.0, 16)
+    assert {one.name: one.memory >> 30 for one in found.models} == {"a": 4, "b": 8, "c": 8}
+    assert found.notes == ("r2 is not measured yet: taken to be like r1",)
+    assert found.known_models == {"a": "a", "alias": "a", "b": "b", "c": "c"}
+    seen = {**SEEN, "r2_b": {"decode_tps": 10.5, "prefill_tps": 100.0}}
+    (pair,) = measured_fleet(routers(**seen), PLACED).parts
+    assert pair.count == 2
+    assert {one.host for one in pair.node_type.machines(2)} == {"epyc"}
+    assert [one.host for one in pair.node_type.machines(3)][2] == ""
+    with pytest.raises(UnmeasuredFleetError, match="another version"):
+        measured_fleet(routers(**SEEN), {"placements": [{"name": "r1/a"}]})
+
+
+def test_a_router_whose_memory_is_unknown_is_taken_to_hold_one_model() -> None:
+    found = measured_fleet(routers(**SEEN), {**PLACED, "hosts": {"epyc": {"memory": None}}})
+    assert found.parts[0].node_type.memory_gib == 8
+    assert "the memory of epyc is unknown: taken to hold one model at a time" in found.notes
+
+
+@pytest.mark.parametrize(("every", "verdict"), [(60.0, "enough"), (1.0, "saturated")])
+def test_a_fleet_of_routers_is_asked_for_its_models_of_the_busiest_hour(
+    every: float, verdict: str
+) -> None:
+    names = ("a", "b", "alias", "c", "unheard of")
+    rows = [
+        (n * every, {"model": names[n % 5], "node": f"r{1 + n % 2}/{names[n % 5]}.gguf"})
+        for n in range(60)
+    ]
+    fleet = measured_fleet(routers(**SEEN), PLACED)
+    traffic = busiest_hour(told(*rows), fleet, 1.0)
+    assert "12 are of models that no node names: they are left out" in traffic.notes[1]
+    assert [one.share for one in traffic.workload.models] == [24, 12, 12]
+    assert traffic.hour is not None
+    assert not traffic.hour.added
+    question = PlanQuestion(traffic.workload, Goal(), (), warm=True, recorded=traffic.recorded)
+    found = what_if(question, fleet, traffic, TimeLimit(120.0))
+    now = found.changes[0]
+    assert now.trial is not None
+    assert now.trial.loads >= 3
+    assert found.advice.verdict == verdict
+    assert {row.change for row in found.changes} >= {"one more like r1", "one less like r2"}
+
+
+def test_traffic_in_figures_is_spread_over_the_models_of_routers() -> None:
+    fleet = measured_fleet(routers(**SEEN), PLACED)
+    traffic = traffic_of(Workload(60, 100, 50), fleet)
+    assert set(traffic.by_model) == {"a", "b", "c"}
+    assert sum(one.requests_per_hour for one in traffic.by_model.values()) == pytest.approx(60)
+    jobs = [job(time=float(n)) for n in range(4)]
+    for one in jobs:
+        one.model = "alias"
+    recorded = traffic_of(Workload(60, 100, 50), fleet, trace(jobs)).recorded
+    assert recorded is not None
+    assert {one.model for one in recorded.jobs} == {"a"}
+    jobs[1].model = "other"
+    with pytest.raises(UnmeasuredFleetError, match="no node has other"):
+        traffic_of(Workload(60, 100, 50), fleet, trace(jobs))

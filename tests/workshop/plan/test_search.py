@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, pvariance
 from typing import Any
@@ -32,6 +33,7 @@ from gateway.workshop.plan.search import (
     why_impossible,
 )
 from gateway.workshop.plan.workload import LENGTHS_SCV, Workload, make_trace
+from gateway.workshop.simulate.routers import SimulatedModel, models_from_text, with_shares
 from gateway.workshop.simulate.simulation import SimulatedMachine, SimulatedServer
 from gateway.workshop.simulate.trace import Job, TracePrompt, build_trace, random_length
 from tests.each_case import each_case
@@ -283,6 +285,26 @@ def test_out_of_time_the_estimate_is_left() -> None:
     found = found_for(Goal(ttft_p95=5.0), seconds=1e-9)
     assert found.trial is None
     assert found.why_estimated == "1e-09 s for simulations are used up"
+
+
+def test_nodes_that_load_models_are_as_much_faster_as_the_models_are_smaller() -> None:
+    half = replace(WORKLOAD, models=(SimulatedModel("a", 4 << 30, 4.0, 1.0),))
+    router = FleetPart(a_type(memory_gib=16.0), 1)
+    assert router.capacity(half) == pytest.approx(2 * router.capacity(WORKLOAD))
+    # A plain server's speeds are those of its own model.
+    plain = FleetPart(a_type(), 1)
+    assert plain.capacity(half) == plain.capacity(WORKLOAD)
+    jobs = make_trace(half, 100, 1).jobs
+    assert {one.model for one in jobs} == {"a"}
+    whole = alone(jobs, a_type(memory_gib=16.0))
+    assert alone(jobs, a_type(memory_gib=16.0), half.models) == tuple(one / 2 for one in whole)
+
+
+def test_a_fleet_of_routers_is_simulated_up_to_a_number_of_models() -> None:
+    models = tuple(with_shares(models_from_text("100x8GiB:8GiB"), 1))
+    many = Workload(1e5, 100, 1000, models=models)
+    found = find_fleet(PlanQuestion(many, Goal(), ()), a_type(memory_gib=16.0), TimeLimit(60.0))
+    assert found.why_estimated == "more than 200 nodes are not simulated"
 
 
 def test_a_fleet_of_millions_is_not_simulated() -> None:

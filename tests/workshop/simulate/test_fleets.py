@@ -82,6 +82,53 @@ def test_assumptions_are_noted(tmp_path: Path) -> None:
     assert notes[0].startswith("assumed one slot for n0, n1, n2 and 2 more")
 
 
+ROUTERS = """
+defaults: {memory: 48GiB}
+nodes:
+  - {name: r1, url: "http://a:1", host: epyc}
+  - {name: r2, url: "http://a:2", host: epyc}
+  - {name: plain, url: http://b, slots: 2, model: [other]}
+"""
+
+
+def test_routers_are_those_that_have_models_in_the_measured_speeds(tmp_path: Path) -> None:
+    nodes = inventory(tmp_path, ROUTERS)
+    told = [
+        {"name": "r1", "slots_total": 0, "models": [], "router": None},
+        {"name": "r1/a", "router": "r1", "slots_total": 4, "models": ["a", "alias"]},
+        {"name": "r1/b.gguf", "router": "r1", "slots_total": 0, "models": ["b"]},
+        {"name": "r2", "slots_total": 0},
+        {"name": "r2/a", "router": "r2", "slots_total": 0, "models": ["a"]},
+        {"name": "plain", "prefill_tps": 50, "decode_tps": 5, "models": ["other"]},
+    ]
+    told[1] |= {"prefill_tps": 300.0, "decode_tps": 20.0, "batch_cost": 0.1}
+    path = tmp_path / "speeds.json"
+    path.write_text(json.dumps({"nodes": told}))
+    speeds = read_speeds(path)
+    machines, notes = from_inventory(nodes, speeds, USUAL, ServerSetup(), on_demand=True)
+    first, second, plain = machines
+    assert (first.host, second.host) == ("epyc", "epyc")
+    assert [one.memory >> 30 for one in machines] == [48, 48, 0]
+    assert first.models == {"a", "alias", "b"}
+    assert first.model_speeds["a"] == (300.0, 20.0)
+    assert (first.slots, first.batch_cost, second.slots) == (4, 0.1, 1)
+    assert plain.models == {"other"}
+    assert "for r2: --speeds FILE tells more" in notes[1]
+    with pytest.raises(FleetError, match="r1 is a router: routers need --models"):
+        from_inventory(nodes, speeds, USUAL, ServerSetup())
+    without = inventory(tmp_path, ROUTERS.replace("48GiB", "null"))
+    with pytest.raises(FleetError, match="says no `memory` of epyc"):
+        from_inventory(without, speeds, USUAL, ServerSetup(), on_demand=True)
+
+
+def test_without_measured_speeds_nodes_with_memory_are_routers(tmp_path: Path) -> None:
+    nodes = inventory(tmp_path, ROUTERS)
+    machines, _ = from_inventory(nodes, {}, USUAL, ServerSetup(), on_demand=True)
+    assert {one.memory >> 30 for one in machines} == {48}
+    machines, _ = from_inventory(nodes, {}, USUAL, ServerSetup())
+    assert {one.memory for one in machines} == {0}
+
+
 def test_an_inventory_without_working_nodes_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FleetError, match="no node that gets work"):
         from_inventory(inventory(tmp_path, "nodes: []"), {}, USUAL, ServerSetup())
@@ -106,8 +153,11 @@ def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
         ("s.yaml", "a: [", "s.yaml:1:"),
         ("s.json", "3", "holds no list of nodes"),
         ("s.json", '{"nodes": [3]}', r"nodes\[0\]: has no name"),
-        ("s.json", '[{"name": "a", "decode_tps": 0}]', r"nodes\[0\].decode_tps: must be a posit"),
-        ("s.json", '[{"name": "a", "prefill_tps": NaN}]', "must be a positive number"),
+        (
+            "s.json",
+            '[{"name": "a", "decode_tps": 0}]',
+            r"nodes\[0\]: Expected `float` > 0.0 - at `\$.decode_tps`",
+        ),
     ],
 )
 def test_wrong_speeds_are_errors_with_their_place(
@@ -117,6 +167,12 @@ def test_wrong_speeds_are_errors_with_their_place(
     path.write_text(text)
     with pytest.raises(FleetError, match=message):
         read_speeds(path)
+
+
+def test_a_speed_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+    nodes = inventory(tmp_path, "nodes:\n  - {name: a, url: http://a}\n")
+    with pytest.raises(FleetError, match="speeds must be positive"):
+        from_inventory(nodes, {"a": NodeSpeeds(float("nan"), 1.0)}, USUAL, ServerSetup())
 
 
 def test_a_missing_speeds_file_is_an_error_with_the_remedy(tmp_path: Path) -> None:

@@ -42,10 +42,9 @@ def played(
     return fleet
 
 
-def placing(routers: object = ONE, **rules: object) -> Callable[[RouterFleet], Front]:
-    return lambda _: ModelPlacingFront(
-        routers,  # type: ignore[arg-type]
-        MODELS,
+def placing(**rules: object) -> Callable[[RouterFleet], Front]:
+    return lambda fleet: ModelPlacingFront(
+        fleet,
         ModelPlacementRules(**rules),  # type: ignore[arg-type]
         knowledge=ExactKnowledge(),
     )
@@ -74,7 +73,7 @@ def test_fewest_connections_send_to_nodes_that_have_the_model() -> None:
 
 def test_placed_by_hand_nothing_is_loaded() -> None:
     jobs = asking((0.0, "a"), (0.0, "b"))
-    fleet = played(jobs, lambda fleet: HandFront(TWO, MODELS, fleet.loaded), TWO, loaded=(0, 4))
+    fleet = played(jobs, HandFront, TWO, loaded=(0, 4))
     assert fleet.loads == 0
     assert [one.node for one in fleet.jobs] == [0, 4]
 
@@ -89,7 +88,7 @@ def test_the_gateway_serves_a_queue_before_it_changes_the_model() -> None:
 
 def test_the_gateway_gives_each_model_a_node_of_its_own() -> None:
     jobs = asking(*((place * 0.7, "ab"[place % 2]) for place in range(60)))
-    fleet = played(jobs, placing(TWO), TWO)
+    fleet = played(jobs, placing(), TWO)
     assert fleet.loads == 2
     assert len({(one.model, one.node) for one in fleet.jobs}) == 2
 
@@ -114,5 +113,5 @@ def test_batch_rows_wait_for_memory_that_callers_do_not_use() -> None:
 def test_an_idle_model_is_unloaded_by_its_rules() -> None:
     rules = {"a": ModelRules(idle_unload=30.0)}
     jobs = asking((0.0, "a"), (100.0, "b"), (101.0, "b"))
-    fleet = played(jobs, placing(TWO, models=rules), TWO)
+    fleet = played(jobs, placing(models=rules), TWO)
     assert {fleet.model_of(index).name for index in fleet.held} == {"b"}

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gateway.workshop.simulate.fleets import FleetError, ServerSetup, from_text
+from gateway.workshop.simulate.model_fronts import LeastRecentlyUsed, ModelPlacingFront
 from gateway.workshop.simulate.routers import (
     GIB,
     RouterFleet,
@@ -15,8 +19,15 @@ from gateway.workshop.simulate.routers import (
     greedy_placement,
     models_from_text,
     random_placements,
+    with_all_speeds,
+    with_shares,
 )
-from gateway.workshop.simulate.simulation import Front, SimulatedFleet, simulate
+from gateway.workshop.simulate.simulation import (
+    Front,
+    SimulatedFleet,
+    SimulatedMachine,
+    simulate,
+)
 from gateway.workshop.simulate.trace import Job
 from tests.workshop.simulate.build import job, trace
 
@@ -82,15 +93,95 @@ def test_a_fleet_refuses_what_no_router_can_do() -> None:
     assert fleet.begin_load(2) == 1.0
 
 
+def test_routers_of_one_host_share_its_memory() -> None:
+    halves = [replace(ROUTER[0], name=name, host="epyc") for name in ("numa0", "numa1")]
+    fleet = RouterFleet(halves, PAIR, ())
+    assert [one.machine.name for one in fleet.instances] == [
+        *("numa0/a", "numa0/b"),
+        *("numa1/a", "numa1/b"),
+    ]
+    fleet.begin_load(0)
+    fleet.begin_load(3)
+    with pytest.raises(ValueError, match="numa1/a does not fit"):
+        fleet.begin_load(2)
+    apart = RouterFleet([replace(one, host="") for one in halves], PAIR, ())
+    for index in range(4):
+        apart.begin_load(index)
+
+
+@pytest.mark.parametrize("build", [LeastRecentlyUsed, ModelPlacingFront])
+def test_routers_of_one_host_and_a_plain_server_serve_all_requests(
+    build: Callable[[RouterFleet], Front],
+) -> None:
+    halves = [replace(ROUTER[0], name=name, host="epyc") for name in ("numa0", "numa1")]
+    plain = SimulatedMachine("plain", 1, 1000.0, 10.0, models=frozenset({"b", "d"}))
+    jobs = [job(time=place * 0.5) for place in range(80)]
+    for place, one in enumerate(jobs):
+        one.model = "abcd"[place % 4]
+    models = [*PAIR, SimulatedModel("c", 12 * GIB, 3.0)]
+    played = trace(jobs)
+    fleet = RouterFleet([*halves, plain], models, played.jobs)
+    simulate(played, (), build(fleet), fleet=fleet)
+    names = [fleet.servers[one.node].machine.name for one in played.jobs]
+    assert {name for name, one in zip(names, played.jobs, strict=True) if one.model == "d"} == {
+        "plain"
+    }
+    assert {"numa0/a", "plain"} <= set(names)
+    assert fleet.loads > 0
+
+
+def test_a_speed_that_is_not_known_follows_from_those_that_are() -> None:
+    fast, slow = from_text("1x1@10:1000/64GiB,1x1@10:1000/64GiB", ServerSetup())
+    models = [*PAIR, SimulatedModel("moe", 16 * GIB, 8.0), SimulatedModel("large", 32 * GIB, 8.0)]
+    fast = replace(fast, model_speeds={"a": (800.0, 20.0), "moe": (1600.0, 60.0)})
+    slow = replace(slow, model_speeds={"a": (400.0, 10.0)}, models=frozenset({"a", "moe"}))
+    first, second = with_all_speeds([fast, slow], models)
+    # As a dense model of 16 GiB it would have the half of `a`; its experts make it faster.
+    assert (first.prefill_tps, first.decode_tps) == (2000.0, 70.0)
+    assert first.model_speeds["moe"] == (1600.0, 60.0)
+    assert first.model_speeds["large"] == (500.0, 17.5)
+    assert second.model_speeds["moe"][1] == pytest.approx(10.0 * 60 / 70)
+    assert set(second.model_speeds) == {"a", "moe"}
+
+
+def test_the_models_of_a_running_fleet_are_read_from_what_its_gateway_tells(
+    tmp_path: Path,
+) -> None:
+    def row(node: str, model: str, memory: int | None, seconds: float) -> dict[str, object]:
+        return {"node": node, "model": model, "memory": memory, "expected_load_seconds": seconds}
+
+    rows = [row("r1", "a", 2 * GIB, 3.0), row("r2", "a", None, 5.0), row("r2", "new", None, 30.0)]
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps({"models": [], "placements": rows, "hosts": {}}))
+    assert models_from_text(str(path)) == [
+        SimulatedModel("a", 2 * GIB, 4.0),
+        SimulatedModel("new", 2 * GIB, 30.0),
+    ]
+    path.write_text(json.dumps({"placements": rows[1:]}))
+    with pytest.raises(FleetError, match="load one, or write"):
+        models_from_text(str(path))
+    path.write_text(json.dumps({"placements": [{}]}))
+    with pytest.raises(FleetError, match="another version"):
+        models_from_text(str(path))
+
+
+def test_shares_are_those_given_or_zipfs() -> None:
+    given = [replace(PAIR[0], share=3.0), replace(PAIR[1], share=1.0)]
+    assert with_shares(given, 1) == given
+    drawn = with_shares([*PAIR, SimulatedModel("c", GIB, 1.0)], 1)
+    assert sorted(one.share or 0.0 for one in drawn) == [pytest.approx(1 / 3), 0.5, 1.0]
+
+
 def test_placements_by_hand_hold_every_model_and_fit() -> None:
     routers = from_text("1x2@40:600/16GiB,1x2@40:600/24GiB,1x2@20:300/40GiB", ServerSetup())
     models = models_from_text("6x2GiB:12GiB")
-    placed = list(random_placements(routers, models, 20, random.Random(1)))
-    greedy = greedy_placement(routers, models, {"model-1": 90, "model-6": 10})
+    fleet = RouterFleet(routers, models, ())
+    placed = list(random_placements(fleet, 20, random.Random(1)))
+    greedy = greedy_placement(fleet, {"model-1": 90, "model-6": 10})
     assert greedy is not None
     assert len(placed) > 10
     for indexes in (greedy, *placed):
-        by_router = describe_placement(routers, models, indexes)
+        by_router = describe_placement(fleet, indexes)
         assert {name for names in by_router.values() for name in names} == {
             model.name for model in models
         }
@@ -98,9 +189,9 @@ def test_placements_by_hand_hold_every_model_and_fit() -> None:
 
 
 def test_there_is_no_placement_by_hand_where_the_models_do_not_fit_at_once() -> None:
-    models = [*PAIR, SimulatedModel("c", GIB, 1.0)]
-    assert greedy_placement(ROUTER, models, {}) is None
-    assert list(random_placements(ROUTER, models, 5, random.Random(1))) == []
+    fleet = RouterFleet(ROUTER, [*PAIR, SimulatedModel("c", GIB, 1.0)], ())
+    assert greedy_placement(fleet, {}) is None
+    assert list(random_placements(fleet, 5, random.Random(1))) == []
 
 
 def test_models_are_read_from_text_and_from_a_file(tmp_path: Path) -> None:
@@ -111,11 +202,12 @@ def test_models_are_read_from_text_and_from_a_file(tmp_path: Path) -> None:
     ]
     path = tmp_path / "models.yaml"
     path.write_text(
-        "- {name: qwen3-8b, memory: 9GiB}\n- {name: tiny, memory: 1GiB, load_seconds: 3}\n"
+        "- {name: qwen3-8b, memory: 9GiB, share: 1}\n"
+        "- {name: tiny, memory: 1GiB, load_seconds: 3, share: 2}\n"
     )
     assert models_from_text(str(path)) == [
-        SimulatedModel("qwen3-8b", 9 * GIB, 9.0),
-        SimulatedModel("tiny", GIB, 3.0),
+        SimulatedModel("qwen3-8b", 9 * GIB, 9.0, 1.0),
+        SimulatedModel("tiny", GIB, 3.0, 2.0),
     ]
 
 
@@ -126,6 +218,8 @@ def test_models_are_read_from_text_and_from_a_file(tmp_path: Path) -> None:
         ("- {name: a, memory: 1GiB, load_seconds: -1}", "entry 1 is no model"),
         ("- {name: a, memory: 1GiB}\n- {name: a, memory: 1GiB}", "one twice"),
         ("[]", "holds no model"),
+        ("- {name: a, memory: 1GiB}\n- {name: b, memory: 1GiB, share: 2}", "each model a `share`"),
+        ("- {name: a, memory: 1GiB, share: 0}", "entry 1 is no model"),
         ("a: [", "expected"),
         ("a: 1", "entry 1 is no model"),
     ],
