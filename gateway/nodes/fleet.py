@@ -1033,8 +1033,10 @@ class Fleet:
         node.set_state(*judge_state(node, now))
         if node.state is not old:
             self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
-            if node.load is not None or node.is_router:
-                self._on_models(node)
+        router = node.router
+        is_down_alone = router is not None and node.probe_history.down and router.probe_history.up
+        if is_down_alone or (node.state is not old and (router is not None or node.is_router)):
+            self._on_models(node)  # By now one that is down alone may be known to hang.
         if node.probe_history.down:
             self._reclaimer.release_all(node)
         if node.probe_history.down or node.probe_history.loading:
