@@ -46,7 +46,7 @@ from gateway.nodes.node import (
     NodeState,
 )
 from gateway.nodes.on_demand import follow_held
-from gateway.nodes.router import LoadChange, ModelLoad, RoutedModel, UnloadCause
+from gateway.nodes.router import LoadChange, LoadPhase, ModelLoad, RoutedModel, UnloadCause
 from gateway.nodes.server_properties import ServerProperties, server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
 from gateway.nodes.state_files import DrainedNodes, PausedModels, PinnedModels, PropertiesStore
@@ -255,14 +255,13 @@ class Fleet:
         self._on_loaded: Callable[[Node], None] = lambda _: None
         self._indexing: asyncio.TimerHandle | None = None
         self._index_again_at = -math.inf
-        self._on_capacity: Callable[[], None] | None = None
-        self._on_change: Callable[[Node | None], None] | None = None
+        self.subscribe()
 
     def subscribe(
         self,
         *,
-        on_capacity: Callable[[], None] | None = None,
-        on_change: Callable[[Node | None], None] | None = None,
+        on_capacity: Callable[[], None] = lambda: None,
+        on_change: Callable[[Node | None], None] = lambda _: None,
     ) -> None:
         """Call `on_capacity` whenever a slot may have become free.
 
@@ -270,7 +269,7 @@ class Fleet:
         of all nodes, or which nodes there are. Both may be called often and from within other
         calls: they must be cheap and must not raise. Only the last subscriber is called.
         """
-        self._on_capacity, self._on_change = on_capacity, on_change
+        self._notify_capacity, self._notify_change = on_capacity, on_change
 
     def watch_models(
         self, on_change: Callable[[Node | None], None], on_loaded: Callable[[Node], None]
@@ -465,7 +464,7 @@ class Fleet:
                 instance.respecify(spec, now)
                 changed = True
             kept[model.name] = instance
-            self._follow_model(router, instance, model, asked_at)
+            self._follow_model(instance, model, asked_at)
         for name, instance in router.instances.items():
             if name not in kept:
                 self._remove(instance)
@@ -476,12 +475,11 @@ class Fleet:
             router.set_instances(kept)
             self._models_of_routers_changed()
 
-    def _follow_model(
-        self, router: Node, instance: Node, model: RoutedModel, asked_at: float
-    ) -> None:
+    def _follow_model(self, instance: Node, model: RoutedModel, asked_at: float) -> None:
         """Take in what a router lists of one model."""
-        load, now = instance.load, self._clock()
+        load, router, now = instance.load, instance.router, self._clock()
         assert load is not None
+        assert router is not None
         followed = router.router_record.followed(load.listed_at)
         is_news = load.is_news(model, asked_at)
         if is_news:
@@ -503,14 +501,15 @@ class Fleet:
             asked = any(lease.wake for lease in instance.leases)
             instance.sleep.props_read(model.status == "sleeping", now, asked=asked)
         if change is not None:
-            self._model_changed(router, instance, model.name, change)
+            self._model_changed(instance, change)
         self.refresh_state(instance)
 
-    def _model_changed(self, router: Node, instance: Node, model: str, change: LoadChange) -> None:
+    def _model_changed(self, instance: Node, change: LoadChange) -> None:
         """A router has loaded a model, or has it no longer."""
-        load, now = instance.load, self._clock()
-        assert load is not None
+        router, now = instance.router, self._clock()
+        assert router is not None
         if change.change == "loaded":
+            instance.probe_history.rediscover()
             instance.circuit.server_restarted(now)
             instance.calibration.server_started(instance.requests)
             if change.seconds is not None:
@@ -591,7 +590,7 @@ class Fleet:
         self.routers = [node for node in self.nodes.values() if node.is_router]
         self.model_index.set_nodes(self.nodes.values())
         compare_speeds(self.nodes.values())
-        self._notify_change()
+        self._notify_change(None)
         self._on_models(None)
 
     def model_not_loaded(self, node: Node) -> None:
@@ -623,7 +622,7 @@ class Fleet:
         """The next request for this model loads it: its router takes no commands."""
         assert node.load is not None
         now = self._clock()
-        node.load.opened(reason, now)
+        node.load.enter(LoadPhase.READY, reason, now)
         node.sleep.props_read(True, now, asked=False)
         if node.load.held:
             node.sleep.woke()
@@ -632,7 +631,7 @@ class Fleet:
     def model_closed(self, node: Node, reason: str, cause: UnloadCause) -> None:
         """No request is to load this model: another one has its router's memory."""
         assert node.load is not None
-        node.load.closed(reason, cause, self._clock())
+        node.load.enter(LoadPhase.UNLOADED, reason, self._clock(), cause)
         node.sleep.restarted()
         if not node.load.held:
             self._tell_load(node, LoadChange("unloaded", None, by_others=False))
@@ -818,8 +817,7 @@ class Fleet:
             self._on_models(node)
         if not counted or lease.trial or node.state is NodeState.EJECTED:
             self._notify_change(node)
-        if self._on_capacity is not None:
-            self._on_capacity()
+        self._notify_capacity()
 
     def request_succeeded(self, node: Node, now: float, began: float | None = None) -> None:
         """A request whose lease was taken at `began` went well."""
@@ -967,7 +965,7 @@ class Fleet:
             if (known := learnt.get(server_key(node.spec))) is not None:
                 node.restore(*known)
         compare_speeds(self.nodes.values())
-        self._notify_change()
+        self._notify_change(None)
 
     def learn_timings(
         self, node: Node, timings: Mapping[str, object], lease: Lease | None = None
@@ -1067,14 +1065,6 @@ class Fleet:
         self.properties_store.record(node.spec, node.properties)
         if node.drift_changed():
             self._bus.publish(NodeDrift(node.name, node.drift))
-
-    def _notify_change(self, node: Node | None = None) -> None:
-        if self._on_change is not None:
-            self._on_change(node)
-
-    def _notify_capacity(self) -> None:
-        if self._on_capacity is not None:
-            self._on_capacity()
 
     async def _compare_speeds_forever(self) -> None:
         while True:

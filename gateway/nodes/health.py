@@ -527,19 +527,12 @@ class HealthMonitor:
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.
             await self._read_slots(node, comes_up=True)
-        now = node.clock()
-        sign = sign_of_life(node, now) if result.answer is ProbeAnswer.TIMED_OUT else None
-        history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
-        if comes_up and history.up:
-            node.circuit.server_restarted(now)
-            node.degradation.server_restarted()
-            if not first:
-                node.calibration.server_started(node.requests)
+        if _count_result(node, result) and not first:
+            node.calibration.server_started(node.requests)
         if not history.up:
             node.sleep.restarted()
-        history.schedule(
-            now + probe_delay(health.interval, self._rng, first=first, unstable=history.unstable)
-        )
+        delay = probe_delay(health.interval, self._rng, first=first, unstable=history.unstable)
+        history.schedule(node.clock() + delay)
         self._refresh_state(node)
         if result.up and not comes_up:
             await self._read_slots(node)
@@ -600,8 +593,8 @@ class HealthMonitor:
             elif listed is not None:
                 self._models_listed(node, read_list(listed), asked_at)
         instances = node.instances.values()
-        running = {one for one in instances if one.load is not None and one.load.loaded}
-        self._record((one for one in instances if one not in running), result)
+        running = [one for one in instances if one.load is not None and one.load.loaded]
+        self._record(set(instances).difference(running), result)
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             for one in running:
@@ -639,37 +632,28 @@ class HealthMonitor:
         `result`: of its router, whose children may hang by themselves.
         """
         load, history = model.load, model.probe_history
+        assert load is not None
         async with at_once:
-            reply = await fetch(model, "/props") if _may_hang(model) else None
+            reply = await fetch(model, "/props") if _may_hang(model, load) else None
             hangs = isinstance(reply, ProbeResult) and reply.answer is ProbeAnswer.TIMED_OUT
             self._record((model,), reply if isinstance(reply, ProbeResult) and hangs else result)
-            if load is not None and load.doubted:
+            if load.doubted:
                 if not isinstance(reply, ProbeResponse) or reply.status != HTTPStatus.OK:
                     return
                 load.doubt(doubted=False)
             if hangs:
                 return
-            if load is not None and model.spec.kind == "llama.cpp" and not load.properties_read:
-                found = await discover(model)
-                if found.up:
-                    history.discovered(model.clock())
-                    load.properties_were_read()
+            is_read = model.spec.kind != "llama.cpp" or history.discovered_at is not None
+            if not is_read and (await discover(model)).up:
+                history.discovered(model.clock())
             if not model.removed:
                 await self._read_slots(model)
                 self._refresh_state(model)
 
     def _record(self, models: Iterable[Node], result: ProbeResult) -> None:
         """Count the result of a router's probe for its models."""
-        health = self._node.settings.health
         for model in models:
-            history, comes_up = model.probe_history, not model.probe_history.up
-            now = model.clock()
-            sign = sign_of_life(model, now) if result.answer is ProbeAnswer.TIMED_OUT else None
-            history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
-            if comes_up and history.up:
-                model.circuit.server_restarted(now)
-                model.degradation.server_restarted()
-            if comes_up or not result.up:
+            if _count_result(model, result) or not result.up:
                 self._refresh_state(model)
 
     async def _follow(self) -> None:
@@ -738,15 +722,27 @@ class HealthMonitor:
             node.occupancy.record_tokens(busy)
 
 
-def _may_hang(model: Node) -> bool:
+def _count_result(node: Node, result: ProbeResult) -> bool:
+    """Count the result of a probe; whether the node has come up by it."""
+    history, health, now = node.probe_history, node.settings.health, node.clock()
+    was_up = history.up
+    sign = sign_of_life(node, now) if result.answer is ProbeAnswer.TIMED_OUT else None
+    history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
+    comes_up = history.up and not was_up
+    if comes_up:
+        node.circuit.server_restarted(now)
+        node.degradation.server_restarted()
+    return comes_up
+
+
+def _may_hang(model: Node, load: ModelLoad) -> bool:
     """Whether a loaded model's server is to show that it answers: it has work, or did not before.
 
     One that reads a prompt answers `/props` all the same, whatever its slots do.
     """
-    load, history = model.load, model.probe_history
+    history = model.probe_history
     fails = history.down or history.mute or history.failures_in_a_row > 0
-    doubted = load is not None and load.doubted
-    return model.spec.kind == "llama.cpp" and bool(model.leases or fails or doubted)
+    return model.spec.kind == "llama.cpp" and bool(model.leases or fails or load.doubted)
 
 
 # A prefill may take so many times longer than predicted before it stops being a sign of life.

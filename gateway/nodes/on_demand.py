@@ -108,7 +108,7 @@ def follow_held(
         stays = before and (load.cause in _OWN_CAUSES or now - load.since <= COMMAND_LAG)
         if not load.held or stays or not _has_room(node):
             return None
-        load.opened("found so", now)
+        load.enter(LoadPhase.READY, "found so", now)
         load.load_ended(None)
         sleep.props_read(True, now, asked=False)  # It may be unloaded at any time.
         sleep.woke()
@@ -123,7 +123,7 @@ def follow_held(
         sleep.props_read(True, now, asked=False)  # Whoever was to load it has left.
     else:
         reason = "its server was restarted" if restarted else "its server has unloaded it"
-        load.closed(reason, "restart" if restarted else "others", now)
+        load.enter(LoadPhase.UNLOADED, reason, now, "restart" if restarted else "others")
         sleep.restarted()
         return LoadChange("unloaded", None, by_others=False)
     return None

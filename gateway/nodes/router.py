@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import enum
 import math
-import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import msgspec
 
-from gateway.nodes.server_properties import MOST_CONTEXT, MOST_SLOTS, UNREADABLE, memory_told
+from gateway.nodes.server_properties import (
+    MOST_CONTEXT,
+    MOST_SLOTS,
+    UNREADABLE,
+    memory_told,
+    number_given,
+)
 
 # Seconds after a failed load until the next try for that model on that node; doubles each time.
 FIRST_RETRY, MOST_RETRY = 10.0, 600.0
@@ -104,8 +109,9 @@ def read_list(listed: object) -> list[RoutedModel]:
         value, code = status.get("value"), status.get("exit_code")
         args = status.get("args")
         args = [one for one in args if isinstance(one, str)] if isinstance(args, list) else []
-        slots = _argument(args, "--parallel", MOST_SLOTS)
-        context = _argument(args, "--ctx-size", MOST_CONTEXT)
+        given = dict(pairwise(args))
+        slots = number_given(given, "--parallel", MOST_SLOTS)
+        context = number_given(given, "--ctx-size", MOST_CONTEXT)
         found.setdefault(
             name,
             RoutedModel(
@@ -117,7 +123,7 @@ def read_list(listed: object) -> list[RoutedModel]:
                 code if isinstance(code, int) else None,
                 slots,
                 context // slots if slots and context else None,
-                next((after for one, after in pairwise(args) if one == "--model"), None),
+                given.get("--model"),
                 memory_told(entry.get("meta"), args),
                 tuple(args),
             ),
@@ -132,17 +138,6 @@ MOST_NAME, MOST_ALIASES = 256, 64
 def is_model_name(name: object) -> TypeGuard[str]:
     """Whether a router may have a model of this name."""
     return isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable()
-
-
-_NUMBER = re.compile(r"[0-9]{1,10}")
-
-
-def _argument(args: Sequence[str], option: str, most: int) -> int | None:
-    """The number that follows an option; None: there is none, or not one from 1 to `most`."""
-    for word, value in pairwise(args):
-        if word == option and _NUMBER.fullmatch(value):
-            return int(value) if 0 < int(value) <= most else None
-    return None
 
 
 class ModelEvent(NamedTuple):
@@ -214,7 +209,6 @@ class ModelLoad:
     memory: int | None = None  # bytes that it takes when it is loaded, as learnt from a load
     file: str | None = None  # the path of its file on the router's machine
     listed: RoutedModel | None = None  # as its router listed it last
-    properties_read: bool = False  # whether `/props` was read since it was loaded
     saved: int = 0  # prompts that are saved for its next load
     no_room: str = ""  # why it can't be loaded beside what always stays there; empty: it can
     restoring: bool = False  # it is loaded, and gets no requests before they are restored
@@ -241,23 +235,23 @@ class ModelLoad:
         """Whether its server runs with the model."""
         return self.phase in LOADED_PHASES
 
-    def enter(self, phase: LoadPhase, reason: str, now: float) -> None:
-        """Begin another phase."""
-        self.phase, self.reason, self.since = phase, reason, now
+    def enter(
+        self, phase: LoadPhase, reason: str, now: float, cause: UnloadCause | None = None
+    ) -> None:
+        """Begin another phase, without a command of ours; `cause`: why it is unloaded, if it is."""
+        self.phase, self.reason, self.since, self.ordered = phase, reason, now, None
         self.progress, self.doubted = None, False
-        if phase is not LoadPhase.READY:
-            self.properties_read = False
+        self.cause = cause or self.cause
 
     def order(self, command: Literal["load", "unload"], reason: str, now: float) -> None:
         """The router is told to load it, or to unload it."""
-        self.ordered, self.taken_at = command, math.inf
         self.enter(LoadPhase.LOADING if command == "load" else LoadPhase.UNLOADING, reason, now)
+        self.ordered, self.taken_at = command, math.inf
 
     def retire(self, reason: str, cause: UnloadCause, now: float) -> None:
         """It gets no new requests, and is unloaded when it has none."""
         if self.phase is not LoadPhase.RETIRING:
-            self.cause = cause
-            self.enter(LoadPhase.RETIRING, reason, now)
+            self.enter(LoadPhase.RETIRING, reason, now, cause)
 
     def unload_wanted(self, now: float) -> None:
         """An operator wants it unloaded: it is not loaded again at once."""
@@ -266,17 +260,7 @@ class ModelLoad:
     def keep(self, reason: str, now: float) -> None:
         """It is not unloaded after all."""
         if self.phase is LoadPhase.RETIRING:
-            # Its server is the one whose properties were read.
-            self.phase, self.reason, self.since = LoadPhase.READY, reason, now
-
-    def opened(self, reason: str, now: float) -> None:
-        """The first request may load it: the node takes no commands."""
-        self.enter(LoadPhase.READY, reason, now)
-
-    def closed(self, reason: str, cause: UnloadCause, now: float) -> None:
-        """No request is to load it any more: the node takes no commands."""
-        self.cause = cause
-        self.enter(LoadPhase.UNLOADED, reason, now)
+            self.enter(LoadPhase.READY, reason, now)
 
     def tell_held(self, held: bool | None) -> None:  # noqa: FBT001 - a value
         """Its server holds it, or does not; None: unknown."""
@@ -309,10 +293,6 @@ class ModelLoad:
         """Its saved prompts are restored from now on, or no more."""
         self.restoring = restoring
 
-    def properties_were_read(self) -> None:
-        """`/props` was read."""
-        self.properties_read = True
-
     def forget_waits(self) -> None:
         """An operator wants it loaded now, whatever came of loads before."""
         self.retry_at = self.by_others_at = -math.inf
@@ -328,7 +308,6 @@ class ModelLoad:
         """A load failed, or the command for it: it is tried again later, each time after longer."""
         self.retry_at = now + min(MOST_RETRY, FIRST_RETRY * 2.0 ** min(self.failures, 16))
         self.failures += 1
-        self.ordered = None
         self.enter(LoadPhase.FAILED, why, now)
 
     def command_taken(self, now: float) -> None:
@@ -338,13 +317,7 @@ class ModelLoad:
     def load_refused(self, why: str, now: float) -> None:
         """The router had no room for it, or did not hear of it: that says nothing of the model."""
         self.retry_at = now + REFUSED_RETRY
-        self.ordered = None
         self.enter(LoadPhase.UNLOADED, why, now)
-
-    def unload_refused(self, why: str, now: float) -> None:
-        """The router did not take the command to unload it."""
-        self.ordered = None
-        self.enter(LoadPhase.READY, why, now)
 
     def retry_due(self, now: float) -> bool:
         """Its load failed and may be tried again; then it counts as unloaded."""
@@ -381,15 +354,13 @@ class ModelLoad:
         if status is None or (self.ordered is not None and self._may_lag(status, asked_at)):
             return None
         if status == "loading":
-            if phase is LoadPhase.LOADING:
-                return None
-            return self._changed("loading", None, now, followed=followed)
+            known = phase is LoadPhase.LOADING
+            return None if known else self._changed("loading", now, followed=followed)
         if status == "unloaded":
-            return self._not_loaded(model, now, followed=followed)
-        if phase in LOADED_PHASES or (phase is LoadPhase.UNLOADING and not self._overdue(now)):
-            return None
-        seconds = now - self.since if phase is LoadPhase.LOADING else None
-        return self._changed("loaded", seconds, now, followed=followed)
+            known = phase is LoadPhase.UNLOADED or phase is LoadPhase.FAILED
+            return None if known else self._not_loaded(model, now, followed=followed)
+        unloads = phase is LoadPhase.UNLOADING and now - self.since <= MOST_UNLOAD
+        return None if self.loaded or unloads else self._changed("loaded", now, followed=followed)
 
     def _may_lag(self, status: Status, asked_at: float) -> bool:
         """Whether the list may be older than the command that it contradicts."""
@@ -397,58 +368,45 @@ class ModelLoad:
             return status == "unloaded" and asked_at < self.taken_at
         return status != "unloaded" and asked_at - self.since < COMMAND_LAG
 
-    def _overdue(self, now: float) -> bool:
-        return now - self.since > MOST_UNLOAD
-
-    def _not_loaded(
-        self, model: RoutedModel, now: float, *, followed: bool | None
-    ) -> LoadChange | None:
-        phase = self.phase
-        if phase is LoadPhase.UNLOADED or phase is LoadPhase.FAILED:
-            return None
-        if phase is LoadPhase.LOADING and (model.failed or followed is not False):
+    def _not_loaded(self, model: RoutedModel, now: float, *, followed: bool | None) -> LoadChange:
+        if self.phase is LoadPhase.LOADING and (model.failed or followed is not False):
             # One that is told to unload it meanwhile shows the same, and a list that was read
             # anew shows no failure at all.
             code = "" if model.exit_code is None else f" (exit code {model.exit_code})"
             self.failed(f"the router could not load it{code}: its log says why", now)
             return LoadChange("failed", None, by_others=False)
-        if model.failed and phase is not LoadPhase.UNLOADING:
-            self.ordered, self.cause = None, "died"
-            self.enter(LoadPhase.UNLOADED, "its server ended by itself", now)
+        if model.failed and self.phase is not LoadPhase.UNLOADING:
+            self.enter(LoadPhase.UNLOADED, "its server ended by itself", now, "died")
             return LoadChange("died", None, by_others=False)
-        return self._changed("unloaded", None, now, followed=followed)
+        return self._changed("unloaded", now, followed=followed)
 
     def _changed(
-        self,
-        change: Literal["loading", "loaded", "unloaded"],
-        seconds: float | None,
-        now: float,
-        *,
-        followed: bool | None,
+        self, change: Literal["loading", "loaded", "unloaded"], now: float, *, followed: bool | None
     ) -> LoadChange:
         """The phase follows what the router shows."""
-        ours = {"loading": "load", "loaded": "load", "unloaded": "unload"}[change]
-        not_ours = self.ordered != ours and not (
-            change == "loaded" and self.phase is LoadPhase.LOADING
-        )
-        by_others = not_ours and followed is True
+        ended = change == "loaded" and self.phase is LoadPhase.LOADING
+        ours = ended or self.ordered == ("unload" if change == "unloaded" else "load")
+        reason, cause, seconds = self.reason, self.cause, now - self.since if ended else None
+        by_others = not ours and followed is True
         if by_others:
             self.by_others_at = now
-        reason = self.reason
-        if not_ours:
-            restarted = followed is False
-            reason = "the router was restarted" if restarted else "not by this gateway"
-            self.cause = "restart" if restarted else "others"
-            if change != "unloaded" and not followed:
-                reason = "found so"
-        if change == "loading":
-            self.enter(LoadPhase.LOADING, reason, now)
-            return LoadChange(change, None, by_others)
-        self.ordered = None
+        if not ours and change != "unloaded" and not followed:
+            reason = "found so"
+        elif not ours and followed is False:
+            reason, cause = "the router was restarted", "restart"
+        elif not ours:
+            reason, cause = "not by this gateway", "others"
         if change == "loaded":
             self.load_ended(seconds)
-        self.enter(LoadPhase.READY if change == "loaded" else LoadPhase.UNLOADED, reason, now)
+        self.enter(_PHASES[change], reason, now, cause)
         return LoadChange(change, seconds, by_others)
+
+
+_PHASES = {
+    "loading": LoadPhase.LOADING,
+    "loaded": LoadPhase.READY,
+    "unloaded": LoadPhase.UNLOADED,
+}
 
 
 class LoadChange(NamedTuple):

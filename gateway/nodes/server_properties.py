@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -366,6 +366,13 @@ _MOST_KEY_WIDTH = 2048  # elements of a layer's keys where heads share them, as 
 _SHARING_VOCABULARY = 1 << 16  # so large a vocabulary
 
 
+def number_given(given: Mapping[str, str], option: str, most: int) -> int | None:
+    """The number that a server was given for an option; None: none from 1 to `most`."""
+    value = given.get(option, "")
+    is_number = value.isascii() and value.isdigit() and len(value) <= 10
+    return _count(int(value), most) if is_number else None
+
+
 def memory_told(meta: object, args: Sequence[str]) -> int | None:
     """Return the bytes that a server takes with its model: weights, full slots, and the rest.
 
@@ -380,7 +387,7 @@ def memory_told(meta: object, args: Sequence[str]) -> int | None:
     context = _count(meta.get("n_ctx"), MOST_CONTEXT) or 0  # of one slot
     given = dict(pairwise(args))
     slots, cells, micro_batch, prompts = (
-        int(given[name]) if _NUMBER.fullmatch(given.get(name, "").encode("utf-8", "replace")) else 0
+        number_given(given, name, MOST_MODEL_SIZE) or 0
         for name in ("--parallel", "--ctx-size", "--ubatch-size", "--cache-ram")
     )
     slots = slots or 1

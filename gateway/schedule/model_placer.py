@@ -643,7 +643,7 @@ class ModelPlacer:
         self.fleet.load_ordered(node, "unload", load.reason)
         refused = await self._command(router, node, "unload")
         if refused is not None:
-            load.unload_refused(refused.why, self.clock())
+            load.enter(LoadPhase.READY, refused.why, self.clock())
         self.fleet.load_changed(node)
 
     def _loaded(self, node: Node) -> None:
