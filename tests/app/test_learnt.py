@@ -97,9 +97,7 @@ class Life:
         self.history = FleetHistory(self.bus)
         self.keyed_hash = KeyedHash(key)
         sync = self.scheduler.fleet_sync
-        self.saved = SavedPrompts(
-            self.scheduler.prompt_cache, sync.row_index, lambda _: None, self.clock
-        )
+        self.saved = SavedPrompts(self.scheduler.prompt_cache, sync.row_index, lambda _: None)
         self.memory = LearntMemory.of_gateway(
             self.scheduler.fleet,
             self.scheduler,
