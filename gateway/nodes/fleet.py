@@ -477,9 +477,7 @@ class Fleet:
 
     def _follow_model(self, instance: Node, model: RoutedModel, asked_at: float) -> None:
         """Take in what a router lists of one model."""
-        load, router, now = instance.load, instance.router, self._clock()
-        assert load is not None
-        assert router is not None
+        (router, load), now = instance.routed, self._clock()
         followed = router.router_record.followed(load.listed_at)
         is_news = load.is_news(model, asked_at)
         if is_news:
@@ -506,8 +504,7 @@ class Fleet:
 
     def _model_changed(self, instance: Node, change: LoadChange) -> None:
         """A router has loaded a model, or has it no longer."""
-        router, now = instance.router, self._clock()
-        assert router is not None
+        (router, _), now = instance.routed, self._clock()
         if change.change == "loaded":
             instance.probe_history.rediscover()
             instance.circuit.server_restarted(now)
@@ -525,20 +522,18 @@ class Fleet:
             self._on_models(router)
 
     def _tell_load(self, node: Node, change: LoadChange) -> None:
-        assert node.load is not None
-        assert node.router is not None
-        word, seconds, by_others = change
-        cause = node.load.cause if word in {"unloaded", "died"} else ""
-        model, reason = node.spec.instance or "", node.load.reason
+        (router, load), (word, seconds, by_others) = node.routed, change
+        cause = load.cause if word in {"unloaded", "died"} else ""
+        model, reason = node.spec.instance or "", load.reason
         self._bus.publish(
-            ModelLoadChanged(node.router.name, model, word, seconds, reason, by_others, cause)
+            ModelLoadChanged(router.name, model, word, seconds, reason, by_others, cause)
         )
-        self.refresh_state(node.router)  # which tells how many are loaded
+        self.refresh_state(router)  # which tells how many are loaded
 
     def load_refused(self, node: Node, why: str) -> None:
         """A router did not take the command to load one of its models."""
-        assert node.load is not None
-        node.load.failed(why, self._clock())
+        _, load = node.routed
+        load.failed(why, self._clock())
         self._tell_load(node, LoadChange("failed", None, by_others=False))
 
     def _add_known_models(self, router: Node) -> None:
@@ -607,8 +602,8 @@ class Fleet:
 
     def load_ordered(self, node: Node, command: Literal["load", "unload"], reason: str) -> None:
         """A router is told to load one of its models, or to unload it."""
-        assert node.load is not None
-        node.load.order(command, reason, self._clock())
+        _, load = node.routed
+        load.order(command, reason, self._clock())
         if command == "unload":
             node.sleep.restarted()
         self.load_changed(node)
@@ -620,20 +615,19 @@ class Fleet:
 
     def model_opened(self, node: Node, reason: str) -> None:
         """The next request for this model loads it: its router takes no commands."""
-        assert node.load is not None
-        now = self._clock()
-        node.load.enter(LoadPhase.READY, reason, now)
+        (_, load), now = node.routed, self._clock()
+        load.enter(LoadPhase.READY, reason, now)
         node.sleep.props_read(True, now, asked=False)
-        if node.load.held:
+        if load.held:
             node.sleep.woke()
         self.load_changed(node)
 
     def model_closed(self, node: Node, reason: str, cause: UnloadCause) -> None:
         """No request is to load this model: another one has its router's memory."""
-        assert node.load is not None
-        node.load.enter(LoadPhase.UNLOADED, reason, self._clock(), cause)
+        _, load = node.routed
+        load.enter(LoadPhase.UNLOADED, reason, self._clock(), cause)
         node.sleep.restarted()
-        if not node.load.held:
+        if not load.held:
             self._tell_load(node, LoadChange("unloaded", None, by_others=False))
         self.load_changed(node)
 

@@ -631,8 +631,7 @@ class HealthMonitor:
 
         `result`: of its router, whose children may hang by themselves.
         """
-        load, history = model.load, model.probe_history
-        assert load is not None
+        (_, load), history = model.routed, model.probe_history
         async with at_once:
             reply = await fetch(model, "/props") if _may_hang(model, load) else None
             hangs = isinstance(reply, ProbeResult) and reply.answer is ProbeAnswer.TIMED_OUT
@@ -668,7 +667,7 @@ class HealthMonitor:
             ):
                 if connection.status != HTTPStatus.OK:
                     if connection.status in NOT_FOUND_STATUSES:
-                        node.router_record.has_no_events()
+                        node.router_record.following(None)
                     return
                 node.router_record.following(node.clock())
                 self.read_models()  # What has changed before it listened.
@@ -680,7 +679,7 @@ class HealthMonitor:
         except UpstreamError:
             pass
         finally:
-            if node.router_record.tells:
+            if node.router_record.followed_since is not None:
                 node.router_record.following(math.inf)
         # The router has ended, or does not tell any more.
         self.probe_soon()

@@ -393,14 +393,19 @@ class Node:
         return not router.takes_commands or router.router_record.stopped(self.clock())
 
     @property
+    def routed(self) -> tuple[Node, ModelLoad]:
+        """The router of which it is one model, and whether that is loaded; of such a node alone."""
+        assert self.router is not None
+        assert self.load is not None
+        return self.router, self.load
+
+    @property
     def is_alive(self) -> bool:
         """Whether it is worth the ordinary wait."""
-        load = self.load
-        if load is None:
+        if self.load is None:
             return self.state in ALIVE_STATES
-        if load.hindrance:
-            return False
-        return self.state in ALIVE_STATES or self.state is NodeState.LOADING
+        may_load = self.state in ALIVE_STATES or self.state is NodeState.LOADING
+        return may_load and not self.load.hindrance
 
     @property
     def slots_total(self) -> int:

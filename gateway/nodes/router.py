@@ -150,25 +150,20 @@ class ModelEvent(NamedTuple):
 _EVENTS = msgspec.json.Decoder(dict[str, Any])
 
 
-@dataclass(slots=True)
 class EventLines:
     """Cuts `/models/sse` into events. A line that is too long is passed over."""
 
-    _rest: bytearray = field(default_factory=bytearray)
-    _skips: bool = False
+    def __init__(self) -> None:
+        self._rest = b""
 
     def add(self, part: bytes) -> Iterator[ModelEvent]:
         """More bytes came; the events that end in them."""
-        self._rest += part
-        *lines, rest = bytes(self._rest).split(b"\n")
-        self._rest[:] = rest
+        *lines, rest = (self._rest + part).split(b"\n")
+        # As a comment, a line that is too long says nothing up to its end.
+        self._rest = rest if len(rest) <= LONGEST_EVENT else b":"
         for line in lines:
-            skipped, self._skips = self._skips, False
-            if not skipped and (event := _read_event(line)) is not None:
+            if (event := _read_event(line)) is not None:
                 yield event
-        if len(self._rest) > LONGEST_EVENT:
-            self._rest.clear()
-            self._skips = True
 
 
 def _read_event(line: bytes) -> ModelEvent | None:
@@ -181,10 +176,8 @@ def _read_event(line: bytes) -> ModelEvent | None:
     model, data = event.get("model"), event.get("data")
     progress = data.get("progress") if isinstance(data, dict) else None
     value = progress.get("value") if isinstance(progress, dict) else None
-    share = None
-    if isinstance(value, (int, float)) and 0.0 <= value <= 1.0:
-        share = float(value)
-    return ModelEvent(model if isinstance(model, str) else None, share)
+    is_share = isinstance(value, (int, float)) and 0.0 <= value <= 1.0
+    return ModelEvent(model if isinstance(model, str) else None, value if is_share else None)
 
 
 @dataclass(slots=True)
@@ -423,8 +416,9 @@ class RouterRecord:
 
     most_loaded: int = 0  # models that it was seen to hold at once; 0: it tells none
     running_paths: tuple[str, ...] = RUNNING_PATHS
-    followed_since: float = math.inf  # since when its events are followed; infinity: they aren't
-    tells: bool = True  # whether it has events, as far as is known
+    followed_since: float | None = math.inf
+    """Since when its events are followed; infinity: they aren't; None: it is an old one, without
+    `/models/sse`."""
     stopped_until: float = -math.inf
     """Until when it gets no commands, since others load and unload its models too."""
     _held: frozenset[str] = frozenset()  # models that it held, as it told last
@@ -441,17 +435,13 @@ class RouterRecord:
             self.most_loaded = len(models)
         self._held = models
 
-    def following(self, since: float) -> None:
-        """Its events are followed since then; infinity: no more."""
-        self.followed_since, self.tells = since, True
-
-    def has_no_events(self) -> None:
-        """It is an old one, without `/models/sse`."""
-        self.tells = False
+    def following(self, since: float | None) -> None:
+        """Its events are followed since then; infinity: no more; None: it has none."""
+        self.followed_since = since
 
     def followed(self, listed_at: float) -> bool | None:
         """Whether its events were followed since a list was asked for; None: it has none."""
-        return self.followed_since <= listed_at if self.tells else None
+        return None if self.followed_since is None else self.followed_since <= listed_at
 
     def changed_by_others(self, now: float) -> bool:
         """Another one has loaded or unloaded a model; whether that was once too often."""
