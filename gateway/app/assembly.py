@@ -57,7 +57,7 @@ from gateway.http.request_head import HandlerConfig
 from gateway.lease import KeyedHash
 from gateway.nodes.calibration import Calibrator
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.state_files import DrainedNodes, PausedModels, PinnedModels, PropertiesStore
+from gateway.nodes.state_files import OperatorOrders, PropertiesStore
 from gateway.openapi.document import openapi_json
 from gateway.request.routes import Route, routes_of
 from gateway.schedule.autoscaler import Autoscaler
@@ -147,10 +147,8 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             rng=rng,
-            paused_models=PausedModels(startup.pauses_file(options)),
-            pinned_models=PinnedModels(startup.pins_file(options)),
-            drained_nodes=DrainedNodes(startup.drains_file(options)),
-            properties_store=PropertiesStore(startup.properties_file(options)),
+            orders=OperatorOrders(functools.partial(startup.state_file, options)),
+            properties_store=PropertiesStore(startup.state_file(options, "seen")),
             has_predecessor=self._inherited.ready_fd is not None,
         )
         self.registry = InFlightRegistry()
@@ -241,7 +239,7 @@ class Gateway:
             self.bus,
             self.key_ring,
             self._keyed_hash,
-            self.store or startup.learnt_file(options),
+            self.store or startup.state_file(options, "learnt"),
             startup.gateway_name(options, settings),
             lambda: self.settings.prompts.remember,
             saved_prompts=self.model_placer.saved_prompts,

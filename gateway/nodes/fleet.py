@@ -49,7 +49,7 @@ from gateway.nodes.on_demand import follow_held
 from gateway.nodes.router import LoadChange, LoadPhase, ModelLoad, RoutedModel, UnloadCause
 from gateway.nodes.server_properties import ServerProperties, server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
-from gateway.nodes.state_files import DrainedNodes, PausedModels, PinnedModels, PropertiesStore
+from gateway.nodes.state_files import OperatorOrders, PropertiesStore
 from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
 
@@ -217,11 +217,9 @@ class Fleet:
         bus: EventBus,
         clock: Callable[[], float],
         rng: random.Random,
-        drained_nodes: DrainedNodes,
+        orders: OperatorOrders,
         properties_store: PropertiesStore | None = None,
-        paused_models: PausedModels | None = None,
         has_predecessor: bool = False,
-        pinned_models: PinnedModels | None = None,
     ) -> None:
         self.nodes: dict[str, Node] = {}
         self.model_index = ModelIndex()
@@ -234,10 +232,8 @@ class Fleet:
         self._clock = clock
         self._shared_until = clock() + PREDECESSOR_SECONDS if has_predecessor else -math.inf
         self._rng = rng
-        self._drained_nodes = drained_nodes
-        self._paused_models = paused_models or PausedModels()
-        self._pinned_models = pinned_models or PinnedModels()
-        self.model_index.set_paused(self._paused_models.names)
+        self._orders = orders
+        self.model_index.set_paused(self._orders.paused.names)
         self._differences: tuple[ModelDifference, ...] = ()
         self.differences_in_words: Mapping[str, tuple[str, ...]] = {}
         """By public model: how its nodes differ, as of the last `compare_models`."""
@@ -551,7 +547,7 @@ class Fleet:
         if not properties.models:
             properties.read_routed({"id": name}, None, None)
         node = self._make(spec, self._connect(spec), properties, router)
-        node.enter(draining=node.name in self._drained_nodes)
+        node.enter(draining=node.name in self._orders.drained)
         node.set_state(*judge_state(node, self._clock()))
         router.set_instances({**router.instances, name: node})
         self._monitors[node] = self._monitors[router]
@@ -662,7 +658,7 @@ class Fleet:
 
     def _enter(self, node: Node, published: NodeState | None) -> None:
         """Begin to watch; `published`: the last state that was published for this name."""
-        node.enter(draining=node.name in self._drained_nodes)
+        node.enter(draining=node.name in self._orders.drained)
         node.set_state(*judge_state(node, self._clock()))
         self._unprobed.add(node)
         self._monitors[node] = HealthMonitor(
@@ -722,14 +718,14 @@ class Fleet:
     def drain(self, name: str) -> None:
         """No new work for this node until `resume`. Raises KeyError."""
         node = self.nodes[name]
-        self._drained_nodes.add(name)
+        self._orders.drained.add(name)
         node.drain()
         self._refresh_with_models(node)
 
     def resume(self, name: str) -> None:
         """End a drain. Raises KeyError."""
         node = self.nodes[name]
-        self._drained_nodes.remove(name)
+        self._orders.drained.remove(name)
         node.resume()
         self._refresh_with_models(node)
 
@@ -740,27 +736,27 @@ class Fleet:
 
     def pause_model(self, name: str) -> None:
         """No new requests for this public model name until `resume_model`."""
-        self._paused_models.add(name)
-        self.model_index.set_paused(self._paused_models.names)
+        self._orders.paused.add(name)
+        self.model_index.set_paused(self._orders.paused.names)
 
     def resume_model(self, name: str) -> None:
         """End a pause."""
-        self._paused_models.remove(name)
-        self.model_index.set_paused(self._paused_models.names)
+        self._orders.paused.remove(name)
+        self.model_index.set_paused(self._orders.paused.names)
 
     def pin_model(self, node: Node, *, pinned: bool) -> None:
         """A router's model is to be always loaded, or no longer by an operator's order."""
-        (self._pinned_models.add if pinned else self._pinned_models.remove)(node.name)
+        names = self._orders.pinned
+        (names.add if pinned else names.remove)(node.name)
         self._on_models(node)
 
     def is_pinned(self, node: Node) -> bool:
         """Whether an operator has pinned a router's model."""
-        return node.name in self._pinned_models
+        return node.name in self._orders.pinned
 
     async def save_orders(self) -> None:
         """Keep over a restart which nodes are drained and which models paused or pinned."""
-        for names in (self._drained_nodes, self._paused_models, self._pinned_models):
-            await asyncio.to_thread(names.save)
+        await asyncio.to_thread(self._orders.save)
 
     def differences(self) -> tuple[ModelDifference, ...]:
         """Where nodes that serve one model differ, as their servers have reported."""
