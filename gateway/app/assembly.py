@@ -694,8 +694,6 @@ class FileReloader:
         self._certificates = certificates
         self._reloading = asyncio.Lock()
         self._inventory: Inventory | None = None
-        self._misfits: set[str] = set()
-        """Those of `settings` and `inventory` that were refused as not fitting the other."""
 
     @property
     def has_defaults(self) -> bool:
@@ -738,10 +736,11 @@ class FileReloader:
         differs = await self._differs_from(inventory)
         await self._reload_quietly("file", inventory=differs, settings=True)
         async for changed in edits:
+            # One that was refused may fit the other by now.
             await self._reload_quietly(
                 "file",
-                inventory=options.inventory_file in changed or "inventory" in self._misfits,
-                settings=options.settings_file in changed or "settings" in self._misfits,
+                inventory=options.inventory_file in changed or self.inventory_error is not None,
+                settings=options.settings_file in changed or self.settings_error is not None,
             )
 
     async def _differs_from(self, inventory: Inventory) -> bool:
@@ -768,10 +767,9 @@ class FileReloader:
                 self._audit.record_inventory(actor, change)
 
     async def _reload_inventory(self) -> InventoryChanged:
-        self._misfits.discard("inventory")
         try:
             inventory = await asyncio.to_thread(load_inventory, self._options.inventory_file)
-            await self._check_fit("inventory", self._settings(), inventory)
+            await self._check_fit(self._settings(), inventory)
             change = self._fleet.apply(inventory)
             self._inventory = inventory
         except (ConfigError, OSError) as error:
@@ -783,7 +781,6 @@ class FileReloader:
         return change
 
     async def _reload_settings(self) -> SettingsChanged:
-        self._misfits.discard("settings")
         try:
             # An empty file changes nothing: it may come of an unfinished edit or a full disk.
             rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
@@ -792,7 +789,7 @@ class FileReloader:
             settings = self._options.apply_to(loaded)
             admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
             check_extras(settings, path)
-            await self._check_fit("settings", settings, self._inventory)
+            await self._check_fit(settings, self._inventory)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
             self._bus.publish(SettingsChanged(error=self.settings_error))
@@ -800,7 +797,7 @@ class FileReloader:
         self.settings_error = None
         return self._apply_settings(settings, admin_key)
 
-    async def _check_fit(self, read: str, settings: Settings, inventory: Inventory | None) -> None:
+    async def _check_fit(self, settings: Settings, inventory: Inventory | None) -> None:
         """Check that a file fits the other: as it is in force, else as it is on disk by now.
 
         Raises: ConfigError; then the file is read again when the other changes.
@@ -812,20 +809,13 @@ class FileReloader:
                 check_fit(settings, inventory, *files)
             except ConfigError as error:
                 try:
-                    if read == "settings":
-                        inventory = load_inventory(files[1])
-                    else:
-                        settings = load_settings(files[0])
+                    settings, inventory = load_settings(files[0]), load_inventory(files[1])
                 except (ConfigError, OSError):
                     raise error from None
                 check_fit(settings, inventory, *files)
 
-        try:
-            if inventory is not None:
-                await asyncio.to_thread(check, settings, inventory)
-        except ConfigError:
-            self._misfits.add(read)
-            raise
+        if inventory is not None:
+            await asyncio.to_thread(check, settings, inventory)
 
 
 def load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:
