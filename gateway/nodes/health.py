@@ -855,15 +855,6 @@ def _is_loaded(model: Node) -> bool:
     return opened and not (model.spec.kind == "openai" and model.sleep.sleeping)
 
 
-_LOAD_STATES = {
-    LoadPhase.UNLOADED: NodeState.UNLOADED,
-    LoadPhase.LOADING: NodeState.LOADING,
-    LoadPhase.RETIRING: NodeState.UNLOADING,
-    LoadPhase.UNLOADING: NodeState.UNLOADING,
-    LoadPhase.FAILED: NodeState.FAILED,
-}
-
-
 def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
     """The state of a node whose model is not in its memory; None: it is, as far as is known."""
     history, load = node.probe_history, node.load
@@ -896,10 +887,10 @@ def _load_state(node: Node, load: ModelLoad, now: float) -> tuple[NodeState, str
         words = f"it is loaded since {now - load.since:.0f} s, in about {expected:.2g} s{done}"
         words += f": {reason}" if reason else ""
     elif load.phase is LoadPhase.RETIRING:
-        words = f"it ends its requests and is unloaded then: {reason}"
+        return NodeState.UNLOADING, f"it ends its requests and is unloaded then: {reason}"
     elif load.phase is LoadPhase.FAILED:
         words = f"{reason}; it is tried again in {max(0.0, load.retry_at - now):.0f} s"
-    return _LOAD_STATES[load.phase], words
+    return NodeState(load.phase.value), words
 
 
 _DRAINED = NodeState.DRAINING, "drained by an operator, until it is resumed"
