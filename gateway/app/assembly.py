@@ -589,10 +589,7 @@ class Gateway:
 
     def _handler_config(self, settings: Settings) -> HandlerConfig:
         return HandlerConfig.of(
-            settings,
-            loopback=self._loopback,
-            keyed_hash=self._keyed_hash,
-            key_ring=self.key_ring,
+            settings, loopback=self._loopback, keyed_hash=self._keyed_hash, key_ring=self.key_ring
         )
 
     # Reload.

@@ -662,12 +662,7 @@ class Fleet:
         node.set_state(*judge_state(node, self._clock()))
         self._unprobed.add(node)
         self._monitors[node] = HealthMonitor(
-            node,
-            self.refresh_state,
-            self._probe_gate,
-            self._rng,
-            self.has_work,
-            self.models_listed,
+            node, self.refresh_state, self._probe_gate, self._rng, self.has_work, self.models_listed
         )
         if node.state is not published:
             old = None if published is None else published.value

@@ -395,11 +395,7 @@ class ModelLoad:
         return LoadChange(change, seconds, by_others)
 
 
-_PHASES = {
-    "loading": LoadPhase.LOADING,
-    "loaded": LoadPhase.READY,
-    "unloaded": LoadPhase.UNLOADED,
-}
+_PHASES = {"loading": LoadPhase.LOADING, "loaded": LoadPhase.READY, "unloaded": LoadPhase.UNLOADED}
 
 
 class LoadChange(NamedTuple):
