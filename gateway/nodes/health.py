@@ -586,7 +586,7 @@ class HealthMonitor:
                 self.models_listed(node, read_list(listed), asked_at)
         instances = node.instances.values()
         running = [one for one in instances if one.load is not None and one.load.loaded]
-        self._record(set(instances).difference(running), result)
+        self._record([one for one in instances if one not in running], result)
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             for one in running:

@@ -64,7 +64,7 @@ _STATUSES: dict[str, Status] = {
 
 
 class LoadPhase(enum.Enum):
-    """Whether a router has loaded one of its models."""
+    """Whether a router has loaded one of its models; in the words of `NodeState`."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
