@@ -530,7 +530,7 @@ class Fleet:
         """A router did not take the command to load one of its models."""
         _, load = node.routed
         load.failed(why, self._clock())
-        self._tell_load(node, LoadChange("failed", None, by_others=False))
+        self._tell_load(node, LoadChange("failed"))
 
     def _add_known_models(self, router: Node) -> None:
         """Its models are known from before, until its list is read again."""
@@ -624,7 +624,7 @@ class Fleet:
         load.enter(LoadPhase.UNLOADED, reason, self._clock(), cause)
         node.sleep.restarted()
         if not load.held:
-            self._tell_load(node, LoadChange("unloaded", None, by_others=False))
+            self._tell_load(node, LoadChange("unloaded"))
         self.load_changed(node)
 
     def _update(
@@ -831,7 +831,7 @@ class Fleet:
             node.sleep.learn_wake(seconds)
             if load is not None and by_request:
                 load.woke(seconds, now)
-                self._tell_load(node, LoadChange("loaded", seconds, by_others=False))
+                self._tell_load(node, LoadChange("loaded", seconds))
                 self._on_models(node)
                 self.read_models(node)
         lease.woke()

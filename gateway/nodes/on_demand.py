@@ -102,7 +102,7 @@ def follow_held(
     load.tell_held(None if status is None else status == "loaded")
     if load.phase is LoadPhase.UNLOADED or load.phase is LoadPhase.FAILED:
         if before and not load.held:
-            return LoadChange("unloaded", None, by_others=False)
+            return LoadChange("unloaded")
         # What was just closed is held until another one is loaded.
         stays = before and (load.cause in _OWN_CAUSES or now - load.since <= COMMAND_LAG)
         opened = sum(one.load is not None and one.load.loaded for one in router.instances.values())
@@ -126,5 +126,5 @@ def follow_held(
         reason = "its server was restarted" if restarted else "its server has unloaded it"
         load.enter(LoadPhase.UNLOADED, reason, now, "restart" if restarted else "others")
         sleep.restarted()
-        return LoadChange("unloaded", None, by_others=False)
+        return LoadChange("unloaded")
     return None

@@ -367,10 +367,10 @@ class ModelLoad:
             # anew shows no failure at all.
             code = "" if model.exit_code is None else f" (exit code {model.exit_code})"
             self.failed(f"the router could not load it{code}: its log says why", now)
-            return LoadChange("failed", None, by_others=False)
+            return LoadChange("failed")
         if model.failed and self.phase is not LoadPhase.UNLOADING:
             self.enter(LoadPhase.UNLOADED, "its server ended by itself", now, "died")
-            return LoadChange("died", None, by_others=False)
+            return LoadChange("died")
         return self._changed("unloaded", now, followed=followed)
 
     def _changed(
@@ -402,8 +402,8 @@ class LoadChange(NamedTuple):
     """What a list has changed for one model."""
 
     change: Literal["loading", "loaded", "unloaded", "failed", "died"]
-    seconds: float | None  # that a load took, if its begin was seen
-    by_others: bool  # it was neither ours nor the end of a process
+    seconds: float | None = None  # that a load took, if its begin was seen
+    by_others: bool = False  # it was neither ours nor the end of a process
 
 
 @dataclass(slots=True)
