@@ -371,7 +371,7 @@ class Fleet:
             except OSError as error:
                 results[name] = str(error)
                 continue
-            self._closing.add_upstream(node, node.replace_upstream(upstream, self._clock()))
+            self._closing.close_when_idle(node, node.replace_upstream(upstream, self._clock()))
             self._monitors[node].wake()
             results[name] = None
         return results
@@ -640,14 +640,14 @@ class Fleet:
         now = self._clock()
         node.respecify(spec, now)
         if upstream is not None:
-            self._closing.add_upstream(node, node.replace_upstream(upstream, now))
+            self._closing.close_when_idle(node, node.replace_upstream(upstream, now))
         for model in node.instances.values():
             model.respecify(spec.of_model(model.spec.instance or "", model.properties.names), now)
             if upstream is not None:
                 renewed = model.replace_upstream(self._connect(model.spec), now)
-                self._closing.add_upstream(model, renewed)
+                self._closing.close_when_idle(model, renewed)
         if node.removed:
-            self._closing.nodes.discard(node)
+            self._closing.keep(node)
             node.set_instances({})
             self._enter(node, published)
             self._add_known_models(node)
@@ -680,7 +680,7 @@ class Fleet:
         monitor = self._monitors.pop(node)
         if node.router is None:
             self._closing.own_task(monitor.cancel())
-        self._closing.close_when_idle(node)
+        self._closing.close_when_idle(node, node.upstream)
 
     # What the public edge asks (`gateway.catalog`).
 
@@ -797,7 +797,7 @@ class Fleet:
         """A lease has ended; `counted`: the scheduler counts its slots as free already."""
         node = lease.node
         if node.removed or lease.upstream is not node.upstream:
-            self._closing.lease_released(node)
+            self._closing.lease_released()
         if node.load is not None:
             self._on_models(node)
         if not counted or lease.trial or node.state is NodeState.EJECTED:
@@ -1118,35 +1118,36 @@ def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPr
 
 
 class ClosingNodes:
-    """Removed nodes and replaced pools: each is closed when its last lease has ended."""
+    """Pools of removed nodes, and replaced ones: each is closed when its last lease has ended."""
 
     def __init__(self) -> None:
-        self.nodes: set[Node] = set()  # removed nodes that still have leases
         self.tasks: set[asyncio.Task[None]] = set()
-        self._replaced: list[tuple[Node, ConnectionPool]] = []
+        self._pools: list[tuple[Node, ConnectionPool]] = []
 
-    def close_when_idle(self, node: Node) -> None:
-        """Close this node when its leases have ended."""
-        self.nodes.add(node)
-        self.lease_released(node)
+    @property
+    def nodes(self) -> list[Node]:
+        """Removed nodes that still have leases."""
+        return [node for node, pool in self._pools if pool is node.upstream]
 
-    def add_upstream(self, node: Node, upstream: ConnectionPool) -> None:
-        """Close this pool, which the node has replaced, when its last lease has ended."""
-        self._replaced.append((node, upstream))
-        self.lease_released(node)
+    def close_when_idle(self, node: Node, pool: ConnectionPool) -> None:
+        """Close this pool, of a removed node or replaced, when its leases have ended."""
+        self._pools.append((node, pool))
+        self.lease_released()
 
-    def lease_released(self, node: Node) -> None:
-        """A lease of this node has ended: close what no lease uses any more."""
-        if node in self.nodes and not node.leases:
-            self.nodes.discard(node)
-            node.upstream.close()
-        if self._replaced:
-            replaced, self._replaced = self._replaced, []
-            for owner, upstream in replaced:
-                if any(lease.upstream is upstream for lease in owner.leases):
-                    self._replaced.append((owner, upstream))
-                else:
-                    upstream.close()
+    def keep(self, node: Node) -> None:
+        """The node is back, and goes on with its pool."""
+        self._pools = [one for one in self._pools if one[1] is not node.upstream]
+
+    def lease_released(self) -> None:
+        """A lease has ended: close what no lease uses any more."""
+        pools, self._pools = self._pools, []
+        for node, pool in pools:
+            # A removed node that still works on a replaced pool may come back.
+            own = pool is node.upstream
+            if any(own or lease.upstream is pool for lease in node.leases):
+                self._pools.append((node, pool))
+            else:
+                pool.close()
 
     def own_task(self, task: asyncio.Task[None]) -> None:
         """Make `aclose` wait for this task."""
@@ -1155,8 +1156,7 @@ class ClosingNodes:
 
     async def aclose(self) -> None:
         """Close all of them, whatever still runs."""
-        for upstream in [node.upstream for node in self.nodes] + [old for _, old in self._replaced]:
-            upstream.close()
-        self.nodes.clear()
-        self._replaced.clear()
+        for _, pool in self._pools:
+            pool.close()
+        self._pools.clear()
         await asyncio.gather(*self.tasks, return_exceptions=True)

@@ -100,12 +100,7 @@ class SlotOccupancy:
         """A lease takes slots; `prefilling`: `prefill_done` will say when its prompt is read."""
         if int(now / SLOT_LINGER) != self._window:
             self._roll(now)
-        elapsed = now - self._integrated_at
-        if elapsed > 0:
-            # `integrate`, inlined here and below: both run for each request.
-            self._integrated_at = now
-            self.slot_seconds += elapsed * (self.leased + self.foreign)
-            self.prefill_seconds += elapsed * self.prefills
+        self.integrate(now)
         self.leased += slots
         self.prefills += prefilling
         if self._peak < self.leased:  # noqa: PLR1730 - a call costs four times as much
@@ -115,22 +110,14 @@ class SlotOccupancy:
 
     def prefill_done(self, now: float) -> None:
         """One of our prompts has been read."""
-        elapsed = now - self._integrated_at
-        if elapsed > 0:
-            self._integrated_at = now
-            self.slot_seconds += elapsed * (self.leased + self.foreign)
-            self.prefill_seconds += elapsed * self.prefills
+        self.integrate(now)
         self.prefills -= 1
 
     def release(self, slots: int, now: float, prefilling: bool = False) -> None:  # noqa: FBT001, FBT002
         """A lease gives back slots; `prefilling`: its prompt had not been read yet."""
         if int(now / SLOT_LINGER) != self._window:
             self._roll(now)
-        elapsed = now - self._integrated_at
-        if elapsed > 0:
-            self._integrated_at = now
-            self.slot_seconds += elapsed * (self.leased + self.foreign)
-            self.prefill_seconds += elapsed * self.prefills
+        self.integrate(now)
         self.leased -= slots
         self.prefills -= prefilling
 
