@@ -57,7 +57,7 @@ from gateway.http.request_head import HandlerConfig
 from gateway.lease import KeyedHash
 from gateway.nodes.calibration import Calibrator
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.state_files import DrainedNodes, PausedModels, PinnedModels, PropertiesStore
+from gateway.nodes.state_files import OperatorOrders, PropertiesStore
 from gateway.openapi.document import openapi_json
 from gateway.request.routes import Route, routes_of
 from gateway.schedule.autoscaler import Autoscaler
@@ -147,10 +147,8 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             rng=rng,
-            paused_models=PausedModels(startup.pauses_file(options)),
-            pinned_models=PinnedModels(startup.pins_file(options)),
-            drained_nodes=DrainedNodes(startup.drains_file(options)),
-            properties_store=PropertiesStore(startup.properties_file(options)),
+            orders=OperatorOrders(functools.partial(startup.state_file, options)),
+            properties_store=PropertiesStore(startup.state_file(options, "seen")),
             has_predecessor=self._inherited.ready_fd is not None,
         )
         self.registry = InFlightRegistry()
@@ -241,7 +239,7 @@ class Gateway:
             self.bus,
             self.key_ring,
             self._keyed_hash,
-            self.store or startup.learnt_file(options),
+            self.store or startup.state_file(options, "learnt"),
             startup.gateway_name(options, settings),
             lambda: self.settings.prompts.remember,
             saved_prompts=self.model_placer.saved_prompts,
@@ -591,10 +589,7 @@ class Gateway:
 
     def _handler_config(self, settings: Settings) -> HandlerConfig:
         return HandlerConfig.of(
-            settings,
-            loopback=self._loopback,
-            keyed_hash=self._keyed_hash,
-            key_ring=self.key_ring,
+            settings, loopback=self._loopback, keyed_hash=self._keyed_hash, key_ring=self.key_ring
         )
 
     # Reload.
@@ -696,8 +691,6 @@ class FileReloader:
         self._certificates = certificates
         self._reloading = asyncio.Lock()
         self._inventory: Inventory | None = None
-        self._misfits: set[str] = set()
-        """Those of `settings` and `inventory` that were refused as not fitting the other."""
 
     @property
     def has_defaults(self) -> bool:
@@ -740,10 +733,11 @@ class FileReloader:
         differs = await self._differs_from(inventory)
         await self._reload_quietly("file", inventory=differs, settings=True)
         async for changed in edits:
+            # One that was refused may fit the other by now.
             await self._reload_quietly(
                 "file",
-                inventory=options.inventory_file in changed or "inventory" in self._misfits,
-                settings=options.settings_file in changed or "settings" in self._misfits,
+                inventory=options.inventory_file in changed or self.inventory_error is not None,
+                settings=options.settings_file in changed or self.settings_error is not None,
             )
 
     async def _differs_from(self, inventory: Inventory) -> bool:
@@ -770,10 +764,9 @@ class FileReloader:
                 self._audit.record_inventory(actor, change)
 
     async def _reload_inventory(self) -> InventoryChanged:
-        self._misfits.discard("inventory")
         try:
             inventory = await asyncio.to_thread(load_inventory, self._options.inventory_file)
-            await self._check_fit("inventory", self._settings(), inventory)
+            await self._check_fit(self._settings(), inventory)
             change = self._fleet.apply(inventory)
             self._inventory = inventory
         except (ConfigError, OSError) as error:
@@ -785,7 +778,6 @@ class FileReloader:
         return change
 
     async def _reload_settings(self) -> SettingsChanged:
-        self._misfits.discard("settings")
         try:
             # An empty file changes nothing: it may come of an unfinished edit or a full disk.
             rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
@@ -794,7 +786,7 @@ class FileReloader:
             settings = self._options.apply_to(loaded)
             admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
             check_extras(settings, path)
-            await self._check_fit("settings", settings, self._inventory)
+            await self._check_fit(settings, self._inventory)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
             self._bus.publish(SettingsChanged(error=self.settings_error))
@@ -802,7 +794,7 @@ class FileReloader:
         self.settings_error = None
         return self._apply_settings(settings, admin_key)
 
-    async def _check_fit(self, read: str, settings: Settings, inventory: Inventory | None) -> None:
+    async def _check_fit(self, settings: Settings, inventory: Inventory | None) -> None:
         """Check that a file fits the other: as it is in force, else as it is on disk by now.
 
         Raises: ConfigError; then the file is read again when the other changes.
@@ -814,20 +806,13 @@ class FileReloader:
                 check_fit(settings, inventory, *files)
             except ConfigError as error:
                 try:
-                    if read == "settings":
-                        inventory = load_inventory(files[1])
-                    else:
-                        settings = load_settings(files[0])
+                    settings, inventory = load_settings(files[0]), load_inventory(files[1])
                 except (ConfigError, OSError):
                     raise error from None
                 check_fit(settings, inventory, *files)
 
-        try:
-            if inventory is not None:
-                await asyncio.to_thread(check, settings, inventory)
-        except ConfigError:
-            self._misfits.add(read)
-            raise
+        if inventory is not None:
+            await asyncio.to_thread(check, settings, inventory)
 
 
 def load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:

@@ -35,22 +35,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.callers.keys import KeyRing
 from gateway.events import EventBus
-from gateway.lease import HASH_KEY_BYTES, KeyedHash, Tried
+from gateway.lease import HASH_KEY_BYTES, KeyedHash
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LearntOfServer, Node
 from gateway.nodes.prompt_cache import KeptPrompt
 from gateway.nodes.saved_prompts import MOST_KEPT, SavedPrompt, SavedPrompts
 from gateway.nodes.server_properties import server_key
 from gateway.schedule.core.demand_model import TokenEstimates, TokenStats
-from gateway.schedule.core.requests import (
-    Comparison,
-    Deferral,
-    NodeCounts,
-    OwnFigures,
-    RowFigures,
-    RowSpeed,
-    RowWork,
-)
 from gateway.schedule.decision_log import (
     Decision,
     DecisionLog,
@@ -899,10 +890,9 @@ class SavedSlots(Section):
 
     def changes(self) -> Iterator[Change]:
         """What was saved, and what is forgotten."""
-        before, self._seen = (
-            self._seen,
-            dict(self._saved_prompts.export() if self.is_kept() else ()),
-        )
+        before, self._seen = self._seen, {}
+        if self.is_kept():
+            self._seen.update(self._saved_prompts.export())
         for key in before.keys() - self._seen.keys():
             yield key, None, None
         for key, saved in [*self._seen.items()]:
@@ -973,145 +963,10 @@ class Charts(Section):
         self._found = []
 
 
-class _ComparedRow(msgspec.Struct, frozen=True):
-    """A row of a comparison, as it is kept."""
-
-    name: str
-    measured: bool
-    total: int
-    busy: int
-    prefill_tps: float
-    token_base: float
-    token_step: float
-    decode_slowdown: float
-    remaining: float
-    prefill_wait: float
-    penalty: float
-    own_penalty: float
-    cached: float
-    wake: float = 0.0
-    pool: int = 0
-    pool_used: int = 0
-
-    @classmethod
-    def of(cls, row: RowFigures, comparison: Comparison) -> Self:
-        """The row's figures when the comparison was made."""
-        speed, work, own = row.speed, row.work, comparison.own_figures(row)
-        return cls(
-            name=row.name,
-            measured=speed.measured,
-            total=row.total,
-            busy=work.busy,
-            prefill_tps=speed.prefill_tps,
-            token_base=speed.token_base,
-            token_step=speed.token_step,
-            decode_slowdown=work.decode_slowdown,
-            remaining=comparison.remaining(row),
-            prefill_wait=comparison.prefill_wait(row),
-            penalty=speed.penalty,
-            own_penalty=own.penalty,
-            cached=own.cached,
-            wake=speed.wake,
-            pool=row.pool,
-            pool_used=work.pool_used,
-        )
-
-    def row(self) -> RowFigures:
-        """The same figures, of a comparison that was made at 0."""
-        speed = RowSpeed(
-            self.measured, self.prefill_tps, self.token_base, self.token_step, self.penalty,
-            self.wake,
-        )  # fmt: skip
-        work = RowWork(
-            self.busy, 0, self.remaining, self.prefill_wait, self.decode_slowdown, self.pool_used
-        )
-        return RowFigures(self.name, self.total, self.pool, speed, work)
-
-
-class _KeptComparison(msgspec.Struct, frozen=True):
-    chosen: _ComparedRow
-    others: tuple[_ComparedRow, ...]
-    with_room: int
-    candidates: int
-    by_cost: bool
-
-    @classmethod
-    def of(cls, comparison: Comparison) -> Self:
-        """As it is kept; the size of the fleet is kept with the grant."""
-        chosen, *others = (
-            _ComparedRow.of(row, comparison) for row in (comparison.chosen, *comparison.others)
-        )
-        nodes = comparison.nodes
-        return cls(
-            chosen, tuple(others), nodes.with_room, nodes.candidates, by_cost=comparison.by_cost
-        )
-
-    def comparison(self, fleet_size: int) -> Comparison:
-        """The comparison itself."""
-        own = {
-            row.name: OwnFigures(row.cached, row.own_penalty)
-            for row in (self.chosen, *self.others)
-            if row.cached or row.own_penalty
-        }
-        others = tuple(row.row() for row in self.others)
-        nodes = NodeCounts(self.with_room, self.candidates, fleet_size)
-        return Comparison(self.chosen.row(), others, own, 0.0, nodes, self.by_cost)
-
-
-class KeptGrant(msgspec.Struct, frozen=True):
-    """A `Grant` in the flat form in which it is kept: earlier processes wrote it so."""
-
-    request_id: str
-    at: float
-    received_at: float
-    model: str
-    slots: int
-    prompt_tokens: float
-    completion_tokens: float
-    expected_ttft: float
-    expected_seconds: float
-    comparison: _KeptComparison | None
-    tier: str
-    fallback: str | None
-    tried: Tried | None
-    resumes: bool
-    times_yielded: int
-    deferral: Deferral | None
-    fleet_size: int
-    out: Mapping[str, int]
-    lease_id: int
-    first_content_at: float | None = None
-    ended_at: float | None = None
-    outcome: str | None = None
-    status: int = 0
-    used: tuple[int, int, int] | None = None
-    reported: bool = False
-
-    @classmethod
-    def of(cls, grant: Grant) -> Self:
-        """The grant, as it is kept."""
-        fields, comparison = msgspec.structs.asdict(grant), grant.comparison
-        fields["out"] = grant.out or {}
-        if comparison is not None:
-            fields["comparison"] = _KeptComparison.of(comparison)
-        return cls(**fields, fleet_size=0 if comparison is None else comparison.nodes.fleet)
-
-    def grant(self) -> Grant:
-        """The grant itself."""
-        fields = msgspec.structs.asdict(self)
-        fleet_size = fields.pop("fleet_size")
-        if self.comparison is not None:
-            fields["comparison"] = self.comparison.comparison(fleet_size)
-        return Grant(**fields)
-
-
-_Kept = Queueing | Refusal | KeptGrant
-
-
 class Decisions(Section):
     """The decisions about requests that `why` explains: numbers and names of nodes, no text."""
 
-    name, most_rows, most_bytes = "decisions", 7_168, 8 << 20
+    name, version, most_rows, most_bytes = "decisions", 2, 7_168, 8 << 20
 
     def __init__(self, decisions: DecisionLog, now: Callable[[], float] = time.time) -> None:
         self._log = decisions
@@ -1148,20 +1003,15 @@ class Decisions(Section):
                     self._running.append(one)
             letter = type(one).__name__[0].lower()
             number = one.lease_id if isinstance(one, Grant) else f"{one.at + shift:.2f}"
-            kept = KeptGrant.of(one) if isinstance(one, Grant) else one
-            yield f"{letter}{one.request_id}.{number}", None, _shifted(kept, shift)
+            yield f"{letter}{one.request_id}.{number}", None, _shifted(one, shift)
 
     def restore(self, row: Row, age: float) -> bool:
         """Keep it for `restored`. What runs may have gone on unseen."""
         shift = -self._to_unix()
-        kept = _shifted(msgspec.json.decode(row.value, type=_KINDS[row.key[0]]), shift)
-        if isinstance(kept, KeptGrant):
-            grant = kept.grant()
-            if grant.ended_at is None:
-                grant.ended("unknown", grant.status, row.at + shift)
-            self._found.append(grant)
-        else:
-            self._found.append(kept)
+        one = _shifted(msgspec.json.decode(row.value, type=_KINDS[row.key[0]]), shift)
+        if isinstance(one, Grant) and one.ended_at is None:
+            one.ended("unknown", one.status, row.at + shift)
+        self._found.append(one)
         return True
 
     def restored(self) -> None:
@@ -1174,11 +1024,14 @@ class Decisions(Section):
 
 
 # By the first letter of a row's key.
-_KINDS: Mapping[str, type[_Kept]] = {"g": KeptGrant, "q": Queueing, "r": Refusal}
+_KINDS: Mapping[str, type[Decision]] = {"g": Grant, "q": Queueing, "r": Refusal}
 
 
-def _shifted(one: _Kept, shift: float) -> _Kept:
-    """A copy with its times on another clock, and without words: they may be a client's."""
+def _shifted(one: Decision, shift: float) -> Decision:
+    """A copy with its times on another clock, and without words: they may be a client's.
+
+    Of the times of a comparison only the differences count.
+    """
     changed: dict[str, Any] = {
         name: min(value + shift, LAST_TIME)
         for name in ("at", "received_at", "expires_at", "first_content_at", "ended_at")

@@ -276,31 +276,6 @@ def reread_admin_key(path: Path | None) -> str | None:
         raise ConfigError([Problem(path or Path(), 0, "admin.key_file", str(error))]) from None
 
 
-def drains_file(options: Options) -> Path:
-    """The file that keeps the drained nodes of this inventory over a restart."""
-    return _state_file(options, "drains")
-
-
-def pauses_file(options: Options) -> Path:
-    """The file that keeps the paused models of this inventory over a restart."""
-    return _state_file(options, "paused")
-
-
-def pins_file(options: Options) -> Path:
-    """The file that keeps the models that operators have pinned over a restart."""
-    return _state_file(options, "pinned")
-
-
-def properties_file(options: Options) -> Path:
-    """The file that keeps what the nodes of this inventory last reported over a restart."""
-    return _state_file(options, "seen")
-
-
-def learnt_file(options: Options) -> Path:
-    """The file that keeps what was learnt over a restart, where there is no store."""
-    return _state_file(options, "learnt")
-
-
 def gateway_name(options: Options, settings: Settings) -> str:
     """Tells this gateway from others of its store, and is the same after a restart.
 
@@ -320,7 +295,7 @@ def keys_file(options: Options) -> Path:
     """
     if options.store_dir is not None:
         return options.store_dir / "keys.json"
-    return _state_file(options, "keys")
+    return state_file(options, "keys")
 
 
 def batches_folder(options: Options, settings: Settings) -> Path:
@@ -347,7 +322,8 @@ def state_folder() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "llama-gateway"
 
 
-def _state_file(options: Options, name: str) -> Path:
+def state_file(options: Options, name: str) -> Path:
+    """The file that keeps what is of this name over a restart, for this inventory."""
     folder = options.state_dir or state_folder()
     inventory_id = hashlib.sha256(str(options.inventory_file.absolute()).encode()).hexdigest()[:12]
     return folder / f"{name}-{inventory_id}.json"

@@ -185,12 +185,7 @@ class AttemptEnds:
             name = f"{name} {attempt.lease.id}"
         self.quarantine.node_lost(attempt.request, name, attempt.started_at, self.clock())
 
-    def _end(
-        self,
-        attempt: Attempt,
-        outcome: str,
-        fault: Fault = Fault.NOBODY,
-    ) -> float:
+    def _end(self, attempt: Attempt, outcome: str, fault: Fault = Fault.NOBODY) -> float:
         """End an attempt whose response was the client's; returns the time."""
         attempt.close()
         # Positional arguments: this runs for each request.
@@ -206,12 +201,7 @@ class AttemptEnds:
     # Deferred.
 
     def _account(
-        self,
-        attempt: Attempt,
-        outcome: str,
-        now: float,
-        sample: bytes,
-        size: int,
+        self, attempt: Attempt, outcome: str, now: float, sample: bytes, size: int
     ) -> None:
         """Count the tokens that the node reports; else those of the events that were sent.
 

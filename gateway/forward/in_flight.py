@@ -181,9 +181,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
         self.attempt = None
 
     def begin_sub_requests(
-        self,
-        sub_requests: dict[str, InFlightRequest],
-        on_cancel: Callable[[GatewayError], None],
+        self, sub_requests: dict[str, InFlightRequest], on_cancel: Callable[[GatewayError], None]
     ) -> None:
         """The request runs in these from now on; `on_cancel` cancels them."""
         self.sub_requests, self.on_cancel = sub_requests, on_cancel

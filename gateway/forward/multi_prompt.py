@@ -215,8 +215,7 @@ class MultiPromptForwarder:
             self._sub_requests[request.id] = sub_request
             parent.sub_request_began()
             self._start_task(
-                partial(self._run_sub_request, index, sub_request),
-                partial(self._end, sub_request),
+                partial(self._run_sub_request, index, sub_request), partial(self._end, sub_request)
             )
             await sub_request.dequeued.wait()
 

@@ -19,12 +19,7 @@ import msgspec
 from gateway import errors
 from gateway.api.json_values import InvalidJson, JsonObject, parse_object
 from gateway.api.native import native_body
-from gateway.api.outcome import (
-    fault_of,
-    is_context_overflow,
-    is_refused_request,
-    router_failure,
-)
+from gateway.api.outcome import fault_of, is_context_overflow, is_refused_request, router_failure
 from gateway.api.resuming import (
     EventRewriter,
     ReasoningEndMark,
@@ -44,12 +39,7 @@ from gateway.api.transcript import (
 )
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import SlotYielded, StreamResumed
-from gateway.forward.context import (
-    MOST_POOL_OVERFLOWS,
-    MOST_UNLOADED,
-    ForwardContext,
-    Retries,
-)
+from gateway.forward.context import MOST_POOL_OVERFLOWS, MOST_UNLOADED, ForwardContext, Retries
 from gateway.forward.event_pipeline import EventPipeline
 from gateway.forward.in_flight import Attempt, InFlightRequest
 from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried

@@ -46,10 +46,10 @@ from gateway.nodes.node import (
     NodeState,
 )
 from gateway.nodes.on_demand import follow_held
-from gateway.nodes.router import LoadChange, ModelLoad, RoutedModel, UnloadCause
+from gateway.nodes.router import LoadChange, LoadPhase, ModelLoad, RoutedModel, UnloadCause
 from gateway.nodes.server_properties import ServerProperties, server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
-from gateway.nodes.state_files import DrainedNodes, PausedModels, PinnedModels, PropertiesStore
+from gateway.nodes.state_files import OperatorOrders, PropertiesStore
 from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
 
@@ -217,11 +217,9 @@ class Fleet:
         bus: EventBus,
         clock: Callable[[], float],
         rng: random.Random,
-        drained_nodes: DrainedNodes,
+        orders: OperatorOrders,
         properties_store: PropertiesStore | None = None,
-        paused_models: PausedModels | None = None,
         has_predecessor: bool = False,
-        pinned_models: PinnedModels | None = None,
     ) -> None:
         self.nodes: dict[str, Node] = {}
         self.model_index = ModelIndex()
@@ -234,10 +232,8 @@ class Fleet:
         self._clock = clock
         self._shared_until = clock() + PREDECESSOR_SECONDS if has_predecessor else -math.inf
         self._rng = rng
-        self._drained_nodes = drained_nodes
-        self._paused_models = paused_models or PausedModels()
-        self._pinned_models = pinned_models or PinnedModels()
-        self.model_index.set_paused(self._paused_models.names)
+        self._orders = orders
+        self.model_index.set_paused(self._orders.paused.names)
         self._differences: tuple[ModelDifference, ...] = ()
         self.differences_in_words: Mapping[str, tuple[str, ...]] = {}
         """By public model: how its nodes differ, as of the last `compare_models`."""
@@ -255,14 +251,13 @@ class Fleet:
         self._on_loaded: Callable[[Node], None] = lambda _: None
         self._indexing: asyncio.TimerHandle | None = None
         self._index_again_at = -math.inf
-        self._on_capacity: Callable[[], None] | None = None
-        self._on_change: Callable[[Node | None], None] | None = None
+        self.subscribe()
 
     def subscribe(
         self,
         *,
-        on_capacity: Callable[[], None] | None = None,
-        on_change: Callable[[Node | None], None] | None = None,
+        on_capacity: Callable[[], None] = lambda: None,
+        on_change: Callable[[Node | None], None] = lambda _: None,
     ) -> None:
         """Call `on_capacity` whenever a slot may have become free.
 
@@ -270,7 +265,7 @@ class Fleet:
         of all nodes, or which nodes there are. Both may be called often and from within other
         calls: they must be cheap and must not raise. Only the last subscriber is called.
         """
-        self._on_capacity, self._on_change = on_capacity, on_change
+        self._notify_capacity, self._notify_change = on_capacity, on_change
 
     def watch_models(
         self, on_change: Callable[[Node | None], None], on_loaded: Callable[[Node], None]
@@ -376,7 +371,7 @@ class Fleet:
             except OSError as error:
                 results[name] = str(error)
                 continue
-            self._closing.add_upstream(node, node.replace_upstream(upstream, self._clock()))
+            self._closing.close_when_idle(node, node.replace_upstream(upstream, self._clock()))
             self._monitors[node].wake()
             results[name] = None
         return results
@@ -465,7 +460,7 @@ class Fleet:
                 instance.respecify(spec, now)
                 changed = True
             kept[model.name] = instance
-            self._follow_model(router, instance, model, asked_at)
+            self._follow_model(instance, model, asked_at)
         for name, instance in router.instances.items():
             if name not in kept:
                 self._remove(instance)
@@ -476,12 +471,9 @@ class Fleet:
             router.set_instances(kept)
             self._models_of_routers_changed()
 
-    def _follow_model(
-        self, router: Node, instance: Node, model: RoutedModel, asked_at: float
-    ) -> None:
+    def _follow_model(self, instance: Node, model: RoutedModel, asked_at: float) -> None:
         """Take in what a router lists of one model."""
-        load, now = instance.load, self._clock()
-        assert load is not None
+        (router, load), now = instance.routed, self._clock()
         followed = router.router_record.followed(load.listed_at)
         is_news = load.is_news(model, asked_at)
         if is_news:
@@ -503,14 +495,14 @@ class Fleet:
             asked = any(lease.wake for lease in instance.leases)
             instance.sleep.props_read(model.status == "sleeping", now, asked=asked)
         if change is not None:
-            self._model_changed(router, instance, model.name, change)
+            self._model_changed(instance, change)
         self.refresh_state(instance)
 
-    def _model_changed(self, router: Node, instance: Node, model: str, change: LoadChange) -> None:
+    def _model_changed(self, instance: Node, change: LoadChange) -> None:
         """A router has loaded a model, or has it no longer."""
-        load, now = instance.load, self._clock()
-        assert load is not None
+        (router, _), now = instance.routed, self._clock()
         if change.change == "loaded":
+            instance.probe_history.rediscover()
             instance.circuit.server_restarted(now)
             instance.calibration.server_started(instance.requests)
             if change.seconds is not None:
@@ -526,21 +518,19 @@ class Fleet:
             self._on_models(router)
 
     def _tell_load(self, node: Node, change: LoadChange) -> None:
-        assert node.load is not None
-        assert node.router is not None
-        word, seconds, by_others = change
-        cause = node.load.cause if word in {"unloaded", "died"} else ""
-        model, reason = node.spec.instance or "", node.load.reason
+        (router, load), (word, seconds, by_others) = node.routed, change
+        cause = load.cause if word in {"unloaded", "died"} else ""
+        model, reason = node.spec.instance or "", load.reason
         self._bus.publish(
-            ModelLoadChanged(node.router.name, model, word, seconds, reason, by_others, cause)
+            ModelLoadChanged(router.name, model, word, seconds, reason, by_others, cause)
         )
-        self.refresh_state(node.router)  # which tells how many are loaded
+        self.refresh_state(router)  # which tells how many are loaded
 
     def load_refused(self, node: Node, why: str) -> None:
         """A router did not take the command to load one of its models."""
-        assert node.load is not None
-        node.load.failed(why, self._clock())
-        self._tell_load(node, LoadChange("failed", None, by_others=False))
+        _, load = node.routed
+        load.failed(why, self._clock())
+        self._tell_load(node, LoadChange("failed"))
 
     def _add_known_models(self, router: Node) -> None:
         """Its models are known from before, until its list is read again."""
@@ -557,7 +547,7 @@ class Fleet:
         if not properties.models:
             properties.read_routed({"id": name}, None, None)
         node = self._make(spec, self._connect(spec), properties, router)
-        node.enter(draining=node.name in self._drained_nodes)
+        node.enter(draining=node.name in self._orders.drained)
         node.set_state(*judge_state(node, self._clock()))
         router.set_instances({**router.instances, name: node})
         self._monitors[node] = self._monitors[router]
@@ -591,7 +581,7 @@ class Fleet:
         self.routers = [node for node in self.nodes.values() if node.is_router]
         self.model_index.set_nodes(self.nodes.values())
         compare_speeds(self.nodes.values())
-        self._notify_change()
+        self._notify_change(None)
         self._on_models(None)
 
     def model_not_loaded(self, node: Node) -> None:
@@ -608,8 +598,8 @@ class Fleet:
 
     def load_ordered(self, node: Node, command: Literal["load", "unload"], reason: str) -> None:
         """A router is told to load one of its models, or to unload it."""
-        assert node.load is not None
-        node.load.order(command, reason, self._clock())
+        _, load = node.routed
+        load.order(command, reason, self._clock())
         if command == "unload":
             node.sleep.restarted()
         self.load_changed(node)
@@ -621,21 +611,20 @@ class Fleet:
 
     def model_opened(self, node: Node, reason: str) -> None:
         """The next request for this model loads it: its router takes no commands."""
-        assert node.load is not None
-        now = self._clock()
-        node.load.opened(reason, now)
+        (_, load), now = node.routed, self._clock()
+        load.enter(LoadPhase.READY, reason, now)
         node.sleep.props_read(True, now, asked=False)
-        if node.load.held:
+        if load.held:
             node.sleep.woke()
         self.load_changed(node)
 
     def model_closed(self, node: Node, reason: str, cause: UnloadCause) -> None:
         """No request is to load this model: another one has its router's memory."""
-        assert node.load is not None
-        node.load.closed(reason, cause, self._clock())
+        _, load = node.routed
+        load.enter(LoadPhase.UNLOADED, reason, self._clock(), cause)
         node.sleep.restarted()
-        if not node.load.held:
-            self._tell_load(node, LoadChange("unloaded", None, by_others=False))
+        if not load.held:
+            self._tell_load(node, LoadChange("unloaded"))
         self.load_changed(node)
 
     def _update(
@@ -651,14 +640,14 @@ class Fleet:
         now = self._clock()
         node.respecify(spec, now)
         if upstream is not None:
-            self._closing.add_upstream(node, node.replace_upstream(upstream, now))
+            self._closing.close_when_idle(node, node.replace_upstream(upstream, now))
         for model in node.instances.values():
             model.respecify(spec.of_model(model.spec.instance or "", model.properties.names), now)
             if upstream is not None:
                 renewed = model.replace_upstream(self._connect(model.spec), now)
-                self._closing.add_upstream(model, renewed)
+                self._closing.close_when_idle(model, renewed)
         if node.removed:
-            self._closing.nodes.discard(node)
+            self._closing.keep(node)
             node.set_instances({})
             self._enter(node, published)
             self._add_known_models(node)
@@ -669,16 +658,11 @@ class Fleet:
 
     def _enter(self, node: Node, published: NodeState | None) -> None:
         """Begin to watch; `published`: the last state that was published for this name."""
-        node.enter(draining=node.name in self._drained_nodes)
+        node.enter(draining=node.name in self._orders.drained)
         node.set_state(*judge_state(node, self._clock()))
         self._unprobed.add(node)
         self._monitors[node] = HealthMonitor(
-            node,
-            self.refresh_state,
-            self._probe_gate,
-            self._rng,
-            self.has_work,
-            self.models_listed,
+            node, self.refresh_state, self._probe_gate, self._rng, self.has_work, self.models_listed
         )
         if node.state is not published:
             old = None if published is None else published.value
@@ -696,7 +680,7 @@ class Fleet:
         monitor = self._monitors.pop(node)
         if node.router is None:
             self._closing.own_task(monitor.cancel())
-        self._closing.close_when_idle(node)
+        self._closing.close_when_idle(node, node.upstream)
 
     # What the public edge asks (`gateway.catalog`).
 
@@ -729,14 +713,14 @@ class Fleet:
     def drain(self, name: str) -> None:
         """No new work for this node until `resume`. Raises KeyError."""
         node = self.nodes[name]
-        self._drained_nodes.add(name)
+        self._orders.drained.add(name)
         node.drain()
         self._refresh_with_models(node)
 
     def resume(self, name: str) -> None:
         """End a drain. Raises KeyError."""
         node = self.nodes[name]
-        self._drained_nodes.remove(name)
+        self._orders.drained.remove(name)
         node.resume()
         self._refresh_with_models(node)
 
@@ -747,27 +731,27 @@ class Fleet:
 
     def pause_model(self, name: str) -> None:
         """No new requests for this public model name until `resume_model`."""
-        self._paused_models.add(name)
-        self.model_index.set_paused(self._paused_models.names)
+        self._orders.paused.add(name)
+        self.model_index.set_paused(self._orders.paused.names)
 
     def resume_model(self, name: str) -> None:
         """End a pause."""
-        self._paused_models.remove(name)
-        self.model_index.set_paused(self._paused_models.names)
+        self._orders.paused.remove(name)
+        self.model_index.set_paused(self._orders.paused.names)
 
     def pin_model(self, node: Node, *, pinned: bool) -> None:
         """A router's model is to be always loaded, or no longer by an operator's order."""
-        (self._pinned_models.add if pinned else self._pinned_models.remove)(node.name)
+        names = self._orders.pinned
+        (names.add if pinned else names.remove)(node.name)
         self._on_models(node)
 
     def is_pinned(self, node: Node) -> bool:
         """Whether an operator has pinned a router's model."""
-        return node.name in self._pinned_models
+        return node.name in self._orders.pinned
 
     async def save_orders(self) -> None:
         """Keep over a restart which nodes are drained and which models paused or pinned."""
-        for names in (self._drained_nodes, self._paused_models, self._pinned_models):
-            await asyncio.to_thread(names.save)
+        await asyncio.to_thread(self._orders.save)
 
     def differences(self) -> tuple[ModelDifference, ...]:
         """Where nodes that serve one model differ, as their servers have reported."""
@@ -813,13 +797,12 @@ class Fleet:
         """A lease has ended; `counted`: the scheduler counts its slots as free already."""
         node = lease.node
         if node.removed or lease.upstream is not node.upstream:
-            self._closing.lease_released(node)
+            self._closing.lease_released()
         if node.load is not None:
             self._on_models(node)
         if not counted or lease.trial or node.state is NodeState.EJECTED:
             self._notify_change(node)
-        if self._on_capacity is not None:
-            self._on_capacity()
+        self._notify_capacity()
 
     def request_succeeded(self, node: Node, now: float, began: float | None = None) -> None:
         """A request whose lease was taken at `began` went well."""
@@ -848,7 +831,7 @@ class Fleet:
             node.sleep.learn_wake(seconds)
             if load is not None and by_request:
                 load.woke(seconds, now)
-                self._tell_load(node, LoadChange("loaded", seconds, by_others=False))
+                self._tell_load(node, LoadChange("loaded", seconds))
                 self._on_models(node)
                 self.read_models(node)
         lease.woke()
@@ -967,7 +950,7 @@ class Fleet:
             if (known := learnt.get(server_key(node.spec))) is not None:
                 node.restore(*known)
         compare_speeds(self.nodes.values())
-        self._notify_change()
+        self._notify_change(None)
 
     def learn_timings(
         self, node: Node, timings: Mapping[str, object], lease: Lease | None = None
@@ -1033,8 +1016,10 @@ class Fleet:
         node.set_state(*judge_state(node, now))
         if node.state is not old:
             self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
-            if node.load is not None or node.is_router:
-                self._on_models(node)
+        router = node.router
+        is_down_alone = router is not None and node.probe_history.down and router.probe_history.up
+        if is_down_alone or (node.state is not old and (router is not None or node.is_router)):
+            self._on_models(node)  # By now one that is down alone may be known to hang.
         if node.probe_history.down:
             self._reclaimer.release_all(node)
         if node.probe_history.down or node.probe_history.loading:
@@ -1065,14 +1050,6 @@ class Fleet:
         self.properties_store.record(node.spec, node.properties)
         if node.drift_changed():
             self._bus.publish(NodeDrift(node.name, node.drift))
-
-    def _notify_change(self, node: Node | None = None) -> None:
-        if self._on_change is not None:
-            self._on_change(node)
-
-    def _notify_capacity(self) -> None:
-        if self._on_capacity is not None:
-            self._on_capacity()
 
     async def _compare_speeds_forever(self) -> None:
         while True:
@@ -1141,35 +1118,36 @@ def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPr
 
 
 class ClosingNodes:
-    """Removed nodes and replaced pools: each is closed when its last lease has ended."""
+    """Pools of removed nodes, and replaced ones: each is closed when its last lease has ended."""
 
     def __init__(self) -> None:
-        self.nodes: set[Node] = set()  # removed nodes that still have leases
         self.tasks: set[asyncio.Task[None]] = set()
-        self._replaced: list[tuple[Node, ConnectionPool]] = []
+        self._pools: list[tuple[Node, ConnectionPool]] = []
 
-    def close_when_idle(self, node: Node) -> None:
-        """Close this node when its leases have ended."""
-        self.nodes.add(node)
-        self.lease_released(node)
+    @property
+    def nodes(self) -> list[Node]:
+        """Removed nodes that still have leases."""
+        return [node for node, pool in self._pools if pool is node.upstream]
 
-    def add_upstream(self, node: Node, upstream: ConnectionPool) -> None:
-        """Close this pool, which the node has replaced, when its last lease has ended."""
-        self._replaced.append((node, upstream))
-        self.lease_released(node)
+    def close_when_idle(self, node: Node, pool: ConnectionPool) -> None:
+        """Close this pool, of a removed node or replaced, when its leases have ended."""
+        self._pools.append((node, pool))
+        self.lease_released()
 
-    def lease_released(self, node: Node) -> None:
-        """A lease of this node has ended: close what no lease uses any more."""
-        if node in self.nodes and not node.leases:
-            self.nodes.discard(node)
-            node.upstream.close()
-        if self._replaced:
-            replaced, self._replaced = self._replaced, []
-            for owner, upstream in replaced:
-                if any(lease.upstream is upstream for lease in owner.leases):
-                    self._replaced.append((owner, upstream))
-                else:
-                    upstream.close()
+    def keep(self, node: Node) -> None:
+        """The node is back, and goes on with its pool."""
+        self._pools = [one for one in self._pools if one[1] is not node.upstream]
+
+    def lease_released(self) -> None:
+        """A lease has ended: close what no lease uses any more."""
+        pools, self._pools = self._pools, []
+        for node, pool in pools:
+            # A removed node that still works on a replaced pool may come back.
+            own = pool is node.upstream
+            if any(own or lease.upstream is pool for lease in node.leases):
+                self._pools.append((node, pool))
+            else:
+                pool.close()
 
     def own_task(self, task: asyncio.Task[None]) -> None:
         """Make `aclose` wait for this task."""
@@ -1178,8 +1156,7 @@ class ClosingNodes:
 
     async def aclose(self) -> None:
         """Close all of them, whatever still runs."""
-        for upstream in [node.upstream for node in self.nodes] + [old for _, old in self._replaced]:
-            upstream.close()
-        self.nodes.clear()
-        self._replaced.clear()
+        for _, pool in self._pools:
+            pool.close()
+        self._pools.clear()
         await asyncio.gather(*self.tasks, return_exceptions=True)

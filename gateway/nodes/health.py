@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import msgspec
@@ -377,6 +377,7 @@ INSTANCES_AT_ONCE = 8  # models of one router that are asked for their slots at 
 LARGE_LIST = 256 * 1024  # bytes from which on a router's list is read in a thread
 
 
+@dataclass(eq=False)
 class HealthMonitor:
     """Probes one node and keeps its state current, in a task of its own; a router with its models.
 
@@ -385,27 +386,20 @@ class HealthMonitor:
     whether any node has had work lately.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        refresh_state: Callable[[Node], None],
-        gate: asyncio.Semaphore,
-        rng: random.Random,
-        fleet_works: Callable[[], bool],
-        models_listed: Callable[[Node, list[RoutedModel], float], None],
-    ) -> None:
-        self._node = node
-        self._models_listed = models_listed
-        self._follower: asyncio.Task[None] | None = None
-        self._list_due = False
-        self._folder_due_at = -math.inf
-        self._refresh_state = refresh_state
-        self._gate = gate
-        self._rng = rng
-        self._fleet_works = fleet_works
-        self._wake = asyncio.Event()
-        self._probing = asyncio.Lock()
-        self._task = asyncio.create_task(self._run(), name=f"watch {node.name}")
+    node: Node
+    refresh_state: Callable[[Node], None]
+    gate: asyncio.Semaphore
+    rng: random.Random
+    fleet_works: Callable[[], bool]
+    models_listed: Callable[[Node, list[RoutedModel], float], None]
+    _follower: asyncio.Task[None] | None = None
+    _list_due: bool = False
+    _folder_due_at: float = -math.inf
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _probing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"watch {self.node.name}")
 
     def cancel(self) -> asyncio.Task[None]:
         """Stop watching; the caller awaits the task."""
@@ -421,14 +415,14 @@ class HealthMonitor:
 
         The server may be another process by now, with another model.
         """
-        history = self._node.probe_history
+        history = self.node.probe_history
         history.rediscover()
         if history.probe_by((history.last_probe_at or 0.0) + QUICK_PROBE_DELAY):
             self._wake.set()
 
     def read_load(self) -> None:
         """It gets work, and its load was left unread: probe now."""
-        if self._node.probe_history.probe_by(self._node.clock()):
+        if self.node.probe_history.probe_by(self.node.clock()):
             self._wake.set()
 
     def read_models(self) -> None:
@@ -438,14 +432,14 @@ class HealthMonitor:
 
     def reschedule(self) -> None:
         """The interval has changed: choose a random moment in it."""
-        node, interval = self._node, self._node.settings.health.interval
-        node.probe_history.probe_by(node.clock() + self._rng.uniform(0.0, interval))
+        node, interval = self.node, self.node.settings.health.interval
+        node.probe_history.probe_by(node.clock() + self.rng.uniform(0.0, interval))
         self._wake.set()
 
     async def probe(self) -> ProbeResult:
         """Probe now, and ask for the server's properties and refused endpoints anew."""
         async with self._probing:
-            self._node.probe_history.rediscover()
+            self.node.probe_history.rediscover()
             return await self._cycle()
 
     async def _run(self) -> None:
@@ -457,37 +451,35 @@ class HealthMonitor:
                 await asyncio.gather(self._follower, return_exceptions=True)
 
     async def _watch(self) -> None:
-        node = self._node
+        node = self.node
         while True:
             if self._is_due():
-                async with self._probing, self._gate:
+                async with self._probing, self.gate:
                     # An operator's probe may have come first.
                     if self._is_due():
                         await self._cycle()
             elif self._may_read_list():
                 self._list_due = False
-                async with self._probing, self._gate:
+                async with self._probing, self.gate:
                     await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
                 self._look_again()
                 await asyncio.sleep(LIST_PAUSE)
-            self._refresh_state(node)
+            self.refresh_state(node)
             now = node.clock()
             due = node.probe_history.next_probe_at if node.in_service else now + MOST_SLEEP
             due = min(due, node.next_change(now))
             for model in node.instances.values():
                 if model.load is not None and model.load.retry_due(now):
-                    self._refresh_state(model)
+                    self.refresh_state(model)
                 due = min(due, model.next_change(now))
             await self._sleep(now if self._may_read_list() else due, now)
 
     def _may_read_list(self) -> bool:
         """Whether a router's list is to be read; while it is down the next probe does that."""
-        return self._list_due and self._node.in_service and self._node.probe_history.up
+        return self._list_due and self.node.in_service and self.node.probe_history.up
 
     def _is_due(self) -> bool:
-        return (
-            self._node.in_service and self._node.clock() >= self._node.probe_history.next_probe_at
-        )
+        return self.node.in_service and self.node.clock() >= self.node.probe_history.next_probe_at
 
     async def _sleep(self, until: float, now: float) -> None:
         self._wake.clear()
@@ -499,7 +491,7 @@ class HealthMonitor:
 
     async def _cycle(self) -> ProbeResult:
         """Probe: is it alive, what are its properties if that is due, how busy are its slots."""
-        node, history, health = self._node, self._node.probe_history, self._node.settings.health
+        node, history, health = self.node, self.node.probe_history, self.node.settings.health
         first = not history.probed
         history.probe_began(node.clock())
         result = await check_alive(node)
@@ -520,30 +512,23 @@ class HealthMonitor:
         if node.is_router:
             await self._probe_models(result)
         elif models:
-            self._models_listed(node, [], node.clock())  # It is a plain server by now.
+            self.models_listed(node, [], node.clock())  # It is a plain server by now.
         waking = node.spec.kind == "llama.cpp" and any(
             one.sleep.waking_since is not None for one in (node, *models)
         )
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.
             await self._read_slots(node, comes_up=True)
-        now = node.clock()
-        sign = sign_of_life(node, now) if result.answer is ProbeAnswer.TIMED_OUT else None
-        history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
-        if comes_up and history.up:
-            node.circuit.server_restarted(now)
-            node.degradation.server_restarted()
-            if not first:
-                node.calibration.server_started(node.requests)
+        if _count_result(node, result) and not first:
+            node.calibration.server_started(node.requests)
         if not history.up:
             node.sleep.restarted()
-        history.schedule(
-            now + probe_delay(health.interval, self._rng, first=first, unstable=history.unstable)
-        )
-        self._refresh_state(node)
+        delay = probe_delay(health.interval, self.rng, first=first, unstable=history.unstable)
+        history.schedule(node.clock() + delay)
+        self.refresh_state(node)
         if result.up and not comes_up:
             await self._read_slots(node)
-            self._refresh_state(node)
+            self.refresh_state(node)
         if history.unread or waking:
             history.probe_by(node.clock() + QUICK_PROBE_DELAY)
         self._look_again()
@@ -553,7 +538,7 @@ class HealthMonitor:
 
     def _look_again(self) -> None:
         """Probe soon again if something about a router's models is to be found out."""
-        node = self._node
+        node = self.node
         if any(
             one.load is not None and (one.load.unsettled or one.probe_history.unstable)
             for one in node.instances.values()
@@ -562,7 +547,7 @@ class HealthMonitor:
 
     async def _probe_models(self, result: ProbeResult) -> None:
         """Bring a router's models up to date, after a probe of the router itself."""
-        node = self._node
+        node = self.node
         if not result.up:
             self._record(node.instances.values(), result)
             if self._follower is not None and node.probe_history.down:
@@ -583,7 +568,7 @@ class HealthMonitor:
 
     async def _read_models(self, result: ProbeResult, path: str = "/v1/models") -> None:
         """Read a router's list, and ask those of its models that run."""
-        node = self._node
+        node = self.node
         asked_at = node.clock()
         reply = await fetch(node, path)
         if not isinstance(reply, ProbeResult):
@@ -596,12 +581,12 @@ class HealthMonitor:
                 await self._endpoint_listed(listed, reply.status, asked_at)
             elif listed is not None and len(reply.body) > LARGE_LIST:
                 models = await asyncio.to_thread(read_list, listed)
-                self._models_listed(node, models, asked_at)
+                self.models_listed(node, models, asked_at)
             elif listed is not None:
-                self._models_listed(node, read_list(listed), asked_at)
+                self.models_listed(node, read_list(listed), asked_at)
         instances = node.instances.values()
-        running = {one for one in instances if one.load is not None and one.load.loaded}
-        self._record((one for one in instances if one not in running), result)
+        running = [one for one in instances if one.load is not None and one.load.loaded]
+        self._record([one for one in instances if one not in running], result)
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             for one in running:
@@ -609,17 +594,17 @@ class HealthMonitor:
 
     async def _endpoint_listed(self, listed: object, status: int, asked_at: float) -> None:
         """Take in the list of an endpoint that loads models by itself, and what it holds."""
-        node = self._node
+        node = self.node
         declared = frozenset((node.spec.models or {}).values())
         # Where the list is hidden, there are those of the inventory.
         is_hidden = _judge_discovery(node, "", status)[0] is ProbeAnswer.UP
         if listed is not None or (declared and is_hidden):
             running = await self._read_running()
-            self._models_listed(node, read_endpoint(listed, declared, running), asked_at)
+            self.models_listed(node, read_endpoint(listed, declared, running), asked_at)
 
     async def _read_running(self) -> dict[str, bool] | None:
         """What an endpoint that loads models by itself says that it holds; None: it does not."""
-        node, record = self._node, self._node.router_record
+        node, record = self.node, self.node.router_record
         for path in record.running_paths if node.probe_history.up else RUNNING_PATHS:
             reply = await fetch(node, path, largest=LARGEST_RUNNING)
             if isinstance(reply, ProbeResult) or reply.status >= 500:
@@ -638,43 +623,33 @@ class HealthMonitor:
 
         `result`: of its router, whose children may hang by themselves.
         """
-        load, history = model.load, model.probe_history
+        (_, load), history = model.routed, model.probe_history
         async with at_once:
-            reply = await fetch(model, "/props") if _may_hang(model) else None
+            reply = await fetch(model, "/props") if _may_hang(model, load) else None
             hangs = isinstance(reply, ProbeResult) and reply.answer is ProbeAnswer.TIMED_OUT
             self._record((model,), reply if isinstance(reply, ProbeResult) and hangs else result)
-            if load is not None and load.doubted:
+            if load.doubted:
                 if not isinstance(reply, ProbeResponse) or reply.status != HTTPStatus.OK:
                     return
                 load.doubt(doubted=False)
             if hangs:
                 return
-            if load is not None and model.spec.kind == "llama.cpp" and not load.properties_read:
-                found = await discover(model)
-                if found.up:
-                    history.discovered(model.clock())
-                    load.properties_were_read()
+            is_read = model.spec.kind != "llama.cpp" or history.discovered_at is not None
+            if not is_read and (await discover(model)).up:
+                history.discovered(model.clock())
             if not model.removed:
                 await self._read_slots(model)
-                self._refresh_state(model)
+                self.refresh_state(model)
 
     def _record(self, models: Iterable[Node], result: ProbeResult) -> None:
         """Count the result of a router's probe for its models."""
-        health = self._node.settings.health
         for model in models:
-            history, comes_up = model.probe_history, not model.probe_history.up
-            now = model.clock()
-            sign = sign_of_life(model, now) if result.answer is ProbeAnswer.TIMED_OUT else None
-            history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
-            if comes_up and history.up:
-                model.circuit.server_restarted(now)
-                model.degradation.server_restarted()
-            if comes_up or not result.up:
-                self._refresh_state(model)
+            if _count_result(model, result) or not result.up:
+                self.refresh_state(model)
 
     async def _follow(self) -> None:
         """Follow a router's events, until they break off; the next probe begins anew."""
-        node, lines = self._node, EventLines()
+        node, lines = self.node, EventLines()
         pool, limit = node.upstream, node.settings.health.timeout
         head = pool.address.request_head(b"GET", b"/models/sse", _HEADER_LINES)
         try:
@@ -684,7 +659,7 @@ class HealthMonitor:
             ):
                 if connection.status != HTTPStatus.OK:
                     if connection.status in NOT_FOUND_STATUSES:
-                        node.router_record.has_no_events()
+                        node.router_record.following(None)
                     return
                 node.router_record.following(node.clock())
                 self.read_models()  # What has changed before it listened.
@@ -696,23 +671,23 @@ class HealthMonitor:
         except UpstreamError:
             pass
         finally:
-            if node.router_record.tells:
+            if node.router_record.followed_since is not None:
                 node.router_record.following(math.inf)
         # The router has ended, or does not tell any more.
         self.probe_soon()
 
     def _take_event(self, event: ModelEvent) -> None:
-        model = self._node.instances.get(event.model or "")
+        model = self.node.instances.get(event.model or "")
         if event.progress is None or model is None or model.load is None:
             self.read_models()
         else:
             model.load.progressed(event.progress)
-            self._refresh_state(model)
+            self.refresh_state(model)
 
     async def _read_slots(self, node: Node, *, comes_up: bool = False) -> None:
         """Ask how many slots are busy, by what does not keep an idle server from sleeping."""
         history, asked_at = node.probe_history, node.clock()
-        path = node.load_endpoint(asked_at, comes_up=comes_up, fleet_works=self._fleet_works())
+        path = node.load_endpoint(asked_at, comes_up=comes_up, fleet_works=self.fleet_works())
         if path is None:
             node.occupancy.clear_foreign()
             history.slots_read()
@@ -738,15 +713,27 @@ class HealthMonitor:
             node.occupancy.record_tokens(busy)
 
 
-def _may_hang(model: Node) -> bool:
+def _count_result(node: Node, result: ProbeResult) -> bool:
+    """Count the result of a probe; whether the node has come up by it."""
+    history, health, now = node.probe_history, node.settings.health, node.clock()
+    was_up = history.up
+    sign = sign_of_life(node, now) if result.answer is ProbeAnswer.TIMED_OUT else None
+    history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
+    comes_up = history.up and not was_up
+    if comes_up:
+        node.circuit.server_restarted(now)
+        node.degradation.server_restarted()
+    return comes_up
+
+
+def _may_hang(model: Node, load: ModelLoad) -> bool:
     """Whether a loaded model's server is to show that it answers: it has work, or did not before.
 
     One that reads a prompt answers `/props` all the same, whatever its slots do.
     """
-    load, history = model.load, model.probe_history
+    history = model.probe_history
     fails = history.down or history.mute or history.failures_in_a_row > 0
-    doubted = load is not None and load.doubted
-    return model.spec.kind == "llama.cpp" and bool(model.leases or fails or doubted)
+    return model.spec.kind == "llama.cpp" and bool(model.leases or fails or load.doubted)
 
 
 # A prefill may take so many times longer than predicted before it stops being a sign of life.
@@ -860,15 +847,6 @@ def _is_loaded(model: Node) -> bool:
     return opened and not (model.spec.kind == "openai" and model.sleep.sleeping)
 
 
-_LOAD_STATES = {
-    LoadPhase.UNLOADED: NodeState.UNLOADED,
-    LoadPhase.LOADING: NodeState.LOADING,
-    LoadPhase.RETIRING: NodeState.UNLOADING,
-    LoadPhase.UNLOADING: NodeState.UNLOADING,
-    LoadPhase.FAILED: NodeState.FAILED,
-}
-
-
 def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
     """The state of a node whose model is not in its memory; None: it is, as far as is known."""
     history, load = node.probe_history, node.load
@@ -901,10 +879,10 @@ def _load_state(node: Node, load: ModelLoad, now: float) -> tuple[NodeState, str
         words = f"it is loaded since {now - load.since:.0f} s, in about {expected:.2g} s{done}"
         words += f": {reason}" if reason else ""
     elif load.phase is LoadPhase.RETIRING:
-        words = f"it ends its requests and is unloaded then: {reason}"
+        return NodeState.UNLOADING, f"it ends its requests and is unloaded then: {reason}"
     elif load.phase is LoadPhase.FAILED:
         words = f"{reason}; it is tried again in {max(0.0, load.retry_at - now):.0f} s"
-    return _LOAD_STATES[load.phase], words
+    return NodeState(load.phase.value), words
 
 
 _DRAINED = NodeState.DRAINING, "drained by an operator, until it is resumed"

@@ -89,13 +89,7 @@ class ModelIndex:
         self.cached_lookups.clear()
 
     def capable_nodes(
-        self,
-        model: str,
-        endpoint: Endpoint,
-        *,
-        vision: bool,
-        native: bool,
-        labels: NodeLabels = (),
+        self, model: str, endpoint: Endpoint, *, vision: bool, native: bool, labels: NodeLabels = ()
     ) -> CapableNodes:
         """The nodes, down or not, that serve this public model name and this endpoint.
 

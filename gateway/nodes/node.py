@@ -100,12 +100,7 @@ class SlotOccupancy:
         """A lease takes slots; `prefilling`: `prefill_done` will say when its prompt is read."""
         if int(now / SLOT_LINGER) != self._window:
             self._roll(now)
-        elapsed = now - self._integrated_at
-        if elapsed > 0:
-            # `integrate`, inlined here and below: both run for each request.
-            self._integrated_at = now
-            self.slot_seconds += elapsed * (self.leased + self.foreign)
-            self.prefill_seconds += elapsed * self.prefills
+        self.integrate(now)
         self.leased += slots
         self.prefills += prefilling
         if self._peak < self.leased:  # noqa: PLR1730 - a call costs four times as much
@@ -115,22 +110,14 @@ class SlotOccupancy:
 
     def prefill_done(self, now: float) -> None:
         """One of our prompts has been read."""
-        elapsed = now - self._integrated_at
-        if elapsed > 0:
-            self._integrated_at = now
-            self.slot_seconds += elapsed * (self.leased + self.foreign)
-            self.prefill_seconds += elapsed * self.prefills
+        self.integrate(now)
         self.prefills -= 1
 
     def release(self, slots: int, now: float, prefilling: bool = False) -> None:  # noqa: FBT001, FBT002
         """A lease gives back slots; `prefilling`: its prompt had not been read yet."""
         if int(now / SLOT_LINGER) != self._window:
             self._roll(now)
-        elapsed = now - self._integrated_at
-        if elapsed > 0:
-            self._integrated_at = now
-            self.slot_seconds += elapsed * (self.leased + self.foreign)
-            self.prefill_seconds += elapsed * self.prefills
+        self.integrate(now)
         self.leased -= slots
         self.prefills -= prefilling
 
@@ -393,14 +380,19 @@ class Node:
         return not router.takes_commands or router.router_record.stopped(self.clock())
 
     @property
+    def routed(self) -> tuple[Node, ModelLoad]:
+        """The router of which it is one model, and whether that is loaded; of such a node alone."""
+        assert self.router is not None
+        assert self.load is not None
+        return self.router, self.load
+
+    @property
     def is_alive(self) -> bool:
         """Whether it is worth the ordinary wait."""
-        load = self.load
-        if load is None:
+        if self.load is None:
             return self.state in ALIVE_STATES
-        if load.hindrance:
-            return False
-        return self.state in ALIVE_STATES or self.state is NodeState.LOADING
+        may_load = self.state in ALIVE_STATES or self.state is NodeState.LOADING
+        return may_load and not self.load.hindrance
 
     @property
     def slots_total(self) -> int:

@@ -95,20 +95,21 @@ def follow_held(
 
     `restarted`: the server was away since the last list.
     """
-    load, sleep, now = node.load, node.sleep, node.clock()
-    assert load is not None
+    (router, load), sleep, now = node.routed, node.sleep, node.clock()
     if status == "loading" or (status is None and not restarted):
         return None
     before = None if restarted else load.held
     load.tell_held(None if status is None else status == "loaded")
     if load.phase is LoadPhase.UNLOADED or load.phase is LoadPhase.FAILED:
         if before and not load.held:
-            return LoadChange("unloaded", None, by_others=False)
+            return LoadChange("unloaded")
         # What was just closed is held until another one is loaded.
         stays = before and (load.cause in _OWN_CAUSES or now - load.since <= COMMAND_LAG)
-        if not load.held or stays or not _has_room(node):
+        opened = sum(one.load is not None and one.load.loaded for one in router.instances.values())
+        is_full = opened >= max(1, router.router_record.most_loaded)
+        if not load.held or stays or is_full:
             return None
-        load.opened("found so", now)
+        load.enter(LoadPhase.READY, "found so", now)
         load.load_ended(None)
         sleep.props_read(True, now, asked=False)  # It may be unloaded at any time.
         sleep.woke()
@@ -123,14 +124,7 @@ def follow_held(
         sleep.props_read(True, now, asked=False)  # Whoever was to load it has left.
     else:
         reason = "its server was restarted" if restarted else "its server has unloaded it"
-        load.closed(reason, "restart" if restarted else "others", now)
+        load.enter(LoadPhase.UNLOADED, reason, now, "restart" if restarted else "others")
         sleep.restarted()
-        return LoadChange("unloaded", None, by_others=False)
+        return LoadChange("unloaded")
     return None
-
-
-def _has_room(node: Node) -> bool:
-    """Whether one more model of its router may be open."""
-    assert node.router is not None
-    opened = sum(one.load is not None and one.load.loaded for one in node.router.instances.values())
-    return opened < max(1, node.router.router_record.most_loaded)

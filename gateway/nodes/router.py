@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import enum
 import math
-import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import msgspec
 
-from gateway.nodes.server_properties import MOST_CONTEXT, MOST_SLOTS, UNREADABLE, memory_told
+from gateway.nodes.server_properties import (
+    MOST_CONTEXT,
+    MOST_SLOTS,
+    UNREADABLE,
+    memory_told,
+    number_given,
+)
 
 # Seconds after a failed load until the next try for that model on that node; doubles each time.
 FIRST_RETRY, MOST_RETRY = 10.0, 600.0
@@ -59,7 +64,7 @@ _STATUSES: dict[str, Status] = {
 
 
 class LoadPhase(enum.Enum):
-    """Whether a router has loaded one of its models."""
+    """Whether a router has loaded one of its models; in the words of `NodeState`."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -104,8 +109,9 @@ def read_list(listed: object) -> list[RoutedModel]:
         value, code = status.get("value"), status.get("exit_code")
         args = status.get("args")
         args = [one for one in args if isinstance(one, str)] if isinstance(args, list) else []
-        slots = _argument(args, "--parallel", MOST_SLOTS)
-        context = _argument(args, "--ctx-size", MOST_CONTEXT)
+        given = dict(pairwise(args))
+        slots = number_given(given, "--parallel", MOST_SLOTS)
+        context = number_given(given, "--ctx-size", MOST_CONTEXT)
         found.setdefault(
             name,
             RoutedModel(
@@ -117,7 +123,7 @@ def read_list(listed: object) -> list[RoutedModel]:
                 code if isinstance(code, int) else None,
                 slots,
                 context // slots if slots and context else None,
-                next((after for one, after in pairwise(args) if one == "--model"), None),
+                given.get("--model"),
                 memory_told(entry.get("meta"), args),
                 tuple(args),
             ),
@@ -134,17 +140,6 @@ def is_model_name(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable()
 
 
-_NUMBER = re.compile(r"[0-9]{1,10}")
-
-
-def _argument(args: Sequence[str], option: str, most: int) -> int | None:
-    """The number that follows an option; None: there is none, or not one from 1 to `most`."""
-    for word, value in pairwise(args):
-        if word == option and _NUMBER.fullmatch(value):
-            return int(value) if 0 < int(value) <= most else None
-    return None
-
-
 class ModelEvent(NamedTuple):
     """One event of `/models/sse`."""
 
@@ -155,25 +150,20 @@ class ModelEvent(NamedTuple):
 _EVENTS = msgspec.json.Decoder(dict[str, Any])
 
 
-@dataclass(slots=True)
 class EventLines:
     """Cuts `/models/sse` into events. A line that is too long is passed over."""
 
-    _rest: bytearray = field(default_factory=bytearray)
-    _skips: bool = False
+    def __init__(self) -> None:
+        self._rest = b""
 
     def add(self, part: bytes) -> Iterator[ModelEvent]:
         """More bytes came; the events that end in them."""
-        self._rest += part
-        *lines, rest = bytes(self._rest).split(b"\n")
-        self._rest[:] = rest
+        *lines, rest = (self._rest + part).split(b"\n")
+        # As a comment, a line that is too long says nothing up to its end.
+        self._rest = rest if len(rest) <= LONGEST_EVENT else b":"
         for line in lines:
-            skipped, self._skips = self._skips, False
-            if not skipped and (event := _read_event(line)) is not None:
+            if (event := _read_event(line)) is not None:
                 yield event
-        if len(self._rest) > LONGEST_EVENT:
-            self._rest.clear()
-            self._skips = True
 
 
 def _read_event(line: bytes) -> ModelEvent | None:
@@ -186,10 +176,8 @@ def _read_event(line: bytes) -> ModelEvent | None:
     model, data = event.get("model"), event.get("data")
     progress = data.get("progress") if isinstance(data, dict) else None
     value = progress.get("value") if isinstance(progress, dict) else None
-    share = None
-    if isinstance(value, (int, float)) and 0.0 <= value <= 1.0:
-        share = float(value)
-    return ModelEvent(model if isinstance(model, str) else None, share)
+    is_share = isinstance(value, (int, float)) and 0.0 <= value <= 1.0
+    return ModelEvent(model if isinstance(model, str) else None, value if is_share else None)
 
 
 @dataclass(slots=True)
@@ -214,7 +202,6 @@ class ModelLoad:
     memory: int | None = None  # bytes that it takes when it is loaded, as learnt from a load
     file: str | None = None  # the path of its file on the router's machine
     listed: RoutedModel | None = None  # as its router listed it last
-    properties_read: bool = False  # whether `/props` was read since it was loaded
     saved: int = 0  # prompts that are saved for its next load
     no_room: str = ""  # why it can't be loaded beside what always stays there; empty: it can
     restoring: bool = False  # it is loaded, and gets no requests before they are restored
@@ -241,23 +228,23 @@ class ModelLoad:
         """Whether its server runs with the model."""
         return self.phase in LOADED_PHASES
 
-    def enter(self, phase: LoadPhase, reason: str, now: float) -> None:
-        """Begin another phase."""
-        self.phase, self.reason, self.since = phase, reason, now
+    def enter(
+        self, phase: LoadPhase, reason: str, now: float, cause: UnloadCause | None = None
+    ) -> None:
+        """Begin another phase, without a command of ours; `cause`: why it is unloaded, if it is."""
+        self.phase, self.reason, self.since, self.ordered = phase, reason, now, None
         self.progress, self.doubted = None, False
-        if phase is not LoadPhase.READY:
-            self.properties_read = False
+        self.cause = cause or self.cause
 
     def order(self, command: Literal["load", "unload"], reason: str, now: float) -> None:
         """The router is told to load it, or to unload it."""
-        self.ordered, self.taken_at = command, math.inf
         self.enter(LoadPhase.LOADING if command == "load" else LoadPhase.UNLOADING, reason, now)
+        self.ordered, self.taken_at = command, math.inf
 
     def retire(self, reason: str, cause: UnloadCause, now: float) -> None:
         """It gets no new requests, and is unloaded when it has none."""
         if self.phase is not LoadPhase.RETIRING:
-            self.cause = cause
-            self.enter(LoadPhase.RETIRING, reason, now)
+            self.enter(LoadPhase.RETIRING, reason, now, cause)
 
     def unload_wanted(self, now: float) -> None:
         """An operator wants it unloaded: it is not loaded again at once."""
@@ -266,17 +253,7 @@ class ModelLoad:
     def keep(self, reason: str, now: float) -> None:
         """It is not unloaded after all."""
         if self.phase is LoadPhase.RETIRING:
-            # Its server is the one whose properties were read.
-            self.phase, self.reason, self.since = LoadPhase.READY, reason, now
-
-    def opened(self, reason: str, now: float) -> None:
-        """The first request may load it: the node takes no commands."""
-        self.enter(LoadPhase.READY, reason, now)
-
-    def closed(self, reason: str, cause: UnloadCause, now: float) -> None:
-        """No request is to load it any more: the node takes no commands."""
-        self.cause = cause
-        self.enter(LoadPhase.UNLOADED, reason, now)
+            self.enter(LoadPhase.READY, reason, now)
 
     def tell_held(self, held: bool | None) -> None:  # noqa: FBT001 - a value
         """Its server holds it, or does not; None: unknown."""
@@ -309,10 +286,6 @@ class ModelLoad:
         """Its saved prompts are restored from now on, or no more."""
         self.restoring = restoring
 
-    def properties_were_read(self) -> None:
-        """`/props` was read."""
-        self.properties_read = True
-
     def forget_waits(self) -> None:
         """An operator wants it loaded now, whatever came of loads before."""
         self.retry_at = self.by_others_at = -math.inf
@@ -328,7 +301,6 @@ class ModelLoad:
         """A load failed, or the command for it: it is tried again later, each time after longer."""
         self.retry_at = now + min(MOST_RETRY, FIRST_RETRY * 2.0 ** min(self.failures, 16))
         self.failures += 1
-        self.ordered = None
         self.enter(LoadPhase.FAILED, why, now)
 
     def command_taken(self, now: float) -> None:
@@ -338,13 +310,7 @@ class ModelLoad:
     def load_refused(self, why: str, now: float) -> None:
         """The router had no room for it, or did not hear of it: that says nothing of the model."""
         self.retry_at = now + REFUSED_RETRY
-        self.ordered = None
         self.enter(LoadPhase.UNLOADED, why, now)
-
-    def unload_refused(self, why: str, now: float) -> None:
-        """The router did not take the command to unload it."""
-        self.ordered = None
-        self.enter(LoadPhase.READY, why, now)
 
     def retry_due(self, now: float) -> bool:
         """Its load failed and may be tried again; then it counts as unloaded."""
@@ -381,15 +347,13 @@ class ModelLoad:
         if status is None or (self.ordered is not None and self._may_lag(status, asked_at)):
             return None
         if status == "loading":
-            if phase is LoadPhase.LOADING:
-                return None
-            return self._changed("loading", None, now, followed=followed)
+            known = phase is LoadPhase.LOADING
+            return None if known else self._changed("loading", now, followed=followed)
         if status == "unloaded":
-            return self._not_loaded(model, now, followed=followed)
-        if phase in LOADED_PHASES or (phase is LoadPhase.UNLOADING and not self._overdue(now)):
-            return None
-        seconds = now - self.since if phase is LoadPhase.LOADING else None
-        return self._changed("loaded", seconds, now, followed=followed)
+            known = phase is LoadPhase.UNLOADED or phase is LoadPhase.FAILED
+            return None if known else self._not_loaded(model, now, followed=followed)
+        unloads = phase is LoadPhase.UNLOADING and now - self.since <= MOST_UNLOAD
+        return None if self.loaded or unloads else self._changed("loaded", now, followed=followed)
 
     def _may_lag(self, status: Status, asked_at: float) -> bool:
         """Whether the list may be older than the command that it contradicts."""
@@ -397,66 +361,49 @@ class ModelLoad:
             return status == "unloaded" and asked_at < self.taken_at
         return status != "unloaded" and asked_at - self.since < COMMAND_LAG
 
-    def _overdue(self, now: float) -> bool:
-        return now - self.since > MOST_UNLOAD
-
-    def _not_loaded(
-        self, model: RoutedModel, now: float, *, followed: bool | None
-    ) -> LoadChange | None:
-        phase = self.phase
-        if phase is LoadPhase.UNLOADED or phase is LoadPhase.FAILED:
-            return None
-        if phase is LoadPhase.LOADING and (model.failed or followed is not False):
+    def _not_loaded(self, model: RoutedModel, now: float, *, followed: bool | None) -> LoadChange:
+        if self.phase is LoadPhase.LOADING and (model.failed or followed is not False):
             # One that is told to unload it meanwhile shows the same, and a list that was read
             # anew shows no failure at all.
             code = "" if model.exit_code is None else f" (exit code {model.exit_code})"
             self.failed(f"the router could not load it{code}: its log says why", now)
-            return LoadChange("failed", None, by_others=False)
-        if model.failed and phase is not LoadPhase.UNLOADING:
-            self.ordered, self.cause = None, "died"
-            self.enter(LoadPhase.UNLOADED, "its server ended by itself", now)
-            return LoadChange("died", None, by_others=False)
-        return self._changed("unloaded", None, now, followed=followed)
+            return LoadChange("failed")
+        if model.failed and self.phase is not LoadPhase.UNLOADING:
+            self.enter(LoadPhase.UNLOADED, "its server ended by itself", now, "died")
+            return LoadChange("died")
+        return self._changed("unloaded", now, followed=followed)
 
     def _changed(
-        self,
-        change: Literal["loading", "loaded", "unloaded"],
-        seconds: float | None,
-        now: float,
-        *,
-        followed: bool | None,
+        self, change: Literal["loading", "loaded", "unloaded"], now: float, *, followed: bool | None
     ) -> LoadChange:
         """The phase follows what the router shows."""
-        ours = {"loading": "load", "loaded": "load", "unloaded": "unload"}[change]
-        not_ours = self.ordered != ours and not (
-            change == "loaded" and self.phase is LoadPhase.LOADING
-        )
-        by_others = not_ours and followed is True
+        ended = change == "loaded" and self.phase is LoadPhase.LOADING
+        ours = ended or self.ordered == ("unload" if change == "unloaded" else "load")
+        reason, cause, seconds = self.reason, self.cause, now - self.since if ended else None
+        by_others = not ours and followed is True
         if by_others:
             self.by_others_at = now
-        reason = self.reason
-        if not_ours:
-            restarted = followed is False
-            reason = "the router was restarted" if restarted else "not by this gateway"
-            self.cause = "restart" if restarted else "others"
-            if change != "unloaded" and not followed:
-                reason = "found so"
-        if change == "loading":
-            self.enter(LoadPhase.LOADING, reason, now)
-            return LoadChange(change, None, by_others)
-        self.ordered = None
+        if not ours and change != "unloaded" and not followed:
+            reason = "found so"
+        elif not ours and followed is False:
+            reason, cause = "the router was restarted", "restart"
+        elif not ours:
+            reason, cause = "not by this gateway", "others"
         if change == "loaded":
             self.load_ended(seconds)
-        self.enter(LoadPhase.READY if change == "loaded" else LoadPhase.UNLOADED, reason, now)
+        self.enter(_PHASES[change], reason, now, cause)
         return LoadChange(change, seconds, by_others)
+
+
+_PHASES = {"loading": LoadPhase.LOADING, "loaded": LoadPhase.READY, "unloaded": LoadPhase.UNLOADED}
 
 
 class LoadChange(NamedTuple):
     """What a list has changed for one model."""
 
     change: Literal["loading", "loaded", "unloaded", "failed", "died"]
-    seconds: float | None  # that a load took, if its begin was seen
-    by_others: bool  # it was neither ours nor the end of a process
+    seconds: float | None = None  # that a load took, if its begin was seen
+    by_others: bool = False  # it was neither ours nor the end of a process
 
 
 @dataclass(slots=True)
@@ -465,8 +412,9 @@ class RouterRecord:
 
     most_loaded: int = 0  # models that it was seen to hold at once; 0: it tells none
     running_paths: tuple[str, ...] = RUNNING_PATHS
-    followed_since: float = math.inf  # since when its events are followed; infinity: they aren't
-    tells: bool = True  # whether it has events, as far as is known
+    followed_since: float | None = math.inf
+    """Since when its events are followed; infinity: they aren't; None: it is an old one, without
+    `/models/sse`."""
     stopped_until: float = -math.inf
     """Until when it gets no commands, since others load and unload its models too."""
     _held: frozenset[str] = frozenset()  # models that it held, as it told last
@@ -483,17 +431,13 @@ class RouterRecord:
             self.most_loaded = len(models)
         self._held = models
 
-    def following(self, since: float) -> None:
-        """Its events are followed since then; infinity: no more."""
-        self.followed_since, self.tells = since, True
-
-    def has_no_events(self) -> None:
-        """It is an old one, without `/models/sse`."""
-        self.tells = False
+    def following(self, since: float | None) -> None:
+        """Its events are followed since then; infinity: no more; None: it has none."""
+        self.followed_since = since
 
     def followed(self, listed_at: float) -> bool | None:
         """Whether its events were followed since a list was asked for; None: it has none."""
-        return self.followed_since <= listed_at if self.tells else None
+        return None if self.followed_since is None else self.followed_since <= listed_at
 
     def changed_by_others(self, now: float) -> bool:
         """Another one has loaded or unloaded a model; whether that was once too often."""

@@ -25,7 +25,7 @@ from hashlib import blake2b
 from http import HTTPStatus
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -100,9 +100,8 @@ class SavedPrompts:
         cache: FleetPromptCache,
         row_of: Callable[[Node], int | None],
         publish: Callable[[PromptsKept], None],
-        clock: Callable[[], float],
     ) -> None:
-        self._cache, self._row_of, self._publish, self._clock = cache, row_of, publish, clock
+        self._cache, self._row_of, self._publish = cache, row_of, publish
         self._saved: dict[str, dict[int, SavedPrompt]] = {}
         """By `server_key` and slot; all of one model have the same canary."""
         self._verified: dict[str, tuple[str, ...]] = {}
@@ -117,9 +116,9 @@ class SavedPrompts:
 
     async def save(self, node: Node) -> None:
         """Save what is worth it of an idle model that gets no requests, within `MOST_SAVE` s."""
-        key, call = server_key(node.spec), _Calls.begun(node, MOST_SAVE, self._clock)
+        key, call = server_key(node.spec), _Calls(node, node.clock() + MOST_SAVE)
         before, files = self._saved.get(key, {}), list[SavedFile]()
-        if self._clock() < self._paused.get(key, -math.inf):
+        if node.clock() < self._paused.get(key, -math.inf):
             return
         try:
             chosen = await self._choose(node, before, call)
@@ -138,8 +137,8 @@ class SavedPrompts:
                 canary = await call.canary()  # From its cache, as after a restore.
                 canary = msgspec.structs.replace(canary, file=await call.save(None))
         except _Wrong as error:
-            self._paused[key] = self._clock() + PAUSE
-            self._publish(PromptsKept(node.name, error.action, 1, 0, str(error)))
+            self._paused[key] = node.clock() + PAUSE
+            self._tell(node, error)
             return
         self._verified[key] = call.args
         count = tokens = 0
@@ -191,39 +190,40 @@ class SavedPrompts:
         It takes `MOST_RESTORE` seconds, and as many again if a slot must be emptied. The prompt
         cache of the node's row knows them then. False: a slot has what is wrong.
         """
-        key, call = server_key(node.spec), _Calls.begun(node, MOST_RESTORE, self._clock)
+        key, call = server_key(node.spec), _Calls(node, node.clock() + MOST_RESTORE)
         saved = [*self._saved.get(key, {}).items()]
         self._verified.pop(key, None)
         if not saved:
             return True
-        canary, restored, tokens = saved[0][1].canary, list[int](), 0
+        first, restored, tokens = saved[0][1], list[int](), 0
         try:
-            is_same = await call.server() == saved[0][1].server
-            used = any(slot.is_processing for slot in await call.slots())
+            if await call.server() != first.server:
+                self._saved.pop(key, None)
+                return True
+            if any(slot.is_processing for slot in await call.slots()):
+                return True  # Others have loaded it, past this gateway.
         except _Wrong as error:
-            self._publish(PromptsKept(node.name, error.action, 1, 0, str(error)))
-            return True
-        if not is_same:
-            self._saved.pop(key, None)
-        if not is_same or used:  # by those for whom it was loaded, past this gateway
+            self._tell(node, error)
             return True
         try:
-            await call.restore(None, canary.file)
-            await call.canary(canary)
+            await call.restore(None, first.canary.file)
+            await call.canary(first.canary)
         except _Wrong as error:
             self._saved.pop(key, None)
-            return await self._erase(call, 0, error)
+            self._tell(node, error)
+            return await call.empties(0)
         self._verified[key] = call.args
         # A calibration would take a slot of theirs.
-        node.calibration.end("warmed", self._clock(), warm=True, again=False)
+        node.calibration.end("warmed", node.clock(), warm=True, again=False)
         for slot, one in saved:
-            if call.end - self._clock() < one.file.size / RESTORE_RATE:
+            if call.end - node.clock() < one.file.size / RESTORE_RATE:
                 continue
             try:
                 await call.restore(slot, one.file)
             except _Wrong as error:
                 self._saved.get(key, {}).pop(slot, None)
-                if not await self._erase(call, slot, error):
+                self._tell(node, error)
+                if not await call.empties(slot):
                     return False
                 continue
             restored.append(slot)
@@ -231,19 +231,12 @@ class SavedPrompts:
             if (row := self._row_of(node)) is not None:
                 self._cache.restore(row, one.prompt, one.caller)
         if 0 not in restored:
-            await self._erase(call, 0)  # It holds the canary.
+            await call.empties(0)  # It holds the canary.
         self._publish(PromptsKept(node.name, "restored", len(restored), tokens))
         return True
 
-    async def _erase(self, call: _Calls, slot: int, why: _Wrong | None = None) -> bool:
-        """Empty a slot, however late it is; whether it is empty."""
-        if why is not None:
-            self._publish(PromptsKept(call.node.name, why.action, 1, 0, str(why)))
-        try:
-            await replace(call, end=self._clock() + MOST_RESTORE).act("erase", slot)
-        except _Wrong:
-            return False
-        return True
+    def _tell(self, node: Node, error: _Wrong) -> None:
+        self._publish(PromptsKept(node.name, error.action, 1, 0, str(error)))
 
     # The record.
 
@@ -335,22 +328,20 @@ def _read(body: bytes, kind: type[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """Calls of a model's server until `end`, by the clock. All raise _Wrong."""
+    """Calls of a model's server until `end`, by the node's clock. They raise _Wrong."""
 
     node: Node
-    args: tuple[str, ...]  # of the server, as the router has listed them
     end: float
-    clock: Callable[[], float]
 
-    @classmethod
-    def begun(cls, node: Node, seconds: float, clock: Callable[[], float]) -> Self:
-        """Calls of the server that runs now, for so many seconds."""
-        listed = None if node.load is None else node.load.listed
-        return cls(node, () if listed is None else listed.args, clock() + seconds, clock)
+    @property
+    def args(self) -> tuple[str, ...]:
+        """Those of the server, as the router has listed it."""
+        load = self.node.load
+        return () if load is None or load.listed is None else load.listed.args
 
     async def send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The answer to a GET of `path`, or to a POST of `body`."""
-        what, left = path.partition("?action=")[2] or path, self.end - self.clock()
+        what, left = path.partition("?action=")[2] or path, self.end - self.node.clock()
         if left <= 0:
             raise _Wrong(f"no time is left for {what}")
         named = None if body is None else {"model": self.node.spec.instance, **body}
@@ -369,6 +360,14 @@ class _Calls:
     async def act(self, action: str, slot: int | None, **body: str) -> bytes:
         """Save, restore or erase a slot; the canary's is 0."""
         return await self.send(f"/slots/{slot or 0}?action={action}", body)
+
+    async def empties(self, slot: int) -> bool:
+        """Empty a slot, however late it is; whether it is empty."""
+        try:
+            await replace(self, end=self.node.clock() + MOST_RESTORE).act("erase", slot)
+        except _Wrong:
+            return False
+        return True
 
     async def server(self) -> bytes:
         """A digest of build and arguments of the server that runs."""
@@ -410,11 +409,10 @@ class _Calls:
 
     async def _digest(self, name: str, size: int) -> bytes | None:
         """A digest of a file of so many bytes; None: it can't be read here."""
-        paths = (after for one, after in pairwise(self.args) if one == "--slot-save-path")
-        folder = Path(next(paths, ""))
+        folder = Path(dict(pairwise(self.args)).get("--slot-save-path", ""))
         if not folder.is_absolute() or not is_loopback(url_host(self.node.spec.url)):
             return None
-        left = max(0.0, self.end - self.clock())
+        left = max(0.0, self.end - self.node.clock())
         reading = asyncio.to_thread(_file_digest, folder / name, size, time.monotonic() + left)
         with suppress(TimeoutError):
             async with asyncio.timeout(left):

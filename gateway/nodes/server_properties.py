@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -36,33 +36,40 @@ CONSTANT_MARKER = "<__media__>"
 ServedAs = tuple[tuple[str, ...] | None, int | None, int | None, str | None, str | None, int | None]
 
 
+# What is kept in a file must be within the limits that a server's answers must meet.
+_Slots = Annotated[int, msgspec.Meta(ge=1, le=MOST_SLOTS)]
+_Context = Annotated[int, msgspec.Meta(ge=1, le=MOST_CONTEXT)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=MOST_MODEL_SIZE)]
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_PROPERTY)]
+
+
 @dataclass(slots=True)
 class ServerProperties:
     """What a server has reported. None: it has not reported it. Kept while the server is down."""
 
-    slots: int | None = None
-    context: int | None = None  # tokens of one slot
-    trained_context: int | None = None
-    models: tuple[str, ...] = ()  # its own names for the models that it serves, one for each
-    aliases: dict[str, str] = field(default_factory=dict)
+    slots: _Slots | None = None
+    context: _Context | None = None  # tokens of one slot
+    trained_context: _Context | None = None
+    models: tuple[_Text, ...] = ()  # its own names for the models that it serves, one for each
+    aliases: dict[_Text, str] = field(default_factory=dict)
     """Further names that it answers to, and for each the name in `models`."""
-    build: str | None = None
-    template: str | None = None  # a hash of its chat template
-    file: str | None = None  # the model's file, without its folder
+    build: _Text | None = None
+    template: _Text | None = None  # a hash of its chat template
+    file: _Text | None = None  # the model's file, without its folder
     vision: bool | None = None
     audio: bool | None = None
     video: bool | None = None
     slots_endpoint: bool | None = None
     metrics_endpoint: bool | None = None
-    n_params: int | None = None
-    size: int | None = None  # bytes of the model's tensors
-    ftype: str | None = None
-    refused: set[str] = field(default_factory=set)
+    n_params: _Size | None = None
+    size: _Size | None = None  # bytes of the model's tensors
+    ftype: _Text | None = None
+    refused: set[_Text] = field(default_factory=set)
     """Endpoints that it has refused with 501, such as `rerank`."""
     is_router: bool = False  # whether it holds many models, and loads them on demand
-    most_loaded: int = 0
+    most_loaded: Annotated[int, msgspec.Meta(ge=0, le=MOST_MODELS)] = 0
     """Models that a router holds at once; 0: as many as fit."""
-    process: str | None = None
+    process: _Text | None = None
     """A mark that each process of the server chooses anew; None: this build has none."""
     shared_pool: bool | None = None
     """Whether this process has shown that its slots share one pool of tokens."""
@@ -220,30 +227,9 @@ def server_key(spec: NodeSpec, *also: str) -> str:
 
 
 def is_plausible(properties: ServerProperties) -> bool:
-    """Whether properties from a file are within the limits that a server's answers must meet."""
-    counts = (
-        (properties.slots, MOST_SLOTS),
-        (properties.context, MOST_CONTEXT),
-        (properties.trained_context, MOST_CONTEXT),
-        (properties.n_params, MOST_MODEL_SIZE),
-        (properties.size, MOST_MODEL_SIZE),
-        (properties.most_loaded or None, MOST_MODELS),
-    )
-    names = (*properties.names, *properties.refused)
-    texts = (
-        properties.build,
-        properties.template,
-        properties.file,
-        properties.ftype,
-        properties.process,
-    )
-    return (
-        len(names) <= MOST_MODELS
-        and all(model in properties.models for model in properties.aliases.values())
-        and all(count is None or _count(count, most) for count, most in counts)
-        and all(_name(name) for name in names)
-        and all(text is None or _name(text) for text in texts)
-    )
+    """Whether properties from a file have no more names than a server's answers may, and fit."""
+    count, known = len(properties.names) + len(properties.refused), properties.models
+    return count <= MOST_MODELS and all(one in known for one in properties.aliases.values())
 
 
 # A server's answers have up to 4 MB, and a million empty lists would take 0.1 s and 100 MB. So only
@@ -366,6 +352,13 @@ _MOST_KEY_WIDTH = 2048  # elements of a layer's keys where heads share them, as 
 _SHARING_VOCABULARY = 1 << 16  # so large a vocabulary
 
 
+def number_given(given: Mapping[str, str], option: str, most: int) -> int | None:
+    """The number that a server was given for an option; None: none from 1 to `most`."""
+    value = given.get(option, "")
+    is_number = value.isascii() and value.isdigit() and len(value) <= 10
+    return _count(int(value), most) if is_number else None
+
+
 def memory_told(meta: object, args: Sequence[str]) -> int | None:
     """Return the bytes that a server takes with its model: weights, full slots, and the rest.
 
@@ -380,7 +373,7 @@ def memory_told(meta: object, args: Sequence[str]) -> int | None:
     context = _count(meta.get("n_ctx"), MOST_CONTEXT) or 0  # of one slot
     given = dict(pairwise(args))
     slots, cells, micro_batch, prompts = (
-        int(given[name]) if _NUMBER.fullmatch(given.get(name, "").encode("utf-8", "replace")) else 0
+        number_given(given, name, MOST_MODEL_SIZE) or 0
         for name in ("--parallel", "--ctx-size", "--ubatch-size", "--cache-ram")
     )
     slots = slots or 1

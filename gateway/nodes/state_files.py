@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,19 +22,16 @@ log = logging.getLogger(__name__)
 LARGEST_NAMES_FILE = 1 << 20  # bytes; ten thousand long names
 
 
-class _StoredNames:
+class StoredNames:
     """Names in a file of their own. `path` None: kept in memory only."""
 
-    key: str  # of the list in the file
-    lost: str  # what it means that the file can't be read
-    unsaved: str
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, key: str, what: str, lost: str) -> None:
+        """`key` of the list in the file; `what` they name; `lost`: if it can't be read."""
+        self._path, self._key, self._what = path, key, what
         self.names: frozenset[str] = frozenset()  # all of them; replaced at each change
         if path is not None:
-            found = read_state(path, dict[str, list[str]], LARGEST_NAMES_FILE, self.lost)
-            self.names = frozenset((found or {}).get(self.key, ()))
+            found = read_state(path, dict[str, list[str]], LARGEST_NAMES_FILE, lost)
+            self.names = frozenset((found or {}).get(key, ()))
         self._saved = self.names
         self._writing = threading.Lock()
 
@@ -55,35 +53,34 @@ class _StoredNames:
             if self._path is None or names == self._saved:
                 return
             try:
-                write_state(self._path, {self.key: sorted(names)})
+                write_state(self._path, {self._key: sorted(names)})
             except OSError as error:
-                log.warning("%s and will be forgotten at a restart: %s", self.unsaved, error)
+                words = "%s could not be saved and will be forgotten at a restart: %s"
+                log.warning(words, self._what, error)
             else:
                 self._saved = names
 
 
-class DrainedNodes(_StoredNames):
-    """The names of drained nodes.
+class OperatorOrders:
+    """Which nodes are drained, and which models paused or pinned, by name.
 
-    A node that leaves the inventory keeps its entry: it is drained if it comes back.
+    A name that is gone keeps its entry: a node that comes back to the inventory is still drained.
     """
 
-    key, lost = "drained", "no node is drained"
-    unsaved = "Drained nodes could not be saved"
+    def __init__(self, file: Callable[[str], Path] | None = None) -> None:
+        """`file` gives the path of each file; None: they are kept in memory only."""
 
+        def names(name: str, key: str, what: str, lost: str) -> StoredNames:
+            return StoredNames(None if file is None else file(name), key, what, lost)
 
-class PausedModels(_StoredNames):
-    """The public names of paused models. One that nobody serves keeps its entry."""
+        self.drained = names("drains", "drained", "Drained nodes", "no node is drained")
+        self.paused = names("paused", "paused", "Paused models", "no model is paused")
+        self.pinned = names("pinned", "pinned", "Pinned models", "operators have pinned no model")
 
-    key, lost = "paused", "no model is paused"
-    unsaved = "Paused models could not be saved"
-
-
-class PinnedModels(_StoredNames):
-    """The names of routers' models that operators have pinned. One that is gone keeps its entry."""
-
-    key, lost = "pinned", "operators have pinned no model"
-    unsaved = "Pinned models could not be saved"
+    def save(self) -> None:
+        """Write what has changed. It waits for the disk: call it in a thread."""
+        for names in (self.drained, self.paused, self.pinned):
+            names.save()
 
 
 PROPERTIES_VERSION = 1  # version of the file's format; a file of another version is not read

@@ -107,7 +107,7 @@ class ModelPlacer:
         self._began = self.clock()
         self.configure(self.settings)
         cache, sync = self.scheduler.prompt_cache, self.scheduler.fleet_sync
-        self.saved_prompts = SavedPrompts(cache, sync.row_index, self.bus.publish, self.clock)
+        self.saved_prompts = SavedPrompts(cache, sync.row_index, self.bus.publish)
         self.fleet.watch_models(self._models_differ, self._loaded)
         self.scheduler.watch_models(self._asked_for)
 
@@ -643,7 +643,7 @@ class ModelPlacer:
         self.fleet.load_ordered(node, "unload", load.reason)
         refused = await self._command(router, node, "unload")
         if refused is not None:
-            load.unload_refused(refused.why, self.clock())
+            load.enter(LoadPhase.READY, refused.why, self.clock())
         self.fleet.load_changed(node)
 
     def _loaded(self, node: Node) -> None:

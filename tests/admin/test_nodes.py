@@ -123,9 +123,9 @@ async def test_an_unknown_node_is_404_with_the_nearest_names(method: str, path: 
 
 @in_virtual_time
 async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -> None:
-    drains = tmp_path / "drains.json"
+    drains = tmp_path / "drains"
     async with bare_gateway(
-        node := EmulatedNode(), other := EmulatedNode(), drains=drains, serving=True
+        node := EmulatedNode(), other := EmulatedNode(), folder=tmp_path, serving=True
     ) as gateway:
         result = await order(gateway, "a", "drain")
         assert (result["state"], result["draining"], result["deadline_in"]) == (

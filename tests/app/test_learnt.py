@@ -19,8 +19,8 @@ from structlog.testing import capture_logs
 from gateway.app.learnt import (
     HALF_LIFE,
     OLDEST,
+    Decisions,
     Demand,
-    KeptGrant,
     LearntFile,
     LearntMemory,
     LearntTable,
@@ -37,6 +37,7 @@ from gateway.lease import (
     KeyedHash,
     LeaseRequest,
     PromptKey,
+    Tried,
     Usage,
     UsageReport,
 )
@@ -44,6 +45,15 @@ from gateway.nodes.prompt_cache import KeptPrompt
 from gateway.nodes.saved_prompts import Canary, SavedFile, SavedPrompt, SavedPrompts
 from gateway.nodes.server_properties import ServerProperties
 from gateway.schedule.core.demand_model import TokenEstimates
+from gateway.schedule.core.requests import (
+    Comparison,
+    Deferral,
+    NodeCounts,
+    OwnFigures,
+    RowFigures,
+    RowSpeed,
+    RowWork,
+)
 from gateway.schedule.decision_log import Grant, PredictionAccuracy, RatioCounts, Refusal
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
@@ -87,9 +97,7 @@ class Life:
         self.history = FleetHistory(self.bus)
         self.keyed_hash = KeyedHash(key)
         sync = self.scheduler.fleet_sync
-        self.saved = SavedPrompts(
-            self.scheduler.prompt_cache, sync.row_index, lambda _: None, self.clock
-        )
+        self.saved = SavedPrompts(self.scheduler.prompt_cache, sync.row_index, lambda _: None)
         self.memory = LearntMemory.of_gateway(
             self.scheduler.fleet,
             self.scheduler,
@@ -366,7 +374,7 @@ async def test_a_row_that_this_program_never_wrote_stops_nothing(
     with opened(f"sqlite:///{tmp_path / name}") as store:
         await learnt_once(store)
         row = {
-            "gateway": "'g'", "section": "'decisions'", "version": "1", "key": "'g1'",
+            "gateway": "'g'", "section": "'decisions'", "version": "2", "key": "'g1'",
             "changed_at": "4e9", "value": "'{}'",
         } | {column: value}  # fmt: skip
         statement = f"INSERT INTO learnt ({','.join(row)}) VALUES ({','.join(row.values())})"
@@ -640,54 +648,38 @@ async def test_a_lease_that_ran_at_the_end_is_not_said_to_run(file: Path) -> Non
     assert found.ended_at is not None
 
 
-def a_kept_row(name: str, **more: object) -> dict[str, object]:
-    return {
-        "name": name, "measured": False, "total": 4, "busy": 1, "prefill_tps": 51.5,
-        "token_base": 0.25, "token_step": 0.125, "decode_slowdown": 0.5, "remaining": 7.0,
-        "prefill_wait": 5.0, "penalty": 3.0, "own_penalty": -0.5, "cached": 10.0, "wake": 1.0,
-        "pool": 100, "pool_used": 6, **more,
-    }  # fmt: skip
+def a_row(name: str) -> RowFigures:
+    """A row with one neighbour, which ends after 7 s; a prompt is read there for 5 s."""
+    speed = RowSpeed(False, 51.5, 0.25, 0.125, 3.0, 1.0)
+    return RowFigures(name, 4, 100, speed, RowWork(1, 1, 107.0, 105.0, 0.5, 6))
 
 
-# As versions before and after keep it: each reads what the other wrote.
-KEPT_GRANT = {
-    "request_id": "r", "at": 1000.0, "received_at": 999.0, "model": "m", "slots": 2,
-    "prompt_tokens": 50.0, "completion_tokens": 60.0, "expected_ttft": 1.5,
-    "expected_seconds": 2.5,
-    "comparison": {
-        "chosen": a_kept_row("a"), "others": [a_kept_row("b", own_penalty=0.0, cached=0.0)],
-        "with_room": 3, "candidates": 5, "by_cost": True,
-    },
-    "tier": "gpu", "fallback": "cpu_wait",
-    "tried": {
-        "failed_nodes": ["x"], "excluded_nodes": [], "unsupported_nodes": [],
-        "unsupported_hint": None, "min_context": 0, "statuses": [], "may_assemble": True,
-        "pool_overflows": 0, "limited_nodes": [], "retry_after": None,
-    },
-    "resumes": True, "times_yielded": 8,
-    "deferral": {
-        "node": "a", "wait_seconds": 4.0, "cost_there": 11.0, "cost_at_once": 12.0, "cached": 13.0
-    },
-    "fleet_size": 9, "out": {"full": 2}, "lease_id": 14, "first_content_at": 1001.0,
-    "ended_at": 1002.0, "outcome": "ok", "status": 200, "used": [40, 30, 20], "reported": True,
-}  # fmt: skip
-
-
-def test_a_grant_is_kept_in_the_form_that_earlier_versions_read() -> None:
-    raw = msgspec.json.encode(KEPT_GRANT)
-    grant = msgspec.json.decode(raw, type=KeptGrant).grant()
-    assert msgspec.json.encode(KeptGrant.of(grant)) == raw
-    comparison = grant.comparison
-    assert comparison is not None
-    row = comparison.chosen
-    assert (grant.lease_id, grant.model, grant.tier, grant.slots) == (14, "m", "gpu", 2)
-    assert (grant.prompt_tokens, grant.completion_tokens) == (50.0, 60.0)
-    assert (grant.expected_ttft, grant.expected_seconds) == (1.5, 2.5)
-    assert comparison.nodes.fleet == 9
-    assert (comparison.remaining(row), comparison.prefill_wait(row)) == (7.0, 5.0)
-    assert (comparison.cached_on_chosen, comparison.own_figures(row).penalty) == (10.0, -0.5)
-    assert (row.speed.penalty, row.speed.wake, row.work.pool_used) == (3.0, 1.0, 6)
-    assert (row.speed.token_base, row.speed.token_step) == (0.25, 0.125)
+def test_a_grant_is_kept_with_all_that_its_node_was_compared_with(file: Path) -> None:
+    life = Life(file)
+    own = {"a": OwnFigures(10.0, -0.5)}
+    compared = Comparison(a_row("a"), (a_row("b"),), own, 100.0, NodeCounts(3, 5, 9), True)
+    deferral, tried = Deferral("a", 4.0, 11.0, 12.0, 13.0), Tried(failed_nodes=frozenset("x"))
+    grant = Grant(
+        *("r", 1000.0, 999.0, 14, "m", "gpu", 2, 50.0, 60.0, 1.5, 2.5, compared, deferral, tried),
+        *(True, 8, "cpu_wait", {"full": 2}, 1001.0, 1002.0, "ok", 200, (40, 30, 20), True),
+    )
+    life.scheduler.decision_log.restore([grant])
+    section, later = Decisions(life.scheduler.decision_log), Life(file)
+    [(key, _, value)] = section.changes()
+    later.clock.passes(500.0)  # Another process has another clock.
+    again = Decisions(later.scheduler.decision_log)
+    row = Row("decisions", 2, key, None, 1e9, Raw(msgspec.json.encode(value)))
+    assert again.restore(row, 0.0)
+    again.restored()
+    [found] = later.scheduler.decision_log.grants
+    assert found.at - grant.at == pytest.approx(500.0, abs=1.0)
+    assert found.comparison is not None
+    for figures in (found.comparison.chosen, *found.comparison.others):
+        assert (found.comparison.remaining(figures), found.comparison.prefill_wait(figures)) == (
+            7.0, 5.0,
+        )  # fmt: skip
+    times = {"at": 1000.0, "received_at": 999.0, "first_content_at": 1001.0, "ended_at": 1002.0}
+    assert msgspec.json.encode(replace(found, **times)) == msgspec.json.encode(grant)
 
 
 async def test_a_successor_takes_what_its_predecessor_wrote_last_and_keeps_its_own(

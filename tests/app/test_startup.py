@@ -9,11 +9,10 @@ from gateway.app.startup import (
     Options,
     StartError,
     check_startup,
-    drains_file,
     keys_file,
     load_checked,
-    properties_file,
     read_admin_key,
+    state_file,
     state_folder,
     store_location,
 )
@@ -142,13 +141,13 @@ def test_state_files_are_in_the_folder_that_was_named_else_systemds_else_the_use
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     unnamed = Options(tmp_path / "nodes.yaml")
-    assert drains_file(unnamed).parent == tmp_path / "home/.local/state/llama-gateway"
+    assert state_file(unnamed, "drains").parent == tmp_path / "home/.local/state/llama-gateway"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
-    assert drains_file(unnamed).parent == tmp_path / "xdg/llama-gateway"
+    assert state_file(unnamed, "drains").parent == tmp_path / "xdg/llama-gateway"
     monkeypatch.setenv("STATE_DIRECTORY", f"{tmp_path}/systemd:{tmp_path}/second")
-    assert drains_file(unnamed).parent == tmp_path / "systemd"
+    assert state_file(unnamed, "drains").parent == tmp_path / "systemd"
     named = Options(tmp_path / "nodes.yaml", state_dir=tmp_path / "named")
-    assert drains_file(named).parent == properties_file(named).parent == tmp_path / "named"
+    assert {state_file(named, name).parent for name in ("drains", "seen")} == {tmp_path / "named"}
 
 
 def test_the_store_is_where_the_settings_say_else_in_the_state_folder(tmp_path: Path) -> None:
@@ -171,12 +170,13 @@ def test_hashes_of_keys_outlive_temporary_state_files_like_their_store(tmp_path:
         for run in ("one", "two")
     ]
     assert {keys_file(run) for run in runs} == {tmp_path / "own" / "keys.json"}
-    assert len({drains_file(run) for run in runs}) == 2
+    assert len({state_file(run, "drains") for run in runs}) == 2
     alone = Options(tmp_path / "nodes.yaml", state_dir=tmp_path / "state")
     assert keys_file(alone).parent == tmp_path / "state"
 
 
 def test_each_inventory_has_state_files_of_its_own(tmp_path: Path) -> None:
     one, other = (Options(tmp_path / name, state_dir=tmp_path) for name in ("a.yaml", "b.yaml"))
-    assert len({drains_file(one), drains_file(other), properties_file(one)}) == 3
-    assert drains_file(one) == drains_file(Options(tmp_path / "a.yaml", state_dir=tmp_path))
+    files = {state_file(one, "drains"), state_file(other, "drains"), state_file(one, "seen")}
+    assert len(files) == 3
+    assert state_file(Options(tmp_path / "a.yaml", state_dir=tmp_path), "drains") in files

@@ -176,9 +176,10 @@ class FaultInjector:
         """The temporary file of the state file; as a link to /dev/full it simulates a full disk."""
         state = self.folder / "state"
         state.mkdir(exist_ok=True)
-        from gateway.app.startup import Options, drains_file
+        from gateway.app.startup import Options, state_file
 
-        file = drains_file(Options(inventory_file=self.folder / "nodes.yaml", state_dir=state))
+        options = Options(inventory_file=self.folder / "nodes.yaml", state_dir=state)
+        file = state_file(options, "drains")
         return file.with_name(f"{file.name}.{self.gateway.pid}.new")
 
     async def _post_admin(self, path: str) -> bool:

@@ -18,7 +18,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
 from gateway.nodes.node import Lease, Node, NodeSettings, NodeState
 from gateway.nodes.speed import Speed
-from gateway.nodes.state_files import DrainedNodes, PropertiesStore
+from gateway.nodes.state_files import OperatorOrders, PropertiesStore
 from gateway.transport.pool import ConnectionPool, open_node_pool
 from tests.virtual import now
 
@@ -148,7 +148,7 @@ def inventory(*specs: NodeSpec) -> Inventory:
 async def a_fleet(
     *specs: NodeSpec,
     connect: Callable[[NodeSpec], ConnectionPool] = open_node_pool,
-    drains: Path | None = None,
+    folder: Path | None = None,
     clock: Callable[[], float] = now,
     probed: bool = True,
     timeouts: dict[str, Any] | None = None,
@@ -164,7 +164,7 @@ async def a_fleet(
         bus=bus,
         clock=clock,
         rng=random.Random(7),
-        drained_nodes=DrainedNodes(drains),
+        orders=OperatorOrders(None if folder is None else lambda name: folder / name),
         properties_store=properties_store,
     )
     running = Running(fleet)

@@ -26,7 +26,7 @@ from gateway.nodes.fleet import (
     released_slots,
 )
 from gateway.nodes.node import Lease, LeasePhase, Node, NodeState
-from gateway.nodes.state_files import DrainedNodes
+from gateway.nodes.state_files import OperatorOrders
 from gateway.transport.pool import ConnectionPool, open_node_pool
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
@@ -197,15 +197,14 @@ async def test_nodes_are_in_the_inventorys_order() -> None:
 
 @in_virtual_time
 async def test_a_drained_node_gets_no_work_even_after_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / "drains.json"
     async with EmulatedNode() as server:
         spec = a_spec(url=server.url)
-        async with a_fleet(spec, drains=path) as fleet:
+        async with a_fleet(spec, folder=tmp_path) as fleet:
             fleet.fleet.drain("a")
             await fleet.fleet.save_orders()
             assert fleet.state("a") is NodeState.DRAINING
             assert fleet["a"].free_slots(now()) == 0
-        async with a_fleet(spec, drains=path) as fleet:
+        async with a_fleet(spec, folder=tmp_path) as fleet:
             assert fleet.state("a") is NodeState.DRAINING
             before = fleet.capacity
             fleet.fleet.resume("a")
@@ -213,7 +212,7 @@ async def test_a_drained_node_gets_no_work_even_after_a_restart(tmp_path: Path) 
             assert fleet.state("a") is NodeState.READY
             assert fleet["a"].free_slots(now()) == 2
             assert fleet.capacity > before
-        async with a_fleet(spec, drains=path) as fleet:
+        async with a_fleet(spec, folder=tmp_path) as fleet:
             assert fleet.state("a") is NodeState.READY
 
 
@@ -384,7 +383,7 @@ class Play:
             bus=bus,
             clock=time.monotonic,
             rng=random.Random(7),
-            drained_nodes=DrainedNodes(),
+            orders=OperatorOrders(),
         )
 
     def connect(self, spec: NodeSpec) -> ConnectionPool:

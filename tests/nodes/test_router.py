@@ -243,5 +243,5 @@ def test_a_router_is_the_same_process_while_its_events_are_followed() -> None:
     assert record.followed(5.0) is False
     record.following(6.0)
     assert (record.followed(5.0), record.followed(7.0)) == (False, True)
-    record.has_no_events()
+    record.following(None)
     assert record.followed(7.0) is None

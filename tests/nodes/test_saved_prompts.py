@@ -18,6 +18,7 @@ import pytest
 
 from gateway.nodes import saved_prompts
 from gateway.nodes.prompt_cache import FleetPromptCache, KeptPrompt
+from gateway.nodes.router import ModelLoad, read_list
 from gateway.nodes.saved_prompts import (
     MOST_KEPT,
     MOST_RESTORE,
@@ -224,7 +225,7 @@ def test_no_two_routers_share_a_file_in_one_folder() -> None:
 
 
 def test_a_record_is_kept_as_far_as_it_agrees_and_its_caller_is_there() -> None:
-    saved = SavedPrompts(FleetPromptCache(), lambda _: None, lambda _: None, now)
+    saved = SavedPrompts(FleetPromptCache(), lambda _: None, lambda _: None)
     file, canary = SavedFile(99, 4096, b"digest"), Canary((7, 8), (-0.5, -0.25))
     prompts = KeptPrompt(b"12345678", 90, 10, ends_on_block=True)
     one = SavedPrompt(b"server", canary, file, prompts, "")
@@ -250,7 +251,7 @@ def test_a_record_is_kept_as_far_as_it_agrees_and_its_caller_is_there() -> None:
 
 
 def test_records_are_bounded_and_those_saved_first_go_first() -> None:
-    saved = SavedPrompts(FleetPromptCache(), lambda _: None, lambda _: None, now)
+    saved = SavedPrompts(FleetPromptCache(), lambda _: None, lambda _: None)
     canary, prompts = Canary((7,), (-0.5,)), KeptPrompt(b"12345678", 90, 10, ends_on_block=True)
     one = SavedPrompt(b"server", canary, SavedFile(99, 4096, None), prompts, "")
     for number in range(MOST_KEPT // MOST_SAVED + 3):
@@ -269,12 +270,13 @@ async def test_only_a_file_is_read_for_a_digest_and_not_for_longer_than_there_is
     os.mkfifo(pipe)
     link.symlink_to(file)
     node = a_node(url="http://127.0.0.1:1")
+    listed = {"id": "m", "status": {"args": ["--slot-save-path", str(tmp_path)]}}
+    [model] = read_list({"data": [listed]})
+    node.load = ModelLoad(listed=model)
     began = time.monotonic()
 
     async def digest(name: str, size: int, seconds: float = 10.0) -> bytes | None:
-        args = ("--slot-save-path", str(tmp_path))
-        call = saved_prompts._Calls(node, args, time.monotonic() + seconds, time.monotonic)
-        return await call._digest(name, size)
+        return await saved_prompts._Calls(node, node.clock() + seconds)._digest(name, size)
 
     found = await digest("file", 5)
     assert found is not None

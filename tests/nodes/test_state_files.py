@@ -17,9 +17,9 @@ from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.state_files import (
     LARGEST_NAMES_FILE,
     LARGEST_PROPERTIES_FILE,
-    DrainedNodes,
-    PausedModels,
+    OperatorOrders,
     PropertiesStore,
+    StoredNames,
 )
 from tests.each_case import each_case
 from tests.nodes.build import a_node, a_spec
@@ -31,6 +31,10 @@ def saying(facts: ServerProperties, **keys: Any) -> Node:
     node = a_node(**keys)
     node.properties = facts
     return node
+
+
+def drained_nodes(path: Path) -> StoredNames:
+    return StoredNames(path, "drained", "Drained nodes", "no node is drained")
 
 
 def written(path: Path, *nodes: Node) -> None:
@@ -108,7 +112,7 @@ def test_a_damaged_file_is_set_aside_and_logged(
         path.write_bytes(damage)
     with caplog.at_level(logging.WARNING):
         assert PropertiesStore(seen).recall(a_spec()) == ServerProperties()
-        drains = DrainedNodes(drained)
+        drains = drained_nodes(drained)
     assert "a" not in drains
     for path in (seen, drained):
         assert path.with_name(f"{path.name}.bad").read_bytes() == damage
@@ -117,7 +121,7 @@ def test_a_damaged_file_is_set_aside_and_logged(
     assert PropertiesStore(seen).recall(a_spec()) == SAID
     drains.add("a")
     drains.save()
-    assert "a" in DrainedNodes(drained)
+    assert "a" in drained_nodes(drained)
 
 
 def test_a_file_of_another_version_is_logged_and_not_read(
@@ -159,7 +163,7 @@ def test_a_folder_that_cannot_be_used_is_logged_and_harmless(
     (tmp_path / "file").write_text("no folder")
     with caplog.at_level(logging.WARNING):
         written(tmp_path / "file" / "seen.json", saying(SAID))
-        drains = DrainedNodes(tmp_path / "file" / "drains.json")
+        drains = drained_nodes(tmp_path / "file" / "drains.json")
         drains.add("a")
         drains.save()
     assert caplog.text.count("forgotten at a restart") == 2
@@ -213,7 +217,7 @@ async def test_changes_are_saved_until_a_successor_takes_over(tmp_path: Path) ->
 def test_an_enormous_file_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "drains.json"
     path.write_bytes(b'{"drained": ["' + b"a" * LARGEST_NAMES_FILE + b'"]}')
-    DrainedNodes(path)
+    drained_nodes(path)
     assert not path.exists()
 
 
@@ -221,21 +225,23 @@ def test_an_enormous_file_is_damaged(tmp_path: Path) -> None:
 @given(names=st.sets(st.text(max_size=20), max_size=10))
 def test_any_name_is_read_back(names: set[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("drains") / "drains.json"
-    drains = DrainedNodes(path)
+    drains = drained_nodes(path)
     for name in names:
         drains.add(name)
     drains.save()
-    assert all(name in DrainedNodes(path) for name in names)
+    assert all(name in drained_nodes(path) for name in names)
 
 
-def test_paused_models_last_over_a_restart_in_a_file_of_their_own(tmp_path: Path) -> None:
-    drains, pauses = tmp_path / "drains.json", tmp_path / "paused.json"
-    nodes, models = DrainedNodes(drains), PausedModels(pauses)
-    nodes.add("a")
-    nodes.save()
-    models.add("org/model:7b")
-    models.add("other")
-    models.remove("other")
-    models.save()
-    assert PausedModels(pauses).names == {"org/model:7b"}
-    assert DrainedNodes(drains).names == {"a"}
+def test_operators_orders_last_over_a_restart_in_a_file_each(tmp_path: Path) -> None:
+    orders = OperatorOrders(lambda name: tmp_path / name)
+    orders.drained.add("a")
+    orders.paused.add("org/model:7b")
+    for model in ("r/a", "other"):
+        orders.pinned.add(model)
+    orders.pinned.remove("other")
+    orders.save()
+    assert {file.name for file in tmp_path.iterdir()} == {"drains", "paused", "pinned"}
+    again = OperatorOrders(lambda name: tmp_path / name)
+    assert again.drained.names == {"a"}
+    assert again.paused.names == {"org/model:7b"}
+    assert again.pinned.names == {"r/a"}

@@ -55,8 +55,7 @@ class RoutedModels:
         node = self.running.gateway.fleet.nodes.get(name)
         return (
             node is not None
-            and node.load is not None
-            and node.load.properties_read
+            and node.probe_history.discovered_at is not None
             and node.free_slots(node.clock()) > 0
         )
 

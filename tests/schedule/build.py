@@ -15,7 +15,7 @@ from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Lease, Node
 from gateway.nodes.server_properties import ServerProperties
-from gateway.nodes.state_files import DrainedNodes
+from gateway.nodes.state_files import OperatorOrders
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from tests.lease_requests import a_lease_request
 from tests.nodes.build import a_node, no_upstream
@@ -64,7 +64,7 @@ def a_scheduler(
         bus=EventBus(),
         clock=chosen,
         rng=random.Random(seed),
-        drained_nodes=DrainedNodes(None),
+        orders=OperatorOrders(),
     )
     for one in nodes:
         one.clock = chosen

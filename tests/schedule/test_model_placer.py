@@ -202,6 +202,23 @@ async def test_a_model_whose_server_hangs_gets_no_new_requests_and_is_loaded_els
 
 
 @in_virtual_time
+async def test_a_model_whose_server_hangs_since_an_outage_of_its_router_is_ended_as_well(
+    tmp_path: Path,
+) -> None:
+    one = router()
+    async with placed(tmp_path, one) as running:
+        assert (await ask(running, "a")).status_code == 200
+        fleet = running.gateway.fleet
+        one.models["a"].node.faults.set("hang", path="*")
+        for name in ("r1", "r1/a"):
+            fleet.connect_failed(fleet.nodes[name], "nothing listened for a moment")
+            assert fleet.nodes[name].state is NodeState.DOWN
+        await until(lambda: fleet.nodes["r1/a"].state is NodeState.UNLOADED, 60.0)
+        assert fleet.nodes["r1"].state is NodeState.READY
+        assert one.asked[UNLOAD] == 1
+
+
+@in_virtual_time
 async def test_others_requests_are_waited_for_before_an_unload(tmp_path: Path) -> None:
     one = router()
     async with placed(tmp_path, one) as running:
