@@ -44,8 +44,6 @@ from gateway.schedule.core.model_placement import (
     LoadAction,
     ModelDemand,
     ModelPlacementPolicy,
-    ModelPlacementRules,
-    ModelRules,
     RouterNode,
 )
 from gateway.schedule.scheduler import Scheduler
@@ -118,16 +116,10 @@ class ModelPlacer:
 
     def _show_rules(self) -> None:
         """Tell the policy of the settings; an alias of a model may have its rule."""
-        chosen = self.settings.model_placement
         # The successor sees to these after a hand-over.
         rules = {} if self._handed_over else self.settings.models
-        models = {
-            self._key_of(name) or name: ModelRules(
-                rule.replicas.min, rule.replicas.max, rule.idle_unload
-            )
-            for name, rule in rules.items()
-        }
-        self.policy.set_rules(ModelPlacementRules(chosen.starvation, chosen.hysteresis, models))
+        by_key = {self._key_of(name) or name: rule for name, rule in rules.items()}
+        self.policy.configure(self.settings.model_placement, by_key)
 
     async def run(self) -> None:
         """Run until cancelled. Commands that are under way end at their routers."""
@@ -158,7 +150,7 @@ class ModelPlacer:
         if waits:
             self._wake.set()
         elif (key := self._key_of(model)) is not None:
-            self.policy.note_request(key, self.clock())
+            self.policy.rates.note(key, self.clock())
 
     def _models_differ(self, node: Node | None) -> None:
         """A router or one of its models has changed, or ended a request; None: any of them."""
@@ -228,13 +220,14 @@ class ModelPlacer:
 
     def _show_router(self, router: Node) -> None:
         """Tell the policy of a router and its models."""
-        known = self._routers.get(router.name)
+        known, index = self._routers.get(router.name), self.policy.fleet
         is_there = self.fleet.nodes.get(router.name) is router and router.is_router
-        if known is not None and (known.node is not router or not self._is_placed(router)):
-            self.policy.remove_node(router.name)
+        is_placed = is_there and self._is_placed(router)
+        if known is not None and (known.node is not router or not is_placed):
+            index.remove_node(router.name)
             del self._routers[router.name]
             known = None
-        if not is_there or not self._is_placed(router):
+        if not is_placed:
             return
         # What an `openai` endpoint takes of its host is not known, nor counted.
         is_endpoint = router.spec.kind == "openai"
@@ -247,24 +240,21 @@ class ModelPlacer:
             usable=router.state is NodeState.READY,
         )
         if known is None:
-            known = self._routers[router.name] = _ShownRouter(router, shown)
-            self.policy.put_node(shown)
-        elif known.shown != shown:
-            known.show(shown)
-            self.policy.put_node(shown)
-        there = set(router.instances.values())
-        gone = [one.node for one in known.models.values() if one.node not in there]
-        for node in (*gone, *there):
+            known = self._routers[router.name] = _ShownRouter(router, {})
+        if index.nodes.get(router.name) != shown:
+            index.put_node(shown)
+        shown_before = [model.node for model in known.models.values()]
+        for node in dict.fromkeys((*shown_before, *router.instances.values())):
             self._show_model(node, router)
 
     def _show_model(self, node: Node, router: Node) -> None:
         """Tell the policy of one model of a router."""
         known, model = self._routers.get(router.name), model_key(node)
-        if known is None:
+        if known is None or known.node is not router:
             return
         if node.removed or router.instances.get(node.spec.instance or "") is not node:
             if known.models.pop(model, None) is not None:
-                self.policy.remove_instance(router.name, model)
+                self.policy.fleet.remove(router.name, model)
             return
         assert node.load is not None
         before, own = known.models.get(model), (node.load.memory, node.sleep.measured)
@@ -275,10 +265,10 @@ class ModelPlacer:
             if self._learnt.get(model, (None, None)) != learnt:
                 self._learnt[model] = learnt
                 self._models_changed(model)
+        known.models[model] = _ShownModel(node, own)
         instance = self._instance(router, node)
-        known.models[model] = _ShownModel(node, instance, own)
-        if before is None or before.instance != instance:
-            self.policy.put_instance(instance)
+        if self.policy.fleet.instance(instance.key) != instance:
+            self.policy.fleet.put(instance)
         if self._hangs(node, router) and not (node.leases or self._handed_over):
             # Its router ends it, and the next request loads it anew.
             words = f"its server hangs: {node.reason}"
@@ -555,8 +545,7 @@ class ModelPlacer:
         since = self.clock() - UNKEPT_SECONDS
         if self._began > since:
             return
-        for instance in self.policy.pinned_unloaded:
-            where, model = instance.node, instance.model
+        for (where, model), instance in self.policy.fleet.pinned_unloaded.items():
             node = self._routers[where].models[model].node
             if node.state is NodeState.UNLOADED and instance.since < since:
                 planned = self.policy.is_planned(where, model)
@@ -694,11 +683,17 @@ class _Refusal(NamedTuple):
 
 
 class _ShownModel(NamedTuple):
-    """A router's model as the policy knows it."""
+    """A router's model that the policy knows."""
 
     node: Node
-    instance: Instance
     own: tuple[int | None, float | None]  # bytes and seconds that it has shown on this node
+
+
+class _ShownRouter(NamedTuple):
+    """A router that the policy knows, and its models by their names there."""
+
+    node: Node
+    models: dict[str, _ShownModel]
 
 
 def order_refused(why: str) -> GatewayError:
@@ -725,20 +720,6 @@ def _gib(size: int | None) -> str:
     if size is None:
         return "an unknown size, and is first loaded alone"
     return f"{size / (1 << 30):.3g} GiB"
-
-
-@dataclass(slots=True)
-class _ShownRouter:
-    """A router as the policy knows it."""
-
-    node: Node
-    shown: RouterNode
-    models: dict[str, _ShownModel] = field(default_factory=dict)
-    """By the name by which the policy knows the model."""
-
-    def show(self, shown: RouterNode) -> None:
-        """It has changed."""
-        self.shown = shown
 
 
 def model_key(node: Node) -> str:

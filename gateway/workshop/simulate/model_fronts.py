@@ -14,7 +14,6 @@ from gateway.schedule.core.model_placement import (
     InstanceUsage,
     ModelDemand,
     ModelPlacementPolicy,
-    ModelPlacementRules,
     RouterNode,
 )
 from gateway.schedule.core.requests import QueuedRequest
@@ -205,12 +204,12 @@ class ModelPlacingFront(GatewayFront):
         self,
         routers: Sequence[SimulatedMachine],
         models: Sequence[SimulatedModel],
-        rules: ModelPlacementRules | None = None,
+        policy: ModelPlacementPolicy | None = None,
         seed: int = 0,
         knowledge: Knowledge | None = None,
     ) -> None:
         super().__init__(instance_machines(routers, models), seed=seed, knowledge=knowledge)
-        self.policy = ModelPlacementPolicy(rules)
+        self.policy = policy or ModelPlacementPolicy()
         self._models = models
         self._routers = routers
         self._places = {model.name: place for place, model in enumerate(models)}
@@ -230,7 +229,7 @@ class ModelPlacingFront(GatewayFront):
         }
         for router in routers:
             host = router.host or router.name
-            self.policy.put_node(RouterNode(router.name, host, router.memory))
+            self.policy.fleet.put_node(RouterNode(router.name, host, router.memory))
         for row in self.state.rows:
             self.state.set_slots(row, row.total, 0, 0, alive=True)
             self._tell(row.index)
@@ -238,7 +237,7 @@ class ModelPlacingFront(GatewayFront):
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
         """Place or queue the request; where it must wait, see what to load for it."""
         if job.priority_label != "batch":
-            self.policy.note_request(job.model, fleet.now)
+            self.policy.rates.note(job.model, fleet.now)
         super().arrive(job, fleet)
         if job.model not in self._seconds:
             expected, row = self._expected[job.id], self.state.rows[self._places[job.model]]
@@ -340,7 +339,7 @@ class ModelPlacingFront(GatewayFront):
         """Tell the policy of an instance."""
         router, place = divmod(index, len(self._models))
         model, row = self._models[place], self.state.rows[index]
-        self.policy.put_instance(
+        self.policy.fleet.put(
             Instance(
                 self._routers[router].name,
                 model.name,
