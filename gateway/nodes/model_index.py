@@ -237,13 +237,12 @@ class ModelIndex:
                         nameless.append(node)
                     continue
                 aliases = properties.aliases if declared is None else {}
-                closed = {aliases.get(model, model) for model in paused.intersection(models)}
                 for model in models:
                     serving[model].append(node)
-                    own_name = aliases.get(model, model)
-                    own_names[model].add(own_name)
-                    if paused and own_name not in closed:
-                        open_names.add(model)
+                    own_names[model].add(aliases.get(model, model))
+                if paused:
+                    closed = {aliases.get(model, model) for model in paused.intersection(models)}
+                    open_names.update(one for one in models if aliases.get(one, one) not in closed)
             self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
             self._names = tuple(serving)
             self._aliases = {

@@ -34,6 +34,7 @@ from gateway.nodes.lifecycle import LEAST_WAKE, ProbeAnswer
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.router import LoadPhase, ModelLoad
 from gateway.nodes.saved_prompts import SavedPrompts
+from gateway.nodes.speed import Speed
 from gateway.schedule.admission import Waiter
 from gateway.schedule.core.model_placement import (
     HELD_PHASES,
@@ -46,6 +47,7 @@ from gateway.schedule.core.model_placement import (
     ModelPlacementPolicy,
     RouterNode,
 )
+from gateway.schedule.core.requests import QueuedRequest
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 
@@ -59,7 +61,6 @@ UNHURRIED_TICK = 5.0  # seconds between two looks at a fleet without routers
 STEP_SECONDS = 0.005  # seconds after which other work runs while the policy is told of the fleet
 UNKEPT_SECONDS = 60.0  # for which a pin must not have been kept to be told
 LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
-MOST_WORDS = 300  # characters that are kept of a router's error
 MOST_FILES = 10_000  # files of models that are read for what they take
 PROMPTS_SAVED_FACTOR = 0.8  # of the seconds of a load, where prompts are restored after it
 _HUNG = frozenset({NodeState.MUTE, NodeState.DOWN})
@@ -437,7 +438,10 @@ class ModelPlacer:
         """What waits for one model: requests, each with a node; and the routers for any of them."""
         priorities = [waiter.request.caller.priority for waiter, _ in waiting]
         waits = [now - waiter.queued_at for waiter, _ in waiting]
-        bounds = map(self.patience, priorities)
+        # The bound of each class is in proportion to its `patience`.
+        share = self.settings.model_placement.starvation / DEFAULT_PATIENCE["normal"]
+        patience = self.scheduler.dispatcher.rules.overdue_after
+        bounds = [share * patience[priority] for priority in priorities]
         # That which has waited the largest share of its bound.
         pressing = max(zip(waits, bounds, strict=True), key=lambda one: one[0] / one[1])
         return ModelDemand(
@@ -446,20 +450,9 @@ class ModelPlacer:
             sum(waits),
             *pressing,
             batch=all(priority is Priority.BATCH for priority in priorities),
-            work=sum(self.service_seconds(waiter, node) for waiter, node in waiting),
+            work=sum(_service_seconds(waiter.queued, node.speed) for waiter, node in waiting),
             nodes=frozenset(routers),
         )
-
-    def patience(self, priority: Priority) -> float:
-        """The bound on the wait of a class, in proportion to its `patience`."""
-        patience = self.scheduler.dispatcher.rules.overdue_after[priority]
-        return self.settings.model_placement.starvation * patience / DEFAULT_PATIENCE["normal"]
-
-    def service_seconds(self, waiter: Waiter, node: Node) -> float:
-        """Seconds that a waiting request is expected to take on a node."""
-        queued, speed = waiter.queued, node.speed
-        read = queued.prompt_tokens / speed.expected_prefill_tps
-        return read + queued.completion_tokens * (speed.token_base + speed.token_step)
 
     def _usage(self, instance: Instance) -> InstanceUsage:
         node = self._routers[instance.node].models[instance.model].node
@@ -537,11 +530,8 @@ class ModelPlacer:
             "copies makes no room. Unpin or unload another one: llama-gateway models shows them."
         )
 
-    def unkept_wishes(self) -> Iterator[tuple[str, str, str]]:
-        """Pins and least copies that have not been kept for a while: model, node or "", why.
-
-        Those whose load has failed are told for that.
-        """
+    def unkept_wishes(self) -> Iterator[UnkeptWish]:
+        """Pins and least copies that have not been kept; a load that failed is told for itself."""
         since = self.clock() - UNKEPT_SECONDS
         if self._began > since:
             return
@@ -550,7 +540,7 @@ class ModelPlacer:
             if node.state is NodeState.UNLOADED and instance.since < since:
                 planned = self.policy.is_planned(where, model)
                 why = "it waits until others there have ended their requests"
-                yield model, where, why if planned else self._no_room(node)
+                yield UnkeptWish(model, where, why if planned else self._no_room(node))
         for model, rule in self.settings.models.items():
             if not (rule.pin or rule.replicas.min):
                 continue
@@ -559,11 +549,12 @@ class ModelPlacer:
             for name in rule.pin:
                 router = self.fleet.nodes.get(name)
                 if name not in copies and router is not None and router.state is NodeState.READY:
-                    yield model, name, f"{name} does not have it"
+                    yield UnkeptWish(model, name, f"{name} does not have it")
             loads = [load for load in copies.values() if load is not None]
             held = sum(load.phase in SERVING_PHASES for load in loads)
             if held < rule.replicas.min and all(load.since < since for load in loads):
-                yield model, "", f"{held} are loaded, and replicas.min is {rule.replicas.min}"
+                why = f"{held} are loaded, and replicas.min is {rule.replicas.min}"
+                yield UnkeptWish(model, "", why)
 
     # Actions.
 
@@ -608,11 +599,11 @@ class ModelPlacer:
     async def _load(self, router: Node, node: Node) -> None:
         load = node.load
         assert load is not None
-        refused = await self._command(router, node, "load")
-        if refused is not None and refused.of_model:
-            self.fleet.load_refused(node, refused.why)
-        elif refused is not None:
-            load.load_refused(refused.why, self.clock())
+        why, of_model = await self._command(router, node, "load") or ("", False)
+        if of_model:
+            self.fleet.load_refused(node, why)
+        elif why:
+            load.load_refused(why, self.clock())
         self.fleet.load_changed(node)
 
     async def _unload(self, router: Node, node: Node) -> None:
@@ -630,9 +621,8 @@ class ModelPlacer:
             self.fleet.load_changed(node)
             return
         self.fleet.load_ordered(node, "unload", load.reason)
-        refused = await self._command(router, node, "unload")
-        if refused is not None:
-            load.unload_refused(refused.why, self.clock())
+        if refused := await self._command(router, node, "unload"):
+            load.unload_refused(refused[0], self.clock())
         self.fleet.load_changed(node)
 
     def _loaded(self, node: Node) -> None:
@@ -658,28 +648,22 @@ class ModelPlacer:
             load.restores(restoring=False)
             self.fleet.load_changed(node)
 
-    async def _command(self, router: Node, node: Node, command: str) -> _Refusal | None:
-        """Send a command; why the router did not take it, or None."""
+    async def _command(self, router: Node, node: Node, command: str) -> tuple[str, bool] | None:
+        """Send a command; None, or why the router did not take it, and if the model is to blame."""
         body = msgspec.json.encode({"model": node.spec.instance})
         reply = await fetch(router, f"/models/{command}", body=body, largest=LARGEST_REFUSAL)
         self.fleet.read_models(node)
         if not isinstance(reply, ProbeResponse) and reply.answer is not ProbeAnswer.TIMED_OUT:
-            return _Refusal(reply.detail, of_model=False)
+            return reply.detail, False
         assert node.load is not None
         node.load.command_taken(self.clock())
         if not isinstance(reply, ProbeResponse) or reply.status == HTTPStatus.OK:
             return None  # One without an answer may carry it out: the list will show it.
         if b"already running" in reply.body or b"not running" in reply.body:
             return None  # It is so already.
+        words = reply.error_words() or f"it answers {reply.status}"
         is_full = b"model limit reached" in reply.body
-        return _Refusal(f"the router refused: {_words(reply)}", of_model=not is_full)
-
-
-class _Refusal(NamedTuple):
-    """Why a router did not take a command."""
-
-    why: str
-    of_model: bool  # whether it is about the model, rather than about the router as it is now
+        return f"the router refused: {words}", not is_full
 
 
 class _ShownModel(NamedTuple):
@@ -708,6 +692,14 @@ PINNED_BY: dict[Pinner, str] = {
 }
 
 
+class UnkeptWish(NamedTuple):
+    """A pin, or a least number of copies, that has not been kept for a while."""
+
+    model: str
+    node: str  # to which it is pinned; "": it has too few copies
+    why: str
+
+
 class HostUse(NamedTuple):
     """The memory of a host for models, in bytes."""
 
@@ -728,6 +720,12 @@ def model_key(node: Node) -> str:
     return min(declared) if declared else node.spec.instance or node.name
 
 
+def _service_seconds(queued: QueuedRequest, speed: Speed) -> float:
+    """Seconds that a waiting request is expected to take on a node."""
+    read = queued.prompt_tokens / speed.expected_prefill_tps
+    return read + queued.completion_tokens * (speed.token_base + speed.token_step)
+
+
 def _may_load(waiter: Waiter) -> list[Node]:
     """The models of routers that may serve a request: one model on several nodes."""
     failed = waiter.tried.failed_nodes
@@ -735,12 +733,3 @@ def _may_load(waiter: Waiter) -> list[Node]:
     # Another node is better, and if there is none, the same one.
     nodes = [node for node in nodes if node.name not in failed] or nodes
     return [one for one in nodes if model_key(one) == model_key(nodes[0])]
-
-
-def _words(reply: ProbeResponse) -> str:
-    """A router's own words about an error, on one line."""
-    answer = reply.json()
-    error = answer.get("error") if isinstance(answer, dict) else None
-    words = error.get("message") if isinstance(error, dict) else None
-    text = words if isinstance(words, str) else f"it answers {reply.status}"
-    return " ".join(text.split())[:MOST_WORDS]
