@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,7 +93,9 @@ class ModelPlacer:
     _without_room: set[Node] = field(default_factory=set)
     """Models of routers that can't have room beside what always stays there."""
     _host_memory: dict[str, int] = field(default_factory=dict)
-    _learnt: dict[str, tuple[int | None, float | None]] = field(default_factory=dict)
+    _learnt: defaultdict[str, tuple[int | None, float | None]] = field(
+        default_factory=lambda: defaultdict(lambda: (None, None))
+    )
     """By model: its bytes, and the seconds of its load, on the node that loaded it last."""
     _request_seconds: dict[str, float] = field(default_factory=dict)
     """By model: a usual request's, as those that waited last were expected to take."""
@@ -170,7 +173,7 @@ class ModelPlacer:
         for action in self.policy.decide(demands, self._usage, now):
             self._carry_out(action, now)
         self._tell_room()
-        if self.policy.unfinished:
+        if self.policy.left:
             self._wake.set()
 
     def _tell_room(self) -> None:
@@ -261,9 +264,9 @@ class ModelPlacer:
         before, own = known.models.get(model), (node.load.memory, node.sleep.measured)
         if before is None or before.own != own:
             # Other nodes that have not loaded it are taken to be like this one.
-            memory, seconds = self._learnt.get(model, (None, None))
+            memory, seconds = self._learnt[model]
             learnt = own[0] or memory, own[1] or seconds
-            if self._learnt.get(model, (None, None)) != learnt:
+            if learnt != (memory, seconds):
                 self._learnt[model] = learnt
                 self._models_changed(model)
         known.models[model] = _ShownModel(node, own)
@@ -342,21 +345,16 @@ class ModelPlacer:
 
     def memory_of(self, node: Node) -> int | None:
         """Bytes: as the settings say, its file, or a load has shown on this node or on another."""
-        for rule in self.rules_of(node):
-            if rule.memory is not None:
-                return rule.memory
         assert node.load is not None
-        if (by_file := self._by_file(node, node.load.file)) is not None:
-            return by_file  # exact, where what a load shows is a bound
-        if node.load.memory is not None:
-            return node.load.memory
-        memory, _ = self._learnt.get(model_key(node), (None, None))
-        return memory
+        written = next((rule.memory for rule in self.rules_of(node) if rule.memory), None)
+        # Its file says it exactly, where what a load shows is a bound.
+        known = written or self._by_file(node, node.load.file) or node.load.memory
+        return known or self._learnt[model_key(node)][0]
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
         """Bytes by the model's file; None: it is not here, or not read yet."""
         slots, context = node.slots_total, node.context
-        if self.file_memory is None or file is None or not (slots and context):
+        if not (self.file_memory and file and slots and context):
             return None
         if not is_loopback(url_host(node.spec.url)):
             return None
@@ -400,10 +398,9 @@ class ModelPlacer:
         """Seconds that a load takes: as measured there, else on another node, else by its size."""
         if node.load is not None and node.load.held and not node.load.loaded:
             return LEAST_WAKE  # It was closed, and its server has it all the same.
-        if node.sleep.measured is None:
-            _, seconds = self._learnt.get(model_key(node), (None, None))
-            if seconds is not None:
-                return seconds
+        _, learnt = self._learnt[model_key(node)]
+        if node.sleep.measured is None and learnt is not None:
+            return learnt
         return node.sleep.wake_seconds(node.properties.size)
 
     def _demands(self, now: float) -> list[ModelDemand]:
@@ -538,7 +535,7 @@ class ModelPlacer:
         for (where, model), instance in self.policy.fleet.pinned_unloaded.items():
             node = self._routers[where].models[model].node
             if node.state is NodeState.UNLOADED and instance.since < since:
-                planned = self.policy.is_planned(where, model)
+                planned = (where, model) in self.policy.plans
                 why = "it waits until others there have ended their requests"
                 yield UnkeptWish(model, where, why if planned else self._no_room(node))
         for model, rule in self.settings.models.items():

@@ -358,7 +358,7 @@ def test_a_look_compares_a_bounded_number_of_nodes_however_many_there_are() -> N
         before = policy.evaluations
         fleet.look(*demands)
         assert policy.evaluations - before <= 40
-        assert policy.unfinished
+        assert policy.left
 
 
 def test_a_planned_load_that_begins_is_not_followed_by_another_in_the_same_look() -> None:

@@ -169,11 +169,11 @@ class ModelPlacementPolicy:
         self.fleet = FleetIndex()
         self.rates = RequestRates()
         self.evaluations = 0  # nodes that were compared so far
-        self._plans: dict[_Key, _Plan] = {}
+        self.plans: dict[_Key, _Plan] = {}  # loads that wait for room: look again before long
         self._cursors: dict[str, int] = {}  # by model: the node that is compared next
         self._served_at: dict[str, float] = {}
         """By model that requests wait for: when it was last loaded somewhere."""
-        self._left: list[str] = []  # models that the last look did not reach
+        self.left: list[str] = []  # models that the last look did not reach: look again at once
         self._room_looked_at: dict[str, float] = {}
         self.without_room: dict[str, list[Instance]] = {}
         """By model that no node could load when requests last waited for it: where it never can."""
@@ -181,20 +181,6 @@ class ModelPlacementPolicy:
     def configure(self, settings: ModelPlacementSettings, rules: Mapping[str, ModelRule]) -> None:
         """Go by these from now on; `rules` by the names of models here."""
         self.settings, self.rules = settings, rules
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the last look did not reach all models: look again at once."""
-        return bool(self._left)
-
-    @property
-    def has_plans(self) -> bool:
-        """Whether a load waits for room: look again before long."""
-        return bool(self._plans)
-
-    def is_planned(self, node: str, model: str) -> bool:
-        """Whether a load there waits until it has room."""
-        return (node, model) in self._plans
 
     # Deciding.
 
@@ -215,9 +201,10 @@ class ModelPlacementPolicy:
     ) -> list[LoadAction] | None:
         """What to do so that an operator gets a model loaded there; None: it can't have room."""
         look, instance = _Look(self, {}, usage, now), self.fleet.instance((node, model))
-        if instance is None or instance.key in self._plans:
+        if instance is None or instance.key in self.plans:
             return []
-        if instance.phase is LoadPhase.RETIRING and instance.key not in self._victims():
+        going = chain.from_iterable(plan.victims for plan in self.plans.values())
+        if instance.phase is LoadPhase.RETIRING and instance.key not in going:
             look.act("keep", instance, ORDERED)
         elif look.is_loadable(instance):
             option = self._price(look, instance, _NO_QUEUE)
@@ -228,7 +215,7 @@ class ModelPlacementPolicy:
 
     def _follow_plans(self, look: _Look) -> None:
         """Load what has room now; give up what nobody waits for any more."""
-        for key, plan in list(self._plans.items()):
+        for key, plan in list(self.plans.items()):
             instance = self.fleet.instance(key)
             wanted = plan.standing or key[1] in look.demands
             if instance is None or not wanted or not look.is_loadable(instance):
@@ -238,13 +225,13 @@ class ModelPlacementPolicy:
             if self._fits(instance, [*host.held.values(), *self._coming(look, instance)]):
                 if look.loads_of(host) < MOST_LOADS_OF_HOST:
                     look.act("load", instance, plan.reason)
-                    del self._plans[key]
+                    del self.plans[key]
             elif not any(map(look.is_leaving, host.held.values())):
                 # Those who were to go have stayed: it is looked at anew.
                 self._give_up(look, key)
 
     def _give_up(self, look: _Look, key: _Key) -> None:
-        for victim in self._plans.pop(key).victims:
+        for victim in self.plans.pop(key).victims:
             instance = self.fleet.instance(victim)
             if instance is not None and instance.phase is LoadPhase.RETIRING:
                 look.act("keep", instance, "its memory is not needed any more")
@@ -255,7 +242,7 @@ class ModelPlacementPolicy:
             model: look.now if look.capacity(model).slots else self._served_at.get(model, -math.inf)
             for model in look.demands
         }
-        left = {model: place for place, model in enumerate(self._left)}
+        left = {model: place for place, model in enumerate(self.left)}
 
         def order(demand: ModelDemand) -> tuple[float, ...]:
             share = self._without(demand, look) / max(1.0, self._patience(demand))
@@ -263,10 +250,10 @@ class ModelPlacementPolicy:
             return left.get(demand.model, len(left)), demand.batch, -late, -demand.waited
 
         ordered = sorted(look.demands.values(), key=order)
-        self._left = []
+        self.left = []
         for place, demand in enumerate(ordered):
             if self.evaluations >= most:
-                self._left = [one.model for one in ordered[place:]]
+                self.left = [one.model for one in ordered[place:]]
                 break
             self._serve(look, demand)
 
@@ -275,10 +262,8 @@ class ModelPlacementPolicy:
         if any(one.model == model for one in look.loads):
             return
         queue = look.queue(demand)
-        planned = next((key for key in self._plans if key[1] == model), None)
+        planned = next((key for key in self.plans if key[1] == model), None)
         if planned is None:
-            if not queue.copies and self._keep_retiring(look, demand):
-                return
             most = self.rule(model).replicas.max
             if most is not None and look.capacity(model).copies >= most:
                 return
@@ -289,7 +274,7 @@ class ModelPlacementPolicy:
             return
         self.without_room.pop(model, None)
         if planned is not None:
-            plan = self._plans[planned]
+            plan = self.plans[planned]
             if (
                 best.cost * CHANGE_MARGIN >= plan.cost
                 or best.ready_in >= plan.ready_at - look.now
@@ -319,20 +304,6 @@ class ModelPlacementPolicy:
         always = ([*filter(look.always_stays, host.held.values())] for host in hosts)
         self.without_room[model] = [] if any(map(self._fits, found, always)) else found
 
-    def _keep_retiring(self, look: _Look, demand: ModelDemand) -> bool:
-        """Keep an instance that was to go, where no load that is planned needs its memory."""
-        needed = self._victims()
-        for one in self.fleet.held[demand.model].values():
-            allowed = demand.nodes is None or one.node in demand.nodes
-            if one.phase is LoadPhase.RETIRING and allowed and one.key not in needed:
-                look.act("keep", one, "requests wait for it again")
-                return True
-        return False
-
-    def _victims(self) -> set[_Key]:
-        """What is to go for the loads that are planned."""
-        return set(chain.from_iterable(plan.victims for plan in self._plans.values()))
-
     def _is_worth(self, look: _Look, demand: ModelDemand, queue: _Queue, option: _Option) -> bool:
         """Whether a load there is worth what it costs others."""
         loss, load_seconds = option.loss, option.instance.load_seconds
@@ -360,9 +331,11 @@ class ModelPlacementPolicy:
         return min(demand.oldest_wait, look.now - self._served_at.get(demand.model, -math.inf))
 
     def _carry_out(
-        self, look: _Look, option: _Option, reason: str, *, standing: bool = False
+        self, look: _Look, option: _Option | None, reason: str, *, standing: bool = False
     ) -> None:
-        """Load it, or make room for it first."""
+        """Load it, or make room for it first, if there is one."""
+        if option is None:
+            return
         instance = option.instance
         for victim in option.victims:
             look.dismiss(victim, f"{instance.model} needs its memory: {reason}")
@@ -370,7 +343,7 @@ class ModelPlacementPolicy:
         if option.must_wait or crowded:
             victims = tuple(victim.key for victim in option.victims)
             ready_at = look.now + option.ready_in
-            self._plans[instance.key] = _Plan(victims, reason, option.cost, ready_at, standing)
+            self.plans[instance.key] = _Plan(victims, reason, option.cost, ready_at, standing)
         else:
             look.act("load", instance, reason)
 
@@ -402,7 +375,7 @@ class ModelPlacementPolicy:
             for name in names
             if name in instances and (nodes is None or name in nodes)
         )
-        loadable = (one for one in possible if look.is_loadable(one) and one.key not in self._plans)
+        loadable = (one for one in possible if look.is_loadable(one) and one.key not in self.plans)
         return islice(loadable, MOST_COMPARED)
 
     def _price(self, look: _Look, instance: Instance, queue: _Queue) -> _Option | None:
@@ -446,7 +419,7 @@ class ModelPlacementPolicy:
     def _coming(self, look: _Look, instance: Instance) -> list[Instance]:
         """The other loads on its host that are planned and decided on."""
         nodes = self.fleet.host_of(instance).nodes
-        keys = [key for key in self._plans if key[0] in nodes and key != instance.key]
+        keys = [key for key in self.plans if key[0] in nodes and key != instance.key]
         found = [one for one in map(self.fleet.instance, keys) if one is not None]
         return [one for one in look.loads if one.node in nodes] + found
 
@@ -472,20 +445,17 @@ class ModelPlacementPolicy:
         for instance in list(self.fleet.pinned_unloaded.values()):
             if self.evaluations >= most:
                 return
-            if look.is_loadable(instance) and instance.key not in self._plans:
-                self._load_standing(look, self._price(look, instance, _NO_QUEUE), "it is pinned")
+            if look.is_loadable(instance) and instance.key not in self.plans:
+                option = self._price(look, instance, _NO_QUEUE)
+                self._carry_out(look, option, "it is pinned", standing=True)
         for model, rule in self.rules.items():
             serving, least = self.fleet.serving(model), rule.replicas.min
-            planned = any(key[1] == model for key in chain(self._plans, look.acted))
+            planned = any(key[1] == model for key in chain(self.plans, look.acted))
             if len(serving) < least and not planned and self.evaluations < most:
-                best = self._best(look, model, _NO_QUEUE)
-                self._load_standing(look, best, f"fewer than {least} copies are loaded")
+                best, why = self._best(look, model, _NO_QUEUE), f"fewer than {least} are loaded"
+                self._carry_out(look, best, why, standing=True)
             if rule.replicas.max is not None or rule.idle_unload is not None:
                 self._unload_needless(look, rule, serving)
-
-    def _load_standing(self, look: _Look, option: _Option | None, reason: str) -> None:
-        if option is not None:
-            self._carry_out(look, option, reason, standing=True)
 
     def _unload_needless(self, look: _Look, rule: ModelRule, serving: list[Instance]) -> None:
         """Unload copies above the most, and those that nobody has used for long."""

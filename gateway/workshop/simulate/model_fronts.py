@@ -298,8 +298,8 @@ class ModelPlacingFront(GatewayFront):
                 self._enter(index, LoadPhase.UNLOADING, now)
                 self._events.unload(index, routers)
                 self.knowledge.restarted(index)
-        waits = any(self._waiting.values()) or self.policy.has_plans
-        pause = LEAST_PAUSE if self.policy.unfinished else LOOK_SECONDS
+        waits = any(self._waiting.values()) or self.policy.plans
+        pause = LEAST_PAUSE if self.policy.left else LOOK_SECONDS
         self._look_at = now + pause if waits else math.inf
 
     def _demands(self, now: float) -> list[ModelDemand]:
