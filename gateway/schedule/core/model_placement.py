@@ -398,9 +398,9 @@ class ModelPlacementPolicy:
                 if not found:
                     return None
                 victims.append(found.pop(0))
-                others.remove(victims[-1])
+                others = [one for one in others if one is not victims[-1]]
             # What was taken first may be needless beside what came later.
-            for one in sorted(victims, key=look.loss, reverse=True):
+            for one in sorted(victims[:-1], key=look.loss, reverse=True):
                 if self._fits(instance, [*others, one]):
                     victims.remove(one)
                     others.append(one)
