@@ -200,6 +200,7 @@ PREDECESSOR_SECONDS = 60.0
 INDEXING_PAUSE = 20.0
 MOST_ADDED = 100  # models of a router that are taken in at once
 COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
+COMPARE_SPEEDS_PAUSE = 1.0  # and at least, where other nodes have come
 COMPARED_AT_ONCE = 500  # nodes whose state and row follow a comparison in one turn
 
 
@@ -1082,6 +1083,7 @@ class Fleet:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(COMPARE_SPEEDS_EVERY):
+                    await asyncio.sleep(COMPARE_SPEEDS_PAUSE)
                     await self._nodes_differ.wait()
             self._nodes_differ.clear()
             # In steps, for a thousand routers with fifty models each.
