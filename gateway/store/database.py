@@ -95,17 +95,24 @@ class Program:
 THIS_PROGRAM = Program(SCHEMA_LEVEL, STEPS)
 
 
-def connect(location: StoreLocation, on_connect: Callable[[Any], None]) -> Connection:
+def connect(
+    location: StoreLocation, on_connect: Callable[[Any], None], *, read_only: bool = False
+) -> Connection:
     """Connect; nothing is read yet. Raises: StoreError, DBAPIError, OSError.
 
-    `on_connect` gets the driver's connection before anything is sent over it.
+    `on_connect` gets the driver's connection before anything is sent over it. `read_only`: leave
+    SQLite's file as it is, and make none.
     """
+    url, makes_file = location.url, location.path is not None and not read_only
     if location.path is None:
         arguments = {k: v for k, v in _POSTGRES_LIMITS.items() if k not in location.url.query}
     else:
         # `isolation_level` None: Python begins no transactions, `transaction` does.
         arguments = {"timeout": LOCK_SECONDS, "isolation_level": None}
-    engine = create_engine(location.url, poolclass=NullPool, connect_args=arguments)
+        if read_only:
+            read = {"mode": "ro", "uri": "true"}
+            url = URL.create("sqlite", database=location.path.absolute().as_uri(), query=read)
+    engine = create_engine(url, poolclass=NullPool, connect_args=arguments)
 
     @event.listens_for(engine, "do_connect")
     def _connect(dialect: Any, _record: Any, args: Any, parameters: Any) -> Any:
@@ -113,14 +120,14 @@ def connect(location: StoreLocation, on_connect: Callable[[Any], None]) -> Conne
         on_connect(made)
         return made
 
-    if location.path is not None:
+    if location.path is not None and makes_file:
         _create_file(location.path)
     connection = engine.connect()
     try:
-        if location.path is not None:
-            _set_up_sqlite(connection)
-        else:
+        if location.path is None:
             _set_up_postgres(connection)
+        elif makes_file:
+            _set_up_sqlite(connection)
     except BaseException:
         disconnect(connection)
         raise
@@ -386,31 +393,41 @@ def migrate(connection: Connection, program: Program, now: float) -> None:
     All or nothing, under a lock: of several processes that start at once, one does it.
     """
     with transaction(connection):
-        if connection.dialect.name == "postgresql":
-            connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
-            connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-        level = store_level(connection)
-        if level is None:
-            metadata.create_all(connection, checkfirst=False)
-            level = SCHEMA_LEVEL
-        elif level >= program.level:
-            return
-        elif level < OLDEST_LEVEL:
-            raise StoreTooOld(
-                f"the store has the level {level}, of a version before 0.1.0; this one "
-                f"({__version__}) knows {OLDEST_LEVEL} to {program.level}",
-                "start version 0.1.0 (commit 925fef89) on it once, or put a newer one in its place",
-            )
-        for number in range(level + 1, program.level + 1):
-            for statement in program.steps[number].statements:
-                connection.exec_driver_sql(statement)
-        connection.execute(delete(levels))
-        connection.execute(
-            insert(levels).values(
-                id=1,
-                level=program.level,
-                needed_level=program.steps[program.level].needed_level,
-                program=__version__,
-                changed_at=now,
-            )
+        make_tables(connection, program, now)
+
+
+def lock_tables(connection: Connection) -> None:
+    """Let nobody else make or change the tables until the end of this transaction."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+
+
+def make_tables(connection: Connection, program: Program, now: float) -> None:
+    """Do what `migrate` does, in the transaction that the caller has begun."""
+    lock_tables(connection)
+    level = store_level(connection)
+    if level is None:
+        metadata.create_all(connection, checkfirst=False)
+        level = SCHEMA_LEVEL
+    elif level >= program.level:
+        return
+    elif level < OLDEST_LEVEL:
+        raise StoreTooOld(
+            f"the store has the level {level}, of a version before 0.1.0; this one "
+            f"({__version__}) knows {OLDEST_LEVEL} to {program.level}",
+            "start version 0.1.0 (commit 925fef89) on it once, or put a newer one in its place",
         )
+    for number in range(level + 1, program.level + 1):
+        for statement in program.steps[number].statements:
+            connection.exec_driver_sql(statement)
+    connection.execute(delete(levels))
+    connection.execute(
+        insert(levels).values(
+            id=1,
+            level=program.level,
+            needed_level=program.steps[program.level].needed_level,
+            program=__version__,
+            changed_at=now,
+        )
+    )
