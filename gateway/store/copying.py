@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ LONGEST_SECONDS = 7 * 86_400  # seconds that a statement of PostgreSQL may take
 # Seconds since its last sign of life within which a gateway is taken to be at work.
 LIVING_SECONDS = 30.0
 _FILES_BESIDE = ("-wal", "-shm", "-journal")  # SQLite's, of a database of that name
-_CACHE_KIB = 65_536  # of SQLite's pages while a copy is written, for its indexes
+_CACHE = "cache_size = -65536"  # KiB of SQLite's pages while a copy is written, for its indexes
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,30 +238,27 @@ def _new_file(target: StoreLocation, now: float) -> Iterator[Connection]:
     _check_no_file(path, now)
     if not path.parent.is_dir():
         raise StoreError(f"there is no folder {path.parent}", "make it")
-    descriptor, name = tempfile.mkstemp(".part", f".{path.name}.", path.parent)
-    part = Path(name)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        if os.geteuid() == 0:
-            owner = path.parent.stat()
-            os.fchown(descriptor, owner.st_uid, owner.st_gid)
         with _told(target):
             connection = connect(locate_store(f"sqlite:///{part}", part), lambda _: None)
         try:
+            if os.geteuid() == 0:
+                owner = path.parent.stat()
+                os.chown(part, owner.st_uid, owner.st_gid, follow_symlinks=False)
             # Without a file beside it, or a wait for the disk: what breaks off is thrown away.
-            for setting in ("journal_mode = MEMORY", "synchronous = OFF"):
+            for setting in ("journal_mode = MEMORY", "synchronous = OFF", _CACHE):
                 connection.connection.cursor().execute(f"PRAGMA {setting}")
-            connection.connection.cursor().execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             with _told(target), transaction(connection):
                 make_tables(connection, THIS_PROGRAM, now)
                 yield connection
         finally:
             disconnect(connection)
-        os.fsync(descriptor)
+        _sync(part)
         _check_no_file(path, now)
         part.rename(path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
     finally:
-        os.close(descriptor)
         part.unlink(missing_ok=True)
 
 
@@ -280,8 +277,9 @@ def _check_no_file(path: Path, now: float) -> None:
             )
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    """Bring a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
