@@ -195,6 +195,9 @@ PROBES_AT_ONCE = 256
 MOST_LEARNT = 10_000
 # Seconds since the start for which loads by others may be those of a predecessor process.
 PREDECESSOR_SECONDS = 60.0
+# Of the last `RECENT_MINUTES`, those in which others keep slots of a node busy that use it all the
+# time, and not now and then.
+LEAST_MINUTES = 5
 # Indexing the models of many routers takes at most one part in so many of the time.
 INDEXING_PAUSE = 20.0
 MOST_ADDED = 100  # models of a router that are taken in at once
@@ -233,6 +236,8 @@ class Fleet:
         self._bus = bus
         self._clock = clock
         self._shared_until = clock() + PREDECESSOR_SECONDS if has_predecessor else -math.inf
+        # By then a predecessor has ended the last of its requests.
+        self._alone_from = clock() + timeouts.total if has_predecessor else -math.inf
         self._rng = rng
         self._drained_nodes = drained_nodes
         self._paused_models = paused_models or PausedModels()
@@ -524,6 +529,18 @@ class Fleet:
         shared = now < self._shared_until  # A predecessor commands what its last requests need.
         if change.by_others and not shared and router.router_record.changed_by_others(now):
             self._on_models(router)
+
+    def others_take_slots(self, node: Node) -> bool:
+        """Whether others keep slots of this node, or of a router's models, busy again and again.
+
+        Our own requests do not count, nor those that we have left and that the node still works on,
+        nor what may be a predecessor's.
+        """
+        now = self._clock()
+        rows = node.instances.values() if node.is_router else (node,)
+        return now >= self._alone_from and any(
+            one.occupancy.minutes_of_others(now) >= LEAST_MINUTES for one in rows
+        )
 
     def _tell_load(self, node: Node, change: LoadChange) -> None:
         assert node.load is not None
