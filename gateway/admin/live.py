@@ -275,8 +275,7 @@ class LiveView:
             in_service=counts.in_service,
             usable=counts.usable,
             tell_slots=counts.tell_slots,
-            # After a hand-over they are the successor's.
-            used_by_others=() if self.health.is_closing() else counts.used_by_others,
+            used_by_others=counts.used_by_others,
             models={name: ModelNodes(*both) for name, both in counts.models.items()},
             unkept=[UnkeptWish(*one) for one in gateway.model_placer.unkept_wishes()],
             paused_models=self.fleet.model_index.paused_by_name,

@@ -530,11 +530,15 @@ class Fleet:
         if change.by_others and not shared and router.router_record.changed_by_others(now):
             self._on_models(router)
 
+    def hand_over(self) -> None:
+        """From now on a successor takes slots."""
+        self._alone_from = math.inf
+
     def others_take_slots(self, node: Node) -> bool:
         """Whether others keep slots of this node, or of a router's models, busy again and again.
 
         Our own requests do not count, nor those that we have left and that the node still works on,
-        nor what may be a predecessor's.
+        nor what may be a predecessor's or is a successor's.
         """
         now = self._clock()
         rows = node.instances.values() if node.is_router else (node,)
