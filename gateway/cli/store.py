@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import UNIT_STATE_FOLDER, named_store, read_settings
+from gateway.cli.client import named_store, read_settings
 from gateway.cli.options import Json, examples_epilog
 from gateway.cli.terminal import CommandFailed, HelpCommand, HelpGroup, print_json, print_note
 
 if TYPE_CHECKING:
-    from gateway.config.settings import Settings
-    from gateway.store.copying import CopiedStore
     from gateway.store.database import StoreLocation
 
 app = typer.Typer(
@@ -57,13 +55,9 @@ RunBatches = Annotated[
 def backup(*, to: To, config: options.ConfigFile = None, as_json: Json = False) -> None:
     """Copy the store that the settings name to a new file, or to an empty database.
 
-    Callers' files are not in it: the command names their folder.
+    Callers' files are not in it: copy their folder afterwards.
     """
-    settings = read_settings(config)
-    source = named_store(settings)
-    copied = _copy(source, _place(to), pause_batches=False, as_json=as_json)
-    if folder := _folder_of(settings, copied):
-        print_note(f"callers' files are in {folder}: copy that now, after the store")
+    _copy(named_store(read_settings(config)), _place(to), pause_batches=False, as_json=as_json)
 
 
 @app.command("restore", cls=HelpCommand)
@@ -78,11 +72,8 @@ def restore(
 
     Every unfinished batch is paused: 'llama-gateway batch resume ID' runs it.
     """
-    settings = read_settings(config)
-    target = named_store(settings)
-    copied = _copy(_place(from_), target, pause_batches=not run_batches, as_json=as_json)
-    if copied.folders and not _folder_of(settings, copied):
-        _tell_missing(copied)
+    target = named_store(read_settings(config))
+    _copy(_place(from_), target, pause_batches=not run_batches, as_json=as_json)
 
 
 @app.command("copy", cls=HelpCommand)
@@ -92,11 +83,7 @@ def copy(*, from_: From, to: To, run_batches: RunBatches = False, as_json: Json 
     To move a gateway, stop it, copy its store, and name the new place in its settings (store.url).
     Every unfinished batch is paused: 'llama-gateway batch resume ID' runs it.
     """
-    copied = _copy(_place(from_), _place(to), pause_batches=not run_batches, as_json=as_json)
-    if copied.user is not None:
-        print_note(f"{copied.user} uses {from_}: what it writes from now on is not in the copy")
-    if copied.folders:
-        _tell_missing(copied)
+    _copy(_place(from_), _place(to), pause_batches=not run_batches, as_json=as_json)
 
 
 def _place(text: str) -> StoreLocation:
@@ -117,14 +104,13 @@ def _place(text: str) -> StoreLocation:
 
 def _copy(
     source: StoreLocation, target: StoreLocation, *, pause_batches: bool, as_json: bool
-) -> CopiedStore:
+) -> None:
     """Copy, and tell how far it is and what was done. Raises CommandFailed."""
     from gateway.cli.progress import StatusProgress
     from gateway.store.copying import copy_store
     from gateway.store.failures import StoreError
 
-    began = time.monotonic()
-    # Of both only Python's own handler ends what is under way, and removes what is half done.
+    # So that SIGTERM, like Ctrl-C, ends what is under way and removes what is half done.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     print_note(f"from {source.shown} to {target.shown}")
     try:
@@ -143,47 +129,20 @@ def _copy(
         signal.signal(signal.SIGTERM, before)
     rows = sum(copied.tables.values())
     if as_json:
-        print_json(
-            {
-                "from": source.shown,
-                "to": target.shown,
-                "rows": rows,
-                "tables": copied.tables,
-                "digest": copied.digest,
-                "level": copied.level,
-                "paused_batches": copied.paused,
-                "folders": copied.folders,
-                "seconds": round(time.monotonic() - began, 3),
-            }
-        )
+        places = {"from": source.shown, "to": target.shown}
+        print_json({**places, "rows": rows, **asdict(copied)})
     else:
         print(f"{rows:,} rows of {len(copied.tables)} tables, digest {copied.digest[:16]}, checked")
-        if copied.paused:
-            print(f"{copied.paused:,} unfinished batches are paused: 'llama-gateway batch resume'")
-    return copied
-
-
-def _folder_of(settings: Settings, copied: CopiedStore) -> Path | None:
-    """The folder of this machine whose files the store names; None: not found."""
-    from gateway.app.startup import state_folder
-    from gateway.stored.folder import ID_FILE, LONGEST_ID
-
-    usual = (state_folder() / "batches", UNIT_STATE_FOLDER / "batches")
-    for folder in usual if settings.batches.folder is None else (settings.batches.folder,):
-        try:
-            with (folder / ID_FILE).open("rb") as file:
-                if file.read(LONGEST_ID).decode("ascii", "replace").strip() in copied.folders:
-                    return folder
-        except OSError:
-            continue
-    return None
-
-
-def _tell_missing(copied: CopiedStore) -> None:
-    """Tell which folders of files belong to the copy."""
-    number = sum(copied.folders.values())
-    print_note(
-        f"{number:,} files and unfinished batches of it need their gateway's folder, 'batches' in "
-        f"its state folder or batches.folder (folder-id {', '.join(sorted(copied.folders))}): "
-        "put a copy where the gateway of the copied store has it, before you start that"
-    )
+    if copied.used_by is not None:
+        print_note(f"{copied.used_by} uses the source: what it writes from now on is not copied")
+    if copied.paused_batches:
+        print_note(
+            f"{copied.paused_batches:,} unfinished batches are paused: "
+            "'llama-gateway batch resume ID' runs one"
+        )
+    if copied.folders:
+        print_note(
+            f"{sum(copied.folders.values()):,} files and unfinished batches need the folder "
+            "'batches' of their gateway, or its batches.folder: copy that too, after the store "
+            f"(its folder-id is {', '.join(sorted(copied.folders))})"
+        )

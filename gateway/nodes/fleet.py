@@ -195,9 +195,6 @@ PROBES_AT_ONCE = 256
 MOST_LEARNT = 10_000
 # Seconds since the start for which loads by others may be those of a predecessor process.
 PREDECESSOR_SECONDS = 60.0
-# Of the last `RECENT_MINUTES`, those in which others keep slots of a node busy that use it all the
-# time, and not now and then.
-LEAST_MINUTES = 5
 # Indexing the models of many routers takes at most one part in so many of the time.
 INDEXING_PAUSE = 20.0
 MOST_ADDED = 100  # models of a router that are taken in at once
@@ -535,16 +532,9 @@ class Fleet:
         self._alone_from = math.inf
 
     def others_take_slots(self, node: Node) -> bool:
-        """Whether others keep slots of this node, or of a router's models, busy again and again.
-
-        Our own requests do not count, nor those that we have left and that the node still works on,
-        nor what may be a predecessor's or is a successor's.
-        """
+        """Whether others do that are no predecessor, perhaps, and no successor."""
         now = self._clock()
-        rows = node.instances.values() if node.is_router else (node,)
-        return now >= self._alone_from and any(
-            one.occupancy.minutes_of_others(now) >= LEAST_MINUTES for one in rows
-        )
+        return now >= self._alone_from and node.others_take_slots(now)
 
     def _tell_load(self, node: Node, change: LoadChange) -> None:
         assert node.load is not None

@@ -38,7 +38,9 @@ from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool
 
 SLOT_LINGER = 0.25  # seconds for which a slot may still be reported busy after its answer has ended
-RECENT_MINUTES = 10  # minutes of which it is known whether others kept slots busy
+# Minutes of which it is known whether others kept slots busy, and how many of them make others that
+# use a node all the time, and not now and then.
+RECENT_MINUTES, LEAST_MINUTES = 10, 5
 
 
 class LeasePhase(enum.Enum):
@@ -592,6 +594,14 @@ class Node:
     def foreign(self) -> int:
         """Slots that other clients of the server keep busy, by the last reading of `/slots`."""
         return self.occupancy.foreign
+
+    def others_take_slots(self, now: float) -> bool:
+        """Whether others keep slots of it, or of a router's models, busy again and again.
+
+        Our requests are none of theirs, nor are those that we have left and that it still works on.
+        """
+        rows = self.instances.values() if self.is_router else (self,)
+        return any(one.occupancy.minutes_of_others(now) >= LEAST_MINUTES for one in rows)
 
     @property
     def slots_busy(self) -> int:

@@ -32,22 +32,12 @@ from gateway.store.database import (
     connect,
     disconnect,
     locate_store,
-    lock_tables,
     make_tables,
     store_level,
     transaction,
 )
-from gateway.store.failures import StoreCorrupt, StoreError, StoreTooNew, StoreTooOld, store_error
-from gateway.store.schema import (
-    OLDEST_LEVEL,
-    SCHEMA_LEVEL,
-    audit,
-    batches,
-    files,
-    levels,
-    metadata,
-    processes,
-)
+from gateway.store.failures import StoreCorrupt, StoreError, store_error
+from gateway.store.schema import OLDEST_LEVEL, audit, batches, files, levels, metadata, processes
 
 RESTORED = "restored"  # the `pause_reason` of a batch that was not at its end
 STEP_ROWS = 1000  # rows that are in memory at one time
@@ -65,9 +55,9 @@ class CopiedStore:
     level: int  # of the source's tables; the copy has this program's
     tables: dict[str, int]  # rows by table
     digest: str  # of all rows, as the source has them
-    paused: int  # batches that were not at their end, and are paused in the copy
+    paused_batches: int  # batches that were not at their end, and are paused in the copy
     folders: dict[str, int]  # files of callers, and unfinished batches, by the folder's id
-    user: str | None  # the gateway that was at work on the source, in words
+    used_by: str | None  # the gateway that was at work on the source, in words
 
 
 def copy_store(
@@ -83,12 +73,12 @@ def copy_store(
     `on_rows` is told how many rows of how many are copied, and of which table the last were.
     Raises: StoreError, which names the place; OSError.
     """
-    with _reading(source) as old:
+    with _opened(source, write=False) as old:
         level = _checked_level(old, source)
         columns = dict(_columns_of(old))
-        with _told(source):
-            total = sum(_count(old, table) for table in columns)
-            folders, user = _folders(old), living_gateway(old, now())
+        counts = [old.scalar(select(func.count()).select_from(table)) for table in columns]
+        total = sum(number or 0 for number in counts)
+        folders, used_by = _folders(old), _living_gateway(old, now())
         new_store = _new_database if target.path is None else _new_file
         done, read = 0, {table: _Tally() for table in columns}
         with new_store(target, now()) as new:
@@ -112,16 +102,15 @@ def copy_store(
                         f"the table {table.name} differs from what was written",
                         "look for errors of its disk, and copy again",
                     )
-            with _told(target):
-                _go_on_numbering(new)
-                paused = _pause_batches(new, now()) if pause_batches else 0
+            _go_on_numbering(new)
+            paused = _pause_batches(new, now()) if pause_batches else 0
     lines = sorted(f"{table.name} {tally}\n" for table, tally in read.items() if tally.rows)
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     rows_of = {table.name: tally.rows for table, tally in read.items()}
-    return CopiedStore(level, rows_of, digest, paused, folders, user)
+    return CopiedStore(level, rows_of, digest, paused, folders, used_by)
 
 
-def living_gateway(connection: Connection, now: float) -> str | None:
+def _living_gateway(connection: Connection, now: float) -> str | None:
     """A gateway that is at work on the store, in words; None: no sign of one."""
     recent = processes.c.seen_at > now - LIVING_SECONDS, processes.c.seen_at < now + LIVING_SECONDS
     row = connection.execute(select(processes.c.host, processes.c.pid).where(*recent)).first()
@@ -131,45 +120,22 @@ def living_gateway(connection: Connection, now: float) -> str | None:
 # The source.
 
 
-@contextlib.contextmanager
-def _reading(source: StoreLocation) -> Iterator[Connection]:
-    """The source in a transaction that sees one moment of it."""
-    if source.path is not None and not source.path.is_file():
-        raise StoreError(f"there is no file {source.path}", "name one that is there")
-    if source.path is not None and not os.access(source.path, os.R_OK):
-        raise StoreError(f"{source.path} can't be read", "run this as its owner (sudo -u USER)")
-    with _told(source):
-        connection = connect(source, lambda _: None, read_only=True)
-    try:
-        with transaction(connection, write=False, seconds=LONGEST_SECONDS):
-            _let_idle(connection)
-            yield connection
-    finally:
-        disconnect(connection)
-
-
 def _checked_level(connection: Connection, source: StoreLocation) -> int:
     """The level of the source, whose file is whole. Raises: StoreError."""
-    with _told(source):
-        if source.path is not None:
-            found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
-            if found != "ok":
-                raise StoreCorrupt(f"SQLite says: {found}", "")
-        if store_level(connection) is None:
-            raise StoreError("it holds no store", "name the file or the database of a gateway")
-        level = check_level(connection, THIS_PROGRAM)
-        made_by = connection.scalar(select(levels.c.program))
-        if level > SCHEMA_LEVEL:
-            raise StoreTooNew(
-                f"its tables have the level {level}, of version {made_by}; this one "
-                f"({__version__}) knows {SCHEMA_LEVEL}, and would leave out what is new",
-                f"use the command of version {made_by}",
-            )
-        if level < OLDEST_LEVEL:
-            raise StoreTooOld(
-                f"its tables have the level {level}, of a version before 0.1.0",
-                "start version 0.1.0 (commit 925fef89) on it once",
-            )
+    if source.path is not None:
+        found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+        if found != "ok":
+            raise StoreCorrupt(f"SQLite says: {found}", "")
+    if store_level(connection) is None:
+        raise StoreError("it holds no store", "name the file or the database of a gateway")
+    level = check_level(connection, THIS_PROGRAM)
+    made_by = connection.scalar(select(levels.c.program))
+    if not OLDEST_LEVEL <= level <= THIS_PROGRAM.level:
+        raise StoreError(
+            f"its tables have the level {level}, of version {made_by}, of which something would be "
+            f"left out: this one ({__version__}) copies {OLDEST_LEVEL} to {THIS_PROGRAM.level}",
+            f"use the command of version {made_by}",
+        )
     return level
 
 
@@ -181,10 +147,6 @@ def _columns_of(connection: Connection) -> Iterator[tuple[Table, Sequence[Column
         if table is not levels and table.name in there:
             names = {column["name"] for column in found.get_columns(table.name)}
             yield table, [column for column in table.columns if column.name in names]
-
-
-def _count(connection: Connection, table: Table) -> int:
-    return connection.scalar(select(func.count()).select_from(table)) or 0
 
 
 def _folders(connection: Connection) -> dict[str, int]:
@@ -240,24 +202,17 @@ def _new_file(target: StoreLocation, now: float) -> Iterator[Connection]:
         raise StoreError(f"there is no folder {path.parent}", "make it")
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with _told(target):
-            connection = connect(locate_store(f"sqlite:///{part}", part), lambda _: None)
-        try:
+        with _opened(locate_store(f"sqlite:///{part}", part), write=True) as connection:
             if os.geteuid() == 0:
                 owner = path.parent.stat()
                 os.chown(part, owner.st_uid, owner.st_gid, follow_symlinks=False)
-            # Without a file beside it, or a wait for the disk: what breaks off is thrown away.
-            for setting in ("journal_mode = MEMORY", "synchronous = OFF", _CACHE):
-                connection.connection.cursor().execute(f"PRAGMA {setting}")
-            with _told(target), transaction(connection):
-                make_tables(connection, THIS_PROGRAM, now)
-                yield connection
-        finally:
-            disconnect(connection)
-        _sync(part)
+            make_tables(connection, THIS_PROGRAM, now)
+            yield connection
         _check_no_file(path, now)
         part.rename(path)
-        _sync(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        os.fsync(folder)
+        os.close(folder)
     finally:
         part.unlink(missing_ok=True)
 
@@ -267,52 +222,27 @@ def _check_no_file(path: Path, now: float) -> None:
     for one in (path, *(path.with_name(f"{path.name}{end}") for end in _FILES_BESIDE)):
         if os.path.lexists(one):
             user, old = None, locate_store(f"sqlite:///{path}", path)
-            with contextlib.suppress(StoreError), _reading(old) as connection, _told(old):
-                user = living_gateway(connection, now)
+            with contextlib.suppress(StoreError), _opened(old, write=False) as connection:
+                user = _living_gateway(connection, now)
             raise StoreError(
-                f"{one} is there already" + ("" if user is None else f", and {user} uses it"),
+                f"{one} is there already" + (f", and {user} uses it" if user else ""),
                 f"stop the gateway, and move {path.name} with its -wal and -shm away"
                 if path.exists()
                 else "move it away: it belongs to a store that was here",
             )
 
 
-def _sync(path: Path) -> None:
-    """Bring a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def _new_database(target: StoreLocation, now: float) -> Iterator[Connection]:
     """A store in an empty database of PostgreSQL, which others see at the end."""
-    with _told(target):
-        connection = connect(target, lambda _: None)
-    try:
-        with _told(target), transaction(connection, seconds=LONGEST_SECONDS):
-            lock_tables(connection)
-            _let_idle(connection)
-            there = set(inspect(connection).get_table_names()) & set(metadata.tables)
-            if there:
-                user = living_gateway(connection, now) if processes.name in there else None
-                raise StoreError(
-                    f"it holds {len(there)} tables of a store already"
-                    + ("" if user is None else f", and {user} uses it"),
-                    "stop the gateway, and name an empty database (CREATE DATABASE makes one)",
-                )
-            make_tables(connection, THIS_PROGRAM, now)
-            yield connection
-    finally:
-        disconnect(connection)
-
-
-def _let_idle(connection: Connection) -> None:
-    """Let the transaction wait between two statements, as long as the other side takes."""
-    if connection.dialect.name == "postgresql":
-        connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
+    with _opened(target, write=True) as connection:
+        if not make_tables(connection, THIS_PROGRAM, now):
+            user = _living_gateway(connection, now)
+            raise StoreError(
+                "it holds a store already" + (f", and {user} uses it" if user else ""),
+                "stop the gateway, and name an empty database (CREATE DATABASE makes one)",
+            )
+        yield connection
 
 
 def _go_on_numbering(connection: Connection) -> None:
@@ -329,6 +259,27 @@ def _pause_batches(connection: Connection, now: float) -> int:
     return connection.execute(paused.values(paused_at=now, pause_reason=RESTORED)).rowcount
 
 
+# Both.
+
+
+@contextlib.contextmanager
+def _opened(location: StoreLocation, *, write: bool) -> Iterator[Connection]:
+    """A connection in a transaction. Its errors, and those inside that name no place, name this."""
+    if not write and location.path is not None and not os.access(location.path, os.R_OK):
+        raise StoreError(f"{location.path} is not there, or not this user's to read", "try sudo")
+    with _told(location):
+        connection = connect(location, lambda _: None, read_only=not write)
+    try:
+        if write and location.path is not None:
+            # Without files beside it: what breaks off is thrown away.
+            for setting in ("journal_mode = MEMORY", _CACHE):
+                connection.connection.cursor().execute(f"PRAGMA {setting}")
+        with _told(location), transaction(connection, write=write, seconds=LONGEST_SECONDS):
+            yield connection
+    finally:
+        disconnect(connection)
+
+
 @contextlib.contextmanager
 def _told(location: StoreLocation, table: str | None = None) -> Iterator[None]:
     """Turn the errors of a database into those of the store, which name the place.
@@ -343,7 +294,9 @@ def _told(location: StoreLocation, table: str | None = None) -> Iterator[None]:
         problem = store_error(error)
         if problem is None:
             said = str(getattr(error, "orig", error)).strip().partition("\n")[0]
-            problem = StoreError(f"a row of {table} is refused: {said}", "mend that row")
+            problem = StoreError(
+                f"{table or 'it'} is refused: {said}", "mend the row, or the table"
+            )
         remedy = problem.remedy
         if isinstance(problem, StoreCorrupt):
             remedy = "take another backup; sqlite3's .recover saves what can be read"

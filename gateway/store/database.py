@@ -308,7 +308,7 @@ def _set_up_postgres(connection: Connection) -> None:
 def transaction(
     connection: Connection, *, write: bool = True, seconds: float = STATEMENT_SECONDS
 ) -> Iterator[None]:
-    """Run the block in a transaction of its own; `seconds` is for PostgreSQL's statements.
+    """Run the block in a transaction of its own; `seconds` limits PostgreSQL's statements.
 
     SQLite takes its write lock at the beginning: a transaction that reads first and writes later
     fails at once, without waiting, if another process has written in between. All statements of a
@@ -322,7 +322,8 @@ def transaction(
                 # By default each statement sees what was committed before it began.
                 connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
             if seconds > STATEMENT_SECONDS:
-                connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(seconds * 1000)}")
+                for limit in ("statement_timeout", "idle_in_transaction_session_timeout"):
+                    connection.exec_driver_sql(f"SET LOCAL {limit} = {int(seconds * 1000)}")
         yield
 
 
@@ -396,22 +397,17 @@ def migrate(connection: Connection, program: Program, now: float) -> None:
         make_tables(connection, program, now)
 
 
-def lock_tables(connection: Connection) -> None:
-    """Let nobody else make or change the tables until the end of this transaction."""
+def make_tables(connection: Connection, program: Program, now: float) -> bool:
+    """As `migrate`, in the transaction that is under way; returns whether there were none."""
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-
-
-def make_tables(connection: Connection, program: Program, now: float) -> None:
-    """Do what `migrate` does, in the transaction that the caller has begun."""
-    lock_tables(connection)
     level = store_level(connection)
-    if level is None:
+    if is_new := level is None:
         metadata.create_all(connection, checkfirst=False)
         level = SCHEMA_LEVEL
     elif level >= program.level:
-        return
+        return False
     elif level < OLDEST_LEVEL:
         raise StoreTooOld(
             f"the store has the level {level}, of a version before 0.1.0; this one "
@@ -431,3 +427,4 @@ def make_tables(connection: Connection, program: Program, now: float) -> None:
             changed_at=now,
         )
     )
+    return is_new

@@ -129,7 +129,7 @@ def test_a_copy_and_the_copy_of_that_have_the_same_rows(
     assert copied.digest == again.digest
     assert copied.tables == again.tables == {table.name: 3 for table in COPIED}
     assert rows_of(source) == rows_of(middle) == rows_of(last)
-    assert copied.paused == 0
+    assert copied.paused_batches == 0
 
 
 def test_the_digest_tells_one_store_from_another(new_place: NewPlace) -> None:
@@ -207,7 +207,7 @@ def test_unfinished_batches_are_paused_for_a_reason_that_nothing_else_resumes(
         with transaction(connection):
             connection.execute(insert(batches), made)
     copied = copy_store(source, target, pause_batches=True, now=lambda: 9.0)
-    assert (copied.paused, copied.folders) == (2, {"f1": 2})
+    assert (copied.paused_batches, copied.folders) == (2, {"f1": 2})
     with connected(target) as connection, transaction(connection, write=False):
         columns = batches.c.id, batches.c.paused_at, batches.c.pause_reason
         found = {id_: rest for id_, *rest in connection.execute(select(*columns))}
@@ -247,7 +247,7 @@ def test_a_copy_that_differs_does_not_appear(
         patched.setattr(copying, "_steps", lossy)
         error = refused(source, target)
     assert "keys differs" in error.message
-    assert target.shown in error.message
+    assert (target.shown if target.path is None else str(target.path.parent)) in error.message
     exact(source, target)
 
 
@@ -322,16 +322,16 @@ def test_what_a_former_store_left_is_refused(new_place: NewPlace, end: str) -> N
 def test_a_gateway_that_uses_the_source_is_told(new_place: NewPlace) -> None:
     source = new_place("sqlite")
     fill(source)
-    assert exact(source, new_place("sqlite")).user is None
+    assert exact(source, new_place("sqlite")).used_by is None
     alive = {"id": "p", "started_at": 1.0, "seen_at": time.time(), "host": "hal boot", "pid": 7}
     with connected(source) as connection, transaction(connection):
         connection.execute(insert(processes).values(alive))
-    assert exact(source, new_place("sqlite")).user == "a gateway on hal (process 7)"
+    assert exact(source, new_place("sqlite")).used_by == "a gateway on hal (process 7)"
 
 
 def test_missing_places_are_told(new_place: NewPlace, tmp_path: Path) -> None:
     source, target = new_place("sqlite"), new_place("sqlite")
-    assert "there is no file" in refused(source, target).message
+    assert "is not there" in refused(source, target).message
     assert source.path is not None
     assert not source.path.exists()
     fill(source)
@@ -402,10 +402,10 @@ def test_stores_of_other_versions_that_would_lose_something_are_refused(
     with connected(newer) as connection:
         migrate(connection, later_program("ALTER TABLE keys ADD COLUMN more TEXT"), 1.0)
     error = refused(newer, new_place("sqlite"))
-    assert "leave out what is new" in error.message
+    assert "something would be left out" in error.message
     assert "use the command of version" in error.remedy
     make_released_store(ancient.url.render_as_string(hide_password=False), level=2)
-    assert "before 0.1.0" in refused(ancient, new_place("sqlite")).message
+    assert "level 2" in refused(ancient, new_place("sqlite")).message
 
 
 def test_a_row_that_postgresql_does_not_take_is_told_by_its_table(new_place: NewPlace) -> None:
@@ -415,7 +415,7 @@ def test_a_row_that_postgresql_does_not_take_is_told_by_its_table(new_place: New
         with transaction(connection):
             add_rows(connection, [a_row(1, user="a\0secret")])
     error = refused(source, target)
-    assert "a row of usage is refused" in error.message
+    assert "usage is refused" in error.message
     assert "NUL" in error.message
     assert "secret" not in str(error).replace("secret-of-tests", "")
 
@@ -448,7 +448,7 @@ def test_no_room_is_told_and_leaves_nothing(new_place: NewPlace) -> None:
         timeout=120,
         check=True,
     )
-    assert str(target.path) in ended.stdout
-    assert "free space" in ended.stdout
     assert target.path is not None
+    assert f"{target.path.parent}/.gateway.db." in ended.stdout
+    assert "free space" in ended.stdout
     assert list(target.path.parent.iterdir()) == []
