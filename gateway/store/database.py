@@ -101,7 +101,7 @@ def connect(
     """Connect; nothing is read yet. Raises: StoreError, DBAPIError, OSError.
 
     `on_connect` gets the driver's connection before anything is sent over it. `read_only`: leave
-    SQLite's file as it is, and make none.
+    SQLite's settings as they are, and make no file.
     """
     url, makes_file = location.url, location.path is not None and not read_only
     if location.path is None:
@@ -110,8 +110,9 @@ def connect(
         # `isolation_level` None: Python begins no transactions, `transaction` does.
         arguments = {"timeout": LOCK_SECONDS, "isolation_level": None}
         if read_only:
-            read = {"mode": "ro", "uri": "true"}
-            url = URL.create("sqlite", database=location.path.absolute().as_uri(), query=read)
+            # Not `ro`: who closes it last could not remove its log.
+            there = {"mode": "rw", "uri": "true"}
+            url = URL.create("sqlite", database=location.path.absolute().as_uri(), query=there)
     engine = create_engine(url, poolclass=NullPool, connect_args=arguments)
 
     @event.listens_for(engine, "do_connect")

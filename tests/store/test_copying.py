@@ -264,14 +264,15 @@ def test_a_file_is_its_owners_alone_and_has_no_others_beside_it(new_place: NewPl
 
 
 def test_a_source_is_read_without_a_change(new_place: NewPlace) -> None:
-    backup = new_place("sqlite")
-    fill(new := new_place("sqlite"))
-    exact(new, backup)
-    assert backup.path is not None
-    before = backup.path.read_bytes()
-    exact(backup, new_place("sqlite"))
-    assert backup.path.read_bytes() == before
-    assert list(backup.path.parent.iterdir()) == [backup.path]
+    store, backup = new_place("sqlite"), new_place("sqlite")
+    fill(store)
+    exact(store, backup)
+    for source in (store, backup):
+        assert source.path is not None
+        before = source.path.read_bytes()
+        exact(source, new_place("sqlite"))
+        assert source.path.read_bytes() == before
+        assert list(source.path.parent.iterdir()) == [source.path]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
