@@ -532,7 +532,7 @@ class Fleet:
         self._alone_from = math.inf
 
     def others_take_slots(self, node: Node) -> bool:
-        """Whether others do that are no predecessor, perhaps, and no successor."""
+        """As the node's own, but for what may be a predecessor's or is a successor's."""
         now = self._clock()
         return now >= self._alone_from and node.others_take_slots(now)
 

@@ -266,7 +266,8 @@ def _pause_batches(connection: Connection, now: float) -> int:
 def _opened(location: StoreLocation, *, write: bool) -> Iterator[Connection]:
     """A connection in a transaction. Its errors, and those inside that name no place, name this."""
     if not write and location.path is not None and not os.access(location.path, os.R_OK):
-        raise StoreError(f"{location.path} is not there, or not this user's to read", "try sudo")
+        why = "is not there, or this user may not read it"
+        raise StoreError(f"{location.path} {why}", "name another, or run this as its owner (sudo)")
     with _told(location):
         connection = connect(location, lambda _: None, read_only=not write)
     try:
@@ -294,9 +295,7 @@ def _told(location: StoreLocation, table: str | None = None) -> Iterator[None]:
         problem = store_error(error)
         if problem is None:
             said = str(getattr(error, "orig", error)).strip().partition("\n")[0]
-            problem = StoreError(
-                f"{table or 'it'} is refused: {said}", "mend the row, or the table"
-            )
+            problem = StoreError(f"{table or 'it'} is refused: {said}", "mend the row or the table")
         remedy = problem.remedy
         if isinstance(problem, StoreCorrupt):
             remedy = "take another backup; sqlite3's .recover saves what can be read"
