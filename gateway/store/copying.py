@@ -199,7 +199,7 @@ def _new_file(target: StoreLocation, now: float) -> Iterator[Connection]:
     assert path is not None
     _check_no_file(path, now)
     if not path.parent.is_dir():
-        raise StoreError(f"there is no folder {path.parent}", "make it")
+        raise _PlacedError(f"there is no folder {path.parent}", "make it")
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with _opened(locate_store(f"sqlite:///{part}", part), write=True) as connection:
@@ -224,9 +224,10 @@ def _check_no_file(path: Path, now: float) -> None:
             user, old = None, locate_store(f"sqlite:///{path}", path)
             with contextlib.suppress(StoreError), _opened(old, write=False) as connection:
                 user = _living_gateway(connection, now)
-            raise StoreError(
+            raise _PlacedError(
                 f"{one} is there already" + (f", and {user} uses it" if user else ""),
-                f"stop the gateway, and move {path.name} with its -wal and -shm away"
+                f"name another place; or stop the gateway, and move {path.name} with its -wal and "
+                "-shm away"
                 if path.exists()
                 else "move it away: it belongs to a store that was here",
             )

@@ -298,6 +298,7 @@ def test_a_place_with_a_store_is_refused_and_who_uses_it_is_told(
         migrate(connection, THIS_PROGRAM, 1.0)
     error = refused(source, target)
     assert "already" in error.message
+    assert source.shown not in error.message
     assert "a gateway on" not in error.message
     alive = {"id": "p", "started_at": 1.0, "seen_at": time.time(), "host": "hal boot", "pid": 7}
     with connected(target) as connection, transaction(connection):
@@ -337,7 +338,7 @@ def test_missing_places_are_told(new_place: NewPlace, tmp_path: Path) -> None:
     assert not source.path.exists()
     fill(source)
     nowhere = locate_store(f"sqlite:///{tmp_path}/nowhere/gateway.db", tmp_path)
-    assert "there is no folder" in refused(source, nowhere).message
+    assert refused(source, nowhere).message == f"there is no folder {tmp_path}/nowhere"
     off = locate_store("postgresql://gateway:hidden@127.0.0.1:9/x", tmp_path)
     error = refused(source, off)
     assert isinstance(error, StoreError)
