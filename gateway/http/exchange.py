@@ -91,8 +91,8 @@ class HttpExchange(EagerTask):
     @property
     def local_address(self) -> object:
         """The address that the client has connected to."""
-        name = self._transport.get_extra_info("sockname")
-        return name[0] if isinstance(name, tuple) else None
+        name = self._connection.local_name()
+        return None if name is None else name[0]
 
     # Called by the protocol.
 
@@ -327,4 +327,6 @@ class ClientConnection:
     serve: Serve
     on_response_complete: Callable[[], None]  # called when a response is complete
     tasks: set[asyncio.Task[None]]  # owns the running tasks
+    local_name: Callable[[], tuple[str, int] | None] = lambda: None
+    """Address and port that the client has connected to."""
     context_cache: ContextCache = field(default_factory=ContextCache)

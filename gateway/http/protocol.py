@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote, unquote_to_bytes
 
@@ -70,6 +72,15 @@ _HEAD_END = b"\r\n\r\n"
 _ASGI_LOGGER = logging.getLogger("uvicorn.error")
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionOrigin:
+    """The client's own connection, at the process that passes its requests on."""
+
+    client: tuple[str, int] | None
+    server: tuple[str, int] | None
+    tls: bool = False
+
+
 class BoundedProtocol(TurnBoundProtocol):
     """A client's connection. `protocol_class` sets the class attributes."""
 
@@ -92,12 +103,17 @@ class BoundedProtocol(TurnBoundProtocol):
         connections: set[BoundedProtocol],
         tasks: set[asyncio.Task[None]],
         loop: asyncio.AbstractEventLoop | None = None,
+        origin: ConnectionOrigin | None = None,
     ) -> None:
-        """`connections` and `tasks`: those of the listener. It is idle for `keep_alive` seconds."""
+        """`connections` and `tasks`: those of the listener. It is idle for `keep_alive` seconds.
+
+        `origin`: of the client's own connection, where another process passes its requests on.
+        """
         super().__init__(self.turn)
         self.app: Any = app  # Starlette's types of ASGI messages are not uvicorn's.
         self.loop = loop or asyncio.get_running_loop()
         self.tasks = tasks
+        self._origin = origin
         self._connections = connections
         self._keep_alive = keep_alive
         self._idle_check: asyncio.TimerHandle | None = None
@@ -158,7 +174,11 @@ class BoundedProtocol(TurnBoundProtocol):
         self.transport = cast("asyncio.Transport", transport)
         self.flow = PipelineFlowControl(self.transport)
         self._connections.add(self)
-        self._is_tls = transport.get_extra_info("sslcontext") is not None
+        self._is_tls = (
+            transport.get_extra_info("sslcontext") is not None
+            if self._origin is None
+            else self._origin.tls
+        )
         self._handshake = None
         client = self._address("peername")
         address = client[0] if client else None
@@ -170,11 +190,14 @@ class BoundedProtocol(TurnBoundProtocol):
         if self.routes:
             serve = self.connection_limiter.count_forwarded(self.serve, address)
             self._connection = ClientConnection(
-                self.transport, self.flow, address, serve, self.on_response_complete, self.tasks
-            )
+                self.transport, self.flow, address, serve, self.on_response_complete, self.tasks,
+                functools.partial(self._address, "sockname"),
+            )  # fmt: skip
         self._timer = self.loop.call_later(self.limits.header_timeout, self._on_head_timeout)
 
     def _address(self, name: str) -> tuple[str, int] | None:
+        if self._origin is not None:
+            return self._origin.client if name == "peername" else self._origin.server
         found = self.transport.get_extra_info(name)
         return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None
 
