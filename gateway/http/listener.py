@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import structlog
 from starlette.types import ASGIApp
 
-from gateway.http.protocol import BoundedProtocol, ConnectionOrigin
+from gateway.http.exchange import ConnectionOrigin
+from gateway.http.protocol import BoundedProtocol
 
 LISTEN_BACKLOG = 4096
 DRAIN_POLL_SECONDS = 0.05  # seconds between checks whether all clients have disconnected

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote, unquote_to_bytes
 
@@ -50,7 +48,13 @@ from gateway.http.connections import (
     health_only_app,
     too_many_connections,
 )
-from gateway.http.exchange import STATUS_LINES, ClientConnection, HttpExchange, Serve
+from gateway.http.exchange import (
+    STATUS_LINES,
+    ClientConnection,
+    ConnectionOrigin,
+    HttpExchange,
+    Serve,
+)
 from gateway.http.response_head import encode_rejection
 from gateway.request.routes import ROUTES, Route
 from gateway.terms import Headers
@@ -70,15 +74,6 @@ _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _HEAD_END = b"\r\n\r\n"
 # Where `RequestResponseCycle` reports that an application has failed.
 _ASGI_LOGGER = logging.getLogger("uvicorn.error")
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionOrigin:
-    """The client's own connection, at the process that passes its requests on."""
-
-    client: tuple[str, int] | None
-    server: tuple[str, int] | None
-    tls: bool = False
 
 
 class BoundedProtocol(TurnBoundProtocol):
@@ -191,7 +186,7 @@ class BoundedProtocol(TurnBoundProtocol):
             serve = self.connection_limiter.count_forwarded(self.serve, address)
             self._connection = ClientConnection(
                 self.transport, self.flow, address, serve, self.on_response_complete, self.tasks,
-                functools.partial(self._address, "sockname"),
+                self._find_origin,
             )  # fmt: skip
         self._timer = self.loop.call_later(self.limits.header_timeout, self._on_head_timeout)
 
@@ -200,6 +195,10 @@ class BoundedProtocol(TurnBoundProtocol):
             return self._origin.client if name == "peername" else self._origin.server
         found = self.transport.get_extra_info(name)
         return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None
+
+    def _find_origin(self) -> ConnectionOrigin:
+        client, server = self._address("peername"), self._address("sockname")
+        return self._origin or ConnectionOrigin(client, server, self._is_tls)
 
     def _serve_health_only(self, admission: ConnectionAdmission) -> None:
         """There are too many connections: serve only a prompt health check, or nothing."""
