@@ -8,6 +8,7 @@ addresses; so nothing in the request itself has to be trusted.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 from typing import Any
 
@@ -65,8 +66,7 @@ class Passing:
                 # The client has left, or must see that its response is not complete.
                 scope["state"]["abort"]()
             else:
-                scope[X_REQUEST_ID_KEY] = x_request_id_of(scope["headers"]) or "unknown"
-                await error_response(_not_served(), scope)(scope, receive, send)
+                await _refuse(scope, receive, send)
         finally:
             body.cancel()
             await asyncio.gather(body, return_exceptions=True)
@@ -174,6 +174,14 @@ async def _send_body(connection: _BrainConnection, scope: Scope, receive: Receiv
             await connection.write(b"0\r\n\r\n")
             chunked = False
     connection.close()
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    request_id = x_request_id_of(scope["headers"]) or f"req_{secrets.token_hex(8)}"
+    scope[X_REQUEST_ID_KEY] = request_id
+    response = error_response(_not_served(), scope)
+    response.raw_headers.append((b"x-request-id", request_id.encode()))
+    await response(scope, receive, send)
 
 
 def _fields(headers: Headers) -> bytes:

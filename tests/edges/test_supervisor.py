@@ -17,8 +17,9 @@ import pytest
 from gateway.edges import supervisor
 from gateway.edges.supervisor import Edges
 from gateway.http.exchange import ConnectionOrigin
+from tests.gateways import until
 
-LIMIT = 60.0
+LIMIT = 120.0
 
 
 @dataclass(slots=True)
@@ -96,14 +97,8 @@ async def brain(count: int, *how: str) -> AsyncIterator[Brain]:
             sock.close()
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT):
-        while not holds():  # noqa: ASYNC110 - no event tells it
-            await asyncio.sleep(0.01)
-
-
 async def all_ready(edges: Edges) -> None:
-    await until(lambda: sum(one.ready for one in edges.views()) == edges.count)
+    await until(lambda: sum(one.ready for one in edges.views()) == edges.count, LIMIT)
 
 
 async def test_each_connection_goes_to_the_edge_with_the_fewest_requests() -> None:
@@ -147,7 +142,7 @@ async def test_an_edge_that_ends_is_started_again() -> None:
         await all_ready(site.edges)
         before = {one.pid for one in site.edges.views()}
         os.kill(min(before), signal.SIGKILL)
-        await until(lambda: site.edges.died == 1)
+        await until(lambda: site.edges.died == 1, LIMIT)
         # The other one has room meanwhile.
         ours, pid = await site.client()
         assert pid == max(before)
@@ -166,7 +161,7 @@ async def test_an_edge_that_is_deaf_is_ended(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_a_request_that_is_passed_on_brings_the_clients_addresses() -> None:
     async with brain(1, "passes") as site:
-        await until(lambda: bool(site.adopted))
+        await until(lambda: bool(site.adopted), LIMIT)
         [(sock, origin)] = site.adopted
         assert origin == ConnectionOrigin(("192.0.2.7", 4711), None, tls=True)
         data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 64), LIMIT)
