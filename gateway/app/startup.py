@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gateway.app.fitting import check_fit
 from gateway.callers.callers import (
@@ -47,6 +47,7 @@ class Options:
     admin_port: int | None = None
     admin_key_file: Path | None = None
     allow_anonymous: bool = False
+    edges: int | Literal["auto"] | None = None
     state_dir: Path | None = None
     """Folder of the state files; by default systemd's, else the user's."""
     store_dir: Path | None = None
@@ -61,7 +62,7 @@ class Options:
 
     def apply_to(self, settings: Settings) -> Settings:
         """The settings, overridden by these options."""
-        listen = {"host": self.host, "port": self.port}
+        listen = {"host": self.host, "port": self.port, "edges": self.edges}
         admin = {"host": self.admin_host, "port": self.admin_port, "key_file": self.admin_key_file}
         return settings.model_copy(
             update={
@@ -274,6 +275,12 @@ def reread_admin_key(path: Path | None) -> str | None:
         return None if path is None else read_admin_key(path)
     except StartError as error:
         raise ConfigError([Problem(path or Path(), 0, "admin.key_file", str(error))]) from None
+
+
+def count_edges(settings: Settings) -> int:
+    """The edges that a gateway with these settings starts; 0: it serves all by itself."""
+    edges = settings.listen.edges
+    return max(1, len(os.sched_getaffinity(0)) - 1) if edges == "auto" else edges
 
 
 def drains_file(options: Options) -> Path:

@@ -39,9 +39,7 @@ from gateway.edges.sockets import (
 from gateway.http.exchange import ConnectionOrigin
 
 MOST_UNTAKEN = 64  # connections that one edge has not confirmed yet; more wait in the backlog
-# Seconds without a word from an edge, after which it is killed; and the same while it starts.
-MOST_SILENT_SECONDS = 30
-MOST_START_SECONDS = 60
+MOST_START_SECONDS = 60.0  # for an edge to serve; then it is ended
 # Seconds before an edge is started again: first, most, and of life after which it is the first.
 FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.1, 10.0, 30.0
 CPU_WINDOW_SECONDS = 2.0  # over which an edge's use of the processor is told
@@ -57,7 +55,7 @@ class Session(Protocol):
 
 
 # Begins a session over a link with the edge of this name and process; the last is called if the
-# link breaks. Raises: OSError, TimeoutError.
+# link is lost. Raises: OSError.
 Connect = Callable[[socket.socket, str, int, Callable[[], None]], Awaitable[Session]]
 
 # Starts the process of an edge with its ends of link and channel. Raises: OSError.
@@ -73,8 +71,8 @@ class EdgeProcess:
     started_at: float
     channel: SocketChannel[ToBrain] = field(init=False)
     load: Load = field(default_factory=lambda: Load(0, 0, 0, 0.0, 0))
-    ready: bool = False
-    silent_seconds: int = 0  # since its last word
+    started: bool = False  # whether it has been ready
+    ready: bool = False  # whether it gets connections
     untaken: deque[socket.socket] = field(default_factory=deque)
     """Connections that it may not have yet, the oldest first."""
     taken: int = 0  # connections that it has taken since `load`
@@ -148,7 +146,6 @@ class Edges:
         self._homeless: deque[socket.socket] = deque()
         """Connections of edges that have died, which wait for one with room."""
         self._keepers: set[asyncio.Task[None]] = set()
-        self._watch: asyncio.Task[None] | None = None
         self._some_ready = asyncio.Event()
         self._ending = asyncio.Event()
 
@@ -194,7 +191,6 @@ class Edges:
 
     async def start(self, seconds: float) -> bool:
         """Start all edges; returns whether one can serve within so many seconds."""
-        self._watch = asyncio.create_task(self._watch_all(), name="watch the edges")
         for number in range(1, self.count + 1):
             keeper = asyncio.create_task(self._keep(f"edge-{number}"), name=f"edge {number}")
             self._keepers.add(keeper)
@@ -220,7 +216,7 @@ class Edges:
         self._ending.set()
         for edge in self._running.values():
             _kill(edge.process)
-        tasks = [one for one in (*self._keepers, self._watch) if one is not None]
+        tasks = list(self._keepers)
         if tasks:
             await asyncio.wait(tasks, timeout=END_SECONDS)
         for task in tasks:
@@ -230,13 +226,11 @@ class Edges:
     async def _end(self, message: Drain | End) -> None:
         self._ending.set()
         for edge in self._running.values():
-            if not edge.ready:
+            if not edge.started:
                 _kill(edge.process)
         self._tell(message)
         for edge in self._running.values():
             edge.ready = False
-        if self._watch is not None:
-            self._watch.cancel()
         while self._keepers:
             await asyncio.wait(self._keepers)
 
@@ -251,7 +245,7 @@ class Edges:
             began = self._clock()
             try:
                 await self._run(name)
-            except (OSError, TimeoutError) as error:
+            except OSError as error:
                 log.error("an edge could not be started", edge=name, why=str(error))  # noqa: TRY400
             if self._ending.is_set():
                 return
@@ -262,7 +256,7 @@ class Edges:
             pause = min(LONGEST_PAUSE, 2 * pause)
 
     async def _run(self, name: str) -> None:
-        """Run one process of an edge until it ends. Raises: OSError, TimeoutError."""
+        """Run one process of an edge until it ends. Raises: OSError."""
         link, its_link = socket.socketpair()
         ours, its_end = channel_pair()
         with its_link, its_end:
@@ -283,15 +277,16 @@ class Edges:
         )
         self._running[name] = edge
         session: Session | None = None
+        late = asyncio.get_running_loop().call_later(MOST_START_SECONDS, self._end_late, edge)
         try:
-            async with asyncio.timeout(MOST_START_SECONDS):
-                session = await self._connect(link, name, process.pid, lambda: _kill(process))
+            session = await self._connect(link, name, process.pid, lambda: _kill(process))
             if self._ending.is_set():
                 _kill(process)
             status = await process.wait()
             if not self._ending.is_set():
                 log.error("an edge has ended", edge=name, pid=process.pid, status=status)
         finally:
+            late.cancel()
             _kill(process)
             with contextlib.suppress(TimeoutError):
                 # What it has confirmed last tells which connections it has not had.
@@ -303,8 +298,14 @@ class Edges:
             for sock in edge.untaken:
                 self.take(sock)
 
+    @staticmethod
+    def _end_late(edge: EdgeProcess) -> None:
+        """End an edge that has not begun to serve in time."""
+        if not edge.started:
+            log.error("an edge does not begin to serve and is ended", edge=edge.name)
+            _kill(edge.process)
+
     def _receive(self, edge: EdgeProcess, message: ToBrain, sock: socket.socket | None) -> None:
-        edge.silent_seconds = 0
         match message:
             case Taken():
                 if edge.untaken:
@@ -313,7 +314,7 @@ class Edges:
             case Load():
                 edge.take_load(message, self._clock())
             case Ready():
-                edge.ready = not self._ending.is_set()
+                edge.started, edge.ready = True, not self._ending.is_set()
                 self._some_ready.set()
                 log.info("an edge serves", edge=edge.name, pid=edge.process.pid)
             case PassedOn():
@@ -321,20 +322,6 @@ class Edges:
                     sock.setblocking(False)
                     self._adopt(sock, message.origin())
         self._go_on()
-
-    async def _watch_all(self) -> None:
-        """Kill edges that have not said anything for too long.
-
-        Looks are counted, not time: a brain that was held up itself blames no edge for that.
-        """
-        while True:
-            await asyncio.sleep(1.0)
-            for edge in self._running.values():
-                edge.silent_seconds += 1
-                limit = MOST_SILENT_SECONDS if edge.ready else MOST_START_SECONDS
-                if edge.silent_seconds > limit:
-                    log.error("an edge does not answer and is ended", edge=edge.name)
-                    _kill(edge.process)
 
 
 async def start_edge_process(link: socket.socket, sockets: socket.socket) -> Process:

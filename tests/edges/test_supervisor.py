@@ -26,7 +26,8 @@ LIMIT = 120.0
 class Sessions:
     """Sessions of edges, which end with their processes."""
 
-    begun: int = 0
+    lose: list[Callable[[], None]] = field(default_factory=list)
+    """For each that has begun: what its link calls when it is lost."""
     ended: int = 0
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ def small_edge(*how: str) -> Callable[[socket.socket, socket.socket], object]:
 
 
 @asynccontextmanager
-async def brain(count: int, *how: str) -> AsyncIterator[Brain]:
+async def brain(count: int, *how: str, serves: bool = True) -> AsyncIterator[Brain]:
     sessions = Sessions()
     adopted: list[tuple[socket.socket, ConnectionOrigin | None]] = []
 
@@ -78,7 +79,7 @@ async def brain(count: int, *how: str) -> AsyncIterator[Brain]:
         link: socket.socket, name: str, pid: int, lost: Callable[[], None]
     ) -> Sessions:
         link.close()
-        sessions.begun += 1
+        sessions.lose.append(lost)
         return sessions
 
     edges = Edges(
@@ -89,7 +90,7 @@ async def brain(count: int, *how: str) -> AsyncIterator[Brain]:
         start_process=small_edge(*(how or ("",))),  # type: ignore[arg-type]
     )
     try:
-        assert await edges.start(LIMIT)
+        assert await edges.start(LIMIT if serves else 0.01) is serves
         yield Brain(edges, sessions, adopted)
     finally:
         await edges.aclose()
@@ -151,12 +152,23 @@ async def test_an_edge_that_ends_is_started_again() -> None:
         ours.close()
 
 
-async def test_an_edge_that_is_deaf_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "MOST_SILENT_SECONDS", 1)
-    async with brain(1, "deaf", "") as site:
-        ours, _ = await site.client()
-        assert site.edges.died == 1
+async def test_an_edge_whose_link_is_lost_is_ended() -> None:
+    async with brain(1) as site:
+        first, before = await site.client()
+        site.sessions.lose[-1]()
+        await until(lambda: site.edges.died == 1, LIMIT)
+        ours, pid = await site.client()
+        assert pid != before
+        first.close()
         ours.close()
+
+
+async def test_an_edge_that_does_not_begin_to_serve_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "MOST_START_SECONDS", 0.05)
+    async with brain(1, serves=False) as site:
+        await until(lambda: site.edges.died > 1, LIMIT)
 
 
 async def test_a_request_that_is_passed_on_brings_the_clients_addresses() -> None:
@@ -179,7 +191,7 @@ async def test_all_edges_end_together_and_none_is_started_again(
         assert not site.edges.has_room()
         await asyncio.wait_for(work, LIMIT)
         assert site.edges.views() == []
-        assert (site.sessions.begun, site.sessions.ended, site.edges.died) == (2, 2, 0)
+        assert (len(site.sessions.lose), site.sessions.ended, site.edges.died) == (2, 2, 0)
         # One that was accepted just before is served by the brain itself.
         ours, theirs = socket.socketpair()
         site.edges.take(theirs)
