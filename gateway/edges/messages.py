@@ -75,7 +75,7 @@ class WireError(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
 # From an edge to the brain.
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """An edge's first message."""
 
     version: int
@@ -93,6 +93,8 @@ class Opening(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
     user: str | None  # the end user that a trusted caller names
     anonymous: Priority | None  # of a caller without a key: the highest class that it may have
     trusted: bool  # whether that one is on the gateway's own machine
+    request: LeaseRequest | None
+    """Of all its prompts together; None: it is the one that asks for a lease."""
     prompts: int
     model: str  # a name that the fleet serves, or `unknown`
     stream: bool
@@ -101,7 +103,7 @@ class Opening(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
     """The id of its trace and that of the client's span in it; None: it is not traced."""
 
 
-class AskLease(Message):
+class AskLease(Message, frozen=True):
     """A request, or one prompt of it, needs slots: `Granted` or `Refused` answers."""
 
     ask: int  # numbers what is asked over a link
@@ -113,25 +115,26 @@ class AskLease(Message):
     """Of a request that was not admitted yet: it is, or this is refused."""
 
 
-class Withdraw(Message):
+class Withdraw(Message, frozen=True):
     """Nobody waits for this lease any more. One that was granted meanwhile is given back."""
 
     ask: int
 
 
-class GiveBack(Message):
-    """A lease was not used: nobody waited for it any more, or it was too old."""
+class GiveBack(Message, frozen=True):
+    """A lease was not used: nobody waited for it any more, or it came too `late`."""
 
     lease_id: int
+    late: bool
 
 
-class KeepInQueue(Message):
+class KeepInQueue(Message, frozen=True):
     """The client of a request that waits has the head of a response."""
 
     request_id: str
 
 
-class LeaseNews(Message):
+class LeaseNews(Message, frozen=True):
     """A report of `LeaseService` that needs no more than its lease."""
 
     lease_id: int
@@ -140,33 +143,33 @@ class LeaseNews(Message):
     ]
 
 
-class ContentWentOn(Message):
+class ContentWentOn(Message, frozen=True):
     """`LeaseService.content_went_on`."""
 
     lease_id: int
     tokens: int
 
 
-class Ended(Message):
+class Ended(Message, frozen=True):
     """`LeaseService.ended`."""
 
     report: AttemptReport
 
 
-class Settled(Message):
+class Settled(Message, frozen=True):
     """`LeaseService.settle`; `request_id`: of the request, or of one prompt of it."""
 
     report: UsageReport
     request_id: str
 
 
-class Discarded(Message):
+class Discarded(Message, frozen=True):
     """`LeaseService.discard`."""
 
     request_id: str
 
 
-class Released(Message):
+class Released(Message, frozen=True):
     """The response to an admitted request has ended; what it used is told later."""
 
     request_id: str
@@ -206,7 +209,7 @@ class EndedRecord(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=Tr
         return RequestRecord(**msgspec.structs.asdict(self))
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """A request is over, and what it used is known."""
 
     record: EndedRecord
@@ -214,70 +217,63 @@ class Finished(Message):
     traceparent: bytes | None  # the client's own header
 
 
-class Turned(Message):
+class Turned(Message, frozen=True):
     """A request was refused before it was to be admitted: by its head or its body."""
 
     record: EndedRecord
     traceparent: bytes | None
 
 
-class AttemptTold(Message):
+class AttemptTold(Message, frozen=True):
     """An event for the brain's bus."""
 
     event: AttemptEnded
 
 
-class ResumptionTold(Message):
+class ResumptionTold(Message, frozen=True):
     """An event for the brain's bus."""
 
     event: StreamResumed
 
 
-class AskNodes(Message):
+NodeQuestion = Literal["has_other_node", "has_larger_context", "has_cpu_node", "unsupported_error"]
+
+
+class AskNodes(Message, frozen=True):
     """A question of `LeaseService` about other nodes: `Answer` answers."""
 
     ask: int
-    what: Literal["has_other_node", "has_larger_context", "has_cpu_node", "unsupported_error"]
+    what: NodeQuestion
     request: LeaseRequest
     tried: Tried
     but_paused: bool = False
 
 
-class AskExcused(Message):
+class AskExcused(Message, frozen=True):
     """`LeaseService.is_silence_excused`: `Answer` answers."""
 
     ask: int
     lease_id: int
 
 
-class AskPosition(Message):
+class AskPosition(Message, frozen=True):
     """`RequestQueue.queue_position`: `Position` answers."""
 
     ask: int
     request_id: str
 
 
-class NodeDied(Message):
+class NodeDied(Message, frozen=True):
     """A node was lost while it served a request, known by its digest; or another completed it."""
 
     digest: bytes
     node: str | None  # None: it was completed, so that no node died on it
 
 
-class EdgeFigures(Message):
-    """How busy an edge is, told again and again."""
-
-    streams: int = 0  # requests that wait or run
-    connections: int = 0  # of clients
-    cpu_seconds: float = 0.0  # used since its start
-    rss: int = 0  # bytes of memory
-    given_back: int = 0  # leases that were too old to be used
-
-
 # From the brain to an edge.
 
 
-class Configuration(Message):
+class Configuration(Message, frozen=True):
     """What an edge serves by. Sent first, and whenever something of it changes."""
 
     version: int
@@ -306,7 +302,7 @@ class KeyOnWire(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
     previous_for: float | None  # seconds for which that one still works
 
 
-class Keys(Message):
+class Keys(Message, frozen=True):
     """Keys that are new or have changed, and the ids of those that are gone."""
 
     keys: tuple[KeyOnWire, ...]
@@ -325,7 +321,7 @@ class ServerGroup(msgspec.Struct, frozen=True, gc=False, array_like=True):
     count: int
 
 
-class Models(Message):
+class Models(Message, frozen=True, eq=True):
     """The models that nodes serve, as `ServedModels` tells of them."""
 
     names: tuple[str, ...]
@@ -340,7 +336,7 @@ class Models(Message):
     nodes: int  # all nodes of the inventory
 
 
-class FleetFigures(Message):
+class FleetFigures(Message, frozen=True):
     """Small figures that change at any time."""
 
     most_slots_of_a_host: int
@@ -358,20 +354,20 @@ class NodeRoute(msgspec.Struct, frozen=True, gc=False, array_like=True):
     tls: dict[str, Any] | None  # the settings of its TLS; empty: the defaults. None: no TLS.
 
 
-class NodeMet(Message):
+class NodeMet(Message, frozen=True):
     """A node that leases will name from now on, or what has changed of it."""
 
     info: NodeInfo  # without connections
     route: NodeRoute
 
 
-class NodeGone(Message):
+class NodeGone(Message, frozen=True):
     """No lease will name this node."""
 
     name: str
 
 
-class Granted(Message):
+class Granted(Message, frozen=True):
     """A lease, as `GrantedLease`, for what was asked under this number."""
 
     ask: int
@@ -387,7 +383,7 @@ class Granted(Message):
     rates: Rates | None
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """There is no lease for what was asked under this number, and no admission if it asked."""
 
     ask: int
@@ -396,10 +392,10 @@ class Refused(Message):
 
 
 Rates = tuple[RateLimit | None, RateLimit | None]
-"""`LimitBook.rate_limits` of a caller that has some; `resets_at` is 0: the edge's own clock says."""
+"""`LimitBook.rate_limits` of a caller that has some; the edge's own clock says `resets_at`."""
 
 
-class Answer(Message):
+class Answer(Message, frozen=True):
     """The answer to `AskNodes` or `AskExcused`."""
 
     ask: int
@@ -407,14 +403,14 @@ class Answer(Message):
     error: WireError | None = None  # what the question raised, or `unsupported_error` has found
 
 
-class Position(Message):
+class Position(Message, frozen=True):
     """The answer to `AskPosition`."""
 
     ask: int
     position: QueuePosition | None
 
 
-class EndRequest(Message):
+class EndRequest(Message, frozen=True):
     """End a request with this error; `evict`: only if no other node takes it."""
 
     request_id: str
@@ -422,7 +418,7 @@ class EndRequest(Message):
     evict: bool
 
 
-class Quarantined(Message):
+class Quarantined(Message, frozen=True):
     """Nodes that were lost over a request, known by its digest, at other edges; none: forget it."""
 
     digest: bytes
@@ -430,16 +426,12 @@ class Quarantined(Message):
     age: float  # seconds since the last one was lost
 
 
-class Drain(Message):
-    """Take no new connections, and end when those that are open have ended."""
-
-
 ToBrain = (
     Hello | AskLease | Withdraw | GiveBack | KeepInQueue | LeaseNews | ContentWentOn | Ended
     | Settled | Discarded | Released | Finished | Turned | AttemptTold | ResumptionTold | AskNodes
-    | AskExcused | AskPosition | NodeDied | EdgeFigures
+    | AskExcused | AskPosition | NodeDied
 )  # fmt: skip
 ToEdge = (
     Configuration | Keys | Models | FleetFigures | NodeMet | NodeGone | Granted | Refused | Answer
-    | Position | EndRequest | Quarantined | Drain
+    | Position | EndRequest | Quarantined
 )  # fmt: skip

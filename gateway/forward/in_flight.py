@@ -706,8 +706,12 @@ class InFlightRegistry:
     ) -> InFlightRequest:
         """A request was admitted; `progress`: of a client that asked for it. See `remove`."""
         in_flight = InFlightRequest(request, record, None, None, progress)
-        self._requests[request.id] = in_flight
+        self.add(in_flight)
         return in_flight
+
+    def add(self, in_flight: InFlightRequest) -> None:
+        """A request was admitted that was made elsewhere."""
+        self._requests[in_flight.request.id] = in_flight
 
     def remove(self, in_flight: InFlightRequest) -> None:
         """A request is over."""
