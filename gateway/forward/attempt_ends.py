@@ -167,6 +167,7 @@ class AttemptEnds:
                 error=error,
                 unreachable=unreachable,
                 prompt_read=attempt.prompt_read(attempt.elapsed),
+                resumes=resumes,
             )
         )
         if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
@@ -175,7 +176,7 @@ class AttemptEnds:
 
     def discard(self, attempt: Attempt) -> None:
         """A plain response failed that was being assembled: the caller does not pay for it."""
-        self.bus.defer(attempt.in_flight.record.discard_attempts)
+        self.bus.defer(self._discard, attempt)
 
     def node_lost(self, attempt: Attempt) -> None:
         """The node died while it served the request."""
@@ -249,6 +250,10 @@ class AttemptEnds:
         )
         record.charge(charge.cost, charge.slot_seconds)
         self._publish(attempt, outcome, now)
+
+    def _discard(self, attempt: Attempt) -> None:
+        attempt.in_flight.record.discard_attempts()
+        self.leases.discard(attempt.in_flight.request.id)
 
     def _publish(self, attempt: Attempt, outcome: str, now: float) -> None:
         self.bus.tell(

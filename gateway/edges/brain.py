@@ -1,0 +1,711 @@
+"""The brain's side of its edges: grants them leases, admits their requests, and ends what is lost.
+
+An `EdgeSession` is one edge as the brain knows it: the requests that run there, which stand in the
+registry like the brain's own, and the leases that it holds. When the link is lost, its leases are
+given to the reclaimer, which frees each slot when the node shows it idle, and its requests end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+from msgspec.structs import replace
+
+from gateway import errors
+from gateway.callers.keys import KeyRing
+from gateway.callers.limits import Accounts, Reservation
+from gateway.callers.meter import Meter
+from gateway.edges.link import Link
+from gateway.edges.messages import (
+    VERSION,
+    Answer,
+    AskExcused,
+    AskLease,
+    AskNodes,
+    AskPosition,
+    AttemptTold,
+    Configuration,
+    ContentWentOn,
+    Discarded,
+    Ended,
+    EndedRecord,
+    EndRequest,
+    Finished,
+    FleetFigures,
+    GiveBack,
+    Granted,
+    Hello,
+    KeepInQueue,
+    LeaseNews,
+    NodeGone,
+    NodeMet,
+    NodeRoute,
+    Opening,
+    Position,
+    Rates,
+    Refused,
+    Released,
+    ResumptionTold,
+    Settled,
+    ToBrain,
+    Turned,
+    WireError,
+    Withdraw,
+)
+from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
+from gateway.errors import GatewayError, drop_traceback
+from gateway.events import EdgeLost, EventBus, RequestRecord
+from gateway.forward.attempt_ends import CALLERS_OUTCOMES
+from gateway.forward.context import ForwardContext
+from gateway.forward.in_flight import Attempt, InFlightRegistry, InFlightRequest
+from gateway.lease import (
+    NOTHING_CHARGED,
+    AttemptCharge,
+    AttemptReport,
+    GrantedLease,
+    LeaseRequest,
+    NodeInfo,
+    Usage,
+    UsageReport,
+)
+from gateway.nodes.node import Node
+from gateway.request.preparation import Request
+from gateway.schedule.scheduler import Scheduler
+from gateway.terms import Caller
+
+log = structlog.get_logger()
+FIGURES_SECONDS = 1.0  # seconds for which figures of the fleet are told as they were
+MOST_ACCOUNTS = 4096  # callers whose accounts are remembered for one edge
+EDGE_DIED = "edge_died"  # the reason of a request, and the outcome of an attempt
+
+
+class BrokenRules(Exception):  # noqa: N818 - ends the link
+    """An edge has told what can't be."""
+
+
+class EdgeAttempt(Attempt):
+    """An attempt at an edge, as far as that has told of it."""
+
+    __slots__ = ("_content_at", "_events", "_is_received")
+
+    def __init__(self, in_flight: InFlightRequest, lease: GrantedLease, of: ForwardContext) -> None:
+        self._content_at: float | None = None
+        self._events = 0
+        self._is_received = False
+        Attempt.__init__(
+            self, in_flight, lease, of.settings, of.leases, of.timeout_monitor, of.clock
+        )
+
+    @property
+    def last_content_at(self) -> float | None:
+        """When content last came from the node, as far as is known; None: none has."""
+        return self._content_at
+
+    @property
+    def content_events(self) -> int:
+        """Events of the stream that have passed, as far as is known."""
+        return self._events
+
+    @property
+    def complete(self) -> bool:
+        """Whether the node has sent its whole response."""
+        return self._is_received
+
+    def content_came(self, now: float, events: int) -> None:
+        """Content has come; `events`: in all, as far as is known."""
+        self._content_at, self._events = now, max(events, self._events)
+
+    def received(self) -> None:
+        """The node has sent its whole response."""
+        self._is_received = True
+
+
+class EdgePart(InFlightRequest, eq=False, kw_only=True):
+    """A request at an edge, or one prompt of it."""
+
+    session: EdgeSession
+
+    def cancel(self, error: GatewayError) -> None:
+        """End the request; its client gets `error`, as an event if the response has begun."""
+        self.session.link.tell(EndRequest(self.request.id, WireError.of(error), evict=False))
+
+    def evict(self, error: GatewayError) -> None:
+        """Make it leave its node; its client gets `error` if no other node takes it."""
+        self.session.link.tell(EndRequest(self.request.id, WireError.of(error), evict=True))
+
+
+class EdgeRequest(EdgePart, eq=False, kw_only=True):
+    """A request at an edge that was admitted, until all of its use is known."""
+
+    reservation: Reservation
+    charges: dict[str, list[tuple[AttemptCharge, bool]]]
+    """What its attempts took, by the id of the request or of one prompt of it; and whether the
+    tokens are to be counted, which the edge does not know."""
+    ended_at: float | None = None  # when its response has ended; monotonic
+
+
+@dataclass(slots=True, eq=False)
+class HeldLease:
+    """A lease that an edge holds, or has ended and not accounted for."""
+
+    part: EdgePart
+    attempt: EdgeAttempt
+    has_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Brain:
+    """What all sessions share: the gateway's own objects."""
+
+    scheduler: Scheduler
+    context: ForwardContext  # the brain's own; its leases are those of the scheduler
+    registry: InFlightRegistry
+    meter: Meter
+    key_ring: KeyRing
+    bus: EventBus
+    loopback: bool  # whether only this machine can reach the public listener
+    edges: int = 1  # how many edges share the limits
+    generation: int = 0  # grows with each reload
+    sessions: dict[str, EdgeSession] = field(default_factory=dict)
+    """By the names of their edges."""
+    late_leases: int = 0  # leases that edges gave back since they were too old
+    _figures: FleetFigures = field(default_factory=lambda: FleetFigures(0, closing=False))
+    _looked_at: float = -math.inf  # when they were last made
+
+    async def connect(
+        self,
+        sock: socket.socket,
+        name: str,
+        on_lost: Callable[[str, tuple[str, ...]], None] = lambda *_: None,
+    ) -> EdgeSession:
+        """Serve the edge at the other end of this Unix socket, under a name of its own.
+
+        `on_lost` is called when its link is lost, with the reason and the requests that broke off;
+        by then it is out of `sessions`, and what it held is being reclaimed.
+        """
+        assert name not in self.sessions
+        session = self.sessions[name] = EdgeSession(self, name, on_lost)
+        await Link.over(sock, session.link)
+        return session
+
+    def configure(self, *, edges: int | None = None) -> None:
+        """The settings in force have changed, or files that they name, or the number of edges."""
+        self.generation += 1
+        self.edges = self.edges if edges is None else edges
+        for session in self.sessions.values():
+            session.tell_news()
+
+    def count_given_back(self, *, late: bool) -> None:
+        """An edge has given a lease back without using it; `late`: as it was too old."""
+        self.late_leases += late
+
+    def fleet_figures(self) -> FleetFigures:
+        """Small figures for the edges, up to a second old."""
+        now, closing = self.context.clock(), self.scheduler.closing
+        if now - self._looked_at >= FIGURES_SECONDS or closing != self._figures.closing:
+            self._looked_at = now
+            slots = self.context.leases.most_slots_of_a_host()
+            self._figures = FleetFigures(slots, closing)
+        return self._figures
+
+    async def aclose(self) -> None:
+        """End all links; each edge ends with its own."""
+        for session in list(self.sessions.values()):
+            session.close()
+        # Those who wait for a lease end in the next turns.
+        await asyncio.sleep(0)
+
+
+class EdgeSession:
+    """One edge, from its start to the end of its link."""
+
+    def __init__(
+        self, brain: Brain, name: str, on_lost: Callable[[str, tuple[str, ...]], None]
+    ) -> None:
+        self.name, self._brain, self._on_lost = name, brain, on_lost
+        self.link = Link(
+            ToBrain, self._receive, self._lost, brain.context.clock, on_beat=self.tell_news
+        )
+        self.pid: int | None = None  # None: the edge has not said hello
+        self.is_to_end = False  # see `expect_end`
+        self.requests: dict[str, EdgeRequest] = {}
+        self._leases: dict[int, HeldLease] = {}
+        self._asks: dict[int, asyncio.Task[None]] = {}
+        """Those that wait for a lease, by the number under which it was asked for."""
+        self._accounts: OrderedDict[tuple[object, ...], Accounts] = OrderedDict()
+        self._accounts_version = -1
+        # What the edge was told.
+        self._configuration: tuple[object, ...] = ()
+        self._fleet_figures: FleetFigures | None = None
+        self._keys = KeySnapshots(brain.key_ring)
+        self._models = ModelSnapshots(brain.scheduler.fleet.model_index, brain.context.clock)
+        self._nodes: dict[str, tuple[Node, NodeInfo]] = {}
+        self._answers: dict[type, Callable[..., None]] = {
+            Hello: self._hello,
+            AskLease: self._ask_lease,
+            Withdraw: self._withdraw,
+            GiveBack: self._give_back,
+            KeepInQueue: lambda told: brain.scheduler.keep_in_queue(told.request_id),
+            LeaseNews: self._lease_news,
+            ContentWentOn: self._content_went_on,
+            Ended: self._ended,
+            Settled: self._settled,
+            Discarded: self._discarded,
+            Released: self._released,
+            Finished: self._finished,
+            Turned: lambda told: brain.bus.publish_deferred(self._record(told.record)),
+            AttemptTold: lambda told: brain.bus.tell(told.event),
+            ResumptionTold: lambda told: brain.bus.publish(told.event),
+            AskNodes: self._ask_nodes,
+            AskExcused: self._ask_excused,
+            AskPosition: self._ask_position,
+        }
+
+    @property
+    def streams(self) -> int:
+        """Requests that wait or run at the edge."""
+        return len(self.requests)
+
+    def expect_end(self) -> None:
+        """The edge was told to end, so that its end is no failure."""
+        self.is_to_end = True
+
+    def close(self) -> None:
+        """End the link on purpose; what the edge still holds is reclaimed."""
+        self.is_to_end = True
+        self.link.close()
+        self._reclaim("it was told to end")
+
+    def _receive(self, message: object) -> None:
+        if self.pid is None and not isinstance(message, Hello):
+            raise BrokenRules("no hello")
+        self._answers[type(message)](message)
+
+    def _hello(self, hello: Hello) -> None:
+        if hello.version != VERSION:
+            raise BrokenRules(f"version {hello.version} in place of {VERSION}")
+        self.pid = hello.pid
+        self.tell_news()
+
+    # What the edge must know.
+
+    def tell_news(self) -> None:
+        """Tell what has changed of settings, keys, models and nodes; a few times a second."""
+        if self.pid is None or self.link.lost:
+            return
+        brain, tell = self._brain, self.link.tell
+        settings, hash_key = brain.context.settings, brain.context.keyed_hash.key
+        configuration = settings, hash_key, brain.generation, brain.edges
+        before, self._configuration = self._configuration, configuration
+        if not before or before[0] is not settings or before[1:] != configuration[1:]:
+            in_json = settings.model_dump_json().encode()
+            tell(
+                Configuration(
+                    VERSION, in_json, hash_key, brain.loopback, brain.edges, brain.generation
+                )
+            )
+        for keys in self._keys.changes():
+            tell(keys)
+        if (models := self._models.change()) is not None:
+            tell(models)
+        figures = brain.fleet_figures()
+        if figures is not self._fleet_figures:
+            self._fleet_figures = figures
+            tell(figures)
+        for name in [name for name, (node, _) in self._nodes.items() if node.removed]:
+            del self._nodes[name]
+            tell(NodeGone(name))
+
+    def _introduce(self, node: Node) -> None:
+        """Tell of a node that a lease will name."""
+        known = self._nodes.get(node.name)
+        if known is None or known[1] is not node.info:
+            self._nodes[node.name] = node, node.info
+            self.link.tell(node_met(node))
+
+    # Leases.
+
+    def _ask_lease(self, asked: AskLease) -> None:
+        leases, opening, rates = self._brain.context.leases, asked.opening, None
+        try:
+            if opening is not None:
+                rates = self._admit(opening, asked.request)
+            part = self._part(asked.request)
+            lease = leases.lease_now(asked.request, asked.tried, asked.age)
+        except _Refusal as refusal:
+            self._refuse(asked.ask, refusal.error, refusal.rates)
+        except GatewayError as error:
+            self._refuse(asked.ask, error, rates)
+        else:
+            if lease is not None:
+                self._grant(asked.ask, lease, part, rates)
+            else:
+                self._asks[asked.ask] = asyncio.create_task(self._wait(asked, part, rates))
+
+    async def _wait(self, asked: AskLease, part: EdgePart, rates: Rates | None) -> None:
+        context = self._brain.context
+        queued_at = context.clock()
+        try:
+            lease = await context.leases.wait_for_lease(
+                asked.request, asked.tried, asked.age, response_started=asked.response_started
+            )
+        except GatewayError as error:
+            self._refuse(asked.ask, error, rates)
+        else:
+            part.record.waited(context.clock() - queued_at)
+            self._grant(asked.ask, lease, part, rates)
+        finally:
+            self._asks.pop(asked.ask, None)
+
+    def _grant(self, ask: int, lease: GrantedLease, part: EdgePart, rates: Rates | None) -> None:
+        node = self._brain.scheduler.records[lease.id].node
+        self._introduce(node)
+        self._leases[lease.id] = HeldLease(part, EdgeAttempt(part, lease, self._brain.context))
+        part.record.attempt_began(node.name, lease.node.tier, lease.fallback)
+        self.link.tell(
+            Granted(
+                ask, lease.id, node.name, lease.model, lease.served_name, lease.stream,
+                lease.reading, lease.slots, lease.fallback,
+                bool(node.pool or node.properties.shared_pool), rates,
+            )
+        )  # fmt: skip
+
+    def _refuse(self, ask: int, error: GatewayError, rates: Rates | None) -> None:
+        drop_traceback(error)
+        self.link.tell(Refused(ask, WireError.of(error), rates))
+
+    def _withdraw(self, told: Withdraw) -> None:
+        # One that has been granted meanwhile comes back by `GiveBack`.
+        task = self._asks.pop(told.ask, None)
+        if task is not None:
+            task.cancel()
+
+    def _give_back(self, told: GiveBack) -> None:
+        held = self._held(told.lease_id)
+        del self._leases[told.lease_id]
+        self._brain.count_given_back(late=told.late)
+        held.part.end_attempt()
+        self._brain.scheduler.release_unused(told.lease_id)
+
+    def _held(self, lease_id: int) -> HeldLease:
+        """A lease that has not ended. Raises: BrokenRules."""
+        held = self._leases.get(lease_id)
+        if held is None or held.has_ended:
+            raise BrokenRules(f"lease {lease_id} is not held")
+        return held
+
+    def _lease_news(self, told: LeaseNews) -> None:
+        held, context = self._held(told.lease_id), self._brain.context
+        getattr(context.leases, told.what)(told.lease_id)
+        if told.what == "content_began":
+            now, part = context.clock(), held.part
+            held.attempt.content_came(now, 0)
+            if part.record.ttft is None:
+                part.record.first_content_sent(now - part.request.received_at)
+        elif told.what == "response_received":
+            held.attempt.received()
+
+    def _content_went_on(self, told: ContentWentOn) -> None:
+        held, context = self._held(told.lease_id), self._brain.context
+        held.attempt.content_came(context.clock(), told.tokens)
+        context.leases.content_went_on(told.lease_id, told.tokens)
+
+    def _ended(self, told: Ended) -> None:
+        report = told.report
+        held = self._held(report.lease_id)
+        self._end(held, report)
+
+    def _end(self, held: HeldLease, report: AttemptReport) -> None:
+        charge = self._brain.context.leases.ended(report)
+        if held.part.attempt is held.attempt:
+            held.part.end_attempt()
+        if report.response_began:
+            held.has_ended = True
+            return
+        del self._leases[report.lease_id]
+        if report.outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
+            self._charge(held.part, charge, counts_tokens=not report.resumes)
+
+    def _settled(self, told: Settled) -> None:
+        held = self._leases.pop(told.report.lease_id, None)
+        if held is None or not held.has_ended:
+            raise BrokenRules(f"lease {told.report.lease_id} has not ended")
+        request = held.part.request.lease_request
+        charge = self._brain.context.leases.settle(told.report, request)
+        self._charge(held.part, charge, counts_tokens=False)
+
+    # Requests.
+
+    def _admit(self, opening: Opening, asking: LeaseRequest) -> Rates | None:
+        """Admit a request. Returns the rates of its caller. Raises: _Refusal."""
+        brain, request = self._brain, opening.request or asking
+        if opening.id != request.id or opening.id in self.requests:
+            raise BrokenRules("a request that is open already, or another one's")
+        try:
+            accounts = self._accounts_of(opening)
+        except GatewayError as error:
+            raise _Refusal(error, None) from None
+        record = RequestRecord(
+            opening.x_request_id,
+            opening.path,
+            opening.model,
+            request.caller.priority,
+            opening.caller,
+            stream=opening.stream,
+            request_id=opening.id,
+        )
+        now = brain.context.clock()
+        try:
+            reservation = brain.meter.admit(accounts, request, record, opening.prompts)
+        except GatewayError as error:
+            raise _Refusal(error, self._rates(accounts)) from None
+        one = EdgeRequest(
+            _request(opening, request, accounts.caller, now - opening.age),
+            record,
+            session=self,
+            reservation=reservation,
+            charges={},
+        )
+        self.requests[opening.id] = one
+        brain.registry.add(one)
+        return self._rates(accounts)
+
+    def _rates(self, accounts: Accounts) -> Rates | None:
+        return self._brain.meter.book.rate_limits(accounts) if accounts.has_rates else None
+
+    def _accounts_of(self, opening: Opening) -> Accounts:
+        """The accounts on which a request counts. Raises: GatewayError 401."""
+        ring, known = self._brain.key_ring, self._accounts
+        if ring.version != self._accounts_version:
+            known.clear()
+            self._accounts_version = ring.version
+        key = opening.caller, opening.user, opening.anonymous, opening.trusted
+        found = known.get(key)
+        if found is not None:
+            known.move_to_end(key)
+            return found
+        caller = ring.caller(opening.caller)
+        if opening.anonymous is not None:
+            caller = Caller(
+                opening.caller,
+                "anonymous",
+                opening.anonymous,
+                anonymous=True,
+                trust_user_headers=opening.trusted,
+            )
+        if caller is None:
+            raise errors.invalid_api_key()
+        found = known[key] = self._brain.meter.book.accounts(caller, opening.user)
+        if len(known) > MOST_ACCOUNTS:
+            known.popitem(last=False)
+        return found
+
+    def _part(self, request: LeaseRequest) -> EdgePart:
+        """The request, or the prompt of it, that asks for a lease. Raises: BrokenRules."""
+        whole = self.requests.get(request.id)
+        if whole is not None:
+            return whole
+        whole = self.requests.get(request.id.rpartition(".")[0])
+        if whole is None:
+            raise BrokenRules("a lease for a request that was not admitted")
+        parts = whole.sub_requests
+        if parts is None:
+            parts = whole.sub_requests = {}
+        part = parts.get(request.id)
+        if not isinstance(part, EdgePart):
+            of, now = whole.request, self._brain.context.clock()
+            record = RequestRecord(
+                request.id, of.path, whole.record.model, request.caller.priority,
+                whole.record.caller, stream=of.stream,
+            )  # fmt: skip
+            opened = Request(
+                request.id, request.id, of.path, of.caller, now, request, stream=of.stream
+            )
+            part = parts[request.id] = EdgePart(opened, record, session=self)
+        return part
+
+    def _charge(self, part: EdgePart, charge: AttemptCharge, *, counts_tokens: bool) -> None:
+        id_ = part.request.id
+        whole = self.requests.get(id_) or self.requests.get(id_.rpartition(".")[0])
+        if whole is not None:
+            whole.charges.setdefault(id_, []).append((charge, counts_tokens))
+
+    def _discarded(self, told: Discarded) -> None:
+        id_ = told.request_id
+        whole = self.requests.get(id_) or self.requests.get(id_.rpartition(".")[0])
+        if whole is not None:
+            whole.charges.pop(id_, None)
+
+    def _released(self, told: Released) -> None:
+        # A request that was refused is not known here, nor is this wrong.
+        whole = self.requests.get(told.request_id)
+        if whole is not None and whole.ended_at is None:
+            self._response_ended(whole)
+
+    def _response_ended(self, whole: EdgeRequest) -> None:
+        whole.ended_at = self._brain.context.clock()
+        self._brain.registry.remove(whole)
+        self._brain.meter.released(whole.reservation)
+
+    def _finished(self, told: Finished) -> None:
+        if told.opening is not None and told.opening.request is not None:
+            # It never got so far as to ask for a lease; it counts like any other.
+            try:
+                self._admit(told.opening, told.opening.request)
+            except _Refusal as refusal:
+                drop_traceback(refusal.error)
+        record = self._record(told.record)
+        whole = self.requests.pop(record.request_id, None)
+        if whole is None:
+            self._brain.bus.publish_deferred(record)
+        else:
+            self._account(whole, record)
+
+    def _account(self, whole: EdgeRequest, record: RequestRecord) -> None:
+        """All is known of what a request has used, by its record and what was charged."""
+        if whole.ended_at is None:
+            self._response_ended(whole)
+        assert whole.ended_at is not None
+        for charges in whole.charges.values():
+            for charge, counts_tokens in charges:
+                if counts_tokens:
+                    record.count_tokens(
+                        charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens
+                    )
+                record.charge(charge.cost, charge.slot_seconds)
+        record.finish(whole.ended_at - record.duration_seconds, whole.ended_at)
+        self._brain.meter.ended(whole.reservation, record)
+
+    def _record(self, told: EndedRecord) -> RequestRecord:
+        record = told.record()
+        now = self._brain.context.clock()
+        return record.finish(now - record.duration_seconds, now)
+
+    # Questions.
+
+    def _ask_nodes(self, asked: AskNodes) -> None:
+        self._asks[asked.ask] = asyncio.create_task(self._answer(asked))
+
+    async def _answer(self, asked: AskNodes) -> None:
+        leases, found = self._brain.context.leases, False
+        error: GatewayError | None = None
+        try:
+            match asked.what:
+                case "has_other_node":
+                    found = await leases.has_other_node(
+                        asked.request, asked.tried, but_paused=asked.but_paused
+                    )
+                case "has_larger_context":
+                    found = await leases.has_larger_context(asked.request, asked.tried)
+                case "has_cpu_node":
+                    found = await leases.has_cpu_node(asked.request, asked.tried)
+                case "unsupported_error":
+                    error = await leases.unsupported_error(asked.request, asked.tried)
+        except GatewayError as raised:
+            drop_traceback(raised)
+            error = raised
+        finally:
+            self._asks.pop(asked.ask, None)
+        wire = None if error is None else WireError.of(error)
+        self.link.tell(Answer(asked.ask, found, wire))
+
+    def _ask_excused(self, asked: AskExcused) -> None:
+        held = self._leases.get(asked.lease_id)
+        excused = held is not None and not held.has_ended
+        if excused:
+            excused = bool(self._brain.context.leases.is_silence_excused(asked.lease_id))
+        self.link.tell(Answer(asked.ask, excused))
+
+    def _ask_position(self, asked: AskPosition) -> None:
+        self.link.tell(Position(asked.ask, self._brain.scheduler.queue_position(asked.request_id)))
+
+    # The end.
+
+    def _lost(self, reason: str) -> None:
+        broken = self._reclaim(reason)
+        self._on_lost(reason, broken)
+
+    def _reclaim(self, reason: str) -> tuple[str, ...]:
+        """End all that runs at the edge; returns the `X-Request-ID` of what broke off."""
+        brain = self._brain
+        brain.sessions.pop(self.name, None)
+        for task in self._asks.values():
+            task.cancel()
+        for lease_id, held in list(self._leases.items()):
+            self._break_off(lease_id, held)
+        self._leases.clear()
+        broken = tuple(
+            [one.request.x_request_id for one in self.requests.values() if one.ended_at is None]
+        )
+        for whole in self.requests.values():
+            record = whole.record
+            if whole.ended_at is None:
+                record.fail(502, EDGE_DIED)
+            record.finish(whole.request.received_at, brain.context.clock())
+            self._account(whole, record)
+        self.requests.clear()
+        if broken or not self.is_to_end:
+            brain.bus.publish(EdgeLost(self.name, reason, broken))
+        return broken
+
+    def _break_off(self, lease_id: int, held: HeldLease) -> None:
+        """The edge is gone; what the node has sent so far counts as that of a broken response."""
+        attempt, leases = held.attempt, self._brain.context.leases
+        began = held.has_ended or attempt.last_content_at is not None
+        if not held.has_ended:
+            report = AttemptReport(lease_id, EDGE_DIED, 0, True, False, began)
+            self._end(held, report)
+        if began:
+            usage = Usage(attempt.lease.reading.prompt_tokens, 0, attempt.content_events)
+            used = UsageReport(lease_id, usage, None, attempt.content_events, complete=False)
+            charge = leases.settle(used, held.part.request.lease_request)
+            spent = AttemptCharge(
+                charge.cost, charge.slot_seconds, usage.prompt_tokens, 0, usage.completion_tokens
+            )
+            self._charge(held.part, spent, counts_tokens=True)
+
+
+class _Refusal(Exception):  # noqa: N818 - not an error of the program
+    """A request is not admitted."""
+
+    def __init__(self, error: GatewayError, rates: Rates | None) -> None:
+        super().__init__(error.message)
+        self.error, self.rates = error, rates
+
+
+def _request(
+    opening: Opening, request: LeaseRequest, caller: Caller, received_at: float
+) -> Request:
+    return Request(
+        opening.id,
+        opening.x_request_id,
+        opening.path,
+        caller,
+        received_at,
+        request,
+        stream=opening.stream,
+    )
+
+
+def node_met(node: Node) -> NodeMet:
+    """What an edge must know of a node to send requests there."""
+    address, tls = node.upstream.address, node.spec.tls
+    route = NodeRoute(
+        address.host,
+        address.port,
+        address.path_prefix,
+        address.header_lines,
+        address.server_name,
+        None
+        if address.tls is None
+        else {}
+        if tls is None
+        else tls.model_dump(mode="json", exclude_none=True),
+    )
+    return NodeMet(replace(node.info, connections=None), route)
