@@ -23,6 +23,7 @@ from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.keys import has_labels
+from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.stored import STORE_OFF
@@ -281,6 +282,15 @@ def count_edges(settings: Settings) -> int:
     """The edges that a gateway with these settings starts; 0: it serves all by itself."""
     edges = settings.listen.edges
     return max(1, len(os.sched_getaffinity(0)) - 1) if edges == "auto" else edges
+
+
+def share_memory(limits: LimitSettings, edges: int) -> LimitSettings:
+    """The limits of each process of a gateway with so many edges, of those of all together.
+
+    Its share of the memory for bodies holds at least one body; the brain has a share, too.
+    """
+    share = max(limits.body_bytes, limits.buffered_bytes // (edges + 1))
+    return limits.model_copy(update={"buffered_bytes": share})
 
 
 def drains_file(options: Options) -> Path:

@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
 import gateway
+from gateway.edges.brain import Brain, EdgeSession
 from gateway.edges.sockets import (
     Drain,
     End,
@@ -47,19 +47,8 @@ END_SECONDS = 5.0  # for the last messages of a process that has ended
 log = structlog.get_logger()
 
 
-class Session(Protocol):
-    """What the brain has of an edge at the other end of their link."""
-
-    def close(self) -> None:
-        """The edge has ended: take back what it held."""
-
-
-# Begins a session over a link with the edge of this name and process; the last is called if the
-# link is lost. Raises: OSError.
-Connect = Callable[[socket.socket, str, int, Callable[[], None]], Awaitable[Session]]
-
-# Starts the process of an edge with its ends of link and channel. Raises: OSError.
-StartProcess = Callable[[socket.socket, socket.socket], Awaitable[Process]]
+# Starts the process of the edge of this name with its ends of link and channel. Raises: OSError.
+StartProcess = Callable[[str, socket.socket, socket.socket], Awaitable[Process]]
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +60,7 @@ class EdgeProcess:
     started_at: float
     channel: SocketChannel[ToBrain] = field(init=False)
     load: Load = field(default_factory=lambda: Load(0, 0, 0, 0.0, 0))
+    session: EdgeSession | None = None  # None: it has not begun
     started: bool = False  # whether it has been ready
     ready: bool = False  # whether it gets connections
     untaken: deque[socket.socket] = field(default_factory=deque)
@@ -122,31 +112,30 @@ class EdgeView:
 class Edges:
     """The edges of one brain; the `ConnectionTakers` of its public listener.
 
-    `connect` begins the session of each. `adopt` gets what they pass on, with its origin, and
-    connections of clients that no edge can take any more, without one.
+    `adopt` gets what they pass on, with its origin, and connections of clients that no edge can
+    take any more, without one.
     """
 
     def __init__(
         self,
-        count: int,
-        connect: Connect,
+        brain: Brain,
         adopt: Callable[[socket.socket, ConnectionOrigin | None], None],
         clock: Callable[[], float],
-        *,
-        start_process: StartProcess | None = None,
+        start_process: StartProcess,
     ) -> None:
-        self.count = count
+        self.brain = brain
         self.on_room: Callable[[], None] = lambda: None
         self.died = 0  # edges that have ended by themselves
-        self._connect = connect
         self._adopt = adopt
         self._clock = clock
-        self._start_process = start_process or start_edge_process
+        self._start_process = start_process
         self._running: dict[str, EdgeProcess] = {}
         self._homeless: deque[socket.socket] = deque()
         """Connections of edges that have died, which wait for one with room."""
         self._keepers: set[asyncio.Task[None]] = set()
-        self._some_ready = asyncio.Event()
+        self._untried: set[str] = set()
+        """Those that have not been ready yet, and have not ended."""
+        self._all_tried = asyncio.Event()
         self._ending = asyncio.Event()
 
     def views(self) -> list[EdgeView]:
@@ -190,14 +179,20 @@ class Edges:
     # Start and end.
 
     async def start(self, seconds: float) -> bool:
-        """Start all edges; returns whether one can serve within so many seconds."""
-        for number in range(1, self.count + 1):
-            keeper = asyncio.create_task(self._keep(f"edge-{number}"), name=f"edge {number}")
+        """Start all edges; returns within so many seconds whether one can serve at least."""
+        self._untried = {f"edge-{number}" for number in range(1, self.brain.edges + 1)}
+        for name in sorted(self._untried):
+            keeper = asyncio.create_task(self._keep(name), name=name)
             self._keepers.add(keeper)
             keeper.add_done_callback(self._keepers.discard)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._some_ready.wait(), seconds)
-        return self._some_ready.is_set()
+            await asyncio.wait_for(self._all_tried.wait(), seconds)
+        return any(one.ready for one in self._running.values())
+
+    def _tried(self, name: str) -> None:
+        self._untried.discard(name)
+        if not self._untried:
+            self._all_tried.set()
 
     def reject(self) -> None:
         """Have new requests refused: the gateway shuts down."""
@@ -222,12 +217,15 @@ class Edges:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.brain.aclose()
 
     async def _end(self, message: Drain | End) -> None:
         self._ending.set()
         for edge in self._running.values():
             if not edge.started:
                 _kill(edge.process)
+            if edge.session is not None:
+                edge.session.expect_end()
         self._tell(message)
         for edge in self._running.values():
             edge.ready = False
@@ -250,6 +248,7 @@ class Edges:
             if self._ending.is_set():
                 return
             self.died += 1
+            self._tried(name)
             if self._clock() - began > STEADY_SECONDS:
                 pause = FIRST_PAUSE
             await asyncio.sleep(pause)
@@ -261,7 +260,7 @@ class Edges:
         ours, its_end = channel_pair()
         with its_link, its_end:
             try:
-                process = await self._start_process(its_link, its_end)
+                process = await self._start_process(name, its_link, its_end)
             except OSError:
                 link.close()
                 ours.close()
@@ -276,10 +275,9 @@ class Edges:
             ours, ToBrain, lambda message, sock: self._receive(edge, message, sock), lost
         )
         self._running[name] = edge
-        session: Session | None = None
         late = asyncio.get_running_loop().call_later(MOST_START_SECONDS, self._end_late, edge)
         try:
-            session = await self._connect(link, name, process.pid, lambda: _kill(process))
+            edge.session = await self.brain.connect(link, name, lambda *_: _kill(process))
             if self._ending.is_set():
                 _kill(process)
             status = await process.wait()
@@ -293,8 +291,8 @@ class Edges:
                 await asyncio.wait_for(edge.ended.wait(), END_SECONDS)
             del self._running[name]
             edge.channel.close()
-            if session is not None:
-                session.close()
+            if edge.session is not None:
+                edge.session.close()
             for sock in edge.untaken:
                 self.take(sock)
 
@@ -315,7 +313,7 @@ class Edges:
                 edge.take_load(message, self._clock())
             case Ready():
                 edge.started, edge.ready = True, not self._ending.is_set()
-                self._some_ready.set()
+                self._tried(edge.name)
                 log.info("an edge serves", edge=edge.name, pid=edge.process.pid)
             case PassedOn():
                 if sock is not None:
@@ -324,16 +322,19 @@ class Edges:
         self._go_on()
 
 
-async def start_edge_process(link: socket.socket, sockets: socket.socket) -> Process:
+async def start_edge_process(
+    name: str, link: socket.socket, sockets: socket.socket, *log_words: str
+) -> Process:
     """Start the process of an edge with these ends of its link and its channel. Raises: OSError.
 
-    It has no other descriptor of this process but the standard ones.
+    It has no other descriptor of this process but the standard ones. `log_words`: level and format
+    of its log.
     """
     root = str(Path(gateway.__file__).parent.parent)
     paths = filter(None, [root, os.environ.get("PYTHONPATH")])
     numbers = link.fileno(), sockets.fileno()
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "gateway", "edge", *map(str, numbers)),
+        *(sys.executable, "-P", "-m", "gateway", "edge", name, *map(str, numbers), *log_words),
         stdin=DEVNULL,
         pass_fds=numbers,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

@@ -171,7 +171,7 @@ class ClientServer:
         with `Connection: close`: closed at once, it might just be about to be used.
         """
         self.protocol.begin_drain()
-        self._stop_accepting()
+        self.stop_accepting()
         for connection in self.connections:
             connection.drain()
         while self._handshakes or self.connections:  # noqa: ASYNC110 - a poll is enough
@@ -181,7 +181,7 @@ class ClientServer:
         """Accept no more connections, and wait for running requests. Cancel it to end at once."""
         self._end.set()
         if self._serving is None:
-            self._stop_accepting()
+            self.stop_accepting()
             return
         try:
             await asyncio.shield(self._serving)
@@ -199,7 +199,7 @@ class ClientServer:
         """Accept connections until `close`, and return when all requests have ended."""
         await self._accept()
         await self._end.wait()
-        self._stop_accepting()
+        self.stop_accepting()
         for handshake in self._handshakes:
             handshake.cancel()
         for connection in list(self.connections):
@@ -213,7 +213,7 @@ class ClientServer:
     async def _accept(self) -> None:
         """Begin to accept connections, if there is a socket to accept them from."""
 
-    def _stop_accepting(self) -> None:
+    def stop_accepting(self) -> None:
         """Accept no more."""
 
     def _new_connection(self, origin: ConnectionOrigin | None = None) -> BoundedProtocol:
@@ -270,7 +270,7 @@ class Listener(ClientServer):
                 self._new_connection, sock=self.sock, backlog=LISTEN_BACKLOG
             )
 
-    def _stop_accepting(self) -> None:
+    def stop_accepting(self) -> None:
         if self._server is not None:
             self._server.close()
         self.sock.close()

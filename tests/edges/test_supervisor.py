@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 
 from gateway.edges import supervisor
-from gateway.edges.supervisor import Edges
+from gateway.edges.supervisor import Edges, StartProcess
 from gateway.http.exchange import ConnectionOrigin
 from tests.gateways import until
 
@@ -24,14 +25,27 @@ LIMIT = 120.0
 
 @dataclass(slots=True)
 class Sessions:
-    """Sessions of edges, which end with their processes."""
+    """A brain's sessions with its edges, which end with their processes."""
 
+    edges: int
     lose: list[Callable[[], None]] = field(default_factory=list)
     """For each that has begun: what its link calls when it is lost."""
+    told: int = 0
     ended: int = 0
+
+    def expect_end(self) -> None:
+        self.told += 1
 
     def close(self) -> None:
         self.ended += 1
+
+    async def connect(self, link: socket.socket, name: str, lost: Callable[[], None]) -> Sessions:
+        link.close()
+        self.lose.append(lost)
+        return self
+
+    async def aclose(self) -> None:
+        """All sessions have ended."""
 
 
 @dataclass(slots=True)
@@ -54,11 +68,11 @@ class Brain:
         return ours, int(line)
 
 
-def small_edge(*how: str) -> Callable[[socket.socket, socket.socket], object]:
+def small_edge(*how: str) -> StartProcess:
     """Starts edges that behave so, one after the other; the last way goes on."""
     ways = list(how)
 
-    async def start(link: socket.socket, sockets: socket.socket) -> Process:
+    async def start(name: str, link: socket.socket, sockets: socket.socket) -> Process:
         way = ways.pop(0) if len(ways) > 1 else ways[0]
         numbers = link.fileno(), sockets.fileno()
         return await asyncio.create_subprocess_exec(
@@ -72,22 +86,13 @@ def small_edge(*how: str) -> Callable[[socket.socket, socket.socket], object]:
 
 @asynccontextmanager
 async def brain(count: int, *how: str, serves: bool = True) -> AsyncIterator[Brain]:
-    sessions = Sessions()
+    sessions = Sessions(count)
     adopted: list[tuple[socket.socket, ConnectionOrigin | None]] = []
-
-    async def connect(
-        link: socket.socket, name: str, pid: int, lost: Callable[[], None]
-    ) -> Sessions:
-        link.close()
-        sessions.lose.append(lost)
-        return sessions
-
     edges = Edges(
-        count,
-        connect,
+        cast("supervisor.Brain", sessions),
         lambda sock, origin: adopted.append((sock, origin)),
         time.monotonic,
-        start_process=small_edge(*(how or ("",))),  # type: ignore[arg-type]
+        small_edge(*(how or ("",))),
     )
     try:
         assert await edges.start(LIMIT if serves else 0.01) is serves
@@ -99,7 +104,7 @@ async def brain(count: int, *how: str, serves: bool = True) -> AsyncIterator[Bra
 
 
 async def all_ready(edges: Edges) -> None:
-    await until(lambda: sum(one.ready for one in edges.views()) == edges.count, LIMIT)
+    await until(lambda: sum(one.ready for one in edges.views()) == edges.brain.edges, LIMIT)
 
 
 async def test_each_connection_goes_to_the_edge_with_the_fewest_requests() -> None:
@@ -191,7 +196,8 @@ async def test_all_edges_end_together_and_none_is_started_again(
         assert not site.edges.has_room()
         await asyncio.wait_for(work, LIMIT)
         assert site.edges.views() == []
-        assert (len(site.sessions.lose), site.sessions.ended, site.edges.died) == (2, 2, 0)
+        assert (len(site.sessions.lose), site.sessions.told, site.sessions.ended) == (2, 2, 2)
+        assert site.edges.died == 0
         # One that was accepted just before is served by the brain itself.
         ours, theirs = socket.socketpair()
         site.edges.take(theirs)
