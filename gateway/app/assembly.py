@@ -237,7 +237,7 @@ class Gateway:
         snapshot = MetricsSource(
             self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
             self.proxy_context.retries_left, lambda: self.certificates.expiry,
-            self.store, self.ledger, self.background, self.tracing,
+            self.store, self.ledger, self.background, self.tracing, lambda: self.edges,
         )  # fmt: skip
         self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
         self.metrics = self.telemetry.metrics

@@ -37,6 +37,7 @@ from gateway.edges.sockets import (
     channel_pair,
 )
 from gateway.http.exchange import ConnectionOrigin
+from gateway.watch.metrics import EdgeSample, EdgesSample
 
 MOST_UNTAKEN = 64  # connections that one edge has not confirmed yet; more wait in the backlog
 MOST_START_SECONDS = 60.0  # for an edge to serve; then it is ended
@@ -94,21 +95,6 @@ class EdgeProcess:
             self._measured = now, load.cpu_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeView:
-    """An edge, for operators."""
-
-    name: str
-    pid: int
-    streams: int
-    connections: int
-    cpu_share: float  # processors that it uses, over the last seconds
-    cpu_seconds: float  # used since its start
-    memory_bytes: int
-    uptime_seconds: float
-    ready: bool
-
-
 class Edges:
     """The edges of one brain; the `ConnectionTakers` of its public listener.
 
@@ -138,16 +124,17 @@ class Edges:
         self._all_tried = asyncio.Event()
         self._ending = asyncio.Event()
 
-    def views(self) -> list[EdgeView]:
-        """The edges that run."""
+    def sample(self) -> EdgesSample:
+        """The edges, as operators see them."""
         now = self._clock()
-        return [
-            EdgeView(
-                one.name, one.process.pid, one.load.streams, one.load.connections, one.cpu_share,
-                one.load.cpu_seconds, one.load.memory, now - one.started_at, one.ready,
+        running = [
+            EdgeSample(
+                one.name, one.process.pid, one.ready, one.load.streams, one.load.connections,
+                one.cpu_share, one.load.cpu_seconds, one.load.memory, now - one.started_at,
             )
             for one in self._running.values()
         ]  # fmt: skip
+        return EdgesSample(running, self.brain.edges, self.died, self.brain.late_leases)
 
     # Clients.
 

@@ -16,6 +16,7 @@ from typing import cast
 import pytest
 
 from gateway.edges import supervisor
+from gateway.edges.brain import Brain
 from gateway.edges.supervisor import Edges, StartProcess
 from gateway.http.exchange import ConnectionOrigin
 from tests.gateways import until
@@ -28,6 +29,7 @@ class Sessions:
     """A brain's sessions with its edges, which end with their processes."""
 
     edges: int
+    late_leases: int = 0
     lose: list[Callable[[], None]] = field(default_factory=list)
     """For each that has begun: what its link calls when it is lost."""
     told: int = 0
@@ -49,7 +51,7 @@ class Sessions:
 
 
 @dataclass(slots=True)
-class Brain:
+class Site:
     """The edges under test, and what they have left to the brain."""
 
     edges: Edges
@@ -85,18 +87,18 @@ def small_edge(*how: str) -> StartProcess:
 
 
 @asynccontextmanager
-async def brain(count: int, *how: str, serves: bool = True) -> AsyncIterator[Brain]:
+async def brain(count: int, *how: str, serves: bool = True) -> AsyncIterator[Site]:
     sessions = Sessions(count)
     adopted: list[tuple[socket.socket, ConnectionOrigin | None]] = []
     edges = Edges(
-        cast("supervisor.Brain", sessions),
+        cast("Brain", sessions),
         lambda sock, origin: adopted.append((sock, origin)),
         time.monotonic,
         small_edge(*(how or ("",))),
     )
     try:
         assert await edges.start(LIMIT if serves else 0.01) is serves
-        yield Brain(edges, sessions, adopted)
+        yield Site(edges, sessions, adopted)
     finally:
         await edges.aclose()
         for sock, _ in adopted:
@@ -104,7 +106,9 @@ async def brain(count: int, *how: str, serves: bool = True) -> AsyncIterator[Bra
 
 
 async def all_ready(edges: Edges) -> None:
-    await until(lambda: sum(one.ready for one in edges.views()) == edges.brain.edges, LIMIT)
+    await until(
+        lambda: sum(one.ready for one in edges.sample().running) == edges.brain.edges, LIMIT
+    )
 
 
 async def test_each_connection_goes_to_the_edge_with_the_fewest_requests() -> None:
@@ -137,7 +141,7 @@ async def test_the_brain_keeps_no_descriptor_of_a_connection_that_was_taken() ->
 async def test_what_an_edge_has_not_taken_when_it_dies_goes_to_the_next_one() -> None:
     async with brain(1, "dies", "dies", "") as site:
         ours, pid = await site.client()
-        assert [one.pid for one in site.edges.views()] == [pid]
+        assert [one.pid for one in site.edges.sample().running] == [pid]
         assert site.edges.died == 2
         assert site.sessions.ended == 2
         ours.close()
@@ -146,14 +150,14 @@ async def test_what_an_edge_has_not_taken_when_it_dies_goes_to_the_next_one() ->
 async def test_an_edge_that_ends_is_started_again() -> None:
     async with brain(2) as site:
         await all_ready(site.edges)
-        before = {one.pid for one in site.edges.views()}
+        before = {one.pid for one in site.edges.sample().running}
         os.kill(min(before), signal.SIGKILL)
         await until(lambda: site.edges.died == 1, LIMIT)
         # The other one has room meanwhile.
         ours, pid = await site.client()
         assert pid == max(before)
         await all_ready(site.edges)
-        assert len({one.pid for one in site.edges.views()} | before) == 3
+        assert len({one.pid for one in site.edges.sample().running} | before) == 3
         ours.close()
 
 
@@ -195,7 +199,7 @@ async def test_all_edges_end_together_and_none_is_started_again(
         await asyncio.sleep(0)
         assert not site.edges.has_room()
         await asyncio.wait_for(work, LIMIT)
-        assert site.edges.views() == []
+        assert site.edges.sample().running == []
         assert (len(site.sessions.lose), site.sessions.told, site.sessions.ended) == (2, 2, 2)
         assert site.edges.died == 0
         # One that was accepted just before is served by the brain itself.
