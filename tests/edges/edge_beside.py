@@ -30,6 +30,7 @@ def a_brain(gateway: Gateway) -> Brain:
         gateway.metering.meter,
         gateway.key_ring,
         gateway.bus,
+        gateway.tracing,
         loopback=True,
     )
 
@@ -82,6 +83,7 @@ async def an_edge(
         clock=gateway.clock,
         time_slicer=services.context.time_slicer,
         meter=services.meter,
+        tracing=services.tracing,
     )
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from gateway.events import RequestRecord
 from tests.edges.edge_beside import an_edge
