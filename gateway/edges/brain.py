@@ -11,8 +11,9 @@ import asyncio
 import math
 import socket
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 from msgspec.structs import replace
@@ -34,7 +35,6 @@ from gateway.edges.messages import (
     ContentWentOn,
     Discarded,
     Ended,
-    EndedRecord,
     EndRequest,
     Finished,
     FleetFigures,
@@ -48,6 +48,7 @@ from gateway.edges.messages import (
     NodeRoute,
     Opening,
     Position,
+    Quarantined,
     Rates,
     Refused,
     Released,
@@ -61,7 +62,7 @@ from gateway.edges.messages import (
 from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import EdgeLost, EventBus, RequestRecord
-from gateway.forward.attempt_ends import CALLERS_OUTCOMES
+from gateway.forward.attempt_ends import CALLERS_OUTCOMES, Losses
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import Attempt, InFlightRegistry, InFlightRequest
 from gateway.lease import (
@@ -77,9 +78,11 @@ from gateway.lease import (
 from gateway.nodes.node import Node
 from gateway.request.preparation import Request
 from gateway.schedule.scheduler import Scheduler
-from gateway.terms import Caller
+from gateway.terms import Caller, RequestTrace
+from gateway.watch.request_tracing import RequestTracing
 
 log = structlog.get_logger()
+ENDED_AT_ONCE = 32  # requests of a lost edge that are ended in one turn of the event loop
 FIGURES_SECONDS = 1.0  # seconds for which figures of the fleet are told as they were
 MOST_ACCOUNTS = 4096  # callers whose accounts are remembered for one edge
 EDGE_DIED = "edge_died"  # the reason of a request, and the outcome of an attempt
@@ -169,14 +172,19 @@ class Brain:
     meter: Meter
     key_ring: KeyRing
     bus: EventBus
+    tracing: RequestTracing | None
     loopback: bool  # whether only this machine can reach the public listener
     edges: int = 1  # how many edges share the limits
     generation: int = 0  # grows with each reload
     sessions: dict[str, EdgeSession] = field(default_factory=dict)
     """By the names of their edges."""
+    _endings: set[asyncio.Task[None]] = field(default_factory=set)
     late_leases: int = 0  # leases that edges gave back since they were too old
-    _figures: FleetFigures = field(default_factory=lambda: FleetFigures(0, closing=False))
+    _figures: FleetFigures = field(default_factory=lambda: FleetFigures(0))
     _looked_at: float = -math.inf  # when they were last made
+
+    def __post_init__(self) -> None:
+        self.context.quarantine.on_change = self._own_quarantine_changed
 
     async def connect(
         self,
@@ -201,25 +209,39 @@ class Brain:
         for session in self.sessions.values():
             session.tell_news()
 
+    def quarantined(self, told: Quarantined, *, but: EdgeSession | None = None) -> None:
+        """Tell all edges, or all but one, which request nodes have died on."""
+        for session in self.sessions.values():
+            if session is not but:
+                session.link.tell(told)
+
+    def _own_quarantine_changed(self, digest: bytes, losses: Losses | None) -> None:
+        nodes = frozenset[str]() if losses is None else losses.nodes
+        self.quarantined(Quarantined(digest, nodes, 0.0))
+
     def count_given_back(self, *, late: bool) -> None:
         """An edge has given a lease back without using it; `late`: as it was too old."""
         self.late_leases += late
 
     def fleet_figures(self) -> FleetFigures:
         """Small figures for the edges, up to a second old."""
-        now, closing = self.context.clock(), self.scheduler.closing
-        if now - self._looked_at >= FIGURES_SECONDS or closing != self._figures.closing:
+        now = self.context.clock()
+        if now - self._looked_at >= FIGURES_SECONDS:
             self._looked_at = now
-            slots = self.context.leases.most_slots_of_a_host()
-            self._figures = FleetFigures(slots, closing)
+            self._figures = FleetFigures(self.context.leases.most_slots_of_a_host())
         return self._figures
 
     async def aclose(self) -> None:
         """End all links; each edge ends with its own."""
         for session in list(self.sessions.values()):
             session.close()
-        # Those who wait for a lease end in the next turns.
-        await asyncio.sleep(0)
+        await asyncio.gather(*self._endings, return_exceptions=True)
+
+    def start_ending(self, ending: Coroutine[Any, Any, None]) -> None:
+        """Run what ends all that ran at a lost edge."""
+        task = asyncio.create_task(ending, name="end what ran at an edge")
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
 
 
 class EdgeSession:
@@ -259,7 +281,8 @@ class EdgeSession:
             Discarded: self._discarded,
             Released: self._released,
             Finished: self._finished,
-            Turned: lambda told: brain.bus.publish_deferred(self._record(told.record)),
+            Turned: lambda told: brain.bus.publish_deferred(self._record(told)),
+            Quarantined: self._quarantined,
             AttemptTold: lambda told: brain.bus.tell(told.event),
             ResumptionTold: lambda told: brain.bus.publish(told.event),
             AskNodes: self._ask_nodes,
@@ -315,7 +338,7 @@ class EdgeSession:
         if (models := self._models.change()) is not None:
             tell(models)
         figures = brain.fleet_figures()
-        if figures is not self._fleet_figures:
+        if self._fleet_figures is None or figures != self._fleet_figures:
             self._fleet_figures = figures
             tell(figures)
         for name in [name for name, (node, _) in self._nodes.items() if node.removed]:
@@ -346,7 +369,12 @@ class EdgeSession:
             if lease is not None:
                 self._grant(asked.ask, lease, part, rates)
             else:
-                self._asks[asked.ask] = asyncio.create_task(self._wait(asked, part, rates))
+                self._answer_later(asked.ask, self._wait(asked, part, rates))
+
+    def _answer_later(self, ask: int, answering: Coroutine[Any, Any, None]) -> None:
+        task = self._asks[ask] = asyncio.create_task(answering)
+        # A task that is cancelled before it began does nothing more.
+        task.add_done_callback(lambda _: self._asks.pop(ask, None))
 
     async def _wait(self, asked: AskLease, part: EdgePart, rates: Rates | None) -> None:
         context = self._brain.context
@@ -360,10 +388,11 @@ class EdgeSession:
         else:
             part.record.waited(context.clock() - queued_at)
             self._grant(asked.ask, lease, part, rates)
-        finally:
-            self._asks.pop(asked.ask, None)
 
     def _grant(self, ask: int, lease: GrantedLease, part: EdgePart, rates: Rates | None) -> None:
+        if self.link.lost:
+            self._brain.scheduler.release_unused(lease.id)
+            return
         node = self._brain.scheduler.records[lease.id].node
         self._introduce(node)
         self._leases[lease.id] = HeldLease(part, EdgeAttempt(part, lease, self._brain.context))
@@ -382,7 +411,7 @@ class EdgeSession:
 
     def _withdraw(self, told: Withdraw) -> None:
         # One that has been granted meanwhile comes back by `GiveBack`.
-        task = self._asks.pop(told.ask, None)
+        task = self._asks.get(told.ask)
         if task is not None:
             task.cancel()
 
@@ -427,6 +456,8 @@ class EdgeSession:
             held.part.end_attempt()
         if report.response_began:
             held.has_ended = True
+            if report.outcome == "ok":
+                self._part_answered(held.part.request.id)
             return
         del self._leases[report.lease_id]
         if report.outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
@@ -461,6 +492,9 @@ class EdgeSession:
             request_id=opening.id,
         )
         now = brain.context.clock()
+        if (trace := opening.trace) is not None and trace.id is not None:
+            record.traced(RequestTrace(trace.id, trace.parent, opening.id, now - opening.age))
+            brain.scheduler.decision_log.follow(opening.id)
         try:
             reservation = brain.meter.admit(accounts, request, record, opening.prompts)
         except GatewayError as error:
@@ -530,6 +564,12 @@ class EdgeSession:
             part = parts[request.id] = EdgePart(opened, record, session=self)
         return part
 
+    def _part_answered(self, id_: str) -> None:
+        """If this is one prompt of a request, it is over."""
+        whole = self.requests.get(id_.rpartition(".")[0])
+        if whole is not None and whole.sub_requests is not None:
+            whole.sub_requests.pop(id_, None)
+
     def _charge(self, part: EdgePart, charge: AttemptCharge, *, counts_tokens: bool) -> None:
         id_ = part.request.id
         whole = self.requests.get(id_) or self.requests.get(id_.rpartition(".")[0])
@@ -560,7 +600,7 @@ class EdgeSession:
                 self._admit(told.opening, told.opening.request)
             except _Refusal as refusal:
                 drop_traceback(refusal.error)
-        record = self._record(told.record)
+        record = self._record(told)
         whole = self.requests.pop(record.request_id, None)
         if whole is None:
             self._brain.bus.publish_deferred(record)
@@ -582,15 +622,32 @@ class EdgeSession:
         record.finish(whole.ended_at - record.duration_seconds, whole.ended_at)
         self._brain.meter.ended(whole.reservation, record)
 
-    def _record(self, told: EndedRecord) -> RequestRecord:
-        record = told.record()
+    def _record(self, told: Finished | Turned) -> RequestRecord:
+        """The record of a request that has ended, which is traced if it is to be."""
+        record, trace, tracing = told.record.record(), told.trace, self._brain.tracing
         now = self._brain.context.clock()
-        return record.finish(now - record.duration_seconds, now)
+        received_at = now - record.duration_seconds
+        record.finish(received_at, now)
+        if tracing is not None and tracing.active:
+            headers = []
+            if trace is not None and trace.id is not None:
+                record.traced(RequestTrace(trace.id, trace.parent, record.request_id, received_at))
+            elif trace is not None and trace.traceparent is not None:
+                headers.append((b"traceparent", trace.traceparent))
+            tracing.finished(record.request_id, record, headers, received_at)
+        return record
+
+    def _quarantined(self, told: Quarantined) -> None:
+        """Nodes were lost over a request, or one has completed it: all others must know."""
+        context = self._brain.context
+        losses = Losses(told.nodes, context.clock() - told.age) if told.nodes else None
+        context.quarantine.take(told.digest, losses)
+        self._brain.quarantined(told, but=self)
 
     # Questions.
 
     def _ask_nodes(self, asked: AskNodes) -> None:
-        self._asks[asked.ask] = asyncio.create_task(self._answer(asked))
+        self._answer_later(asked.ask, self._answer(asked))
 
     async def _answer(self, asked: AskNodes) -> None:
         leases, found = self._brain.context.leases, False
@@ -610,8 +667,6 @@ class EdgeSession:
         except GatewayError as raised:
             drop_traceback(raised)
             error = raised
-        finally:
-            self._asks.pop(asked.ask, None)
         wire = None if error is None else WireError.of(error)
         self.link.tell(Answer(asked.ask, found, wire))
 
@@ -634,25 +689,35 @@ class EdgeSession:
     def _reclaim(self, reason: str) -> tuple[str, ...]:
         """End all that runs at the edge; returns the `X-Request-ID` of what broke off."""
         brain = self._brain
-        brain.sessions.pop(self.name, None)
-        for task in self._asks.values():
-            task.cancel()
-        for lease_id, held in list(self._leases.items()):
-            self._break_off(lease_id, held)
-        self._leases.clear()
+        if brain.sessions.pop(self.name, None) is None:
+            return ()
         broken = tuple(
             [one.request.x_request_id for one in self.requests.values() if one.ended_at is None]
         )
-        for whole in self.requests.values():
+        if broken or not self.is_to_end:
+            brain.bus.publish(EdgeLost(self.name, reason, broken))
+        brain.start_ending(self._end_all())
+        return broken
+
+    async def _end_all(self) -> None:
+        """End all that ran at the edge, in short steps: there may be thousands."""
+        asks = list(self._asks.values())
+        for number, task in enumerate(asks, 1):
+            task.cancel()
+            await _let_others_run(number)
+        await asyncio.gather(*asks, return_exceptions=True)
+        for number, (lease_id, held) in enumerate(list(self._leases.items()), 1):
+            self._break_off(lease_id, held)
+            await _let_others_run(number)
+        for number, whole in enumerate(list(self.requests.values()), 1):
             record = whole.record
             if whole.ended_at is None:
                 record.fail(502, EDGE_DIED)
-            record.finish(whole.request.received_at, brain.context.clock())
+            record.finish(whole.request.received_at, self._brain.context.clock())
             self._account(whole, record)
+            await _let_others_run(number)
+        self._leases.clear()
         self.requests.clear()
-        if broken or not self.is_to_end:
-            brain.bus.publish(EdgeLost(self.name, reason, broken))
-        return broken
 
     def _break_off(self, lease_id: int, held: HeldLease) -> None:
         """The edge is gone; what the node has sent so far counts as that of a broken response."""
@@ -669,6 +734,11 @@ class EdgeSession:
                 charge.cost, charge.slot_seconds, usage.prompt_tokens, 0, usage.completion_tokens
             )
             self._charge(held.part, spent, counts_tokens=True)
+
+
+async def _let_others_run(number: int) -> None:
+    if number % ENDED_AT_ONCE == 0:
+        await asyncio.sleep(0)
 
 
 class _Refusal(Exception):  # noqa: N818 - not an error of the program

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from gateway.callers.limits import Accounts, LimitBook, RateLimit, Reservation
 from gateway.callers.meter import Meter
 from gateway.config.inventory import NodeTls
 from gateway.config.settings import Settings
+from gateway.config.telemetry import TracesSettings
 from gateway.edges.link import Link
 from gateway.edges.messages import (
     VERSION,
@@ -55,18 +58,21 @@ from gateway.edges.messages import (
     NodeRoute,
     Opening,
     Position,
+    Quarantined,
     Rates,
     Refused,
     Released,
     ResumptionTold,
     Settled,
     ToEdge,
+    Trace,
     Turned,
     Withdraw,
 )
 from gateway.edges.snapshots import KeyCopies, ModelCopies
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestRecord, StreamResumed, call_later
+from gateway.forward.attempt_ends import Losses
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.lease import (
@@ -83,11 +89,14 @@ from gateway.lease import (
 )
 from gateway.nodes.server_properties import ServerProperties
 from gateway.schedule.core.demand_model import has_long_prompt
-from gateway.terms import Caller
+from gateway.schedule.decision_log import DecisionLog
+from gateway.terms import Caller, Headers, parse_traceparent
 from gateway.transport.connection import TurnLimit
 from gateway.transport.pool import ConnectionPool, NodeAddress, tls_context
 from gateway.transport.resolver import Resolver
+from gateway.watch.request_tracing import RequestTracing, Sampler
 
+LONGEST_TRACEPARENT = 512  # bytes of the header; a longer one says nothing
 GRANT_SECONDS = 1.0  # age of a lease, in seconds, from which on it is given back and asked for anew
 EXCUSE_SECONDS = 1.0  # seconds for which the answer holds that a node may be silent
 ANSWER_SECONDS = 10.0  # most seconds to wait for an answer that the brain gives at once
@@ -174,7 +183,8 @@ class RemoteScheduler:
 
     def __init__(self, link: Link, nodes: Nodes, bus: EventBus, clock: Callable[[], float]) -> None:
         self._link, self._nodes, self._bus, self._clock = link, nodes, bus, clock
-        self.closing = False  # whether the brain takes no more requests
+        self.edges = 1  # how many edges share what is counted here
+        self.closing = False  # whether the link is lost, so that there are no more leases
         self._most_slots = 0
         self._asks: Iterator[int] = itertools.count(1)
         self._waiting: dict[int, Waiting] = {}
@@ -368,9 +378,13 @@ class RemoteScheduler:
         """The slots of the largest host: all its requests may have to move at once."""
         return self._most_slots
 
+    def share(self, edges: int) -> None:
+        """So many edges share what is counted here, this one included."""
+        self.edges = max(1, edges)
+
     def take_figures(self, figures: FleetFigures) -> None:
         """Small figures of the brain's have changed."""
-        self._most_slots, self.closing = figures.most_slots_of_a_host, figures.closing
+        self._most_slots = math.ceil(figures.most_slots_of_a_host / self.edges)
 
     # Told how the attempt goes.
 
@@ -492,6 +506,7 @@ class RemoteScheduler:
 
     def close(self) -> None:
         """The link is lost: nobody gets a lease any more."""
+        self.closing = True
         for waiting in list(self._waiting.values()):
             if not waiting.granted.done():
                 waiting.granted.set_exception(errors.shutting_down())
@@ -543,10 +558,12 @@ class EdgeMeter(Meter):
         book: LimitBook,
         bus: EventBus,
         scheduler: RemoteScheduler,
+        tracing: EdgeTracing,
         link: Link,
     ) -> None:
         Meter.__init__(self, book, bus)
-        self._events, self._scheduler, self._link = bus, scheduler, link
+        self._events, self._scheduler, self._tracing, self._link = bus, scheduler, tracing, link
+        bus.subscribe(RequestRecord, self.turned)
 
     def admit(
         self, accounts: Accounts, request: LeaseRequest, record: RequestRecord, prompts: int = 1
@@ -571,7 +588,7 @@ class EdgeMeter(Meter):
             record.model,
             record.stream,
             0.0,
-            None,
+            trace_of(record),
         )
         self._scheduler.open(opening, accounts)
         return Reservation(self.book, accounts, request, 0.0, 0, 0.0)
@@ -584,7 +601,65 @@ class EdgeMeter(Meter):
         self._events.defer(record.when_complete, self._finish, record, opening)
 
     def _finish(self, record: RequestRecord, opening: Opening | None) -> None:
-        self._link.tell(Finished(EndedRecord.of(record), opening, None))
+        self._link.tell(Finished(EndedRecord.of(record), opening, self._trace_of(record)))
+
+    def turned(self, record: RequestRecord) -> None:
+        """A request has ended that was never to be admitted."""
+        self._link.tell(Turned(EndedRecord.of(record), self._trace_of(record)))
+
+    def _trace_of(self, record: RequestRecord) -> Trace | None:
+        return trace_of(record) or self._tracing.take_parent(record.request_id)
+
+
+def trace_of(record: RequestRecord) -> Trace | None:
+    """The trace that a request is part of; None: it is not traced."""
+    trace = record.trace
+    return None if trace is None else Trace(trace.trace_id, trace.parent_id)
+
+
+class EdgeTracing(RequestTracing):
+    """Decides which requests are traced; the brain has their decisions, and exports them."""
+
+    def __init__(
+        self, settings: TracesSettings, clock: Callable[[], float], rng: random.Random
+    ) -> None:
+        self._parents: dict[str, bytes] = {}
+        """What clients said of their traces whose requests failed: the brain may trace those."""
+        RequestTracing.__init__(self, settings, DecisionLog(clock), clock=clock, rng=rng)
+
+    def configure(self, settings: TracesSettings) -> None:
+        """Put these settings in force."""
+        self._sampler = Sampler(
+            settings.share, settings.beyond_share, draw=self._rng.random, clock=self._clock
+        )
+        self.active = settings.endpoint is not None
+
+    def begin(
+        self, request_id: str, record: RequestRecord, headers: Headers, received_at: float
+    ) -> None:
+        """A request has come with these headers: trace it, or not."""
+        parent = parse_traceparent(headers)
+        if self._sampler.takes(parent):
+            record.traced(self._new_trace(request_id, parent, received_at))
+
+    def finished(self, request_id: str, record: RequestRecord, headers: Headers, _: float) -> None:
+        """A request has ended; its record is sent soon."""
+        if record.trace is None and record.status >= 500:
+            found = [value for name, value in headers if name == b"traceparent"]
+            if len(found) == 1 and len(found[0]) <= LONGEST_TRACEPARENT:
+                self._parents[request_id] = found[0]
+
+    def take_parent(self, request_id: str) -> Trace | None:
+        """What its client said of a trace, if the request has failed and is not traced."""
+        found = self._parents.pop(request_id, None)
+        return None if found is None else Trace(None, None, found)
+
+
+def with_shared_retries(settings: Settings, edges: int) -> Settings:
+    """The settings by which one of so many edges retries: its share of the least number."""
+    least = math.ceil(settings.retries.budget_min / max(1, edges))
+    retries = settings.retries.model_copy(update={"budget_min": least})
+    return settings.model_copy(update={"retries": retries})
 
 
 class NotReady(Exception):  # noqa: N818 - the edge ends then
@@ -607,6 +682,7 @@ class EdgeServices:
         on_lost: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
         resolver: Resolver | None = None,
     ) -> None:
         """`on_configured` is called after each change of the attributes above but the first.
@@ -614,6 +690,7 @@ class EdgeServices:
         `on_lost`: when the link is lost, with the reason; the edge must end then.
         """
         self.name, self._on_configured, self._on_lost = name, on_configured, on_lost
+        self._clock = clock
         self._resolver = resolver or Resolver()
         self.turn_limit = TurnLimit()
         self._nodes = Nodes(self._resolver, self.turn_limit)
@@ -628,10 +705,12 @@ class EdgeServices:
         self.scheduler = RemoteScheduler(self.link, self._nodes, self.bus, clock)
         """Both the `LeaseService` and the `RequestQueue`."""
         defaults = Settings()
+        self.tracing = EdgeTracing(defaults.telemetry.traces, clock, rng or random.Random())
         self.meter = EdgeMeter(
             EdgeBook(defaults, clock=clock, wall_clock=wall_clock),
             self.bus,
             self.scheduler,
+            self.tracing,
             self.link,
         )
         self.context = ForwardContext(
@@ -643,7 +722,6 @@ class EdgeServices:
             keyed_hash=self.keyed_hash,
         )
         tell = self.link.tell
-        self.bus.subscribe(RequestRecord, lambda one: tell(Turned(EndedRecord.of(one), None)))
         self.bus.subscribe(AttemptEnded, lambda one: tell(AttemptTold(one)))
         self.bus.subscribe(StreamResumed, lambda one: tell(ResumptionTold(one)))
         scheduler = self.scheduler
@@ -659,7 +737,9 @@ class EdgeServices:
             Answer: scheduler.answered_question,
             Position: scheduler.take_position,
             EndRequest: self._end_request,
+            Quarantined: self._quarantined,
         }
+        self.context.quarantine.on_change = self._tell_quarantine
 
     async def start(self, sock: socket.socket, seconds: float) -> None:
         """Say hello over this Unix socket, and wait until everything is known.
@@ -702,11 +782,21 @@ class EdgeServices:
         self.edges, self.generation = told.edges, told.generation
         if told.hash_key != self.keyed_hash.key:
             self.keyed_hash.set_key(told.hash_key)
-        self.context.configure(settings)
+        self.scheduler.share(told.edges)
+        self.context.configure(with_shared_retries(settings, told.edges))
         self.context.usage_options.forget()
         self.meter.book.configure(settings)
+        self.tracing.configure(settings.telemetry.traces)
         if not is_first:
             self._on_configured()
+
+    def _quarantined(self, told: Quarantined) -> None:
+        losses = Losses(told.nodes, self._clock() - told.age) if told.nodes else None
+        self.context.quarantine.take(told.digest, losses)
+
+    def _tell_quarantine(self, digest: bytes, losses: Losses | None) -> None:
+        nodes = frozenset[str]() if losses is None else losses.nodes
+        self.link.tell(Quarantined(digest, nodes, 0.0))
 
     def _end_request(self, told: EndRequest) -> None:
         """Somebody ends a request, or has it leave its node."""

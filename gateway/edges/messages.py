@@ -99,8 +99,7 @@ class Opening(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
     model: str  # a name that the fleet serves, or `unknown`
     stream: bool
     age: float  # seconds since it came
-    trace: tuple[str, str | None] | None
-    """The id of its trace and that of the client's span in it; None: it is not traced."""
+    trace: Trace | None  # None: it is not traced
 
 
 class AskLease(Message, frozen=True):
@@ -209,19 +208,38 @@ class EndedRecord(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=Tr
         return RequestRecord(**msgspec.structs.asdict(self))
 
 
+class Trace(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
+    """The trace that a request is part of, or would be if it were traced."""
+
+    id: str | None  # None: it is not traced, but may be, since it has failed
+    parent: str | None  # the client's span; None: the trace begins here
+    traceparent: bytes | None = None  # the client's own header, where there is no id
+
+
+class Quarantined(Message, frozen=True):
+    """Nodes that were lost over a request, known by its digest. Both sides tell it.
+
+    No nodes: one has completed it, so that the others did not die on it.
+    """
+
+    digest: bytes
+    nodes: frozenset[str]
+    age: float  # seconds since the last one was lost
+
+
 class Finished(Message, frozen=True):
     """A request is over, and what it used is known."""
 
     record: EndedRecord
     opening: Opening | None  # of one that has asked for no lease, and so was not admitted yet
-    traceparent: bytes | None  # the client's own header
+    trace: Trace | None
 
 
 class Turned(Message, frozen=True):
     """A request was refused before it was to be admitted: by its head or its body."""
 
     record: EndedRecord
-    traceparent: bytes | None
+    trace: Trace | None
 
 
 class AttemptTold(Message, frozen=True):
@@ -261,13 +279,6 @@ class AskPosition(Message, frozen=True):
 
     ask: int
     request_id: str
-
-
-class NodeDied(Message, frozen=True):
-    """A node was lost while it served a request, known by its digest; or another completed it."""
-
-    digest: bytes
-    node: str | None  # None: it was completed, so that no node died on it
 
 
 # From the brain to an edge.
@@ -340,7 +351,6 @@ class FleetFigures(Message, frozen=True):
     """Small figures that change at any time."""
 
     most_slots_of_a_host: int
-    closing: bool  # whether the brain takes no more requests
 
 
 class NodeRoute(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -418,18 +428,10 @@ class EndRequest(Message, frozen=True):
     evict: bool
 
 
-class Quarantined(Message, frozen=True):
-    """Nodes that were lost over a request, known by its digest, at other edges; none: forget it."""
-
-    digest: bytes
-    nodes: tuple[str, ...]
-    age: float  # seconds since the last one was lost
-
-
 ToBrain = (
     Hello | AskLease | Withdraw | GiveBack | KeepInQueue | LeaseNews | ContentWentOn | Ended
     | Settled | Discarded | Released | Finished | Turned | AttemptTold | ResumptionTold | AskNodes
-    | AskExcused | AskPosition | NodeDied
+    | AskExcused | AskPosition | Quarantined
 )  # fmt: skip
 ToEdge = (
     Configuration | Keys | Models | FleetFigures | NodeMet | NodeGone | Granted | Refused | Answer

@@ -55,11 +55,13 @@ class Losses(NamedTuple):
 class Quarantine:
     """Requests that nodes died on, each known by a digest of its body, never by the body itself."""
 
-    __slots__ = ("_keyed_hash", "entries")
+    __slots__ = ("_keyed_hash", "entries", "on_change")
 
     def __init__(self, keyed_hash: KeyedHash) -> None:
         self._keyed_hash = keyed_hash
         self.entries: OrderedDict[bytes, Losses] = OrderedDict()  # By the digest, the oldest first
+        self.on_change: Callable[[bytes, Losses | None], None] = lambda *_: None
+        """Told of each loss, and of each request that a node has completed after some."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -89,13 +91,27 @@ class Quarantine:
             entry = Losses(frozenset({node}), now)
         elif leased_at >= entry.last_at:
             entry = Losses(entry.nodes | {node}, now)
-        self.entries[key] = entry
-        if len(self.entries) > MOST_QUARANTINED:
-            self.entries.popitem(last=False)
+        self._keep(key, entry)
+        self.on_change(key, entry)
 
     def clear(self, request: Request) -> None:
         """A node completed the request, so the others did not die on it."""
-        self.entries.pop(self._digest(request), None)
+        key = self._digest(request)
+        if self.entries.pop(key, None) is not None:
+            self.on_change(key, None)
+
+    def take(self, key: bytes, losses: Losses | None) -> None:
+        """What another process has found out; None: a node has completed the request there."""
+        entry = self.entries.pop(key, None)
+        if losses is not None:
+            # Of losses that neither knew of the other's, one counts: their node may be the same.
+            knew_more = entry is not None and len(entry.nodes) > len(losses.nodes)
+            self._keep(key, entry if entry is not None and knew_more else losses)
+
+    def _keep(self, key: bytes, entry: Losses) -> None:
+        self.entries[key] = entry
+        if len(self.entries) > MOST_QUARANTINED:
+            self.entries.popitem(last=False)
 
     def _digest(self, request: Request) -> bytes:
         parts: list[bytes | memoryview] = [request.path.encode()]
