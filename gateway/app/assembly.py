@@ -624,7 +624,7 @@ class Gateway:
     def _make_edges(self) -> Edges:
         brain = Brain(
             self.scheduler, self.proxy_context, self.registry, self.metering.meter, self.key_ring,
-            self.bus, self._loopback, edges=self._edge_count,
+            self.bus, self.tracing, self._loopback, edges=self._edge_count,
         )  # fmt: skip
 
         def adopt(sock: socket.socket, origin: ConnectionOrigin | None) -> None:

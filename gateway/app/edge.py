@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 import structlog
@@ -120,6 +119,7 @@ class Edge:
             time_slicer=context.time_slicer,
             meter=services.meter,
             storing=self._passing,
+            tracing=services.tracing,
         )
         self._configure()
         certificates = ListenerCertificates({"listen.tls": settings.listen.tls})
@@ -199,7 +199,8 @@ class Edge:
             if steady > STEADY_LOOKS or (streams, fresh, connections) != (
                 told.streams, told.fresh, told.connections
             ):  # fmt: skip
-                told = Load(streams, fresh, connections, time.process_time(), memory_in_use())
+                memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                told = Load(streams, fresh, connections, time.process_time(), memory)
                 self._channel.send(told)
                 steady = 0
             await asyncio.sleep(LOAD_SECONDS)
@@ -237,9 +238,3 @@ async def _renew(certificates: ListenerCertificates) -> None:
     """Put certificates in force when their files change, until cancelled."""
     async for changed in changed_files(lambda: certificates.files):
         await certificates.renew(changed)
-
-
-def memory_in_use() -> int:
-    """Bytes of memory that this process has."""
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * resource.getpagesize()

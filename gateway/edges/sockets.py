@@ -65,7 +65,7 @@ class Load(_Message, frozen=True):
     fresh: int  # connections without a request so far
     connections: int
     cpu_seconds: float  # used since its start
-    memory: int  # bytes
+    memory: int  # bytes, the most so far
 
 
 class PassedOn(_Message, frozen=True):

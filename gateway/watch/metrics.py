@@ -185,7 +185,7 @@ HELP = {
     "edge_connections": "Connections of clients at each edge.",
     "edge_cpu_seconds_total": "Processor time of each edge since its start.",
     "edge_late_leases_total": "Leases that edges gave back, since they came too late to be used.",
-    "edge_memory_bytes": "Memory of each edge.",
+    "edge_memory_bytes": "Most memory that each edge has had.",
     "edge_streams": "Requests that wait or run at each edge.",
     "edges": "Processes that relay, and run.",
     "edges_configured": "Processes that relay, as the settings want them.",
@@ -360,7 +360,7 @@ class EdgeSample:
     connections: int  # of clients
     cpu_share: float  # processors that it uses, over the last seconds
     cpu_seconds: float  # that it has used since its start
-    memory_bytes: int
+    memory_bytes: int  # the most so far
     uptime_seconds: float
 
 
