@@ -82,6 +82,8 @@ from gateway.terms import Caller, RequestTrace
 from gateway.watch.request_tracing import RequestTracing
 
 log = structlog.get_logger()
+# Settings that edges have no use for; keys are told apart from the others.
+BRAINS_OWN = {"admin", "batches", "keys", "store", "webhooks"}
 ENDED_AT_ONCE = 32  # requests of a lost edge that are ended in one turn of the event loop
 FIGURES_SECONDS = 1.0  # seconds for which figures of the fleet are told as they were
 MOST_ACCOUNTS = 4096  # callers whose accounts are remembered for one edge
@@ -327,7 +329,8 @@ class EdgeSession:
         configuration = settings, hash_key, brain.generation, brain.edges
         before, self._configuration = self._configuration, configuration
         if not before or before[0] is not settings or before[1:] != configuration[1:]:
-            in_json = settings.model_dump_json().encode()
+            # What is not set may not be written: some defaults are no valid values.
+            in_json = settings.model_dump_json(exclude_unset=True, exclude=BRAINS_OWN).encode()
             tell(
                 Configuration(
                     VERSION, in_json, hash_key, brain.loopback, brain.edges, brain.generation

@@ -756,11 +756,12 @@ class EdgeServices:
         if self.link.lost:
             raise NotReady("the link was lost")
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Tell the brain what it has not heard yet, and end the link."""
         self.bus.flush()
         self.scheduler.close()
         self.link.close()
+        await self.link.wait_closed()
         self.timeout_monitor.close()
         self._nodes.close()
         self._resolver.close()

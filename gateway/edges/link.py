@@ -27,6 +27,7 @@ MOST_FRAME_MESSAGES = 32  # messages of a frame
 MOST_WAITING_BYTES = 64 << 20  # bytes that wait to be written; one more frame ends the link
 TURN_SECONDS = 0.005  # work on messages in one turn of the event loop, in seconds
 BEAT_SECONDS = 0.25  # seconds between two signs of life
+CLOSE_SECONDS = 2.0  # seconds for the other side to read what was told last
 SILENCE_SECONDS = 20.0  # seconds without one after which the other side counts as lost
 
 
@@ -78,6 +79,7 @@ class Link(asyncio.Protocol):
         self._dealt_with = 0  # and of the last one that was dealt with
         self._heard_at = clock()
         self._reason: str | None = None  # why the socket is closed; None: it is open
+        self._closed = asyncio.Event()
 
     @classmethod
     async def over(cls, sock: socket.socket, link: Link) -> Link:
@@ -100,9 +102,21 @@ class Link(asyncio.Protocol):
 
     def close(self) -> None:
         """End the link; nobody is told here. What waits to be written still goes out."""
-        if not self.lost:
-            self._flush()
-        self._end(None)
+        if self.lost:
+            return
+        self._flush()
+        transport = self._transport
+        self._stop()
+        if transport is None:
+            self._closed.set()
+        else:
+            # Not at once: to close a socket with unread bytes would break it for the other side.
+            transport.write_eof()
+            asyncio.get_running_loop().call_later(CLOSE_SECONDS, transport.abort)
+
+    async def wait_closed(self) -> None:
+        """Return when the other side has read all that was told, or has had time to."""
+        await self._closed.wait()
 
     # The transport's callbacks.
 
@@ -114,6 +128,8 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
+        if self.lost:
+            return
         self._heard_at = self._clock()
         buffer = self._buffer
         buffer += data
@@ -143,6 +159,7 @@ class Link(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """The socket is closed: what has come before is dealt with, then the link has ended."""
         self._transport, self._reason = None, "it has ended" if error is None else f"{error}"
+        self._closed.set()
         if self._work_handle is None:
             self._work()
 
@@ -245,9 +262,15 @@ class Link(asyncio.Protocol):
         for _ in range(number - first + 1):
             self._settled_at = self._sent_at.popleft()
 
-    def _end(self, reason: str | None) -> None:
-        if self.lost:
-            return
+    def _end(self, reason: str) -> None:
+        if not self.lost:
+            transport = self._transport
+            self._stop()
+            if transport is not None:
+                transport.abort()
+            self._on_lost(reason)
+
+    def _stop(self) -> None:
         self.lost = True
         for handle in (self._flush_handle, self._beat_handle, self._work_handle):
             if handle is not None:
@@ -255,7 +278,3 @@ class Link(asyncio.Protocol):
         self._frames.clear()
         self._messages.clear()
         self._outgoing.clear()
-        if self._transport is not None:
-            self._transport.close()
-        if reason is not None:
-            self._on_lost(reason)

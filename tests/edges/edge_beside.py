@@ -102,5 +102,5 @@ async def an_edge(
     finally:
         session.expect_end()
         await listener.close()
-        services.close()
+        await services.aclose()
         await brain.aclose()
