@@ -75,7 +75,7 @@ async def serve(name: str, link: socket.socket, sockets: socket.socket, logs: Lo
         log.error("an edge can't serve", edge=name, why=str(error))  # noqa: TRY400
         return 1
     finally:
-        edge.close()
+        await edge.aclose()
 
 
 def share_limits(limits: LimitSettings, edges: int, open_files: int) -> LimitSettings:
@@ -166,11 +166,11 @@ class Edge:
                 case End():
                     work = asyncio.create_task(self._server.close())
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Tell the brain the last, and end."""
         for task in self._tasks:
             task.cancel()
-        self.services.close()
+        await self.services.aclose()
         self._channel.close()
 
     def _receive(self, message: ToEdge, sock: socket.socket | None) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 import sys
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -322,7 +322,6 @@ async def start_edge_process(
     numbers = link.fileno(), sockets.fileno()
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "gateway", "edge", name, *map(str, numbers), *log_words),
-        stdin=DEVNULL,
         pass_fds=numbers,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
