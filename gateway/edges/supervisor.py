@@ -44,6 +44,7 @@ MOST_START_SECONDS = 60.0  # for an edge to serve; then it is ended
 # Seconds before an edge is started again: first, most, and of life after which it is the first.
 FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.1, 10.0, 30.0
 CPU_WINDOW_SECONDS = 2.0  # over which an edge's use of the processor is told
+OWN_END_SECONDS = 1.0  # for an edge to end by itself, and to say why, when its link is lost
 END_SECONDS = 5.0  # for the last messages of a process that has ended
 log = structlog.get_logger()
 
@@ -256,7 +257,7 @@ class Edges:
 
         def lost() -> None:
             edge.ended.set()
-            _kill(process)
+            self._give_up(edge)
 
         edge.channel = SocketChannel(
             ours, ToBrain, lambda message, sock: self._receive(edge, message, sock), lost
@@ -264,7 +265,7 @@ class Edges:
         self._running[name] = edge
         late = asyncio.get_running_loop().call_later(MOST_START_SECONDS, self._end_late, edge)
         try:
-            edge.session = await self.brain.connect(link, name, lambda *_: _kill(process))
+            edge.session = await self.brain.connect(link, name, lambda *_: self._give_up(edge))
             if self._ending.is_set():
                 _kill(process)
             status = await process.wait()
@@ -282,6 +283,12 @@ class Edges:
                 edge.session.close()
             for sock in edge.untaken:
                 self.take(sock)
+
+    @staticmethod
+    def _give_up(edge: EdgeProcess) -> None:
+        """Link or channel are lost: the edge ends by itself, or is ended."""
+        edge.ready = False
+        asyncio.get_running_loop().call_later(OWN_END_SECONDS, _kill, edge.process)
 
     @staticmethod
     def _end_late(edge: EdgeProcess) -> None:
