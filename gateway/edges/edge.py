@@ -28,7 +28,7 @@ from gateway.callers.meter import Meter
 from gateway.config.inventory import NodeTls
 from gateway.config.settings import Settings
 from gateway.config.telemetry import TracesSettings
-from gateway.edges.link import Link
+from gateway.edges.link import SILENCE_SECONDS, Link
 from gateway.edges.messages import (
     VERSION,
     Answer,
@@ -97,7 +97,9 @@ from gateway.transport.resolver import Resolver
 from gateway.watch.request_tracing import RequestTracing, Sampler
 
 LONGEST_TRACEPARENT = 512  # bytes of the header; a longer one says nothing
-GRANT_SECONDS = 1.0  # age of a lease, in seconds, from which on it is given back and asked for anew
+# Age of a lease, in seconds, from which on it is given back and asked for anew. The brain gives the
+# edge up when it has heard nothing for `SILENCE_SECONDS`: so a younger lease is still the edge's.
+GRANT_SECONDS = SILENCE_SECONDS / 2
 EXCUSE_SECONDS = 1.0  # seconds for which the answer holds that a node may be silent
 ANSWER_SECONDS = 10.0  # most seconds to wait for an answer that the brain gives at once
 
