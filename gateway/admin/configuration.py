@@ -23,6 +23,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.schedule.model_placer import ModelPlacer
 from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
+from gateway.watch.metrics import EdgesSample
 from gateway.watch.problems import StorageCondition
 from gateway.web.asgi import JsonResponse
 
@@ -33,6 +34,13 @@ class ReloadResult:
 
     inventory: InventoryChanged
     settings: SettingsChanged
+
+
+class EdgeProcesses(Protocol):
+    """The processes that relay for the gateway."""
+
+    def sample(self) -> EdgesSample:
+        """What is known of them now."""
 
 
 class GatewayControl(Protocol):
@@ -77,6 +85,10 @@ class GatewayControl(Protocol):
     @property
     def model_placer(self) -> ModelPlacer:
         """Has routers load and unload models."""
+
+    @property
+    def edges(self) -> EdgeProcesses | None:
+        """The processes that relay for this one; None: it does all by itself."""
 
     @property
     def storage(self) -> StorageCondition:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from gateway import errors
@@ -779,7 +780,7 @@ class EdgeServices:
     def _configure(self, told: Configuration) -> None:
         if told.version != VERSION:
             raise ValueError(f"version {told.version} in place of {VERSION}")
-        settings = Settings.model_validate_json(told.settings)
+        settings = Settings.model_validate(msgspec.json.decode(told.settings))
         is_first = not hasattr(self, "settings")
         self.settings, self.loopback = settings, told.loopback
         self.edges, self.generation = told.edges, told.generation
