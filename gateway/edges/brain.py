@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +85,7 @@ log = structlog.get_logger()
 # Settings that edges have no use for; keys are told apart from the others.
 BRAINS_OWN = {"admin", "batches", "keys", "store", "webhooks"}
 ENDED_AT_ONCE = 32  # requests of a lost edge that are ended in one turn of the event loop
+MOST_LOSSES = 16  # lost edges that are remembered
 FIGURES_SECONDS = 1.0  # seconds for which figures of the fleet are told as they were
 MOST_ACCOUNTS = 4096  # callers whose accounts are remembered for one edge
 EDGE_DIED = "edge_died"  # the reason of a request, and the outcome of an attempt
@@ -181,6 +182,9 @@ class Brain:
     sessions: dict[str, EdgeSession] = field(default_factory=dict)
     """By the names of their edges."""
     _endings: set[asyncio.Task[None]] = field(default_factory=set)
+    _losses: deque[tuple[float, EdgeLost]] = field(
+        default_factory=lambda: deque(maxlen=MOST_LOSSES)
+    )
     late_leases: int = 0  # leases that edges gave back since they were too old
     _figures: FleetFigures = field(default_factory=lambda: FleetFigures(0))
     _looked_at: float = -math.inf  # when they were last made
@@ -232,6 +236,16 @@ class Brain:
             self._looked_at = now
             self._figures = FleetFigures(self.context.leases.most_slots_of_a_host())
         return self._figures
+
+    def edge_lost(self, loss: EdgeLost) -> None:
+        """An edge has ended though it was not told to, or with requests under way."""
+        self._losses.append((self.context.clock(), loss))
+        self.bus.publish(loss)
+
+    def lost_edges(self, seconds: float) -> list[EdgeLost]:
+        """The edges that were lost in so many last seconds, the latest last."""
+        since = self.context.clock() - seconds
+        return [loss for when, loss in self._losses if when >= since]
 
     async def aclose(self) -> None:
         """End all links; each edge ends with its own."""
@@ -698,7 +712,7 @@ class EdgeSession:
             [one.request.x_request_id for one in self.requests.values() if one.ended_at is None]
         )
         if broken or not self.is_to_end:
-            brain.bus.publish(EdgeLost(self.name, reason, broken))
+            brain.edge_lost(EdgeLost(self.name, reason, broken))
         brain.start_ending(self._end_all())
         return broken
 

@@ -306,6 +306,8 @@ async def test_what_runs_at_an_edge_that_dies_is_named_recorded_and_reclaimed(
             await until(lambda: edge.lost and edge.broken)
             assert edge.broken == [("runs", "waits")]
             assert brain.sessions == {}
+            assert [loss.requests for loss in brain.lost_edges(60.0)] == [("runs", "waits")]
+            assert brain.lost_edges(-1.0) == []
             assert [(one.edge, one.requests) for one in lost] == [("edge-1", ("runs", "waits"))]
             await until(lambda: len(records) == 2)
             by_name = {record.x_request_id: record for record in records}
