@@ -291,7 +291,7 @@ class Edges:
 
     @staticmethod
     def _give_up(edge: EdgeProcess) -> None:
-        """Link or channel are lost: the edge ends by itself, or is ended."""
+        """EdgeLink or channel are lost: the edge ends by itself, or is ended."""
         edge.ready = False
         asyncio.get_running_loop().call_later(OWN_END_SECONDS, _kill, edge.process)
 

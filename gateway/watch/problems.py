@@ -588,11 +588,7 @@ def _lost_edges(state: FleetCondition) -> Iterator[Problem]:
         Severity.WARNING,
         f"{_count(len(lost), 'edge')} died in the last {_duration(LOST_EDGE_SECONDS)}",
         f"The last one was '{lost[-1].edge}' ({lost[-1].reason}). "
-        + (
-            f"{_count(len(broken), 'request')} broke off: {named}"
-            if broken
-            else "Nothing broke off"
-        )
+        + told
         + (f" and {more} more." if more > 0 else "."),
         "It was started again. Its last words are in the log; if the machine killed it, memory is "
         "short.",

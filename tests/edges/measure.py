@@ -136,7 +136,11 @@ async def be_edge(load: Load, link: socket.socket, echo: socket.socket) -> None:
         services.scheduler.ended(AttemptReport(lease.id, "ok", 200, True, True, True))
         usage = Usage(1000, 0, 100)
         report = UsageReport(lease.id, usage, usage, 100)
-        services.bus.defer(services.scheduler.settle, report, asked)
+
+        def settle() -> None:
+            services.scheduler.settle(report, asked)
+
+        services.bus.defer(settle)
         services.meter.ended(reservation, record.finish(began, time.perf_counter()))
 
     async def steadily() -> None:

@@ -13,6 +13,7 @@ from gateway.edges import link as links
 from gateway.edges.edge import EdgeServices
 from gateway.events import EdgeLost, RequestRecord
 from gateway.nodes.node import LeasePhase, NodeState
+from gateway.transport.pool import ConnectionPool
 from tests.edges.edge_beside import Edge, a_brain, an_edge
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -272,6 +273,7 @@ async def test_a_node_that_changes_gets_new_connections_and_one_that_leaves_is_f
         known = edge.services._nodes.by_name
         assert set(known) == {"node-0", "node-1"}
         before = known["node-0"].connections
+        assert isinstance(before, ConnectionPool)
         running.write_nodes([{"name": "node-0", "url": nodes[1].url, "host": "x"}])
         await running.gateway.reload()
         await until(lambda: running.gateway.fleet.nodes["node-0"].state is NodeState.READY)
