@@ -17,7 +17,7 @@ from gateway.callers.ledger import Ledger
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
-from gateway.events import InventoryChanged, SettingsChanged
+from gateway.events import EdgeLost, InventoryChanged, SettingsChanged
 from gateway.http.certificates import ListenerCertificates, changed_files
 from gateway.nodes.fleet import Fleet
 from gateway.schedule.model_placer import ModelPlacer
@@ -41,6 +41,9 @@ class EdgeProcesses(Protocol):
 
     def sample(self) -> EdgesSample:
         """What is known of them now."""
+
+    def lost(self, seconds: float) -> list[EdgeLost]:
+        """Those that have died in so many last seconds, the latest last."""
 
 
 class GatewayControl(Protocol):

@@ -41,6 +41,7 @@ from gateway.terms import Priority
 from gateway.watch.audit import AuditTrail
 from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
 from gateway.watch.problems import (
+    LOST_EDGE_SECONDS,
     USABLE_STATES,
     FleetCondition,
     ModelNodes,
@@ -270,6 +271,7 @@ class LiveView:
         limited_caller, limited = max(
             recent.limited.items(), key=lambda item: item[1], default=(None, 0)
         )
+        edges = gateway.edges
         return FleetCondition(
             nodes=counts.conditions,
             hosts=counts.hosts,
@@ -306,6 +308,7 @@ class LiveView:
             ledger=ledger_json(gateway.ledger),
             audit_lost=self.audit.lost,
             storage=gateway.storage,
+            lost_edges=[] if edges is None else edges.lost(LOST_EDGE_SECONDS),
         )
 
     def _spill(self) -> SpillCondition | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,43 +22,8 @@ from gateway import errors
 from gateway.callers.keys import KeyRing
 from gateway.callers.limits import Accounts, Reservation
 from gateway.callers.meter import Meter
-from gateway.edges.link import Link
-from gateway.edges.messages import (
-    VERSION,
-    Answer,
-    AskExcused,
-    AskLease,
-    AskNodes,
-    AskPosition,
-    AttemptTold,
-    Configuration,
-    ContentWentOn,
-    Discarded,
-    Ended,
-    EndRequest,
-    Finished,
-    FleetFigures,
-    GiveBack,
-    Granted,
-    Hello,
-    KeepInQueue,
-    LeaseNews,
-    NodeGone,
-    NodeMet,
-    NodeRoute,
-    Opening,
-    Position,
-    Quarantined,
-    Rates,
-    Refused,
-    Released,
-    ResumptionTold,
-    Settled,
-    ToBrain,
-    Turned,
-    WireError,
-    Withdraw,
-)
+from gateway.edges import messages
+from gateway.edges.link import EdgeLink
 from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import EdgeLost, EventBus, RequestRecord
@@ -85,6 +50,7 @@ log = structlog.get_logger()
 # Settings that edges have no use for; keys are told apart from the others.
 BRAINS_OWN = {"admin", "batches", "keys", "store", "webhooks"}
 ENDED_AT_ONCE = 32  # requests of a lost edge that are ended in one turn of the event loop
+MOST_LOSSES = 16  # lost edges that are remembered
 FIGURES_SECONDS = 1.0  # seconds for which figures of the fleet are told as they were
 MOST_ACCOUNTS = 4096  # callers whose accounts are remembered for one edge
 EDGE_DIED = "edge_died"  # the reason of a request, and the outcome of an attempt
@@ -138,11 +104,15 @@ class EdgePart(InFlightRequest, eq=False, kw_only=True):
 
     def cancel(self, error: GatewayError) -> None:
         """End the request; its client gets `error`, as an event if the response has begun."""
-        self.session.link.tell(EndRequest(self.request.id, WireError.of(error), evict=False))
+        self.session.link.tell(
+            messages.EndRequest(self.request.id, messages.WireError.of(error), evict=False)
+        )
 
     def evict(self, error: GatewayError) -> None:
         """Make it leave its node; its client gets `error` if no other node takes it."""
-        self.session.link.tell(EndRequest(self.request.id, WireError.of(error), evict=True))
+        self.session.link.tell(
+            messages.EndRequest(self.request.id, messages.WireError.of(error), evict=True)
+        )
 
 
 class EdgeRequest(EdgePart, eq=False, kw_only=True):
@@ -156,7 +126,7 @@ class EdgeRequest(EdgePart, eq=False, kw_only=True):
 
 
 @dataclass(slots=True, eq=False)
-class HeldLease:
+class EdgeLease:
     """A lease that an edge holds, or has ended and not accounted for."""
 
     part: EdgePart
@@ -181,8 +151,11 @@ class Brain:
     sessions: dict[str, EdgeSession] = field(default_factory=dict)
     """By the names of their edges."""
     _endings: set[asyncio.Task[None]] = field(default_factory=set)
+    _losses: deque[tuple[float, EdgeLost]] = field(
+        default_factory=lambda: deque(maxlen=MOST_LOSSES)
+    )
     late_leases: int = 0  # leases that edges gave back since they were too old
-    _figures: FleetFigures = field(default_factory=lambda: FleetFigures(0))
+    _figures: messages.FleetFigures = field(default_factory=lambda: messages.FleetFigures(0))
     _looked_at: float = -math.inf  # when they were last made
 
     def __post_init__(self) -> None:
@@ -201,7 +174,7 @@ class Brain:
         """
         assert name not in self.sessions
         session = self.sessions[name] = EdgeSession(self, name, on_lost)
-        await Link.over(sock, session.link)
+        await EdgeLink.over(sock, session.link)
         return session
 
     def configure(self, *, edges: int | None = None) -> None:
@@ -211,7 +184,7 @@ class Brain:
         for session in self.sessions.values():
             session.tell_news()
 
-    def quarantined(self, told: Quarantined, *, but: EdgeSession | None = None) -> None:
+    def quarantined(self, told: messages.Quarantined, *, but: EdgeSession | None = None) -> None:
         """Tell all edges, or all but one, which request nodes have died on."""
         for session in self.sessions.values():
             if session is not but:
@@ -219,19 +192,29 @@ class Brain:
 
     def _own_quarantine_changed(self, digest: bytes, losses: Losses | None) -> None:
         nodes = frozenset[str]() if losses is None else losses.nodes
-        self.quarantined(Quarantined(digest, nodes, 0.0))
+        self.quarantined(messages.Quarantined(digest, nodes, 0.0))
 
     def count_given_back(self, *, late: bool) -> None:
         """An edge has given a lease back without using it; `late`: as it was too old."""
         self.late_leases += late
 
-    def fleet_figures(self) -> FleetFigures:
+    def fleet_figures(self) -> messages.FleetFigures:
         """Small figures for the edges, up to a second old."""
         now = self.context.clock()
         if now - self._looked_at >= FIGURES_SECONDS:
             self._looked_at = now
-            self._figures = FleetFigures(self.context.leases.most_slots_of_a_host())
+            self._figures = messages.FleetFigures(self.context.leases.most_slots_of_a_host())
         return self._figures
+
+    def edge_lost(self, loss: EdgeLost) -> None:
+        """An edge has ended though it was not told to, or with requests under way."""
+        self._losses.append((self.context.clock(), loss))
+        self.bus.publish(loss)
+
+    def lost_edges(self, seconds: float) -> list[EdgeLost]:
+        """The edges that were lost in so many last seconds, the latest last."""
+        since = self.context.clock() - seconds
+        return [loss for when, loss in self._losses if when >= since]
 
     async def aclose(self) -> None:
         """End all links; each edge ends with its own."""
@@ -253,43 +236,43 @@ class EdgeSession:
         self, brain: Brain, name: str, on_lost: Callable[[str, tuple[str, ...]], None]
     ) -> None:
         self.name, self._brain, self._on_lost = name, brain, on_lost
-        self.link = Link(
-            ToBrain, self._receive, self._lost, brain.context.clock, on_beat=self.tell_news
+        self.link = EdgeLink(
+            messages.ToBrain, self._receive, self._lost, brain.context.clock, on_beat=self.tell_news
         )
         self.pid: int | None = None  # None: the edge has not said hello
         self.is_to_end = False  # see `expect_end`
         self.requests: dict[str, EdgeRequest] = {}
-        self._leases: dict[int, HeldLease] = {}
+        self._leases: dict[int, EdgeLease] = {}
         self._asks: dict[int, asyncio.Task[None]] = {}
         """Those that wait for a lease, by the number under which it was asked for."""
         self._accounts: OrderedDict[tuple[object, ...], Accounts] = OrderedDict()
         self._accounts_version = -1
         # What the edge was told.
         self._configuration: tuple[object, ...] = ()
-        self._fleet_figures: FleetFigures | None = None
+        self._fleet_figures: messages.FleetFigures | None = None
         self._keys = KeySnapshots(brain.key_ring)
         self._models = ModelSnapshots(brain.scheduler.fleet.model_index, brain.context.clock)
         self._nodes: dict[str, tuple[Node, NodeInfo]] = {}
         self._answers: dict[type, Callable[..., None]] = {
-            Hello: self._hello,
-            AskLease: self._ask_lease,
-            Withdraw: self._withdraw,
-            GiveBack: self._give_back,
-            KeepInQueue: lambda told: brain.scheduler.keep_in_queue(told.request_id),
-            LeaseNews: self._lease_news,
-            ContentWentOn: self._content_went_on,
-            Ended: self._ended,
-            Settled: self._settled,
-            Discarded: self._discarded,
-            Released: self._released,
-            Finished: self._finished,
-            Turned: lambda told: brain.bus.publish_deferred(self._record(told)),
-            Quarantined: self._quarantined,
-            AttemptTold: lambda told: brain.bus.tell(told.event),
-            ResumptionTold: lambda told: brain.bus.publish(told.event),
-            AskNodes: self._ask_nodes,
-            AskExcused: self._ask_excused,
-            AskPosition: self._ask_position,
+            messages.Hello: self._hello,
+            messages.AskLease: self._ask_lease,
+            messages.Withdraw: self._withdraw,
+            messages.GiveBack: self._give_back,
+            messages.KeepInQueue: lambda told: brain.scheduler.keep_in_queue(told.request_id),
+            messages.LeaseNews: self._lease_news,
+            messages.ContentWentOn: self._content_went_on,
+            messages.Ended: self._ended,
+            messages.Settled: self._settled,
+            messages.Discarded: self._discarded,
+            messages.Released: self._released,
+            messages.Finished: self._finished,
+            messages.Turned: lambda told: brain.bus.publish_deferred(self._record(told)),
+            messages.Quarantined: self._quarantined,
+            messages.AttemptTold: lambda told: brain.bus.tell(told.event),
+            messages.ResumptionTold: lambda told: brain.bus.publish(told.event),
+            messages.AskNodes: self._ask_nodes,
+            messages.AskExcused: self._ask_excused,
+            messages.AskPosition: self._ask_position,
         }
 
     @property
@@ -308,13 +291,13 @@ class EdgeSession:
         self._reclaim("it was told to end")
 
     def _receive(self, message: object) -> None:
-        if self.pid is None and not isinstance(message, Hello):
+        if self.pid is None and not isinstance(message, messages.Hello):
             raise BrokenRules("no hello")
         self._answers[type(message)](message)
 
-    def _hello(self, hello: Hello) -> None:
-        if hello.version != VERSION:
-            raise BrokenRules(f"version {hello.version} in place of {VERSION}")
+    def _hello(self, hello: messages.Hello) -> None:
+        if hello.version != messages.VERSION:
+            raise BrokenRules(f"version {hello.version} in place of {messages.VERSION}")
         self.pid = hello.pid
         self.tell_news()
 
@@ -332,8 +315,13 @@ class EdgeSession:
             # What is not set may not be written: some defaults are no valid values.
             in_json = settings.model_dump_json(exclude_unset=True, exclude=BRAINS_OWN).encode()
             tell(
-                Configuration(
-                    VERSION, in_json, hash_key, brain.loopback, brain.edges, brain.generation
+                messages.Configuration(
+                    messages.VERSION,
+                    in_json,
+                    hash_key,
+                    brain.loopback,
+                    brain.edges,
+                    brain.generation,
                 )
             )
         for keys in self._keys.changes():
@@ -346,7 +334,7 @@ class EdgeSession:
             tell(figures)
         for name in [name for name, (node, _) in self._nodes.items() if node.removed]:
             del self._nodes[name]
-            tell(NodeGone(name))
+            tell(messages.NodeGone(name))
 
     def _introduce(self, node: Node) -> None:
         """Tell of a node that a lease will name."""
@@ -357,7 +345,7 @@ class EdgeSession:
 
     # Leases.
 
-    def _ask_lease(self, asked: AskLease) -> None:
+    def _ask_lease(self, asked: messages.AskLease) -> None:
         leases, opening, rates = self._brain.context.leases, asked.opening, None
         try:
             if opening is not None:
@@ -379,7 +367,9 @@ class EdgeSession:
         # A task that is cancelled before it began does nothing more.
         task.add_done_callback(lambda _: self._asks.pop(ask, None))
 
-    async def _wait(self, asked: AskLease, part: EdgePart, rates: Rates | None) -> None:
+    async def _wait(
+        self, asked: messages.AskLease, part: EdgePart, rates: messages.Rates | None
+    ) -> None:
         context = self._brain.context
         queued_at = context.clock()
         try:
@@ -392,47 +382,49 @@ class EdgeSession:
             part.record.waited(context.clock() - queued_at)
             self._grant(asked.ask, lease, part, rates)
 
-    def _grant(self, ask: int, lease: GrantedLease, part: EdgePart, rates: Rates | None) -> None:
+    def _grant(
+        self, ask: int, lease: GrantedLease, part: EdgePart, rates: messages.Rates | None
+    ) -> None:
         if self.link.lost:
             self._brain.scheduler.release_unused(lease.id)
             return
         node = self._brain.scheduler.records[lease.id].node
         self._introduce(node)
-        self._leases[lease.id] = HeldLease(part, EdgeAttempt(part, lease, self._brain.context))
+        self._leases[lease.id] = EdgeLease(part, EdgeAttempt(part, lease, self._brain.context))
         part.record.attempt_began(node.name, lease.node.tier, lease.fallback)
         self.link.tell(
-            Granted(
+            messages.Granted(
                 ask, lease.id, node.name, lease.model, lease.served_name, lease.stream,
                 lease.reading, lease.slots, lease.fallback,
                 bool(node.pool or node.properties.shared_pool), rates,
             )
         )  # fmt: skip
 
-    def _refuse(self, ask: int, error: GatewayError, rates: Rates | None) -> None:
+    def _refuse(self, ask: int, error: GatewayError, rates: messages.Rates | None) -> None:
         drop_traceback(error)
-        self.link.tell(Refused(ask, WireError.of(error), rates))
+        self.link.tell(messages.Refused(ask, messages.WireError.of(error), rates))
 
-    def _withdraw(self, told: Withdraw) -> None:
+    def _withdraw(self, told: messages.Withdraw) -> None:
         # One that has been granted meanwhile comes back by `GiveBack`.
         task = self._asks.get(told.ask)
         if task is not None:
             task.cancel()
 
-    def _give_back(self, told: GiveBack) -> None:
+    def _give_back(self, told: messages.GiveBack) -> None:
         held = self._held(told.lease_id)
         del self._leases[told.lease_id]
         self._brain.count_given_back(late=told.late)
         held.part.end_attempt()
         self._brain.scheduler.release_unused(told.lease_id)
 
-    def _held(self, lease_id: int) -> HeldLease:
+    def _held(self, lease_id: int) -> EdgeLease:
         """A lease that has not ended. Raises: BrokenRules."""
         held = self._leases.get(lease_id)
         if held is None or held.has_ended:
             raise BrokenRules(f"lease {lease_id} is not held")
         return held
 
-    def _lease_news(self, told: LeaseNews) -> None:
+    def _lease_news(self, told: messages.LeaseNews) -> None:
         held, context = self._held(told.lease_id), self._brain.context
         getattr(context.leases, told.what)(told.lease_id)
         if told.what == "content_began":
@@ -443,17 +435,17 @@ class EdgeSession:
         elif told.what == "response_received":
             held.attempt.received()
 
-    def _content_went_on(self, told: ContentWentOn) -> None:
+    def _content_went_on(self, told: messages.ContentWentOn) -> None:
         held, context = self._held(told.lease_id), self._brain.context
         held.attempt.content_came(context.clock(), told.tokens)
         context.leases.content_went_on(told.lease_id, told.tokens)
 
-    def _ended(self, told: Ended) -> None:
+    def _ended(self, told: messages.Ended) -> None:
         report = told.report
         held = self._held(report.lease_id)
         self._end(held, report)
 
-    def _end(self, held: HeldLease, report: AttemptReport) -> None:
+    def _end(self, held: EdgeLease, report: AttemptReport) -> None:
         charge = self._brain.context.leases.ended(report)
         if held.part.attempt is held.attempt:
             held.part.end_attempt()
@@ -466,7 +458,7 @@ class EdgeSession:
         if report.outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
             self._charge(held.part, charge, counts_tokens=not report.resumes)
 
-    def _settled(self, told: Settled) -> None:
+    def _settled(self, told: messages.Settled) -> None:
         held = self._leases.pop(told.report.lease_id, None)
         if held is None or not held.has_ended:
             raise BrokenRules(f"lease {told.report.lease_id} has not ended")
@@ -476,7 +468,7 @@ class EdgeSession:
 
     # Requests.
 
-    def _admit(self, opening: Opening, asking: LeaseRequest) -> Rates | None:
+    def _admit(self, opening: messages.Opening, asking: LeaseRequest) -> messages.Rates | None:
         """Admit a request. Returns the rates of its caller. Raises: _Refusal."""
         brain, request = self._brain, opening.request or asking
         if opening.id != request.id or opening.id in self.requests:
@@ -513,10 +505,10 @@ class EdgeSession:
         brain.registry.add(one)
         return self._rates(accounts)
 
-    def _rates(self, accounts: Accounts) -> Rates | None:
+    def _rates(self, accounts: Accounts) -> messages.Rates | None:
         return self._brain.meter.book.rate_limits(accounts) if accounts.has_rates else None
 
-    def _accounts_of(self, opening: Opening) -> Accounts:
+    def _accounts_of(self, opening: messages.Opening) -> Accounts:
         """The accounts on which a request counts. Raises: GatewayError 401."""
         ring, known = self._brain.key_ring, self._accounts
         if ring.version != self._accounts_version:
@@ -579,13 +571,13 @@ class EdgeSession:
         if whole is not None:
             whole.charges.setdefault(id_, []).append((charge, counts_tokens))
 
-    def _discarded(self, told: Discarded) -> None:
+    def _discarded(self, told: messages.Discarded) -> None:
         id_ = told.request_id
         whole = self.requests.get(id_) or self.requests.get(id_.rpartition(".")[0])
         if whole is not None:
             whole.charges.pop(id_, None)
 
-    def _released(self, told: Released) -> None:
+    def _released(self, told: messages.Released) -> None:
         # A request that was refused is not known here, nor is this wrong.
         whole = self.requests.get(told.request_id)
         if whole is not None and whole.ended_at is None:
@@ -596,7 +588,7 @@ class EdgeSession:
         self._brain.registry.remove(whole)
         self._brain.meter.released(whole.reservation)
 
-    def _finished(self, told: Finished) -> None:
+    def _finished(self, told: messages.Finished) -> None:
         if told.opening is not None and told.opening.request is not None:
             # It never got so far as to ask for a lease; it counts like any other.
             try:
@@ -625,7 +617,7 @@ class EdgeSession:
         record.finish(whole.ended_at - record.duration_seconds, whole.ended_at)
         self._brain.meter.ended(whole.reservation, record)
 
-    def _record(self, told: Finished | Turned) -> RequestRecord:
+    def _record(self, told: messages.Finished | messages.Turned) -> RequestRecord:
         """The record of a request that has ended, which is traced if it is to be."""
         record, trace, tracing = told.record.record(), told.trace, self._brain.tracing
         now = self._brain.context.clock()
@@ -640,7 +632,7 @@ class EdgeSession:
             tracing.finished(record.request_id, record, headers, received_at)
         return record
 
-    def _quarantined(self, told: Quarantined) -> None:
+    def _quarantined(self, told: messages.Quarantined) -> None:
         """Nodes were lost over a request, or one has completed it: all others must know."""
         context = self._brain.context
         losses = Losses(told.nodes, context.clock() - told.age) if told.nodes else None
@@ -649,10 +641,10 @@ class EdgeSession:
 
     # Questions.
 
-    def _ask_nodes(self, asked: AskNodes) -> None:
+    def _ask_nodes(self, asked: messages.AskNodes) -> None:
         self._answer_later(asked.ask, self._answer(asked))
 
-    async def _answer(self, asked: AskNodes) -> None:
+    async def _answer(self, asked: messages.AskNodes) -> None:
         leases, found = self._brain.context.leases, False
         error: GatewayError | None = None
         try:
@@ -670,18 +662,20 @@ class EdgeSession:
         except GatewayError as raised:
             drop_traceback(raised)
             error = raised
-        wire = None if error is None else WireError.of(error)
-        self.link.tell(Answer(asked.ask, found, wire))
+        wire = None if error is None else messages.WireError.of(error)
+        self.link.tell(messages.NodeAnswer(asked.ask, found, wire))
 
-    def _ask_excused(self, asked: AskExcused) -> None:
+    def _ask_excused(self, asked: messages.AskExcused) -> None:
         held = self._leases.get(asked.lease_id)
         excused = held is not None and not held.has_ended
         if excused:
             excused = bool(self._brain.context.leases.is_silence_excused(asked.lease_id))
-        self.link.tell(Answer(asked.ask, excused))
+        self.link.tell(messages.NodeAnswer(asked.ask, excused))
 
-    def _ask_position(self, asked: AskPosition) -> None:
-        self.link.tell(Position(asked.ask, self._brain.scheduler.queue_position(asked.request_id)))
+    def _ask_position(self, asked: messages.AskPosition) -> None:
+        self.link.tell(
+            messages.Position(asked.ask, self._brain.scheduler.queue_position(asked.request_id))
+        )
 
     # The end.
 
@@ -698,7 +692,7 @@ class EdgeSession:
             [one.request.x_request_id for one in self.requests.values() if one.ended_at is None]
         )
         if broken or not self.is_to_end:
-            brain.bus.publish(EdgeLost(self.name, reason, broken))
+            brain.edge_lost(EdgeLost(self.name, reason, broken))
         brain.start_ending(self._end_all())
         return broken
 
@@ -722,7 +716,7 @@ class EdgeSession:
         self._leases.clear()
         self.requests.clear()
 
-    def _break_off(self, lease_id: int, held: HeldLease) -> None:
+    def _break_off(self, lease_id: int, held: EdgeLease) -> None:
         """The edge is gone; what the node has sent so far counts as that of a broken response."""
         attempt, leases = held.attempt, self._brain.context.leases
         began = held.has_ended or attempt.last_content_at is not None
@@ -747,13 +741,13 @@ async def _let_others_run(number: int) -> None:
 class _Refusal(Exception):  # noqa: N818 - not an error of the program
     """A request is not admitted."""
 
-    def __init__(self, error: GatewayError, rates: Rates | None) -> None:
+    def __init__(self, error: GatewayError, rates: messages.Rates | None) -> None:
         super().__init__(error.message)
         self.error, self.rates = error, rates
 
 
 def _request(
-    opening: Opening, request: LeaseRequest, caller: Caller, received_at: float
+    opening: messages.Opening, request: LeaseRequest, caller: Caller, received_at: float
 ) -> Request:
     return Request(
         opening.id,
@@ -766,10 +760,10 @@ def _request(
     )
 
 
-def node_met(node: Node) -> NodeMet:
+def node_met(node: Node) -> messages.NodeMet:
     """What an edge must know of a node to send requests there."""
     address, tls = node.upstream.address, node.spec.tls
-    route = NodeRoute(
+    route = messages.NodeRoute(
         address.host,
         address.port,
         address.path_prefix,
@@ -781,4 +775,4 @@ def node_met(node: Node) -> NodeMet:
         if tls is None
         else tls.model_dump(mode="json", exclude_none=True),
     )
-    return NodeMet(replace(node.info, connections=None), route)
+    return messages.NodeMet(replace(node.info, connections=None), route)

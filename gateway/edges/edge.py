@@ -29,47 +29,8 @@ from gateway.callers.meter import Meter
 from gateway.config.inventory import NodeTls
 from gateway.config.settings import Settings
 from gateway.config.telemetry import TracesSettings
-from gateway.edges.link import Link
-from gateway.edges.messages import (
-    VERSION,
-    Answer,
-    AskExcused,
-    AskLease,
-    AskNodes,
-    AskPosition,
-    AttemptTold,
-    Configuration,
-    ContentWentOn,
-    Discarded,
-    Ended,
-    EndedRecord,
-    EndRequest,
-    Finished,
-    FleetFigures,
-    GiveBack,
-    Granted,
-    Hello,
-    KeepInQueue,
-    Keys,
-    LeaseNews,
-    Models,
-    NodeGone,
-    NodeMet,
-    NodeQuestion,
-    NodeRoute,
-    Opening,
-    Position,
-    Quarantined,
-    Rates,
-    Refused,
-    Released,
-    ResumptionTold,
-    Settled,
-    ToEdge,
-    Trace,
-    Turned,
-    Withdraw,
-)
+from gateway.edges import messages
+from gateway.edges.link import SILENCE_SECONDS, EdgeLink
 from gateway.edges.snapshots import KeyCopies, ModelCopies
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestRecord, StreamResumed, call_later
@@ -98,7 +59,9 @@ from gateway.transport.resolver import Resolver
 from gateway.watch.request_tracing import RequestTracing, Sampler
 
 LONGEST_TRACEPARENT = 512  # bytes of the header; a longer one says nothing
-GRANT_SECONDS = 1.0  # age of a lease, in seconds, from which on it is given back and asked for anew
+# Age of a lease, in seconds, from which on it is given back and asked for anew. The brain gives the
+# edge up when it has heard nothing for `SILENCE_SECONDS`: so a younger lease is still the edge's.
+GRANT_SECONDS = SILENCE_SECONDS / 2
 EXCUSE_SECONDS = 1.0  # seconds for which the answer holds that a node may be silent
 ANSWER_SECONDS = 10.0  # most seconds to wait for an answer that the brain gives at once
 
@@ -108,12 +71,12 @@ class Nodes:
 
     def __init__(self, resolver: Resolver, turn: TurnLimit) -> None:
         self._resolver, self._turn = resolver, turn
-        self._routes: dict[str, NodeRoute] = {}
+        self._routes: dict[str, messages.NodeRoute] = {}
         self._retired: list[ConnectionPool] = []
         """Pools that have been replaced, as long as a lease may use them."""
         self.by_name: dict[str, NodeInfo] = {}
 
-    def meet(self, met: NodeMet) -> None:
+    def meet(self, met: messages.NodeMet) -> None:
         """A node is new, or has changed. Raises: ssl.SSLError, OSError."""
         name, known = met.info.name, self.by_name.get(met.info.name)
         if known is not None and self._routes[name] == met.route:
@@ -150,7 +113,7 @@ class Nodes:
             self.forget(name)
         self.close_retired(lambda _: False)
 
-    def _open(self, route: NodeRoute) -> ConnectionPool:
+    def _open(self, route: messages.NodeRoute) -> ConnectionPool:
         tls = None if route.tls is None else tls_context(NodeTls.model_validate(route.tls))
         address = NodeAddress(
             route.host, route.port, route.path_prefix, route.header_lines, tls, route.server_name
@@ -159,10 +122,10 @@ class Nodes:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingAsk:
     """A request that waits for a lease."""
 
-    asked: AskLease
+    asked: messages.AskLease
     asked_at: float
     granted: asyncio.Future[GrantedLease]
     accounts: EdgeAccounts | None  # of a request that is admitted with it
@@ -182,19 +145,21 @@ class HeldLease:
 class RemoteScheduler:
     """The brain's scheduler, as an edge sees it: a `LeaseService` and a `RequestQueue`."""
 
-    def __init__(self, link: Link, nodes: Nodes, bus: EventBus, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, link: EdgeLink, nodes: Nodes, bus: EventBus, clock: Callable[[], float]
+    ) -> None:
         self._link, self._nodes, self._bus, self._clock = link, nodes, bus, clock
         self.edges = 1  # how many edges share what is counted here
         self.closing = False  # whether the link is lost, so that there are no more leases
         self._most_slots = 0
         self._asks: Iterator[int] = itertools.count(1)
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, WaitingAsk] = {}
         self._asked_by: dict[str, int] = {}
         """Under which number each waiting request has asked."""
         self._held: dict[int, HeldLease] = {}
-        self._openings: dict[str, tuple[Opening, EdgeAccounts]] = {}
+        self._openings: dict[str, tuple[messages.Opening, EdgeAccounts]] = {}
         """Of requests that are to be admitted with their first lease."""
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, asyncio.Future[messages.NodeAnswer]] = {}
         self._excuses: dict[int, int] = {}
         """Leases that are asked about, by the number of the question."""
         self._positions: dict[str, QueuePosition | None] = {}
@@ -203,11 +168,11 @@ class RemoteScheduler:
 
     # Asked for a lease.
 
-    def open(self, opening: Opening, accounts: EdgeAccounts) -> None:
+    def open(self, opening: messages.Opening, accounts: EdgeAccounts) -> None:
         """A request is to be admitted with the first lease that it asks for."""
         self._openings[opening.id] = opening, accounts
 
-    def take_opening(self, request_id: str) -> Opening | None:
+    def take_opening(self, request_id: str) -> messages.Opening | None:
         """The opening of a request that has asked for no lease; None: it has."""
         found = self._openings.pop(request_id, None)
         return None if found is None else found[0]
@@ -227,8 +192,8 @@ class RemoteScheduler:
             has_long_prompt(request) or (accounts is not None and accounts.tracked)
         ):
             self._bus.flush()  # So that the brain knows what those took, and what nodes cached.
-        asked = AskLease(next(self._asks), request, tried, age, response_started, opening)
-        waiting = Waiting(
+        asked = messages.AskLease(next(self._asks), request, tried, age, response_started, opening)
+        waiting = WaitingAsk(
             asked, self._clock(), asyncio.get_running_loop().create_future(), accounts
         )
         self._ask(waiting)
@@ -245,7 +210,7 @@ class RemoteScheduler:
 
     def _opening_of(
         self, request: LeaseRequest, age: float
-    ) -> tuple[Opening | None, EdgeAccounts | None]:
+    ) -> tuple[messages.Opening | None, EdgeAccounts | None]:
         """What is sent of a request that is not admitted yet, with that of its first prompt."""
         openings = self._openings
         if not openings:
@@ -256,7 +221,7 @@ class RemoteScheduler:
         found = openings.pop(request.id.rpartition(".")[0], None)
         return (None, None) if found is None else (replace(found[0], age=age), found[1])
 
-    def _ask(self, waiting: Waiting) -> None:
+    def _ask(self, waiting: WaitingAsk) -> None:
         self._waiting[waiting.asked.ask] = waiting
         self._link.tell(waiting.asked)
 
@@ -265,19 +230,19 @@ class RemoteScheduler:
         ask = self._asked_by.pop(request_id, None)
         self._positions.pop(request_id, None)
         if ask is not None and self._waiting.pop(ask, None) is not None:
-            self._link.tell(Withdraw(ask))
+            self._link.tell(messages.Withdraw(ask))
 
-    def granted(self, told: Granted) -> None:
+    def granted(self, told: messages.Granted) -> None:
         """A lease was granted."""
         waiting = self._waiting.pop(told.ask, None)
         if waiting is not None and waiting.accounts is not None:
             waiting.accounts.tell_rates(told.rates)
         if waiting is None or waiting.granted.done():
-            self._link.tell(GiveBack(told.id, late=False))
+            self._link.tell(messages.GiveBack(told.id, late=False))
             return
         if self._link.age > GRANT_SECONDS:
             # The brain may have given this edge up meanwhile, and what it had.
-            self._link.tell(GiveBack(told.id, late=True))
+            self._link.tell(messages.GiveBack(told.id, late=True))
             self._ask_again(waiting)
             return
         lease = GrantedLease(
@@ -293,7 +258,7 @@ class RemoteScheduler:
         self._held[told.id] = HeldLease(lease, told.shares_pool)
         waiting.granted.set_result(lease)
 
-    def _ask_again(self, waiting: Waiting) -> None:
+    def _ask_again(self, waiting: WaitingAsk) -> None:
         asked, now = waiting.asked, self._clock()
         age = asked.age + now - waiting.asked_at
         waiting.asked = replace(asked, ask=next(self._asks), age=age, opening=None)
@@ -301,7 +266,7 @@ class RemoteScheduler:
         self._asked_by[asked.request.id] = waiting.asked.ask
         self._ask(waiting)
 
-    def refused(self, told: Refused) -> None:
+    def refused(self, told: messages.Refused) -> None:
         """There is no lease for a request."""
         waiting = self._waiting.pop(told.ask, None)
         if waiting is None:
@@ -313,7 +278,7 @@ class RemoteScheduler:
 
     def _give_back(self, lease_id: int) -> None:
         del self._held[lease_id]
-        self._link.tell(GiveBack(lease_id, late=False))
+        self._link.tell(messages.GiveBack(lease_id, late=False))
 
     # Asked where else a request could go.
 
@@ -340,15 +305,20 @@ class RemoteScheduler:
         return None
 
     async def _question(
-        self, what: NodeQuestion, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
+        self,
+        what: messages.NodeQuestion,
+        request: LeaseRequest,
+        tried: Tried,
+        *,
+        but_paused: bool = False,
     ) -> bool:
         """Ask the brain about nodes. Raises: GatewayError."""
         if self._link.lost:
             raise errors.shutting_down()
         ask = next(self._asks)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[messages.NodeAnswer] = asyncio.get_running_loop().create_future()
         self._answers[ask] = answer
-        self._link.tell(AskNodes(ask, what, request, tried, but_paused))
+        self._link.tell(messages.AskNodes(ask, what, request, tried, but_paused))
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 told = await answer
@@ -360,7 +330,7 @@ class RemoteScheduler:
             raise told.error.error()
         return told.yes
 
-    def answered_question(self, told: Answer) -> None:
+    def answered_question(self, told: messages.NodeAnswer) -> None:
         """The brain has answered."""
         answer, lease_id = self._answers.get(told.ask), self._excuses.pop(told.ask, None)
         if answer is not None and not answer.done():
@@ -383,7 +353,7 @@ class RemoteScheduler:
         """So many edges share what is counted here, this one included."""
         self.edges = max(1, edges)
 
-    def take_figures(self, figures: FleetFigures) -> None:
+    def take_figures(self, figures: messages.FleetFigures) -> None:
         """Small figures of the brain's have changed."""
         self._most_slots = math.ceil(figures.most_slots_of_a_host / self.edges)
 
@@ -391,23 +361,23 @@ class RemoteScheduler:
 
     def reading_began(self, lease_id: int) -> None:
         """The head of a streamed response has come: a slot reads the prompt."""
-        self._link.tell(LeaseNews(lease_id, "reading_began"))
+        self._link.tell(messages.LeaseNews(lease_id, "reading_began"))
 
     def content_began(self, lease_id: int) -> None:
         """The first content has come: the prompt has been read."""
-        self._link.tell(LeaseNews(lease_id, "content_began"))
+        self._link.tell(messages.LeaseNews(lease_id, "content_began"))
 
     def content_went_on(self, lease_id: int, tokens: int) -> None:
         """More content has come since the last report; `tokens`: 0: it is not known how fast."""
-        self._link.tell(ContentWentOn(lease_id, tokens))
+        self._link.tell(messages.ContentWentOn(lease_id, tokens))
 
     def response_received(self, lease_id: int) -> None:
         """The whole response has come: the slots are free, though the client still reads it."""
-        self._link.tell(LeaseNews(lease_id, "response_received"))
+        self._link.tell(messages.LeaseNews(lease_id, "response_received"))
 
     def answered(self, lease_id: int) -> None:
         """The node answers a request that other nodes have failed: those were to blame."""
-        self._link.tell(LeaseNews(lease_id, "answered"))
+        self._link.tell(messages.LeaseNews(lease_id, "answered"))
 
     def is_silence_excused(self, lease_id: int) -> bool | None:
         """Whether the node reads another prompt, as the brain said last; None: it is asked."""
@@ -416,7 +386,7 @@ class RemoteScheduler:
         if not fresh and not held.asks:
             ask = next(self._asks)
             self._excuses[ask], held.asks = lease_id, True
-            self._link.tell(AskExcused(ask, lease_id))
+            self._link.tell(messages.AskExcused(ask, lease_id))
         return held.excused if fresh else None
 
     def pool_overflowed(self, lease_id: int) -> bool:
@@ -425,7 +395,7 @@ class RemoteScheduler:
         That its slots are seen to share it is the brain's to learn; here it is believed of a
         server of llama.cpp that has more of this edge's work.
         """
-        self._link.tell(LeaseNews(lease_id, "pool_overflowed"))
+        self._link.tell(messages.LeaseNews(lease_id, "pool_overflowed"))
         held = self._held[lease_id]
         node = held.lease.node
         if held.shares_pool or node.kind != "llama.cpp":
@@ -438,7 +408,7 @@ class RemoteScheduler:
         """The attempt is over. What it took is counted by the brain."""
         del self._held[report.lease_id]
         self._unsettled += report.response_began
-        self._link.tell(Ended(report))
+        self._link.tell(messages.Ended(report))
         if self._nodes.has_retired:
             pools = {id(held.lease.node.connections) for held in self._held.values()}
             self._nodes.close_retired(lambda pool: id(pool) in pools)
@@ -447,12 +417,12 @@ class RemoteScheduler:
     def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
         """Count what an ended response took: by the brain."""
         self._unsettled -= 1
-        self._link.tell(Settled(report, request.id))
+        self._link.tell(messages.Settled(report, request.id))
         return NOTHING_CHARGED
 
     def discard(self, request_id: str) -> None:
         """What the attempts of this request took so far has brought its client nothing."""
-        self._link.tell(Discarded(request_id))
+        self._link.tell(messages.Discarded(request_id))
 
     # The queue.
 
@@ -471,10 +441,10 @@ class RemoteScheduler:
         if request_id not in self._position_asks.values():
             ask = next(self._asks)
             self._position_asks[ask] = request_id
-            self._link.tell(AskPosition(ask, request_id))
+            self._link.tell(messages.AskPosition(ask, request_id))
         return self._positions.get(request_id)
 
-    def take_position(self, told: Position) -> None:
+    def take_position(self, told: messages.Position) -> None:
         """The brain says where a request stands."""
         request_id = self._position_asks.pop(told.ask, None)
         if request_id is not None and request_id in self._asked_by:
@@ -503,7 +473,7 @@ class RemoteScheduler:
     def keep_in_queue(self, request_id: str) -> None:
         """The request's client has the head of a response: it is displaced last."""
         if request_id in self._asked_by:
-            self._link.tell(KeepInQueue(request_id))
+            self._link.tell(messages.KeepInQueue(request_id))
 
     def close(self) -> None:
         """The link is lost: nobody gets a lease any more."""
@@ -525,9 +495,9 @@ class EdgeAccounts(Accounts):
     def __init__(self, of: Accounts) -> None:
         self.caller, self.user = of.caller, of.user
         self.replace_accounts(of.tracked, of.version)
-        self.rates: Rates = (None, None)
+        self.rates: messages.Rates = (None, None)
 
-    def tell_rates(self, rates: Rates | None) -> None:
+    def tell_rates(self, rates: messages.Rates | None) -> None:
         """What was left of the limits when a request was admitted or refused."""
         if rates is not None:
             now = time.time()
@@ -546,7 +516,7 @@ class EdgeBook(LimitBook):
         """The accounts on which the requests of this caller and end user count."""
         return EdgeAccounts(LimitBook.accounts(self, caller, user))
 
-    def rate_limits(self, accounts: Accounts) -> Rates:
+    def rate_limits(self, accounts: Accounts) -> messages.Rates:
         """The tightest limits, as the brain told last."""
         return accounts.rates if isinstance(accounts, EdgeAccounts) else (None, None)
 
@@ -560,7 +530,7 @@ class EdgeMeter(Meter):
         bus: EventBus,
         scheduler: RemoteScheduler,
         tracing: EdgeTracing,
-        link: Link,
+        link: EdgeLink,
     ) -> None:
         Meter.__init__(self, book, bus)
         self._events, self._scheduler, self._tracing, self._link = bus, scheduler, tracing, link
@@ -576,7 +546,7 @@ class EdgeMeter(Meter):
         assert isinstance(accounts, EdgeAccounts)
         self.book.bring_up_to_date(accounts)
         caller = accounts.caller
-        opening = Opening(
+        opening = messages.Opening(
             request.id,
             record.x_request_id,
             record.path,
@@ -598,24 +568,26 @@ class EdgeMeter(Meter):
         """The response has ended. The brain gets its record when what it used is known, soon."""
         opening = self._scheduler.take_opening(reservation.request.id)
         if opening is None:
-            self._link.tell(Released(reservation.request.id))
+            self._link.tell(messages.Released(reservation.request.id))
         self._events.defer(record.when_complete, self._finish, record, opening)
 
-    def _finish(self, record: RequestRecord, opening: Opening | None) -> None:
-        self._link.tell(Finished(EndedRecord.of(record), opening, self._trace_of(record)))
+    def _finish(self, record: RequestRecord, opening: messages.Opening | None) -> None:
+        self._link.tell(
+            messages.Finished(messages.EndedRecord.of(record), opening, self._trace_of(record))
+        )
 
     def turned(self, record: RequestRecord) -> None:
         """A request has ended that was never to be admitted."""
-        self._link.tell(Turned(EndedRecord.of(record), self._trace_of(record)))
+        self._link.tell(messages.Turned(messages.EndedRecord.of(record), self._trace_of(record)))
 
-    def _trace_of(self, record: RequestRecord) -> Trace | None:
+    def _trace_of(self, record: RequestRecord) -> messages.TraceOnWire | None:
         return trace_of(record) or self._tracing.take_parent(record.request_id)
 
 
-def trace_of(record: RequestRecord) -> Trace | None:
+def trace_of(record: RequestRecord) -> messages.TraceOnWire | None:
     """The trace that a request is part of; None: it is not traced."""
     trace = record.trace
-    return None if trace is None else Trace(trace.trace_id, trace.parent_id)
+    return None if trace is None else messages.TraceOnWire(trace.trace_id, trace.parent_id)
 
 
 class EdgeTracing(RequestTracing):
@@ -650,10 +622,10 @@ class EdgeTracing(RequestTracing):
             if len(found) == 1 and len(found[0]) <= LONGEST_TRACEPARENT:
                 self._parents[request_id] = found[0]
 
-    def take_parent(self, request_id: str) -> Trace | None:
+    def take_parent(self, request_id: str) -> messages.TraceOnWire | None:
         """What its client said of a trace, if the request has failed and is not traced."""
         found = self._parents.pop(request_id, None)
-        return None if found is None else Trace(None, None, found)
+        return None if found is None else messages.TraceOnWire(None, None, found)
 
 
 def with_shared_retries(settings: Settings, edges: int) -> Settings:
@@ -697,12 +669,19 @@ class EdgeServices:
         self._nodes = Nodes(self._resolver, self.turn_limit)
         self._keys = KeyCopies(wall_clock)
         self._ready: asyncio.Event = asyncio.Event()
-        self._missing: set[type] = {Configuration, Keys, Models, FleetFigures}
+        self._missing: set[type] = {
+            messages.Configuration,
+            messages.Keys,
+            messages.Models,
+            messages.FleetFigures,
+        }
         self.key_ring, self.keyed_hash = self._keys.ring, KeyedHash()
         self.catalog = ModelCopies()
         self.bus, self.registry = EventBus(call_later), InFlightRegistry()
         self.timeout_monitor = TimeoutMonitor(clock)
-        self.link = Link(ToEdge, self._receive, self._lost, clock, on_beat=self.key_ring.expire)
+        self.link = EdgeLink(
+            messages.ToEdge, self._receive, self._lost, clock, on_beat=self.key_ring.expire
+        )
         self.scheduler = RemoteScheduler(self.link, self._nodes, self.bus, clock)
         """Both the `LeaseService` and the `RequestQueue`."""
         defaults = Settings()
@@ -723,22 +702,22 @@ class EdgeServices:
             keyed_hash=self.keyed_hash,
         )
         tell = self.link.tell
-        self.bus.subscribe(AttemptEnded, lambda one: tell(AttemptTold(one)))
-        self.bus.subscribe(StreamResumed, lambda one: tell(ResumptionTold(one)))
+        self.bus.subscribe(AttemptEnded, lambda one: tell(messages.AttemptTold(one)))
+        self.bus.subscribe(StreamResumed, lambda one: tell(messages.ResumptionTold(one)))
         scheduler = self.scheduler
         self._takers: dict[type, Callable[..., None]] = {
-            Configuration: self._configure,
-            Keys: self._keys.take,
-            Models: self.catalog.take,
-            FleetFigures: scheduler.take_figures,
-            NodeMet: self._nodes.meet,
-            NodeGone: lambda told: self._nodes.forget(told.name),
-            Granted: scheduler.granted,
-            Refused: scheduler.refused,
-            Answer: scheduler.answered_question,
-            Position: scheduler.take_position,
-            EndRequest: self._end_request,
-            Quarantined: self._quarantined,
+            messages.Configuration: self._configure,
+            messages.Keys: self._keys.take,
+            messages.Models: self.catalog.take,
+            messages.FleetFigures: scheduler.take_figures,
+            messages.NodeMet: self._nodes.meet,
+            messages.NodeGone: lambda told: self._nodes.forget(told.name),
+            messages.Granted: scheduler.granted,
+            messages.Refused: scheduler.refused,
+            messages.NodeAnswer: scheduler.answered_question,
+            messages.Position: scheduler.take_position,
+            messages.EndRequest: self._end_request,
+            messages.Quarantined: self._quarantined,
         }
         self.context.quarantine.on_change = self._tell_quarantine
 
@@ -747,8 +726,8 @@ class EdgeServices:
 
         Raises: NotReady, after so many seconds or when the link is lost.
         """
-        await Link.over(sock, self.link)
-        self.link.tell(Hello(VERSION, self.name, os.getpid()))
+        await EdgeLink.over(sock, self.link)
+        self.link.tell(messages.Hello(messages.VERSION, self.name, os.getpid()))
         try:
             async with asyncio.timeout(seconds):
                 await self._ready.wait()
@@ -770,14 +749,14 @@ class EdgeServices:
     def _receive(self, message: object) -> None:
         kind = type(message)
         self._takers[kind](message)
-        if self._missing and not (isinstance(message, Keys) and not message.last):
+        if self._missing and not (isinstance(message, messages.Keys) and not message.last):
             self._missing.discard(kind)
             if not self._missing:
                 self._ready.set()
 
-    def _configure(self, told: Configuration) -> None:
-        if told.version != VERSION:
-            raise ValueError(f"version {told.version} in place of {VERSION}")
+    def _configure(self, told: messages.Configuration) -> None:
+        if told.version != messages.VERSION:
+            raise ValueError(f"version {told.version} in place of {messages.VERSION}")
         settings = Settings.model_validate(msgspec.json.decode(told.settings))
         is_first = not hasattr(self, "settings")
         self.settings, self.loopback = settings, told.loopback
@@ -792,15 +771,15 @@ class EdgeServices:
         if not is_first:
             self._on_configured()
 
-    def _quarantined(self, told: Quarantined) -> None:
+    def _quarantined(self, told: messages.Quarantined) -> None:
         losses = Losses(told.nodes, self._clock() - told.age) if told.nodes else None
         self.context.quarantine.take(told.digest, losses)
 
     def _tell_quarantine(self, digest: bytes, losses: Losses | None) -> None:
         nodes = frozenset[str]() if losses is None else losses.nodes
-        self.link.tell(Quarantined(digest, nodes, 0.0))
+        self.link.tell(messages.Quarantined(digest, nodes, 0.0))
 
-    def _end_request(self, told: EndRequest) -> None:
+    def _end_request(self, told: messages.EndRequest) -> None:
         """Somebody ends a request, or has it leave its node."""
         found, error = self.registry.find(told.request_id), told.error.error()
         if found is None:

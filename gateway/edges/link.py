@@ -35,7 +35,7 @@ class LinkLost(Exception):  # noqa: N818 - not always an error: a side may just 
     """The other side is gone, and with it whatever was asked of it."""
 
 
-class Link(asyncio.Protocol):
+class EdgeLink(asyncio.Protocol):
     """One side of a link.
 
     `receive` is called with each message, an instance of `incoming`; what it raises ends the link.
@@ -82,7 +82,7 @@ class Link(asyncio.Protocol):
         self._closed = asyncio.Event()
 
     @classmethod
-    async def over(cls, sock: socket.socket, link: Link) -> Link:
+    async def over(cls, sock: socket.socket, link: EdgeLink) -> EdgeLink:
         """Have this link use a connected Unix socket, which it closes at its end."""
         await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=sock)
         return link

@@ -2,7 +2,7 @@
 
 The brain is the process that decides: it has the fleet, the scheduler, keys, limits, ledger and
 the admin listener. An edge relays: it has connections to clients and to nodes, and asks the brain
-for each lease. A `Link` carries the messages, in order and each once.
+for each lease. An `EdgeLink` carries the messages, in order and each once.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Opening(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
     model: str  # a name that the fleet serves, or `unknown`
     stream: bool
     age: float  # seconds since it came
-    trace: Trace | None  # None: it is not traced
+    trace: TraceOnWire | None  # None: it is not traced
 
 
 class AskLease(Message, frozen=True):
@@ -208,7 +208,7 @@ class EndedRecord(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=Tr
         return RequestRecord(**msgspec.structs.asdict(self))
 
 
-class Trace(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
+class TraceOnWire(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
     """The trace that a request is part of, or would be if it were traced."""
 
     id: str | None  # None: it is not traced, but may be, since it has failed
@@ -232,14 +232,14 @@ class Finished(Message, frozen=True):
 
     record: EndedRecord
     opening: Opening | None  # of one that has asked for no lease, and so was not admitted yet
-    trace: Trace | None
+    trace: TraceOnWire | None
 
 
 class Turned(Message, frozen=True):
     """A request was refused before it was to be admitted: by its head or its body."""
 
     record: EndedRecord
-    trace: Trace | None
+    trace: TraceOnWire | None
 
 
 class AttemptTold(Message, frozen=True):
@@ -258,7 +258,7 @@ NodeQuestion = Literal["has_other_node", "has_larger_context", "has_cpu_node", "
 
 
 class AskNodes(Message, frozen=True):
-    """A question of `LeaseService` about other nodes: `Answer` answers."""
+    """A question of `LeaseService` about other nodes: `NodeAnswer` answers."""
 
     ask: int
     what: NodeQuestion
@@ -268,7 +268,7 @@ class AskNodes(Message, frozen=True):
 
 
 class AskExcused(Message, frozen=True):
-    """`LeaseService.is_silence_excused`: `Answer` answers."""
+    """`LeaseService.is_silence_excused`: `NodeAnswer` answers."""
 
     ask: int
     lease_id: int
@@ -405,7 +405,7 @@ Rates = tuple[RateLimit | None, RateLimit | None]
 """`LimitBook.rate_limits` of a caller that has some; the edge's own clock says `resets_at`."""
 
 
-class Answer(Message, frozen=True):
+class NodeAnswer(Message, frozen=True):
     """The answer to `AskNodes` or `AskExcused`."""
 
     ask: int
@@ -434,6 +434,6 @@ ToBrain = (
     | AskExcused | AskPosition | Quarantined
 )  # fmt: skip
 ToEdge = (
-    Configuration | Keys | Models | FleetFigures | NodeMet | NodeGone | Granted | Refused | Answer
-    | Position | EndRequest | Quarantined
+    Configuration | Keys | Models | FleetFigures | NodeMet | NodeGone | Granted | Refused
+    | NodeAnswer | Position | EndRequest | Quarantined
 )  # fmt: skip

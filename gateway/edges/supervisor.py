@@ -36,6 +36,7 @@ from gateway.edges.sockets import (
     ToBrain,
     channel_pair,
 )
+from gateway.events import EdgeLost
 from gateway.http.exchange import ConnectionOrigin
 from gateway.watch.metrics import EdgeSample, EdgesSample
 
@@ -136,6 +137,10 @@ class Edges:
             for one in self._running.values()
         ]  # fmt: skip
         return EdgesSample(running, self.brain.edges, self.died, self.brain.late_leases)
+
+    def lost(self, seconds: float) -> list[EdgeLost]:
+        """Those that have died in so many last seconds, the latest last."""
+        return self.brain.lost_edges(seconds)
 
     # Clients.
 
@@ -286,7 +291,7 @@ class Edges:
 
     @staticmethod
     def _give_up(edge: EdgeProcess) -> None:
-        """Link or channel are lost: the edge ends by itself, or is ended."""
+        """EdgeLink or channel are lost: the edge ends by itself, or is ended."""
         edge.ready = False
         asyncio.get_running_loop().call_later(OWN_END_SECONDS, _kill, edge.process)
 

@@ -17,11 +17,10 @@ from typing import cast
 from gateway.callers.keys import KeyRing
 from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
-from gateway.config.keys import LimitSpec
 from gateway.config.settings import Settings
 from gateway.edges.brain import Brain, EdgeSession
 from gateway.edges.edge import EdgeServices
-from gateway.edges.link import Link
+from gateway.edges.link import EdgeLink
 from gateway.edges.messages import VERSION, Hello
 from gateway.errors import GatewayError
 from gateway.events import EventBus, RequestRecord, call_later
@@ -49,11 +48,11 @@ class Wire(asyncio.Transport):
         self._free_at = 0.0
         self._under_way: deque[bytes] = deque()
         self.other: Wire
-        self.link: Link
+        self.link: EdgeLink
         """That of the side that writes here."""
         self.cut = False
 
-    def join(self, other: Wire, link: Link) -> None:
+    def join(self, other: Wire, link: EdgeLink) -> None:
         self.other, self.link = other, link
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -128,7 +127,8 @@ class Simulation:
             one.replace_upstream(ConnectionPool(address), now())
         self.bus = EventBus(call_later)
         self.scheduler = a_scheduler(*self.nodes, clock=now)
-        settings = Settings(limits={"total": LimitSpec(concurrency=1000, tpm=10**9)})
+        total = {"concurrency": 1000, "tpm": 10**9}
+        settings = Settings.model_validate({"limits": {"total": total}})
         context = ForwardContext(
             LocalLeaseService(self.scheduler, self.scheduler.fleet),
             settings,

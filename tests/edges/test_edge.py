@@ -13,6 +13,7 @@ from gateway.edges import link as links
 from gateway.edges.edge import EdgeServices
 from gateway.events import EdgeLost, RequestRecord
 from gateway.nodes.node import LeasePhase, NodeState
+from gateway.transport.pool import ConnectionPool
 from tests.edges.edge_beside import Edge, a_brain, an_edge
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -272,6 +273,7 @@ async def test_a_node_that_changes_gets_new_connections_and_one_that_leaves_is_f
         known = edge.services._nodes.by_name
         assert set(known) == {"node-0", "node-1"}
         before = known["node-0"].connections
+        assert isinstance(before, ConnectionPool)
         running.write_nodes([{"name": "node-0", "url": nodes[1].url, "host": "x"}])
         await running.gateway.reload()
         await until(lambda: running.gateway.fleet.nodes["node-0"].state is NodeState.READY)
@@ -306,6 +308,8 @@ async def test_what_runs_at_an_edge_that_dies_is_named_recorded_and_reclaimed(
             await until(lambda: edge.lost and edge.broken)
             assert edge.broken == [("runs", "waits")]
             assert brain.sessions == {}
+            assert [loss.requests for loss in brain.lost_edges(60.0)] == [("runs", "waits")]
+            assert brain.lost_edges(-1.0) == []
             assert [(one.edge, one.requests) for one in lost] == [("edge-1", ("runs", "waits"))]
             await until(lambda: len(records) == 2)
             by_name = {record.x_request_id: record for record in records}

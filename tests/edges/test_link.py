@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from gateway.edges import link as links
-from gateway.edges.link import LENGTH, MOST_FRAME_BYTES, NUMBERS, Link
+from gateway.edges.link import LENGTH, MOST_FRAME_BYTES, NUMBERS, EdgeLink
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 
@@ -31,10 +31,10 @@ class Side:
     heard: list[Any] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     ages: list[float] = field(default_factory=list)
-    link: Link = field(init=False)
+    link: EdgeLink = field(init=False)
 
     def __post_init__(self) -> None:
-        self.link = Link(Said, self.receive, self.lost.append, now)
+        self.link = EdgeLink(Said, self.receive, self.lost.append, now)
 
     def receive(self, message: Said) -> None:
         self.heard.append(message)
@@ -50,7 +50,7 @@ async def both_sides() -> AsyncIterator[tuple[Side, Side]]:
     one, other = Side(), Side()
     ends = socket.socketpair()
     for side, end in zip((one, other), ends, strict=True):
-        await Link.over(end, side.link)
+        await EdgeLink.over(end, side.link)
     try:
         yield one, other
     finally:
@@ -70,7 +70,7 @@ async def raw_peer() -> AsyncIterator[tuple[Side, socket.socket]]:
     side = Side()
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-    await Link.over(ours, side.link)
+    await EdgeLink.over(ours, side.link)
     try:
         yield side, theirs
     finally:

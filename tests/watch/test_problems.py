@@ -8,9 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.cli import app
+from gateway.events import EdgeLost
 from gateway.watch.problems import (
     MOST_NAMED_MODELS,
     MOST_NAMED_NODES,
+    MOST_NAMED_REQUESTS,
     MOST_PROBLEMS,
     FleetCondition,
     ModelNodes,
@@ -48,6 +50,7 @@ def only(condition: FleetCondition) -> Problem:
 
 
 FAULTS = {
+    "edge died": replace(WELL, lost_edges=[EdgeLost("edge-2", "it has ended", ("r1", "r2"))]),
     "node killed": replace(WELL, nodes=[out("a-0")], usable=3),
     "node slow": replace(
         WELL, nodes=[NodeCondition("a-0", "epyc-a", "degraded", "writes at 30 % of its usual")]
@@ -363,3 +366,16 @@ def test_a_key_that_keeps_too_much_is_named_to_operators_alone() -> None:
     assert problem.severity is Severity.NOTICE
     assert problem.as_json(may_name_callers=True)["caller"] == "team-a"
     assert "team-a" not in str(problem.as_json(may_name_callers=False))
+
+
+def test_requests_that_broke_off_with_an_edge_are_named() -> None:
+    names = tuple(f"r{number}" for number in range(MOST_NAMED_REQUESTS + 2))
+    lost = [EdgeLost("edge-1", "it has ended", ()), EdgeLost("edge-2", "silence", names)]
+    problem = only(replace(WELL, lost_edges=lost))
+    assert problem.title == "2 edges died in the last 10 min"
+    assert problem.cause == (
+        "The last one was 'edge-2' (silence). 10 requests broke off: "
+        "r0, r1, r2, r3, r4, r5, r6, r7 and 2 more."
+    )
+    alone = only(replace(WELL, lost_edges=lost[:1]))
+    assert alone.cause.endswith("Nothing broke off.")
