@@ -150,6 +150,7 @@ class Simulation:
         self.leases: dict[int, object] = {}
         """Of each id the scheduler's own lease, which must be the only one of that id."""
         self.begun: dict[str, SimulatedEdge] = {}
+        self.broken: list[str] = []
         self.most: Counter[str] = Counter()
         self._numbers = iter(range(10**9))
         self._names = iter(range(10**9))
@@ -161,7 +162,7 @@ class Simulation:
     async def start_edge(self) -> SimulatedEdge:
         name = f"edge-{next(self._names)}"
         services = EdgeServices(name, clock=now, rng=random.Random(self.rng.random()))
-        session = EdgeSession(self.brain, name, lambda *_: None)
+        session = EdgeSession(self.brain, name, lambda _, broken: self.broken.extend(broken))
         self.brain.sessions[name] = session
         to_brain, to_edge = Wire(self.rng, self.latency), Wire(self.rng, self.latency)
         to_brain.join(to_edge, services.link)
@@ -316,9 +317,9 @@ class Simulation:
                 ):
                     lease.release()
 
-    async def run(self, seconds: float, *, kills: bool = True) -> None:
-        """Random things happen for so long."""
-        rng, ends = self.rng, now() + seconds
+    async def run(self, seconds: float) -> None:
+        """Random things happen for so long; at least one edge dies while it works."""
+        rng, begin, ends, killed = self.rng, now(), now() + seconds, False
         actions: list[tuple[float, Callable[[], object]]] = [
             (8.0, lambda: self.begin(rng.choice(self.living))),
             (2.0, lambda: self.leave(rng.choice(self.living))),
@@ -327,8 +328,11 @@ class Simulation:
         while now() < ends:
             await asyncio.sleep(rng.expovariate(60.0))
             self.check()
-            if kills and rng.random() < 0.02:
-                self.kill(rng.choice(self.living))
+            must = not killed and now() > begin + seconds / 2
+            edge = rng.choice(self.living)
+            if rng.random() < 0.02 or (must and edge.session.requests):
+                killed = True
+                self.kill(edge)
                 await self.start_edge()
                 continue
             weights = [weight for weight, _ in actions]

@@ -50,4 +50,4 @@ def check_records(world: Simulation) -> None:
         told = world.records[id_]
         assert told == 1 if edge.alive else told <= 1, id_
     assert set(world.records) <= set(world.begun)
-    assert "edge_died" in world.reasons
+    assert world.reasons["edge_died"] == len(world.broken)
