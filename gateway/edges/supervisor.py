@@ -44,6 +44,8 @@ MOST_UNTAKEN = 64  # connections that one edge has not confirmed yet; more wait 
 MOST_START_SECONDS = 60.0  # for an edge to serve; then it is ended
 # Seconds before an edge is started again: first, most, and of life after which it is the first.
 FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.1, 10.0, 30.0
+# Seconds for an edge to take a connection; until then it gets no more, which others might take.
+HELD_UP_SECONDS = 0.5
 CPU_WINDOW_SECONDS = 2.0  # over which an edge's use of the processor is told
 OWN_END_SECONDS = 1.0  # for an edge to end by itself, and to say why, when its link is lost
 END_SECONDS = 5.0  # for the last messages of a process that has ended
@@ -68,18 +70,20 @@ class EdgeProcess:
     ready: bool = False  # whether it gets connections
     untaken: deque[socket.socket] = field(default_factory=deque)
     """Connections that it may not have yet, the oldest first."""
+    untaken_since: float = 0.0  # when it has last taken one, or was given one while it had all
     taken: int = 0  # connections that it has taken since `load`
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """All that it has sent was read, and no more can come."""
     cpu_share: float = 0.0  # processors that it uses
     _measured: tuple[float, float] = (0.0, 0.0)  # when, and its processor time then
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, now: float) -> bool:
         """Whether it could take a connection now."""
-        channel = self.channel
-        free = len(self.untaken) < MOST_UNTAKEN and not channel.lags
-        return self.ready and free and not channel.closed
+        channel, untaken = self.channel, self.untaken
+        if not self.ready or channel.closed or channel.lags:
+            return False
+        is_held_up = bool(untaken) and now - self.untaken_since > HELD_UP_SECONDS
+        return len(untaken) < MOST_UNTAKEN and not is_held_up
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -152,6 +156,8 @@ class Edges:
         """Hand a client's connection to the edge with the fewest requests, once one has room."""
         edge = min(self._with_room(), key=lambda one: one.rank, default=None)
         if edge is not None:
+            if not edge.untaken:
+                edge.untaken_since = self._clock()
             edge.untaken.append(sock)
             edge.channel.send(NewClient(), sock)
         elif self._ending.is_set():
@@ -160,7 +166,8 @@ class Edges:
             self._homeless.append(sock)
 
     def _with_room(self) -> Iterator[EdgeProcess]:
-        return (one for one in self._running.values() if one.has_room)
+        now = self._clock()
+        return (one for one in self._running.values() if one.has_room(now))
 
     def _go_on(self) -> None:
         """An edge may have room again."""
@@ -210,6 +217,8 @@ class Edges:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for sock in self._homeless:
+            sock.close()
         await self.brain.aclose()
 
     async def _end(self, message: Drain | End) -> None:
@@ -222,6 +231,7 @@ class Edges:
         self._tell(message)
         for edge in self._running.values():
             edge.ready = False
+        self._go_on()
         while self._keepers:
             await asyncio.wait(self._keepers)
 
@@ -244,7 +254,8 @@ class Edges:
             self._tried(name)
             if self._clock() - began > STEADY_SECONDS:
                 pause = FIRST_PAUSE
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
 
     async def _run(self, name: str) -> None:
@@ -291,7 +302,7 @@ class Edges:
 
     @staticmethod
     def _give_up(edge: EdgeProcess) -> None:
-        """EdgeLink or channel are lost: the edge ends by itself, or is ended."""
+        """Its link or its channel is lost: the edge ends by itself, or is ended."""
         edge.ready = False
         asyncio.get_running_loop().call_later(OWN_END_SECONDS, _kill, edge.process)
 
@@ -308,6 +319,7 @@ class Edges:
                 if edge.untaken:
                     edge.untaken.popleft().close()
                     edge.taken += 1
+                    edge.untaken_since = self._clock()
             case EdgeLoad():
                 edge.take_load(message, self._clock())
             case Ready():

@@ -60,7 +60,8 @@ async def measure(folder: Path, node: str, edges: int, streams: int, tokens: int
         spent = {name: used(one) - before[name] for name, one in processes.items()}
         print(f"edges {edges}: {chunks} chunks in {seconds:.1f} s", end="")
         for name, cpu in spent.items():
-            print(f"; {name} {cpu:.2f} s = {1e6 * cpu / chunks:.1f} us a chunk", end="")
+            memory = processes[name].memory_info().rss >> 20
+            print(f"; {name} {cpu:.2f} s, {1e6 * cpu / chunks:.1f} us/chunk, {memory} MiB", end="")
         print(f"; all {1e6 * sum(spent.values()) / chunks:.1f}", flush=True)
 
 

@@ -87,13 +87,15 @@ def small_edge(*how: str) -> StartProcess:
 
 
 @asynccontextmanager
-async def brain(count: int, *how: str, serves: bool = True) -> AsyncIterator[Site]:
+async def brain(
+    count: int, *how: str, serves: bool = True, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Site]:
     sessions = Sessions(count)
     adopted: list[tuple[socket.socket, ConnectionOrigin | None]] = []
     edges = Edges(
         cast("Brain", sessions),
         lambda sock, origin: adopted.append((sock, origin)),
-        time.monotonic,
+        clock,
         small_edge(*(how or ("",))),
     )
     try:
@@ -178,6 +180,34 @@ async def test_an_edge_that_does_not_begin_to_serve_is_ended(
     monkeypatch.setattr(supervisor, "MOST_START_SECONDS", 0.05)
     async with brain(1, serves=False) as site:
         await until(lambda: site.edges.died > 1, LIMIT)
+
+
+async def test_an_edge_that_is_held_up_gets_no_more_until_it_goes_on() -> None:
+    clock = [0.0]
+    async with brain(2, clock=lambda: clock[0]) as site:
+        await all_ready(site.edges)
+        stopped, other = (one.pid for one in site.edges.sample().running)
+        os.kill(stopped, signal.SIGSTOP)
+        pairs = [socket.socketpair() for _ in range(10)]
+        for ours, theirs in pairs[:4]:
+            ours.setblocking(False)
+            site.edges.take(theirs)
+        clock[0] += 1.0
+        for ours, theirs in pairs[4:]:
+            ours.setblocking(False)
+            site.edges.take(theirs)
+        loop = asyncio.get_running_loop()
+
+        async def taken_by(number: int) -> int:
+            return int(await asyncio.wait_for(loop.sock_recv(pairs[number][0], 64), LIMIT))
+
+        assert {await taken_by(number) for number in range(4, 10)} == {other}
+        os.kill(stopped, signal.SIGCONT)
+        assert sorted([await taken_by(number) for number in range(4)]) == sorted(
+            [stopped, stopped, other, other]
+        )
+        for ours, _ in pairs:
+            ours.close()
 
 
 async def test_a_request_that_is_passed_on_brings_the_clients_addresses() -> None:
