@@ -365,7 +365,14 @@ class EdgeSession:
     def _answer_later(self, ask: int, answering: Coroutine[Any, Any, None]) -> None:
         task = self._asks[ask] = asyncio.create_task(answering)
         # A task that is cancelled before it began does nothing more.
-        task.add_done_callback(lambda _: self._asks.pop(ask, None))
+        task.add_done_callback(lambda _: self._answered(ask, task))
+
+    def _answered(self, ask: int, task: asyncio.Task[None]) -> None:
+        self._asks.pop(ask, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Else the edge would wait for an answer that never comes.
+            log.error("a question of an edge failed", edge=self.name, exc_info=error)
+            self.link.fail("a question could not be answered")
 
     async def _wait(
         self, asked: messages.AskLease, part: EdgePart, rates: messages.Rates | None
@@ -536,13 +543,14 @@ class EdgeSession:
         return found
 
     def _part(self, request: LeaseRequest) -> EdgePart:
-        """The request, or the prompt of it, that asks for a lease. Raises: BrokenRules."""
+        """The request, or the prompt of it, that asks for a lease. Raises: GatewayError 500."""
         whole = self.requests.get(request.id)
         if whole is not None:
             return whole
         whole = self.requests.get(request.id.rpartition(".")[0])
         if whole is None:
-            raise BrokenRules("a lease for a request that was not admitted")
+            log.error("a request was not admitted that asks for a lease", edge=self.name)
+            raise GatewayError(500, "internal_error", "The gateway does not know this request.")
         parts = whole.sub_requests
         if parts is None:
             parts = whole.sub_requests = {}
