@@ -27,8 +27,8 @@ from gateway.edges.edge import EdgeServices, NotReady
 from gateway.edges.passing import Passing
 from gateway.edges.sockets import (
     Drain,
+    EdgeLoad,
     End,
-    Load,
     NewClient,
     Ready,
     Reject,
@@ -191,7 +191,7 @@ class Edge:
 
     async def _tell_load(self, server: ClientServer) -> None:
         """Tell the brain how busy this edge is, until cancelled."""
-        told, steady = Load(0, 0, 0, 0.0, 0), STEADY_LOOKS
+        told, steady = EdgeLoad(0, 0, 0, 0.0, 0), STEADY_LOOKS
         while True:
             fresh = sum(one.cycle is None for one in server.connections)
             streams, connections = len(self.services.registry), len(server.connections)
@@ -200,7 +200,7 @@ class Edge:
                 told.streams, told.fresh, told.connections
             ):  # fmt: skip
                 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-                told = Load(streams, fresh, connections, time.process_time(), memory)
+                told = EdgeLoad(streams, fresh, connections, time.process_time(), memory)
                 self._channel.send(told)
                 steady = 0
             await asyncio.sleep(LOAD_SECONDS)

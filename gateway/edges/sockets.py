@@ -58,7 +58,7 @@ class Taken(_Message, frozen=True):
     """A client's connection is this edge's from now on; nothing of it has been read."""
 
 
-class Load(_Message, frozen=True):
+class EdgeLoad(_Message, frozen=True):
     """How busy the edge is; told several times a second while that changes."""
 
     streams: int  # requests that wait or run
@@ -86,7 +86,7 @@ class PassedOn(_Message, frozen=True):
 
 
 ToEdge = NewClient | Drain | Reject | End
-ToBrain = Ready | Taken | Load | PassedOn
+ToBrain = Ready | Taken | EdgeLoad | PassedOn
 
 
 class SocketChannel(Generic[Received]):

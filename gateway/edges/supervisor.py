@@ -25,8 +25,8 @@ import gateway
 from gateway.edges.brain import Brain, EdgeSession
 from gateway.edges.sockets import (
     Drain,
+    EdgeLoad,
     End,
-    Load,
     NewClient,
     PassedOn,
     Ready,
@@ -62,7 +62,7 @@ class EdgeProcess:
     process: Process
     started_at: float
     channel: SocketChannel[ToBrain] = field(init=False)
-    load: Load = field(default_factory=lambda: Load(0, 0, 0, 0.0, 0))
+    load: EdgeLoad = field(default_factory=lambda: EdgeLoad(0, 0, 0, 0.0, 0))
     session: EdgeSession | None = None  # None: it has not begun
     started: bool = False  # whether it has been ready
     ready: bool = False  # whether it gets connections
@@ -87,7 +87,7 @@ class EdgeProcess:
         new = self.taken + len(self.untaken)
         return self.load.streams + self.load.fresh + new, self.load.connections + new
 
-    def take_load(self, load: Load, now: float) -> None:
+    def take_load(self, load: EdgeLoad, now: float) -> None:
         """Note how busy it is."""
         self.load, self.taken = load, 0
         before, used = self._measured
@@ -308,7 +308,7 @@ class Edges:
                 if edge.untaken:
                     edge.untaken.popleft().close()
                     edge.taken += 1
-            case Load():
+            case EdgeLoad():
                 edge.take_load(message, self._clock())
             case Ready():
                 edge.started, edge.ready = True, not self._ending.is_set()

@@ -14,8 +14,8 @@ import sys
 
 from gateway.edges.sockets import (
     Drain,
+    EdgeLoad,
     End,
-    Load,
     NewClient,
     PassedOn,
     Ready,
@@ -37,7 +37,7 @@ async def main(how: str, ours: socket.socket) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 channel.send(Taken())
                 clients.add(sock)
-                channel.send(Load(len(clients), 0, len(clients), 0.0, 0))
+                channel.send(EdgeLoad(len(clients), 0, len(clients), 0.0, 0))
                 sock.send(f"{os.getpid()}\n".encode())
             case Drain():
                 asyncio.get_running_loop().call_later(0.05, over.set)

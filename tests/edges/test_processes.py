@@ -99,10 +99,10 @@ async def test_streams_are_spread_and_recorded_and_everything_else_works(tmp_pat
         assert [one["id"] for one in models.json()["data"]] == ["demo"]
         body = {"input": "Hello", "background": True, "stream": True, "max_output_tokens": 4}
         stored = await client.post("/v1/responses", json=body)
-        assert "event: response.completed" in stored.text
+        assert "event: response.incomplete" in stored.text
         [id_] = set(re.findall(r'"id":"(resp_\w+)"', stored.text))
         kept = await client.get(f"/v1/responses/{id_}")
-        assert kept.json()["status"] == "completed"
+        assert kept.json()["status"] == "incomplete"
         assert (await client.get("/v1/no-such")).status_code == 404
         # Operators.
         metrics = (await admin.get("/metrics")).text
