@@ -258,7 +258,8 @@ class EdgeSession:
         self._fleet_figures: messages.FleetFigures | None = None
         self._keys = KeySnapshots(brain.key_ring)
         self._models = ModelSnapshots(brain.scheduler.fleet.model_index, brain.context.clock)
-        self._nodes: dict[str, tuple[Node, NodeInfo]] = {}
+        self._nodes: dict[str, tuple[Node, NodeInfo, int]] = {}
+        self._routes_told = 0
         self._answers: dict[type, Callable[..., None]] = {
             messages.Hello: self._hello,
             messages.AskLease: self._ask_lease,
@@ -330,7 +331,7 @@ class EdgeSession:
         if self._fleet_figures is None or figures != self._fleet_figures:
             self._fleet_figures = figures
             tell(figures)
-        for name in [name for name, (node, _) in self._nodes.items() if node.removed]:
+        for name in [name for name, (node, *_) in self._nodes.items() if node.removed]:
             del self._nodes[name]
             tell(messages.NodeGone(name))
 
@@ -338,8 +339,13 @@ class EdgeSession:
         """Tell of a node that a lease will name."""
         known = self._nodes.get(node.name)
         if known is None or known[1] is not node.info:
-            self._nodes[node.name] = node, node.info
-            self.link.tell(node_met(node))
+            if known is None or known[1].connections is not node.info.connections:
+                self._routes_told += 1
+                version = self._routes_told
+            else:
+                version = known[2]
+            self._nodes[node.name] = node, node.info, version
+            self.link.tell(node_met(node, version))
 
     # Leases.
 
@@ -740,8 +746,8 @@ class EdgeSession:
             self._charge(held.part, spent, counts_tokens=True)
 
 
-def node_met(node: Node) -> messages.NodeMet:
-    """What an edge must know of a node to send requests there."""
+def node_met(node: Node, version: int) -> messages.NodeMet:
+    """What an edge must know of a node to send requests there; `version`: of its route."""
     address, tls = node.upstream.address, node.spec.tls
     route = messages.NodeRoute(
         address.host,
@@ -754,5 +760,6 @@ def node_met(node: Node) -> messages.NodeMet:
         else {}
         if tls is None
         else tls.model_dump(mode="json", exclude_none=True),
+        version,
     )
     return messages.NodeMet(replace(node.info, connections=None), route)

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gateway import errors
 from gateway.edges import messages
@@ -21,12 +22,13 @@ from gateway.lease import (
     Tried,
 )
 from gateway.transport.connection import TurnLimit
+from gateway.transport.pool import ConnectionPool
 from gateway.transport.resolver import Resolver
 from tests.forward.granted_lease import a_node_info
 from tests.lease_requests import a_lease_request
 from tests.nodes.build import Clock
 
-ROUTE = messages.NodeRoute("127.0.0.1", 9, b"", b"host: x\r\n", None, None)
+ROUTE = messages.NodeRoute("127.0.0.1", 9, b"", b"host: x\r\n", None, None, 1)
 
 
 class Told:
@@ -238,3 +240,38 @@ async def test_when_the_link_is_lost_nobody_waits_any_longer() -> None:
             await task
     with pytest.raises(GatewayError, match="shutting down"):
         await (await world.ask("late"))
+
+
+async def test_connections_to_a_node_are_kept_until_its_route_changes_and_no_lease_uses_them() -> (
+    None
+):
+    world = World()
+    lease = await world.lease()
+    before = lease.node.connections
+    assert isinstance(before, ConnectionPool)
+    nodes = world.nodes
+    nodes.meet(messages.NodeMet(a_node_info("a", context=512), ROUTE))
+    assert nodes.by_name["a"].connections is before
+    nodes.meet(messages.NodeMet(a_node_info("a"), replace(ROUTE, version=2)))
+    after = nodes.by_name["a"].connections
+    assert after is not before
+    closed = []
+    world.scheduler.sweep()
+    closed.append(before.closed)
+    world.scheduler.ended(AttemptReport(lease.id, "ok", 200, True, True, False))
+    world.scheduler.sweep()
+    closed.append(before.closed)
+    assert closed == [False, True]
+    nodes.forget("a")
+    world.scheduler.sweep()
+    assert isinstance(after, ConnectionPool)
+    assert after.closed
+
+
+async def test_a_node_whose_tls_files_are_gone_is_met_all_the_same() -> None:
+    world = World()
+    tls = {"ca": "/nowhere/ca.pem"}
+    world.nodes.meet(messages.NodeMet(a_node_info("b"), replace(ROUTE, tls=tls)))
+    found = world.nodes.by_name["b"].connections
+    assert isinstance(found, ConnectionPool)
+    assert found.address.tls is not None
