@@ -8,11 +8,13 @@ given to the reclaimer, which frees each slot when the node shows it idle, and i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import socket
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -26,7 +28,7 @@ from gateway.edges import messages
 from gateway.edges.link import EdgeLink
 from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
 from gateway.errors import GatewayError, drop_traceback
-from gateway.events import EdgeLost, EventBus, RequestRecord
+from gateway.events import AttemptEnded, EdgeLost, EventBus, RequestRecord
 from gateway.forward.attempt_ends import CALLERS_OUTCOMES, Losses
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import Attempt, InFlightRegistry, InFlightRequest
@@ -104,15 +106,15 @@ class EdgePart(InFlightRequest, eq=False, kw_only=True):
 
     def cancel(self, error: GatewayError) -> None:
         """End the request; its client gets `error`, as an event if the response has begun."""
-        self.session.link.tell(
-            messages.EndRequest(self.request.id, messages.WireError.of(error), evict=False)
-        )
+        self._tell_end(error, evict=False)
 
     def evict(self, error: GatewayError) -> None:
         """Make it leave its node; its client gets `error` if no other node takes it."""
-        self.session.link.tell(
-            messages.EndRequest(self.request.id, messages.WireError.of(error), evict=True)
-        )
+        self._tell_end(error, evict=True)
+
+    def _tell_end(self, error: GatewayError, *, evict: bool) -> None:
+        wire = messages.WireError.of(error)
+        self.session.link.tell(messages.EndRequest(self.request.id, wire, evict))
 
 
 class EdgeRequest(EdgePart, eq=False, kw_only=True):
@@ -174,7 +176,11 @@ class Brain:
         """
         assert name not in self.sessions
         session = self.sessions[name] = EdgeSession(self, name, on_lost)
-        await EdgeLink.over(sock, session.link)
+        try:
+            await EdgeLink.over(sock, session.link)
+        except BaseException:
+            self.sessions.pop(name, None)
+            raise
         return session
 
     def configure(self, *, edges: int | None = None) -> None:
@@ -252,7 +258,8 @@ class EdgeSession:
         self._fleet_figures: messages.FleetFigures | None = None
         self._keys = KeySnapshots(brain.key_ring)
         self._models = ModelSnapshots(brain.scheduler.fleet.model_index, brain.context.clock)
-        self._nodes: dict[str, tuple[Node, NodeInfo]] = {}
+        self._nodes: dict[str, tuple[Node, NodeInfo, int]] = {}
+        self._routes_told = 0
         self._answers: dict[type, Callable[..., None]] = {
             messages.Hello: self._hello,
             messages.AskLease: self._ask_lease,
@@ -314,16 +321,8 @@ class EdgeSession:
         if not before or before[0] is not settings or before[1:] != configuration[1:]:
             # What is not set may not be written: some defaults are no valid values.
             in_json = settings.model_dump_json(exclude_unset=True, exclude=BRAINS_OWN).encode()
-            tell(
-                messages.Configuration(
-                    messages.VERSION,
-                    in_json,
-                    hash_key,
-                    brain.loopback,
-                    brain.edges,
-                    brain.generation,
-                )
-            )
+            told = in_json, hash_key, brain.loopback, brain.edges, brain.generation
+            tell(messages.Configuration(messages.VERSION, *told))
         for keys in self._keys.changes():
             tell(keys)
         if (models := self._models.change()) is not None:
@@ -332,7 +331,7 @@ class EdgeSession:
         if self._fleet_figures is None or figures != self._fleet_figures:
             self._fleet_figures = figures
             tell(figures)
-        for name in [name for name, (node, _) in self._nodes.items() if node.removed]:
+        for name in [name for name, (node, *_) in self._nodes.items() if node.removed]:
             del self._nodes[name]
             tell(messages.NodeGone(name))
 
@@ -340,32 +339,44 @@ class EdgeSession:
         """Tell of a node that a lease will name."""
         known = self._nodes.get(node.name)
         if known is None or known[1] is not node.info:
-            self._nodes[node.name] = node, node.info
-            self.link.tell(node_met(node))
+            if known is None or known[1].connections is not node.info.connections:
+                self._routes_told += 1
+                version = self._routes_told
+            else:
+                version = known[2]
+            self._nodes[node.name] = node, node.info, version
+            self.link.tell(node_met(node, version))
 
     # Leases.
 
     def _ask_lease(self, asked: messages.AskLease) -> None:
-        leases, opening, rates = self._brain.context.leases, asked.opening, None
+        leases, opening, accounts = self._brain.context.leases, asked.opening, None
         try:
             if opening is not None:
-                rates = self._admit(opening, asked.request)
+                accounts = self._accounts_of(opening)
+                self._admit(opening, accounts, asked.request)
             part = self._part(asked.request)
             lease = leases.lease_now(asked.request, asked.tried, asked.age)
-        except _Refusal as refusal:
-            self._refuse(asked.ask, refusal.error, refusal.rates)
         except GatewayError as error:
-            self._refuse(asked.ask, error, rates)
+            self._refuse(asked.ask, error, self._rates(accounts))
+            return
+        rates = self._rates(accounts)
+        if lease is not None:
+            self._grant(asked.ask, lease, part, rates)
         else:
-            if lease is not None:
-                self._grant(asked.ask, lease, part, rates)
-            else:
-                self._answer_later(asked.ask, self._wait(asked, part, rates))
+            self._answer_later(asked.ask, self._wait(asked, part, rates))
 
     def _answer_later(self, ask: int, answering: Coroutine[Any, Any, None]) -> None:
         task = self._asks[ask] = asyncio.create_task(answering)
         # A task that is cancelled before it began does nothing more.
-        task.add_done_callback(lambda _: self._asks.pop(ask, None))
+        task.add_done_callback(lambda _: self._answered(ask, task))
+
+    def _answered(self, ask: int, task: asyncio.Task[None]) -> None:
+        self._asks.pop(ask, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Else the edge would wait for an answer that never comes.
+            log.error("a question of an edge failed", edge=self.name, exc_info=error)
+            self.link.fail("a question could not be answered")
 
     async def _wait(
         self, asked: messages.AskLease, part: EdgePart, rates: messages.Rates | None
@@ -468,15 +479,11 @@ class EdgeSession:
 
     # Requests.
 
-    def _admit(self, opening: messages.Opening, asking: LeaseRequest) -> messages.Rates | None:
-        """Admit a request. Returns the rates of its caller. Raises: _Refusal."""
+    def _admit(self, opening: messages.Opening, accounts: Accounts, asking: LeaseRequest) -> None:
+        """Admit a request within its caller's limits. Raises: GatewayError."""
         brain, request = self._brain, opening.request or asking
         if opening.id != request.id or opening.id in self.requests:
             raise BrokenRules("a request that is open already, or another one's")
-        try:
-            accounts = self._accounts_of(opening)
-        except GatewayError as error:
-            raise _Refusal(error, None) from None
         record = RequestRecord(
             opening.x_request_id,
             opening.path,
@@ -486,27 +493,23 @@ class EdgeSession:
             stream=opening.stream,
             request_id=opening.id,
         )
-        now = brain.context.clock()
+        received_at = brain.context.clock() - opening.age
         if (trace := opening.trace) is not None and trace.id is not None:
-            record.traced(RequestTrace(trace.id, trace.parent, opening.id, now - opening.age))
+            record.traced(RequestTrace(trace.id, trace.parent, opening.id, received_at))
             brain.scheduler.decision_log.follow(opening.id)
-        try:
-            reservation = brain.meter.admit(accounts, request, record, opening.prompts)
-        except GatewayError as error:
-            raise _Refusal(error, self._rates(accounts)) from None
-        one = EdgeRequest(
-            _request(opening, request, accounts.caller, now - opening.age),
-            record,
-            session=self,
-            reservation=reservation,
-            charges={},
-        )
+        reservation = brain.meter.admit(accounts, request, record, opening.prompts)
+        opened = Request(
+            opening.id, opening.x_request_id, opening.path, accounts.caller, received_at, request,
+            stream=opening.stream,
+        )  # fmt: skip
+        one = EdgeRequest(opened, record, session=self, reservation=reservation, charges={})
         self.requests[opening.id] = one
         brain.registry.add(one)
-        return self._rates(accounts)
 
-    def _rates(self, accounts: Accounts) -> messages.Rates | None:
-        return self._brain.meter.book.rate_limits(accounts) if accounts.has_rates else None
+    def _rates(self, accounts: Accounts | None) -> messages.Rates | None:
+        if accounts is None or not accounts.has_rates:
+            return None
+        return self._brain.meter.book.rate_limits(accounts)
 
     def _accounts_of(self, opening: messages.Opening) -> Accounts:
         """The accounts on which a request counts. Raises: GatewayError 401."""
@@ -536,13 +539,14 @@ class EdgeSession:
         return found
 
     def _part(self, request: LeaseRequest) -> EdgePart:
-        """The request, or the prompt of it, that asks for a lease. Raises: BrokenRules."""
+        """The request, or the prompt of it, that asks for a lease. Raises: GatewayError 500."""
         whole = self.requests.get(request.id)
         if whole is not None:
             return whole
         whole = self.requests.get(request.id.rpartition(".")[0])
         if whole is None:
-            raise BrokenRules("a lease for a request that was not admitted")
+            log.error("a request was not admitted that asks for a lease", edge=self.name)
+            raise GatewayError(500, "internal_error", "The gateway does not know this request.")
         parts = whole.sub_requests
         if parts is None:
             parts = whole.sub_requests = {}
@@ -589,12 +593,11 @@ class EdgeSession:
         self._brain.meter.released(whole.reservation)
 
     def _finished(self, told: messages.Finished) -> None:
-        if told.opening is not None and told.opening.request is not None:
+        opening = told.opening
+        if opening is not None and opening.request is not None:
             # It never got so far as to ask for a lease; it counts like any other.
-            try:
-                self._admit(told.opening, told.opening.request)
-            except _Refusal as refusal:
-                drop_traceback(refusal.error)
+            with contextlib.suppress(GatewayError):
+                self._admit(opening, self._accounts_of(opening), opening.request)
         record = self._record(told)
         whole = self.requests.pop(record.request_id, None)
         if whole is None:
@@ -699,26 +702,36 @@ class EdgeSession:
     async def _end_all(self) -> None:
         """End all that ran at the edge, in short steps: there may be thousands."""
         asks = list(self._asks.values())
-        for number, task in enumerate(asks, 1):
+        for task in asks:
             task.cancel()
-            await _let_others_run(number)
         await asyncio.gather(*asks, return_exceptions=True)
-        for number, (lease_id, held) in enumerate(list(self._leases.items()), 1):
-            self._break_off(lease_id, held)
-            await _let_others_run(number)
-        for number, whole in enumerate(list(self.requests.values()), 1):
-            record = whole.record
-            if whole.ended_at is None:
-                record.fail(502, EDGE_DIED)
-            record.finish(whole.request.received_at, self._brain.context.clock())
-            self._account(whole, record)
-            await _let_others_run(number)
+        ends = [partial(self._break_off, *one) for one in self._leases.items()]
+        ends += [partial(self._end_request, one) for one in self.requests.values()]
+        for number, end in enumerate(ends, 1):
+            try:
+                end()
+            except Exception:
+                log.exception("what ran at an edge can't be ended", edge=self.name)
+            if number % ENDED_AT_ONCE == 0:
+                await asyncio.sleep(0)
         self._leases.clear()
         self.requests.clear()
+
+    def _end_request(self, whole: EdgeRequest) -> None:
+        record, tracing = whole.record, self._brain.tracing
+        received_at = whole.request.received_at
+        if whole.ended_at is None:
+            record.fail(502, EDGE_DIED)
+        record.finish(received_at, self._brain.context.clock())
+        if tracing is not None and tracing.active:
+            tracing.finished(record.request_id, record, [], received_at)
+        self._account(whole, record)
 
     def _break_off(self, lease_id: int, held: EdgeLease) -> None:
         """The edge is gone; what the node has sent so far counts as that of a broken response."""
         attempt, leases = held.attempt, self._brain.context.leases
+        tag, node = held.part.request.x_request_id, attempt.lease.node.name
+        self._brain.bus.publish_deferred(AttemptEnded(tag, node, EDGE_DIED, attempt.elapsed))
         began = held.has_ended or attempt.last_content_at is not None
         if not held.has_ended:
             report = AttemptReport(lease_id, EDGE_DIED, 0, True, False, began)
@@ -733,35 +746,8 @@ class EdgeSession:
             self._charge(held.part, spent, counts_tokens=True)
 
 
-async def _let_others_run(number: int) -> None:
-    if number % ENDED_AT_ONCE == 0:
-        await asyncio.sleep(0)
-
-
-class _Refusal(Exception):  # noqa: N818 - not an error of the program
-    """A request is not admitted."""
-
-    def __init__(self, error: GatewayError, rates: messages.Rates | None) -> None:
-        super().__init__(error.message)
-        self.error, self.rates = error, rates
-
-
-def _request(
-    opening: messages.Opening, request: LeaseRequest, caller: Caller, received_at: float
-) -> Request:
-    return Request(
-        opening.id,
-        opening.x_request_id,
-        opening.path,
-        caller,
-        received_at,
-        request,
-        stream=opening.stream,
-    )
-
-
-def node_met(node: Node) -> messages.NodeMet:
-    """What an edge must know of a node to send requests there."""
+def node_met(node: Node, version: int) -> messages.NodeMet:
+    """What an edge must know of a node to send requests there; `version`: of its route."""
     address, tls = node.upstream.address, node.spec.tls
     route = messages.NodeRoute(
         address.host,
@@ -774,5 +760,6 @@ def node_met(node: Node) -> messages.NodeMet:
         else {}
         if tls is None
         else tls.model_dump(mode="json", exclude_none=True),
+        version,
     )
     return messages.NodeMet(replace(node.info, connections=None), route)

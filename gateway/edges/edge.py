@@ -16,11 +16,13 @@ import math
 import os
 import random
 import socket
+import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
+import structlog
 from msgspec.structs import replace
 
 from gateway import errors
@@ -58,6 +60,7 @@ from gateway.transport.pool import ConnectionPool, NodeAddress, tls_context
 from gateway.transport.resolver import Resolver
 from gateway.watch.request_tracing import RequestTracing, Sampler
 
+log = structlog.get_logger()
 LONGEST_TRACEPARENT = 512  # bytes of the header; a longer one says nothing
 # Age of a lease, in seconds, from which on it is given back and asked for anew. The brain gives the
 # edge up when it has heard nothing for `SILENCE_SECONDS`: so a younger lease is still the edge's.
@@ -77,13 +80,13 @@ class Nodes:
         self.by_name: dict[str, NodeInfo] = {}
 
     def meet(self, met: messages.NodeMet) -> None:
-        """A node is new, or has changed. Raises: ssl.SSLError, OSError."""
+        """A node is new, or has changed."""
         name, known = met.info.name, self.by_name.get(met.info.name)
         if known is not None and self._routes[name] == met.route:
             pool = known.connections
         else:
             self.forget(name)
-            pool = self._open(met.route)
+            pool = self._open(name, met.route)
         self._routes[name] = met.route
         self.by_name[name] = replace(met.info, connections=pool)
 
@@ -93,28 +96,30 @@ class Nodes:
         if known is not None and isinstance(known.connections, ConnectionPool):
             self._retired.append(known.connections)
 
-    def close_retired(self, in_use: Callable[[ConnectionPool], bool]) -> None:
+    def close_retired(self, held: Iterable[GrantedLease]) -> None:
         """Close the pools of nodes that have left or changed and that no lease uses any more."""
+        if not self._retired:
+            return
+        in_use = {id(lease.node.connections) for lease in held}
         retired, self._retired = self._retired, []
         for pool in retired:
-            if in_use(pool):
+            if id(pool) in in_use:
                 self._retired.append(pool)
             else:
                 pool.close()
-
-    @property
-    def has_retired(self) -> bool:
-        """Whether there are such pools."""
-        return bool(self._retired)
 
     def close(self) -> None:
         """Close all connections that are idle."""
         for name in list(self.by_name):
             self.forget(name)
-        self.close_retired(lambda _: False)
+        self.close_retired(())
 
-    def _open(self, route: messages.NodeRoute) -> ConnectionPool:
-        tls = None if route.tls is None else tls_context(NodeTls.model_validate(route.tls))
+    def _open(self, name: str, route: messages.NodeRoute) -> ConnectionPool:
+        try:
+            tls = None if route.tls is None else tls_context(NodeTls.model_validate(route.tls))
+        except (OSError, ValueError) as error:  # Those of TLS are both.
+            log.error("files of a node's TLS can't be used", node=name, why=str(error))  # noqa: TRY400
+            tls = ssl.create_default_context()
         address = NodeAddress(
             route.host, route.port, route.path_prefix, route.header_lines, tls, route.server_name
         )
@@ -409,9 +414,6 @@ class RemoteScheduler:
         del self._held[report.lease_id]
         self._unsettled += report.response_began
         self._link.tell(messages.Ended(report))
-        if self._nodes.has_retired:
-            pools = {id(held.lease.node.connections) for held in self._held.values()}
-            self._nodes.close_retired(lambda pool: id(pool) in pools)
         return NOTHING_CHARGED
 
     def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
@@ -423,6 +425,10 @@ class RemoteScheduler:
     def discard(self, request_id: str) -> None:
         """What the attempts of this request took so far has brought its client nothing."""
         self._link.tell(messages.Discarded(request_id))
+
+    def sweep(self) -> None:
+        """Close connections that no lease can use any more; a few times a second."""
+        self._nodes.close_retired(held.lease for held in self._held.values())
 
     # The queue.
 
@@ -680,7 +686,7 @@ class EdgeServices:
         self.bus, self.registry = EventBus(call_later), InFlightRegistry()
         self.timeout_monitor = TimeoutMonitor(clock)
         self.link = EdgeLink(
-            messages.ToEdge, self._receive, self._lost, clock, on_beat=self.key_ring.expire
+            messages.ToEdge, self._receive, self._lost, clock, on_beat=self._on_beat
         )
         self.scheduler = RemoteScheduler(self.link, self._nodes, self.bus, clock)
         """Both the `LeaseService` and the `RequestQueue`."""
@@ -746,6 +752,10 @@ class EdgeServices:
         self._nodes.close()
         self._resolver.close()
 
+    def _on_beat(self) -> None:
+        self.key_ring.expire()
+        self.scheduler.sweep()
+
     def _receive(self, message: object) -> None:
         kind = type(message)
         self._takers[kind](message)
@@ -757,8 +767,15 @@ class EdgeServices:
     def _configure(self, told: messages.Configuration) -> None:
         if told.version != messages.VERSION:
             raise ValueError(f"version {told.version} in place of {messages.VERSION}")
-        settings = Settings.model_validate(msgspec.json.decode(told.settings))
         is_first = not hasattr(self, "settings")
+        try:
+            settings = Settings.model_validate(msgspec.json.decode(told.settings))
+        except ValueError:
+            if is_first:
+                raise
+            # A file that they name is gone since the brain has read them.
+            log.exception("settings can't be used, nothing changed")
+            return
         self.settings, self.loopback = settings, told.loopback
         self.edges, self.generation = told.edges, told.generation
         if told.hash_key != self.keyed_hash.key:

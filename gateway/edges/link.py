@@ -102,9 +102,10 @@ class EdgeLink(asyncio.Protocol):
 
     def close(self) -> None:
         """End the link; nobody is told here. What waits to be written still goes out."""
+        if not self.lost:
+            self._flush()
         if self.lost:
             return
-        self._flush()
         transport = self._transport
         self._stop()
         if transport is None:
@@ -113,6 +114,10 @@ class EdgeLink(asyncio.Protocol):
             # Not at once: to close a socket with unread bytes would break it for the other side.
             transport.write_eof()
             asyncio.get_running_loop().call_later(CLOSE_SECONDS, transport.abort)
+
+    def fail(self, reason: str) -> None:
+        """End the link at once, for this reason."""
+        self._end(reason)
 
     async def wait_closed(self) -> None:
         """Return when the other side has read all that was told, or has had time to."""

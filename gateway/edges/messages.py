@@ -362,6 +362,7 @@ class NodeRoute(msgspec.Struct, frozen=True, gc=False, array_like=True):
     header_lines: bytes  # that all requests to it have: Host, the node's key
     server_name: str | None
     tls: dict[str, Any] | None  # the settings of its TLS; empty: the defaults. None: no TLS.
+    version: int  # another one: what its files hold may have changed
 
 
 class NodeMet(Message, frozen=True):

@@ -706,7 +706,7 @@ class InFlightRegistry:
     ) -> InFlightRequest:
         """A request was admitted; `progress`: of a client that asked for it. See `remove`."""
         in_flight = InFlightRequest(request, record, None, None, progress)
-        self.add(in_flight)
+        self._requests[request.id] = in_flight
         return in_flight
 
     def add(self, in_flight: InFlightRequest) -> None:

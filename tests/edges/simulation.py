@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from gateway.callers.keys import KeyRing
+from gateway.callers.ledger import UsageRow
 from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
 from gateway.config.settings import Settings
@@ -136,7 +137,9 @@ class Simulation:
             TimeoutMonitor(now),
             now,
         )
-        self.meter = Meter(LimitBook(settings, clock=now), self.bus)
+        self.rows: list[UsageRow] = []
+        book = LimitBook(settings, clock=now)
+        self.meter = Meter(book, self.bus, process="p", add_row=self.rows.append)
         self.brain = Brain(
             self.scheduler, context, InFlightRegistry(), self.meter, KeyRing(), self.bus, None,
             loopback=True,

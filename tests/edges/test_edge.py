@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
+import pytest
 
 from gateway.callers.keys import hash_key
 from gateway.edges import link as links
 from gateway.edges.edge import EdgeServices
 from gateway.events import EdgeLost, RequestRecord
 from gateway.nodes.node import LeasePhase, NodeState
+from gateway.schedule.decision_log import Grant
 from gateway.transport.pool import ConnectionPool
+from gateway.watch.spans import EndedRequest
 from tests.edges.edge_beside import Edge, a_brain, an_edge
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -354,3 +357,103 @@ async def test_an_edge_that_is_not_heard_is_given_up(tmp_path: Path) -> None:
         handle.cancel()
         await until(lambda: edge.broken, links.SILENCE_SECONDS + 1.0)
         await until(lambda: edge.lost)
+
+
+# What else goes with a request.
+
+
+@in_virtual_time
+async def test_each_prompt_of_a_request_has_a_lease_of_its_own(tmp_path: Path) -> None:
+    nodes = [a_slow_node(answer_tokens=20), a_slow_node(answer_tokens=20)]
+    async with running_gateway(tmp_path, nodes) as running, an_edge(running) as edge:
+        gateway, records = running.gateway, records_of(running)
+        body = {"prompt": ["one", "two", "three"], "max_tokens": 20}
+        asked = asyncio.create_task(edge.client.post("/v1/completions", json=body))
+        await until(lambda: len(gateway.scheduler.queue_positions()) == 1)
+        ids = [one.request.id for one in gateway.registry]
+        assert ids == [ids[0], *(f"{ids[0]}.{number}" for number in range(3))]
+        answer = await asked
+        assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2]
+        await until(lambda: records)
+        (record,) = records
+        assert record.completion_tokens == 60
+        assert 2.7 < record.slot_seconds < 3.2
+        await settled(running, edge)
+
+
+@in_virtual_time
+async def test_a_request_that_nodes_died_on_is_refused_at_every_edge(tmp_path: Path) -> None:
+    nodes = [a_slow_node(answer_tokens=4) for _ in range(3)]
+    settings = {"retries": {"attempts": 2, "backoff": 0.01, "backoff_max": 0.05}}
+    async with running_gateway(tmp_path, nodes, settings) as running:
+        brain = a_brain(running.gateway)
+        async with an_edge(running, brain) as one, an_edge(running, brain, "edge-2") as other:
+            for node in nodes:
+                node.faults.set("reset")
+            assert (await ask(one, seed=7)).status_code == 502
+            quarantines = [
+                running.gateway.proxy_context.quarantine,
+                other.services.context.quarantine,
+            ]
+            await until(lambda: all(len(found) == 1 for found in quarantines))
+            refused = await ask(other, seed=7)
+            assert refused.status_code == 502
+            assert "2 nodes died while they served this very request" in refused.text
+            # A node that completes it after all clears it everywhere.
+            for node in nodes:
+                node.faults.clear()
+            (digest,) = quarantines[0].entries
+            quarantines[0].take(digest, None)
+            quarantines[0].on_change(digest, None)
+            await until(lambda: not any(map(len, quarantines)))
+            await until(lambda: len(one.services.context.quarantine) == 0)
+
+
+class Exported:
+    """In place of what sends traces: keeps them."""
+
+    running = False
+    traces: ClassVar[list[EndedRequest]] = []
+
+    def __init__(self, *_: object) -> None:
+        self.traces.clear()
+
+    def export(self, request: EndedRequest) -> None:
+        self.traces.append(request)
+
+    def stop(self) -> None:
+        """There is nothing to stop."""
+
+    def close(self, _: float) -> None:
+        """Nor to close."""
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_a_trace_has_what_the_brain_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr("gateway.watch.request_tracing.TraceExporter", Exported)
+    parent = f"00-{'ab' * 16}-{'cd' * 8}-0"
+
+    @in_virtual_time
+    async def run() -> None:
+        traces = {"endpoint": "http://127.0.0.1:9/v1/traces", "share": share}
+        settings = {"telemetry": {"traces": traces}}
+        node = a_slow_node()
+        async with (
+            running_gateway(tmp_path, [node], settings) as running,
+            an_edge(running) as edge,
+        ):
+            if not share:
+                # What was not chosen is traced after all when it fails.
+                node.faults.set("status", status=500)
+            flag = "1" if share else "0"
+            await ask(edge, headers={"traceparent": parent + flag})
+            await until(lambda: Exported.traces)
+            (found,) = Exported.traces
+            assert found.trace.trace_id == "ab" * 16
+            assert found.trace.parent_id == "cd" * 8
+            assert isinstance(found.decisions[0], Grant)
+            assert found.record.status == (200 if share else 500)
+
+    run()

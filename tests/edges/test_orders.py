@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from gateway.callers.ledger import ROW_COLUMNS
 from tests.edges.simulation import Simulation
 from tests.virtual import in_virtual_time
 
@@ -51,3 +52,8 @@ def check_records(world: Simulation) -> None:
         assert told == 1 if edge.alive else told <= 1, id_
     assert set(world.records) <= set(world.begun)
     assert world.reasons["edge_died"] == len(world.broken)
+    # The ledger has each of them, as all here are admitted, with the same reason.
+    rows = [dict(zip(ROW_COLUMNS, row, strict=True)) for row in world.rows]
+    assert Counter(str(row["id"]) for row in rows) == world.records
+    reasons = Counter(None if row["outcome"] == "ok" else row["outcome"] for row in rows)
+    assert reasons == world.reasons
