@@ -6,8 +6,9 @@ import sys
 from importlib import import_module
 
 # These names stay while modules move. A host of a node has none of the packages that the command
-# imports, so the programs are looked for before it.
+# imports, and an edge needs none of them, so the programs are looked for before it.
 PROGRAMS = {
+    "edge": "gateway.app.edge",
     "node-server": "gateway.local.embedded",
     "node-memory": "gateway.local.memory",
 }

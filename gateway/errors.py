@@ -51,11 +51,11 @@ class GatewayError(Exception):
         self.retryable = retryable and (retry_after or 0.0) <= LONGEST_RETRYABLE_WAIT
         self.details = details or {}
         self.allow = allow
-        self._with_names = message_with_nodes
+        self.message_with_nodes = message_with_nodes
 
     def reveal_nodes(self) -> Self:
         """Use the message that names nodes and reasons; call only where clients may see them."""
-        self.message = self._with_names or self.message
+        self.message = self.message_with_nodes or self.message
         return self
 
     def append(self, text: str) -> None:

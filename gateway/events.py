@@ -204,6 +204,15 @@ class SlotYielded:
 
 
 @dataclass(slots=True)
+class EdgeLost:
+    """A process that relays has ended without having been told to, or with requests under way."""
+
+    edge: str
+    reason: str
+    requests: tuple[str, ...]  # the `X-Request-ID` of each that broke off
+
+
+@dataclass(slots=True)
 class NodeChanged:
     """A node's state has changed; `reason` tells an operator why."""
 

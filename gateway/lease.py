@@ -389,6 +389,7 @@ class AttemptReport(msgspec.Struct, frozen=True, eq=False):
     """Tokens of the prompt that the node had read or cached by then, and those that it had cached,
     as it said itself; None: it did not."""
     came_plain: bool = False  # whether the response came plain though a stream was asked for
+    resumes: bool = False  # whether it was to resume a response, whose tokens are counted already
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -452,7 +453,7 @@ class LeaseService(Protocol):
 
     # Ask where else a request could go.
 
-    def has_other_node(
+    async def has_other_node(
         self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
     ) -> bool:
         """Whether a node is alive that could take it and has not failed it.
@@ -460,13 +461,13 @@ class LeaseService(Protocol):
         `but_paused`: nodes that want no request at this time don't count. Raises: GatewayError.
         """
 
-    def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
+    async def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
         """Whether a node has the context that it is known to need. Raises: GatewayError."""
 
-    def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
+    async def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
         """Whether a CPU node of its pool is alive that has not failed the request."""
 
-    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
+    async def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
         """The error of a request that no node supports (501); None: some node may."""
 
     def resume_key_of(self, props: object) -> tuple[object, ...]:
@@ -496,8 +497,11 @@ class LeaseService(Protocol):
     def answered(self, lease_id: int) -> None:
         """The node answers a request that other nodes have failed: those were to blame."""
 
-    def is_silence_excused(self, lease_id: int) -> bool:
-        """Whether the node reads another prompt, so that it may be silent meanwhile."""
+    def is_silence_excused(self, lease_id: int) -> bool | None:
+        """Whether the node reads another prompt, so that it may be silent meanwhile.
+
+        None: that is being found out.
+        """
 
     def pool_overflowed(self, lease_id: int) -> bool:
         """The node says that its context is full: whether its slots share that, as is known now."""
@@ -514,4 +518,10 @@ class LeaseService(Protocol):
         """Count what an ended response took.
 
         `request`: the client's own, of which the attempt may be a resumption.
+        """
+
+    def discard(self, request_id: str) -> None:
+        """What the attempts of this request took so far has brought its client nothing.
+
+        So the operator pays for it. `request_id`: as in `LeaseRequest`.
         """

@@ -63,11 +63,11 @@ async def ask_on(client: httpx.AsyncClient, asking: Asking, *, stream: bool) -> 
         asking.answered += 1
 
 
-@pytest.mark.smoke
-async def test_no_request_fails_during_handovers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("edges", [pytest.param(0, marks=pytest.mark.smoke), 2])
+async def test_no_request_fails_during_handovers(edges: int, tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=64) as node,
-        serving(tmp_path, node) as line,
+        serving(tmp_path, node, settings={"listen": {"port": 0, "edges": edges}}) as line,
         # Half of the clients keep their connections, half come anew with each request.
         httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as keeping,
         httpx.AsyncClient(
@@ -96,10 +96,11 @@ async def test_no_request_fails_during_handovers(tmp_path: Path) -> None:
         assert {entry["status"] for entry in line.logged("request")} == {200}
 
 
-async def test_a_running_stream_is_finished_by_its_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("edges", [0, 1])
+async def test_a_running_stream_is_finished_by_its_process(edges: int, tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=4, answer_tokens=40) as node,
-        serving(tmp_path, node) as line,
+        serving(tmp_path, node, settings={"listen": {"port": 0, "edges": edges}}) as line,
         httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as client,
     ):
         node.faults.next("hang", after_events=5)
@@ -201,7 +202,11 @@ async def test_drains_and_remembered_models_survive_a_handover(tmp_path: Path) -
     assert PropertiesStore(files["seen"]).recall(a_spec("one", node.url)).models == ("demo",)
 
 
-async def test_sockets_of_systemd_are_used_and_passed_to_a_successor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("edges", [0, 2])
+async def test_sockets_of_systemd_are_used_and_passed_to_a_successor(
+    edges: int, tmp_path: Path
+) -> None:
+    settings = {"listen": {"port": 0, "edges": edges}}
     with (
         socket.create_server(("127.0.0.1", 0)) as public,
         socket.create_server(("127.0.0.1", 0)) as admin,
@@ -211,7 +216,10 @@ async def test_sockets_of_systemd_are_used_and_passed_to_a_successor(tmp_path: P
             sock.set_inheritable(True)
             numbers.append(str(sock.fileno()))
         command = (sys.executable, "-c", ACTIVATED, *numbers)
-        async with EmulatedNode() as node, serving(tmp_path, node, *command) as line:
+        async with (
+            EmulatedNode() as node,
+            serving(tmp_path, node, *command, settings=settings) as line,
+        ):
             assert line.url.endswith(f":{public.getsockname()[1]}")
             await line.succeed()
             await line.until("listening", 2)

@@ -17,12 +17,13 @@ from gateway.callers.ledger import Ledger
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
-from gateway.events import InventoryChanged, SettingsChanged
+from gateway.events import EdgeLost, InventoryChanged, SettingsChanged
 from gateway.http.certificates import ListenerCertificates, changed_files
 from gateway.nodes.fleet import Fleet
 from gateway.schedule.model_placer import ModelPlacer
 from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
+from gateway.watch.metrics import EdgesSample
 from gateway.watch.problems import StorageCondition
 from gateway.web.asgi import JsonResponse
 
@@ -33,6 +34,16 @@ class ReloadResult:
 
     inventory: InventoryChanged
     settings: SettingsChanged
+
+
+class EdgeProcesses(Protocol):
+    """The processes that relay for the gateway."""
+
+    def sample(self) -> EdgesSample:
+        """What is known of them now."""
+
+    def lost(self, seconds: float) -> list[EdgeLost]:
+        """Those that have died in so many last seconds, the latest last."""
 
 
 class GatewayControl(Protocol):
@@ -77,6 +88,10 @@ class GatewayControl(Protocol):
     @property
     def model_placer(self) -> ModelPlacer:
         """Has routers load and unload models."""
+
+    @property
+    def edges(self) -> EdgeProcesses | None:
+        """The processes that relay for this one; None: it does all by itself."""
 
     @property
     def storage(self) -> StorageCondition:

@@ -27,7 +27,7 @@ from gateway.admin.configuration import GatewayControl
 from gateway.admin.guard import identity_of, is_still_admitted
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.placements import hosts_json
-from gateway.admin.status import days_until, ledger_json, store_json
+from gateway.admin.status import days_until, edges_json, ledger_json, store_json
 from gateway.callers.keys import AdminIdentity, AdminRole
 from gateway.errors import GatewayError
 from gateway.events import EventBus
@@ -41,6 +41,7 @@ from gateway.terms import Priority
 from gateway.watch.audit import AuditTrail
 from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
 from gateway.watch.problems import (
+    LOST_EDGE_SECONDS,
     USABLE_STATES,
     FleetCondition,
     ModelNodes,
@@ -261,6 +262,7 @@ class LiveView:
             "models": sorted(counts.models)[:MOST_MODELS],
             "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
             "hosts": hosts_json(gateway.model_placer),
+            "edges": edges_json(gateway.edges),
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
@@ -268,6 +270,7 @@ class LiveView:
         limited_caller, limited = max(
             recent.limited.items(), key=lambda item: item[1], default=(None, 0)
         )
+        edges = gateway.edges
         return FleetCondition(
             nodes=counts.conditions,
             hosts=counts.hosts,
@@ -306,6 +309,7 @@ class LiveView:
             ledger=ledger_json(gateway.ledger),
             audit_lost=self.audit.lost,
             storage=gateway.storage,
+            lost_edges=[] if edges is None else edges.lost(LOST_EDGE_SECONDS),
         )
 
     def _spill(self) -> SpillCondition | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Protocol
 
@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.admin.configuration import GatewayControl
+from gateway.admin.configuration import EdgeProcesses, GatewayControl
 from gateway.admin.models import differences_json
 from gateway.callers.ledger import Ledger
 from gateway.callers.windows import time_text
@@ -98,6 +98,7 @@ class StatusEndpoints:
                 store=store_json(gateway.store),
                 audit_lost=self.audit.lost,
                 ledger=ledger_json(gateway.ledger),
+                edges=edges_json(gateway.edges),
             )
         )
 
@@ -153,6 +154,9 @@ class StatusObject(msgspec.Struct, kw_only=True):
     ledger: Annotated[dict[str, Any] | None, "rows of the [ledger](../usage.md) in this process: "
         "`pending`, `written`, `recovered` for killed processes, `dropped`, and why the last "
         "writing failed (`error`); null without a store"]  # fmt: skip
+    edges: Annotated[list[Any] | None, "the [processes that relay](../scaling.md): `name`, `pid`, "
+        "`ready`, `streams`, `connections`, `cpu_share` of one processor, `cpu_seconds` and "
+        "`uptime_seconds` since their start, `memory_bytes`; null: there are none"]  # fmt: skip
     keys_lost: Annotated[str | None, "why the public listener answers 401 to everybody: a reload "
         "took the last API key away"]  # fmt: skip
     keys_unsaved: Annotated[str | None, "why a gateway that starts without the store would not "
@@ -180,6 +184,21 @@ def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
         "dropped": ledger.dropped,
         "error": ledger.problem,
     }
+
+
+def edges_json(edges: EdgeProcesses | None) -> list[dict[str, Any]] | None:
+    """The processes that relay; None: there are none."""
+    if edges is None:
+        return None
+    return [
+        asdict(one)
+        | {
+            "cpu_share": round(one.cpu_share, 3),
+            "cpu_seconds": round(one.cpu_seconds, 3),
+            "uptime_seconds": round(one.uptime_seconds, 3),
+        }
+        for one in edges.sample().running
+    ]
 
 
 def totals_json(metrics: Metrics) -> dict[str, Any]:
@@ -254,12 +273,14 @@ class MetricsSource:
     ledger: Ledger | None = None
     background: BackgroundSource | None = None
     tracing: RequestTracing | None = None
+    edges: Callable[[], EdgeProcesses | None] = lambda: None
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
         background, accuracy = self.background, self.scheduler.accuracy
         ledger, traces = self.ledger, None
         store = None if self.store is None else self.store.status()
+        edges = self.edges()
         if self.tracing is not None and self.tracing.active:
             counts = self.tracing.counts
             dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
@@ -293,4 +314,5 @@ class MetricsSource:
             webhooks_waiting=0 if background is None else background.webhooks_waiting(),
             batches=None if background is None else background.batch_sample(),
             traces=traces,
+            edges=None if edges is None else edges.sample(),
         )

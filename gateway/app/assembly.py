@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import functools
 import random
+import socket
 import subprocess
 import time
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +48,14 @@ from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
 from gateway.config.watch import watch_files
+from gateway.edges.brain import Brain
+from gateway.edges.supervisor import MOST_START_SECONDS, Edges, start_edge_process
 from gateway.events import EventBus, InventoryChanged, SettingsChanged, call_later
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.http.certificates import CertificateError
+from gateway.http.exchange import ConnectionOrigin
 from gateway.http.listener import Listener
 from gateway.http.protocol import LINGER_SECONDS, protocol_class
 from gateway.http.request_head import HandlerConfig
@@ -86,6 +91,10 @@ STORE_SECONDS = 5.0
 # Seconds for clients to read the error of their request, once the grace is over.
 FINAL_RESPONSE_SECONDS = 5.0
 TASKS_SECONDS = 10.0  # most seconds for the gateway's tasks to end, once they are cancelled
+NO_EDGE = (
+    "no edge has begun to serve: their own errors say why; without `listen.edges` (--edges) this "
+    "process serves by itself"
+)
 log = structlog.get_logger()
 
 
@@ -99,6 +108,7 @@ class Timings:
     linger: float = LINGER_SECONDS
     progress: float = PROGRESS_SECONDS
     store: float = STORE_SECONDS
+    edges: float = MOST_START_SECONDS
 
 
 DEFAULT_TIMINGS = Timings()
@@ -108,6 +118,10 @@ class Gateway:
     """A gateway; the admin listener controls it and signals end it."""
 
     version = __version__
+    public_listener: Listener | None = None
+    admin_listener: Listener | None = None
+    edges: Edges | None
+    """Those that serve the public listener's clients; None: this process does."""
 
     def __init__(
         self,
@@ -179,6 +193,7 @@ class Gateway:
         )
         self.forwarder = Forwarder(self.proxy_context)
         self._loopback = is_loopback(settings.listen.host)
+        self._edge_count = startup.count_edges(settings)
         self.metering = Metering(
             options,
             settings,
@@ -220,7 +235,7 @@ class Gateway:
         snapshot = MetricsSource(
             self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
             self.proxy_context.retries_left, lambda: self.certificates.expiry,
-            self.store, self.ledger, self.background, self.tracing,
+            self.store, self.ledger, self.background, self.tracing, lambda: self.edges,
         )  # fmt: skip
         self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
         self.metrics = self.telemetry.metrics
@@ -258,8 +273,7 @@ class Gateway:
         """What clients may ask of nodes; shared with the public listener's connections."""
         self._created = int(time.time())  # the `created` of every model, which no reload changes
         self._public_app = self._make_public_app()
-        self.public_listener: Listener | None = None
-        self.admin_listener: Listener | None = None
+        self.edges = self._make_edges() if self._edge_count else None
 
     @property
     def closing(self) -> bool:
@@ -334,6 +348,8 @@ class Gateway:
             await self.learnt.load(self.timings.store)
             for loop in (*self.metering.loops(), *self.background.loops()):
                 self._start_task(loop.work, loop.name)
+            if self.edges is not None and not await self.edges.start(self.timings.edges):
+                raise StartError(NO_EDGE)
             before_clients()
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
@@ -422,7 +438,7 @@ class Gateway:
         assert self.public_listener is not None
         if self._successor is not None:
             log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
-            closing = asyncio.create_task(self._drain(self.public_listener))
+            closing = asyncio.create_task(self._drain(self.public_listener, self.edges))
             await self.learnt.close(self.timings.store)
             # Nobody waits for this process to end, so requests keep their usual time limits.
             stopped = asyncio.create_task(self._stop_requested.wait())
@@ -438,8 +454,10 @@ class Gateway:
             self.background.stop()
             await self._unless_stopped(asyncio.sleep(shutdown.delay))
             self.handler.reject_requests()
+            if self.edges is not None:
+                self.edges.reject()
             self.background.end()
-            closing = asyncio.create_task(self.public_listener.close())
+            closing = asyncio.create_task(self._finish(self.public_listener, self.edges))
         try:
             if not await self._unless_stopped(asyncio.wait([closing], timeout=shutdown.grace)):
                 return 1
@@ -456,9 +474,20 @@ class Gateway:
             await asyncio.gather(closing, return_exceptions=True)
         return 1 if self._stop_at_once.is_set() else 0
 
-    async def _drain(self, listener: Listener) -> None:
+    async def _drain(self, listener: Listener, edges: Edges | None) -> None:
+        if edges is not None:
+            listener.stop_accepting()
+            await edges.drain()
         await listener.drain()
         await self.background.drain()
+
+    @staticmethod
+    async def _finish(listener: Listener, edges: Edges | None) -> None:
+        """Accept no more connections, and wait for the requests that run."""
+        if edges is not None:
+            listener.stop_accepting()
+            await edges.finish()
+        await listener.close()
 
     async def _unless_stopped(self, awaitable: Awaitable[Any]) -> bool:
         """Wait for it; returns False as soon as a second signal comes."""
@@ -471,6 +500,8 @@ class Gateway:
         return not self._stop_at_once.is_set()
 
     async def _close(self) -> None:
+        if self.edges is not None:
+            await self.edges.aclose()
         await self._end_tasks()
         await close_listeners(self.public_listener, self.admin_listener)
         await self.learnt.close(self.timings.store)
@@ -536,6 +567,7 @@ class Gateway:
             ),
             keep_alive=listen.keep_alive,
             tls=self.certificates.listeners.context_of("listen.tls"),
+            edges=self.edges,
         )
         app = admin_app(
             fleet=self.fleet,
@@ -588,7 +620,26 @@ class Gateway:
         site = public_app(self.handler, self.fleet, usage, created=self._created, kept=kept)
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
+    def _make_edges(self) -> Edges:
+        brain = Brain(
+            self.scheduler, self.proxy_context, self.registry, self.metering.meter, self.key_ring,
+            self.bus, self.tracing, self._loopback, edges=self._edge_count,
+        )  # fmt: skip
+
+        def adopt(sock: socket.socket, origin: ConnectionOrigin | None) -> None:
+            assert self.public_listener is not None
+            self.public_listener.adopt(sock, origin)
+
+        async def start(name: str, link: socket.socket, sockets: socket.socket) -> Process:
+            logging = self.settings.logging
+            return await start_edge_process(name, link, sockets, logging.level, logging.format)
+
+        return Edges(brain, adopt, self.clock, start)
+
     def _handler_config(self, settings: Settings) -> HandlerConfig:
+        if self._edge_count:
+            limits = startup.share_memory(settings.limits, self._edge_count)
+            settings = settings.model_copy(update={"limits": limits})
         return HandlerConfig.of(
             settings, loopback=self._loopback, keyed_hash=self._keyed_hash, key_ring=self.key_ring
         )
@@ -619,6 +670,8 @@ class Gateway:
         self.metering.configure(settings)
         self.handler.configure(self._handler_config(settings))
         self.background.configure(settings, self.handler.config.rules)
+        if self.edges is not None:
+            self.edges.brain.configure()
         self.telemetry.configure(settings)
         self._public_app = self._make_public_app()
         self.bus.publish(change)

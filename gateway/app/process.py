@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import structlog
-import uvloop
 
 from gateway.app.assembly import Gateway
+from gateway.app.event_loop import collect_garbage, freeze_objects, run_event_loop
 from gateway.app.handover import InheritedState, inherit_from_environment
 from gateway.app.startup import Options, load_checked
 from gateway.config.inventory import Inventory
 from gateway.config.settings import Settings
 from gateway.watch.logs import Logs, set_up_logging
-
-GARBAGE_SECONDS = 10.0  # seconds between two looks whether garbage of all ages may be collected
-# Collections of middle-aged objects after which those of all ages are worth one: of those there
-# were 4,000 more each time.
-DUE_AFTER = 100
-# Of those as well: then Python collects all garbage, though there was no idle moment.
-FORCED_AFTER = 25_000
 
 
 def run(options: Options) -> int:
@@ -33,34 +24,6 @@ def run(options: Options) -> int:
     settings, inventory = load_checked(options, allow_empty=not inherited.customised)
     with set_up_logging(settings.logging.level, settings.logging.format) as logs:
         return run_event_loop(serve(options, settings, inventory, logs, inherited=inherited))
-
-
-def run_event_loop(main: Coroutine[Any, Any, int]) -> int:
-    """Run a coroutine on uvloop, with the garbage collector tuned for the gateway."""
-    # Requests leave almost no reference cycles, and a full collection for every few hundred of
-    # them cost 7 % of the time. The event loop waits for each collection: 20 ms for 50,000 young
-    # objects, those of 400 streams that have begun. How long all of them take together does not
-    # depend on how many objects each visits. So these are small and frequent: 2,000 objects, 4,000
-    # in every second one. Full ones take 0.2 s beside 2,000 streams: `collect_garbage` waits for a
-    # moment without requests.
-    freeze_objects()
-    gc.set_threshold(2_000, 0, FORCED_AFTER)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
-
-
-def freeze_objects() -> None:
-    """Let no later collection visit the objects that exist by now: they live until the end."""
-    gc.collect()
-    gc.freeze()
-
-
-async def collect_garbage(is_idle: Callable[[], bool]) -> None:
-    """Collect garbage of all ages while the gateway is idle, until cancelled."""
-    while True:
-        await asyncio.sleep(GARBAGE_SECONDS)
-        if is_idle() and gc.get_count()[2] >= DUE_AFTER:
-            gc.collect()
 
 
 async def serve(

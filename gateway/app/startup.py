@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gateway.app.fitting import check_fit
 from gateway.callers.callers import (
@@ -23,6 +23,7 @@ from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.keys import has_labels
+from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.stored import STORE_OFF
@@ -47,6 +48,7 @@ class Options:
     admin_port: int | None = None
     admin_key_file: Path | None = None
     allow_anonymous: bool = False
+    edges: int | Literal["auto"] | None = None
     state_dir: Path | None = None
     """Folder of the state files; by default systemd's, else the user's."""
     store_dir: Path | None = None
@@ -61,7 +63,7 @@ class Options:
 
     def apply_to(self, settings: Settings) -> Settings:
         """The settings, overridden by these options."""
-        listen = {"host": self.host, "port": self.port}
+        listen = {"host": self.host, "port": self.port, "edges": self.edges}
         admin = {"host": self.admin_host, "port": self.admin_port, "key_file": self.admin_key_file}
         return settings.model_copy(
             update={
@@ -274,6 +276,21 @@ def reread_admin_key(path: Path | None) -> str | None:
         return None if path is None else read_admin_key(path)
     except StartError as error:
         raise ConfigError([Problem(path or Path(), 0, "admin.key_file", str(error))]) from None
+
+
+def count_edges(settings: Settings) -> int:
+    """The edges that a gateway with these settings starts; 0: it serves all by itself."""
+    edges = settings.listen.edges
+    return max(1, len(os.sched_getaffinity(0)) - 1) if edges == "auto" else edges
+
+
+def share_memory(limits: LimitSettings, edges: int) -> LimitSettings:
+    """The limits of each process of a gateway with so many edges, of those of all together.
+
+    Its share of the memory for bodies holds at least one body; the brain has a share, too.
+    """
+    share = max(limits.body_bytes, limits.buffered_bytes // (edges + 1))
+    return limits.model_copy(update={"buffered_bytes": share})
 
 
 def gateway_name(options: Options, settings: Settings) -> str:

@@ -169,6 +169,19 @@ class KeyRing:
         self.is_complete = True
         self._change()
 
+    def held(self) -> Mapping[str, HeldKey]:
+        """All keys by their ids, expired ones too."""
+        return {**self._stored, **self._settings}
+
+    def follow(
+        self, keys: Iterable[HeldKey], *, access: AnonymousAccess, is_complete: bool
+    ) -> None:
+        """Hold what the ring of another process holds, and admit whom that one admits."""
+        self._stored = {key.id: key for key in keys}
+        self.access, self.is_complete = access, is_complete
+        self._take_in()
+        self.version += 1
+
     def callers(self) -> Iterator[Caller]:
         """The holders of all keys that have not expired."""
         return (key.caller for key in self._by_id.values())

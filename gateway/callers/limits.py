@@ -536,8 +536,7 @@ class LimitBook:
         Raises: GatewayError 400 if it is larger than a limit, 429 if a limit is reached.
         """
         if accounts.version != self._version:
-            tracked = self._look_up(accounts.caller, accounts.user)
-            accounts.replace_accounts(tracked, self._version)
+            self.bring_up_to_date(accounts)
         tracked = accounts.tracked
         if not tracked:
             return Reservation(self, accounts, request, now, 0, 0.0)
@@ -559,6 +558,12 @@ class LimitBook:
         for account in tracked:
             account.admit(tokens, cost, clock)
         return Reservation(self, accounts, request, now, tokens, cost)
+
+    def bring_up_to_date(self, accounts: Accounts) -> None:
+        """Have them be those on which the caller's requests count by now."""
+        if accounts.version != self._version:
+            tracked = self._look_up(accounts.caller, accounts.user)
+            accounts.replace_accounts(tracked, self._version)
 
     def _check(
         self, tracked: tuple[Account, ...], tokens: int, cost: float, clock: float, now: float

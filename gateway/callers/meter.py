@@ -89,6 +89,10 @@ class Meter:
         self._open[request.id] = reservation, record
         return reservation
 
+    def released(self, reservation: Reservation) -> None:
+        """The response has ended, and another request may run; `ended` follows."""
+        reservation.release(self._wall_clock())
+
     def ended(self, reservation: Reservation, record: RequestRecord) -> None:
         """The response has ended. Its record is published when what it used is known, soon."""
         reservation.release(self._wall_clock())

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
@@ -110,6 +110,29 @@ AllowAnonymous = Annotated[
         help="Serve callers without a key, on an address that is not loopback too.",
     ),
 ]
+
+Edges = Annotated[
+    str | None,
+    _of_listener(
+        "--edges",
+        metavar="N|auto",
+        show_default="0",
+        help="Processes that relay, beside the one that decides; auto: one for each core but one.",
+    ),
+]
+
+
+def read_edges(word: str | None) -> int | Literal["auto"] | None:
+    """Return what `--edges` says. Raises CommandFailed."""
+    from gateway.config.listeners import MOST_EDGES
+
+    if word is None:
+        return None
+    if word == "auto":
+        return "auto"
+    if not word.isdecimal() or int(word) > MOST_EDGES:
+        raise CommandFailed(f"--edges {word}: must be a number up to {MOST_EDGES}, or auto", 2)
+    return int(word)
 
 
 def since(default: str | None, shown_default: str) -> Any:

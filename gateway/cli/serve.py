@@ -37,6 +37,7 @@ SERVE_EXAMPLES = examples_epilog(
         "llama-gateway serve --host 0.0.0.0 --allow-anonymous",
         "for everybody who can reach this machine, without keys",
     ),
+    ("llama-gateway serve --edges auto", "on all cores: one process decides, the others relay"),
 )
 
 CHECK_EXAMPLES = examples_epilog(
@@ -49,7 +50,10 @@ CHECK_EXAMPLES = examples_epilog(
 
 @options.takes(process=options.ProcessFlags)
 def serve(
-    *, nodes: options.NodesFile = options.DEFAULT_NODES, process: options.ProcessFlags
+    *,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+    process: options.ProcessFlags,
+    edges: options.Edges = None,
 ) -> None:
     """Run the gateway over the nodes of the inventory, in the foreground.
 
@@ -61,7 +65,11 @@ def serve(
     from gateway.app.process import run
     from gateway.app.startup import StartError
 
-    given = replace(process.startup(nodes), restart_command=restart_command())
+    given = replace(
+        process.startup(nodes),
+        restart_command=restart_command(),
+        edges=options.read_edges(edges),
+    )
     try:
         status = run(given)
     except StartError as error:
@@ -74,6 +82,7 @@ def check(
     *,
     nodes: options.NodesFile = options.DEFAULT_NODES,
     process: options.ProcessFlags,
+    edges: options.Edges = None,
     probe: bool = typer.Option(False, "--probe", help="Ask every node for its properties as well."),
     as_json: options.Json = False,
 ) -> None:
@@ -86,7 +95,7 @@ def check(
 
     from gateway.app.startup import check_startup, empty_pools
 
-    given = process.startup(nodes)
+    given = replace(process.startup(nodes), edges=options.read_edges(edges))
     found = check_startup(given)
     if found.problems or found.start_problems or found.settings is None or found.inventory is None:
         if as_json:

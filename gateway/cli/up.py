@@ -176,7 +176,7 @@ def up(
     """
     import asyncio
 
-    from gateway.app.process import run_event_loop
+    from gateway.app.event_loop import run_event_loop
     from gateway.app.startup import StartError, state_folder
     from gateway.local import LocalFleetError
     from gateway.local.cache import models_in_use

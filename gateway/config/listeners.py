@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
 from gateway.config.fields import (
     ByteCount,
@@ -40,6 +40,15 @@ class TlsFiles(ConfigModel):
     """PEM file of the certificate's key."""
 
 
+MOST_EDGES = 64
+
+
+def _edges(value: object) -> object:
+    if value != "auto" and (isinstance(value, (bool, str)) or not isinstance(value, int)):
+        raise validation_error('must be a number of processes or "auto"')
+    return value
+
+
 class ListenSettings(ConfigModel):
     """The public listener. A change needs a restart."""
 
@@ -64,6 +73,17 @@ class ListenSettings(ConfigModel):
     only, and to nobody behind a proxy."""
     keep_alive: Seconds = 75.0
     """An idle client connection is closed after this time."""
+    edges: Annotated[
+        Annotated[int, Field(ge=0, le=MOST_EDGES)] | Literal["auto"],
+        BeforeValidator(_edges),
+        WithJsonSchema(
+            {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MOST_EDGES}, {"const": "auto"}]}
+        ),
+        TypeLabel("number or `auto`"),
+    ] = 0
+    """Processes that relay what clients and nodes send, beside the one that decides; 0: that one
+    does it all. `auto`: one for each processor but one. `limits.connections` and
+    `limits.buffered_bytes` are divided among them."""
 
 
 _ORIGIN = matching(

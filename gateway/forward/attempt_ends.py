@@ -55,11 +55,13 @@ class Losses(NamedTuple):
 class Quarantine:
     """Requests that nodes died on, each known by a digest of its body, never by the body itself."""
 
-    __slots__ = ("_keyed_hash", "entries")
+    __slots__ = ("_keyed_hash", "entries", "on_change")
 
     def __init__(self, keyed_hash: KeyedHash) -> None:
         self._keyed_hash = keyed_hash
         self.entries: OrderedDict[bytes, Losses] = OrderedDict()  # By the digest, the oldest first
+        self.on_change: Callable[[bytes, Losses | None], None] = lambda *_: None
+        """Told of each loss, and of each request that a node has completed after some."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -89,13 +91,27 @@ class Quarantine:
             entry = Losses(frozenset({node}), now)
         elif leased_at >= entry.last_at:
             entry = Losses(entry.nodes | {node}, now)
-        self.entries[key] = entry
-        if len(self.entries) > MOST_QUARANTINED:
-            self.entries.popitem(last=False)
+        self._keep(key, entry)
+        self.on_change(key, entry)
 
     def clear(self, request: Request) -> None:
         """A node completed the request, so the others did not die on it."""
-        self.entries.pop(self._digest(request), None)
+        key = self._digest(request)
+        if self.entries.pop(key, None) is not None:
+            self.on_change(key, None)
+
+    def take(self, key: bytes, losses: Losses | None) -> None:
+        """What another process has found out; None: a node has completed the request there."""
+        entry = self.entries.pop(key, None)
+        if losses is not None:
+            # Of losses that neither knew of the other's, one counts: their node may be the same.
+            knew_more = entry is not None and len(entry.nodes) > len(losses.nodes)
+            self._keep(key, entry if entry is not None and knew_more else losses)
+
+    def _keep(self, key: bytes, entry: Losses) -> None:
+        self.entries[key] = entry
+        if len(self.entries) > MOST_QUARANTINED:
+            self.entries.popitem(last=False)
 
     def _digest(self, request: Request) -> bytes:
         parts: list[bytes | memoryview] = [request.path.encode()]
@@ -167,6 +183,7 @@ class AttemptEnds:
                 error=error,
                 unreachable=unreachable,
                 prompt_read=attempt.prompt_read(attempt.elapsed),
+                resumes=resumes,
             )
         )
         if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
@@ -175,7 +192,7 @@ class AttemptEnds:
 
     def discard(self, attempt: Attempt) -> None:
         """A plain response failed that was being assembled: the caller does not pay for it."""
-        self.bus.defer(attempt.in_flight.record.discard_attempts)
+        self.bus.defer(self._discard, attempt)
 
     def node_lost(self, attempt: Attempt) -> None:
         """The node died while it served the request."""
@@ -239,6 +256,10 @@ class AttemptEnds:
         )
         record.charge(charge.cost, charge.slot_seconds)
         self._publish(attempt, outcome, now)
+
+    def _discard(self, attempt: Attempt) -> None:
+        attempt.in_flight.record.discard_attempts()
+        self.leases.discard(attempt.in_flight.request.id)
 
     def _publish(self, attempt: Attempt, outcome: str, now: float) -> None:
         self.bus.tell(

@@ -83,7 +83,7 @@ class Forwarder:
                     # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
                     # multiply an outage of the GPU nodes.
                     wanted, may_cross = in_flight.request.lease_request, False
-                    crosses = self.context.leases.has_cpu_node(wanted, result.tried)
+                    crosses = await self.context.leases.has_cpu_node(wanted, result.tried)
                 if not crosses and not await retries.granted(reached_node=result.reached_node):
                     break
             result = await self._attempt(in_flight, result.tried)
@@ -179,7 +179,7 @@ class Forwarder:
             converted = await _as_events(attempt) if converts else None
         except UpstreamError as failure:
             drop_traceback(failure)
-            return self._judge_failure(attempt, tried, failure)
+            return await self._judge_failure(attempt, tried, failure)
         except BaseException:
             ends.attempt_failed(attempt, "client_closed")
             raise
@@ -187,7 +187,7 @@ class Forwarder:
 
         # Judge the response.
         if attempt.status >= 300:
-            return self._judge_error(attempt, tried)
+            return await self._judge_error(attempt, tried)
         if tried is not NOTHING_TRIED:
             leases.answered(lease.id)
         if attempt.complete and not attempt.is_sse:
@@ -318,7 +318,7 @@ class Forwarder:
             # An evicted request needs another node at once; any other may wait for one.
             retryable = is_resumable(failure) and (
                 not isinstance(failure, RequestEvicted)
-                or self.context.leases.has_other_node(request.lease_request, tried)
+                or await self.context.leases.has_other_node(request.lease_request, tried)
             )
             return FailedAttempt(node, tried, failed.error, retryable=retryable)
         except AssemblyError as odd:
@@ -333,7 +333,7 @@ class Forwarder:
         lines = JSON_HEADER_LINE + _TYPE_LINE.sub(b"", attempt.header_lines)
         return ClientResponse(200, lines, content, node=node)
 
-    def _judge_error(self, attempt: Attempt, tried: Tried) -> ClientResponse | FailedAttempt:
+    async def _judge_error(self, attempt: Attempt, tried: Tried) -> ClientResponse | FailedAttempt:
         """A node's error: pass it on, or try another node. Raises: GatewayError."""
         status, content, request = attempt.status, attempt.content, attempt.request
         node = attempt.lease.node
@@ -355,22 +355,22 @@ class Forwarder:
             return _pool_full(node, tried, errors.node_failed(message))
         tried = tried.failed_on(node.name)
         if kind is ResponseOutcome.CONTEXT_OVERFLOW:
-            return self._judge_overflow(request, content, node, tried)
+            return await self._judge_overflow(request, content, node, tried)
         if kind is ResponseOutcome.REFUSED:
             tried = tried.refused_by(node.name)
             if status == 501:
                 tried = tried.unsupported_by(node.name, outcome.error_message(content))
-                error = self.context.leases.unsupported_error(request.lease_request, tried)
+                error = await self.context.leases.unsupported_error(request.lease_request, tried)
                 if error is not None:
                     raise error
-            return self._not_served(request, status, node, tried)
+            return await self._not_served(request, status, node, tried)
         if kind is ResponseOutcome.BUSY:
             if status == 402:
                 tried = tried.refused_by(node.name)
             elif status == 429:
                 tried = tried.limited_by(node.name, None if shown is None else shown.retry_after)
-            return self._not_served(request, status, node, tried)
-        if status in tried.statuses or not self.context.leases.has_other_node(
+            return await self._not_served(request, status, node, tried)
+        if status in tried.statuses or not await self.context.leases.has_other_node(
             request.lease_request, tried
         ):
             return response
@@ -378,7 +378,7 @@ class Forwarder:
         error = errors.node_failed("Every node tried failed.")
         return FailedAttempt(node, tried, error, error_response=response)
 
-    def _not_served(
+    async def _not_served(
         self, request: Request, status: int, node: NodeInfo, tried: Tried
     ) -> FailedAttempt:
         """The node does not serve this request, now or ever. Raises: GatewayError."""
@@ -394,11 +394,13 @@ class Forwarder:
         retryable = (
             wait is None
             or wait <= self.context.settings.retries.backoff_max
-            or self.context.leases.has_other_node(request.lease_request, tried, but_paused=True)
+            or await self.context.leases.has_other_node(
+                request.lease_request, tried, but_paused=True
+            )
         )
         return FailedAttempt(node, tried, error, retryable=retryable)
 
-    def _judge_overflow(
+    async def _judge_overflow(
         self, request: Request, content: bytes, node: NodeInfo, tried: Tried
     ) -> FailedAttempt:
         """The prompt does not fit: try a larger context once. Raises: GatewayError without one."""
@@ -411,11 +413,11 @@ class Forwarder:
         # For embeddings a batch must hold the text, and can be smaller than the context.
         needed = (tokens or 0) + (answer or 0)
         tried = replace(tried, min_context=max(needed, context + 1, (node.context or 0) + 1))
-        if not self.context.leases.has_larger_context(request.lease_request, tried):
+        if not await self.context.leases.has_larger_context(request.lease_request, tried):
             raise error
         return FailedAttempt(node, tried.refused_by(node.name), error)
 
-    def _judge_failure(
+    async def _judge_failure(
         self, attempt: Attempt, tried: Tried, failure: UpstreamError
     ) -> FailedAttempt:
         """There is no response that could be passed on. Raises: GatewayError."""
@@ -437,7 +439,7 @@ class Forwarder:
             return FailedAttempt(node, tried, error, reached_node=False, not_loaded=True)
         tried = tried.failed_on(node.name)
         if isinstance(failure, RequestEvicted):
-            retryable = self.context.leases.has_other_node(request.lease_request, tried)
+            retryable = await self.context.leases.has_other_node(request.lease_request, tried)
             return FailedAttempt(node, tried, error, retryable=retryable)
         if isinstance(failure, ConnectionReset):
             ends.node_lost(attempt)

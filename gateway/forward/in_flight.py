@@ -515,8 +515,8 @@ class Attempt:
         """Tell the scheduler that the whole response has come, though the client still reads it."""
         self._leases.response_received(self.lease.id)
 
-    def is_silence_excused(self) -> bool:
-        """Whether the node has a reason to be silent: it reads another prompt."""
+    def is_silence_excused(self) -> bool | None:
+        """Whether the node has a reason to be silent: it reads another prompt. None: not known."""
         return self._leases.is_silence_excused(self.lease.id)
 
     def close(self) -> None:
@@ -706,6 +706,10 @@ class InFlightRegistry:
         in_flight = InFlightRequest(request, record, None, None, progress)
         self._requests[request.id] = in_flight
         return in_flight
+
+    def add(self, in_flight: InFlightRequest) -> None:
+        """A request was admitted that was made elsewhere."""
+        self._requests[in_flight.request.id] = in_flight
 
     def remove(self, in_flight: InFlightRequest) -> None:
         """A request is over."""
@@ -1029,9 +1033,11 @@ class TimeoutMonitor:
         """Whether the silence is not the node's fault: another prefill, or the client lags."""
         if failure.limit == "total":
             return False
-        if attempt.client_lagging or attempt.is_silence_excused():
+        excused = attempt.client_lagging or attempt.is_silence_excused()
+        if excused:
             self._excused_at[attempt] = now
-            return True
+        if excused is not False:
+            return True  # or it is known at one of the next checks
         excused_at = self._excused_at.get(attempt)
         grace = min(SILENCE_GRACE, attempt.timeouts.silence)
         return excused_at is not None and now < excused_at + grace

@@ -37,6 +37,15 @@ _INTERNAL_ERROR = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionOrigin:
+    """The ends of a client's own connection; requests on it may be passed on by another one."""
+
+    client: tuple[str, int] | None  # address and port; None: they have none, or are not known
+    server: tuple[str, int] | None
+    tls: bool = False
+
+
 class HttpExchange(EagerTask):
     """Reads one request's body and writes its response."""
 
@@ -91,8 +100,13 @@ class HttpExchange(EagerTask):
     @property
     def local_address(self) -> object:
         """The address that the client has connected to."""
-        name = self._transport.get_extra_info("sockname")
-        return name[0] if isinstance(name, tuple) else None
+        name = self.origin.server
+        return None if name is None else name[0]
+
+    @property
+    def origin(self) -> ConnectionOrigin:
+        """The ends of the client's own connection."""
+        return self._connection.find_origin()
 
     # Called by the protocol.
 
@@ -327,4 +341,5 @@ class ClientConnection:
     serve: Serve
     on_response_complete: Callable[[], None]  # called when a response is complete
     tasks: set[asyncio.Task[None]]  # owns the running tasks
+    find_origin: Callable[[], ConnectionOrigin] = lambda: ConnectionOrigin(None, None)
     context_cache: ContextCache = field(default_factory=ContextCache)

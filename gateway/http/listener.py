@@ -1,4 +1,7 @@
-"""A listening address, and what serves the clients that connect to it."""
+"""A listening address, and what serves the clients that connect to it.
+
+With edges (`edges/`) other processes serve them: this one accepts and hands their sockets over.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import ssl
 import struct
 import termios
 from collections.abc import Callable, Collection
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from starlette.types import ASGIApp
 
+from gateway.http.exchange import ConnectionOrigin
 from gateway.http.protocol import BoundedProtocol
 
 LISTEN_BACKLOG = 4096
@@ -28,100 +31,138 @@ log = structlog.get_logger()
 
 
 class Acceptor:
-    """Accepts the connections of one socket, as `asyncio.Server` does, and tells whose they are.
+    """Accepts the connections of one socket, as `asyncio.Server` does.
 
-    `accept` gets the socket of each, and the address of its client.
+    `accept` gets the socket of each. While `may_accept` says no they wait in the kernel's backlog,
+    until `go_on` is called.
     """
 
-    def __init__(self, sock: socket.socket, accept: Callable[[socket.socket, str], None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        accept: Callable[[socket.socket], None],
+        may_accept: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._sock = sock
         self._accept = accept
+        self._may_accept = may_accept
         self._loop = asyncio.get_running_loop()
+        self._reads = self._closed = False
         self._pause: asyncio.TimerHandle | None = None
-        self._resume()
+        self.go_on()
 
     def close(self) -> None:
         """Accept no more."""
-        if self._pause is not None:
-            self._pause.cancel()
-        if self._sock.fileno() >= 0:
-            self._loop.remove_reader(self._sock)
-            self._sock.close()
+        self._closed = True
+        self._stop()
+        self._sock.close()
 
     async def wait_closed(self) -> None:
         """Return at once: `close` leaves nothing to wait for."""
 
-    def _resume(self) -> None:
-        self._pause = None
-        self._loop.add_reader(self._sock, self._accept_some)
+    def go_on(self) -> None:
+        """Accept connections while there are some and `may_accept` allows it."""
+        if not self._reads and not self._closed and self._may_accept():
+            self._stop()
+            self._reads = True
+            self._loop.add_reader(self._sock, self._accept_some)
+
+    def _stop(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        if self._reads and self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+        self._reads = False
 
     def _accept_some(self) -> None:
         for _ in range(MOST_ACCEPTED):
+            if not self._may_accept():
+                self._stop()
+                return
             try:
-                sock, address = self._sock.accept()
+                sock, _ = self._sock.accept()
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
                 # As asyncio does: without a file left, the socket would be ready all the time.
                 log.error("can't accept connections", why=str(error))  # noqa: TRY400
-                self._loop.remove_reader(self._sock)
-                self._pause = self._loop.call_later(ACCEPT_RETRY_SECONDS, self._resume)
+                self._stop()
+                self._pause = self._loop.call_later(ACCEPT_RETRY_SECONDS, self.go_on)
                 return
             sock.setblocking(False)
-            self._accept(sock, address[0])
+            self._accept(sock)
 
 
 async def _shake_hands(
     protocol: Callable[[], asyncio.Protocol],
     sock: socket.socket,
-    tls: ssl.SSLContext,
+    tls: ssl.SSLContext | None,
     limit: float,
 ) -> None:
     """Have `protocol` serve the connection after its handshake, if that ends within `limit`."""
     loop = asyncio.get_running_loop()
+    limit_of_tls = None if tls is None else limit
     with contextlib.suppress(OSError):  # The client's: no TLS, no trust, no answer, no connection.
-        await loop.connect_accepted_socket(protocol, sock, ssl=tls, ssl_handshake_timeout=limit)
+        await loop.connect_accepted_socket(
+            protocol, sock, ssl=tls, ssl_handshake_timeout=limit_of_tls
+        )
 
 
-class Listener:
-    """Serves `app` on an address until `close`."""
+class ClientServer:
+    """Serves `app` to the clients at the other end of connections that were accepted."""
 
     def __init__(
         self,
         app: ASGIApp,
-        sock: socket.socket,
         *,
         protocol: type[BoundedProtocol],
         keep_alive: float,
         tls: ssl.SSLContext | None = None,
+        name: str = "clients",
     ) -> None:
-        self.host, self.port = sock.getsockname()[:2]
-        self.scheme = "http" if tls is None else "https"
-        self.sock = sock
         self.protocol = protocol
         self.connections: set[BoundedProtocol] = set()  # the open connections
+        self.name = name
         self._app = app
         self._keep_alive = max(1, round(keep_alive))
         self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()  # those of running requests
         self._handshakes: set[asyncio.Task[None]] = set()  # those of TLS that have not ended
-        self._server: asyncio.Server | Acceptor | None = None
         self._end = asyncio.Event()
         self._ends_at_once = False
         self._serving: asyncio.Task[None] | None = None
         self._stalls: StallMonitor | None = None
 
-    @property
-    def url(self) -> str:
-        """Its base URL."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
-
     def open(self) -> None:
-        """Accept connections. Raises: OSError, if another socket of this address does already."""
-        self.sock.listen(LISTEN_BACKLOG)
-        self._serving = asyncio.create_task(self._serve(), name=self.url)
+        """Serve what is accepted. Raises: OSError."""
+        self._serving = asyncio.create_task(self._serve(), name=self.name)
         self._stalls = StallMonitor(self.connections, self.protocol.limits.send_timeout)
+
+    def adopt(self, sock: socket.socket, origin: ConnectionOrigin | None = None) -> None:
+        """Serve the client of this connection.
+
+        `origin`: where the connection of its requests is from; then TLS ends there.
+        """
+        tls = self._tls if origin is None else None
+        protocol = self._new_connection(origin)
+        work = _shake_hands(lambda: protocol, sock, tls, protocol.limits.header_timeout)
+        handshake = asyncio.get_running_loop().create_task(work, name="handshake")
+        self._handshakes.add(handshake)
+
+        def ended(handshake: asyncio.Task[None]) -> None:
+            self._handshakes.discard(handshake)
+            protocol.end_handshake()
+            if handshake.cancelled():
+                sock.close()
+
+        handshake.add_done_callback(ended)
+        if origin is None:
+            try:
+                peer = sock.getpeername()
+            except OSError:  # It has left already.
+                peer = None
+            protocol.begin_handshake(peer[0] if isinstance(peer, tuple) else None, handshake)
 
     async def drain(self) -> None:
         """Accept no more connections, and wait until every client has disconnected.
@@ -130,8 +171,7 @@ class Listener:
         with `Connection: close`: closed at once, it might just be about to be used.
         """
         self.protocol.begin_drain()
-        if self._server is not None:
-            self._server.close()
+        self.stop_accepting()
         for connection in self.connections:
             connection.drain()
         while self._handshakes or self.connections:  # noqa: ASYNC110 - a poll is enough
@@ -141,7 +181,7 @@ class Listener:
         """Accept no more connections, and wait for running requests. Cancel it to end at once."""
         self._end.set()
         if self._serving is None:
-            self.sock.close()
+            self.stop_accepting()
             return
         try:
             await asyncio.shield(self._serving)
@@ -157,17 +197,9 @@ class Listener:
 
     async def _serve(self) -> None:
         """Accept connections until `close`, and return when all requests have ended."""
-        if self._tls is None:
-            server = await asyncio.get_running_loop().create_server(
-                self._new_connection, sock=self.sock, backlog=LISTEN_BACKLOG
-            )
-            self._server = server
-        else:
-            # asyncio's server would count no connection before the end of its handshake.
-            self._server = Acceptor(self.sock, partial(self._accept_tls, self._tls))
+        await self._accept()
         await self._end.wait()
-        self._server.close()
-        self.sock.close()
+        self.stop_accepting()
         for handshake in self._handshakes:
             handshake.cancel()
         for connection in list(self.connections):
@@ -177,25 +209,83 @@ class Listener:
             self._handshakes or self.connections or self._tasks
         ) and not self._ends_at_once:
             await asyncio.sleep(END_POLL_SECONDS)
-        await self._server.wait_closed()
 
-    def _new_connection(self) -> BoundedProtocol:
-        return self.protocol(self._app, self._keep_alive, self.connections, self._tasks)
+    async def _accept(self) -> None:
+        """Begin to accept connections, if there is a socket to accept them from."""
 
-    def _accept_tls(self, tls: ssl.SSLContext, sock: socket.socket, address: str) -> None:
-        protocol = self._new_connection()
-        work = _shake_hands(lambda: protocol, sock, tls, protocol.limits.header_timeout)
-        handshake = asyncio.get_running_loop().create_task(work, name="TLS handshake")
-        self._handshakes.add(handshake)
+    def stop_accepting(self) -> None:
+        """Accept no more."""
 
-        def ended(handshake: asyncio.Task[None]) -> None:
-            self._handshakes.discard(handshake)
-            protocol.end_handshake()
-            if handshake.cancelled():
-                sock.close()
+    def _new_connection(self, origin: ConnectionOrigin | None = None) -> BoundedProtocol:
+        return self.protocol(
+            self._app, self._keep_alive, self.connections, self._tasks, origin=origin
+        )
 
-        handshake.add_done_callback(ended)
-        protocol.begin_handshake(address, handshake)
+
+class Listener(ClientServer):
+    """Serves `app` on an address until `close`.
+
+    With `edges` they get the connections, and this process serves only what is adopted.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        *,
+        protocol: type[BoundedProtocol],
+        keep_alive: float,
+        tls: ssl.SSLContext | None = None,
+        edges: ConnectionTakers | None = None,
+    ) -> None:
+        self.host, self.port = sock.getsockname()[:2]
+        self.scheme = "http" if tls is None else "https"
+        self.sock = sock
+        super().__init__(app, protocol=protocol, keep_alive=keep_alive, tls=tls, name=self.url)
+        self._edges = edges
+        self._server: asyncio.Server | Acceptor | None = None
+
+    @property
+    def url(self) -> str:
+        """Its base URL."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+    def open(self) -> None:
+        """Accept connections. Raises: OSError, if another socket of this address does already."""
+        self.sock.listen(LISTEN_BACKLOG)
+        super().open()
+
+    async def _accept(self) -> None:
+        edges = self._edges
+        if edges is not None:
+            acceptor = Acceptor(self.sock, edges.take, edges.has_room)
+            edges.on_room = acceptor.go_on
+            self._server = acceptor
+        elif self._tls is not None:
+            # asyncio's server would count no connection before the end of its handshake.
+            self._server = Acceptor(self.sock, self.adopt)
+        else:
+            self._server = await asyncio.get_running_loop().create_server(
+                self._new_connection, sock=self.sock, backlog=LISTEN_BACKLOG
+            )
+
+    def stop_accepting(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.sock.close()
+
+
+class ConnectionTakers(Protocol):
+    """Other processes, which serve the clients of a listener."""
+
+    on_room: Callable[[], None]  # is called when one of them has room again
+
+    def has_room(self) -> bool:
+        """Whether one of them could take a connection now."""
+
+    def take(self, sock: socket.socket) -> None:
+        """Hand a connection to one of them."""
 
 
 def resolve_addresses(host: str, port: int) -> list[tuple[str, int]]:

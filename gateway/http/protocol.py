@@ -48,7 +48,13 @@ from gateway.http.connections import (
     health_only_app,
     too_many_connections,
 )
-from gateway.http.exchange import STATUS_LINES, ClientConnection, HttpExchange, Serve
+from gateway.http.exchange import (
+    STATUS_LINES,
+    ClientConnection,
+    ConnectionOrigin,
+    HttpExchange,
+    Serve,
+)
 from gateway.http.response_head import encode_rejection
 from gateway.request.routes import ROUTES, Route
 from gateway.terms import Headers
@@ -92,12 +98,17 @@ class BoundedProtocol(TurnBoundProtocol):
         connections: set[BoundedProtocol],
         tasks: set[asyncio.Task[None]],
         loop: asyncio.AbstractEventLoop | None = None,
+        origin: ConnectionOrigin | None = None,
     ) -> None:
-        """`connections` and `tasks`: those of the listener. It is idle for `keep_alive` seconds."""
+        """`connections` and `tasks`: those of the listener. It is idle for `keep_alive` seconds.
+
+        `origin`: of the client's own connection, where another process passes its requests on.
+        """
         super().__init__(self.turn)
         self.app: Any = app  # Starlette's types of ASGI messages are not uvicorn's.
         self.loop = loop or asyncio.get_running_loop()
         self.tasks = tasks
+        self._origin = origin
         self._connections = connections
         self._keep_alive = keep_alive
         self._idle_check: asyncio.TimerHandle | None = None
@@ -158,7 +169,11 @@ class BoundedProtocol(TurnBoundProtocol):
         self.transport = cast("asyncio.Transport", transport)
         self.flow = PipelineFlowControl(self.transport)
         self._connections.add(self)
-        self._is_tls = transport.get_extra_info("sslcontext") is not None
+        self._is_tls = (
+            transport.get_extra_info("sslcontext") is not None
+            if self._origin is None
+            else self._origin.tls
+        )
         self._handshake = None
         client = self._address("peername")
         address = client[0] if client else None
@@ -170,13 +185,20 @@ class BoundedProtocol(TurnBoundProtocol):
         if self.routes:
             serve = self.connection_limiter.count_forwarded(self.serve, address)
             self._connection = ClientConnection(
-                self.transport, self.flow, address, serve, self.on_response_complete, self.tasks
-            )
+                self.transport, self.flow, address, serve, self.on_response_complete, self.tasks,
+                self._find_origin,
+            )  # fmt: skip
         self._timer = self.loop.call_later(self.limits.header_timeout, self._on_head_timeout)
 
     def _address(self, name: str) -> tuple[str, int] | None:
+        if self._origin is not None:
+            return self._origin.client if name == "peername" else self._origin.server
         found = self.transport.get_extra_info(name)
         return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None
+
+    def _find_origin(self) -> ConnectionOrigin:
+        client, server = self._address("peername"), self._address("sockname")
+        return self._origin or ConnectionOrigin(client, server, self._is_tls)
 
     def _serve_health_only(self, admission: ConnectionAdmission) -> None:
         """There are too many connections: serve only a prompt health check, or nothing."""

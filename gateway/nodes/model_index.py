@@ -74,6 +74,22 @@ class ModelIndex:
         self._index()
         return self._aliases
 
+    @property
+    def links(self) -> Mapping[str, str]:
+        """For names of models that have several, one of them."""
+        self._index()
+        return self._linked
+
+    @property
+    def silent(self) -> list[Node]:
+        """The nodes that have never said what they serve."""
+        return [node for node in self._nodes if node.models_unknown]
+
+    @property
+    def node_count(self) -> int:
+        """All nodes."""
+        return len(self._nodes)
+
     def set_nodes(self, nodes: Iterable[Node]) -> None:
         """Index these nodes."""
         self._nodes = tuple(nodes)
@@ -101,7 +117,7 @@ class ModelIndex:
         found = self.cached_lookups.get(key)
         if found is None:
             dedicated_too = endpoint in DEDICATED_ENDPOINTS or not (
-                self._has_chat_node(model) or self._may_grow()
+                self._has_chat_node(model) or self.may_grow()
             )
             nodes = self.nodes_for(model, labels)
             # Its work is learnt when it wakes: not by a chat, while another node takes chats.
@@ -127,13 +143,13 @@ class ModelIndex:
 
     def awaits_chat_node(self, models: Iterable[str]) -> bool:
         """Whether none of the models' nodes is for chats, but one may yet turn up."""
-        return self._may_grow() and not any(map(self._has_chat_node, models))
+        return self.may_grow() and not any(map(self._has_chat_node, models))
 
     def _has_chat_node(self, model: str) -> bool:
         """Whether a node is for chats of this model, down or not."""
         return any(node.is_for_chat for node in self.nodes_for(model))
 
-    def _may_grow(self) -> bool:
+    def may_grow(self) -> bool:
         """Whether a node may yet report any model; one that is down or drained does not count."""
         self._index()
         return any(
@@ -170,7 +186,7 @@ class ModelIndex:
 
         A node that is down or drained and has never reported its models does not count.
         """
-        return self.serves(model) or self._may_grow()
+        return self.serves(model) or self.may_grow()
 
     def nodes_for(self, model: str, labels: NodeLabels = ()) -> tuple[Node, ...]:
         """The nodes that serve this public model name, down or not."""
@@ -180,24 +196,7 @@ class ModelIndex:
     def servers_of(self, models: Iterable[str], labels: NodeLabels = ()) -> list[ServerFigures]:
         """The servers of any of these models, down or not, each once."""
         nodes = dict.fromkeys(node for model in models for node in self.nodes_for(model, labels))
-        return [
-            ServerFigures(
-                slots=node.slots_total,
-                context=node.context,
-                trained_context=node.properties.trained_context,
-                has_vision=_has_vision(node),
-                has_audio=node.properties.audio is True,
-                has_video=node.properties.video is True,
-                endpoints=_known_endpoints(node),
-                is_up=node.is_alive,
-                on_gpu=node.spec.tier == "gpu",
-                parameters=node.properties.n_params,
-                size=node.properties.size,
-                quantization=node.properties.ftype,
-                file=node.properties.file,
-            )
-            for node in nodes
-        ]
+        return [server_figures(node) for node in nodes]
 
     def not_found_error(
         self, model: str | None, labels: NodeLabels = (), targets: Sequence[str] = ()
@@ -248,6 +247,25 @@ class ModelIndex:
             self._linked = _link_names(own_names)
             self._nameless = tuple(nameless)
         return self._serving
+
+
+def server_figures(node: Node, *, is_up: bool | None = None) -> ServerFigures:
+    """The node's server, as the public edge may know it; `is_up` None: as it is."""
+    return ServerFigures(
+        slots=node.slots_total,
+        context=node.context,
+        trained_context=node.properties.trained_context,
+        has_vision=_has_vision(node),
+        has_audio=node.properties.audio is True,
+        has_video=node.properties.video is True,
+        endpoints=_known_endpoints(node),
+        is_up=node.is_alive if is_up is None else is_up,
+        on_gpu=node.spec.tier == "gpu",
+        parameters=node.properties.n_params,
+        size=node.properties.size,
+        quantization=node.properties.ftype,
+        file=node.properties.file,
+    )
 
 
 def _link_names(own_names: Mapping[str, Iterable[str]]) -> dict[str, str]:

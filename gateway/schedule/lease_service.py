@@ -96,7 +96,7 @@ class LocalLeaseService:
 
     # Asked where else a request could go.
 
-    def has_other_node(
+    async def has_other_node(
         self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
     ) -> bool:
         """Whether a node is alive that could take it and has not failed it.
@@ -112,7 +112,7 @@ class LocalLeaseService:
             for node in nodes
         )
 
-    def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
+    async def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
         """Whether a node has the context that it is known to need. Raises: GatewayError."""
         return any(
             node.context is not None and node.context >= tried.min_context
@@ -120,7 +120,7 @@ class LocalLeaseService:
             for node in nodes
         )
 
-    def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
+    async def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
         """Whether a CPU node of its pool is alive that has not failed the request."""
         return any(
             node.spec.tier == "cpu"
@@ -130,7 +130,7 @@ class LocalLeaseService:
             for node in self.fleet.nodes.values()
         )
 
-    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
+    async def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
         """The error of a request that no node supports (501); None: some node may."""
         return self.scheduler.candidate_finder.unsupported_error(request, tried)
 
@@ -264,6 +264,9 @@ class LocalLeaseService:
         if lease.reservation is not None:
             lease.reservation.settle(cost, happened=True, now=now)
         return AttemptCharge(cost, lease.slots * (now - lease.taken_at))
+
+    def discard(self, _: str, /) -> None:
+        """What a request's attempts took so far has brought its client nothing: its record says."""
 
     # What the end teaches.
 

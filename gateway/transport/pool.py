@@ -302,12 +302,13 @@ def node_address(spec: NodeSpec) -> NodeAddress:
         port=port,
         path_prefix=url.path.rstrip("/").encode(),
         header_lines=lines.encode(),
-        tls=_tls_context(spec.tls) if secure else None,
+        tls=tls_context(spec.tls) if secure else None,
         server_name=(spec.tls.server_name if spec.tls else None) or host,
     )
 
 
-def _tls_context(spec: NodeTls | None) -> ssl.SSLContext:
+def tls_context(spec: NodeTls | None) -> ssl.SSLContext:
+    """How TLS is spoken with a node; None: by the defaults. Raises: ssl.SSLError, OSError."""
     context = ssl.create_default_context(cafile=str(spec.ca) if spec and spec.ca else None)
     if spec is not None and not spec.verify:
         context.check_hostname = False

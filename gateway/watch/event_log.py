@@ -11,6 +11,7 @@ import structlog
 
 from gateway.events import (
     AttemptEnded,
+    EdgeLost,
     EndedKind,
     EventBus,
     HookEnded,
@@ -42,6 +43,9 @@ _BAD_STATES = frozenset({"down", "ejected", "mute", "degraded"})
 _OWN_STATES = frozenset({"ejected", "degraded", "draining"})
 
 
+MOST_NAMED_REQUESTS = 16  # requests that broke off with an edge and that one line names
+
+
 def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.random) -> EventLog:
     """Log each event of `bus`. `draw`: a number from 0 to 1, for `EventLog.configure`."""
     event_log = EventLog(logs, draw)
@@ -56,6 +60,7 @@ def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.ran
     bus.subscribe(ModelsDiffer, event_log.models_differ)
     bus.subscribe(ModelLoadChanged, event_log.model_load)
     bus.subscribe(HookEnded, event_log.hook)
+    bus.subscribe(EdgeLost, event_log.edge_lost)
     bus.subscribe(InventoryChanged, event_log.inventory)
     bus.subscribe(SettingsChanged, event_log.settings)
     return event_log
@@ -201,6 +206,15 @@ class EventLog:
         elif event.change == "loaded" and not event.by_others:
             level = "debug"  # It was loaded before the gateway looked, as at each start.
         self._log(level, "model", fields)
+
+    def edge_lost(self, event: EdgeLost) -> None:
+        """A process that relays has ended though it was not told to."""
+        fields: dict[str, Any] = {"edge": event.edge, "reason": event.reason}
+        if event.requests:
+            # Each has a line of its own, too.
+            named = ", ".join(event.requests[:MOST_NAMED_REQUESTS])
+            fields |= {"requests": len(event.requests), "ids": escape_unprintable(named)}
+        self._log("error", "edge died", fields)
 
     def hook(self, event: HookEnded) -> None:
         """A standby node was started or stopped, or that failed."""

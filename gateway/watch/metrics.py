@@ -182,6 +182,14 @@ HELP = {
     ),
     "certificate_days_left": "Days until the certificate of a listener expires.",
     "cost_total": "Cost of requests that ended, in the settings' currency.",
+    "edge_connections": "Connections of clients at each edge.",
+    "edge_cpu_seconds_total": "Processor time of each edge since its start.",
+    "edge_late_leases_total": "Leases that edges gave back, since they came too late to be used.",
+    "edge_memory_bytes": "Most memory that each edge has had.",
+    "edge_streams": "Requests that wait or run at each edge.",
+    "edges": "Processes that relay, and run.",
+    "edges_configured": "Processes that relay, as the settings want them.",
+    "edges_died_total": "Processes that relay that have ended by themselves.",
     "first_token_seconds": "From arrival to the first content.",
     "folder_full": "1 while the folder of files and results has no room for what came of late.",
     "folder_refusals_total": "Files for which the folder of files and results had no room.",
@@ -343,6 +351,31 @@ class TraceSample:
     dropped: Mapping[str, int]  # By the reason
 
 
+@dataclass(frozen=True, slots=True)
+class EdgeSample:
+    """A process that relays for the gateway, as it has told of itself last."""
+
+    name: str
+    pid: int
+    ready: bool  # whether it gets connections
+    streams: int  # requests that wait or run there
+    connections: int  # of clients
+    cpu_share: float  # processors that it uses, over the last seconds
+    cpu_seconds: float  # that it has used since its start
+    memory_bytes: int  # the most so far
+    uptime_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EdgesSample:
+    """The processes that relay for the gateway."""
+
+    running: Sequence[EdgeSample]
+    configured: int  # that the settings want
+    died: int  # that have ended by themselves
+    late_leases: int  # that came too late to be used
+
+
 @dataclass(slots=True)
 class BatchSample:
     """Work that can wait, at the time of a scrape; counts are of this process."""
@@ -388,6 +421,7 @@ class MetricsSnapshot:
     ledger: LedgerSample | None = None
     batches: BatchSample | None = None
     traces: TraceSample | None = None  # None: no requests are traced
+    edges: EdgesSample | None = None  # None: the process does all by itself
     webhooks_waiting: int = 0  # Deliveries that wait in the store
 
 
@@ -590,6 +624,8 @@ class Metrics:
         if snapshot.traces is not None:
             page.number("traces_exported_total", snapshot.traces.exported)
             page.counts("traces_dropped_total", snapshot.traces.dropped, "reason")
+        if snapshot.edges is not None:
+            _add_edges(page, snapshot.edges)
         build = {(__version__, platform.python_version()): 1}
         page.counts("build_info", build, "version", "python")
         if self._with_gen_ai:
@@ -705,6 +741,20 @@ def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
     if snapshot.store is not None:
         page.number("store_up", int(snapshot.store.up))
         page.number("store_jobs_waiting", snapshot.store.waiting)
+
+
+def _add_edges(page: _Page, edges: EdgesSample) -> None:
+    page.number("edges", len(edges.running))
+    page.number("edges_configured", edges.configured)
+    page.number("edges_died_total", edges.died)
+    page.number("edge_late_leases_total", edges.late_leases)
+    for name, values in (
+        ("edge_streams", {one.name: one.streams for one in edges.running}),
+        ("edge_connections", {one.name: one.connections for one in edges.running}),
+        ("edge_cpu_seconds_total", {one.name: one.cpu_seconds for one in edges.running}),
+        ("edge_memory_bytes", {one.name: one.memory_bytes for one in edges.running}),
+    ):
+        page.counts(name, values, "edge")
 
 
 def _add_batches(page: _Page, batches: BatchSample) -> None:

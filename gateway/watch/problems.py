@@ -15,12 +15,15 @@ from typing import Any
 
 import structlog
 
+from gateway.events import EdgeLost
 from gateway.schedule.model_placer import UnkeptWish
 
 MOST_PROBLEMS = 50  # most problems that are told
 MOST_NAMED_NODES = 8  # most nodes that one problem names
 # Most paused models, and most models whose nodes differ, that are told one by one.
 MOST_NAMED_MODELS = 8
+MOST_NAMED_REQUESTS = 8  # most requests that one problem names
+LOST_EDGE_SECONDS = 600.0  # seconds for which it is a problem that an edge has died
 FULL_QUEUE_SHARE = 0.8  # of `queue.max`: from this share on the queue is about to refuse requests
 LONG_WAIT_SHARE = 0.5  # of `queue.max_wait`: from this share on the oldest request waits long
 # Share of the waiting requests, or of the last minute's, from which on one caller floods.
@@ -594,11 +597,36 @@ def _file_errors(state: FleetCondition) -> Iterator[Problem]:
             )
 
 
+def _lost_edges(state: FleetCondition) -> Iterator[Problem]:
+    lost = state.lost_edges
+    if not lost:
+        return
+    broken = [request for edge in lost for request in edge.requests]
+    named = ", ".join(broken[:MOST_NAMED_REQUESTS])
+    more = len(broken) - MOST_NAMED_REQUESTS
+    told = f"{_count(len(broken), 'request')} broke off: {named}" if broken else "Nothing broke off"
+    yield Problem(
+        "edge_died",
+        Severity.WARNING,
+        f"{_count(len(lost), 'edge')} died in the last {_duration(LOST_EDGE_SECONDS)}",
+        f"The last one was '{lost[-1].edge}' ({lost[-1].reason}). "
+        + told
+        + (f" and {more} more." if more > 0 else "."),
+        "It was started again. Its last words are in the log; if the machine killed it, memory is "
+        "short.",
+        ("journalctl -u llama-gateway -n 200", "journalctl -k -n 50"),
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 RULES = (
     _locked, _fleet_out, _models_out, _failing_requests, _paused_models, _full_queue, _out_nodes,
     _failed_loads, _second_gateway, _routers_left_alone, _unkept_wishes, _slow_nodes,
     _drifted_nodes, _flooding_caller, _spent_budget, _store_problems, _full_storage,
-    _file_errors, _failed_starts, _drained_nodes, _differing_models,
+    _file_errors, _failed_starts, _lost_edges, _drained_nodes, _differing_models,
 )  # fmt: skip
 """In the order in which problems of one severity are shown."""
 
@@ -842,3 +870,4 @@ class FleetCondition:
     ledger: Mapping[str, Any] | None = None  # `dropped` and `error` of the ledger
     audit_lost: int = 0
     storage: StorageCondition = StorageCondition()
+    lost_edges: Sequence[EdgeLost] = ()  # of the last `LOST_EDGE_SECONDS`, the latest last

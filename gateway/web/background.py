@@ -342,12 +342,29 @@ class StorableRequest(Protocol):
     exchange: HttpExchange
     route: Route
     config: HandlerConfig
+    passed_on: bool
+    """Whether another process serves the request and tells of its end."""
 
     def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
 
     async def check(self, context: RequestContext, body: bytes) -> Request:
         """The request that nodes would get, if it ran now. Raises: GatewayError."""
+
+
+class TakesStorable(Protocol):
+    """Takes requests whose responses are kept or made later."""
+
+    async def serve(
+        self, served: StorableRequest, context: RequestContext, body: bytes
+    ) -> bytes | None:
+        """The body to go on with, as usual; None: the response was sent. Raises: GatewayError."""
+
+
+def asks_to_store(route: Route, context: RequestContext, body: bytes) -> bool:
+    """Whether `Storing` may have to do with the request."""
+    stored = route.path == RESPONSES_PATH and may_ask_to_store(body)
+    return stored or (context.prefers_async and ROUTES.get(route.path) is route)
 
 
 @dataclass(frozen=True, slots=True)

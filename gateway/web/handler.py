@@ -69,7 +69,7 @@ from gateway.terms import Headers
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.watch.request_tracing import RequestTracing
-from gateway.web.background import Storing
+from gateway.web.background import TakesStorable
 
 PROGRESS_SECONDS = 1.0  # seconds between progress comments, for a client that asks for them
 TIMER_TOLERANCE = 0.01  # seconds by which a timer may fire early
@@ -99,7 +99,7 @@ class RequestHandler:
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     latest_edits: SupersedingMap[InFlightRequest] = field(default_factory=SupersedingMap)
     """Completions that editors wait for; a newer one of the same session ends the older."""
-    storing: Storing | None = None  # takes what is to be kept or made later
+    storing: TakesStorable | None = None  # takes what is to be kept or made later
     tracing: RequestTracing | None = None
     _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -150,8 +150,8 @@ class _HandledRequest:
     __slots__ = (
         "_allocation", "_body_size", "_context", "_edit_session", "_handler",
         "_heartbeat", "_in_flight", "_node_route", "_reservation", "_rewriter", "config",
-        "exchange", "numbered_heartbeats", "received_at", "record", "request_id", "response",
-        "route",
+        "exchange", "numbered_heartbeats", "passed_on", "received_at", "record", "request_id",
+        "response", "route",
     )  # fmt: skip
 
     def __init__(self, handler: RequestHandler, route: Route, exchange: HttpExchange) -> None:
@@ -170,6 +170,7 @@ class _HandledRequest:
         self._heartbeat: Heartbeat | None = None
         self.numbered_heartbeats: NumberedHeartbeats | None = None
         """Those of its stream, if its client needs them."""
+        self.passed_on = False  # whether another process serves it, and tells of its end
         self._body_size = 0  # bytes of a small body; larger ones are counted by `_allocation`
         self._allocation: BodyAllocation | None = None
         self.received_at = handler.clock()
@@ -522,7 +523,10 @@ class _HandledRequest:
                     handler.latest_edits.discard(self._edit_session, self._in_flight)
         finally:
             # Whatever fails: else its slot of the limits would be lost.
-            handler.ended(self.record, self.exchange.headers, self.received_at, self._reservation)
+            if not self.passed_on:
+                handler.ended(
+                    self.record, self.exchange.headers, self.received_at, self._reservation
+                )
 
     def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -9,14 +10,16 @@ from gateway.app.startup import (
     Options,
     StartError,
     check_startup,
+    count_edges,
     keys_file,
     load_checked,
     read_admin_key,
+    share_memory,
     state_file,
     state_folder,
     store_location,
 )
-from gateway.config.listeners import AdminSettings, ListenSettings
+from gateway.config.listeners import AdminSettings, LimitSettings, ListenSettings
 from gateway.config.settings import Settings
 from gateway.config.stored import StoreSettings
 
@@ -180,3 +183,19 @@ def test_each_inventory_has_state_files_of_its_own(tmp_path: Path) -> None:
     files = {state_file(one, "drains"), state_file(other, "drains"), state_file(one, "seen")}
     assert len(files) == 3
     assert state_file(Options(tmp_path / "a.yaml", state_dir=tmp_path), "drains") in files
+
+
+@pytest.mark.parametrize(
+    ("edges", "cores", "started"), [(0, 8, 0), (3, 1, 3), ("auto", 8, 7), ("auto", 1, 1)]
+)
+def test_auto_starts_an_edge_for_each_core_but_one(
+    edges: int | Literal["auto"], cores: int, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert count_edges(Options(Path("nodes.yaml"), edges=edges).apply_to(Settings())) == started
+
+
+def test_each_process_has_its_share_of_the_memory_for_bodies_but_one_body_at_least() -> None:
+    limits = LimitSettings(buffered_bytes=1 << 30, body_bytes=100 << 20)
+    assert share_memory(limits, 3).buffered_bytes == 256 << 20
+    assert share_memory(limits, 63).buffered_bytes == 100 << 20

@@ -44,6 +44,21 @@ def test_a_named_settings_file_is_used_even_if_missing(given: list[Options]) -> 
     assert given[0].settings_file == Path("missing.yaml")
 
 
+@pytest.mark.parametrize(("word", "edges"), [("0", 0), ("3", 3), ("auto", "auto")])
+def test_edges_are_a_number_or_auto(given: list[Options], word: str, edges: object) -> None:
+    run("serve", "--edges", word)
+    assert given[0].edges == edges
+
+
+@pytest.mark.parametrize("word", ["-1", "65", "many", "1.5"])
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_another_word_for_edges_is_refused(given: list[Options], command: str, word: str) -> None:
+    ran = run(command, "--edges", word)
+    assert ran.status == 2
+    assert "must be a number up to 64, or auto" in ran.err
+    assert not given
+
+
 def test_a_flag_beats_the_environment(
     given: list[Options], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,7 +162,7 @@ def _frame_of(thread: int) -> FrameType | None:
             gc.enable()
 
 
-RUNNER = "gateway/app/process.py:run_event_loop"
+RUNNER = "gateway/app/event_loop.py:run_event_loop"
 """Below all callbacks of a gateway's process: as the innermost, it ends the loop's threads."""
 
 _AWAITED = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

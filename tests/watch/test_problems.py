@@ -8,10 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.cli import app
+from gateway.events import EdgeLost
 from gateway.schedule.model_placer import UnkeptWish
 from gateway.watch.problems import (
     MOST_NAMED_MODELS,
     MOST_NAMED_NODES,
+    MOST_NAMED_REQUESTS,
     MOST_PROBLEMS,
     FleetCondition,
     ModelNodes,
@@ -48,6 +50,7 @@ def only(condition: FleetCondition) -> Problem:
 
 
 FAULTS = {
+    "edge died": replace(WELL, lost_edges=[EdgeLost("edge-2", "it has ended", ("r1", "r2"))]),
     "node killed": replace(WELL, nodes=[out("a-0")], usable=3),
     "node slow": replace(
         WELL, nodes=[NodeCondition("a-0", "epyc-a", "degraded", "writes at 30 % of its usual")]
@@ -377,3 +380,16 @@ def test_a_second_gateway_is_told_with_the_nodes_that_it_uses() -> None:
     problem = only(replace(WELL, tell_slots=30, used_by_others=names))
     assert "20 of the 30 nodes" in problem.cause
     assert problem.nodes == tuple(names[:MOST_NAMED_NODES])
+
+
+def test_requests_that_broke_off_with_an_edge_are_named() -> None:
+    names = tuple(f"r{number}" for number in range(MOST_NAMED_REQUESTS + 2))
+    lost = [EdgeLost("edge-1", "it has ended", ()), EdgeLost("edge-2", "silence", names)]
+    problem = only(replace(WELL, lost_edges=lost))
+    assert problem.title == "2 edges died in the last 10 min"
+    assert problem.cause == (
+        "The last one was 'edge-2' (silence). 10 requests broke off: "
+        "r0, r1, r2, r3, r4, r5, r6, r7 and 2 more."
+    )
+    alone = only(replace(WELL, lost_edges=lost[:1]))
+    assert alone.cause.endswith("Nothing broke off.")

@@ -27,6 +27,7 @@ from gateway.callers.meter import Meter
 from gateway.callers.reports import CallerUsage, Reporter
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
+from gateway.edges.supervisor import Edges
 from gateway.events import EventBus, RequestRecord
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
@@ -86,6 +87,7 @@ class BareGateway:
     model_placer: ModelPlacer = field(init=False)
     store: Store | None = None
     ledger: Ledger | None = None
+    edges: Edges | None = None
     ended: list[RequestRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -330,6 +330,10 @@ def headline(picture: FleetPicture) -> str:
     ]
     if speed:
         parts.append(f"{speed:.0f} tokens/s")
+    if edges := get("edges"):
+        shares = "+".join(f"{100 * one['cpu_share']:.0f}" for one in edges)
+        streams = "+".join(str(one["streams"]) for one in edges)
+        parts.append(f"edges {streams} requests, {shares} % CPU")
     return " | ".join(parts)
 
 

@@ -1,0 +1,240 @@
+"""An edge as a process: it relays what clients and nodes send, as its brain decides.
+
+`python -m gateway edge NAME LINK SOCKETS LEVEL FORMAT`: the brain has opened the two descriptors
+(`edges/supervisor.py`). Over the one the edge is told all that it must know, over the other it gets
+the connections of clients; the last two are for its log. Signals are the brain's business: an edge
+ends when it is told to, or when its brain has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import structlog
+
+from gateway.app.event_loop import collect_garbage, freeze_objects, run_event_loop
+from gateway.app.startup import share_memory
+from gateway.config.listeners import LimitSettings
+from gateway.config.settings import Settings
+from gateway.edges.edge import EdgeServices, NotReady
+from gateway.edges.passing import Passing
+from gateway.edges.sockets import (
+    Drain,
+    EdgeLoad,
+    End,
+    NewClient,
+    Ready,
+    Reject,
+    SocketChannel,
+    Taken,
+    ToEdge,
+)
+from gateway.forward.forwarder import Forwarder
+from gateway.http.certificates import CertificateError, ListenerCertificates, changed_files
+from gateway.http.listener import ClientServer
+from gateway.http.protocol import protocol_class
+from gateway.http.request_head import HandlerConfig
+from gateway.request.routes import Route, routes_of
+from gateway.system import connection_limits, raise_open_file_limit
+from gateway.watch.logs import LogFormat, Logs, set_up_logging
+from gateway.web.handler import RequestHandler
+
+KNOWN_SECONDS = 50.0  # until the edge has been told what it must know
+LOAD_SECONDS = 0.1  # seconds between two looks at how busy it is
+STEADY_LOOKS = 10  # looks after which that is told again though it has not changed
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+log = structlog.get_logger()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve until the brain ends it; exits with the process's status."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    name, link, sockets, level, log_format = arguments
+    ends = [socket.socket(fileno=int(number)) for number in (link, sockets)]
+    with set_up_logging(level, cast("LogFormat", log_format)) as logs:
+        status = run_event_loop(serve(name, ends[0], ends[1], logs))
+    sys.exit(status)
+
+
+async def serve(name: str, link: socket.socket, sockets: socket.socket, logs: Logs) -> int:
+    """Serve as this edge until the brain ends it; returns the exit status."""
+    edge = Edge(name, sockets, logs)
+    try:
+        await edge.services.start(link, KNOWN_SECONDS)
+        edge.open()
+        return await edge.run()
+    except (NotReady, CertificateError) as error:
+        log.error("an edge can't serve", edge=name, why=str(error))  # noqa: TRY400
+        return 1
+    finally:
+        await edge.aclose()
+
+
+def share_limits(limits: LimitSettings, edges: int, open_files: int) -> LimitSettings:
+    """The limits of one edge, of those of the whole gateway."""
+    connections, _ = connection_limits(open_files, -(-limits.connections // edges), 0)
+    return share_memory(limits.model_copy(update={"connections": connections}), edges)
+
+
+class Edge:
+    """One edge; `services` are to be started before `open`."""
+
+    def __init__(self, name: str, sockets: socket.socket, logs: Logs) -> None:
+        self.services = EdgeServices(
+            name, on_configured=self._configure, on_lost=lambda _: self._orders.put_nowait(None)
+        )
+        self._logs = logs
+        self._orders: asyncio.Queue[Drain | End | None] = asyncio.Queue()
+        """What the brain wants; None: it has ended."""
+        self._channel: SocketChannel[ToEdge] = SocketChannel(
+            sockets, ToEdge, self._receive, lambda: self._orders.put_nowait(None)
+        )
+        self._open_files = raise_open_file_limit()
+        self._passing = Passing(self._channel)
+        self._routes: dict[bytes, Route] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._handler: RequestHandler | None = None
+        self._server: ClientServer | None = None
+
+    def open(self) -> None:
+        """Begin to serve clients. Raises: CertificateError."""
+        services, settings = self.services, self._settings()
+        context = services.context
+        self._handler = RequestHandler(
+            self._handler_config(settings),
+            forwarder=Forwarder(context),
+            queue=services.scheduler,
+            catalog=services.catalog,
+            registry=services.registry,
+            bus=services.bus,
+            clock=context.clock,
+            time_slicer=context.time_slicer,
+            meter=services.meter,
+            storing=self._passing,
+            tracing=services.tracing,
+        )
+        self._configure()
+        certificates = ListenerCertificates({"listen.tls": settings.listen.tls})
+        self._server = ClientServer(
+            self._passing,
+            protocol=protocol_class(
+                settings.limits,
+                self._handler.serve,
+                settings.listen.trusted_proxies,
+                routes=self._routes,
+                turn=services.turn_limit,
+            ),
+            keep_alive=settings.listen.keep_alive,
+            tls=certificates.context_of("listen.tls"),
+            name=services.name,
+        )
+        self._server.open()
+        registry = services.registry
+        self._tasks = [
+            asyncio.create_task(self._tell_load(self._server), name="tell the load"),
+            asyncio.create_task(_renew(certificates), name="watch the certificates"),
+            asyncio.create_task(collect_garbage(lambda: not registry), name="collect garbage"),
+        ]
+        freeze_objects()
+        self._channel.send(Ready())
+
+    async def run(self) -> int:
+        """Serve until the brain ends this edge; returns the exit status."""
+        assert self._server is not None
+        work: asyncio.Task[None] | None = None
+        while True:
+            order = asyncio.create_task(self._orders.get())
+            waits = [order] if work is None else [order, work]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not order.done():
+                order.cancel()
+                return 0
+            match order.result():
+                case None:
+                    # The brain has ended: what runs here can't be accounted for.
+                    return 1
+                case Drain():
+                    work = asyncio.create_task(self._server.drain())
+                case End():
+                    work = asyncio.create_task(self._server.close())
+
+    async def aclose(self) -> None:
+        """Tell the brain the last, and end."""
+        for task in self._tasks:
+            task.cancel()
+        await self.services.aclose()
+        self._channel.close()
+
+    def _receive(self, message: ToEdge, sock: socket.socket | None) -> None:
+        match message:
+            case NewClient():
+                # First: the brain gives it to another edge if this one ends before.
+                self._channel.send(Taken())
+                if sock is None:
+                    log.error("a connection was lost, as there is no descriptor left")
+                elif self._server is not None:
+                    sock.setblocking(False)
+                    self._server.adopt(sock)
+            case Reject():
+                if self._handler is not None:
+                    self._handler.reject_requests()
+            case Drain() | End():
+                self._orders.put_nowait(message)
+
+    async def _tell_load(self, server: ClientServer) -> None:
+        """Tell the brain how busy this edge is, until cancelled."""
+        told, steady = EdgeLoad(0, 0, 0, 0.0, 0), STEADY_LOOKS
+        while True:
+            fresh = sum(one.cycle is None for one in server.connections)
+            streams, connections = len(self.services.registry), len(server.connections)
+            steady += 1
+            if steady > STEADY_LOOKS or (streams, fresh, connections) != (
+                told.streams, told.fresh, told.connections
+            ):  # fmt: skip
+                memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                told = EdgeLoad(streams, fresh, connections, time.process_time(), memory)
+                self._channel.send(told)
+                steady = 0
+            await asyncio.sleep(LOAD_SECONDS)
+
+    # Settings.
+
+    def _settings(self) -> Settings:
+        """The settings in force, with this edge's share of the limits."""
+        settings = self.services.settings
+        limits = share_limits(settings.limits, self.services.edges, self._open_files)
+        return settings.model_copy(update={"limits": limits})
+
+    def _configure(self) -> None:
+        """Put the settings in force that the brain has told."""
+        if self._handler is None:
+            return
+        settings = self._settings()
+        self._logs.configure(settings.logging.level)
+        self._handler.configure(self._handler_config(settings))
+        self._routes.clear()
+        routes = routes_of(settings)
+        self._routes.update((path.encode(), route) for path, route in routes.items())
+
+    def _handler_config(self, settings: Settings) -> HandlerConfig:
+        services = self.services
+        return HandlerConfig.of(
+            settings,
+            loopback=services.loopback,
+            keyed_hash=services.keyed_hash,
+            key_ring=services.key_ring,
+        )
+
+
+async def _renew(certificates: ListenerCertificates) -> None:
+    """Put certificates in force when their files change, until cancelled."""
+    async for changed in changed_files(lambda: certificates.files):
+        await certificates.renew(changed)

@@ -1,0 +1,1 @@
+"""Edges: processes that relay connections, and the brain, the one process that decides."""

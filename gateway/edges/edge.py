@@ -1,0 +1,812 @@
+"""An edge's side: what it forwards requests with, though the brain decides.
+
+`RemoteScheduler` stands for the brain's: it asks for leases and reports how attempts go. Requests
+are admitted within their callers' limits together with the first lease that they ask for
+(`EdgeMeter`), so that both take one round trip. What an edge must know at once it was told before:
+settings, keys, models (`EdgeServices`).
+
+If the link is lost, the edge can do nothing but end: the brain takes its leases for lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+from msgspec.structs import replace
+
+from gateway import errors
+from gateway.callers.limits import Accounts, LimitBook, RateLimit, Reservation
+from gateway.callers.meter import Meter
+from gateway.config.inventory import NodeTls
+from gateway.config.settings import Settings
+from gateway.config.telemetry import TracesSettings
+from gateway.edges import messages
+from gateway.edges.link import SILENCE_SECONDS, EdgeLink
+from gateway.edges.snapshots import KeyCopies, ModelCopies
+from gateway.errors import GatewayError
+from gateway.events import AttemptEnded, EventBus, RequestRecord, StreamResumed, call_later
+from gateway.forward.attempt_ends import Losses
+from gateway.forward.context import ForwardContext
+from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
+from gateway.lease import (
+    NOTHING_CHARGED,
+    AttemptCharge,
+    AttemptReport,
+    GrantedLease,
+    KeyedHash,
+    LeaseRequest,
+    NodeInfo,
+    QueuePosition,
+    Tried,
+    UsageReport,
+)
+from gateway.nodes.server_properties import ServerProperties
+from gateway.schedule.core.demand_model import has_long_prompt
+from gateway.schedule.decision_log import DecisionLog
+from gateway.terms import Caller, Headers, parse_traceparent
+from gateway.transport.connection import TurnLimit
+from gateway.transport.pool import ConnectionPool, NodeAddress, tls_context
+from gateway.transport.resolver import Resolver
+from gateway.watch.request_tracing import RequestTracing, Sampler
+
+log = structlog.get_logger()
+LONGEST_TRACEPARENT = 512  # bytes of the header; a longer one says nothing
+# Age of a lease, in seconds, from which on it is given back and asked for anew. The brain gives the
+# edge up when it has heard nothing for `SILENCE_SECONDS`: so a younger lease is still the edge's.
+GRANT_SECONDS = SILENCE_SECONDS / 2
+EXCUSE_SECONDS = 1.0  # seconds for which the answer holds that a node may be silent
+ANSWER_SECONDS = 10.0  # most seconds to wait for an answer that the brain gives at once
+
+
+class Nodes:
+    """The nodes that leases have named, and the edge's own connections to them."""
+
+    def __init__(self, resolver: Resolver, turn: TurnLimit) -> None:
+        self._resolver, self._turn = resolver, turn
+        self._routes: dict[str, messages.NodeRoute] = {}
+        self._retired: list[ConnectionPool] = []
+        """Pools that have been replaced, as long as a lease may use them."""
+        self.by_name: dict[str, NodeInfo] = {}
+
+    def meet(self, met: messages.NodeMet) -> None:
+        """A node is new, or has changed."""
+        name, known = met.info.name, self.by_name.get(met.info.name)
+        if known is not None and self._routes[name] == met.route:
+            pool = known.connections
+        else:
+            self.forget(name)
+            pool = self._open(name, met.route)
+        self._routes[name] = met.route
+        self.by_name[name] = replace(met.info, connections=pool)
+
+    def forget(self, name: str) -> None:
+        """A node has left."""
+        known = self.by_name.pop(name, None)
+        if known is not None and isinstance(known.connections, ConnectionPool):
+            self._retired.append(known.connections)
+
+    def close_retired(self, held: Iterable[GrantedLease]) -> None:
+        """Close the pools of nodes that have left or changed and that no lease uses any more."""
+        if not self._retired:
+            return
+        in_use = {id(lease.node.connections) for lease in held}
+        retired, self._retired = self._retired, []
+        for pool in retired:
+            if id(pool) in in_use:
+                self._retired.append(pool)
+            else:
+                pool.close()
+
+    def close(self) -> None:
+        """Close all connections that are idle."""
+        for name in list(self.by_name):
+            self.forget(name)
+        self.close_retired(())
+
+    def _open(self, name: str, route: messages.NodeRoute) -> ConnectionPool:
+        try:
+            tls = None if route.tls is None else tls_context(NodeTls.model_validate(route.tls))
+        except (OSError, ValueError) as error:  # Those of TLS are both.
+            log.error("files of a node's TLS can't be used", node=name, why=str(error))  # noqa: TRY400
+            tls = ssl.create_default_context()
+        address = NodeAddress(
+            route.host, route.port, route.path_prefix, route.header_lines, tls, route.server_name
+        )
+        return ConnectionPool(address, self._resolver, turn=self._turn)
+
+
+@dataclass(slots=True, eq=False)
+class WaitingAsk:
+    """A request that waits for a lease."""
+
+    asked: messages.AskLease
+    asked_at: float
+    granted: asyncio.Future[GrantedLease]
+    accounts: EdgeAccounts | None  # of a request that is admitted with it
+
+
+@dataclass(slots=True, eq=False)
+class HeldLease:
+    """A lease that the edge has and has not reported as ended."""
+
+    lease: GrantedLease
+    shares_pool: bool
+    excused: bool | None = None  # whether its node may be silent; None: it is not known
+    excused_at: float = 0.0  # when that was told; or asked, while it is not known
+    asks: bool = False  # whether the brain is being asked
+
+
+class RemoteScheduler:
+    """The brain's scheduler, as an edge sees it: a `LeaseService` and a `RequestQueue`."""
+
+    def __init__(
+        self, link: EdgeLink, nodes: Nodes, bus: EventBus, clock: Callable[[], float]
+    ) -> None:
+        self._link, self._nodes, self._bus, self._clock = link, nodes, bus, clock
+        self.edges = 1  # how many edges share what is counted here
+        self.closing = False  # whether the link is lost, so that there are no more leases
+        self._most_slots = 0
+        self._asks: Iterator[int] = itertools.count(1)
+        self._waiting: dict[int, WaitingAsk] = {}
+        self._asked_by: dict[str, int] = {}
+        """Under which number each waiting request has asked."""
+        self._held: dict[int, HeldLease] = {}
+        self._openings: dict[str, tuple[messages.Opening, EdgeAccounts]] = {}
+        """Of requests that are to be admitted with their first lease."""
+        self._answers: dict[int, asyncio.Future[messages.NodeAnswer]] = {}
+        self._excuses: dict[int, int] = {}
+        """Leases that are asked about, by the number of the question."""
+        self._positions: dict[str, QueuePosition | None] = {}
+        self._position_asks: dict[int, str] = {}
+        self._unsettled = 0  # responses that have ended and are not accounted for
+
+    # Asked for a lease.
+
+    def open(self, opening: messages.Opening, accounts: EdgeAccounts) -> None:
+        """A request is to be admitted with the first lease that it asks for."""
+        self._openings[opening.id] = opening, accounts
+
+    def take_opening(self, request_id: str) -> messages.Opening | None:
+        """The opening of a request that has asked for no lease; None: it has."""
+        found = self._openings.pop(request_id, None)
+        return None if found is None else found[0]
+
+    def lease_now(self, _: LeaseRequest, __: Tried, ___: float, /) -> GrantedLease | None:
+        """None: what it takes to know is elsewhere."""
+        return None
+
+    async def wait_for_lease(
+        self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False
+    ) -> GrantedLease:
+        """Wait until a slot is granted. Raises: GatewayError."""
+        if self._link.lost:
+            raise errors.shutting_down()
+        opening, accounts = self._opening_of(request, age)
+        if self._unsettled and (
+            has_long_prompt(request) or (accounts is not None and accounts.tracked)
+        ):
+            self._bus.flush()  # So that the brain knows what those took, and what nodes cached.
+        asked = messages.AskLease(next(self._asks), request, tried, age, response_started, opening)
+        waiting = WaitingAsk(
+            asked, self._clock(), asyncio.get_running_loop().create_future(), accounts
+        )
+        self._ask(waiting)
+        self._asked_by[request.id] = asked.ask
+        try:
+            return await waiting.granted
+        except asyncio.CancelledError:
+            granted = waiting.granted
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self._give_back(granted.result().id)
+            raise
+        finally:
+            self._withdraw(request.id)
+
+    def _opening_of(
+        self, request: LeaseRequest, age: float
+    ) -> tuple[messages.Opening | None, EdgeAccounts | None]:
+        """What is sent of a request that is not admitted yet, with that of its first prompt."""
+        openings = self._openings
+        if not openings:
+            return None, None
+        found = openings.pop(request.id, None)
+        if found is not None:
+            return replace(found[0], age=age, request=None), found[1]
+        found = openings.pop(request.id.rpartition(".")[0], None)
+        return (None, None) if found is None else (replace(found[0], age=age), found[1])
+
+    def _ask(self, waiting: WaitingAsk) -> None:
+        self._waiting[waiting.asked.ask] = waiting
+        self._link.tell(waiting.asked)
+
+    def _withdraw(self, request_id: str) -> None:
+        """Nobody waits any more for the lease that this request has asked for."""
+        ask = self._asked_by.pop(request_id, None)
+        self._positions.pop(request_id, None)
+        if ask is not None and self._waiting.pop(ask, None) is not None:
+            self._link.tell(messages.Withdraw(ask))
+
+    def granted(self, told: messages.Granted) -> None:
+        """A lease was granted."""
+        waiting = self._waiting.pop(told.ask, None)
+        if waiting is not None and waiting.accounts is not None:
+            waiting.accounts.tell_rates(told.rates)
+        if waiting is None or waiting.granted.done():
+            self._link.tell(messages.GiveBack(told.id, late=False))
+            return
+        if self._link.age > GRANT_SECONDS:
+            # The brain may have given this edge up meanwhile, and what it had.
+            self._link.tell(messages.GiveBack(told.id, late=True))
+            self._ask_again(waiting)
+            return
+        lease = GrantedLease(
+            told.id,
+            self._nodes.by_name[told.node],
+            told.model,
+            told.served_name,
+            told.stream,
+            told.reading,
+            slots=told.slots,
+            fallback=told.fallback,
+        )
+        self._held[told.id] = HeldLease(lease, told.shares_pool)
+        waiting.granted.set_result(lease)
+
+    def _ask_again(self, waiting: WaitingAsk) -> None:
+        asked, now = waiting.asked, self._clock()
+        age = asked.age + now - waiting.asked_at
+        waiting.asked = replace(asked, ask=next(self._asks), age=age, opening=None)
+        waiting.asked_at = now
+        self._asked_by[asked.request.id] = waiting.asked.ask
+        self._ask(waiting)
+
+    def refused(self, told: messages.Refused) -> None:
+        """There is no lease for a request."""
+        waiting = self._waiting.pop(told.ask, None)
+        if waiting is None:
+            return
+        if waiting.accounts is not None:
+            waiting.accounts.tell_rates(told.rates)
+        if not waiting.granted.done():
+            waiting.granted.set_exception(told.error.error())
+
+    def _give_back(self, lease_id: int) -> None:
+        del self._held[lease_id]
+        self._link.tell(messages.GiveBack(lease_id, late=False))
+
+    # Asked where else a request could go.
+
+    async def has_other_node(
+        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
+    ) -> bool:
+        """As `LeaseService.has_other_node`. Raises: GatewayError."""
+        return await self._question("has_other_node", request, tried, but_paused=but_paused)
+
+    async def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
+        """As `LeaseService.has_larger_context`. Raises: GatewayError."""
+        return await self._question("has_larger_context", request, tried)
+
+    async def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
+        """As `LeaseService.has_cpu_node`."""
+        return await self._question("has_cpu_node", request, tried)
+
+    async def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
+        """As `LeaseService.unsupported_error`."""
+        try:
+            await self._question("unsupported_error", request, tried)
+        except GatewayError as error:
+            return error
+        return None
+
+    async def _question(
+        self,
+        what: messages.NodeQuestion,
+        request: LeaseRequest,
+        tried: Tried,
+        *,
+        but_paused: bool = False,
+    ) -> bool:
+        """Ask the brain about nodes. Raises: GatewayError."""
+        if self._link.lost:
+            raise errors.shutting_down()
+        ask = next(self._asks)
+        answer: asyncio.Future[messages.NodeAnswer] = asyncio.get_running_loop().create_future()
+        self._answers[ask] = answer
+        self._link.tell(messages.AskNodes(ask, what, request, tried, but_paused))
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                told = await answer
+        except TimeoutError:
+            return False
+        finally:
+            del self._answers[ask]
+        if told.error is not None:
+            raise told.error.error()
+        return told.yes
+
+    def answered_question(self, told: messages.NodeAnswer) -> None:
+        """The brain has answered."""
+        answer, lease_id = self._answers.get(told.ask), self._excuses.pop(told.ask, None)
+        if answer is not None and not answer.done():
+            answer.set_result(told)
+        held = None if lease_id is None else self._held.get(lease_id)
+        if held is not None:
+            held.excused, held.excused_at, held.asks = told.yes, self._clock(), False
+
+    def resume_key_of(self, props: object) -> tuple[object, ...]:
+        """The `resume_key` of a server that answers `/props` like this."""
+        properties = ServerProperties()
+        properties.read_props(props)
+        return properties.resume_key()
+
+    def most_slots_of_a_host(self) -> int:
+        """The slots of the largest host: all its requests may have to move at once."""
+        return self._most_slots
+
+    def share(self, edges: int) -> None:
+        """So many edges share what is counted here, this one included."""
+        self.edges = max(1, edges)
+
+    def take_figures(self, figures: messages.FleetFigures) -> None:
+        """Small figures of the brain's have changed."""
+        self._most_slots = math.ceil(figures.most_slots_of_a_host / self.edges)
+
+    # Told how the attempt goes.
+
+    def reading_began(self, lease_id: int) -> None:
+        """The head of a streamed response has come: a slot reads the prompt."""
+        self._link.tell(messages.LeaseNews(lease_id, "reading_began"))
+
+    def content_began(self, lease_id: int) -> None:
+        """The first content has come: the prompt has been read."""
+        self._link.tell(messages.LeaseNews(lease_id, "content_began"))
+
+    def content_went_on(self, lease_id: int, tokens: int) -> None:
+        """More content has come since the last report; `tokens`: 0: it is not known how fast."""
+        self._link.tell(messages.ContentWentOn(lease_id, tokens))
+
+    def response_received(self, lease_id: int) -> None:
+        """The whole response has come: the slots are free, though the client still reads it."""
+        self._link.tell(messages.LeaseNews(lease_id, "response_received"))
+
+    def answered(self, lease_id: int) -> None:
+        """The node answers a request that other nodes have failed: those were to blame."""
+        self._link.tell(messages.LeaseNews(lease_id, "answered"))
+
+    def is_silence_excused(self, lease_id: int) -> bool | None:
+        """Whether the node reads another prompt, as the brain said last; None: it is asked."""
+        held, now = self._held[lease_id], self._clock()
+        fresh = held.excused is not None and now - held.excused_at < EXCUSE_SECONDS
+        if not fresh and not held.asks:
+            ask = next(self._asks)
+            self._excuses[ask], held.asks = lease_id, True
+            self._link.tell(messages.AskExcused(ask, lease_id))
+        return held.excused if fresh else None
+
+    def pool_overflowed(self, lease_id: int) -> bool:
+        """The node says that its context is full: whether its slots share that, as is known now.
+
+        That its slots are seen to share it is the brain's to learn; here it is believed of a
+        server of llama.cpp that has more of this edge's work.
+        """
+        self._link.tell(messages.LeaseNews(lease_id, "pool_overflowed"))
+        held = self._held[lease_id]
+        node = held.lease.node
+        if held.shares_pool or node.kind != "llama.cpp":
+            return held.shares_pool
+        return sum(one.lease.node.name == node.name for one in self._held.values()) > 1
+
+    # Told how it ended.
+
+    def ended(self, report: AttemptReport) -> AttemptCharge:
+        """The attempt is over. What it took is counted by the brain."""
+        del self._held[report.lease_id]
+        self._unsettled += report.response_began
+        self._link.tell(messages.Ended(report))
+        return NOTHING_CHARGED
+
+    def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
+        """Count what an ended response took: by the brain."""
+        self._unsettled -= 1
+        self._link.tell(messages.Settled(report, request.id))
+        return NOTHING_CHARGED
+
+    def discard(self, request_id: str) -> None:
+        """What the attempts of this request took so far has brought its client nothing."""
+        self._link.tell(messages.Discarded(request_id))
+
+    def sweep(self) -> None:
+        """Close connections that no lease can use any more; a few times a second."""
+        self._nodes.close_retired(held.lease for held in self._held.values())
+
+    # The queue.
+
+    def has_room(self) -> bool:
+        """Whether one more request could be taken; the brain says so for each."""
+        return not self.closing
+
+    def retry_after(self) -> float:
+        """Seconds until another try is worth while."""
+        return errors.UNREPORTED_RETRY_AFTER
+
+    def queue_position(self, request_id: str) -> QueuePosition | None:
+        """Where a request stands, as the brain said when it was asked last."""
+        if request_id not in self._asked_by:
+            return None
+        if request_id not in self._position_asks.values():
+            ask = next(self._asks)
+            self._position_asks[ask] = request_id
+            self._link.tell(messages.AskPosition(ask, request_id))
+        return self._positions.get(request_id)
+
+    def take_position(self, told: messages.Position) -> None:
+        """The brain says where a request stands."""
+        request_id = self._position_asks.pop(told.ask, None)
+        if request_id is not None and request_id in self._asked_by:
+            self._positions[request_id] = told.position
+
+    def refuse(self, request_id: str, error: GatewayError) -> bool:
+        """End the wait of a request with this error; returns whether it was waiting."""
+        ask = self._asked_by.get(request_id)
+        waiting = None if ask is None else self._waiting.get(ask)
+        if waiting is None or waiting.granted.done():
+            return False
+        waiting.granted.set_exception(error)
+        return True
+
+    def shed(self, request_id: str, error: GatewayError) -> bool:
+        """The same, to free its memory: not once it has been at a node."""
+        ask = self._asked_by.get(request_id)
+        waiting = None if ask is None else self._waiting.get(ask)
+        if waiting is None:
+            return False
+        asked = waiting.asked
+        if asked.tried.was_sent or asked.request.caller.admitted:
+            return False
+        return self.refuse(request_id, error)
+
+    def keep_in_queue(self, request_id: str) -> None:
+        """The request's client has the head of a response: it is displaced last."""
+        if request_id in self._asked_by:
+            self._link.tell(messages.KeepInQueue(request_id))
+
+    def close(self) -> None:
+        """The link is lost: nobody gets a lease any more."""
+        self.closing = True
+        for waiting in list(self._waiting.values()):
+            if not waiting.granted.done():
+                waiting.granted.set_exception(errors.shutting_down())
+        self._waiting.clear()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(errors.shutting_down())
+
+
+class EdgeAccounts(Accounts):
+    """Accounts that the brain counts on; here they say what a caller may, and what is left."""
+
+    __slots__ = ("rates",)
+
+    def __init__(self, of: Accounts) -> None:
+        self.caller, self.user = of.caller, of.user
+        self.replace_accounts(of.tracked, of.version)
+        self.rates: messages.Rates = (None, None)
+
+    def tell_rates(self, rates: messages.Rates | None) -> None:
+        """What was left of the limits when a request was admitted or refused."""
+        if rates is not None:
+            now = time.time()
+            requests, tokens = (_from_now(rate, now) for rate in rates)
+            self.rates = requests, tokens
+
+
+def _from_now(rate: RateLimit | None, now: float) -> RateLimit | None:
+    return None if rate is None else replace(rate, resets_at=now + rate.reset)
+
+
+class EdgeBook(LimitBook):
+    """The limits of callers, without counters: what they have used, the brain knows."""
+
+    def accounts(self, caller: Caller, user: str | None = None) -> Accounts:
+        """The accounts on which the requests of this caller and end user count."""
+        return EdgeAccounts(LimitBook.accounts(self, caller, user))
+
+    def rate_limits(self, accounts: Accounts) -> messages.Rates:
+        """The tightest limits, as the brain told last."""
+        return accounts.rates if isinstance(accounts, EdgeAccounts) else (None, None)
+
+
+class EdgeMeter(Meter):
+    """Has requests admitted by the brain with their first lease, and their records sent there."""
+
+    def __init__(
+        self,
+        book: LimitBook,
+        bus: EventBus,
+        scheduler: RemoteScheduler,
+        tracing: EdgeTracing,
+        link: EdgeLink,
+    ) -> None:
+        Meter.__init__(self, book, bus)
+        self._events, self._scheduler, self._tracing, self._link = bus, scheduler, tracing, link
+        bus.subscribe(RequestRecord, self.turned)
+
+    def admit(
+        self, accounts: Accounts, request: LeaseRequest, record: RequestRecord, prompts: int = 1
+    ) -> Reservation:
+        """Have a request admitted with its first lease, which is refused if this is.
+
+        It must be reported to `ended`.
+        """
+        assert isinstance(accounts, EdgeAccounts)
+        self.book.bring_up_to_date(accounts)
+        caller = accounts.caller
+        opening = messages.Opening(
+            request.id,
+            record.x_request_id,
+            record.path,
+            caller.id,
+            accounts.user,
+            caller.max_priority if caller.anonymous else None,
+            caller.anonymous and caller.trust_user_headers,
+            request,
+            prompts,
+            record.model,
+            record.stream,
+            0.0,
+            trace_of(record),
+        )
+        self._scheduler.open(opening, accounts)
+        return Reservation(self.book, accounts, request, 0.0, 0, 0.0)
+
+    def ended(self, reservation: Reservation, record: RequestRecord) -> None:
+        """The response has ended. The brain gets its record when what it used is known, soon."""
+        opening = self._scheduler.take_opening(reservation.request.id)
+        if opening is None:
+            self._link.tell(messages.Released(reservation.request.id))
+        self._events.defer(record.when_complete, self._finish, record, opening)
+
+    def _finish(self, record: RequestRecord, opening: messages.Opening | None) -> None:
+        self._link.tell(
+            messages.Finished(messages.EndedRecord.of(record), opening, self._trace_of(record))
+        )
+
+    def turned(self, record: RequestRecord) -> None:
+        """A request has ended that was never to be admitted."""
+        self._link.tell(messages.Turned(messages.EndedRecord.of(record), self._trace_of(record)))
+
+    def _trace_of(self, record: RequestRecord) -> messages.TraceOnWire | None:
+        return trace_of(record) or self._tracing.take_parent(record.request_id)
+
+
+def trace_of(record: RequestRecord) -> messages.TraceOnWire | None:
+    """The trace that a request is part of; None: it is not traced."""
+    trace = record.trace
+    return None if trace is None else messages.TraceOnWire(trace.trace_id, trace.parent_id)
+
+
+class EdgeTracing(RequestTracing):
+    """Decides which requests are traced; the brain has their decisions, and exports them."""
+
+    def __init__(
+        self, settings: TracesSettings, clock: Callable[[], float], rng: random.Random
+    ) -> None:
+        self._parents: dict[str, bytes] = {}
+        """What clients said of their traces whose requests failed: the brain may trace those."""
+        RequestTracing.__init__(self, settings, DecisionLog(clock), clock=clock, rng=rng)
+
+    def configure(self, settings: TracesSettings) -> None:
+        """Put these settings in force."""
+        self._sampler = Sampler(
+            settings.share, settings.beyond_share, draw=self._rng.random, clock=self._clock
+        )
+        self.active = settings.endpoint is not None
+
+    def begin(
+        self, request_id: str, record: RequestRecord, headers: Headers, received_at: float
+    ) -> None:
+        """A request has come with these headers: trace it, or not."""
+        parent = parse_traceparent(headers)
+        if self._sampler.takes(parent):
+            record.traced(self._new_trace(request_id, parent, received_at))
+
+    def finished(self, request_id: str, record: RequestRecord, headers: Headers, _: float) -> None:
+        """A request has ended; its record is sent soon."""
+        if record.trace is None and record.status >= 500:
+            found = [value for name, value in headers if name == b"traceparent"]
+            if len(found) == 1 and len(found[0]) <= LONGEST_TRACEPARENT:
+                self._parents[request_id] = found[0]
+
+    def take_parent(self, request_id: str) -> messages.TraceOnWire | None:
+        """What its client said of a trace, if the request has failed and is not traced."""
+        found = self._parents.pop(request_id, None)
+        return None if found is None else messages.TraceOnWire(None, None, found)
+
+
+def with_shared_retries(settings: Settings, edges: int) -> Settings:
+    """The settings by which one of so many edges retries: its share of the least number."""
+    least = math.ceil(settings.retries.budget_min / max(1, edges))
+    retries = settings.retries.model_copy(update={"budget_min": least})
+    return settings.model_copy(update={"retries": retries})
+
+
+class NotReady(Exception):  # noqa: N818 - the edge ends then
+    """The brain has not told in time what an edge must know."""
+
+
+class EdgeServices:
+    """All that an edge forwards requests with. Call `start` before use, and `close` at the end."""
+
+    settings: Settings  # in force; set once it has started, as is the next
+    loopback: bool  # whether only this machine can reach the public listener
+    edges = 1  # how many edges share the limits of the settings
+    generation = 0  # grows with each reload, also where only files have changed
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_configured: Callable[[], None] = lambda: None,
+        on_lost: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+        resolver: Resolver | None = None,
+    ) -> None:
+        """`on_configured` is called after each change of the attributes above but the first.
+
+        `on_lost`: when the link is lost, with the reason; the edge must end then.
+        """
+        self.name, self._on_configured, self._on_lost = name, on_configured, on_lost
+        self._clock = clock
+        self._resolver = resolver or Resolver()
+        self.turn_limit = TurnLimit()
+        self._nodes = Nodes(self._resolver, self.turn_limit)
+        self._keys = KeyCopies(wall_clock)
+        self._ready: asyncio.Event = asyncio.Event()
+        self._missing: set[type] = {
+            messages.Configuration,
+            messages.Keys,
+            messages.Models,
+            messages.FleetFigures,
+        }
+        self.key_ring, self.keyed_hash = self._keys.ring, KeyedHash()
+        self.catalog = ModelCopies()
+        self.bus, self.registry = EventBus(call_later), InFlightRegistry()
+        self.timeout_monitor = TimeoutMonitor(clock)
+        self.link = EdgeLink(
+            messages.ToEdge, self._receive, self._lost, clock, on_beat=self._on_beat
+        )
+        self.scheduler = RemoteScheduler(self.link, self._nodes, self.bus, clock)
+        """Both the `LeaseService` and the `RequestQueue`."""
+        defaults = Settings()
+        self.tracing = EdgeTracing(defaults.telemetry.traces, clock, rng or random.Random())
+        self.meter = EdgeMeter(
+            EdgeBook(defaults, clock=clock, wall_clock=wall_clock),
+            self.bus,
+            self.scheduler,
+            self.tracing,
+            self.link,
+        )
+        self.context = ForwardContext(
+            self.scheduler,
+            defaults,
+            self.bus,
+            self.timeout_monitor,
+            clock,
+            keyed_hash=self.keyed_hash,
+        )
+        tell = self.link.tell
+        self.bus.subscribe(AttemptEnded, lambda one: tell(messages.AttemptTold(one)))
+        self.bus.subscribe(StreamResumed, lambda one: tell(messages.ResumptionTold(one)))
+        scheduler = self.scheduler
+        self._takers: dict[type, Callable[..., None]] = {
+            messages.Configuration: self._configure,
+            messages.Keys: self._keys.take,
+            messages.Models: self.catalog.take,
+            messages.FleetFigures: scheduler.take_figures,
+            messages.NodeMet: self._nodes.meet,
+            messages.NodeGone: lambda told: self._nodes.forget(told.name),
+            messages.Granted: scheduler.granted,
+            messages.Refused: scheduler.refused,
+            messages.NodeAnswer: scheduler.answered_question,
+            messages.Position: scheduler.take_position,
+            messages.EndRequest: self._end_request,
+            messages.Quarantined: self._quarantined,
+        }
+        self.context.quarantine.on_change = self._tell_quarantine
+
+    async def start(self, sock: socket.socket, seconds: float) -> None:
+        """Say hello over this Unix socket, and wait until everything is known.
+
+        Raises: NotReady, after so many seconds or when the link is lost.
+        """
+        await EdgeLink.over(sock, self.link)
+        self.link.tell(messages.Hello(messages.VERSION, self.name, os.getpid()))
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ready.wait()
+        except TimeoutError:
+            raise NotReady(f"nothing was heard within {seconds:g} s") from None
+        if self.link.lost:
+            raise NotReady("the link was lost")
+
+    async def aclose(self) -> None:
+        """Tell the brain what it has not heard yet, and end the link."""
+        self.bus.flush()
+        self.scheduler.close()
+        self.link.close()
+        await self.link.wait_closed()
+        self.timeout_monitor.close()
+        self._nodes.close()
+        self._resolver.close()
+
+    def _on_beat(self) -> None:
+        self.key_ring.expire()
+        self.scheduler.sweep()
+
+    def _receive(self, message: object) -> None:
+        kind = type(message)
+        self._takers[kind](message)
+        if self._missing and not (isinstance(message, messages.Keys) and not message.last):
+            self._missing.discard(kind)
+            if not self._missing:
+                self._ready.set()
+
+    def _configure(self, told: messages.Configuration) -> None:
+        if told.version != messages.VERSION:
+            raise ValueError(f"version {told.version} in place of {messages.VERSION}")
+        is_first = not hasattr(self, "settings")
+        try:
+            settings = Settings.model_validate(msgspec.json.decode(told.settings))
+        except ValueError:
+            if is_first:
+                raise
+            # A file that they name is gone since the brain has read them.
+            log.exception("settings can't be used, nothing changed")
+            return
+        self.settings, self.loopback = settings, told.loopback
+        self.edges, self.generation = told.edges, told.generation
+        if told.hash_key != self.keyed_hash.key:
+            self.keyed_hash.set_key(told.hash_key)
+        self.scheduler.share(told.edges)
+        self.context.configure(with_shared_retries(settings, told.edges))
+        self.context.usage_options.forget()
+        self.meter.book.configure(settings)
+        self.tracing.configure(settings.telemetry.traces)
+        if not is_first:
+            self._on_configured()
+
+    def _quarantined(self, told: messages.Quarantined) -> None:
+        losses = Losses(told.nodes, self._clock() - told.age) if told.nodes else None
+        self.context.quarantine.take(told.digest, losses)
+
+    def _tell_quarantine(self, digest: bytes, losses: Losses | None) -> None:
+        nodes = frozenset[str]() if losses is None else losses.nodes
+        self.link.tell(messages.Quarantined(digest, nodes, 0.0))
+
+    def _end_request(self, told: messages.EndRequest) -> None:
+        """Somebody ends a request, or has it leave its node."""
+        found, error = self.registry.find(told.request_id), told.error.error()
+        if found is None:
+            return
+        if told.evict:
+            found.evict(error)
+        elif not self.scheduler.refuse(told.request_id, error):
+            found.cancel(error)
+
+    def _lost(self, reason: str) -> None:
+        self.scheduler.close()
+        self._ready.set()
+        self._on_lost(reason)

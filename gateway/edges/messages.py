@@ -1,0 +1,440 @@
+"""What brain and edge tell each other: plain values, durations and never times of day.
+
+The brain is the process that decides: it has the fleet, the scheduler, keys, limits, ledger and
+the admin listener. An edge relays: it has connections to clients and to nodes, and asks the brain
+for each lease. An `EdgeLink` carries the messages, in order and each once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.callers.keys import AnonymousAccess
+from gateway.callers.limits import RateLimit
+from gateway.catalog import ServerFigures
+from gateway.config.keys import NodeLabels
+from gateway.errors import GatewayError
+from gateway.events import AttemptEnded, RequestRecord, StreamResumed
+from gateway.lease import (
+    AttemptReport,
+    ExpectedReading,
+    LeaseRequest,
+    NodeInfo,
+    QueuePosition,
+    Tried,
+    UsageReport,
+)
+from gateway.terms import Priority
+
+VERSION = 1
+"""Of these messages. Brain and edge must have the same: an edge is started by its brain."""
+
+
+class Message(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True, tag=True):
+    """What is sent over a link."""
+
+
+class WireError(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
+    """A `GatewayError`."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None
+    retry_after: float | None
+    retryable: bool
+    details: dict[str, int]
+    allow: str | None
+    message_with_nodes: str | None
+
+    @classmethod
+    def of(cls, error: GatewayError) -> WireError:
+        """The error as it is sent."""
+        return cls(
+            error.status, error.code, error.message, error.param, error.retry_after,
+            error.retryable, error.details, error.allow, error.message_with_nodes,
+        )  # fmt: skip
+
+    def error(self) -> GatewayError:
+        """The error as it is raised."""
+        return GatewayError(
+            self.status,
+            self.code,
+            self.message,
+            param=self.param,
+            retry_after=self.retry_after,
+            retryable=self.retryable,
+            details=self.details,
+            allow=self.allow,
+            message_with_nodes=self.message_with_nodes,
+        )
+
+
+# From an edge to the brain.
+
+
+class Hello(Message, frozen=True):
+    """An edge's first message."""
+
+    version: int
+    name: str
+    pid: int
+
+
+class Opening(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
+    """A request that an edge has taken in, and who sent it: to be admitted within its limits."""
+
+    id: str
+    x_request_id: str
+    path: str
+    caller: str
+    user: str | None  # the end user that a trusted caller names
+    anonymous: Priority | None  # of a caller without a key: the highest class that it may have
+    trusted: bool  # whether that one is on the gateway's own machine
+    request: LeaseRequest | None
+    """Of all its prompts together; None: it is the one that asks for a lease."""
+    prompts: int
+    model: str  # a name that the fleet serves, or `unknown`
+    stream: bool
+    age: float  # seconds since it came
+    trace: TraceOnWire | None  # None: it is not traced
+
+
+class AskLease(Message, frozen=True):
+    """A request, or one prompt of it, needs slots: `Granted` or `Refused` answers."""
+
+    ask: int  # numbers what is asked over a link
+    request: LeaseRequest
+    tried: Tried
+    age: float
+    response_started: bool
+    opening: Opening | None
+    """Of a request that was not admitted yet: it is, or this is refused."""
+
+
+class Withdraw(Message, frozen=True):
+    """Nobody waits for this lease any more. One that was granted meanwhile is given back."""
+
+    ask: int
+
+
+class GiveBack(Message, frozen=True):
+    """A lease was not used: nobody waited for it any more, or it came too `late`."""
+
+    lease_id: int
+    late: bool
+
+
+class KeepInQueue(Message, frozen=True):
+    """The client of a request that waits has the head of a response."""
+
+    request_id: str
+
+
+class LeaseNews(Message, frozen=True):
+    """A report of `LeaseService` that needs no more than its lease."""
+
+    lease_id: int
+    what: Literal[
+        "reading_began", "content_began", "response_received", "answered", "pool_overflowed"
+    ]
+
+
+class ContentWentOn(Message, frozen=True):
+    """`LeaseService.content_went_on`."""
+
+    lease_id: int
+    tokens: int
+
+
+class Ended(Message, frozen=True):
+    """`LeaseService.ended`."""
+
+    report: AttemptReport
+
+
+class Settled(Message, frozen=True):
+    """`LeaseService.settle`; `request_id`: of the request, or of one prompt of it."""
+
+    report: UsageReport
+    request_id: str
+
+
+class Discarded(Message, frozen=True):
+    """`LeaseService.discard`."""
+
+    request_id: str
+
+
+class Released(Message, frozen=True):
+    """The response to an admitted request has ended; what it used is told later."""
+
+    request_id: str
+
+
+class EndedRecord(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
+    """The fields of a `RequestRecord` that an edge knows: all but what its attempts cost."""
+
+    x_request_id: str
+    path: str
+    model: str
+    priority: Priority
+    caller: str
+    status: int
+    reason: str | None
+    stream: bool
+    node: str | None
+    tier: str | None
+    fallback: str | None
+    attempts: int
+    queue_seconds: float
+    ttft: float | None
+    duration_seconds: float
+    overhead_seconds: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    request_id: str
+
+    @classmethod
+    def of(cls, record: RequestRecord) -> EndedRecord:
+        """The record as it is sent."""
+        return cls(*[getattr(record, name) for name in cls.__struct_fields__])
+
+    def record(self) -> RequestRecord:
+        """The record as it is published."""
+        return RequestRecord(**msgspec.structs.asdict(self))
+
+
+class TraceOnWire(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
+    """The trace that a request is part of, or would be if it were traced."""
+
+    id: str | None  # None: it is not traced, but may be, since it has failed
+    parent: str | None  # the client's span; None: the trace begins here
+    traceparent: bytes | None = None  # the client's own header, where there is no id
+
+
+class Quarantined(Message, frozen=True):
+    """Nodes that were lost over a request, known by its digest. Both sides tell it.
+
+    No nodes: one has completed it, so that the others did not die on it.
+    """
+
+    digest: bytes
+    nodes: frozenset[str]
+    age: float  # seconds since the last one was lost
+
+
+class Finished(Message, frozen=True):
+    """A request is over, and what it used is known."""
+
+    record: EndedRecord
+    opening: Opening | None  # of one that has asked for no lease, and so was not admitted yet
+    trace: TraceOnWire | None
+
+
+class Turned(Message, frozen=True):
+    """A request was refused before it was to be admitted: by its head or its body."""
+
+    record: EndedRecord
+    trace: TraceOnWire | None
+
+
+class AttemptTold(Message, frozen=True):
+    """An event for the brain's bus."""
+
+    event: AttemptEnded
+
+
+class ResumptionTold(Message, frozen=True):
+    """An event for the brain's bus."""
+
+    event: StreamResumed
+
+
+NodeQuestion = Literal["has_other_node", "has_larger_context", "has_cpu_node", "unsupported_error"]
+
+
+class AskNodes(Message, frozen=True):
+    """A question of `LeaseService` about other nodes: `NodeAnswer` answers."""
+
+    ask: int
+    what: NodeQuestion
+    request: LeaseRequest
+    tried: Tried
+    but_paused: bool = False
+
+
+class AskExcused(Message, frozen=True):
+    """`LeaseService.is_silence_excused`: `NodeAnswer` answers."""
+
+    ask: int
+    lease_id: int
+
+
+class AskPosition(Message, frozen=True):
+    """`RequestQueue.queue_position`: `Position` answers."""
+
+    ask: int
+    request_id: str
+
+
+# From the brain to an edge.
+
+
+class Configuration(Message, frozen=True):
+    """What an edge serves by. Sent first, and whenever something of it changes."""
+
+    version: int
+    settings: bytes  # `Settings` in JSON
+    hash_key: bytes  # of `KeyedHash`
+    loopback: bool  # whether only this machine can reach the public listener
+    edges: int  # how many edges share the limits
+    generation: int  # grows with each reload, also where only files have changed
+
+
+class KeyOnWire(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
+    """An API key as a ring holds it."""
+
+    id: str
+    name: str
+    digest: bytes
+    max_priority: Priority
+    default_priority: Priority
+    models: frozenset[str] | None
+    trust_user_headers: bool
+    group: str | None
+    specs: tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any] | None]
+    """Limits, limits of each end user, and cache policy, as the settings write them."""
+    expires_in: float | None  # seconds; negative: it has expired
+    previous: bytes | None  # the digest of the secret before
+    previous_for: float | None  # seconds for which that one still works
+
+
+class Keys(Message, frozen=True):
+    """Keys that are new or have changed, and the ids of those that are gone."""
+
+    keys: tuple[KeyOnWire, ...]
+    gone: tuple[str, ...]
+    is_complete: bool
+    access: AnonymousAccess
+    last: bool  # whether all keys are known with this message; else more follow at once
+
+
+class ServerGroup(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Servers that are alike: the models that they serve, their labels and their figures."""
+
+    models: tuple[str, ...]
+    labels: tuple[tuple[str, str], ...]
+    figures: ServerFigures
+    count: int
+
+
+class Models(Message, frozen=True, eq=True):
+    """The models that nodes serve, as `ServedModels` tells of them."""
+
+    names: tuple[str, ...]
+    aliases: dict[str, str]
+    links: dict[str, str]
+    """For names of models that have several, one of them."""
+    paused: frozenset[str]
+    groups: tuple[ServerGroup, ...]
+    silent: tuple[tuple[NodeLabels, str, str, str], ...]
+    """Labels, name, state and reason of some nodes that have never said what they serve."""
+    may_grow: bool  # whether a node may yet report any model
+    nodes: int  # all nodes of the inventory
+
+
+class FleetFigures(Message, frozen=True):
+    """Small figures that change at any time."""
+
+    most_slots_of_a_host: int
+
+
+class NodeRoute(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """How a node is reached."""
+
+    host: str
+    port: int
+    path_prefix: bytes
+    header_lines: bytes  # that all requests to it have: Host, the node's key
+    server_name: str | None
+    tls: dict[str, Any] | None  # the settings of its TLS; empty: the defaults. None: no TLS.
+    version: int  # another one: what its files hold may have changed
+
+
+class NodeMet(Message, frozen=True):
+    """A node that leases will name from now on, or what has changed of it."""
+
+    info: NodeInfo  # without connections
+    route: NodeRoute
+
+
+class NodeGone(Message, frozen=True):
+    """No lease will name this node."""
+
+    name: str
+
+
+class Granted(Message, frozen=True):
+    """A lease, as `GrantedLease`, for what was asked under this number."""
+
+    ask: int
+    id: int
+    node: str
+    model: str
+    served_name: str
+    stream: bool
+    reading: ExpectedReading
+    slots: int
+    fallback: str | None
+    shares_pool: bool  # whether the node's slots are known to share one pool of tokens
+    rates: Rates | None
+
+
+class Refused(Message, frozen=True):
+    """There is no lease for what was asked under this number, and no admission if it asked."""
+
+    ask: int
+    error: WireError
+    rates: Rates | None
+
+
+Rates = tuple[RateLimit | None, RateLimit | None]
+"""`LimitBook.rate_limits` of a caller that has some; the edge's own clock says `resets_at`."""
+
+
+class NodeAnswer(Message, frozen=True):
+    """The answer to `AskNodes` or `AskExcused`."""
+
+    ask: int
+    yes: bool
+    error: WireError | None = None  # what the question raised, or `unsupported_error` has found
+
+
+class Position(Message, frozen=True):
+    """The answer to `AskPosition`."""
+
+    ask: int
+    position: QueuePosition | None
+
+
+class EndRequest(Message, frozen=True):
+    """End a request with this error; `evict`: only if no other node takes it."""
+
+    request_id: str
+    error: WireError
+    evict: bool
+
+
+ToBrain = (
+    Hello | AskLease | Withdraw | GiveBack | KeepInQueue | LeaseNews | ContentWentOn | Ended
+    | Settled | Discarded | Released | Finished | Turned | AttemptTold | ResumptionTold | AskNodes
+    | AskExcused | AskPosition | Quarantined
+)  # fmt: skip
+ToEdge = (
+    Configuration | Keys | Models | FleetFigures | NodeMet | NodeGone | Granted | Refused
+    | NodeAnswer | Position | EndRequest | Quarantined
+)  # fmt: skip

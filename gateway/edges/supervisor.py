@@ -1,0 +1,356 @@
+"""The edges of a brain as processes: which client goes to which, and what if one ends.
+
+The brain accepts connections and hands each to the edge with the fewest requests. Until the edge
+has confirmed that it has a connection, the brain keeps a descriptor of its own: if the edge dies
+before, another one gets it, and its client notices nothing. An edge that ends by itself is started
+again, after growing pauses if that happens again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+import gateway
+from gateway.edges.brain import Brain, EdgeSession
+from gateway.edges.sockets import (
+    Drain,
+    EdgeLoad,
+    End,
+    NewClient,
+    PassedOn,
+    Ready,
+    Reject,
+    SocketChannel,
+    Taken,
+    ToBrain,
+    channel_pair,
+)
+from gateway.events import EdgeLost
+from gateway.http.exchange import ConnectionOrigin
+from gateway.watch.metrics import EdgeSample, EdgesSample
+
+MOST_UNTAKEN = 64  # connections that one edge has not confirmed yet; more wait in the backlog
+MOST_START_SECONDS = 60.0  # for an edge to serve; then it is ended
+# Seconds before an edge is started again: first, most, and of life after which it is the first.
+FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.1, 10.0, 30.0
+# Seconds for an edge to take a connection; until then it gets no more, which others might take.
+HELD_UP_SECONDS = 0.5
+CPU_WINDOW_SECONDS = 2.0  # over which an edge's use of the processor is told
+OWN_END_SECONDS = 1.0  # for an edge to end by itself, and to say why, when its link is lost
+END_SECONDS = 5.0  # for the last messages of a process that has ended
+log = structlog.get_logger()
+
+
+# Starts the process of the edge of this name with its ends of link and channel. Raises: OSError.
+StartProcess = Callable[[str, socket.socket, socket.socket], Awaitable[Process]]
+
+
+@dataclass(slots=True, eq=False)
+class EdgeProcess:
+    """One process of an edge, from its start to its end."""
+
+    name: str
+    process: Process
+    started_at: float
+    channel: SocketChannel[ToBrain] = field(init=False)
+    load: EdgeLoad = field(default_factory=lambda: EdgeLoad(0, 0, 0, 0.0, 0))
+    session: EdgeSession | None = None  # None: it has not begun
+    started: bool = False  # whether it has been ready
+    ready: bool = False  # whether it gets connections
+    untaken: deque[socket.socket] = field(default_factory=deque)
+    """Connections that it may not have yet, the oldest first."""
+    untaken_since: float = 0.0  # when it has last taken one, or was given one while it had all
+    taken: int = 0  # connections that it has taken since `load`
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """All that it has sent was read, and no more can come."""
+    cpu_share: float = 0.0  # processors that it uses
+    _measured: tuple[float, float] = (0.0, 0.0)  # when, and its processor time then
+
+    def has_room(self, now: float) -> bool:
+        """Whether it could take a connection now."""
+        channel, untaken = self.channel, self.untaken
+        if not self.ready or channel.closed or channel.lags:
+            return False
+        is_held_up = bool(untaken) and now - self.untaken_since > HELD_UP_SECONDS
+        return len(untaken) < MOST_UNTAKEN and not is_held_up
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Requests, and connections; those that are new count as both."""
+        new = self.taken + len(self.untaken)
+        return self.load.streams + self.load.fresh + new, self.load.connections + new
+
+    def take_load(self, load: EdgeLoad, now: float) -> None:
+        """Note how busy it is."""
+        self.load, self.taken = load, 0
+        before, used = self._measured
+        if now - before >= CPU_WINDOW_SECONDS:
+            if before:
+                self.cpu_share = max(0.0, load.cpu_seconds - used) / (now - before)
+            self._measured = now, load.cpu_seconds
+
+
+class Edges:
+    """The edges of one brain; the `ConnectionTakers` of its public listener.
+
+    `adopt` gets what they pass on, with its origin, and connections of clients that no edge can
+    take any more, without one.
+    """
+
+    def __init__(
+        self,
+        brain: Brain,
+        adopt: Callable[[socket.socket, ConnectionOrigin | None], None],
+        clock: Callable[[], float],
+        start_process: StartProcess,
+    ) -> None:
+        self.brain = brain
+        self.on_room: Callable[[], None] = lambda: None
+        self.died = 0  # edges that have ended by themselves
+        self._adopt = adopt
+        self._clock = clock
+        self._start_process = start_process
+        self._running: dict[str, EdgeProcess] = {}
+        self._homeless: deque[socket.socket] = deque()
+        """Connections of edges that have died, which wait for one with room."""
+        self._keepers: set[asyncio.Task[None]] = set()
+        self._untried: set[str] = set()
+        """Those that have not been ready yet, and have not ended."""
+        self._all_tried = asyncio.Event()
+        self._ending = asyncio.Event()
+
+    def sample(self) -> EdgesSample:
+        """The edges, as operators see them."""
+        now = self._clock()
+        running = [
+            EdgeSample(
+                one.name, one.process.pid, one.ready, one.load.streams, one.load.connections,
+                one.cpu_share, one.load.cpu_seconds, one.load.memory, now - one.started_at,
+            )
+            for one in self._running.values()
+        ]  # fmt: skip
+        return EdgesSample(running, self.brain.edges, self.died, self.brain.late_leases)
+
+    def lost(self, seconds: float) -> list[EdgeLost]:
+        """Those that have died in so many last seconds, the latest last."""
+        return self.brain.lost_edges(seconds)
+
+    # Clients.
+
+    def has_room(self) -> bool:
+        """Whether some edge could take a connection now."""
+        return not self._homeless and any(self._with_room())
+
+    def take(self, sock: socket.socket) -> None:
+        """Hand a client's connection to the edge with the fewest requests, once one has room."""
+        edge = min(self._with_room(), key=lambda one: one.rank, default=None)
+        if edge is not None:
+            if not edge.untaken:
+                edge.untaken_since = self._clock()
+            edge.untaken.append(sock)
+            edge.channel.send(NewClient(), sock)
+        elif self._ending.is_set():
+            self._adopt(sock, None)
+        else:
+            self._homeless.append(sock)
+
+    def _with_room(self) -> Iterator[EdgeProcess]:
+        now = self._clock()
+        return (one for one in self._running.values() if one.has_room(now))
+
+    def _go_on(self) -> None:
+        """An edge may have room again."""
+        for _ in range(len(self._homeless)):
+            self.take(self._homeless.popleft())
+        if self.has_room():
+            self.on_room()
+
+    # Start and end.
+
+    async def start(self, seconds: float) -> bool:
+        """Start all edges; returns within so many seconds whether one can serve at least."""
+        self._untried = {f"edge-{number}" for number in range(1, self.brain.edges + 1)}
+        for name in sorted(self._untried):
+            keeper = asyncio.create_task(self._keep(name), name=name)
+            self._keepers.add(keeper)
+            keeper.add_done_callback(self._keepers.discard)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_tried.wait(), seconds)
+        return any(one.ready for one in self._running.values())
+
+    def _tried(self, name: str) -> None:
+        self._untried.discard(name)
+        if not self._untried:
+            self._all_tried.set()
+
+    def reject(self) -> None:
+        """Have new requests refused: the gateway shuts down."""
+        self._tell(Reject())
+
+    async def drain(self) -> None:
+        """Give the edges no more clients, and wait until those that they have are gone."""
+        await self._end(Drain())
+
+    async def finish(self) -> None:
+        """Give the edges no more clients, and wait until what they serve has ended."""
+        await self._end(End())
+
+    async def aclose(self) -> None:
+        """End all edges that still run, at once."""
+        self._ending.set()
+        for edge in self._running.values():
+            _kill(edge.process)
+        tasks = list(self._keepers)
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_SECONDS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for sock in self._homeless:
+            sock.close()
+        await self.brain.aclose()
+
+    async def _end(self, message: Drain | End) -> None:
+        self._ending.set()
+        for edge in self._running.values():
+            if not edge.started:
+                _kill(edge.process)
+            if edge.session is not None:
+                edge.session.expect_end()
+        self._tell(message)
+        for edge in self._running.values():
+            edge.ready = False
+        self._go_on()
+        while self._keepers:
+            await asyncio.wait(self._keepers)
+
+    def _tell(self, message: Drain | End | Reject) -> None:
+        for edge in self._running.values():
+            edge.channel.send(message)
+
+    async def _keep(self, name: str) -> None:
+        """Run the edge of this name until all are to end; start it again whenever it ends."""
+        pause = FIRST_PAUSE
+        while not self._ending.is_set():
+            began = self._clock()
+            try:
+                await self._run(name)
+            except OSError as error:
+                log.error("an edge could not be started", edge=name, why=str(error))  # noqa: TRY400
+            if self._ending.is_set():
+                return
+            self.died += 1
+            self._tried(name)
+            if self._clock() - began > STEADY_SECONDS:
+                pause = FIRST_PAUSE
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
+
+    async def _run(self, name: str) -> None:
+        """Run one process of an edge until it ends. Raises: OSError."""
+        link, its_link = socket.socketpair()
+        ours, its_end = channel_pair()
+        with its_link, its_end:
+            try:
+                process = await self._start_process(name, its_link, its_end)
+            except OSError:
+                link.close()
+                ours.close()
+                raise
+        edge = EdgeProcess(name, process, self._clock())
+
+        def lost() -> None:
+            edge.ended.set()
+            self._give_up(edge)
+
+        edge.channel = SocketChannel(
+            ours, ToBrain, lambda message, sock: self._receive(edge, message, sock), lost
+        )
+        self._running[name] = edge
+        late = asyncio.get_running_loop().call_later(MOST_START_SECONDS, self._end_late, edge)
+        try:
+            edge.session = await self.brain.connect(link, name, lambda *_: self._give_up(edge))
+            if self._ending.is_set():
+                _kill(process)
+            status = await process.wait()
+            if not self._ending.is_set():
+                log.error("an edge has ended", edge=name, pid=process.pid, status=status)
+        finally:
+            late.cancel()
+            _kill(process)
+            with contextlib.suppress(TimeoutError):
+                # What it has confirmed last tells which connections it has not had.
+                await asyncio.wait_for(edge.ended.wait(), END_SECONDS)
+            del self._running[name]
+            edge.channel.close()
+            if edge.session is not None:
+                edge.session.close()
+            for sock in edge.untaken:
+                self.take(sock)
+
+    @staticmethod
+    def _give_up(edge: EdgeProcess) -> None:
+        """Its link or its channel is lost: the edge ends by itself, or is ended."""
+        edge.ready = False
+        asyncio.get_running_loop().call_later(OWN_END_SECONDS, _kill, edge.process)
+
+    @staticmethod
+    def _end_late(edge: EdgeProcess) -> None:
+        """End an edge that has not begun to serve in time."""
+        if not edge.started:
+            log.error("an edge does not begin to serve and is ended", edge=edge.name)
+            _kill(edge.process)
+
+    def _receive(self, edge: EdgeProcess, message: ToBrain, sock: socket.socket | None) -> None:
+        match message:
+            case Taken():
+                if edge.untaken:
+                    edge.untaken.popleft().close()
+                    edge.taken += 1
+                    edge.untaken_since = self._clock()
+            case EdgeLoad():
+                edge.take_load(message, self._clock())
+            case Ready():
+                edge.started, edge.ready = True, not self._ending.is_set()
+                self._tried(edge.name)
+                log.info("an edge serves", edge=edge.name, pid=edge.process.pid)
+            case PassedOn():
+                if sock is not None:
+                    sock.setblocking(False)
+                    self._adopt(sock, message.origin())
+        self._go_on()
+
+
+async def start_edge_process(
+    name: str, link: socket.socket, sockets: socket.socket, *log_words: str
+) -> Process:
+    """Start the process of an edge with these ends of its link and its channel. Raises: OSError.
+
+    It has no other descriptor of this process but the standard ones. `log_words`: level and format
+    of its log.
+    """
+    root = str(Path(gateway.__file__).parent.parent)
+    paths = filter(None, [root, os.environ.get("PYTHONPATH")])
+    numbers = link.fileno(), sockets.fileno()
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "gateway", "edge", name, *map(str, numbers), *log_words),
+        pass_fds=numbers,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()

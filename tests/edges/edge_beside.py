@@ -1,0 +1,106 @@
+"""An edge beside its brain in one process: the link between them is a real socketpair."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import httpx
+from starlette.types import Receive, Scope, Send
+
+from gateway.app.assembly import Gateway
+from gateway.edges.brain import Brain, EdgeSession
+from gateway.edges.edge import EdgeServices
+from gateway.forward.forwarder import Forwarder
+from gateway.http.listener import Listener
+from gateway.http.protocol import protocol_class
+from gateway.http.request_head import HandlerConfig
+from gateway.web.handler import RequestHandler
+from tests.gateways import NO_TLS, Running
+
+
+def a_brain(gateway: Gateway) -> Brain:
+    """What serves the edges of a gateway."""
+    return Brain(
+        gateway.scheduler,
+        gateway.proxy_context,
+        gateway.registry,
+        gateway.metering.meter,
+        gateway.key_ring,
+        gateway.bus,
+        gateway.tracing,
+        loopback=True,
+    )
+
+
+@dataclass(slots=True)
+class Edge:
+    """An edge that serves clients."""
+
+    services: EdgeServices
+    session: EdgeSession
+    handler: RequestHandler
+    client: httpx.AsyncClient
+    lost: list[str] = field(default_factory=list)
+    """Why its link was lost, as it was told."""
+    broken: list[tuple[str, ...]] = field(default_factory=list)
+    """What broke off then, as the brain was told."""
+
+
+async def _nothing_else(_: Scope, __: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 404, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@contextlib.asynccontextmanager
+async def an_edge(
+    running: Running, brain: Brain | None = None, name: str = "edge-1"
+) -> AsyncIterator[Edge]:
+    """An edge of this gateway, with a listener of its own."""
+    gateway = running.gateway
+    brain = brain or a_brain(gateway)
+    lost: list[str] = []
+    broken: list[tuple[str, ...]] = []
+    ours, theirs = socket.socketpair()
+    session = await brain.connect(ours, name, lambda _, requests: broken.append(requests))
+    services = EdgeServices(name, clock=gateway.clock, on_lost=lost.append)
+    await services.start(theirs, 10.0)
+    config = HandlerConfig.of(
+        services.settings,
+        loopback=services.loopback,
+        keyed_hash=services.keyed_hash,
+        key_ring=services.key_ring,
+    )
+    handler = RequestHandler(
+        config,
+        forwarder=Forwarder(services.context),
+        queue=services.scheduler,
+        catalog=services.catalog,
+        registry=services.registry,
+        bus=services.bus,
+        clock=gateway.clock,
+        time_slicer=services.context.time_slicer,
+        meter=services.meter,
+        tracing=services.tracing,
+    )
+    sock = socket.create_server(("127.0.0.1", 0))
+    sock.setblocking(False)
+    listener = Listener(
+        _nothing_else,
+        sock,
+        protocol=protocol_class(services.settings.limits, handler.serve),
+        keep_alive=60.0,
+    )
+    listener.open()
+    try:
+        async with httpx.AsyncClient(
+            base_url=listener.url, timeout=120.0, trust_env=False, verify=NO_TLS
+        ) as client:
+            yield Edge(services, session, handler, client, lost, broken)
+    finally:
+        session.expect_end()
+        await listener.close()
+        await services.aclose()
+        await brain.aclose()

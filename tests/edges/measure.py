@@ -1,0 +1,200 @@
+"""How long a decision takes from an edge to its brain and back, beside an echo in the same run.
+
+`python -m tests.edges.measure [--rate 1000] [--seconds 10] [--nodes 100]`
+
+Two processes on uvloop, joined by Unix sockets. The edge asks for leases at a steady rate, uses
+each for a while and reports its end; as often it has the brain echo as many bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import socket
+import sys
+import time
+from dataclasses import dataclass
+
+import uvloop
+
+from gateway.callers.keys import KeyRing
+from gateway.callers.limits import LimitBook
+from gateway.callers.meter import Meter
+from gateway.config.settings import Settings
+from gateway.edges.brain import Brain
+from gateway.edges.edge import EdgeServices
+from gateway.events import EventBus, RequestRecord, call_later
+from gateway.forward.context import ForwardContext
+from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
+from gateway.lease import NOTHING_TRIED, AttemptReport, PromptKey, Usage, UsageReport
+from gateway.schedule.lease_service import LocalLeaseService
+from gateway.transport.pool import ConnectionPool, NodeAddress
+from tests.edges.simulation import CALLER
+from tests.lease_requests import a_lease_request
+from tests.schedule.build import a_scheduler, node
+
+HOLD_SECONDS = 0.5
+"""Seconds for which each lease is held."""
+SLOTS = 100
+"""Of each node: so many that no request waits."""
+WARMING = 100
+"""Requests before the first that counts."""
+ECHO_BYTES = 700
+"""About those of a question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    rate: float
+    seconds: float
+    nodes: int
+
+
+class Echo(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(data)  # type: ignore[attr-defined]
+
+
+async def be_brain(load: Load, link: socket.socket, echo: socket.socket) -> None:
+    nodes = [node(f"n{number}", slots=SLOTS) for number in range(load.nodes)]
+    for one in nodes:
+        one.replace_upstream(ConnectionPool(NodeAddress("127.0.0.1", 9, b"", b"")), 0.0)
+    scheduler = a_scheduler(*nodes, clock=time.monotonic)
+    bus, settings = EventBus(call_later), Settings()
+    context = ForwardContext(
+        LocalLeaseService(scheduler, scheduler.fleet),
+        settings,
+        bus,
+        TimeoutMonitor(time.monotonic),
+        time.monotonic,
+    )
+    brain = Brain(
+        scheduler, context, InFlightRegistry(), Meter(LimitBook(settings), bus), KeyRing(), bus,
+        None, loopback=True,
+    )  # fmt: skip
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    await loop.create_unix_connection(Echo, sock=echo)
+    await brain.connect(link, "edge", lambda *_: ended.set())
+    before = time.process_time()
+    await ended.wait()
+    used = time.process_time() - before
+    asked = load.rate * load.seconds + WARMING
+    print(f"brain: {1e6 * used / asked:.0f} us of CPU for each decision, with an echo")
+    assert not scheduler.records
+
+
+class Echoed(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._asked: list[float] = []
+        self._left = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def ask(self) -> None:
+        self._asked.append(time.perf_counter())
+        self.transport.write(b"x" * ECHO_BYTES)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        self._left += len(data)
+        while self._left >= ECHO_BYTES:
+            self._left -= ECHO_BYTES
+            self.times.append(time.perf_counter() - self._asked.pop(0))
+
+
+async def be_edge(load: Load, link: socket.socket, echo: socket.socket) -> None:
+    services = EdgeServices("edge")
+    await services.start(link, 30.0)
+    loop = asyncio.get_running_loop()
+    _, echoed = await loop.create_unix_connection(Echoed, sock=echo)
+    times: list[float] = []
+    rng = random.Random(1)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def request(number: int) -> None:
+        id_ = f"req_{number}"
+        key = PromptKey(tuple(rng.getrandbits(62) for _ in range(16)), 1000.0)
+        asked = a_lease_request(
+            id_, caller=CALLER.id, stream=True, prompt_tokens=1000, max_tokens=100, prompt_key=key
+        )
+        record = RequestRecord(id_, "/v1/chat/completions", "demo", request_id=id_)
+        reservation = services.meter.admit(services.meter.book.accounts(CALLER), asked, record)
+        began = time.perf_counter()
+        lease = await services.scheduler.wait_for_lease(asked, NOTHING_TRIED, 0.0)
+        times.append(time.perf_counter() - began)
+        services.scheduler.reading_began(lease.id)
+        await asyncio.sleep(HOLD_SECONDS / 2)
+        services.scheduler.content_began(lease.id)
+        await asyncio.sleep(HOLD_SECONDS / 2)
+        services.scheduler.ended(AttemptReport(lease.id, "ok", 200, True, True, True))
+        usage = Usage(1000, 0, 100)
+        report = UsageReport(lease.id, usage, usage, 100)
+
+        def settle() -> None:
+            services.scheduler.settle(report, asked)
+
+        services.bus.defer(settle)
+        services.meter.ended(reservation, record.finish(began, time.perf_counter()))
+
+    async def steadily() -> None:
+        begin = loop.time()
+        for number in range(round(load.rate * load.seconds)):
+            await asyncio.sleep(max(0.0, begin + number / load.rate - loop.time()))
+            task = loop.create_task(request(number))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def echo_steadily() -> None:
+        begin = loop.time() + 0.5 / load.rate
+        for number in range(round(load.rate * load.seconds)):
+            await asyncio.sleep(max(0.0, begin + number / load.rate - loop.time()))
+            echoed.ask()
+
+    # The first ones have modules imported, and tables made.
+    await asyncio.gather(*(request(-number) for number in range(1, WARMING + 1)))
+    times.clear()
+    before = time.process_time()
+    await asyncio.gather(steadily(), echo_steadily())
+    await asyncio.gather(*tasks)
+    await asyncio.sleep(0.2)
+    used = time.process_time() - before
+    await services.aclose()
+    for name, found in (("decision", times), ("echo", echoed.times)):
+        found.sort()
+        p50, p99 = found[len(found) // 2], found[len(found) * 99 // 100]
+        line = f"{name}: p50 {1e3 * p50:.2f} ms, p99 {1e3 * p99:.2f} ms ({len(found)})"
+        print(line, flush=True)
+    print(f"edge: {1e6 * used / len(times):.0f} us of CPU for each")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", type=float, default=1000.0)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--nodes", type=int, default=100)
+    load = Load(**vars(parser.parse_args()))
+    (link, edge_link), (echo, edge_echo) = socket.socketpair(), socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        link.close()
+        echo.close()
+        work = be_edge(load, edge_link, edge_echo)
+    else:
+        edge_link.close()
+        edge_echo.close()
+        work = be_brain(load, link, echo)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
+    if pid:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+if __name__ == "__main__":
+    main()

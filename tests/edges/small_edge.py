@@ -1,0 +1,58 @@
+"""An edge's process without the rest: it takes connections, and says who has taken each.
+
+`python -m tests.edges.small_edge LINK SOCKETS [HOW]`; HOW: `dies` after its first client came and
+before it has taken it; `passes`: it passes on a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+
+from gateway.edges.sockets import (
+    Drain,
+    EdgeLoad,
+    End,
+    NewClient,
+    PassedOn,
+    Ready,
+    SocketChannel,
+    Taken,
+    ToEdge,
+)
+
+
+async def main(how: str, ours: socket.socket) -> None:
+    over = asyncio.Event()
+    clients: set[socket.socket] = set()
+
+    def receive(message: ToEdge, sock: socket.socket | None) -> None:
+        match message:
+            case NewClient():
+                assert sock is not None
+                if how == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                channel.send(Taken())
+                clients.add(sock)
+                channel.send(EdgeLoad(len(clients), 0, len(clients), 0.0, 0))
+                sock.send(f"{os.getpid()}\n".encode())
+            case Drain():
+                asyncio.get_running_loop().call_later(0.05, over.set)
+            case End():
+                over.set()
+
+    channel: SocketChannel[ToEdge] = SocketChannel(ours, ToEdge, receive, over.set)
+    channel.send(Ready())
+    if how == "passes":
+        one, other = socket.socketpair()
+        channel.send(PassedOn(("192.0.2.7", 4711), None, True), other, then_close=True)
+        one.send(b"a request")
+        clients.add(one)
+    await over.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main((sys.argv[3:] or [""])[0], socket.socket(fileno=int(sys.argv[2]))))

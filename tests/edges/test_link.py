@@ -1,0 +1,235 @@
+"""A link carries messages in order and each once, in bounded frames, and sees when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.edges import link as links
+from gateway.edges.link import LENGTH, MOST_FRAME_BYTES, NUMBERS, EdgeLink
+from tests.gateways import until
+from tests.virtual import in_virtual_time, now
+
+
+class Said(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    text: str
+    number: int = 0
+
+
+@dataclass(slots=True)
+class Side:
+    """One side of a link, and what it has heard."""
+
+    heard: list[Any] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    ages: list[float] = field(default_factory=list)
+    link: EdgeLink = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.link = EdgeLink(Said, self.receive, self.lost.append, now)
+
+    def receive(self, message: Said) -> None:
+        self.heard.append(message)
+        self.ages.append(self.link.age)
+        if message.text == "break":
+            raise ValueError("broken")
+        if message.text == "ask":
+            self.link.tell(Said("answer", message.number))
+
+
+@contextlib.asynccontextmanager
+async def both_sides() -> AsyncIterator[tuple[Side, Side]]:
+    one, other = Side(), Side()
+    ends = socket.socketpair()
+    for side, end in zip((one, other), ends, strict=True):
+        await EdgeLink.over(end, side.link)
+    try:
+        yield one, other
+    finally:
+        for side in (one, other):
+            side.link.close()
+            await side.link.wait_closed()
+
+
+def frame(number: int, settled: int, messages: object) -> bytes:
+    payload = NUMBERS.pack(number, settled) + msgspec.msgpack.encode(messages)
+    return LENGTH.pack(len(payload)) + payload
+
+
+@contextlib.asynccontextmanager
+async def raw_peer() -> AsyncIterator[tuple[Side, socket.socket]]:
+    """A side whose other end is a bare socket."""
+    side = Side()
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    await EdgeLink.over(ours, side.link)
+    try:
+        yield side, theirs
+    finally:
+        theirs.close()
+        side.link.close()
+        await side.link.wait_closed()
+
+
+@in_virtual_time
+async def test_messages_come_in_order_and_each_once() -> None:
+    async with both_sides() as (one, other):
+        said = [Said(f"{number}", number) for number in range(1000)]
+        for number, message in enumerate(said):
+            one.link.tell(message)
+            if number % 70 == 0:
+                await asyncio.sleep(0)
+        await until(lambda: len(other.heard) == len(said))
+        assert other.heard == said
+        assert one.heard == []
+        assert not one.lost
+        assert not other.lost
+
+
+@in_virtual_time
+async def test_what_is_told_within_a_turn_goes_out_together() -> None:
+    async with raw_peer() as (side, peer):
+        await asyncio.sleep(0.01)
+        peer.recv(1 << 16)
+        for number in range(5):
+            side.link.tell(Said("a", number))
+        await asyncio.sleep(0.01)
+        data = peer.recv(1 << 16)
+        (length,) = LENGTH.unpack_from(data)
+        assert len(data) == LENGTH.size + length, "one frame"
+        assert len(msgspec.msgpack.decode(data[LENGTH.size + NUMBERS.size :])) == 5
+
+
+@in_virtual_time
+async def test_signs_of_life_keep_an_idle_link() -> None:
+    async with both_sides() as (one, other):
+        await asyncio.sleep(10 * links.SILENCE_SECONDS)
+        one.link.tell(Said("still here"))
+        await until(lambda: other.heard)
+        assert not one.lost
+        assert not other.lost
+
+
+@in_virtual_time
+async def test_a_silent_side_is_given_up() -> None:
+    async with raw_peer() as (side, _):
+        await asyncio.sleep(links.SILENCE_SECONDS - 1.0)
+        assert side.lost == []
+        await asyncio.sleep(2.0)
+        assert side.lost == ["nothing was heard for 20 s"]
+        assert side.link.lost
+
+
+@in_virtual_time
+async def test_the_end_of_one_side_is_told_to_the_other_behind_all_that_was_said() -> None:
+    async with both_sides() as (one, other):
+        for number in range(500):
+            one.link.tell(Said("last words", number))
+        one.link.close()
+        await until(lambda: other.lost)
+        assert [said.number for said in other.heard] == list(range(500))
+        assert other.lost == ["it has ended"]
+        assert one.lost == [], "it has ended by itself"
+        one.link.tell(Said("too late"))
+        await asyncio.sleep(1.0)
+        assert len(other.heard) == 500
+
+
+@in_virtual_time
+async def test_a_message_that_can_not_be_dealt_with_ends_the_link() -> None:
+    async with both_sides() as (one, other):
+        one.link.tell(Said("break"))
+        one.link.tell(Said("never dealt with"))
+        await until(lambda: one.lost and other.lost)
+        assert other.lost == ["a message could not be dealt with"]
+        assert [said.text for said in other.heard] == ["break"]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (LENGTH.pack(MOST_FRAME_BYTES + 1), f"a frame of {MOST_FRAME_BYTES + 1} bytes"),
+        (frame(2, 0, []), "frame 2 in place of 1"),
+        (LENGTH.pack(3) + b"abc", "what can't be read"),
+        (frame(1, 0, [["Other", 1]]), "could not be dealt with"),
+        (frame(1, 0, [["Said", 7]]), "could not be dealt with"),
+        (frame(1, 1000, []), "could not be dealt with"),
+    ],
+    ids=["too long", "out of order", "no head", "unknown message", "wrong type", "never sent"],
+)
+def test_what_breaks_the_rules_ends_the_link(data: bytes, reason: str) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        async with raw_peer() as (side, peer):
+            peer.send(data)
+            await until(lambda: side.lost)
+            assert reason in side.lost[0]
+            assert side.heard == []
+
+    run()
+
+
+@in_virtual_time
+async def test_frames_may_come_in_any_pieces() -> None:
+    async with raw_peer() as (side, peer):
+        data = b"".join(frame(number, 0, [["Said", "a", number]]) for number in range(1, 4))
+        for byte in struct.unpack(f"{len(data)}c", data):
+            peer.send(byte)
+            await asyncio.sleep(0)
+        await until(lambda: len(side.heard) == 3)
+        assert [said.number for said in side.heard] == [1, 2, 3]
+
+
+@in_virtual_time
+async def test_a_message_larger_than_a_frame_ends_the_link() -> None:
+    async with both_sides() as (one, other):
+        one.link.tell(Said("small"))
+        one.link.tell(Said("x" * MOST_FRAME_BYTES))
+        await until(lambda: one.lost)
+        assert "a message of" in one.lost[0]
+        await until(lambda: other.lost)
+        assert [said.text for said in other.heard] == ["small"]
+
+
+@in_virtual_time
+async def test_a_side_that_reads_nothing_is_given_up() -> None:
+    async with raw_peer() as (side, _):
+        for _ in range(40):
+            side.link.tell(Said("x" * (4 << 20)))
+            await asyncio.sleep(0)
+            if side.lost:
+                break
+        assert side.lost == ["what was told is not read"]
+
+
+@in_virtual_time
+async def test_an_answer_is_as_old_as_the_question_and_news_no_older_than_a_sign_of_life() -> None:
+    async with both_sides() as (one, other):
+        await asyncio.sleep(5.0)
+        one.link.tell(Said("ask"))
+        await until(lambda: one.heard)
+        assert one.ages[-1] < 0.1
+        await asyncio.sleep(5.0)
+        other.link.tell(Said("news"))
+        await until(lambda: len(one.heard) == 2)
+        assert one.ages[-1] < 2 * links.BEAT_SECONDS
+
+
+@in_virtual_time
+async def test_what_an_unheard_side_says_grows_old() -> None:
+    async with raw_peer() as (side, peer):
+        peer.send(frame(1, 1, [["Said", "early"]]))
+        await asyncio.sleep(5.0)
+        # It has not dealt with anything that was told since its first frame.
+        peer.send(frame(2, 1, [["Said", "late"]]))
+        await until(lambda: len(side.heard) == 2)
+        assert side.ages[0] < 0.1
+        assert side.ages[1] >= 5.0

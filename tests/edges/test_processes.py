@@ -1,0 +1,261 @@
+"""`serve --edges`: a gateway of several processes, as its clients and operators see it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+import yaml
+
+from gateway.callers.keys import new_key
+from tests.emulator import EmulatedNode
+from tests.gateway_processes import LIMIT, Succession, serving
+from tests.gateways import until
+from tests.polling import eventually
+from tests.processes import gone
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+EDGES = {"listen": {"port": 0, "edges": 2}}
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+STREAM = HELLO | {"stream": True, "max_tokens": 40}
+
+
+def http(url: str, **options: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=LIMIT, **options)
+
+
+async def edges_of(admin: httpx.AsyncClient) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await admin.get("/admin/status")).json()["edges"]
+    return found
+
+
+async def until_ready(admin: httpx.AsyncClient, without: Iterable[int] = ()) -> list[int]:
+    """The processes of both edges, once both serve and none is one of these."""
+
+    async def look() -> list[int] | None:
+        pids = [one["pid"] for one in await edges_of(admin) if one["ready"]]
+        return pids if len(pids) == 2 and not set(pids) & set(without) else None
+
+    return await eventually(look, LIMIT)
+
+
+def relayed_by(answer: httpx.Response) -> str:
+    """The process that has made the request's id."""
+    return answer.headers["x-request-id"][: len("req_") + 16]
+
+
+@contextlib.asynccontextmanager
+async def gateway(
+    folder: Path, node: EmulatedNode, **settings: Any
+) -> AsyncIterator[tuple[Succession, httpx.AsyncClient, httpx.AsyncClient]]:
+    async with (
+        serving(folder, node, settings={**EDGES, **settings}) as line,
+        http(line.url) as client,
+        http(line.admin_url) as admin,
+    ):
+        yield line, client, admin
+
+
+@pytest.mark.smoke
+async def test_streams_are_spread_and_recorded_and_everything_else_works(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=16) as node,
+        gateway(tmp_path, node) as (line, client, admin),
+    ):
+
+        async def ask(number: int) -> list[str]:
+            """25 streams on one connection that is kept."""
+            by = []
+            limits = httpx.Limits(max_connections=1)
+            async with http(line.url, limits=limits) as kept:
+                for _ in range(25):
+                    answer = await kept.post(CHAT, json=HELLO | {"stream": True})
+                    assert answer.text.endswith("data: [DONE]\n\n")
+                    by.append(relayed_by(answer))
+            return by
+
+        by = Counter(chain(*await asyncio.gather(*map(ask, range(8)))))
+        assert by.total() == 200
+        assert len(by) == 2
+        assert max(by.values()) <= 1.3 * 100
+        await until(lambda: len(line.logged("request")) == 200, LIMIT)
+        assert {(one["status"], one["attempts"]) for one in line.logged("request")} == {(200, 1)}
+        # What the brain serves itself.
+        models = await client.get("/v1/models")
+        assert [one["id"] for one in models.json()["data"]] == ["demo"]
+        body = {"input": "Hello", "background": True, "stream": True, "max_output_tokens": 4}
+        stored = await client.post("/v1/responses", json=body)
+        assert "event: response.incomplete" in stored.text
+        [id_] = set(re.findall(r'"id":"(resp_\w+)"', stored.text))
+        kept = await client.get(f"/v1/responses/{id_}")
+        assert kept.json()["status"] == "incomplete"
+        assert (await client.get("/v1/no-such")).status_code == 404
+        # Operators.
+        metrics = (await admin.get("/metrics")).text
+        assert "llama_gateway_edges 2" in metrics
+        assert 'llama_gateway_requests_total{class="normal",model="demo",code="200"} 20' in metrics
+        status = (await admin.get("/admin/status")).json()
+        assert status["totals"]["requests"] >= 200
+        assert {one["name"] for one in status["edges"]} == {"edge-1", "edge-2"}
+        pids = [one["pid"] for one in status["edges"]]
+        # A signal that reaches the whole group, as a terminal's, is the brain's business.
+        for pid in pids:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+                os.kill(pid, number)
+        assert (await client.post(CHAT, json=HELLO)).status_code == 200
+        assert await until_ready(admin) == pids
+    assert all(map(gone, pids))
+    assert not line.logged("an edge has ended")
+
+
+async def test_an_edge_that_dies_breaks_off_its_own_streams_alone(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=8, answer_tokens=40) as node,
+        gateway(tmp_path, node) as (line, client, admin),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        pids = await until_ready(admin)
+        node.faults.next("hang", n=4, after_events=5)
+        streams = [
+            await stack.enter_async_context(client.stream("POST", CHAT, json=STREAM))
+            for _ in range(4)
+        ]
+        parts = [one.aiter_bytes() for one in streams]
+        for one in parts:
+            await anext(one)
+        found = {one["pid"]: one["streams"] for one in await edges_of(admin)}
+        while set(found.values()) != {2}:
+            found = {one["pid"]: one["streams"] for one in await edges_of(admin)}
+        os.kill(pids[0], signal.SIGKILL)
+        lost = await line.until("edge died")
+        assert lost["requests"] == 2
+        # The others go on, and so do new requests, before the edge is there again.
+        assert (await client.post(CHAT, json=HELLO)).status_code == 200
+        node.faults.release()
+        ends = await asyncio.gather(*map(rest, parts), return_exceptions=True)
+        whole = [one for one in ends if isinstance(one, bytes)]
+        broken = [one for one in ends if isinstance(one, httpx.HTTPError)]
+        assert (len(whole), len(broken)) == (2, 2)
+        assert all(one.endswith(b"data: [DONE]\n\n") for one in whole)
+        assert set(await until_ready(admin, without=pids[:1])) > set(pids[1:])
+        died = [one for one in line.logged("request") if one.get("reason") == "edge_died"]
+        assert {one["id"] for one in died} == set(lost["ids"].split(", "))
+
+        async def all_free() -> bool | None:
+            busy = (await admin.get("/admin/nodes/one")).json()["slots_busy"]
+            return True if busy == 0 else None
+
+        await eventually(all_free)
+        await until(lambda: any("edge" in one["id"] for one in line.logged("problem")), LIMIT)
+        assert "llama_gateway_edges_died_total 1" in (await admin.get("/metrics")).text
+
+
+async def rest(parts: AsyncIterator[bytes]) -> bytes:
+    return b"".join([part async for part in parts])
+
+
+async def test_edges_end_with_their_brain(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as node,
+        gateway(tmp_path, node) as (line, _, admin),
+    ):
+        pids = await until_ready(admin)
+        await line.kill()
+        await until(lambda: all(map(gone, pids)), LIMIT)
+
+
+async def test_a_stop_waits_for_running_streams(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(answer_tokens=40) as node,
+        gateway(tmp_path, node) as (line, client, _),
+    ):
+        node.faults.next("hang", after_events=5)
+        async with client.stream("POST", CHAT, json=STREAM) as answer:
+            parts = answer.aiter_bytes()
+            await anext(parts)
+            line.first.send_signal(signal.SIGTERM)
+            await line.until("shutting down")
+            node.faults.release()
+            assert (await rest(parts)).endswith(b"data: [DONE]\n\n")
+        assert await line.status() == 0
+
+
+async def test_settings_keys_and_certificates_reach_the_edges(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    old, new = authority.issue_cert("old.example"), authority.issue_cert("new.example")
+    folder = tmp_path / "tls"
+    folder.mkdir()
+
+    def write(certificate: trustme.LeafCert) -> None:
+        for name, pem in (
+            ("cert.pem", certificate.cert_chain_pems[0]),
+            ("key.pem", certificate.private_key_pem),
+        ):
+            pem.write_to_path(folder / f"{name}.new")
+            (folder / f"{name}.new").rename(folder / name)
+
+    write(old)
+    key = new_key("team")
+    files = {"cert": str(folder / "cert.pem"), "key": str(folder / "key.pem")}
+    settings: dict[str, Any] = {
+        "listen": {"port": 0, "edges": 2, "tls": files},
+        "admin": {"port": 0},
+        "keys": [{"id": key.id, "sha256": key.sha256}],
+        "models": {"alias": {"use": "demo"}},
+    }
+    async with EmulatedNode() as node, serving(tmp_path, node, settings=settings) as line:
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+        context.check_hostname = False
+        headers = {"authorization": f"Bearer {key.text}"}
+
+        async def ask(name: str = "alias") -> int:
+            async with http(line.url, verify=context, headers=headers) as client:
+                return (await client.post(CHAT, json=HELLO | {"model": name})).status_code
+
+        async def subject() -> object:
+            port = httpx.URL(line.url).port
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+            found = writer.get_extra_info("peercert")["subjectAltName"]
+            writer.transport.abort()
+            return found
+
+        assert [await ask(), await ask("other")] == [200, 404]
+        assert await subject() == (("DNS", "old.example"),)
+        # At both edges: each request has a connection of its own, which goes to the next one.
+        settings["models"] = {"other": {"use": "demo"}}
+        (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(settings))
+
+        async def know_the_new_name() -> bool | None:
+            asked = [await ask(), await ask(), await ask("other"), await ask("other")]
+            return True if asked == [404, 404, 200, 200] else None
+
+        await eventually(know_the_new_name)
+        write(new)
+
+        async def show_the_new_one() -> bool | None:
+            shown = {await subject(), await subject()}
+            return True if shown == {(("DNS", "new.example"),)} else None
+
+        await eventually(show_the_new_one)
+        settings["keys"] = [{"id": "another", "sha256": new_key("another").sha256}]
+        (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(settings))
+
+        async def refuse_the_old_key() -> bool | None:
+            return True if {await ask("other"), await ask("other")} == {401} else None
+
+        await eventually(refuse_the_old_key)

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from gateway.edges import supervisor
+from gateway.edges.brain import Brain
+from gateway.edges.supervisor import Edges, StartProcess
+from gateway.http.exchange import ConnectionOrigin
+from tests.gateways import until
+
+LIMIT = 120.0
+
+
+@dataclass(slots=True)
+class Sessions:
+    """A brain's sessions with its edges, which end with their processes."""
+
+    edges: int
+    late_leases: int = 0
+    lose: list[Callable[[], None]] = field(default_factory=list)
+    """For each that has begun: what its link calls when it is lost."""
+    told: int = 0
+    ended: int = 0
+
+    def expect_end(self) -> None:
+        self.told += 1
+
+    def close(self) -> None:
+        self.ended += 1
+
+    async def connect(self, link: socket.socket, name: str, lost: Callable[[], None]) -> Sessions:
+        link.close()
+        self.lose.append(lost)
+        return self
+
+    async def aclose(self) -> None:
+        """All sessions have ended."""
+
+
+@dataclass(slots=True)
+class Site:
+    """The edges under test, and what they have left to the brain."""
+
+    edges: Edges
+    sessions: Sessions
+    adopted: list[tuple[socket.socket, ConnectionOrigin | None]] = field(default_factory=list)
+
+    async def client(self) -> tuple[socket.socket, int]:
+        """A client, and the process of the edge that has taken its connection."""
+        async with asyncio.timeout(LIMIT):
+            while not self.edges.has_room():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            self.edges.take(theirs)
+            line = await asyncio.get_running_loop().sock_recv(ours, 64)
+        return ours, int(line)
+
+
+def small_edge(*how: str) -> StartProcess:
+    """Starts edges that behave so, one after the other; the last way goes on."""
+    ways = list(how)
+
+    async def start(name: str, link: socket.socket, sockets: socket.socket) -> Process:
+        way = ways.pop(0) if len(ways) > 1 else ways[0]
+        numbers = link.fileno(), sockets.fileno()
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.edges.small_edge", *map(str, numbers), way),
+            stdin=DEVNULL,
+            pass_fds=numbers,
+        )
+
+    return start
+
+
+@asynccontextmanager
+async def brain(
+    count: int, *how: str, serves: bool = True, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Site]:
+    sessions = Sessions(count)
+    adopted: list[tuple[socket.socket, ConnectionOrigin | None]] = []
+    edges = Edges(
+        cast("Brain", sessions),
+        lambda sock, origin: adopted.append((sock, origin)),
+        clock,
+        small_edge(*(how or ("",))),
+    )
+    try:
+        assert await edges.start(LIMIT if serves else 0.01) is serves
+        yield Site(edges, sessions, adopted)
+    finally:
+        await edges.aclose()
+        for sock, _ in adopted:
+            sock.close()
+
+
+async def all_ready(edges: Edges) -> None:
+    await until(
+        lambda: sum(one.ready for one in edges.sample().running) == edges.brain.edges, LIMIT
+    )
+
+
+async def test_each_connection_goes_to_the_edge_with_the_fewest_requests() -> None:
+    async with brain(3) as site:
+        await all_ready(site.edges)
+        clients = [await site.client() for _ in range(30)]
+        assert sorted(Counter(pid for _, pid in clients).values()) == [10, 10, 10]
+        # At once, before any edge has said what it has got.
+        pairs = [socket.socketpair() for _ in range(30)]
+        for _, theirs in pairs:
+            site.edges.take(theirs)
+        loop = asyncio.get_running_loop()
+        pids = []
+        for ours, _ in pairs:
+            ours.setblocking(False)
+            pids.append(int(await asyncio.wait_for(loop.sock_recv(ours, 64), LIMIT)))
+        assert sorted(Counter(pids).values()) == [10, 10, 10]
+        for sock in [*(ours for ours, _ in clients), *(ours for ours, _ in pairs)]:
+            sock.close()
+
+
+async def test_the_brain_keeps_no_descriptor_of_a_connection_that_was_taken() -> None:
+    async with brain(1) as site:
+        ours, pid = await site.client()
+        os.kill(pid, signal.SIGKILL)
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(ours, 64), LIMIT) == b""
+        ours.close()
+
+
+async def test_what_an_edge_has_not_taken_when_it_dies_goes_to_the_next_one() -> None:
+    async with brain(1, "dies", "dies", "") as site:
+        ours, pid = await site.client()
+        assert [one.pid for one in site.edges.sample().running] == [pid]
+        assert site.edges.died == 2
+        assert site.sessions.ended == 2
+        ours.close()
+
+
+async def test_an_edge_that_ends_is_started_again() -> None:
+    async with brain(2) as site:
+        await all_ready(site.edges)
+        before = {one.pid for one in site.edges.sample().running}
+        os.kill(min(before), signal.SIGKILL)
+        await until(lambda: site.edges.died == 1, LIMIT)
+        # The other one has room meanwhile.
+        ours, pid = await site.client()
+        assert pid == max(before)
+        await all_ready(site.edges)
+        assert len({one.pid for one in site.edges.sample().running} | before) == 3
+        ours.close()
+
+
+async def test_an_edge_whose_link_is_lost_is_ended() -> None:
+    async with brain(1) as site:
+        first, before = await site.client()
+        site.sessions.lose[-1]()
+        await until(lambda: site.edges.died == 1, LIMIT)
+        ours, pid = await site.client()
+        assert pid != before
+        first.close()
+        ours.close()
+
+
+async def test_an_edge_that_does_not_begin_to_serve_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "MOST_START_SECONDS", 0.05)
+    async with brain(1, serves=False) as site:
+        await until(lambda: site.edges.died > 1, LIMIT)
+
+
+async def test_an_edge_that_is_held_up_gets_no_more_until_it_goes_on() -> None:
+    clock = [0.0]
+    async with brain(2, clock=lambda: clock[0]) as site:
+        await all_ready(site.edges)
+        stopped, other = (one.pid for one in site.edges.sample().running)
+        os.kill(stopped, signal.SIGSTOP)
+        pairs = [socket.socketpair() for _ in range(10)]
+        for ours, theirs in pairs[:4]:
+            ours.setblocking(False)
+            site.edges.take(theirs)
+        clock[0] += 1.0
+        for ours, theirs in pairs[4:]:
+            ours.setblocking(False)
+            site.edges.take(theirs)
+        loop = asyncio.get_running_loop()
+
+        async def taken_by(number: int) -> int:
+            return int(await asyncio.wait_for(loop.sock_recv(pairs[number][0], 64), LIMIT))
+
+        assert {await taken_by(number) for number in range(4, 10)} == {other}
+        os.kill(stopped, signal.SIGCONT)
+        assert sorted([await taken_by(number) for number in range(4)]) == sorted(
+            [stopped, stopped, other, other]
+        )
+        for ours, _ in pairs:
+            ours.close()
+
+
+async def test_a_request_that_is_passed_on_brings_the_clients_addresses() -> None:
+    async with brain(1, "passes") as site:
+        await until(lambda: bool(site.adopted), LIMIT)
+        [(sock, origin)] = site.adopted
+        assert origin == ConnectionOrigin(("192.0.2.7", 4711), None, tls=True)
+        data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 64), LIMIT)
+        assert data == b"a request"
+
+
+@pytest.mark.parametrize("end", [Edges.drain, Edges.finish])
+async def test_all_edges_end_together_and_none_is_started_again(
+    end: Callable[[Edges], object],
+) -> None:
+    async with brain(2) as site:
+        await all_ready(site.edges)
+        work = asyncio.ensure_future(end(site.edges))  # type: ignore[call-overload]
+        await asyncio.sleep(0)
+        assert not site.edges.has_room()
+        await asyncio.wait_for(work, LIMIT)
+        assert site.edges.sample().running == []
+        assert (len(site.sessions.lose), site.sessions.told, site.sessions.ended) == (2, 2, 2)
+        assert site.edges.died == 0
+        # One that was accepted just before is served by the brain itself.
+        ours, theirs = socket.socketpair()
+        site.edges.take(theirs)
+        assert site.adopted == [(theirs, None)]
+        ours.close()
