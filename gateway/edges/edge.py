@@ -36,7 +36,6 @@ from gateway.edges.link import SILENCE_SECONDS, EdgeLink
 from gateway.edges.snapshots import KeyCopies, ModelCopies
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestRecord, StreamResumed, call_later
-from gateway.forward.attempt_ends import Losses
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.lease import (
@@ -725,7 +724,9 @@ class EdgeServices:
             messages.EndRequest: self._end_request,
             messages.Quarantined: self._quarantined,
         }
-        self.context.quarantine.on_change = self._tell_quarantine
+        self.context.quarantine.on_change = lambda digest, losses: tell(
+            messages.Quarantined.of(digest, losses)
+        )
 
     async def start(self, sock: socket.socket, seconds: float) -> None:
         """Say hello over this Unix socket, and wait until everything is known.
@@ -789,12 +790,7 @@ class EdgeServices:
             self._on_configured()
 
     def _quarantined(self, told: messages.Quarantined) -> None:
-        losses = Losses(told.nodes, self._clock() - told.age) if told.nodes else None
-        self.context.quarantine.take(told.digest, losses)
-
-    def _tell_quarantine(self, digest: bytes, losses: Losses | None) -> None:
-        nodes = frozenset[str]() if losses is None else losses.nodes
-        self.link.tell(messages.Quarantined(digest, nodes, 0.0))
+        self.context.quarantine.take(told.digest, told.losses(self._clock()))
 
     def _end_request(self, told: messages.EndRequest) -> None:
         """Somebody ends a request, or has it leave its node."""
