@@ -678,9 +678,8 @@ class EdgeSession:
         self.link.tell(messages.NodeAnswer(asked.ask, excused))
 
     def _ask_position(self, asked: messages.AskPosition) -> None:
-        self.link.tell(
-            messages.Position(asked.ask, self._brain.scheduler.queue_position(asked.request_id))
-        )
+        id_ = asked.request_id
+        self.link.tell(messages.Position(id_, self._brain.scheduler.queue_position(id_)))
 
     # The end.
 

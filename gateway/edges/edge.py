@@ -167,7 +167,8 @@ class RemoteScheduler:
         self._excuses: dict[int, int] = {}
         """Leases that are asked about, by the number of the question."""
         self._positions: dict[str, QueuePosition | None] = {}
-        self._position_asks: dict[int, str] = {}
+        self._positions_asked: set[str] = set()
+        """Requests whose place is being asked for."""
         self._unsettled = 0  # responses that have ended and are not accounted for
 
     # Asked for a lease.
@@ -443,17 +444,16 @@ class RemoteScheduler:
         """Where a request stands, as the brain said when it was asked last."""
         if request_id not in self._asked_by:
             return None
-        if request_id not in self._position_asks.values():
-            ask = next(self._asks)
-            self._position_asks[ask] = request_id
-            self._link.tell(messages.AskPosition(ask, request_id))
+        if request_id not in self._positions_asked:
+            self._positions_asked.add(request_id)
+            self._link.tell(messages.AskPosition(request_id))
         return self._positions.get(request_id)
 
     def take_position(self, told: messages.Position) -> None:
         """The brain says where a request stands."""
-        request_id = self._position_asks.pop(told.ask, None)
-        if request_id is not None and request_id in self._asked_by:
-            self._positions[request_id] = told.position
+        self._positions_asked.discard(told.request_id)
+        if told.request_id in self._asked_by:
+            self._positions[told.request_id] = told.position
 
     def refuse(self, request_id: str, error: GatewayError) -> bool:
         """End the wait of a request with this error; returns whether it was waiting."""

@@ -287,7 +287,6 @@ class AskExcused(Message, frozen=True):
 class AskPosition(Message, frozen=True):
     """`RequestQueue.queue_position`: `Position` answers."""
 
-    ask: int
     request_id: str
 
 
@@ -427,7 +426,7 @@ class NodeAnswer(Message, frozen=True):
 class Position(Message, frozen=True):
     """The answer to `AskPosition`."""
 
-    ask: int
+    request_id: str
     position: QueuePosition | None
 
 
