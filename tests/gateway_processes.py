@@ -49,10 +49,13 @@ class Succession:
 
     async def until(self, event: str, count: int = 1) -> dict[str, Any]:
         """The log's line of this event that makes so many."""
-        async with asyncio.timeout(LIMIT):
-            while len(self.logged(event)) < count:
-                self.news.clear()
-                await self.news.wait()
+        try:
+            async with asyncio.timeout(LIMIT):
+                while len(self.logged(event)) < count:
+                    self.news.clear()
+                    await self.news.wait()
+        except TimeoutError:
+            raise AssertionError(f"no '{event}' among {self.lines[-20:]}") from None
         return self.logged(event)[count - 1]
 
     @property

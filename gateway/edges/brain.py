@@ -197,8 +197,7 @@ class Brain:
                 session.link.tell(told)
 
     def _own_quarantine_changed(self, digest: bytes, losses: Losses | None) -> None:
-        nodes = frozenset[str]() if losses is None else losses.nodes
-        self.quarantined(messages.Quarantined(digest, nodes, 0.0))
+        self.quarantined(messages.Quarantined.of(digest, losses))
 
     def count_given_back(self, *, late: bool) -> None:
         """An edge has given a lease back without using it; `late`: as it was too old."""
@@ -307,6 +306,10 @@ class EdgeSession:
             raise BrokenRules(f"version {hello.version} in place of {messages.VERSION}")
         self.pid = hello.pid
         self.tell_news()
+        context = self._brain.context
+        for digest, losses in context.quarantine.entries.items():
+            age = context.clock() - losses.last_at
+            self.link.tell(messages.Quarantined.of(digest, losses, age))
 
     # What the edge must know.
 
@@ -638,8 +641,7 @@ class EdgeSession:
     def _quarantined(self, told: messages.Quarantined) -> None:
         """Nodes were lost over a request, or one has completed it: all others must know."""
         context = self._brain.context
-        losses = Losses(told.nodes, context.clock() - told.age) if told.nodes else None
-        context.quarantine.take(told.digest, losses)
+        context.quarantine.take(told.digest, told.losses(context.clock()))
         self._brain.quarantined(told, but=self)
 
     # Questions.
@@ -676,9 +678,8 @@ class EdgeSession:
         self.link.tell(messages.NodeAnswer(asked.ask, excused))
 
     def _ask_position(self, asked: messages.AskPosition) -> None:
-        self.link.tell(
-            messages.Position(asked.ask, self._brain.scheduler.queue_position(asked.request_id))
-        )
+        id_ = asked.request_id
+        self.link.tell(messages.Position(id_, self._brain.scheduler.queue_position(id_)))
 
     # The end.
 

@@ -36,7 +36,6 @@ from gateway.edges.link import SILENCE_SECONDS, EdgeLink
 from gateway.edges.snapshots import KeyCopies, ModelCopies
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestRecord, StreamResumed, call_later
-from gateway.forward.attempt_ends import Losses
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.lease import (
@@ -168,7 +167,8 @@ class RemoteScheduler:
         self._excuses: dict[int, int] = {}
         """Leases that are asked about, by the number of the question."""
         self._positions: dict[str, QueuePosition | None] = {}
-        self._position_asks: dict[int, str] = {}
+        self._positions_asked: set[str] = set()
+        """Requests whose place is being asked for."""
         self._unsettled = 0  # responses that have ended and are not accounted for
 
     # Asked for a lease.
@@ -444,17 +444,16 @@ class RemoteScheduler:
         """Where a request stands, as the brain said when it was asked last."""
         if request_id not in self._asked_by:
             return None
-        if request_id not in self._position_asks.values():
-            ask = next(self._asks)
-            self._position_asks[ask] = request_id
-            self._link.tell(messages.AskPosition(ask, request_id))
+        if request_id not in self._positions_asked:
+            self._positions_asked.add(request_id)
+            self._link.tell(messages.AskPosition(request_id))
         return self._positions.get(request_id)
 
     def take_position(self, told: messages.Position) -> None:
         """The brain says where a request stands."""
-        request_id = self._position_asks.pop(told.ask, None)
-        if request_id is not None and request_id in self._asked_by:
-            self._positions[request_id] = told.position
+        self._positions_asked.discard(told.request_id)
+        if told.request_id in self._asked_by:
+            self._positions[told.request_id] = told.position
 
     def refuse(self, request_id: str, error: GatewayError) -> bool:
         """End the wait of a request with this error; returns whether it was waiting."""
@@ -725,7 +724,9 @@ class EdgeServices:
             messages.EndRequest: self._end_request,
             messages.Quarantined: self._quarantined,
         }
-        self.context.quarantine.on_change = self._tell_quarantine
+        self.context.quarantine.on_change = lambda digest, losses: tell(
+            messages.Quarantined.of(digest, losses)
+        )
 
     async def start(self, sock: socket.socket, seconds: float) -> None:
         """Say hello over this Unix socket, and wait until everything is known.
@@ -789,12 +790,7 @@ class EdgeServices:
             self._on_configured()
 
     def _quarantined(self, told: messages.Quarantined) -> None:
-        losses = Losses(told.nodes, self._clock() - told.age) if told.nodes else None
-        self.context.quarantine.take(told.digest, losses)
-
-    def _tell_quarantine(self, digest: bytes, losses: Losses | None) -> None:
-        nodes = frozenset[str]() if losses is None else losses.nodes
-        self.link.tell(messages.Quarantined(digest, nodes, 0.0))
+        self.context.quarantine.take(told.digest, told.losses(self._clock()))
 
     def _end_request(self, told: messages.EndRequest) -> None:
         """Somebody ends a request, or has it leave its node."""

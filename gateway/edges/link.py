@@ -177,7 +177,8 @@ class EdgeLink(asyncio.Protocol):
         silent = now - self._heard_at
         # Where this side itself was held up, it reads first what has come meanwhile.
         was_held_up, self._beat_at = now - self._beat_at > 4 * BEAT_SECONDS, now
-        if silent > self._silence and not was_held_up:
+        # One that has never spoken may still be starting: who has started it sets a limit.
+        if self._received and silent > self._silence and not was_held_up:
             self._end(f"nothing was heard for {silent:.0f} s")
             return
         self._beat_handle = asyncio.get_running_loop().call_later(BEAT_SECONDS, self._beat)

@@ -17,6 +17,7 @@ from gateway.catalog import ServerFigures
 from gateway.config.keys import NodeLabels
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, RequestRecord, StreamResumed
+from gateway.forward.attempt_ends import Losses
 from gateway.lease import (
     AttemptReport,
     ExpectedReading,
@@ -226,6 +227,15 @@ class Quarantined(Message, frozen=True):
     nodes: frozenset[str]
     age: float  # seconds since the last one was lost
 
+    @classmethod
+    def of(cls, digest: bytes, losses: Losses | None, age: float = 0.0) -> Quarantined:
+        """What is told of such a request; None: one has completed it."""
+        return cls(digest, frozenset() if losses is None else losses.nodes, age)
+
+    def losses(self, now: float) -> Losses | None:
+        """The same, as `Quarantine` takes it."""
+        return Losses(self.nodes, now - self.age) if self.nodes else None
+
 
 class Finished(Message, frozen=True):
     """A request is over, and what it used is known."""
@@ -277,7 +287,6 @@ class AskExcused(Message, frozen=True):
 class AskPosition(Message, frozen=True):
     """`RequestQueue.queue_position`: `Position` answers."""
 
-    ask: int
     request_id: str
 
 
@@ -417,7 +426,7 @@ class NodeAnswer(Message, frozen=True):
 class Position(Message, frozen=True):
     """The answer to `AskPosition`."""
 
-    ask: int
+    request_id: str
     position: QueuePosition | None
 
 

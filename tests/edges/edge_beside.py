@@ -18,7 +18,7 @@ from gateway.http.listener import Listener
 from gateway.http.protocol import protocol_class
 from gateway.http.request_head import HandlerConfig
 from gateway.web.handler import RequestHandler
-from tests.gateways import NO_TLS, Running
+from tests.gateways import NO_TLS, Running, until
 
 
 def a_brain(gateway: Gateway) -> Brain:
@@ -103,4 +103,4 @@ async def an_edge(
         session.expect_end()
         await listener.close()
         await services.aclose()
-        await brain.aclose()
+        await until(lambda: name not in brain.sessions and not brain._endings)

@@ -399,6 +399,9 @@ async def test_a_request_that_nodes_died_on_is_refused_at_every_edge(tmp_path: P
             refused = await ask(other, seed=7)
             assert refused.status_code == 502
             assert "2 nodes died while they served this very request" in refused.text
+            async with an_edge(running, brain, "edge-3") as new:
+                await until(lambda: len(new.services.context.quarantine) == 1)
+                assert (await ask(new, seed=7)).status_code == 502
             # A node that completes it after all clears it everywhere.
             for node in nodes:
                 node.faults.clear()

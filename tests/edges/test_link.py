@@ -119,8 +119,11 @@ async def test_signs_of_life_keep_an_idle_link() -> None:
 
 
 @in_virtual_time
-async def test_a_silent_side_is_given_up() -> None:
-    async with raw_peer() as (side, _):
+async def test_a_side_that_falls_silent_is_given_up() -> None:
+    async with raw_peer() as (side, peer):
+        # Its process may still be starting.
+        await asyncio.sleep(10 * links.SILENCE_SECONDS)
+        peer.send(frame(1, 0, []))
         await asyncio.sleep(links.SILENCE_SECONDS - 1.0)
         assert side.lost == []
         await asyncio.sleep(2.0)

@@ -177,7 +177,7 @@ async def test_a_place_in_the_queue_is_asked_for_one_at_a_time() -> None:
     asked = [one for one in world.link.all if isinstance(one, messages.AskPosition)]
     assert len(asked) == 1
     place = QueuePosition("req_1", 3, 1.0)
-    scheduler.take_position(messages.Position(asked[0].ask, place))
+    scheduler.take_position(messages.Position(asked[0].request_id, place))
     assert scheduler.queue_position("req_1") == place
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
