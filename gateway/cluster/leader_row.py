@@ -55,9 +55,7 @@ class StoredLeadership:
         self._seconds = seconds
         self._connection: Any = None  # psycopg's; SQLite's file is opened for each statement
         self._link = DatabaseLink(lambda: 0.0)
-        self._thread = concurrent.futures.ThreadPoolExecutor(
-            1, "leadership", lambda: None if location.path is None else act_as_owner(location.path)
-        )
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "leadership", self._begin)
         self._running: concurrent.futures.Future[Any] | None = None
 
     async def look(self) -> LeaderRow:
@@ -105,6 +103,11 @@ class StoredLeadership:
         )
 
     # On the thread.
+
+    def _begin(self) -> None:
+        if self._location.path is not None:
+            with contextlib.suppress(OSError):
+                act_as_owner(self._location.path)
 
     def _attempt(self, sql: str, values: Mapping[str, Any]) -> list[Any] | StoreError:
         try:

@@ -185,6 +185,16 @@ def test_requests_that_hellos_tell_of_are_counted_once() -> None:
     assert cluster.tenure.free("n", 101.4) == 2
 
 
+def test_a_request_that_a_node_may_not_show_yet_is_counted_beside_those_that_it_shows() -> None:
+    cluster = Cluster(won_at=100.0)
+    cluster.greet("a", 100.1)
+    cluster.greet("b", 100.1)
+    cluster.fences["a"].leases[1] = "n"
+    cluster.greet("a", 100.0 + SETTLE_SECONDS - LANDING_SECONDS / 2)
+    cluster.tenure.read("n", busy(7), 100.0 + SETTLE_SECONDS)
+    assert cluster.tenure.free("n", 101.3) == 2
+
+
 def test_a_hello_counts_when_the_edge_has_confirmed_a_term() -> None:
     cluster = Cluster(won_at=100.0)
     cluster.greet("b", 101.0)
