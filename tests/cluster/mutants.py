@@ -1,7 +1,9 @@
 """The rules of the cluster, each broken once. Every mutant must be found by the property.
 
-Two rules against old states of the database, those of looks and of claims after long gaps, need
-more luck than random scripts have: `test_leadership.py` holds them.
+Some rules need more luck than thousands of random scripts have, and are held by tests of their own
+in `test_leadership.py` and `test_fencing.py`: looks and claims after long gaps, a new leader's wait
+before it reads, what has not landed, the limit of being alone, what ran alone and its
+process died.
 """
 
 from __future__ import annotations
@@ -96,6 +98,20 @@ LEADERSHIP = (
 
 FENCING = (
     Mutant(
+        "what an edge ran that is lost is read at once",
+        _FENCE,
+        "lose(edge, process, 1, now + SETTLE_SECONDS)",
+        "lose(edge, process, 1, now)",
+        found_by=2716,
+    ),
+    Mutant(
+        "what comes too late is not given back",
+        _FENCE,
+        'return "give back"\n',
+        'return "ignore"\n',
+        found_by=7960,
+    ),
+    Mutant(
         "a grant of any age starts",
         _FENCE,
         "if node is None or now - asked_at > GRANT_SECONDS:",
@@ -155,6 +171,13 @@ FENCING = (
 
 ALONE = (
     Mutant(
+        "a leader lends a share on an unconfirmed word",
+        _FENCE,
+        "        known.number += 1\n",
+        "        known.number += 1\n        known.lent_until = lead_until\n",
+        found_by=5536,
+    ),
+    Mutant(
         "alone at the end of the term",
         _FENCE,
         "self._alone_from = now + left + SETTLE_SECONDS",
@@ -197,7 +220,7 @@ ALONE = (
         _FENCE,
         "self._alone_seconds = alone_seconds * _CLOCKS_DIFFER",
         "self._alone_seconds = alone_seconds / 2",
-        found_by=1660,
+        found_by=3630,
     ),
     Mutant(
         "shares are rounded up", _FENCE, "each + (edge in first)", "each + (rest > 0)", found_by=8

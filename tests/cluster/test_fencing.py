@@ -308,3 +308,18 @@ def test_a_new_process_of_an_edge_does_not_hide_what_its_predecessor_may_run() -
     assert cluster.tenure.free("n", 102.5) == 3
     cluster.tenure.read("n", IDLE, 102.5 + SETTLE_SECONDS)
     assert cluster.tenure.free("n", 103.8) == 4
+
+
+def test_what_ran_alone_is_counted_when_its_process_dies() -> None:
+    cluster = settled(4)
+    cluster.tell("b", 103.9)
+    fence = cluster.fences["a"] = cluster.new_fence("a")
+    fence.greet(1)
+    session = Session("a", "another process", fence.session)
+    cluster.tenure.hello(session, {}, 105.5)
+    told = cluster.tenure.tell("a", 105.5, 107.5)
+    assert told is not None
+    assert cluster.tenure.confirmed(session, told[1], 105.5)
+    assert cluster.tenure.free("n", 105.5) == 2, "its share, until the node is seen without it"
+    cluster.tenure.read("n", IDLE, 105.5 + LANDING_SECONDS)
+    assert cluster.tenure.free("n", 105.8) == 4
