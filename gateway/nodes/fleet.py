@@ -201,7 +201,7 @@ INDEXING_PAUSE = 20.0
 MOST_ADDED = 100  # models of a router that are taken in at once
 COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
 COMPARE_SPEEDS_PAUSE = 1.0  # and at least, where other nodes have come
-COMPARED_AT_ONCE = 500  # nodes whose state and row follow a comparison in one turn
+COMPARED_AT_ONCE = 500  # nodes that are compared in one turn of the event loop
 
 
 class Fleet:
@@ -595,7 +595,10 @@ class Fleet:
         """There are other nodes than before."""
         self.routers = [node for node in self.nodes.values() if node.is_router]
         self.model_index.set_nodes(self.nodes.values())
-        self._nodes_differ.set()
+        if len(self.nodes) > COMPARED_AT_ONCE:
+            self._nodes_differ.set()
+        else:
+            compare_speeds(self.nodes.values())
         self._notify_change(None)
         self._on_models(None)
 

@@ -376,6 +376,15 @@ learnt = Table(
     Column("value", Text, nullable=False),
 )
 
+# Who leads each cluster of gateways (`gateway.cluster.leadership`).
+leadership = Table(
+    "leadership",
+    metadata,
+    Column("cluster", Text, primary_key=True),
+    Column("holder", Text, nullable=False),
+    *_columns(BigInteger, "epoch", "counter", needed=True),
+)
+
 
 class Step(NamedTuple):
     """How a store of the level before comes to this level."""
@@ -393,6 +402,13 @@ CREATE TABLE learnt (
 )
 """
 
+_LEADERSHIP = """
+CREATE TABLE leadership (
+    cluster TEXT NOT NULL, holder TEXT NOT NULL, epoch BIGINT NOT NULL, counter BIGINT NOT NULL,
+    CONSTRAINT pk_leadership PRIMARY KEY (cluster)
+)
+"""
+
 # By the level to which they lead.
 STEPS: Final[Mapping[int, Step]] = {
     4: Step(
@@ -401,7 +417,8 @@ STEPS: Final[Mapping[int, Step]] = {
             "CREATE INDEX ix_learnt_caller ON learnt (caller)",
             "CREATE INDEX ix_learnt_changed_at ON learnt (changed_at)",
         )
-    )
+    ),
+    5: Step((_LEADERSHIP,)),
 }
 
 SCHEMA_LEVEL = max(STEPS)  # the level of the tables above

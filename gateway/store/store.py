@@ -149,7 +149,7 @@ class Store:
         self._closing = False
         self._state = "opening"
         self._since = now()
-        self._link = _Link(clock)
+        self._link = DatabaseLink(clock)
 
     # For callers, on any thread.
 
@@ -467,7 +467,7 @@ def log_store_change(status: StoreStatus) -> None:
         log.info("the store is open", store=status.url, schema_level=status.level)
 
 
-class _Link:
+class DatabaseLink:
     """The way to the database that a job is on, so that others can see how long, and cut it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

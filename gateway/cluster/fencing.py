@@ -1,0 +1,442 @@
+"""Which requests may start on a node when leaders change, die, stop or can't be reached.
+
+The leader of an epoch grants slots to the **edges**, the processes that send requests to nodes. It
+holds its account of them in a `Tenure`, each edge holds its own in a `Fence`. A node can't refuse a
+request that was granted by a former leader, so edges must:
+
+- A grant starts a request only within `GRANT_SECONDS` of the edge's asking. So what a leader has
+  granted runs that long after its term, or never.
+- An edge obeys the highest epoch that it has ever seen.
+- An edge tells a new leader (`Fence.greet`, `Tenure.hello`) which of its requests run.
+
+A leader whose term is over leaves requests that the next one has not granted. So a new leader
+counts all slots of a node as taken until it has read, after `SETTLE_SECONDS`, which of them are
+busy; these are taken until they have been seen idle.
+
+An edge that no leader answers goes **alone**, `SETTLE_SECONDS` after the end of the last term that
+it was told. Then it may use its share of each node (`shares`), less what still runs there of the
+time before. A leader may lend an edge's share to others only while that edge can't be alone: until
+the end of the term of which the edge has confirmed that it was told. Then the share is the edge's,
+until the edge greets again, or has been silent for `alone_seconds`: an edge that no leader has
+answered for so long starts nothing.
+
+All edges and leaders know the same edges, by name. All times are durations, or moments of the boot
+clock of the machine that uses them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+GRANT_SECONDS = 1.0  # from an edge's asking until the request must have been written to the node
+# Seconds until a node's `/slots` shows a request that was written to it, and by which the clocks of
+# two machines may disagree about a term.
+LANDING_SECONDS = 0.25
+SETTLE_SECONDS = GRANT_SECONDS + LANDING_SECONDS
+# Seconds for which an edge may be alone, and for which a leader leaves it its share: as long as the
+# longest outage of the database that all must survive.
+ALONE_SECONDS = 3600.0
+_CLOCKS_DIFFER = 1.01  # more than any two clocks differ, over such a time
+
+
+@functools.lru_cache(maxsize=65536)
+def shares(total: int, key: str, edges: tuple[str, ...]) -> Mapping[str, int]:
+    """The share of each edge in the slots of a node, or in what a limit allows.
+
+    Each has the same, rounded down; the rest goes to those that come first by rendezvous hash, so
+    that what is less than one for each has owners too.
+    """
+    each, rest = divmod(total, len(edges))
+
+    def rank(edge: str) -> bytes:
+        return hashlib.blake2b(f"{key}\0{edge}".encode(), digest_size=8).digest()
+
+    first = sorted(edges, key=rank)[:rest]
+    return {edge: each + (edge in first) for edge in edges}
+
+
+# The edge's side.
+
+
+class Fence:
+    """What one process of an edge may start, and what it has started.
+
+    Each asking for a slot has a number, which is the name of the lease that it may become. Who
+    waits longer than `GRANT_SECONDS` asks again. What a leader says names its epoch and session.
+    """
+
+    def __init__(
+        self,
+        edge: str,
+        edges: Sequence[str],
+        slots: Mapping[str, int],
+        *,
+        alone_seconds: float = ALONE_SECONDS,
+    ) -> None:
+        self.edge = edge
+        self.epoch = 0  # the highest that it has seen
+        self.session = 0  # counted in each epoch
+        self.seen = 0  # the number of the last term that it was told in this session
+        self.leases: dict[int, str] = {}  # requests that have been started, and their nodes
+        self._edges = tuple(edges)
+        self._slots = slots
+        self._alone_seconds = alone_seconds
+        # A process that was never told of a term can't know whether its share is lent.
+        self._alone_from = math.inf
+        self._alone_until = -math.inf
+        self._greets = False
+        self._number = 0
+        self._asked: dict[int, float] = {}
+        self._granted: dict[int, str] = {}
+        # By node, what has been running since it went alone; and what it has started since.
+        self._busy: dict[str, frozenset[object]] = {}
+        self._alone: set[int] = set()
+
+    # With a leader.
+
+    def greet(self, epoch: int) -> bool:
+        """Begin a session with the leader of this epoch, which is then told the `leases`.
+
+        The edge is not alone while it waits for the answer. False: it knows a later epoch.
+        """
+        if epoch < self.epoch:
+            return False
+        self._leave(self.session + 1 if epoch == self.epoch else 1)
+        self.epoch = epoch
+        self._greets = True
+        return True
+
+    def give_up(self) -> None:
+        """The leader has not answered."""
+        if self._greets:
+            self._leave(self.session + 1)
+
+    def told(
+        self, epoch: int, session: int, number: int, left: float, *, asked_at: float, now: float
+    ) -> bool:
+        """The leader has answered what the edge sent at `asked_at`: its term has `left` seconds.
+
+        False: it is not the leader that the edge obeys.
+        """
+        if not self._obeys(epoch, session):
+            return False
+        if number > self.seen:
+            self.seen = number
+            self._greets = False
+            self._alone_from = now + left + SETTLE_SECONDS
+            self._alone_until = asked_at + self._alone_seconds
+            self._busy.clear()
+            self._alone.clear()
+        return True
+
+    def ask(self, now: float) -> int:
+        """Ask for a slot; the number of this asking."""
+        while self._asked and now - next(iter(self._asked.values())) > GRANT_SECONDS:
+            del self._asked[next(iter(self._asked))]
+        self._number += 1
+        self._asked[self._number] = now
+        return self._number
+
+    def granted(
+        self, epoch: int, session: int, number: int, node: str
+    ) -> Literal["start", "give back", "ignore"]:
+        """The leader grants a slot of this node: what to do."""
+        if self._obeys(epoch, session):
+            if number in self._asked:
+                self._granted[number] = node
+                return "start"
+            if number in self.leases:
+                return "ignore"  # it has come twice
+        return "give back"
+
+    def start(self, number: int, now: float) -> bool:
+        """Start the request, which is written right after this. False: give the slot back."""
+        node = self._granted.pop(number, None)
+        asked_at = self._asked.pop(number, -math.inf)
+        if node is None or now - asked_at > GRANT_SECONDS:
+            return False
+        self.leases[number] = node
+        return True
+
+    def ended(self, number: int) -> bool:
+        """The request has ended; False: it had before."""
+        self._alone.discard(number)
+        return self.leases.pop(number, None) is not None
+
+    # Alone.
+
+    def is_alone(self, now: float) -> bool:
+        """Whether it may start requests without a leader."""
+        return not self._greets and self._alone_from <= now < self._alone_until
+
+    def read(self, node: str, busy: frozenset[object], asked_at: float) -> None:
+        """The node was asked at that time, and is busy with these (slot and task)."""
+        if asked_at >= self._alone_from:
+            self._busy[node] = self._busy.get(node, busy) & busy
+
+    def start_alone(self, node: str, now: float) -> int | None:
+        """Start a request, which is written right after this; its number, or None: it may not.
+
+        What ran at the end of the last term may be anybody's, or that of a process that has died.
+        So each edge counts all of it as its own until it has ended.
+        """
+        busy = self._busy.get(node)
+        if busy is None or not self.is_alone(now):
+            return None
+        here = [number for number, other in self.leases.items() if other == node]
+        own = sum(number in self._alone for number in here)
+        share = shares(self._slots[node], node, self._edges)[self.edge]
+        if own + max(len(here) - own, len(busy)) >= share:
+            return None
+        self._leave(self.session + 1)
+        self._number += 1
+        self.leases[self._number] = node
+        self._alone.add(self._number)
+        return self._number
+
+    def _obeys(self, epoch: int, session: int) -> bool:
+        return (epoch, session) == (self.epoch, self.session)
+
+    def _leave(self, session: int) -> None:
+        """Go on with another session: what was granted in the last one is void."""
+        self.session = session
+        self.seen = 0
+        self._greets = False
+        self._granted.clear()
+
+
+# The leader's side.
+
+
+class Session(NamedTuple):
+    """A talk of an edge with the leader of an epoch."""
+
+    edge: str
+    process: str  # of the edge; no other one ever has this name
+    number: int
+
+
+_NO_SESSION = Session("", "", 0)
+
+
+@dataclass(slots=True)
+class _Rest:
+    """Requests that may run on a node, known only by its busy slots."""
+
+    count: int
+    reads_from: float  # a reading counts that was asked for after this time
+    busy: frozenset[object] | None = None
+
+    def read(self, busy: frozenset[object], asked_at: float) -> None:
+        if asked_at >= self.reads_from:
+            self.busy = busy if self.busy is None else self.busy & busy
+            self.count = min(self.count, len(self.busy))
+
+
+@dataclass(slots=True)
+class _Node:
+    slots: int
+    strangers: _Rest  # what former leaders have granted
+    # By edge and process, with which this leader has lost touch.
+    lost: dict[tuple[str, str], _Rest] = field(default_factory=dict)
+    early: set[tuple[str, int]] = field(default_factory=set)  # leases that are among the strangers
+    late: set[tuple[str, int]] = field(default_factory=set)  # all others
+
+    def lose(self, edge: str, process: str, count: int, reads_from: float) -> None:
+        """So many requests of this process may run, and it tells no more of them."""
+        lost = self.lost.setdefault((edge, process), _Rest(0, reads_from))
+        lost.count += count
+        lost.reads_from = max(lost.reads_from, reads_from)
+        lost.busy = None
+
+
+@dataclass(slots=True)
+class _Edge:
+    gone_at: float  # when it can't be alone any more, unless it is told of a term until then
+    gone: bool = False
+    session: Session = _NO_SESSION
+    hello: dict[int, str] | None = None  # its leases, until it has confirmed a term
+    present: bool = False
+    leases: dict[int, str] = field(default_factory=dict)
+    number: int = 0  # of the last term that it was told
+    told: dict[int, float] = field(default_factory=dict)  # when these terms end, until confirmed
+    lent_until: float = -math.inf  # until when it can't be alone, so that its share may be lent
+
+
+_MOST_UNCONFIRMED = 64  # terms that an edge was told; it confirms each with its next message
+
+
+class Tenure:
+    """The account of slots of one leader in one epoch, by its boot clock.
+
+    A message of an edge that names another epoch is not for it.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        won_at: float,
+        edges: Sequence[str],
+        slots: Mapping[str, int],
+        *,
+        alone_seconds: float = ALONE_SECONDS,
+    ) -> None:
+        self.epoch = epoch
+        self._alone_seconds = alone_seconds * _CLOCKS_DIFFER
+        self._names = tuple(edges)
+        self._edges = {edge: _Edge(won_at + self._alone_seconds) for edge in edges}
+        self._nodes = {
+            node: _Node(count, _Rest(count, won_at + SETTLE_SECONDS))
+            for node, count in slots.items()
+        }
+
+    # Edges.
+
+    def hello(self, session: Session, leases: Mapping[int, str], now: float) -> None:
+        """A process of an edge begins a session; these of its requests run."""
+        known = self._edges[session.edge]
+        if session.process != known.session.process:
+            self._lose(known, now)
+            if now >= known.lent_until and not known.gone:
+                self._lose_share(session.edge, known, now)
+        elif session.number <= known.session.number:
+            return
+        known.session, known.hello, known.present = session, dict(leases), False
+        known.number = 0
+        known.told.clear()
+
+    def tell(self, edge: str, now: float, lead_until: float) -> tuple[int, int, float] | None:
+        """Tell the edge of the term: session, number, seconds left; None: it has to greet first."""
+        known = self._edges[edge]
+        if now >= lead_until or not (known.present or known.hello is not None):
+            return None
+        known.number += 1
+        known.told[known.number] = lead_until
+        known.told.pop(known.number - _MOST_UNCONFIRMED, None)
+        known.gone_at, known.gone = now + self._alone_seconds, False
+        return known.session.number, known.number, lead_until - now
+
+    def confirmed(self, session: Session, number: int, now: float) -> bool:
+        """The edge was told of the term with this number. False: it has to greet first."""
+        known = self._talk(session, now)
+        if known is None:
+            return False
+        until = known.told.get(number)
+        if until is not None:
+            known.lent_until = max(known.lent_until, until)
+            known.told = {key: value for key, value in known.told.items() if key > number}
+            if known.hello is not None:
+                self._adopt(known, known.hello, now)
+        return True
+
+    def grant(self, session: Session, number: int, node: str, now: float) -> bool:
+        """Grant a slot to the asking with this number; False: none is free for it.
+
+        To be called only while the leader may grant (`Member.may_grant`).
+        """
+        known = self._talk(session, now)
+        if known is None or not known.present or number in known.leases:
+            return False
+        if now >= known.lent_until or self.free(node, now) < 1:
+            return False
+        known.leases[number] = node
+        self._nodes[node].late.add((session.edge, number))
+        return True
+
+    def ended(self, session: Session, number: int, now: float) -> bool:
+        """A request has ended, or its slot is given back; False: nothing was known of it."""
+        known = self._talk(session, now)
+        if known is not None and known.hello is not None:
+            known.hello.pop(number, None)
+        node = None if known is None else known.leases.pop(number, None)
+        if node is None:
+            return False
+        self._drop(session.edge, number, node)
+        return True
+
+    # Nodes.
+
+    def read(self, node: str, busy: frozenset[object], asked_at: float) -> None:
+        """The node was asked at that time, and is busy with these (slot and task).
+
+        Of one that can't tell, all slots are busy until the longest request must have ended.
+        """
+        account = self._nodes[node]
+        account.strangers.read(busy, asked_at)
+        for lost in account.lost.values():
+            lost.read(busy, asked_at)
+        account.lost = {process: lost for process, lost in account.lost.items() if lost.count}
+
+    def free(self, node: str, now: float) -> int:
+        """Slots of the node that may be granted; below 0: more may be taken than it has."""
+        self._notice(now)
+        account = self._nodes[node]
+        share = shares(account.slots, node, self._names)
+        kept = sum(
+            share[edge]
+            for edge, known in self._edges.items()
+            if now >= known.lent_until and not known.gone
+        )
+        lost = sum(lost.count for lost in account.lost.values())
+        taken = max(len(account.early), account.strangers.count) + len(account.late)
+        return account.slots - taken - lost - kept
+
+    def _talk(self, session: Session, now: float) -> _Edge | None:
+        self._notice(now)
+        known = self._edges[session.edge]
+        is_open = known.present or known.hello is not None
+        return known if is_open and session == known.session else None
+
+    def _notice(self, now: float) -> None:
+        """Draw the conclusions of the time that has passed."""
+        for edge, known in self._edges.items():
+            if now < known.lent_until:
+                continue
+            if known.present or known.leases:
+                self._lose(known, now)
+            if now >= known.gone_at and not known.gone:
+                known.gone = True
+                self._lose_share(edge, known, now)
+
+    def _lose(self, known: _Edge, now: float) -> None:
+        """The edge may be alone from now on, or its process has ended."""
+        edge, process, _ = known.session
+        for number, node in known.leases.items():
+            self._drop(edge, number, node)
+            self._nodes[node].lose(edge, process, 1, now + SETTLE_SECONDS)
+        known.leases = {}
+        if known.present:
+            known.present, known.hello = False, None
+
+    def _lose_share(self, edge: str, known: _Edge, now: float) -> None:
+        """The edge's process was alone, perhaps, and starts nothing more."""
+        for node, account in self._nodes.items():
+            strangers = account.strangers
+            if strangers.busy is None:
+                # They are among those that the first reading finds.
+                strangers.reads_from = max(strangers.reads_from, now + LANDING_SECONDS)
+            else:
+                share = shares(account.slots, node, self._names)[edge]
+                account.lose(edge, known.session.process, share, now + LANDING_SECONDS)
+
+    def _adopt(self, known: _Edge, leases: dict[int, str], now: float) -> None:
+        """The edge has confirmed a term, so that it has started nothing since its hello."""
+        edge, process, _ = known.session
+        for number, node in known.leases.items():
+            self._drop(edge, number, node)
+        for account in self._nodes.values():
+            account.lost.pop((edge, process), None)
+        known.leases, known.hello, known.present = leases, None, True
+        for number, node in leases.items():
+            account = self._nodes[node]
+            is_early = now + LANDING_SECONDS <= account.strangers.reads_from
+            (account.early if is_early else account.late).add((edge, number))
+
+    def _drop(self, edge: str, number: int, node: str) -> None:
+        self._nodes[node].early.discard((edge, number))
+        self._nodes[node].late.discard((edge, number))

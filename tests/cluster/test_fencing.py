@@ -1,0 +1,325 @@
+"""What an edge may start and a leader may grant. No clock runs here."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.cluster.fencing import (
+    GRANT_SECONDS,
+    LANDING_SECONDS,
+    SETTLE_SECONDS,
+    Fence,
+    Session,
+    Tenure,
+    shares,
+)
+
+EDGES = ("a", "b")
+TERM = 2.0
+ALONE = 600.0
+IDLE: frozenset[object] = frozenset()
+
+
+def busy(*tasks: int) -> frozenset[object]:
+    return frozenset(tasks)
+
+
+class Cluster:
+    """A leader and edges whose clocks show the same."""
+
+    def __init__(self, slots: int = 4, epoch: int = 1, won_at: float = 100.0) -> None:
+        self.slots = {"n": slots}
+        self.tenure = Tenure(epoch, won_at, EDGES, self.slots, alone_seconds=ALONE)
+        self.fences = {edge: self.new_fence(edge) for edge in EDGES}
+
+    def new_fence(self, edge: str) -> Fence:
+        return Fence(edge, EDGES, self.slots, alone_seconds=ALONE)
+
+    def session(self, edge: str) -> Session:
+        return Session(edge, f"process of {edge}", self.fences[edge].session)
+
+    def greet(self, edge: str, now: float) -> None:
+        fence = self.fences[edge]
+        assert fence.greet(self.tenure.epoch)
+        self.tenure.hello(self.session(edge), fence.leases, now)
+        self.tell(edge, now)
+
+    def tell(self, edge: str, now: float) -> None:
+        """Tell the edge of a term from now on, and let it confirm."""
+        told = self.tenure.tell(edge, now, now + TERM)
+        assert told is not None
+        fence = self.fences[edge]
+        assert fence.told(self.tenure.epoch, *told, asked_at=now, now=now)
+        assert self.tenure.confirmed(self.session(edge), fence.seen, now)
+
+    def start(self, edge: str, now: float) -> int | None:
+        """Ask for a slot and start on it; None: the leader has none."""
+        fence = self.fences[edge]
+        number = fence.ask(now)
+        if not self.tenure.grant(self.session(edge), number, "n", now):
+            return None
+        assert fence.granted(self.tenure.epoch, fence.session, number, "n") == "start"
+        assert fence.start(number, now)
+        return number
+
+    def end(self, edge: str, number: int, now: float) -> None:
+        assert self.fences[edge].ended(number)
+        assert self.tenure.ended(self.session(edge), number, now)
+
+
+def settled(slots: int = 4) -> Cluster:
+    """Return a leader that has read an idle node, and that both edges have greeted, at 102."""
+    made = Cluster(slots)
+    made.greet("a", 101.0)
+    made.greet("b", 101.0)
+    made.tenure.read("n", IDLE, 101.5)
+    made.tell("a", 102.0)
+    made.tell("b", 102.0)
+    return made
+
+
+# Shares.
+
+
+@pytest.mark.parametrize("total", [0, 1, 2, 3, 7, 12])
+def test_shares_are_all_of_it_and_differ_by_one_at_most(total: int) -> None:
+    found = shares(total, "n", ("a", "b", "c"))
+    assert sum(found.values()) == total
+    assert max(found.values()) - min(found.values()) <= 1
+
+
+def test_a_single_slot_has_one_owner_which_depends_on_the_node_and_not_on_the_order() -> None:
+    owners = set()
+    for number in range(40):
+        found = shares(1, f"n{number}", ("a", "b", "c"))
+        assert found == shares(1, f"n{number}", ("c", "a", "b"))
+        owners |= {edge for edge, share in found.items() if share}
+    assert owners == {"a", "b", "c"}
+
+
+def test_when_an_edge_is_gone_only_its_slots_get_other_owners() -> None:
+    for number in range(40):
+        before, after = (shares(1, f"n{number}", edges) for edges in (("a", "b", "c"), ("a", "b")))
+        for edge in ("a", "b"):
+            assert before[edge] <= after[edge]
+
+
+# A grant.
+
+
+@pytest.mark.parametrize(("seconds", "starts"), [(GRANT_SECONDS, True), (1.01, False)])
+def test_a_grant_starts_a_request_within_a_second_of_the_asking_as_it_is_written(
+    seconds: float, starts: bool
+) -> None:
+    cluster = settled()
+    fence = cluster.fences["a"]
+    number = fence.ask(102.0)
+    assert cluster.tenure.grant(cluster.session("a"), number, "n", 102.0)
+    assert fence.granted(1, fence.session, number, "n") == "start"
+    assert fence.start(number, 102.0 + seconds) is starts
+    assert (number in fence.leases) is starts
+
+
+def test_a_grant_of_a_lower_epoch_or_another_session_is_given_back() -> None:
+    cluster = settled()
+    fence = cluster.fences["a"]
+    number = fence.ask(102.0)
+    assert fence.granted(0, fence.session, number, "n") == "give back"
+    assert fence.granted(1, fence.session - 1, number, "n") == "give back"
+    assert fence.granted(1, fence.session, number + 1, "n") == "give back"
+
+
+def test_a_grant_that_comes_twice_starts_once_and_is_not_given_back() -> None:
+    cluster = settled()
+    fence = cluster.fences["a"]
+    number = cluster.start("a", 102.0)
+    assert number is not None
+    assert fence.granted(1, fence.session, number, "n") == "ignore"
+    assert not fence.start(number, 102.0)
+    assert not cluster.tenure.grant(cluster.session("a"), number, "n", 102.0)
+    assert cluster.tenure.free("n", 102.0) == 3
+
+
+def test_a_lease_ends_once() -> None:
+    cluster = settled()
+    number = cluster.start("a", 102.0)
+    assert number is not None
+    cluster.end("a", number, 102.1)
+    assert not cluster.fences["a"].ended(number)
+    assert not cluster.tenure.ended(cluster.session("a"), number, 102.1)
+    assert cluster.tenure.free("n", 102.1) == 4
+
+
+def test_an_edge_greets_no_leader_of_a_lower_epoch_than_it_has_ever_seen() -> None:
+    fence = Cluster().new_fence("a")
+    assert fence.greet(7)
+    assert not fence.greet(6)
+    assert fence.greet(8)
+
+
+# A new leader.
+
+
+def test_a_new_leader_counts_all_slots_as_taken_until_it_has_read_them_a_second_later() -> None:
+    cluster = Cluster(won_at=100.0)
+    cluster.greet("a", 100.1)
+    cluster.greet("b", 100.1)
+    assert cluster.tenure.free("n", 101.0) == 0
+    cluster.tenure.read("n", IDLE, 100.0 + SETTLE_SECONDS - 0.01)
+    assert cluster.tenure.free("n", 101.5) == 0
+    cluster.tenure.read("n", busy(7), 100.0 + SETTLE_SECONDS)
+    assert cluster.tenure.free("n", 101.5) == 3
+    # Another task on that slot is one of its own.
+    cluster.tenure.read("n", busy(8), 101.6)
+    assert cluster.tenure.free("n", 101.7) == 4
+
+
+def test_requests_that_hellos_tell_of_are_counted_once() -> None:
+    cluster = Cluster(won_at=100.0)
+    cluster.fences["a"].leases.update({1: "n", 2: "n"})
+    cluster.greet("a", 100.1)
+    cluster.greet("b", 100.1)
+    cluster.tenure.read("n", busy(1, 2, 3), 101.3)
+    assert cluster.tenure.free("n", 101.3) == 1
+    cluster.tenure.read("n", busy(1, 2), 101.4)
+    assert cluster.tenure.free("n", 101.4) == 2
+
+
+def test_a_request_that_a_node_may_not_show_yet_is_counted_beside_those_that_it_shows() -> None:
+    cluster = Cluster(won_at=100.0)
+    cluster.greet("a", 100.1)
+    cluster.greet("b", 100.1)
+    cluster.fences["a"].leases[1] = "n"
+    cluster.greet("a", 100.0 + SETTLE_SECONDS - LANDING_SECONDS / 2)
+    cluster.tenure.read("n", busy(7), 100.0 + SETTLE_SECONDS)
+    assert cluster.tenure.free("n", 101.3) == 2
+
+
+def test_a_hello_counts_when_the_edge_has_confirmed_a_term() -> None:
+    cluster = Cluster(won_at=100.0)
+    cluster.greet("b", 101.0)
+    cluster.tenure.read("n", IDLE, 101.5)
+    fence = cluster.fences["a"]
+    fence.greet(1)
+    session = cluster.session("a")
+    cluster.tenure.hello(session, {}, 101.6)
+    assert cluster.tenure.tell("a", 101.6, 103.6) is not None
+    assert not cluster.tenure.grant(session, 1, "n", 101.6)
+    assert cluster.tenure.free("n", 101.6) < 3, "its share stays its own"
+
+
+# Alone.
+
+
+def test_an_edge_is_alone_a_second_after_the_term_that_it_was_told_with_its_share() -> None:
+    cluster = settled(4)
+    fence = cluster.fences["a"]
+    began = 102.0 + TERM + SETTLE_SECONDS
+    assert not fence.is_alone(began - 0.01)
+    fence.read("n", IDLE, began)
+    assert [fence.start_alone("n", began) is not None for _ in range(3)] == [True, True, False]
+
+
+def test_an_edge_alone_starts_nothing_before_it_has_read_the_node() -> None:
+    cluster = settled(4)
+    fence = cluster.fences["a"]
+    fence.read("n", IDLE, 104.0)
+    assert fence.start_alone("n", 106.0) is None
+    fence.read("n", IDLE, 106.0)
+    assert fence.start_alone("n", 106.0) is not None
+
+
+def test_what_runs_from_the_time_before_counts_against_the_share_of_each() -> None:
+    cluster = settled(4)
+    fence = cluster.fences["a"]
+    fence.read("n", busy(1, 2), 106.0)
+    assert fence.start_alone("n", 106.0) is None
+    fence.read("n", busy(2, 3), 106.1)
+    assert fence.start_alone("n", 106.1) is not None
+    assert fence.start_alone("n", 106.1) is None
+
+
+def test_an_edge_that_greets_is_not_alone_and_again_if_nobody_answers() -> None:
+    cluster = settled(4)
+    fence = cluster.fences["a"]
+    fence.read("n", IDLE, 106.0)
+    fence.greet(2)
+    assert fence.start_alone("n", 106.0) is None
+    fence.give_up()
+    assert fence.start_alone("n", 106.0) is not None
+
+
+def test_a_process_that_no_leader_has_answered_is_never_alone() -> None:
+    fence = Cluster().new_fence("a")
+    fence.read("n", IDLE, 1e9)
+    assert fence.start_alone("n", 1e9) is None
+
+
+def test_an_edge_is_alone_for_a_limited_time_and_its_leader_waits_longer() -> None:
+    cluster = settled(4)
+    fence = cluster.fences["a"]
+    assert fence.is_alone(102.0 + ALONE - 0.1)
+    assert not fence.is_alone(102.0 + ALONE)
+    now = 102.0
+    while now < 102.0 + 1.01 * ALONE:
+        cluster.tell("b", now)
+        assert cluster.tenure.free("n", now) == (4 if now < 102.0 + TERM else 2)
+        now += 1.0
+    cluster.tell("b", now)
+    assert cluster.tenure.free("n", now) == 2, "until a reading shows that it runs nothing"
+    cluster.tenure.read("n", IDLE, now + LANDING_SECONDS)
+    assert cluster.tenure.free("n", now + LANDING_SECONDS) == 4
+
+
+def test_a_leader_lends_a_share_only_until_the_term_that_its_edge_has_confirmed() -> None:
+    cluster = settled(4)
+    cluster.tell("b", 103.0)
+    told = cluster.tenure.tell("a", 103.0, 105.0)
+    assert told is not None, "which it does not confirm"
+    assert cluster.tenure.free("n", 103.9) == 4
+    assert cluster.tenure.free("n", 104.0) == 2
+
+
+def test_what_an_edge_ran_counts_after_it_was_lost_until_the_node_is_seen_without_it() -> None:
+    cluster = settled(4)
+    cluster.start("a", 102.0)
+    cluster.tell("b", 103.9)
+    assert cluster.tenure.free("n", 104.0) == 4 - 2 - 1
+    cluster.tenure.read("n", IDLE, 104.0 + SETTLE_SECONDS - 0.01)
+    assert cluster.tenure.free("n", 105.3) == 4 - 2 - 1
+    cluster.tenure.read("n", IDLE, 104.0 + SETTLE_SECONDS)
+    assert cluster.tenure.free("n", 105.3) == 4 - 2
+    # When it greets, what it tells is all.
+    cluster.greet("a", 105.5)
+    cluster.tell("b", 105.5)
+    assert cluster.tenure.free("n", 105.5) == 3
+
+
+def test_a_new_process_of_an_edge_does_not_hide_what_its_predecessor_may_run() -> None:
+    cluster = settled(4)
+    cluster.start("a", 102.0)
+    fence = cluster.fences["a"] = cluster.new_fence("a")
+    fence.greet(1)
+    session = Session("a", "another process", fence.session)
+    cluster.tenure.hello(session, {}, 102.5)
+    told = cluster.tenure.tell("a", 102.5, 104.5)
+    assert told is not None
+    assert cluster.tenure.confirmed(session, told[1], 102.5)
+    assert cluster.tenure.free("n", 102.5) == 3
+    cluster.tenure.read("n", IDLE, 102.5 + SETTLE_SECONDS)
+    assert cluster.tenure.free("n", 103.8) == 4
+
+
+def test_what_ran_alone_is_counted_when_its_process_dies() -> None:
+    cluster = settled(4)
+    cluster.tell("b", 103.9)
+    fence = cluster.fences["a"] = cluster.new_fence("a")
+    fence.greet(1)
+    session = Session("a", "another process", fence.session)
+    cluster.tenure.hello(session, {}, 105.5)
+    told = cluster.tenure.tell("a", 105.5, 107.5)
+    assert told is not None
+    assert cluster.tenure.confirmed(session, told[1], 105.5)
+    assert cluster.tenure.free("n", 105.5) == 2, "its share, until the node is seen without it"
+    cluster.tenure.read("n", IDLE, 105.5 + LANDING_SECONDS)
+    assert cluster.tenure.free("n", 105.8) == 4

@@ -1,0 +1,341 @@
+"""The leadership's row in SQLite, in PostgreSQL, and in PostgreSQL behind pgbouncer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from gateway.cluster.leader_row import StoredLeadership
+from gateway.cluster.leadership import (
+    FIRST_ROW,
+    Change,
+    LeaderRow,
+    Member,
+    boot_clock,
+    contend,
+)
+from gateway.store.database import locate_store
+from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
+from tests.cluster.pgbouncer import needs_pgbouncer, running_pgbouncer
+from tests.polling import eventually
+from tests.postgres import PostgresServer, needs_postgres, running_postgres
+from tests.store.stores import opened
+
+ANY_TIME = 20.0
+"""Seconds that a step may take where its time is not the matter: machines may stand still."""
+TERM = 4.0
+
+
+def leadership(url: str, seconds: float = ANY_TIME) -> StoredLeadership:
+    return StoredLeadership(locate_store(url, Path("unused")), "c", seconds=seconds)
+
+
+@pytest.fixture
+def tables_url(store_url: str) -> str:
+    """Return the URL of a store that has its tables."""
+    with opened(store_url):
+        return store_url
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    """Return a server that tests may stop."""
+    with running_postgres() as made:
+        yield made
+
+
+@pytest.fixture
+def server_url(server: PostgresServer) -> str:
+    """Return the URL of a store with its tables in that server."""
+    url = server.new_database()
+    with opened(url):
+        return url
+
+
+@pytest.fixture
+async def row(server_url: str) -> AsyncIterator[StoredLeadership]:
+    made = leadership(server_url)
+    yield made
+    await made.close()
+
+
+def claim(old: LeaderRow, wanted: LeaderRow) -> Change:
+    return Change(old, wanted, is_claim=True)
+
+
+def renewal(old: LeaderRow, wanted: LeaderRow) -> Change:
+    return Change(old, wanted, is_claim=False)
+
+
+def first_claim(name: str) -> Change:
+    return claim(FIRST_ROW, LeaderRow(name, 1, 0))
+
+
+async def claims_and_renewals_hold_to_their_conditions(url: str) -> None:
+    one, other = leadership(url), leadership(url)
+    assert await one.look() == await other.look() == FIRST_ROW
+    assert await one.change(first_claim("a"))
+    assert not await other.change(first_claim("b"))
+    first = LeaderRow("a", 1, 0)
+    assert await other.look() == first
+    assert await one.change(renewal(first, LeaderRow("a", 1, 1)))
+    # One whose answer was lost: the next renewal does not know of it.
+    assert await one.change(renewal(first, LeaderRow("a", 1, 2)))
+    # The row was renewed since it was seen.
+    assert not await other.change(claim(first, LeaderRow("b", 2, 0)))
+    seen = await other.look()
+    assert seen == LeaderRow("a", 1, 2)
+    assert await other.change(claim(seen, LeaderRow("b", 2, 0)))
+    assert not await one.change(renewal(seen, LeaderRow("a", 1, 3)))
+    assert await one.look() == LeaderRow("b", 2, 0)
+    await one.close()
+    await other.close()
+
+
+async def test_claims_and_renewals_hold_to_their_conditions(tables_url: str) -> None:
+    await claims_and_renewals_hold_to_their_conditions(tables_url)
+
+
+async def test_of_many_that_claim_at_once_one_gets_the_row(tables_url: str) -> None:
+    all_of_them = [leadership(tables_url) for _ in range(8)]
+    await asyncio.gather(*(one.look() for one in all_of_them))
+    claims = (one.change(first_claim(f"p{i}")) for i, one in enumerate(all_of_them))
+    done = await asyncio.gather(*claims)
+    assert sum(done) == 1
+    assert (await all_of_them[0].look()).holder == f"p{done.index(True)}"
+    for one in all_of_them:
+        await one.close()
+
+
+async def test_clusters_of_one_database_have_rows_of_their_own(tables_url: str) -> None:
+    one = leadership(tables_url)
+    other = StoredLeadership(locate_store(tables_url, Path("unused")), "d", seconds=ANY_TIME)
+    await one.look()
+    assert await one.change(first_claim("a"))
+    assert await other.look() == FIRST_ROW
+    await one.close()
+    await other.close()
+
+
+async def test_a_store_without_its_tables_is_an_error_of_the_store(store_url: str) -> None:
+    one = leadership(store_url)
+    with pytest.raises(StoreError):
+        await one.look()
+    await one.close()
+
+
+@needs_postgres
+@needs_pgbouncer
+@pytest.mark.slow
+async def test_it_works_through_pgbouncer_and_leaves_nothing_in_its_sessions(
+    server: PostgresServer, server_url: str
+) -> None:
+    with running_pgbouncer(server) as port:
+        url = server_url.replace(f":{server.port}/", f":{port}/")
+        await claims_and_renewals_hold_to_their_conditions(url)
+        # The one connection of its pool is the one that the steps used.
+        with psycopg.connect(url, autocommit=True, prepare_threshold=None) as connection:
+
+            def ask(sql: str) -> object:
+                found = connection.execute(sql.encode()).fetchone()
+                return found and found[0]
+
+            assert ask("SHOW statement_timeout") == "0"
+            assert ask("SHOW lock_timeout") == "0"
+            assert ask("SELECT count(*) FROM pg_prepared_statements") == 0
+            assert ask("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == 0
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_a_row_that_another_session_holds_locked_is_given_up_in_time(
+    server_url: str,
+) -> None:
+    row = leadership(server_url, seconds=1.0)
+    await row.look()
+    with psycopg.connect(server_url) as holder:
+        holder.execute(b"SELECT * FROM leadership FOR UPDATE")
+        with pytest.raises((StoreLocked, StoreUnavailable)):
+            await row.change(first_claim("a"))
+    patient = leadership(server_url)
+    # The server has given up the claim too: it does not come true afterwards.
+    assert await patient.look() == FIRST_ROW
+    assert await patient.change(first_claim("b"))
+    await row.close()
+    await patient.close()
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_other_work_of_the_store_does_not_delay_it(
+    server_url: str, row: StoredLeadership
+) -> None:
+    with opened(server_url) as store:
+        slow = asyncio.create_task(
+            store.run(lambda connection: connection.exec_driver_sql("SELECT pg_sleep(5)"))
+        )
+        await row.look()
+        assert await row.change(first_claim("a"))
+        assert not slow.done()
+        await slow
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_a_terminated_session_costs_one_step_at_most(
+    server: PostgresServer, row: StoredLeadership
+) -> None:
+    await row.look()
+    server.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE application_name = 'llama-gateway leadership'"
+    )
+    with contextlib.suppress(StoreError):
+        await row.look()
+    assert await row.look() == FIRST_ROW
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_a_step_ends_in_time_though_the_server_is_halted(
+    server: PostgresServer, server_url: str
+) -> None:
+    row = leadership(server_url, seconds=1.0)
+    patient = leadership(server_url)
+    await patient.look()
+    with contextlib.suppress(StoreError):
+        await row.look()
+    server.halt()
+    try:
+        for _ in range(3):
+            began = time.monotonic()
+            with pytest.raises(StoreError):
+                await row.look()
+            assert time.monotonic() - began < ANY_TIME
+    finally:
+        server.go_on()
+    await eventually(lambda: answers(row))
+    await row.close()
+    await patient.close()
+
+
+async def answers(row: StoredLeadership) -> LeaderRow | None:
+    with contextlib.suppress(StoreError):
+        return await row.look()
+    return None
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_a_server_that_is_killed_and_started_again_is_used_again(
+    server: PostgresServer, row: StoredLeadership
+) -> None:
+    await row.look()
+    server.kill()
+    with pytest.raises(StoreError):
+        await row.look()
+    server.start()
+    await eventually(lambda: answers(row))
+
+
+class Contest:
+    """Members that contend for a row of a real server, and what was seen of them."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.members: dict[str, Member] = {}
+        self.rows: dict[str, StoredLeadership] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.both_granted = False
+
+    def join(self, name: str) -> None:
+        self.members[name] = member = Member(name, TERM)
+        self.rows[name] = row = leadership(self.url, TERM / 4)
+        self.tasks[name] = asyncio.create_task(contend(member, row, on_step=self.look))
+
+    def look(self) -> None:
+        if len(self.granting()) > 1:
+            self.both_granted = True
+
+    def granting(self) -> list[str]:
+        now = boot_clock()
+        return [name for name, member in self.members.items() if member.may_grant(now)]
+
+    async def end(self, name: str) -> None:
+        """End it as `kill -9` does: it says nothing more."""
+        self.tasks[name].cancel()
+        await asyncio.gather(self.tasks[name], return_exceptions=True)
+        await self.rows[name].close()
+
+    async def leader(self, is_wanted: Callable[[Member], bool] = lambda _: True) -> Member:
+        async def found() -> Member | None:
+            granting = [self.members[name] for name in self.granting()]
+            return next(filter(is_wanted, granting), None)
+
+        return await eventually(found, 120)
+
+
+@pytest.fixture
+async def contest(server_url: str) -> AsyncIterator[Contest]:
+    made = Contest(server_url)
+    yield made
+    for name, task in made.tasks.items():
+        if not task.done():
+            await made.end(name)
+    assert not made.both_granted
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_when_the_leader_dies_another_member_leads_in_a_later_epoch(contest: Contest) -> None:
+    contest.join("a")
+    contest.join("b")
+    first = await contest.leader()
+    epoch = first.highest
+    await contest.end(first.name)
+    second = await contest.leader(lambda member: member is not first)
+    assert second.highest > epoch
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_nobody_leads_beyond_a_term_without_the_server_and_somebody_after(
+    contest: Contest, server: PostgresServer
+) -> None:
+    contest.join("a")
+    contest.join("b")
+    await contest.leader()
+    server.halt()
+    try:
+
+        async def nobody() -> bool | None:
+            return None if contest.granting() else True
+
+        await eventually(nobody)
+    finally:
+        server.go_on()
+    await contest.leader()
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_a_standby_with_an_old_row_is_promoted_and_a_later_epoch_wins(
+    contest: Contest, server: PostgresServer
+) -> None:
+    contest.join("a")
+    contest.join("b")
+    epoch = (await contest.leader()).highest
+    database = contest.url.rpartition("/")[2]
+    old = "UPDATE leadership SET holder = 'of old', epoch = 0, counter = 7"
+    server.execute(old, database)
+    later = await contest.leader(lambda member: member.highest > epoch)
+    assert later.row is not None
+    assert later.row.epoch > epoch
+    rows = server.execute("SELECT epoch FROM leadership", database)
+    assert rows == [(later.row.epoch,)]
