@@ -34,7 +34,7 @@ from gateway.stored.batch_rows import (
     read_batches,
     resume_batch,
 )
-from gateway.stored.batch_upkeep import REQUESTS, BatchEnd, BatchUpkeep, Intake
+from gateway.stored.batch_upkeep import REQUESTS, BatchUpkeep
 from gateway.stored.claims import UnfinishedWork, job, new_id, result_rows, work_left
 from gateway.stored.files import Content, delete_file, find_file, kept_by, kept_too_much
 from gateway.stored.folder import (
@@ -124,11 +124,9 @@ class BatchRegistry:
         self._on_rows = on_rows
         self._token = token
         self._speeds = SpeedMeter()
-        intake = Intake(store, folder, self._threads, settings, now, on_end)
-        end = BatchEnd(store, folder, self._threads, settings, now, on_end)
         self._work = work or UnfinishedWork(store, folder, self._threads, clock)
         self.upkeep = BatchUpkeep(
-            store, folder, self._threads, intake, end, self._speeds, now, clock, self._work,
+            store, folder, self._threads, settings, self._speeds, now, clock, self._work,
             on_rows, on_end,
         )  # fmt: skip
 
