@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -264,10 +265,10 @@ class BatchRegistry:
         if not batch.state.ended:
             reader = ResultReader(self.folder, api, keeps_all=True)
             pieces = self._recorded_pieces(batch, reader, output=not errors)
-            return Content(name, None, pieces, self._threads, reader.close)
+            return Content(name, None, pieces, partial(self._threads.run, reader.close))
         file = batch.error_file if errors else batch.output_file
         if file is None:
-            return Content(name, 0, _no_pieces(), self._threads, lambda: None)
+            return Content.of_file(name, 0, io.BytesIO(), self._threads)
         found = await self._ask(job(find_file, owner, file, self._now()))
         if found is None:
             raise _results_gone(id_)
@@ -279,7 +280,7 @@ class BatchRegistry:
         except FileNotFoundError:
             log.warning("the results of a batch are missing in the folder", batch=id_, file=file)
             raise _results_gone(id_) from None
-        return Content.of_file(replace(found, name=name), opened, self._threads)
+        return Content.of_file(name, found.bytes, opened, self._threads)
 
     # The gateway's own work.
 
@@ -351,12 +352,6 @@ class BatchRegistry:
                 while piece := await self._threads.run(next, pieces, b""):
                     yield piece
             after = rows[-1].number or 0
-
-
-async def _no_pieces() -> AsyncIterator[bytes]:
-    pieces: tuple[bytes, ...] = ()
-    for piece in pieces:
-        yield piece
 
 
 # Errors.

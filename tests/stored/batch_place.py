@@ -130,7 +130,7 @@ class BatchPlace:
     async def output(self, batch: Batch, *, errors: bool = False) -> list[Any]:
         found = await self.batches.open_output(batch.owner, batch.id, batch.api, errors=errors)
         try:
-            content = b"".join([piece async for piece in found.pieces()])
+            content = b"".join([piece async for piece in found.pieces])
         finally:
             await found.close()
         assert found.size in {None, len(content)}

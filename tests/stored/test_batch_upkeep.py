@@ -334,7 +334,7 @@ async def test_pieces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
         batch = await ran(here, 60)
         found = await here.batches.open_output("alice", batch.id, "openai")
-        pieces = [piece async for piece in found.pieces()]
+        pieces = [piece async for piece in found.pieces]
         await found.close()
         assert max(map(len, pieces)) < 800
         assert len([json.loads(one) for one in b"".join(pieces).splitlines()]) == 40
