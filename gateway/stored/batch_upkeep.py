@@ -250,6 +250,7 @@ class BatchUpkeep:
         on_end: EndListener | None = None,
         *,
         round_seconds: float = ROUND_SECONDS,
+        idle_seconds: float = IDLE_SECONDS,
     ) -> None:
         """`on_rows`: rows may run; `on_end` is told of batches that end."""
         self._store = store
@@ -262,7 +263,7 @@ class BatchUpkeep:
         self._clock = clock
         self._work = work
         self._on_end = on_end
-        self._round_seconds = round_seconds
+        self._round_seconds, self._idle_seconds = round_seconds, idle_seconds
         self._wakes = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch
         self._retry_at: dict[str, float] = {}
@@ -294,7 +295,7 @@ class BatchUpkeep:
                         await self._threads.run(self._folder.look_for_room)
                     if await self._is_due():
                         await self.round()
-                pause = IDLE_SECONDS if self._is_idle else self._round_seconds
+                pause = self._idle_seconds if self._is_idle else self._round_seconds
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._wakes.wait()

@@ -347,7 +347,14 @@ class ResponseLog:
         then none of them is added; LogEnded; FolderError, if an earlier write has failed.
         """
         encoded, number = [comment], self.next_number
-        self._check_open()
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise LogBroken
+        if self.ending:
+            raise LogEnded
+        if not self.writers:
+            raise ValueError("the log was opened to be read")
         for value in values:
             fields = {"type": value["type"], "sequence_number": number} | value
             fields["sequence_number"] = number
@@ -385,16 +392,6 @@ class ResponseLog:
         if self._failure is not None:
             raise self._failure
 
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise LogBroken
-        if self.ending:
-            raise LogEnded
-        if not self.writers:
-            raise ValueError("the log was opened to be read")
-
     # Reading.
 
     async def read(self, offset: int) -> bytes:
@@ -405,7 +402,16 @@ class ResponseLog:
         if offset >= self.extent.size:
             return b""
         if self._tail and offset >= self._tail[0][0]:
-            return self._from_tail(offset)
+            parts, size = [], 0
+            for start, data in self._tail:
+                if start + len(data) <= offset:
+                    continue
+                part = data[offset - start :] if start < offset else data
+                parts.append(part)
+                size += len(part)
+                if size >= READ_BYTES:
+                    break
+            return b"".join(parts)
         length = min(READ_BYTES, self.extent.size - offset)
         logs = self._logs
         return await logs.threads.run(logs.folder.read, self.name, offset, length)
@@ -415,9 +421,14 @@ class ResponseLog:
 
         Raises: FolderError, FileNotFoundError.
         """
-        if number > self.extent.events:
-            return None
-        return await self._offset_of(number)
+        extent, logs = self.extent, self._logs
+        if number >= extent.events:
+            return extent.size if number == extent.events else None
+        at = bisect_right(extent.index, (number, 1 << 62)) - 1
+        known, offset = extent.index[at]
+        if known == number:
+            return offset
+        return await logs.threads.run(find_event, logs.folder, self.name, offset, number - known)
 
     async def wait(self, offset: int) -> bool:
         """Wait for bytes behind `offset`; False: there was silence for `SILENCE_SECONDS`.
@@ -462,28 +473,6 @@ class ResponseLog:
                 rest = data[end:]
             else:
                 rest = data
-
-    async def _offset_of(self, number: int) -> int:
-        extent, logs = self.extent, self._logs
-        if number >= extent.events:
-            return extent.size
-        at = bisect_right(extent.index, (number, 1 << 62)) - 1
-        known, offset = extent.index[at]
-        if known == number:
-            return offset
-        return await logs.threads.run(find_event, logs.folder, self.name, offset, number - known)
-
-    def _from_tail(self, offset: int) -> bytes:
-        parts, size = [], 0
-        for start, data in self._tail:
-            if start + len(data) <= offset:
-                continue
-            part = data[offset - start :] if start < offset else data
-            parts.append(part)
-            size += len(part)
-            if size >= READ_BYTES:
-                break
-        return b"".join(parts)
 
     async def stop_writing(self) -> None:
         """This process goes on with it no more; another may. Raises: FolderError."""
