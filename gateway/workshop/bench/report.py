@@ -14,7 +14,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from html import escape
@@ -411,19 +411,8 @@ class BenchReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For scripts, and for `--compare`."""
-        return {
-            "format": FORMAT,
-            "url": self.url,
-            "endpoint": self.endpoint,
-            "started_at": self.started_at,
-            "server": asdict(self.server),
-            "request": self.request,
-            "client": self.client,
-            "goal": asdict(self.goal),
-            "baseline": asdict(self.baseline),
-            "loads": [one.figures.as_dict() | {"limit": asdict(one.verdict)} for one in self.loads],
-            "notes": self.notes,
-        }
+        loads = [one.figures.as_dict() | {"limit": asdict(one.verdict)} for one in self.loads]
+        return {"format": FORMAT, **asdict(replace(self, loads=[])), "loads": loads}
 
 
 def table_rows(report: BenchReport) -> list[list[tuple[str, str | None]]]:
