@@ -227,12 +227,13 @@ class Ledger:
 
     async def start(self, limit: float) -> None:
         """Register this process and recover what dead ones left, within `limit` seconds if so."""
-        await self.worker.attempt_within(limit, self._first_steps)
 
-    async def _first_steps(self) -> None:
-        await self._step()
-        while self._more_to_recover:
+        async def first_steps() -> None:
             await self._step()
+            while self._more_to_recover:
+                await self._step()
+
+        await self.worker.attempt_within(limit, first_steps)
 
     async def close(self, limit: float) -> None:
         """Write what waits, within `limit` seconds; call it when `run` has ended."""
@@ -336,7 +337,11 @@ class Ledger:
         if self._removed:
             work.closed += self._removed
         changed: list[OpenRequest] = []
-        requests = self.open_requests(now - self._journal_age())
+        # Older ones are journaled, for which the next flush would be too late. A flush that takes
+        # longer than usual delays the next one and the end of that.
+        behind = self._flush_delay
+        age = max(0.0, JOURNALED_WITHIN - max(FLUSH_SECONDS, behind) - behind)
+        requests = self.open_requests(now - age)
         for number, one in enumerate(requests, 1):
             if number % WALKED_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -364,14 +369,6 @@ class Ledger:
         if self.clock() >= self._next_heartbeat or self.worker.problem is not None:
             work.heartbeat = now
         return work
-
-    def _journal_age(self) -> float:
-        """Age from which on requests are journaled: the next flush would be too late for them.
-
-        A flush that takes longer than usual delays the next one and the end of that.
-        """
-        behind = self._flush_delay
-        return max(0.0, JOURNALED_WITHIN - max(FLUSH_SECONDS, behind) - behind)
 
     # Recovery.
 
