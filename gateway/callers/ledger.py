@@ -17,7 +17,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 from sqlalchemy import Connection, Table
@@ -37,6 +37,7 @@ from gateway.callers.processes import (
 from gateway.store.database import sqlite_driver
 from gateway.store.failures import StoreError
 from gateway.store.schema import open_requests, usage
+from gateway.store.store import Store
 from gateway.store.worker import StoreWorker
 
 FLUSH_SECONDS = 0.25  # seconds from the beginning of a flush to that of the next one
@@ -86,13 +87,6 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-class JobRunner(Protocol):
-    """The part of `gateway.store.store.Store` that the ledger uses."""
-
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-        """Run a job in a transaction of its own. Raises: StoreError."""
-
-
 class OpenRequest(NamedTuple):
     """A request that still runs, as the journal has it."""
 
@@ -126,7 +120,7 @@ class Ledger:
     `now` is Unix time, `clock` monotonic seconds.
     """
 
-    store: JobRunner
+    store: Store
     own: ProcessIdentity
     now: Callable[[], float]
     clock: Callable[[], float]

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import structlog
 from sqlalchemy import Connection, case
 
-from gateway.callers.ledger import JobRunner
 from gateway.callers.windows import DAY, date_of
 from gateway.store.database import insert_for
 from gateway.store.schema import node_hours
+from gateway.store.store import Store
 from gateway.store.worker import StoreWorker
 
 MILLION = 1_000_000
@@ -223,7 +223,7 @@ class NodeHoursRecorder:
     """
 
     def __init__(
-        self, store: JobRunner, alive: Callable[[], Iterable[AliveNode]], now: Callable[[], float]
+        self, store: Store, alive: Callable[[], Iterable[AliveNode]], now: Callable[[], float]
     ) -> None:
         self._store = store
         self._alive = alive

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -275,11 +275,6 @@ class LineChecker:
         return body
 
 
-class _Reads(Protocol):
-    def read(self, size: int, /) -> bytes | None:
-        """The next bytes; none: the end."""
-
-
 class LineReader:
     """Reads a batch's input, some lines a call.
 
@@ -288,7 +283,7 @@ class LineReader:
 
     def __init__(
         self,
-        file: _Reads,
+        file: BinaryIO,
         endpoint: str,
         *,
         most_lines: int,
