@@ -23,7 +23,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO
 
 import msgspec
 
@@ -136,7 +135,7 @@ def grow_log(folder: Folder, name: str, extent: Extent) -> None:
     """Add what the file has gained meanwhile. Raises: FileNotFoundError, FolderError."""
     with folder.open_to_read(name) as file, folder.translated_errors():
         rest = b""
-        while piece := _read(file, extent.size + len(rest), PIECE_BYTES):
+        while piece := os.pread(file.fileno(), PIECE_BYTES, extent.size + len(rest)):
             data = rest + piece
             end = data.rfind(b"\n\n") + 2
             if end < 2:
@@ -169,7 +168,7 @@ def find_event(folder: Folder, name: str, extent_offset: int, skipped: int) -> i
     offset, tail = extent_offset, b""
     with folder.open_to_read(name) as file, folder.translated_errors():
         while skipped:
-            piece = _read(file, offset + len(tail), PIECE_BYTES)
+            piece = os.pread(file.fileno(), PIECE_BYTES, offset + len(tail))
             if not piece:
                 raise FolderError(f"{folder.path(name)} is too short", "put back a copy of it")
             data = tail + piece
@@ -255,10 +254,6 @@ def event_data(event: bytes) -> JsonObject:
     """The data of an event of a log."""
     value: JsonObject = msgspec.json.decode(event[event.index(b"\ndata: ") + 7 :])
     return value
-
-
-def _read(file: BinaryIO, offset: int, length: int) -> bytes:
-    return os.pread(file.fileno(), length, offset)
 
 
 def _valid_bytes(data: bytes, first_number: int) -> int:
