@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gateway.local.gguf import TENSOR_BLOCKS, ModelFile, ModelShape, Tensor
@@ -662,9 +662,17 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
             "mapped": settings.mapped,
         },
         "server": {
-            **asdict(memory),
+            "weights": memory.weights,
+            "kv_cache": memory.kv_cache,
             "kv_cache_per_slot": slot_bytes(shape, settings),
+            "states": memory.states,
+            "compute": memory.compute,
+            "checkpoints": memory.checkpoints,
+            "prompt_cache": memory.prompt_cache,
+            "vocabulary": memory.vocabulary,
+            "process": memory.process,
             "needed": memory.needed,
+            "mapped_twice": memory.mapped_twice,
             "resident": memory.resident,
         },
         "needed": memory.needed * machine.servers,
@@ -672,7 +680,9 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
         "fits": found.fits,
         "places": [
             {
-                **asdict(one),
+                "name": one.name,
+                "servers": one.servers,
+                "available": one.available,
                 "needed": memory.needed * one.servers,
                 "left": one.available - memory.needed * one.servers,
             }
