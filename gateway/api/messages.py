@@ -75,7 +75,7 @@ def read_message(transcript: Transcript, value: JsonObject) -> None:
     """Add an event to the transcript."""
     match value.get("type"):
         case "message_start":
-            transcript.begin(value.get("message") or {})
+            transcript.first_event = value.get("message") or {}
         case "content_block_start":
             kind = (value.get("content_block") or {}).get("type")
             transcript.open_block(value.get("index") or 0, str(kind))
@@ -93,7 +93,7 @@ def read_message(transcript: Transcript, value: JsonObject) -> None:
             transcript.open_blocks.pop(value.get("index") or 0, None)
         case "message_delta":
             if reason := (value.get("delta") or {}).get("stop_reason"):
-                transcript.finish(reason)
+                transcript.finish_reason = reason
         case _:
             pass
 
@@ -359,7 +359,10 @@ class MessagesApi(Api):
                     case "content_block_start":
                         blocks[event.get("index", 0)] = dict(event.get("content_block") or {})
                     case "content_block_delta":
-                        _add_delta(texts, event.get("index", 0), event.get("delta") or {})
+                        delta = event.get("delta") or {}
+                        if (names := _DELTA_FIELDS.get(str(delta.get("type")))) is not None:
+                            part = texts.setdefault((event.get("index", 0), names[0]), [])
+                            part.append(delta.get(names[1]) or "")
                     case "message_delta" if message is not None:
                         message |= event.get("delta") or {}
                         message["usage"] = (message.get("usage") or {}) | (event.get("usage") or {})
@@ -414,12 +417,6 @@ _DELTA_FIELDS = {
     "signature_delta": ("signature", "signature"),
     "input_json_delta": ("input", "partial_json"),
 }
-
-
-def _add_delta(texts: dict[tuple[int, str], list[str]], index: int, delta: JsonObject) -> None:
-    names = _DELTA_FIELDS.get(str(delta.get("type")))
-    if names is not None:
-        texts.setdefault((index, names[0]), []).append(delta.get(names[1]) or "")
 
 
 def _block_events(index: int, block: JsonObject) -> bytes:
@@ -594,7 +591,9 @@ def chat_request(
         parts.add_messages(len(items))
         for number, item in enumerate(items):
             message = parse_json(bytes(item))
-            parts.add_parts(_block_count(message), f"messages[{number}].content")
+            content = message.get("content") if isinstance(message, dict) else None
+            count = len(content) if isinstance(content, list) else 0
+            parts.add_parts(count, f"messages[{number}].content")
             made = [_encoded(one) for one in _chat_messages(message, texts)]
             messages += made
             if parts.ends_step(sum(map(len, made))):
@@ -619,11 +618,6 @@ def chat_request(
 
 def _encoded(message: Any) -> bytes:
     return msgspec.json.encode(message) + b","
-
-
-def _block_count(message: Any) -> int:
-    content = message.get("content") if isinstance(message, dict) else None
-    return len(content) if isinstance(content, list) else 0
 
 
 def _value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
@@ -688,7 +682,11 @@ def _chat_messages(message: Any, texts: CutBody) -> list[Any]:
                 text = texts.restored(arguments, "messages").decode()
                 arguments_size += len(text)
                 if arguments_size > MOST_PARSED_BYTES:
-                    raise _too_large_arguments()
+                    raise errors.invalid_request(
+                        f"A message's 'tool_use' blocks have more than {MOST_PARSED_BYTES} "
+                        "characters.",
+                        "messages",
+                    )
                 function = {"name": _text(block, "name"), "arguments": text}
                 calls.append({"id": _text(block, "id"), "type": "function", "function": function})
             case "tool_result":
@@ -702,11 +700,6 @@ def _chat_messages(message: Any, texts: CutBody) -> list[Any]:
     if reasoning:
         chat["reasoning_content"] = reasoning
     return [chat, *results]
-
-
-def _too_large_arguments() -> GatewayError:
-    message = f"A message's 'tool_use' blocks have more than {MOST_PARSED_BYTES} characters."
-    return errors.invalid_request(message, "messages")
 
 
 def _image_parts(block: JsonObject) -> list[JsonObject]:

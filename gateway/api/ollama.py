@@ -159,7 +159,8 @@ def translate_chat(body: bytes, is_model: IsModel) -> Translating:
             raise errors.invalid_request("'tools' must be a list.", "tools")
         fields["tools"] = chat.tools
     load = _load_reason(chat) if not chat.messages else None
-    return (yield from _translated(CHAT_PATH, fields, texts, chat, load))
+    joined = yield from texts.join(fields)
+    return TranslatedRequest(CHAT_PATH, joined, chat.model, load, chat.top_logprobs or 0)
 
 
 def translate_generate(body: bytes, is_model: IsModel) -> Translating:
@@ -195,7 +196,8 @@ def translate_generate(body: bytes, is_model: IsModel) -> Translating:
     else:
         fields["prompt"] = prompt
     load = _load_reason(asked) if not _has_text(asked.prompt) else None
-    return (yield from _translated(path, fields, texts, asked, load))
+    joined = yield from texts.join(fields)
+    return TranslatedRequest(path, joined, asked.model, load, asked.top_logprobs or 0)
 
 
 def translate_embed(body: bytes, is_model: IsModel, field_name: str) -> Translating:
@@ -223,13 +225,6 @@ def translate_embed(body: bytes, is_model: IsModel, field_name: str) -> Translat
         dimensions=asked.dimensions or 0,
         single=field_name == "prompt",
     )
-
-
-def _translated(
-    path: str, fields: FieldPieces, texts: CutBody, asked: _Generating, load: str | None
-) -> Translating:
-    joined = yield from texts.join(fields)
-    return TranslatedRequest(path, joined, asked.model, load, asked.top_logprobs or 0)
 
 
 def _load_reason(asked: _Common) -> str:
@@ -952,16 +947,6 @@ _NEVER = "9999-12-31T00:00:00Z"  # when a model is unloaded: nodes keep theirs
 _ARCHITECTURE = "llama"  # nodes don't report it, and clients look for the context under its name
 
 
-def _list_models(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
-    """`/api/tags`."""
-    return {"models": [_listed(model) for model in catalog.models()]}
-
-
-def _list_loaded(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
-    """`/api/ps`: the models with a node that is up."""
-    return {"models": [_loaded(model) for model in catalog.models() if model.is_up]}
-
-
 def _show_model(catalog: VisibleCatalog, body: JsonObject) -> JsonObject:
     """`/api/show`. Raises: GatewayError."""
     model = catalog.model(shown_name(body, {one.name for one in catalog.models()}.__contains__))
@@ -976,38 +961,42 @@ def _show_model(catalog: VisibleCatalog, body: JsonObject) -> JsonObject:
         "template": "",
         "details": _details(model),
         "model_info": info,
-        "capabilities": list(_capabilities(model)),
+        "capabilities": _capabilities(model),
         "modified_at": _date(model.created),
     }
 
 
-def _listed(model: ModelSummary) -> JsonObject:
-    return {
-        "name": model.name,
-        "model": model.name,
-        "modified_at": _date(model.created),
-        **_size(model),
-        "details": _details(model),
-        "capabilities": list(_capabilities(model)),
-    }
-
-
-def _loaded(model: ModelSummary) -> JsonObject:
-    return {
-        "name": model.name,
-        "model": model.name,
-        **_size(model),
-        "details": _details(model),
-        "expires_at": _NEVER,
-        "size_vram": (model.size or 0) if model.on_gpu else 0,
-        "context_length": model.context or 0,
-    }
-
-
-def _size(model: ModelSummary) -> JsonObject:
-    """Bytes, and in place of a digest of the file one of what is known of it."""
+def _listed(model: ModelSummary, fields: JsonObject) -> JsonObject:
+    """A model in a list; in place of a digest of its file one of what is known of it."""
     known = f"{model.name}\n{model.file}\n{model.size}\n{model.quantization}"
-    return {"size": model.size or 0, "digest": hashlib.sha256(known.encode()).hexdigest()}
+    return {
+        "name": model.name,
+        "model": model.name,
+        "size": model.size or 0,
+        "digest": hashlib.sha256(known.encode()).hexdigest(),
+        "details": _details(model),
+        **fields,
+    }
+
+
+def _list_models(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
+    """`/api/tags`."""
+    models = [
+        _listed(one, {"modified_at": _date(one.created), "capabilities": _capabilities(one)})
+        for one in catalog.models()
+    ]
+    return {"models": models}
+
+
+def _list_loaded(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
+    """`/api/ps`: the models with a node that is up."""
+    models = []
+    for one in catalog.models():
+        if one.is_up:
+            memory = (one.size or 0) if one.on_gpu else 0
+            more = {"size_vram": memory, "context_length": one.context or 0}
+            models.append(_listed(one, {"expires_at": _NEVER, **more}))
+    return {"models": models}
 
 
 def _details(model: ModelSummary) -> JsonObject:

@@ -76,17 +76,17 @@ def read_response(transcript: Transcript, value: JsonObject) -> None:
     elif kind == "response.reasoning_text.delta":
         transcript.add_reasoning(value.get("delta"))
     elif kind == "response.created":
-        transcript.begin(value)
+        transcript.first_event = value
     elif kind == "response.output_item.added":
         _begin_item(transcript, value.get("item"))
     elif kind in _TERMINAL_TYPES:
-        transcript.finish(kind)
+        transcript.finish_reason = kind
     elif kind in _TEXT_ENDS or kind == "response.output_item.done":
         item = value.get("item")
         item_id = value.get("item_id") if item is None else item.get("id")
         transcript.sent_ends.append(f"{kind} {item_id}")
         if item is None or item.get("type") == "message":
-            transcript.finish("stop")
+            transcript.finish_reason = "stop"
     elif kind.startswith(("response.refusal", "response.function_call", "response.custom_tool")):
         transcript.mark_unresumable(_MORE_THAN_TEXT)
 
@@ -256,17 +256,13 @@ class ResponsesApi(Api):
                 edit["input"] = items
             if bytes(memoryview(fields.get("tools", b""))[:4]) == b"null":
                 edit["tools"] = msgspec.UNSET
-        if settings.repairs.text_format:
-            edit |= self._response_format(fields) or {}
+        bounds = ("response_format", "json_schema", "grammar")
+        if settings.repairs.text_format and not any(name in fields for name in bounds):
+            # It obeys the chat's `response_format` here, and ignores `text.format`.
+            text = decoded_field(fields, "text")
+            bound = text.get("format") if isinstance(text, dict) else None
+            edit |= as_response_format(bound, fields) or {}
         return edit or None
-
-    def _response_format(self, fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
-        """llama.cpp obeys the chat's `response_format` here, and ignores `text.format`."""
-        if any(name in fields for name in ("response_format", "json_schema", "grammar")):
-            return None
-        text = decoded_field(fields, "text")
-        bound = text.get("format") if isinstance(text, dict) else None
-        return as_response_format(bound, fields)
 
     def response_rewriter(
         self, bodies: Bodies, model: str, node: NodeInfo, settings: Settings, *, stream: bool
@@ -334,7 +330,16 @@ class ResponsesApi(Api):
                     whole = decoded_field(fields, "response")
         if not isinstance(whole, dict):
             raise AssemblyError("the node's stream has no end")
-        return _as_plain(whole)
+        # llama.cpp leaves these fields out at a stream's end.
+        whole = {"completed_at": whole.get("created_at"), **whole}
+        if isinstance(output := whole.get("output"), list):
+            whole["output"] = [
+                {**item, "status": "completed"}
+                if item.get("type") == "reasoning" and "status" not in item
+                else item
+                for item in output
+            ]
+        return whole
 
     def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
         response = parse_object(content)
@@ -442,19 +447,6 @@ def _repaired_reasoning(item: msgspec.Raw, fields: dict[str, Any]) -> Any:
     elif isinstance(summary, list):
         return item
     return fields | {"summary": parts, "content": content}
-
-
-def _as_plain(response: JsonObject) -> JsonObject:
-    """Add the fields that llama.cpp leaves out at a stream's end."""
-    whole = {"completed_at": response.get("created_at"), **response}
-    if isinstance(output := whole.get("output"), list):
-        whole["output"] = [
-            {**item, "status": "completed"}
-            if item.get("type") == "reasoning" and "status" not in item
-            else item
-            for item in output
-        ]
-    return whole
 
 
 # The repair of what llama.cpp b11549 leaves out: most numbers of its streams' events, and that a

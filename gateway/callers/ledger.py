@@ -17,7 +17,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 from sqlalchemy import Connection, Table
@@ -37,6 +37,7 @@ from gateway.callers.processes import (
 from gateway.store.database import sqlite_driver
 from gateway.store.failures import StoreError
 from gateway.store.schema import open_requests, usage
+from gateway.store.store import Store
 from gateway.store.worker import StoreWorker
 
 FLUSH_SECONDS = 0.25  # seconds from the beginning of a flush to that of the next one
@@ -86,13 +87,6 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-class JobRunner(Protocol):
-    """The part of `gateway.store.store.Store` that the ledger uses."""
-
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-        """Run a job in a transaction of its own. Raises: StoreError."""
-
-
 class OpenRequest(NamedTuple):
     """A request that still runs, as the journal has it."""
 
@@ -126,7 +120,7 @@ class Ledger:
     `now` is Unix time, `clock` monotonic seconds.
     """
 
-    store: JobRunner
+    store: Store
     own: ProcessIdentity
     now: Callable[[], float]
     clock: Callable[[], float]
@@ -227,12 +221,13 @@ class Ledger:
 
     async def start(self, limit: float) -> None:
         """Register this process and recover what dead ones left, within `limit` seconds if so."""
-        await self.worker.attempt_within(limit, self._first_steps)
 
-    async def _first_steps(self) -> None:
-        await self._step()
-        while self._more_to_recover:
+        async def first_steps() -> None:
             await self._step()
+            while self._more_to_recover:
+                await self._step()
+
+        await self.worker.attempt_within(limit, first_steps)
 
     async def close(self, limit: float) -> None:
         """Write what waits, within `limit` seconds; call it when `run` has ended."""
@@ -336,7 +331,11 @@ class Ledger:
         if self._removed:
             work.closed += self._removed
         changed: list[OpenRequest] = []
-        requests = self.open_requests(now - self._journal_age())
+        # Older ones are journaled, for which the next flush would be too late. A flush that takes
+        # longer than usual delays the next one and the end of that.
+        behind = self._flush_delay
+        age = max(0.0, JOURNALED_WITHIN - max(FLUSH_SECONDS, behind) - behind)
+        requests = self.open_requests(now - age)
         for number, one in enumerate(requests, 1):
             if number % WALKED_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -364,14 +363,6 @@ class Ledger:
         if self.clock() >= self._next_heartbeat or self.worker.problem is not None:
             work.heartbeat = now
         return work
-
-    def _journal_age(self) -> float:
-        """Age from which on requests are journaled: the next flush would be too late for them.
-
-        A flush that takes longer than usual delays the next one and the end of that.
-        """
-        behind = self._flush_delay
-        return max(0.0, JOURNALED_WITHIN - max(FLUSH_SECONDS, behind) - behind)
 
     # Recovery.
 

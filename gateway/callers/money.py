@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import structlog
 from sqlalchemy import Connection, case
 
-from gateway.callers.ledger import JobRunner
 from gateway.callers.windows import DAY, date_of
 from gateway.store.database import insert_for
 from gateway.store.schema import node_hours
+from gateway.store.store import Store
 from gateway.store.worker import StoreWorker
 
 MILLION = 1_000_000
@@ -35,9 +35,7 @@ class Amount(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """For a report: `{"value": 0.38}`, or `{"value": null, "reason": "..."}`."""
-        if self.reason is None:
-            return {"value": self.value}
-        return {"value": self.value, "reason": self.reason}
+        return {"value": self.value} | ({} if self.reason is None else {"reason": self.reason})
 
 
 def per_request(cost: float, requests: int) -> Amount:
@@ -225,7 +223,7 @@ class NodeHoursRecorder:
     """
 
     def __init__(
-        self, store: JobRunner, alive: Callable[[], Iterable[AliveNode]], now: Callable[[], float]
+        self, store: Store, alive: Callable[[], Iterable[AliveNode]], now: Callable[[], float]
     ) -> None:
         self._store = store
         self._alive = alive
@@ -258,18 +256,15 @@ class NodeHoursRecorder:
         self._looked_at = now
         if before is None or not 0 < now - before <= LONGEST_GAP:
             return
+        ended = {(one.node, one.end): place for place, one in enumerate(self._claims)}
         for node in self._alive():
-            self._claim(NodeUptime(node, before, now))
+            if (place := ended.get((node, before))) is None:
+                self._claims.append(NodeUptime(node, before, now))
+            else:
+                self._claims[place] = self._claims[place]._replace(end=now)
         if (surplus := len(self._claims) - MOST_CLAIMS) > 0:
             del self._claims[:surplus]
             log.warning("hours of nodes are lost", claims=surplus)
-
-    def _claim(self, claim: NodeUptime) -> None:
-        for place, waiting in enumerate(self._claims):
-            if waiting.node == claim.node and waiting.end == claim.start:
-                self._claims[place] = waiting._replace(end=claim.end)
-                return
-        self._claims.append(claim)
 
     async def write(self) -> None:
         """Write the claims. Raises: StoreError; they wait then, and count once all the same."""

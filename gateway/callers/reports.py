@@ -123,22 +123,17 @@ class Sums:
 SUM_NAMES = tuple(one.name for one in fields(Sums))
 
 
-def _row_sums() -> tuple[ColumnElement[Any], ...]:
-    """The sums of rows of `usage`, in the order of the fields of `Sums`."""
-    status = usage.c.status
-    failed = (status >= 400) & (status != CLIENT_CLOSED_STATUS)
-    special: dict[str, ColumnElement[Any]] = {
-        "requests": func.count(),
-        "failures": func.sum(case((failed, 1), else_=0)),
-        "clients_left": func.sum(case((status == CLIENT_CLOSED_STATUS, 1), else_=0)),
-        "gpu_priced": func.count(usage.c.gpu_cost),
-    }
-    return tuple(
-        special[name] if name in special else func.sum(usage.c[name]) for name in SUM_NAMES
-    )
-
-
-ROW_SUMS = _row_sums()
+_LEFT = usage.c.status == CLIENT_CLOSED_STATUS
+_SPECIAL_SUMS: dict[str, ColumnElement[Any]] = {
+    "requests": func.count(),
+    "failures": func.sum(case(((usage.c.status >= 400) & ~_LEFT, 1), else_=0)),
+    "clients_left": func.sum(case((_LEFT, 1), else_=0)),
+    "gpu_priced": func.count(usage.c.gpu_cost),
+}
+ROW_SUMS = tuple(
+    _SPECIAL_SUMS[name] if name in _SPECIAL_SUMS else func.sum(usage.c[name]) for name in SUM_NAMES
+)
+"""The sums of rows of `usage`, in the order of the fields of `Sums`."""
 _DAY_SUMS = tuple(func.sum(usage_days.c[name]) for name in SUM_NAMES)
 _COLUMNS = {"group": "group_name", "class": "class_"}
 
@@ -352,21 +347,17 @@ class ReportReader:
         for sums in self._nodes.values():
             total.add(sums.values())
         day = self.query.by.index("day") if "day" in self.query.by else None
+
+        def order(item: tuple[Group, Sums]) -> tuple[str, float, int, int, Group]:
+            """The dearest first, then those with the most tokens and requests; by day, if asked."""
+            group, sums = item
+            date = "" if day is None else group[day]
+            return date, -sums.cost, -sums.tokens, -sums.requests, group
+
         # A sort of all groups would be one call into C, which no other thread interrupts.
-        largest = heapq.nsmallest(
-            self.query.limit,
-            iter(self._groups.items()),
-            key=lambda item: ("" if day is None else item[0][day], *_by_size(item)),
-        )
-        return LedgerReport(
-            self.query,
-            largest,
-            total,
-            len(self._groups),
-            dict(self._nodes),
-            self._hours,
-            tuple(self._notes),
-        )
+        largest = heapq.nsmallest(self.query.limit, iter(self._groups.items()), key=order)
+        found, nodes, notes = len(self._groups), dict(self._nodes), tuple(self._notes)
+        return LedgerReport(self.query, largest, total, found, nodes, self._hours, notes)
 
 
 def end_of_step(connection: Connection, ends: Select[Any], start: float, rows: int) -> float | None:
@@ -380,12 +371,6 @@ def end_of_step(connection: Connection, ends: Select[Any], start: float, rows: i
         # More requests than a step takes ended at the same time.
         end = connection.scalar(ends.where(ended > start).limit(1))
     return None if end is None else float(end)
-
-
-def _by_size(item: tuple[Group, Sums]) -> tuple[float, int, int, Group]:
-    """The dearest first, then those with the most tokens and requests."""
-    group, sums = item
-    return (-sums.cost, -sums.tokens, -sums.requests, group)
 
 
 def _revision(connection: Connection) -> int:
@@ -781,6 +766,11 @@ class CallerUsage:
             return figures
 
 
+_TOLD_SUMS = (
+    "requests", "failures", "prompt_tokens", "cached_tokens", "completion_tokens", "cost",
+)  # fmt: skip
+
+
 def _unknown(reason: str) -> dict[str, Any]:
     return {"as_of": None, "today": None, "month": None, "reason": reason}
 
@@ -807,30 +797,17 @@ def _figures_json(report: LedgerReport, now: float) -> dict[str, Any]:
 
 
 def _sums_json(sums: Sums) -> dict[str, Any]:
-    return {
-        "requests": sums.requests,
-        "failures": sums.failures,
-        "prompt_tokens": sums.prompt_tokens,
-        "cached_tokens": sums.cached_tokens,
-        "completion_tokens": sums.completion_tokens,
-        "cost": sums.cost,
-    }
+    return {name: getattr(sums, name) for name in _TOLD_SUMS}
 
 
 def _without_cache(figures: dict[str, Any], hidden: bool) -> dict[str, Any]:  # noqa: FBT001
     """The figures, without those that tell whose prompts a node has cached."""
     if not hidden or figures["month"] is None:
         return figures
-    month = figures["month"]
-    return {
-        **figures,
-        "today": figures["today"] | {"cached_tokens": None},
-        "month": month
-        | {
-            "cached_tokens": None,
-            "models": [one | {"cached_tokens": None} for one in month["models"]],
-        },
-    }
+    hidden_figures: dict[str, Any] = {"cached_tokens": None}
+    month = figures["month"] | hidden_figures
+    month["models"] = [one | hidden_figures for one in month["models"]]
+    return {**figures, "today": figures["today"] | hidden_figures, "month": month}
 
 
 def _standing_json(one: LimitStanding) -> dict[str, Any]:

@@ -95,10 +95,8 @@ def key_not_found(name: str) -> GatewayError:
 
 def keys_revision(connection: Connection) -> int:
     """The number of the last change of keys; 0: there was none."""
-    found = connection.execute(
-        select(revisions.c.number).where(revisions.c.name == KEYS_REVISION)
-    ).scalar()
-    return 0 if found is None else int(found)
+    asked = select(revisions.c.number).where(revisions.c.name == KEYS_REVISION)
+    return int(connection.scalar(asked) or 0)
 
 
 def read_keys(connection: Connection, *, revoked: bool = False) -> list[StoredKey]:
@@ -138,13 +136,8 @@ def stored_key(row: Row[Any]) -> StoredKey | None:
         why = str(error).splitlines()[0]
         log.warning("a stored key can't be used", key=values["id"], why=why)
         return None
-    return StoredKey(
-        spec,
-        values["created_at"],
-        values["revoked_at"],
-        values["previous_sha256"],
-        values["previous_until"],
-    )
+    names = ("created_at", "revoked_at", "previous_sha256", "previous_until")
+    return StoredKey(spec, *(values[name] for name in names))
 
 
 def find_key(connection: Connection, name: str) -> StoredKey:
@@ -171,7 +164,8 @@ def add_keys(connection: Connection, specs: Sequence[KeySpec], now: float) -> li
     present = _present(connection, specs)
     active = [key for key in present.values() if key.revoked_at is None]
     called = {word: key for key in active for word in (key.spec.id, key.spec.name)}
-    if len(specs) > MOST_STORED_KEYS - _count(connection):
+    count = connection.scalar(select(func.count()).select_from(keys_table)) or 0
+    if len(specs) > MOST_STORED_KEYS - count:
         message = f"a store holds at most {MOST_STORED_KEYS} keys, revoked ones included"
         problems.append(KeyProblem(0, "", message, ""))
     fresh = []
@@ -313,10 +307,6 @@ def _present(connection: Connection, specs: Sequence[KeySpec]) -> dict[str, Stor
 def _named(connection: Connection, words: Sequence[str]) -> list[StoredKey]:
     wanted = select(keys_table).where(or_(keys_table.c.id.in_(words), keys_table.c.name.in_(words)))
     return [key for row in connection.execute(wanted) if (key := stored_key(row)) is not None]
-
-
-def _count(connection: Connection) -> int:
-    return connection.execute(select(func.count()).select_from(keys_table)).scalar_one()
 
 
 def _write(connection: Connection, key: StoredKey, now: float) -> None:

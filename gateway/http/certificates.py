@@ -13,27 +13,15 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
+from gateway.config.listeners import TlsFiles
 from gateway.config.watch import file_stamps
 
 # Seconds between two looks at the files. A change is reported when two looks agree on it.
 POLL_SECONDS = 1.0
 log = structlog.get_logger()
-
-
-class CertificateFiles(Protocol):
-    """PEM files of a certificate chain, and of its key."""
-
-    @property
-    def cert(self) -> Path:
-        """The chain, the own certificate first."""
-
-    @property
-    def key(self) -> Path:
-        """The key of the first certificate."""
 
 
 class CertificateError(OSError):
@@ -48,7 +36,7 @@ class LoadedCertificate:
     expires_at: float  # seconds since 1970
 
 
-def load_certificate(files: CertificateFiles) -> LoadedCertificate:
+def load_certificate(files: TlsFiles) -> LoadedCertificate:
     """Read and check both files. Raises: CertificateError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
@@ -66,7 +54,7 @@ def load_certificate(files: CertificateFiles) -> LoadedCertificate:
 class ServerCertificate:
     """The certificate of one listener. `context` is for its socket; it always shows the newest."""
 
-    def __init__(self, files: CertificateFiles) -> None:
+    def __init__(self, files: TlsFiles) -> None:
         """Raises: CertificateError."""
         self.files = files
         self.error: str | None = None
@@ -97,7 +85,7 @@ class ServerCertificate:
 class ListenerCertificates:
     """The certificates of the listeners, by the key of the settings that names their files."""
 
-    def __init__(self, files: Mapping[str, CertificateFiles | None]) -> None:
+    def __init__(self, files: Mapping[str, TlsFiles | None]) -> None:
         """Raises: CertificateError."""
         self._by_key = {
             key: ServerCertificate(one) for key, one in files.items() if one is not None
@@ -143,12 +131,9 @@ class ListenerCertificates:
             else:
                 results[key] = None
                 if changed is not None or one.expires_at != before:
-                    log.info("certificate renewed", key=key, expires=_date(one.expires_at))
+                    date = datetime.fromtimestamp(one.expires_at, UTC).isoformat(timespec="seconds")
+                    log.info("certificate renewed", key=key, expires=date)
         return results
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 async def changed_files(

@@ -30,7 +30,7 @@ from gateway.callers.callers import (
 )
 from gateway.callers.keys import KeyRing
 from gateway.callers.limits import Accounts, LimitBook
-from gateway.config.listeners import CorsSpec, ListenSettings
+from gateway.config.listeners import CorsSpec
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.forward.header_fields import headers_for_node
@@ -210,7 +210,7 @@ def parse_context(
             effective_priority(None, None, None, caller) if header_priority is None else None
         ),
         wants_progress=wants_progress,
-        may_name_nodes=_may_name_nodes(listen, local=local),
+        may_name_nodes=local if listen.expose_node is None else listen.expose_node,
         counts_no_comments=counts_no_comments,
         prefers_async=prefers_async(headers),
     )
@@ -233,13 +233,10 @@ def class_of(parsed: ParsedBody, caller: Caller, header: str | None = None) -> P
 def may_name_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:
     """Whether the response to this head may name nodes: by the settings, else to local callers."""
     listen = settings.listen
+    if listen.expose_node is not None:
+        return listen.expose_node
     proxies = listen.trusted_proxies
-    local = is_local(headers, loopback_listener=loopback, trusted_proxies=proxies)
-    return _may_name_nodes(listen, local=local)
-
-
-def _may_name_nodes(listen: ListenSettings, *, local: bool) -> bool:
-    return local if listen.expose_node is None else listen.expose_node
+    return is_local(headers, loopback_listener=loopback, trusted_proxies=proxies)
 
 
 _PLAIN_ENCODINGS = frozenset({b"", b"identity"})

@@ -103,9 +103,10 @@ def parse_body(body: bytes) -> ParsedBody:
         raise errors.invalid_json(f"byte {error.start} is not UTF-8") from None
     try:
         parsed = _PARSED_BODY.decode(body)
-        # Usually "model" occurs once, and only an escape could hide another spelling of it.
+        # Usually "model" occurs once, and only an escape could hide another spelling of it: of one
+        # of its letters, or of their neighbours.
         if body.lower().count(b'"model"') != (parsed.model is not None) or (
-            body.find(b"\\") >= 0 and _may_spell_model(body)
+            body.find(b"\\") >= 0 and (body.find(b"\\u004") >= 0 or body.find(b"\\u006") >= 0)
         ):
             _check_field_names(body)
         return parsed
@@ -124,11 +125,6 @@ def parse_body(body: bytes) -> ParsedBody:
         # The depth that raises this differs between Pythons. All of them read more than
         # `limits.json_depth`, so `prepare` gives the same answer for what they can read.
         raise errors.invalid_request("The body is nested too deeply.") from None
-
-
-def _may_spell_model(body: bytes) -> bool:
-    """Whether an escape spells a letter of `model`, or one of its neighbours."""
-    return body.find(b"\\u004") >= 0 or body.find(b"\\u006") >= 0
 
 
 def _check_field_names(body: bytes) -> None:
@@ -405,16 +401,13 @@ class LargeBody:
         )
         values: dict[str, object] = {name: msgspec.Raw(value) for name, value in large.items()}
         if "model" in large:
-            values["model"] = self._truncated_text("model")
+            # The beginning of it.
+            value = bytes(self._values["model"][: PARSED_FIELD_BYTES + 1])
+            if value[:1] != b'"':
+                raise errors.invalid_request("'model' must be a string.", "model")
+            whole = safe_cut(value, 1, PARSED_FIELD_BYTES)
+            values["model"] = TEXT_DECODER.decode(value[:whole] + b'"')
         return msgspec.structs.replace(parsed, **values)
-
-    def _truncated_text(self, name: str) -> str:
-        """The beginning of a string field. Raises: GatewayError 400 if it is no string."""
-        value = bytes(self._values[name][: PARSED_FIELD_BYTES + 1])
-        if value[:1] != b'"':
-            raise errors.invalid_request(f"'{name}' must be a string.", name)
-        text: str = TEXT_DECODER.decode(value[: safe_cut(value, 1, PARSED_FIELD_BYTES)] + b'"')
-        return text
 
     def raw_fields(self) -> dict[str, msgspec.Raw]:
         """The values of its fields, as views of the body."""

@@ -279,15 +279,11 @@ def _urls_in(key: str, value: Any) -> list[str]:
         return [text for text in texts if isinstance(text, str) and ":" in text]
     if key == "source" and not (isinstance(value, dict) and value.get("type") not in INLINE_TYPES):
         return []
-    return _urls_of_part(value)
-
-
-def _urls_of_part(part: object) -> list[str]:
-    """The URLs in a media part: the text itself, or its `url` and `data`."""
-    if isinstance(part, str):
-        return [part] if may_be_url(part) else []
-    if isinstance(part, dict):
-        url, data = part.get("url"), part.get("data")
+    # Of a media part the text itself, or its `url` and `data`.
+    if isinstance(value, str):
+        return [value] if may_be_url(value) else []
+    if isinstance(value, dict):
+        url, data = value.get("url"), value.get("data")
         found = [url] if isinstance(url, str) and may_be_url(url) else []
         return [*found, data] if isinstance(data, str) and ":" in data else found
     return []

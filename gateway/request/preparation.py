@@ -736,7 +736,10 @@ def _new_request(
         prompt_cache=sender.cache.prompt_cache,
     )
     if size.slots > 1:
-        wanted = replace_fields(wanted, slots_field=_slots_field(bodies))
+        # The field by which the body asks for several.
+        small = without_large_fields(next(iter(bodies.values())))
+        names = (name for name in ("n_cmpl", "best_of") if f'"{name}"'.encode() in small)
+        wanted = replace_fields(wanted, slots_field=next(names, "n"))
     id_, x_request_id = incoming.id, incoming.x_request_id
     return Request(
         id_,
@@ -756,12 +759,6 @@ def _new_request(
         is_infill=infill,
         prompt_list=prompt_list,
     )
-
-
-def _slots_field(bodies: dict[str, Body]) -> str:
-    """The field by which a body asks for several slots."""
-    small = without_large_fields(next(iter(bodies.values())))
-    return next((name for name in ("n_cmpl", "best_of") if f'"{name}"'.encode() in small), "n")
 
 
 def _parse_prompt_list(

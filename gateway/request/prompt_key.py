@@ -113,7 +113,12 @@ def build_prompt_key(
             if not _add_completion_prompt(key, _COMPLETION_BODY.decode(body).prompt):
                 return None
         elif route.prompt_field == "input_prefix":
-            _add_infill(key, _INFILL_BODY.decode(body))
+            infill = _INFILL_BODY.decode(body)
+            # Behind the other files and the text before the cursor all only counts.
+            if infill.input_extra is not MISSING:
+                key.add(bytes(infill.input_extra))
+            key.add_open(infill.input_prefix.encode())
+            key.count(len(infill.input_suffix) + len(infill.prompt))
         else:
             return None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -262,13 +267,8 @@ class _KeyBuilder:
         return self._key(digests[1:])
 
     def _key(self, digests: list[bytes]) -> PromptKey:
-        return PromptKey(
-            block_numbers(digests),
-            self.size / BYTES_PER_TOKEN,
-            tuple(self.ends),
-            self.size,
-            self.omits_volatile,
-        )
+        numbers, tokens = block_numbers(digests), self.size / BYTES_PER_TOKEN
+        return PromptKey(numbers, tokens, tuple(self.ends), self.size, self.omits_volatile)
 
     def scale(self, size: int) -> None:
         """Count everything added so far as `size` bytes in all."""
@@ -310,7 +310,11 @@ def _add_chat(key: _KeyBuilder, chat: _ChatBody) -> None:
         in_system_prompt = in_system_prompt and message.role in _SYSTEM_ROLES
         _add_message(key, message, is_system=in_system_prompt)
     for message in unhashed:
-        key.count(_text_length(message))
+        content = message.content
+        if isinstance(content, str):
+            key.count(len(content))
+        else:
+            key.count(sum(len(part.text or "") for part in content or ()))
 
 
 def _add_message(key: _KeyBuilder, message: _Message, *, is_system: bool) -> None:
@@ -335,14 +339,6 @@ def _add_message(key: _KeyBuilder, message: _Message, *, is_system: bool) -> Non
     for raw in (message.name, message.tool_calls, message.arguments, message.output):
         if raw is not MISSING:
             key.add(bytes(raw))
-
-
-def _text_length(message: _Message) -> int:
-    """Characters of a message's text."""
-    content = message.content
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part.text or "") for part in content or ())
 
 
 def _add_media_or_tool(key: _KeyBuilder, part: _Part) -> None:
@@ -378,14 +374,6 @@ def _add_completion_prompt(key: _KeyBuilder, raw: msgspec.Raw) -> bool:
         return False
     key.add_open(key.stable_lines(text).encode())
     return True
-
-
-def _add_infill(key: _KeyBuilder, infill: _InfillBody) -> None:
-    """Add the other files and the text before the cursor; the rest only counts towards the size."""
-    if infill.input_extra is not MISSING:
-        key.add(bytes(infill.input_extra))
-    key.add_open(infill.input_prefix.encode())
-    key.count(len(infill.input_suffix) + len(infill.prompt))
 
 
 # Lines never in a prompt key; removed from requests only if the settings say so.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -112,14 +112,11 @@ class DeferredResult:
 def decode_result(data: bytes) -> DeferredResult:
     """The result that a file holds. Raises: FolderError."""
     line, found, content = data.partition(b"\n")
-    try:
-        if not found:
-            raise FolderError("the result of a request is damaged", "put back a copy of the folder")
-        return DeferredResult(msgspec.json.decode(line, type=DeferredHead), content)
-    except msgspec.MsgspecError:
-        raise FolderError(
-            "the result of a request is damaged", "put back a copy of the folder"
-        ) from None
+    with contextlib.suppress(msgspec.MsgspecError):
+        head = msgspec.json.decode(line, type=DeferredHead)
+        if found:
+            return DeferredResult(head, content)
+    raise FolderError("the result of a request is damaged", "put back a copy of the folder")
 
 
 _ROW: Final = stored_requests.c
@@ -585,14 +582,15 @@ class BackgroundRequests:
 
     def cancel_soon(self, row: StoredRow) -> None:
         """End a request that its client, which is gone, has waited for."""
+
+        async def cancel() -> None:
+            with contextlib.suppress(GatewayError):
+                await self.cancel(row.owner, row.id, row.kind)
+
         if len(self._ending) < MOST_ENDING:
-            task = asyncio.create_task(self._cancel_quietly(row))
+            task = asyncio.create_task(cancel())
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
-
-    async def _cancel_quietly(self, row: StoredRow) -> None:
-        with contextlib.suppress(GatewayError):
-            await self.cancel(row.owner, row.id, row.kind)
 
     async def delete(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
         """Remove the owner's request with all that is kept of it; as it was. Raises: GatewayError.
@@ -672,9 +670,8 @@ class BackgroundRequests:
             self.has_ended(row.id)
             await self.settle(row)
         for _ in range(MOST_STEPS):
-            due = await self.store.run(
-                job(due_background, folder, self._now(), STEP_ROWS), write=False
-            )
+            looking = job(due_background, folder, self._now(), STEP_ROWS)
+            due = await self.store.run(looking, write=False)
             for row in due:
                 self._end_run(row.id)
                 await self._remove_files(row)
@@ -813,7 +810,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         is_closing: Callable[[], bool] = lambda: False,
         nodes: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
-        super().__init__(leases, runner, rooms, now, LEASE_SECONDS)
+        super().__init__(leases, runner, rooms, now, LEASE_SECONDS, "a background request failed")
         self._requests = requests
         self._work = work
         self._ledger = ledger
@@ -872,9 +869,8 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         if self._is_closing():
             # Their clients wait here, as those of other requests do.
             if not requests.waited_for.keys() <= self._held.keys():
-                await self._begin_all(
-                    [Pick(room, RequestKind.RESPONSE, ids=list(requests.waited_for))]
-                )
+                waited_for = Pick(room, RequestKind.RESPONSE, ids=list(requests.waited_for))
+                await self._begin_all([waited_for])
             return
         folder = await requests.threads.opened(requests.folder)
         owners = await requests.store.run(job(waiting_owners, folder, now), write=False)
@@ -981,11 +977,14 @@ class BackgroundRunner(RowRuns[HeldRequest]):
                 self.leases.put_back([row.id], self.now() + (error.retry_after or LEASE_SECONDS))
                 return
             result = _failed(row, error.code)
-        if not held.is_unwanted:
-            await self._until_stored(lambda: self._record(row, result))
-
-    def _tell_failed(self, id_: str) -> None:
-        log.exception("a background request failed", request=id_)  # noqa: LOG004 - in a handler
+        while not held.is_unwanted:
+            try:
+                await self._record(row, result)
+            except (StoreError, FolderError) as error:
+                log.warning("a background result waits for the store", why=str(error))
+                await asyncio.sleep(STORE_SECONDS)
+            else:
+                return
 
     async def _cancelled(self, held: HeldRequest) -> None:
         """The run was cancelled: the request has ended, or another run follows."""
@@ -996,8 +995,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             self.leases.put_back([held.row.id], 0.0)
 
     def _let_go(self, held: HeldRequest) -> None:
-        """The run has ended."""
-        self._forget(held)
+        super()._let_go(held)
         self._look_again_at = 0.0  # Its result takes room.
         self._requests.has_ended(held.row.id)
         self._requests.wakes.set()
@@ -1093,17 +1091,6 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         if not counts and result.file is not None:
             with contextlib.suppress(FolderError):
                 await self._requests.threads.run(self._requests.folder.delete, result.file)
-
-    async def _until_stored(self, work: Callable[[], Coroutine[None, None, object]]) -> None:
-        """Do this work of the store, however long the store can't be used."""
-        while True:
-            try:
-                await work()
-            except (StoreError, FolderError) as error:
-                log.warning("a background result waits for the store", why=str(error))
-                await asyncio.sleep(STORE_SECONDS)
-            else:
-                return
 
 
 def is_near(row: StoredRow, now: float) -> bool:

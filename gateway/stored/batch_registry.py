@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -34,7 +35,7 @@ from gateway.stored.batch_rows import (
     read_batches,
     resume_batch,
 )
-from gateway.stored.batch_upkeep import REQUESTS, BatchEnd, BatchUpkeep, Intake
+from gateway.stored.batch_upkeep import REQUESTS, BatchUpkeep
 from gateway.stored.claims import UnfinishedWork, job, new_id, result_rows, work_left
 from gateway.stored.files import Content, delete_file, find_file, kept_by, kept_too_much
 from gateway.stored.folder import (
@@ -124,11 +125,9 @@ class BatchRegistry:
         self._on_rows = on_rows
         self._token = token
         self._speeds = SpeedMeter()
-        intake = Intake(store, folder, self._threads, settings, now, on_end)
-        end = BatchEnd(store, folder, self._threads, settings, now, on_end)
         self._work = work or UnfinishedWork(store, folder, self._threads, clock)
         self.upkeep = BatchUpkeep(
-            store, folder, self._threads, intake, end, self._speeds, now, clock, self._work,
+            store, folder, self._threads, settings, self._speeds, now, clock, self._work,
             on_rows, on_end,
         )  # fmt: skip
 
@@ -266,10 +265,10 @@ class BatchRegistry:
         if not batch.state.ended:
             reader = ResultReader(self.folder, api, keeps_all=True)
             pieces = self._recorded_pieces(batch, reader, output=not errors)
-            return Content(name, None, pieces, self._threads, reader.close)
+            return Content(name, None, pieces, partial(self._threads.run, reader.close))
         file = batch.error_file if errors else batch.output_file
         if file is None:
-            return Content(name, 0, _no_pieces(), self._threads, lambda: None)
+            return Content.of_file(name, 0, io.BytesIO(), self._threads)
         found = await self._ask(job(find_file, owner, file, self._now()))
         if found is None:
             raise _results_gone(id_)
@@ -281,7 +280,7 @@ class BatchRegistry:
         except FileNotFoundError:
             log.warning("the results of a batch are missing in the folder", batch=id_, file=file)
             raise _results_gone(id_) from None
-        return Content.of_file(replace(found, name=name), opened, self._threads)
+        return Content.of_file(name, found.bytes, opened, self._threads)
 
     # The gateway's own work.
 
@@ -353,12 +352,6 @@ class BatchRegistry:
                 while piece := await self._threads.run(next, pieces, b""):
                     yield piece
             after = rows[-1].number or 0
-
-
-async def _no_pieces() -> AsyncIterator[bytes]:
-    pieces: tuple[bytes, ...] = ()
-    for piece in pieces:
-        yield piece
 
 
 # Errors.

@@ -602,13 +602,9 @@ def progress_of(
     expected_cost = None
     if mean is not None and batch.in_progress_at is not None:
         expected_cost = batch.cost + mean * (left.prompt_tokens + tokens)
+    tokens_per_second = None if speed is None else speed.tokens
     return BatchProgress(
-        left.waiting,
-        left.running,
-        None if speed is None else speed.tokens,
-        expected_end,
-        batch.cost,
-        expected_cost,
+        left.waiting, left.running, tokens_per_second, expected_end, batch.cost, expected_cost
     )
 
 

@@ -1,11 +1,11 @@
 """What batches need without being asked: their input is read, they end, and what is old goes.
 
-`Intake` makes a row of each line of the input. It may begin anew at any time, after a crash for
+`take_in` makes a row of each line of the input. It may begin anew at any time, after a crash for
 example: a line's row always has the same id, and a row that is there already stays. No line runs
 before all are in.
 
-`BatchEnd` makes the output and error files of the recorded results, in the order of the input. A
-line without an answer gets an error of its own, so every line of the input is in one of the files
+`end` makes the output and error files of the recorded results, in the order of the input. A line
+without an answer gets an error of its own, so every line of the input is in one of the files
 exactly once.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -96,152 +96,6 @@ def input_place(batch: Batch) -> str:
     return f"{REQUESTS}-{batch.id.rpartition('_')[2]}"
 
 
-@dataclass(frozen=True, slots=True)
-class Intake:
-    """Reads the input of batches. `settings` gives those in force, `now` Unix time."""
-
-    store: Store
-    folder: Folder
-    threads: DiskThreads
-    settings: Callable[[], BatchSettings]
-    now: Callable[[], float]
-    on_end: EndListener | None = None  # is told of batches that fail
-
-    async def take_in(self, batch: Batch) -> None:
-        """Read the input of a batch that is validating, and begin or fail it.
-
-        Raises: FolderError, StoreError; then it is to be done again.
-        """
-        settings = self.settings()
-        try:
-            file = await self.threads.open(
-                self.folder.open_to_read, input_place(batch), close=lambda file: file.close()
-            )
-        except FileNotFoundError:
-            log.warning("the input of a batch is missing", batch=batch.id)
-            await self._fail(batch, "file_not_found", "The input file is gone.")
-            return
-        try:
-            await self.threads.run(
-                _on_disk, check_line_count, file, settings.lines, settings.line_bytes
-            )
-            reader = LineReader(
-                file, batch.endpoint, most_lines=settings.lines, line_bytes=settings.line_bytes
-            )
-            taken = await self._take_lines(batch, reader)
-        except TooManyLines as error:
-            message = f"The input has more than {error.most} lines ('batches.lines')."
-            await self._fail(batch, "too_many_lines", message)
-            return
-        finally:
-            await self.threads.run(file.close)
-        if not taken:
-            return  # It is cancelled.
-        if not reader.total:
-            message = (
-                "The input file is empty. Please ensure that your batch contains at least one "
-                "request."
-            )
-            await self._fail(batch, "empty_file", message)
-            return
-        await self.store.run(job(_begin, batch.id, reader.total, reader.model, self.now()))
-        log.info("batch begun", batch=batch.id, lines=reader.total, broken=reader.failed)
-
-    async def _take_lines(self, batch: Batch, reader: LineReader) -> bool:
-        """Add the rows of all lines; returns False if the batch takes none any more."""
-        errors = _Errors(self.folder, batch)
-        try:
-            while lines := await self.threads.run(_on_disk, reader.read_some):
-                rows = await self.threads.run(self._rows_of, batch, lines, errors)
-                if not await self.store.run(job(add_rows, rows)):
-                    return False
-        finally:
-            await self.threads.run(errors.close)
-        return True
-
-    def _rows_of(self, batch: Batch, lines: Sequence[Line], errors: _Errors) -> list[StoredRow]:
-        """The rows of these lines; errors are on the disk. Blocks. Raises: FolderError."""
-        places = iter(errors.write([one for one in lines if isinstance(one, LineError)]))
-        return [self._row_of(batch, one, places) for one in lines]
-
-    def _row_of(
-        self, batch: Batch, line: Line, places: Iterator[tuple[str, int, int]]
-    ) -> StoredRow:
-        row = StoredRow(
-            id=line_id(batch.id, line.number),
-            kind=RequestKind.LINE,
-            owner=batch.owner,
-            path=batch.endpoint,
-            place=input_place(batch),
-            offset=line.offset,
-            length=line.length,
-            created_at=batch.created_at,
-            keep_until=batch.keep_until,
-            folder=batch.folder,
-            class_=batch.class_,
-            batch=batch.id,
-            number=line.number,
-            group_name=batch.group_name,
-            user=batch.user,
-            deadline=batch.expires_at,
-        )
-        if isinstance(line, LineSpec):
-            return replace(
-                row,
-                custom_id=line.custom_id,
-                model=line.model,
-                prompt_tokens=line.prompt_tokens,
-                max_tokens=line.max_tokens,
-                prefix=line.prefix,
-            )
-        place, offset, length = next(places)
-        return replace(
-            row,
-            custom_id=line.custom_id if line.is_first else None,
-            state=RequestState.FAILED,
-            ended_at=self.now(),
-            error_code=line.code,
-            result_place=place,
-            result_offset=offset,
-            result_length=length,
-        )
-
-    async def _fail(self, batch: Batch, code: str, message: str) -> None:
-        errors: list[dict[str, Any]] = [
-            {"code": code, "message": message, "param": "input_file_id", "line": None}
-        ]
-        await self.store.run(job(fail_batch, batch.id, errors, self.now(), self.on_end))
-        log.info("batch failed", batch=batch.id, why=code)
-
-
-class _Errors:
-    """The file of the error lines of one reading; there is none without a broken line. Blocks."""
-
-    def __init__(self, folder: Folder, batch: Batch) -> None:
-        self._folder = folder
-        self._batch = batch
-        self._file: AppendedFile | None = None
-
-    def write(self, errors: Sequence[LineError]) -> list[tuple[str, int, int]]:
-        """Bring the errors to the disk; file, offset and length of each. Raises: FolderError."""
-        if not errors:
-            return []
-        if self._file is None:
-            self._file = self._folder.open_appended(RESULTS)
-        batch = self._batch
-        lines = [broken_line(line_id(batch.id, one.number), batch.api, one) for one in errors]
-        offset = self._file.append(b"".join(lines))
-        places = []
-        for line in lines:
-            places.append((self._file.name, offset, len(line)))
-            offset += len(line)
-        return places
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
 def _on_disk(work: Callable[..., T], *arguments: Any) -> T:
     """Do the work. Raises: FolderError, if the file can't be read; the work's own error."""
     try:
@@ -272,15 +126,40 @@ class _FinalFile:
     """A file of lines, which begins with the first one. Blocks."""
 
     folder: Folder
+    name: str  # as its owner is shown it
     new: NewFile | None = None
     digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    lines: list[bytes] = field(default_factory=list)  # that are not written yet
+    size: int = 0  # of these
 
-    def write(self, piece: bytes) -> None:
-        """Add lines. Raises: FolderError."""
+    def add(self, line: bytes) -> None:
+        """Add a line, which `write` brings to the disk. Raises: FolderError."""
+        self.lines.append(line)
+        self.size += len(line)
+        if self.size >= PIECE_BYTES:
+            self.write()
+
+    def write(self) -> None:
+        """Write the lines that are not written yet. Raises: FolderError."""
+        if not self.lines:
+            return
         if self.new is None:
             self.new = self.folder.open_new(FILE)
+        piece = b"".join(self.lines)
+        self.lines.clear()
+        self.size = 0
         self.new.write(piece)
         self.digest.update(piece)
+
+    def finish(self, batch: Batch, now: float, kept: float) -> StoredFile | None:
+        """Complete it; None: it has no line. Raises: FolderError."""
+        if self.new is None:
+            return None
+        id_ = self.new.finish()
+        return StoredFile(
+            id_, batch.owner, self.name, OUTPUT_PURPOSE, self.new.size, self.digest.hexdigest(),
+            now, now + kept, batch.folder,
+        )  # fmt: skip
 
 
 class _FinalFiles:
@@ -290,30 +169,22 @@ class _FinalFiles:
         self._folder = folder
         self._batch = batch
         self._reader = ResultReader(folder, batch.api)
-        self._output, self._errors = _FinalFile(folder), _FinalFile(folder)
+        word = "results" if batch.api == "anthropic" else "output"
+        self._output = _FinalFile(folder, f"{batch.id}_{word}.jsonl")
+        self._errors = _FinalFile(folder, f"{batch.id}_error.jsonl")
 
     def add(self, rows: Sequence[StoredRow]) -> None:
         """Write the lines of these rows. Raises: FolderError."""
-        pending: dict[bool, list[bytes]] = {True: [], False: []}
-        sizes = {True: 0, False: 0}
         for row in rows:
-            line, output = self._reader.line(row)
-            pending[output].append(line)
-            sizes[output] += len(line)
-            if sizes[output] >= PIECE_BYTES:
-                self._write(pending, output)
-                sizes[output] = 0
-        for output in (True, False):
-            self._write(pending, output)
+            line, is_output = self._reader.line(row)
+            (self._output if is_output else self._errors).add(line)
+        self._output.write()
+        self._errors.write()
 
     def finish(self, now: float, kept: float) -> tuple[StoredFile | None, StoredFile | None]:
         """Complete the files, to be kept for so many seconds. Raises: FolderError."""
-        batch = self._batch
-        name = "results" if batch.api == "anthropic" else "output"
-        return (
-            self._finished(self._output, f"{batch.id}_{name}.jsonl", now, kept),
-            self._finished(self._errors, f"{batch.id}_error.jsonl", now, kept),
-        )
+        output = self._output.finish(self._batch, now, kept)
+        return output, self._errors.finish(self._batch, now, kept)
 
     def close(self) -> None:
         """Remove what is not finished, and close the rest. Raises: FolderError."""
@@ -327,74 +198,6 @@ class _FinalFiles:
         for one in (self._output, self._errors):
             if one.new is not None:
                 self._folder.delete(one.new.name)
-
-    def _write(self, pending: dict[bool, list[bytes]], output: bool) -> None:  # noqa: FBT001
-        lines = pending[output]
-        if lines:
-            (self._output if output else self._errors).write(b"".join(lines))
-            lines.clear()
-
-    def _finished(self, file: _FinalFile, name: str, now: float, kept: float) -> StoredFile | None:
-        if file.new is None:
-            return None
-        id_ = file.new.finish()
-        batch = self._batch
-        return StoredFile(
-            id_, batch.owner, name, OUTPUT_PURPOSE, file.new.size, file.digest.hexdigest(),
-            now, now + kept, batch.folder,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class BatchEnd:
-    """Ends batches whose lines have all ended. `settings` gives those in force, `now` Unix time."""
-
-    store: Store
-    folder: Folder
-    threads: DiskThreads
-    settings: Callable[[], BatchSettings]
-    now: Callable[[], float]
-    on_end: EndListener | None = None
-
-    async def end(self, id_: str) -> Batch | None:
-        """End the batch; None: it has lines that have not ended, or somebody else has ended it.
-
-        Raises: FolderError, StoreError; then it is to be done again.
-        """
-        batch = await self.store.run(job(begin_finalizing, id_, self.now()))
-        if batch is None:
-            return None
-        files = _FinalFiles(self.folder, batch)
-        try:
-            after = 0
-            while rows := await self.store.run(
-                job(result_rows, id_, after, PAGE_ROWS), write=False
-            ):
-                await self.threads.run(files.add, rows)
-                after = rows[-1].number or 0
-            now, keep = self.now(), self.settings().keep
-            kept = keep if batch.output_seconds is None else min(keep, batch.output_seconds)
-            output, errors = await self.threads.run(files.finish, now, kept)
-        finally:
-            with contextlib.suppress(FolderError):
-                await self.threads.run(files.close)
-        try:
-            ended = await self.store.run(job(_end, batch, output, errors, now, self.on_end))
-        except StoreUnavailable:
-            # It may have ended; files without a row are removed later (`FileRegistry`).
-            raise
-        except StoreError:
-            await self.threads.run(files.remove)
-            raise
-        if ended is None:
-            await self.threads.run(files.remove)
-            return None
-        log.info(
-            "batch ended", batch=id_, state=ended.state.value, lines=ended.total,
-            completed=ended.completed, failed=ended.failed, cancelled=ended.cancelled,
-            expired=ended.expired,
-        )  # fmt: skip
-        return ended
 
 
 def _end(
@@ -438,8 +241,7 @@ class BatchUpkeep:
         store: Store,
         folder: Folder,
         threads: DiskThreads,
-        intake: Intake,
-        end: BatchEnd,
+        settings: Callable[[], BatchSettings],
         speeds: SpeedMeter,
         now: Callable[[], float],
         clock: Callable[[], float],
@@ -450,11 +252,11 @@ class BatchUpkeep:
         round_seconds: float = ROUND_SECONDS,
         idle_seconds: float = IDLE_SECONDS,
     ) -> None:
+        """`on_rows`: rows may run; `on_end` is told of batches that end."""
         self._store = store
         self._folder = folder
         self._threads = threads
-        self.intake = intake
-        self.end = end
+        self.settings = settings
         self._on_rows = on_rows
         self._speeds = speeds
         self._now = now
@@ -464,7 +266,6 @@ class BatchUpkeep:
         self._round_seconds, self._idle_seconds = round_seconds, idle_seconds
         self._wakes = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch
-        self._begun = 0  # how many, since `wait_for_work` was called last
         self._retry_at: dict[str, float] = {}
         """When a batch is tried again, of those that could not be."""
         self._tries: dict[str, int] = {}
@@ -543,13 +344,6 @@ class BatchUpkeep:
             await self.clean()
             self._clean_at = self._clock() + CLEAN_SECONDS
 
-    async def wait_for_work(self) -> bool:
-        """Wait for the end of what has begun; returns whether there was anything since the last."""
-        if self._tasks:
-            await asyncio.wait(list(self._tasks.values()))
-        begun, self._begun = self._begun, 0
-        return begun > 0
-
     # Batches.
 
     def _begin(self, batch: Batch) -> None:
@@ -560,26 +354,21 @@ class BatchUpkeep:
         if self._clock() < self._retry_at.get(batch.id, 0.0):
             return
         if batch.state is BatchState.VALIDATING:
-            work = self._take_in(batch)
+            work = self.take_in(batch)
         elif batch.state in _ENDING or batch.ended_lines >= batch.total:
             work = self._finish(batch)
         else:
             return
         task = asyncio.create_task(self._guarded(batch, work))
         self._tasks[batch.id] = task
-        self._begun += 1
         task.add_done_callback(partial(self._done, batch.id))
 
     def _done(self, id_: str, _: asyncio.Task[None]) -> None:
         del self._tasks[id_]
         self._wakes.set()
 
-    async def _take_in(self, batch: Batch) -> None:
-        await self.intake.take_in(batch)
-        self._on_rows()
-
     async def _finish(self, batch: Batch) -> None:
-        while await self.end.end(batch.id) is None:
+        while await self.end(batch.id) is None:
             ended_lines = batch.ended_lines
             looking = job(find_batch, batch.owner, batch.id, batch.api)
             found = await self._store.run(looking, write=False)
@@ -613,9 +402,8 @@ class BatchUpkeep:
         self._retry_at[batch.id] = self._clock() + RETRY_SECONDS * 2.0**tries
         if tries >= MOST_TRIES and batch.state is BatchState.VALIDATING:
             message = "The gateway could not read the input; its log tells why."
-            errors = [{"code": "internal_error", "message": message, "param": None, "line": None}]
             with contextlib.suppress(StoreError):
-                await self._store.run(job(fail_batch, batch.id, errors, self._now(), self._on_end))
+                await self._fail(batch, "internal_error", message, None)
 
     async def _resume(self, found: Iterable[Batch]) -> None:
         """Let batches go on that were paused for want of room. Raises: StoreError."""
@@ -652,7 +440,7 @@ class BatchUpkeep:
         if not running:
             self.full_owners = frozenset()
             return
-        owners, most = {one.owner for one in running}, self.intake.settings().bytes_per_key
+        owners, most = {one.owner for one in running}, self.settings().bytes_per_key
         full = await self._store.run(job(full_owners, owners, most, self._now()), write=False)
         self.full_owners = frozenset(full)
         for batch in running:
@@ -666,6 +454,167 @@ class BatchUpkeep:
                 await self._store.run(job(resume_batch, batch.owner, batch.id, reasons=reasons))
                 log.info("a batch goes on: its key has room again", batch=batch.id)
                 self._on_rows()
+
+    # The input.
+
+    async def take_in(self, batch: Batch) -> None:
+        """Read the input of a batch that is validating, and begin or fail it.
+
+        Raises: FolderError, StoreError; then it is to be done again.
+        """
+        settings = self.settings()
+        try:
+            file = await self._threads.open(
+                self._folder.open_to_read, input_place(batch), close=lambda file: file.close()
+            )
+        except FileNotFoundError:
+            log.warning("the input of a batch is missing", batch=batch.id)
+            await self._fail(batch, "file_not_found", "The input file is gone.")
+            return
+        try:
+            await self._threads.run(
+                _on_disk, check_line_count, file, settings.lines, settings.line_bytes
+            )
+            reader = LineReader(
+                file, batch.endpoint, most_lines=settings.lines, line_bytes=settings.line_bytes
+            )
+            taken = await self._take_lines(batch, reader)
+        except TooManyLines as error:
+            message = f"The input has more than {error.most} lines ('batches.lines')."
+            await self._fail(batch, "too_many_lines", message)
+            return
+        finally:
+            await self._threads.run(file.close)
+        if not taken:
+            return  # It is cancelled.
+        if not reader.total:
+            message = (
+                "The input file is empty. Please ensure that your batch contains at least one "
+                "request."
+            )
+            await self._fail(batch, "empty_file", message)
+            return
+        await self._store.run(job(_begin, batch.id, reader.total, reader.model, self._now()))
+        log.info("batch begun", batch=batch.id, lines=reader.total, broken=reader.failed)
+        self._on_rows()
+
+    async def _take_lines(self, batch: Batch, reader: LineReader) -> bool:
+        """Add the rows of all lines; returns False if the batch takes none any more."""
+        errors: list[AppendedFile] = []  # the file of the error lines, once there is one
+        try:
+            while lines := await self._threads.run(_on_disk, reader.read_some):
+                rows = await self._threads.run(self._rows_of, batch, lines, errors)
+                if not await self._store.run(job(add_rows, rows)):
+                    return False
+        finally:
+            for file in errors:
+                await self._threads.run(file.close)
+        return True
+
+    def _rows_of(
+        self, batch: Batch, lines: Sequence[Line], errors: list[AppendedFile]
+    ) -> list[StoredRow]:
+        """The rows of these lines; errors are on the disk. Blocks. Raises: FolderError."""
+        broken = [
+            broken_line(line_id(batch.id, one.number), batch.api, one)
+            for one in lines
+            if isinstance(one, LineError)
+        ]
+        if broken and not errors:
+            errors.append(self._folder.open_appended(RESULTS))
+        offset = errors[0].append(b"".join(broken)) if broken else 0
+        lengths, rows = map(len, broken), list[StoredRow]()
+        for line in lines:
+            row = StoredRow(
+                id=line_id(batch.id, line.number),
+                kind=RequestKind.LINE,
+                owner=batch.owner,
+                path=batch.endpoint,
+                place=input_place(batch),
+                offset=line.offset,
+                length=line.length,
+                created_at=batch.created_at,
+                keep_until=batch.keep_until,
+                folder=batch.folder,
+                class_=batch.class_,
+                batch=batch.id,
+                number=line.number,
+                group_name=batch.group_name,
+                user=batch.user,
+                deadline=batch.expires_at,
+            )
+            if isinstance(line, LineSpec):
+                row = replace(
+                    row,
+                    custom_id=line.custom_id,
+                    model=line.model,
+                    prompt_tokens=line.prompt_tokens,
+                    max_tokens=line.max_tokens,
+                    prefix=line.prefix,
+                )
+            else:
+                row = replace(
+                    row,
+                    custom_id=line.custom_id if line.is_first else None,
+                    state=RequestState.FAILED,
+                    ended_at=self._now(),
+                    error_code=line.code,
+                    result_place=errors[0].name,
+                    result_offset=offset,
+                    result_length=next(lengths),
+                )
+                offset += row.result_length or 0
+            rows.append(row)
+        return rows
+
+    async def _fail(
+        self, batch: Batch, code: str, message: str, param: str | None = "input_file_id"
+    ) -> None:
+        errors = [{"code": code, "message": message, "param": param, "line": None}]
+        await self._store.run(job(fail_batch, batch.id, errors, self._now(), self._on_end))
+        log.info("batch failed", batch=batch.id, why=code)
+
+    # The end.
+
+    async def end(self, id_: str) -> Batch | None:
+        """End the batch; None: it has lines that have not ended, or somebody else has ended it.
+
+        Raises: FolderError, StoreError; then it is to be done again.
+        """
+        batch = await self._store.run(job(begin_finalizing, id_, self._now()))
+        if batch is None:
+            return None
+        files = _FinalFiles(self._folder, batch)
+        try:
+            after = 0
+            while rows := await self._store.run(
+                job(result_rows, id_, after, PAGE_ROWS), write=False
+            ):
+                await self._threads.run(files.add, rows)
+                after = rows[-1].number or 0
+            now, keep = self._now(), self.settings().keep
+            kept = keep if batch.output_seconds is None else min(keep, batch.output_seconds)
+            output, errors = await self._threads.run(files.finish, now, kept)
+        finally:
+            with contextlib.suppress(FolderError):
+                await self._threads.run(files.close)
+        try:
+            ended = await self._store.run(job(_end, batch, output, errors, now, self._on_end))
+        except StoreUnavailable:
+            # It may have ended; files without a row are removed later (`FileRegistry`).
+            raise
+        except StoreError:
+            await self._threads.run(files.remove)
+            raise
+        if ended is None:
+            await self._threads.run(files.remove)
+            return None
+        log.info(
+            "batch ended", batch=id_, state=ended.state.value, lines=ended.total,
+            completed=ended.completed, failed=ended.failed, cancelled=ended.cancelled,
+            expired=ended.expired,
+        )  # fmt: skip
+        return ended
 
     # What is old.
 

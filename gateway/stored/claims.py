@@ -43,7 +43,6 @@ from gateway.store.schema import batches, processes, stored_requests
 from gateway.store.store import Store
 from gateway.stored.folder import DiskThreads, Folder, FolderError
 
-LINE_PREFIX = "batch_req_"  # begins the id of a batch's line
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -120,7 +119,7 @@ def new_id(prefix: str, now: float, token: Callable[[int], str]) -> str:
 
 def line_id(batch: str, number: int) -> str:
     """The id of a batch's line: the same however often its input is read."""
-    return f"{LINE_PREFIX}{batch.rpartition('_')[2]}_{number}"
+    return f"batch_req_{batch.rpartition('_')[2]}_{number}"
 
 
 STEP_ROWS = 4_000  # rows that one job ends or removes: some 20 ms of work
@@ -673,12 +672,9 @@ def _let_wait(
     lock_batches(connection, of_batches)
     locked = connection.execute(chosen.with_for_update(skip_locked=skip_locked))
     found = {row.id: row.batch for row in locked if row.batch in of_batches}
-    cancelling = those_with(
-        connection,
-        batches.c.id,
-        (batch for batch in of_batches if batch is not None),
-        batches.c.state == BatchState.CANCELLING.value,
-    )
+    known = (batch for batch in of_batches if batch is not None)
+    is_cancelling = batches.c.state == BatchState.CANCELLING.value
+    cancelling = those_with(connection, batches.c.id, known, is_cancelling)
     cancelled = Counter(batch for batch in found.values() if batch in cancelling)
     since = select(batches.c.cancelling_at).where(batches.c.id == _ROW.batch).scalar_subquery()
     ends = {"state": RequestState.CANCELLED.value, "ended_at": since}
@@ -741,8 +737,11 @@ def record(
                 new.append(_recorded_values(result, now))
                 if row.batch is not None:
                     _add(sums[row.batch], result)
-            elif not _is_same(row, result):
-                continue
+            else:
+                offset = None if result.place is None else result.offset
+                found = row.state, row.result_place, row.result_offset
+                if found != (result.state.value, result.place, offset):
+                    continue  # It has ended with another one.
             recorded.append(row.id)
     if new:
         connection.execute(_RECORDED, new)
@@ -780,13 +779,6 @@ def _recorded_values(result: RecordedResult, now: float) -> dict[str, Any]:
         "result_offset": None if result.place is None else result.offset,
         "result_length": None if result.place is None else result.length,
     }
-
-
-def _is_same(row: Any, result: RecordedResult) -> bool:
-    """Whether the row, which has ended, has this result."""
-    offset = None if result.place is None else result.offset
-    found = row.state, row.result_place, row.result_offset
-    return bool(found == (result.state.value, result.place, offset))
 
 
 def _add(sums: Counter[Any], result: RecordedResult) -> None:

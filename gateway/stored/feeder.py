@@ -357,7 +357,7 @@ class Feeder(RowRuns[HeldLine]):
         clock: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
-        super().__init__(leases, runner, rooms, now, RETRY_SECONDS)
+        super().__init__(leases, runner, rooms, now, RETRY_SECONDS, "a stored request can't be run")
         self.supply = supply
         self.results = results
         self.work = work
@@ -501,18 +501,14 @@ class Feeder(RowRuns[HeldLine]):
             if self._stopped:
                 self.leases.put_back([row.id], self.now())
             elif row.id not in self._held:
-                self._hold(row, body)
+                if body is None:  # Its file is gone: it fails.
+                    log.warning("the input of a batch is missing", batch=row.batch)
+                found = self._state_of(self.runner.target_of(row.owner, row.path, row.model))
+                self._held[row.id] = HeldLine(row, found, body or b"")
+                found.lane.add(row)
         for one in list(self._targets.values()):
             self._offer(one)
         self._looks.set()
-
-    def _hold(self, row: StoredRow, body: bytes | None) -> None:
-        """A row that was claimed; without a body, as its file is gone, it fails."""
-        if body is None:
-            log.warning("the input of a batch is missing", batch=row.batch)
-        state = self._state_of(self.runner.target_of(row.owner, row.path, row.model))
-        self._held[row.id] = HeldLine(row, state, body or b"")
-        state.lane.add(row)
 
     # Offering.
 
@@ -584,10 +580,11 @@ class Feeder(RowRuns[HeldLine]):
             return
         while True:
             has_room = state.credit > 0
-            if has_room:
-                row = state.lane.next(left_out, state.urgent)
-            else:
-                row = self._next_late(state, left_out)
+            row = (
+                state.lane.next(left_out, state.urgent)
+                if has_room
+                else self._next_late(state, left_out)
+            )
             if row is None:
                 break
             if row.owner in self._careful:
@@ -668,9 +665,6 @@ class Feeder(RowRuns[HeldLine]):
             self.leases.put_back([row.id], self.now())
         else:
             self.counts.outcomes["done" if outcome.status < 400 else "failed"] += 1
-
-    def _tell_failed(self, id_: str) -> None:
-        log.exception("a stored request can't be run", request=id_)  # noqa: LOG004 - in a handler
 
     async def _cancelled(self, held: HeldLine) -> None:
         """The run was cancelled; a result that it has is still recorded by `LineResults`."""

@@ -18,8 +18,17 @@ import asyncio
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeVar
 
@@ -44,7 +53,7 @@ from gateway.store.database import insert_for
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import batches, files, revisions, stored_requests
 from gateway.store.store import Store
-from gateway.stored.claims import IS_RUNNING, RequestKind, chunks, job
+from gateway.stored.claims import IS_RUNNING, RequestKind, chunks, job, those_with
 from gateway.stored.folder import (
     DiskThreads,
     Folder,
@@ -296,11 +305,6 @@ def remove_files(connection: Connection, ids: Sequence[str]) -> None:
     connection.execute(delete(files).where(files.c.id.in_(ids)))
 
 
-def known_files(connection: Connection, ids: Sequence[str]) -> set[str]:
-    """Those of the ids that have a row."""
-    return set(connection.scalars(select(files.c.id).where(files.c.id.in_(ids))))
-
-
 def raise_revision(connection: Connection) -> None:
     """Take the turn of the processes that add to what owners keep, until the transaction ends."""
     raised = insert_for(connection)(revisions).values(name=FILES, number=1)
@@ -350,41 +354,47 @@ class Upload:
         self._digest.update(data)
 
 
+@dataclass(frozen=True, slots=True)
 class Content:
     """Something that is read to its end, under a file's name. Its reader closes it."""
 
-    def __init__(
-        self,
-        name: str,
-        size: int | None,
-        pieces: AsyncIterator[bytes],
-        threads: DiskThreads,
-        close: Callable[[], None],
-    ) -> None:
-        self.name = name  # for `Content-Disposition`
-        self.size = size  # bytes; None: not known yet
-        self._pieces = pieces
-        self._threads = threads
-        self._close = close
+    name: str  # for `Content-Disposition`
+    size: int | None  # bytes; None: not known yet
+    pieces: AsyncIterator[bytes]
+    """Its bytes; reading them raises GatewayError 503."""
+    close: Callable[[], Awaitable[None]]  # called again, nothing
 
     @classmethod
-    def of_file(cls, file: StoredFile, opened: BinaryIO, threads: DiskThreads) -> Content:
+    def of_file(cls, name: str, size: int, opened: BinaryIO, threads: DiskThreads) -> Content:
         """What an open file has."""
-        return cls(file.name, file.bytes, _file_pieces(opened, threads), threads, opened.close)
 
-    def pieces(self) -> AsyncIterator[bytes]:
-        """Its bytes. Raises: GatewayError 503."""
-        return self._pieces
+        async def pieces() -> AsyncIterator[bytes]:
+            with folder_errors_told():
+                while piece := await threads.run(opened.read, PIECE_BYTES):
+                    yield piece
 
-    async def close(self) -> None:
-        """Close it; called again, nothing."""
-        await self._threads.run(self._close)
+        return cls(name, size, pieces(), partial(threads.run, opened.close))
 
 
-async def _file_pieces(opened: BinaryIO, threads: DiskThreads) -> AsyncIterator[bytes]:
-    with folder_errors_told():
-        while piece := await threads.run(opened.read, PIECE_BYTES):
-            yield piece
+class UploadCounts:
+    """How many uploads each owner has under way."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def one_more(self, owner: str) -> Iterator[None]:
+        """Count an upload while it lasts. Raises: GatewayError 429, if there are too many."""
+        counts = self._counts
+        if counts.total() >= MOST_UPLOADS or counts[owner] >= MOST_UPLOADS_OF_OWNER:
+            raise errors.queue_full("Too many uploads at one time.", UPLOAD_RETRY_AFTER)
+        counts[owner] += 1
+        try:
+            yield
+        finally:
+            counts[owner] -= 1
+            if not counts[owner]:
+                del counts[owner]
 
 
 class FileRegistry:
@@ -407,7 +417,7 @@ class FileRegistry:
         self._now = now
         self._threads = threads or DiskThreads()
         self.on_disk = self._threads.on_disk
-        self._uploads: Counter[str] = Counter()  # how many each owner has under way
+        self._uploads = UploadCounts()
 
     # For callers.
 
@@ -420,11 +430,14 @@ class FileRegistry:
         settings = self._settings()
         if size is not None and size > settings.file_bytes:
             raise file_too_large(settings.file_bytes)
-        if self._uploads.total() >= MOST_UPLOADS or self._uploads[owner] >= MOST_UPLOADS_OF_OWNER:
-            raise errors.queue_full("Too many uploads at one time.", UPLOAD_RETRY_AFTER)
-        self._uploads[owner] += 1
-        try:
-            kept = await self._check_quota(owner, size or 0)
+        with self._uploads.one_more(owner):
+            # What could not be kept is refused before it is sent.
+            kept = await ask_store(self._store, job(kept_by, owner, self._now()), write=False)
+            if (
+                kept.files + 1 > settings.files_per_key
+                or kept.bytes + (size or 0) > settings.bytes_per_key
+            ):
+                raise kept_too_much(kept, settings, for_file=True)
             with folder_errors_told():
                 await self._threads.opened(self.folder)
                 new = await self._threads.open(
@@ -435,10 +448,6 @@ class FileRegistry:
             finally:
                 with contextlib.suppress(FolderError):
                     await self._threads.run(new.discard)
-        finally:
-            self._uploads[owner] -= 1
-            if not self._uploads[owner]:
-                del self._uploads[owner]
 
     async def keep(
         self, upload: Upload, *, name: str, purpose: str, seconds: float | None
@@ -510,7 +519,7 @@ class FileRegistry:
             except FileNotFoundError:
                 log.warning("a file is missing in the folder", file=id_)
                 raise file_not_found(id_) from None
-        return Content.of_file(found, opened, self._threads)
+        return Content.of_file(found.name, found.bytes, opened, self._threads)
 
     async def delete(self, owner: str, id_: str) -> None:
         """Delete the owner's file. Raises: GatewayError 404, 409, 503."""
@@ -578,18 +587,10 @@ class FileRegistry:
         old = iter([found.name for found in listed if found.changed_at < before])
         gone = 0
         while names := list(islice(old, STEP_FILES)):
-            known = await self._store.run(job(known_files, names), write=False)
+            known = await self._store.run(job(those_with, files.c.id, names), write=False)
             for name in set(names) - known:
                 gone += await self._threads.run(self.folder.delete, name)
         return gone
-
-    async def _check_quota(self, owner: str, size: int) -> Kept:
-        """Refuse what could not be kept, before it is sent. Raises: GatewayError 429, 503."""
-        settings = self._settings()
-        kept = await ask_store(self._store, job(kept_by, owner, self._now()), write=False)
-        if kept.files + 1 > settings.files_per_key or kept.bytes + size > settings.bytes_per_key:
-            raise kept_too_much(kept, settings, for_file=True)
-        return kept
 
 
 def file_not_found(id_: str) -> GatewayError:

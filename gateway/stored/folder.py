@@ -99,25 +99,15 @@ class Folder:
         self._now = now
         self._token = token
         self._spare_bytes = spare_bytes
-        self._id: str | None = None
+        self.id: str | None = None  # the folder's own id; None: it was not opened
         self._inode: tuple[int, int] | None = None
         """Of the opened folder: its file system may be taken away later."""
         self._lock = threading.Lock()  # held while `_open_files` is read or changed
         self._open_files: set[NewFile] = set()
-        self._refusals = 0
+        self.refusals = 0  # how often there was no room, since the start
         self._refused: _Refused | None = None
         self._beginning = threading.Lock()
         """Held from the check of the room for a new file until the file counts."""
-
-    @property
-    def id(self) -> str | None:
-        """The folder's own id; None: it was not opened."""
-        return self._id
-
-    @property
-    def refusals(self) -> int:
-        """How often there was no room, since the start."""
-        return self._refusals
 
     @property
     def full(self) -> FolderFull | None:
@@ -135,12 +125,14 @@ class Folder:
             with contextlib.suppress(FileExistsError):
                 self.location.mkdir(mode=0o700)
             self._check_private()
-            with self._locked():
+            with opened(self.location, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+                # No other process opens the folder at the same time.
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
                 found = self._read_id() or self._make_id()
                 for path in self.location.glob(f"{_TEMPORARY}*"):
                     _remove_if_abandoned(path)
             self._inode = _inode(self.location)
-        self._id = found
+        self.id = found
         return found
 
     def open_new(self, kind: str, size: int = 0) -> NewFile:
@@ -149,7 +141,7 @@ class Folder:
         Names grow with time. Raises: FolderError.
         """
         with self._beginning, _told(self.location):
-            self._check_in_place()
+            self.check_in_place()
             self.check_room(size)
             for name in self.new_names(kind):
                 path = self.location / f"{_TEMPORARY}{name}"
@@ -185,7 +177,7 @@ class Folder:
     def open_appended(self, kind: str) -> AppendedFile:
         """Begin a file that is complete at any time, and grows. Raises: FolderError."""
         with self._beginning, _told(self.location):
-            self._check_in_place()
+            self.check_in_place()
             self.check_room(0)
             name = self._new_name(kind)
             descriptor = os.open(self.path(name), _CREATE, 0o600)
@@ -218,7 +210,7 @@ class Folder:
                 descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
                 # In the empty folder below a file system that isn't mounted nothing is missing.
-                self._check_in_place()
+                self.check_in_place()
                 raise
             return os.fdopen(descriptor, "rb", buffering=0)
 
@@ -273,7 +265,7 @@ class Folder:
         error = self._lack_of_room(size)
         if error is not None:
             with self._lock:
-                self._refusals += 1
+                self.refusals += 1
                 self._refused = _Refused(error, size, self._now())
             raise error
 
@@ -311,18 +303,16 @@ class Folder:
         with self._lock:
             self._open_files.discard(new)
 
-    def check_in_place(self) -> None:
-        """For `AppendedFile`: that the folder is the one that was opened. Raises: FolderError."""
-        with _told(self.location):
-            self._check_in_place()
-
     def _new_name(self, kind: str) -> str:
         name = f"{kind}-{int(self._now() * 1000):012x}{self._token(10)}"
         assert is_file_name(name), name
         return name
 
-    def _check_in_place(self) -> None:
-        if self._inode is not None and _inode(self.location) != self._inode:
+    def check_in_place(self) -> None:
+        """Check that the folder is the one that was opened. Raises: FolderError."""
+        with _told(self.location):
+            found = self._inode if self._inode is None else _inode(self.location)
+        if found != self._inode:
             raise FolderError(
                 f"{self.location} is another folder than it was",
                 "mount its file system again, or restart the gateway",
@@ -337,13 +327,6 @@ class Folder:
                 f"{self.location} is open to other users of this machine",
                 "chmod 700 it, or name another folder in batches.folder",
             )
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other processes from opening the folder at the same time."""
-        with opened(self.location, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
 
     def _read_id(self) -> str | None:
         path = self.location / ID_FILE

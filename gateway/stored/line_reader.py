@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -198,22 +198,33 @@ class LineChecker:
         """The line; None: it is empty."""
         data = raw.data
         if data is None:
-            return self._too_long(raw)
+            custom_id = _custom_id_of_head(raw.head)
+            error = _Broken(
+                "line_too_long",
+                f"The line has {raw.length} bytes, and may have {self._line_bytes} "
+                "('batches.line_bytes').",
+            )
+            return _error_of(raw, error, custom_id, is_first=self._is_first(custom_id))
         if _is_empty(raw):
             return None
         start = _mark_bytes(raw)
         data = data[start:]
-        custom_id: str | None = None
-        is_first = False
+        custom_id, is_first = None, False
         try:
             fields = _fields_of(data)
             custom_id = _text(fields.custom_id)
             is_first = self._is_first(custom_id)
             checked_id = _checked_custom_id(fields.custom_id, custom_id)
             body = self._checked_body(fields)
-            _check_first(is_first=is_first)
-        except _Broken as error:
-            return _error_of(raw, error, custom_id, is_first=is_first)
+        except _Broken as broken:
+            return _error_of(raw, broken, custom_id, is_first=is_first)
+        if not is_first:
+            error = _Broken(
+                "duplicate_custom_id",
+                "An earlier line has the same custom_id: give each line one of its own.",
+                "custom_id",
+            )
+            return _error_of(raw, error, custom_id, is_first=False)
         content = bytes(fields.body)
         size = measure_prompt(*body.prompt_parts())
         return LineSpec(
@@ -221,7 +232,7 @@ class LineChecker:
             raw.offset + start + data.find(content),
             len(content),
             checked_id,
-            _model_of(body),
+            None if (name := _text(body.model)) is None else name[:LONGEST_MODEL].replace("\0", ""),
             size.text_bytes // BYTES_PER_TOKEN + size.exact_tokens + size.media_tokens,
             _most_tokens(body),
             prefix_of(body.prompt_parts()),
@@ -236,15 +247,6 @@ class LineChecker:
             return False
         self._seen.add(digest)
         return True
-
-    def _too_long(self, raw: RawLine) -> LineError:
-        custom_id = _custom_id_of_head(raw.head)
-        error = _Broken(
-            "line_too_long",
-            f"The line has {raw.length} bytes, and may have {self._line_bytes} "
-            "('batches.line_bytes').",
-        )
-        return _error_of(raw, error, custom_id, is_first=self._is_first(custom_id))
 
     def _checked_body(self, fields: _Fields) -> _Body:
         """What its body asks for. Raises: _Broken."""
@@ -273,11 +275,6 @@ class LineChecker:
         return body
 
 
-class _Reads(Protocol):
-    def read(self, size: int, /) -> bytes | None:
-        """The next bytes; none: the end."""
-
-
 class LineReader:
     """Reads a batch's input, some lines a call.
 
@@ -286,7 +283,7 @@ class LineReader:
 
     def __init__(
         self,
-        file: _Reads,
+        file: BinaryIO,
         endpoint: str,
         *,
         most_lines: int,
@@ -322,8 +319,14 @@ class LineReader:
         return found
 
     def _read(self) -> Iterator[Line]:
+        def raw_lines() -> Iterator[RawLine]:
+            while piece := self._file.read(self._piece_bytes):
+                yield from self._splitter.feed(piece)
+            if (last := self._splitter.end()) is not None:
+                yield last
+
         lines = size = 0
-        for raw in self._raw_lines():
+        for raw in raw_lines():
             line = self._checker.check(raw)
             lines += 1
             size += raw.length
@@ -341,13 +344,6 @@ class LineReader:
             elif len(self._models) < 2:
                 self._models.add(line.model)
             yield line
-
-    def _raw_lines(self) -> Iterator[RawLine]:
-        while piece := self._file.read(self._piece_bytes):
-            yield from self._splitter.feed(piece)
-        last = self._splitter.end()
-        if last is not None:
-            yield last
 
 
 def check_line_count(file: BinaryIO, most: int, line_bytes: int) -> None:
@@ -424,16 +420,6 @@ def _error_of(raw: RawLine, error: _Broken, custom_id: str | None, *, is_first: 
     )  # fmt: skip
 
 
-def _check_first(*, is_first: bool) -> None:
-    """Raises: _Broken."""
-    if not is_first:
-        raise _Broken(
-            "duplicate_custom_id",
-            "An earlier line has the same custom_id: give each line one of its own.",
-            "custom_id",
-        )
-
-
 def _checked_custom_id(raw: msgspec.Raw, custom_id: str | None) -> str:
     """Raises: _Broken."""
     if raw is MISSING or custom_id == "":
@@ -474,12 +460,6 @@ def _text(raw: msgspec.Raw) -> str | None:
         return TEXT_DECODER.decode(raw)
     except JSON_ERRORS:
         return None
-
-
-def _model_of(body: _Body) -> str | None:
-    """The model's name, as the store can keep it; no model has a longer one."""
-    name = _text(body.model)
-    return None if name is None else name[:LONGEST_MODEL].replace("\0", "")
 
 
 def _most_tokens(body: _Body) -> int:

@@ -231,12 +231,8 @@ class ResponseEvents:
         """A new log that begins with this queued response. Raises: FolderError."""
         log = await logs.create()
         try:
-            await log.append(
-                [
-                    {"type": f"response.{word}", "response": response}
-                    for word in ("created", "queued")
-                ]
-            )
+            types = "response.created", "response.queued"
+            await log.append([{"type": one, "response": response} for one in types])
             await log.flush()
         except BaseException:
             await log.release()
@@ -410,7 +406,8 @@ class ResponseEvents:
 
     async def _end(self, fields: JsonObject) -> None:
         if not self.ended:
-            output = await self._threads.run(_partial_output, await self._pages())
+            pages = await self._pages()
+            output = await self._threads.run(lambda: partial_output(_values(pages)))
             response = self._response | {"output": output} | fields
             # Of two that end it at the same time one is first.
             with contextlib.suppress(LogEnded):
@@ -429,9 +426,7 @@ class ResponseEvents:
         kind = value.get("type")
         if name == b"error" or kind == "error" or (kind is None and value.get("error")):
             nested = value.get("error")
-            error = nested if isinstance(nested, dict) else value
-            code, message = error.get("code"), error.get("message")
-            self._error = str(code or "server_error"), str(message or "The node failed.")
+            self._fails(nested if isinstance(nested, dict) else value)
             return None
         if not isinstance(kind, str) or not kind.startswith("response."):
             return None
@@ -440,10 +435,7 @@ class ResponseEvents:
         if kind == "response.failed":
             response = value.get("response")
             error = (response.get("error") if isinstance(response, dict) else None) or {}
-            self._error = (
-                str(error.get("code") or "server_error"),
-                str(error.get("message") or "The node failed."),
-            )
+            self._fails(error)
             return None
         value.pop("error", None)
         if kind in TERMINAL_TYPES:
@@ -458,6 +450,11 @@ class ResponseEvents:
             return self._repetition.new_part(value)
         except NotRepeated:
             raise _interrupted("a second run has given another one") from None
+
+    def _fails(self, error: JsonObject) -> None:
+        """The run ends with this error."""
+        code, message = error.get("code"), error.get("message")
+        self._error = str(code or "server_error"), str(message or "The node failed.")
 
     def _placed_item(self, value: JsonObject, item: JsonObject) -> JsonObject:
         """An event with an item, under our id."""
@@ -559,10 +556,6 @@ def partial_output(values: Iterable[JsonObject]) -> list[JsonObject]:
 def _values(pages: list[bytes]) -> Iterator[JsonObject]:
     """The data of the events in these pieces."""
     return (event_data(event) for events in pages for event in split_events(events))
-
-
-def _partial_output(pages: list[bytes]) -> list[JsonObject]:
-    return partial_output(_values(pages))
 
 
 def _repetition(pages: list[bytes]) -> Repetition:

@@ -23,7 +23,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO
 
 import msgspec
 
@@ -136,7 +135,7 @@ def grow_log(folder: Folder, name: str, extent: Extent) -> None:
     """Add what the file has gained meanwhile. Raises: FileNotFoundError, FolderError."""
     with folder.open_to_read(name) as file, folder.translated_errors():
         rest = b""
-        while piece := _read(file, extent.size + len(rest), PIECE_BYTES):
+        while piece := os.pread(file.fileno(), PIECE_BYTES, extent.size + len(rest)):
             data = rest + piece
             end = data.rfind(b"\n\n") + 2
             if end < 2:
@@ -169,7 +168,7 @@ def find_event(folder: Folder, name: str, extent_offset: int, skipped: int) -> i
     offset, tail = extent_offset, b""
     with folder.open_to_read(name) as file, folder.translated_errors():
         while skipped:
-            piece = _read(file, offset + len(tail), PIECE_BYTES)
+            piece = os.pread(file.fileno(), PIECE_BYTES, offset + len(tail))
             if not piece:
                 raise FolderError(f"{folder.path(name)} is too short", "put back a copy of it")
             data = tail + piece
@@ -255,10 +254,6 @@ def event_data(event: bytes) -> JsonObject:
     """The data of an event of a log."""
     value: JsonObject = msgspec.json.decode(event[event.index(b"\ndata: ") + 7 :])
     return value
-
-
-def _read(file: BinaryIO, offset: int, length: int) -> bytes:
-    return os.pread(file.fileno(), length, offset)
 
 
 def _valid_bytes(data: bytes, first_number: int) -> int:
@@ -347,7 +342,14 @@ class ResponseLog:
         then none of them is added; LogEnded; FolderError, if an earlier write has failed.
         """
         encoded, number = [comment], self.next_number
-        self._check_open()
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise LogBroken
+        if self.ending:
+            raise LogEnded
+        if not self.writers:
+            raise ValueError("the log was opened to be read")
         for value in values:
             fields = {"type": value["type"], "sequence_number": number} | value
             fields["sequence_number"] = number
@@ -385,16 +387,6 @@ class ResponseLog:
         if self._failure is not None:
             raise self._failure
 
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise LogBroken
-        if self.ending:
-            raise LogEnded
-        if not self.writers:
-            raise ValueError("the log was opened to be read")
-
     # Reading.
 
     async def read(self, offset: int) -> bytes:
@@ -405,7 +397,16 @@ class ResponseLog:
         if offset >= self.extent.size:
             return b""
         if self._tail and offset >= self._tail[0][0]:
-            return self._from_tail(offset)
+            parts, size = [], 0
+            for start, data in self._tail:
+                if start + len(data) <= offset:
+                    continue
+                part = data[offset - start :] if start < offset else data
+                parts.append(part)
+                size += len(part)
+                if size >= READ_BYTES:
+                    break
+            return b"".join(parts)
         length = min(READ_BYTES, self.extent.size - offset)
         logs = self._logs
         return await logs.threads.run(logs.folder.read, self.name, offset, length)
@@ -415,9 +416,14 @@ class ResponseLog:
 
         Raises: FolderError, FileNotFoundError.
         """
-        if number > self.extent.events:
-            return None
-        return await self._offset_of(number)
+        extent, logs = self.extent, self._logs
+        if number >= extent.events:
+            return extent.size if number == extent.events else None
+        at = bisect_right(extent.index, (number, 1 << 62)) - 1
+        known, offset = extent.index[at]
+        if known == number:
+            return offset
+        return await logs.threads.run(find_event, logs.folder, self.name, offset, number - known)
 
     async def wait(self, offset: int) -> bool:
         """Wait for bytes behind `offset`; False: there was silence for `SILENCE_SECONDS`.
@@ -462,28 +468,6 @@ class ResponseLog:
                 rest = data[end:]
             else:
                 rest = data
-
-    async def _offset_of(self, number: int) -> int:
-        extent, logs = self.extent, self._logs
-        if number >= extent.events:
-            return extent.size
-        at = bisect_right(extent.index, (number, 1 << 62)) - 1
-        known, offset = extent.index[at]
-        if known == number:
-            return offset
-        return await logs.threads.run(find_event, logs.folder, self.name, offset, number - known)
-
-    def _from_tail(self, offset: int) -> bytes:
-        parts, size = [], 0
-        for start, data in self._tail:
-            if start + len(data) <= offset:
-                continue
-            part = data[offset - start :] if start < offset else data
-            parts.append(part)
-            size += len(part)
-            if size >= READ_BYTES:
-                break
-        return b"".join(parts)
 
     async def stop_writing(self) -> None:
         """This process goes on with it no more; another may. Raises: FolderError."""

@@ -194,15 +194,11 @@ class _Result:
         )  # fmt: skip
 
     def line(self) -> bytes:
-        outcome = self.outcome
+        row, outcome = self.row, self.outcome
         return response_line(
-            self.row.id,
-            self.row.custom_id,
-            self.api,
-            status=outcome.status,
-            request_id=outcome.record.x_request_id,
-            content=outcome.content,
-        )
+            row.id, row.custom_id, self.api, status=outcome.status,
+            request_id=outcome.record.x_request_id, content=outcome.content,
+        )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -343,8 +339,12 @@ class LineResults:
                     broken.file.close()
                 self.disk_error = error
                 self._failed("results wait for the disk", str(error))
-                reason = STORAGE_FULL if full else STORAGE_UNAVAILABLE
-                await self._pause(results[0], reason)
+                if batch:  # Its other lines wait; `BatchUpkeep` resumes it when there is room.
+                    reason = STORAGE_FULL if full else STORAGE_UNAVAILABLE
+                    owner, api = results[0].row.owner, results[0].api
+                    pausing = job(pause_batch, owner, batch, self.now(), reason, api)
+                    with contextlib.suppress(StoreError):
+                        await self.store.run(pausing)
                 continue
             self.disk_error = None
             for result, length in zip(results, lengths, strict=True):
@@ -373,15 +373,6 @@ class LineResults:
                 break
             del self._files[batch]
             first.file.close()
-
-    async def _pause(self, result: _Result, reason: str) -> None:
-        """Let the batch's other lines wait; `BatchRegistry.run` resumes it when there is room."""
-        row, batch = result.row, result.row.batch
-        if batch is not None:
-            with contextlib.suppress(StoreError):
-                await self.store.run(
-                    job(pause_batch, row.owner, batch, self.now(), reason, result.api)
-                )
 
     async def _record(self, results: Sequence[_Result]) -> bool:
         """Record results that are on the disk; returns whether the store took them."""

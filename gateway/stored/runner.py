@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import structlog
+
 from gateway import errors
 from gateway.api.base import Api, ResponseRewriter
 from gateway.api.json_values import parse_object
@@ -82,6 +84,7 @@ _WAITING_CODES = LIMIT_CODES | {
 # Codes of errors that a deadline brings about.
 _LATE_CODES = frozenset({"queue_timeout", "node_timeout"})
 _NODES_FAILED = frozenset({"node_failed", "node_timeout"})
+log = structlog.get_logger()
 
 
 class RequestTarget(NamedTuple):
@@ -431,12 +434,8 @@ class _Run:
         return response
 
     def _measure(self, tokens: TokensSoFar) -> RunEnd:
-        runner, record, reservation, id_ = (
-            self._runner,
-            self._record,
-            self._reservation,
-            self._stored.id,
-        )
+        runner, record, id_ = self._runner, self._record, self._stored.id
+        reservation = self._reservation
         assert reservation is not None
         cost = runner.meter.cost_so_far(id_, record.node, tokens)
         started_at, now = reservation.admitted_at, runner.wall_clock()
@@ -571,13 +570,17 @@ class RowRuns(Generic[H]):
         rooms: BatchRoomService,
         now: Callable[[], float],
         retry_seconds: float,
+        failed_event: str,
     ) -> None:
-        """`retry_seconds`: until a run is repeated that failed for a reason of our own."""
+        """`retry_seconds`: until a run is repeated that failed for a reason of our own.
+
+        `failed_event`: what the log tells of it.
+        """
         self.leases = leases
         self.runner = runner
         self.rooms = rooms
         self.now = now
-        self._retry_seconds = retry_seconds
+        self._retry_seconds, self._failed_event = retry_seconds, failed_event
         self._held: dict[str, H] = {}
         self._none_held = asyncio.Event()
 
@@ -608,18 +611,14 @@ class RowRuns(Generic[H]):
                 raise
         except RunFailed as failed:
             self.leases.put_back([id_], self.now() + failed.seconds, failed=True)
-        except Exception:  # noqa: BLE001 - it is told
-            self._tell_failed(id_)
+        except Exception:
+            log.exception(self._failed_event, request=id_)
             self.leases.put_back([id_], self.now() + self._retry_seconds, failed=True)
         finally:
             self._let_go(held)
 
     async def _run(self, held: H) -> None:
         """Run a row and record its result, or put it back. Raises: RunFailed."""
-        raise NotImplementedError
-
-    def _tell_failed(self, id_: str) -> None:
-        """Tell the log of an exception of our own."""
         raise NotImplementedError
 
     async def _cancelled(self, held: H) -> None:

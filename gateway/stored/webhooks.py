@@ -266,7 +266,11 @@ class WebhookPoster:
             if problem is not None:
                 return PostResult(None, f"its address {address} {problem}")
         try:
-            context = None if url.scheme == "http" else await self._context(target.ca)
+            context = None
+            if url.scheme != "http":
+                known = self._trusted.get(target.ca)
+                found = await asyncio.to_thread(_load_context, target.ca, known)
+                self._trusted[target.ca], context = found, found[1]
         except (OSError, ValueError) as error:
             return PostResult(None, f"its certificate authorities can't be read: {_words(error)}")
         result = PostResult(None, "it has no address")
@@ -291,7 +295,6 @@ class WebhookPoster:
         context: ssl.SSLContext | None,
         limit: asyncio.Timeout,
     ) -> PostResult:
-        content = body.encode()
         timestamp = int(self._now())
         secrets = [secret.get_secret_value() for secret in target.secrets]
         request = httpx.Request(
@@ -312,7 +315,7 @@ class WebhookPoster:
                 "webhook-timestamp": str(timestamp),
                 "webhook-signature": signatures(secrets, id_, timestamp, body),
             },
-            content=content,
+            content=body.encode(),
             extensions={"sni_hostname": url.host},
         )
         # An http URL needs no context, but without one httpx reads the authorities of all.
@@ -321,7 +324,6 @@ class WebhookPoster:
         )
         async with transport:
             response = await transport.handle_async_request(request)
-            result = self._result(response)
             # What is known now must not be lost to a body that does not end.
             limit.reschedule(None)
             with contextlib.suppress(httpx.TransportError, TimeoutError):
@@ -329,9 +331,6 @@ class WebhookPoster:
                     await _read_some(response)
             with contextlib.suppress(httpx.TransportError):
                 await response.aclose()
-        return result
-
-    def _result(self, response: httpx.Response) -> PostResult:
         status = response.status_code
         if 200 <= status < 300:
             return PostResult(status)
@@ -340,13 +339,6 @@ class WebhookPoster:
             error += ", a redirect, which is not followed"
         wait = retry_after_seconds(response.headers.get("retry-after", ""), self._now())
         return PostResult(status, error, wait)
-
-    async def _context(self, ca: Path | None) -> ssl.SSLContext:
-        """Raises: OSError, ValueError."""
-        known = self._trusted.get(ca)
-        stamp, context = await asyncio.to_thread(_load_context, ca, known)
-        self._trusted[ca] = stamp, context
-        return context
 
 
 def _load_context(
@@ -681,10 +673,12 @@ class WebhookSender:
         try:
             while True:
                 self._woken.clear()
+                nothing = self._none_since is not None and self._none_since == self._news()
                 try:
-                    next_at = (
-                        await self._look() if self._may_have() else self._now() + self._pause(0)
-                    )
+                    if nothing and self._now() < self._next_look:
+                        next_at = self._now() + self._pause(0)
+                    else:
+                        next_at = await self._look()
                 except StoreError:
                     # It tells of its failures itself. What waits in it stays there.
                     next_at = self._now() + self._poll_seconds
@@ -696,11 +690,6 @@ class WebhookSender:
 
     def _news(self) -> tuple[int, int] | None:
         return None if self._recorded is None else (self._store.changes, self._recorded())
-
-    def _may_have(self) -> bool:
-        """Whether something may be there to be delivered."""
-        nothing = self._none_since is not None and self._none_since == self._news()
-        return not nothing or self._now() >= self._next_look
 
     def _pause(self, waiting: int) -> float:
         """Seconds until the next look, of which `wake` may take some."""
@@ -769,47 +758,31 @@ class WebhookSender:
             result = await self._poster.post(
                 target, url, delivery.id, delivery.body, settings.timeout
             )
-        now = self._now()
+        now, state = self._now(), DeliveryState.DELIVERED
+        next_at: float | None = None  # None: it has ended, with this state
         if result.error is None:
             self._failing.discard(delivery.origin)
-            await self._end(delivery, DeliveryState.DELIVERED, result, until)
-            return
-        if target is not None:
-            self._failing.add(delivery.origin)
-        if result.retry_after:
-            pause = min(result.retry_after, LONGEST_RETRY_AFTER)
-            self._paused[delivery.origin] = now + pause
-        if result.status == 410:
-            await self._end(delivery, DeliveryState.REFUSED, result, until)
-            return
-        next_at = next_attempt(
-            delivery, now, settings.give_up, result.retry_after, delays=self._delays
-        )
-        if next_at is None:
-            await self._end(delivery, DeliveryState.GIVEN_UP, result, until)
         else:
-            await self._retry(delivery, next_at, result, until)
-
-    async def _end(
-        self, delivery: Delivery, state: DeliveryState, result: PostResult, until: float
-    ) -> None:
-        ending = job(end_delivery, delivery, state, self._now(), result.error)
-        await self._record(ending, until)
-        told = self._told(delivery, state.value, result)
-        tell = log.info if state is DeliveryState.DELIVERED else log.warning
-        tell("webhook", **told)
-
-    async def _retry(
-        self, delivery: Delivery, next_at: float, result: PostResult, until: float
-    ) -> None:
-        await self._record(job(retry_delivery, delivery, next_at, result.error), until)
-        told = self._told(delivery, "failed", result)
-        log.warning("webhook", **told, retry_in=round(next_at - self._now(), 1))
-
-    def _told(self, delivery: Delivery, outcome: str, result: PostResult) -> dict[str, str | int]:
-        """Tell metrics; what the log says, but never the URL's path, which may be a secret."""
+            if target is not None:
+                self._failing.add(delivery.origin)
+            if result.retry_after:
+                pause = min(result.retry_after, LONGEST_RETRY_AFTER)
+                self._paused[delivery.origin] = now + pause
+            state = DeliveryState.REFUSED
+            if result.status != 410:
+                state = DeliveryState.GIVEN_UP
+                next_at = next_attempt(
+                    delivery, now, settings.give_up, result.retry_after, delays=self._delays
+                )
+        if next_at is None:
+            recording = job(end_delivery, delivery, state, self._now(), result.error)
+        else:
+            recording = job(retry_delivery, delivery, next_at, result.error)
+        await self._record(recording, until)
+        outcome = state.value if next_at is None else "failed"
         self._bus.publish(WebhookAttempted(outcome))
-        told: dict[str, str | int] = {
+        # Never the URL's path, which may be a secret.
+        told: dict[str, Any] = {
             "outcome": outcome,
             "delivery": delivery.id,
             "type": delivery.event,
@@ -819,7 +792,10 @@ class WebhookSender:
         }
         if result.error is not None:
             told["why"] = result.error
-        return told
+        if next_at is not None:
+            told["retry_in"] = round(next_at - self._now(), 1)
+        tell = log.info if result.error is None else log.warning
+        tell("webhook", **told)
 
     async def _record(self, recording: Callable[[Connection], None], until: float) -> None:
         """Do a job of the store, again until the lease ends: then others try the delivery anyway.

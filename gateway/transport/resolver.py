@@ -106,7 +106,7 @@ class Resolver:
         try:
             lookup = loop.run_in_executor(self._threads, self._look_up, host)
         except RuntimeError as error:  # no thread can be started
-            known.lookup_failed(str(error), now)
+            known.asked_at, known.error = now, str(error)
         else:
             known.lookup_began(lookup, now)
 
@@ -132,10 +132,6 @@ class Host:
         if address in self.addresses:
             others = (other for other in self.addresses if other != address)
             self.addresses = (address, *others)
-
-    def lookup_failed(self, error: str, now: float) -> None:
-        """A look-up could not begin."""
-        self.asked_at, self.error = now, error
 
     def lookup_began(self, lookup: asyncio.Future[list[str]], now: float) -> None:
         """A look-up is under way."""

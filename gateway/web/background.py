@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -48,6 +48,7 @@ from gateway.request.preparation import Request
 from gateway.request.routes import ROUTES, Route
 from gateway.stored.background_requests import (
     DEFERRED_PATH,
+    EXPIRED_MESSAGE,
     SHUTTING_DOWN,
     BackgroundRequests,
     NewRequest,
@@ -174,37 +175,33 @@ def body_to_run(
     """
     kept: dict[str, Any] = {name: raw for name, raw in fields.items() if name not in OWN_FIELDS}
     if before:
-        kept["input"] = [*before, *input_items(fields)]
+        return body_behind(before, fields, {**kept, "stream": True}, most_bytes)
     body = msgspec.json.encode({**kept, "stream": True})
     if len(body) > most_bytes:
-        raise too_long_a_conversation(most_bytes) if before else errors.body_too_large(most_bytes)
+        raise errors.body_too_large(most_bytes)
     return body
 
 
-def plain_body(
-    fields: Mapping[str, msgspec.Raw], before: Sequence[object], most_bytes: int
+def body_behind(
+    before: Sequence[object],
+    fields: Mapping[str, msgspec.Raw],
+    kept: Mapping[str, Any],
+    most_bytes: int,
 ) -> bytes:
-    """The body of a request that is served as usual, behind the conversation `before`.
+    """A body of the fields `kept`, with its input behind the conversation `before`.
 
     Raises: GatewayError (400, 413).
     """
-    kept: dict[str, Any] = {k: raw for k, raw in fields.items() if k != "previous_response_id"}
-    kept["input"] = [*before, *input_items(fields)]
-    body = msgspec.json.encode(kept)
+    body = msgspec.json.encode({**kept, "input": [*before, *input_items(fields)]})
     if len(body) > most_bytes:
-        raise too_long_a_conversation(most_bytes)
+        raise GatewayError(
+            413,
+            "request_too_large",
+            "With the conversation of 'previous_response_id' the request has more than "
+            f"{most_bytes} bytes ('limits.body_bytes'): begin a new one.",
+            param="previous_response_id",
+        )
     return body
-
-
-def too_long_a_conversation(most_bytes: int) -> GatewayError:
-    """413: with what was said before, the request is too large."""
-    return GatewayError(
-        413,
-        "request_too_large",
-        f"With the conversation of 'previous_response_id' the request has more than {most_bytes} "
-        "bytes ('limits.body_bytes'): begin a new one.",
-        param="previous_response_id",
-    )
 
 
 class _Item(msgspec.Struct):
@@ -431,7 +428,8 @@ class _StoringRequest:
             return body
         before = [] if options.previous is None else await self._conversation(options.previous)
         if not stored:
-            return plain_body(fields, before, most_bytes)
+            kept = {name: raw for name, raw in fields.items() if name != "previous_response_id"}
+            return body_behind(before, fields, kept, most_bytes)
         requests = self._kept("background responses")
         owner = self._owner()
         new_body = body_to_run(fields, before, most_bytes)
@@ -486,21 +484,17 @@ class _StoringRequest:
                 elif not options.background:
                     await self._wait(requests, row)
                 else:
-                    self._send_json(200, await self._as_it_is(requests, row, echoed))
+                    try:
+                        response = await requests.response(row)
+                    except GatewayError as error:
+                        # It is kept, and who had an error for it would send it again.
+                        errors.drop_traceback(error)
+                        response = queued_response(row.id, row.created_at, echoed)
+                    self._send_json(200, response)
         except asyncio.CancelledError:
             if not options.background and self._served.exchange.disconnected:
                 requests.cancel_soon(row)
             raise
-
-    async def _as_it_is(
-        self, requests: BackgroundRequests, row: StoredRow, echoed: JsonObject
-    ) -> JsonObject:
-        try:
-            return await requests.response(row)
-        except GatewayError as error:
-            # It is kept, and who had an error for it would send it again.
-            errors.drop_traceback(error)
-            return queued_response(row.id, row.created_at, echoed)
 
     async def _stream(
         self, requests: BackgroundRequests, row: StoredRow, *, can_return: bool
@@ -718,10 +712,7 @@ class DeferredEndpoints:
             response.raw_headers += accepted(row, described)
             return response
         if row.state is RequestState.EXPIRED:
-            error = GatewayError(
-                504, "queue_timeout", "The time was over before there was a response.",
-                retryable=False,
-            )  # fmt: skip
+            error = GatewayError(504, "queue_timeout", EXPIRED_MESSAGE, retryable=False)
             response = error_response(error, {**request.scope, "path": row.path})
         elif row.result_place is None:
             error = GatewayError(500, row.error_code or "internal_error", "The response is lost.")
@@ -784,11 +775,9 @@ class StoredResponseEndpoints:
             return JsonResponse(await requests.response(row))
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=_STREAM_HEADERS)
-        return _FollowedResponse(
-            _followed(requests, row, after),
-            media_type="text/event-stream",
-            headers=_STREAM_HEADERS,
-        )
+        # An error where they break off: a polite end would read as the response's.
+        events = requests.follow(row, after)
+        return _FollowedResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
 
     async def cancel(self, request: HttpRequest) -> Response:
         """End it, if it has not ended."""
@@ -804,7 +793,9 @@ class StoredResponseEndpoints:
 
     async def input_items(self, request: HttpRequest) -> Response:
         """The conversation that it was asked with."""
-        limit, order, after = _page(request)
+        query = request.query_params
+        limit = page_limit(query.get("limit", str(USUAL_ITEMS)), MOST_ITEMS)
+        order, after = page_order(query.get("order", "desc")), query.get("after") or None
         requests, row = await self._row(request)
         fields = read_fields(await requests.body(row))
         await asyncio.sleep(0)  # The body may have 64 MB: its items are another turn's work.
@@ -849,15 +840,6 @@ class _FollowedResponse(StreamingResponse):
                 pass
 
 
-async def _followed(
-    requests: BackgroundRequests, row: StoredRow, after: int
-) -> AsyncIterator[bytes]:
-    """Its events; an error where they break off: a polite end would read as the response's."""
-    async with contextlib.aclosing(requests.follow(row, after)) as pieces:
-        async for piece in pieces:
-            yield piece
-
-
 def _after(request: HttpRequest) -> int:
     word = request.query_params.get("starting_after")
     if word is None:
@@ -880,9 +862,3 @@ async def _place(response_id: str, items: Sequence[msgspec.Raw], numbers: range,
             work = 0
             await asyncio.sleep(0)
     raise errors.invalid_request("'after' must be the id of an input item.", "after")
-
-
-def _page(request: HttpRequest) -> tuple[int, str, str | None]:
-    query = request.query_params
-    limit = page_limit(query.get("limit", str(USUAL_ITEMS)), MOST_ITEMS)
-    return limit, page_order(query.get("order", "desc")), query.get("after") or None

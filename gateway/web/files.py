@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 from urllib.parse import quote
 
 import msgspec
@@ -25,7 +25,7 @@ from gateway.request.multipart import (
     form_error,
     parse_field_head,
 )
-from gateway.stored.files import FileRegistry, StoredFile, file_not_found, file_too_large
+from gateway.stored.files import Content, FileRegistry, StoredFile, file_not_found, file_too_large
 from gateway.stored.folder import is_file_name
 from gateway.terms import Headers
 from gateway.web.asgi import JsonResponse, listed, page_limit, page_order
@@ -56,7 +56,9 @@ class FileEndpoints:
         expected = None if length is None else max(0, length - FORM_BYTES)
         async with files.uploading(owner, expected) as upload:
             # Most clients send the file last: what is wrong with the other fields is told before.
-            form = UploadForm(boundary, upload.write, begin_file=lambda: _check_sent(form))
+            form = UploadForm(
+                boundary, upload.write, lambda: "purpose" in form.values and _purpose(form)
+            )
             try:
                 async for part in body_parts(
                     request, settings.limits, largest + FORM_BYTES, lambda: file_too_large(largest)
@@ -83,13 +85,8 @@ class FileEndpoints:
         after = query.get("after") or None
         if after is not None and not is_file_name(after):
             raise errors.invalid_request("'after' must be the id of a file.", "after")
-        page = await files.page(
-            owner,
-            limit,
-            after=after,
-            order=order,
-            purpose=query.get("purpose") or None,
-        )
+        purpose = query.get("purpose") or None
+        page = await files.page(owner, limit, after=after, order=order, purpose=purpose)
         found = [file_object(file) for file in page.files]
         return JsonResponse({"object": "list", **listed(found, has_more=page.has_more)})
 
@@ -156,12 +153,6 @@ def _id(request: Request) -> str:
     return id_
 
 
-def _check_sent(form: UploadForm) -> None:
-    """Check the fields that have come so far. Raises: GatewayError 400."""
-    if "purpose" in form.values:
-        _purpose(form)
-
-
 def _purpose(form: UploadForm) -> str:
     purpose = form.values.get("purpose")
     if purpose not in UPLOAD_PURPOSES:
@@ -226,7 +217,7 @@ class UploadForm:
         self,
         boundary: bytes,
         write_file: Callable[[bytes], None],
-        begin_file: Callable[[], None] = lambda: None,
+        begin_file: Callable[[], object] = lambda: None,
     ) -> None:
         self.values: dict[str, str] = {}  # the fields that are no files, complete so far
         self.file_name: str | None = None  # the name of the file; None: none has come
@@ -357,23 +348,11 @@ def _clean_name(raw: bytes) -> str:
     return "".join(one for one in text if one.isprintable())[:LONGEST_NAME] or UNNAMED
 
 
-class OpenContent(Protocol):
-    """Something open that is read to its end, and closed."""
-
-    def pieces(self) -> AsyncIterator[bytes]:
-        """Its bytes."""
-        ...
-
-    async def close(self) -> None:
-        """Close it; called again, nothing."""
-        ...
-
-
 class ContentResponse(StreamingResponse):
     """The bytes of `content`, which is closed whatever happens."""
 
-    def __init__(self, content: OpenContent, headers: dict[str, str]) -> None:
-        super().__init__(content.pieces(), headers=headers)
+    def __init__(self, content: Content, headers: dict[str, str]) -> None:
+        super().__init__(content.pieces, headers=headers)
         self._content = content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

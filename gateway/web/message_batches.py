@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum, auto
@@ -22,7 +21,7 @@ from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.body_memory import body_parts, check_plain, content_length
 from gateway.stored.batch_registry import BatchRegistry
 from gateway.stored.batch_rows import Batch, BatchProgress
-from gateway.stored.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RETRY_AFTER
+from gateway.stored.files import UploadCounts
 from gateway.stored.folder import FolderError
 from gateway.stored.results import ANTHROPIC
 from gateway.web.asgi import JsonResponse, listed, page_limit
@@ -47,7 +46,7 @@ class MessageBatchEndpoints(BatchActions):
 
     def __init__(self, access: BatchAccess) -> None:
         super().__init__(access)
-        self._receiving: Counter[str] = Counter()  # bodies that are being received, by owner
+        self._receiving = UploadCounts()
 
     async def create(self, request: Request) -> Response:
         new, batches = self.access.new_batch(request, ANTHROPIC, ENDPOINT), self.access.batches()
@@ -56,7 +55,7 @@ class MessageBatchEndpoints(BatchActions):
         largest, length = settings.batches.file_bytes, content_length(request)
         if length is not None and length > largest:
             raise _too_large(largest)
-        with self._one_more(new.owner):
+        with self._receiving.one_more(new.owner):
             if new.idempotency_key is None:
                 # Else it may be one that there is already.
                 await batches.check_room(new.owner, length or 0)
@@ -121,20 +120,6 @@ class MessageBatchEndpoints(BatchActions):
     async def _shown(self, request: Request, batch: Batch) -> Response:
         progress = await self.access.progress(batch)
         return JsonResponse(message_batch_object(batch, progress, results_url(request, batch)))
-
-    @contextlib.contextmanager
-    def _one_more(self, owner: str) -> Iterator[None]:
-        """Count a body that is being received. Raises: GatewayError 429, if there are too many."""
-        receiving = self._receiving
-        if receiving.total() >= MOST_UPLOADS or receiving[owner] >= MOST_UPLOADS_OF_OWNER:
-            raise errors.queue_full("Too many uploads at one time.", UPLOAD_RETRY_AFTER)
-        receiving[owner] += 1
-        try:
-            yield
-        finally:
-            receiving[owner] -= 1
-            if not receiving[owner]:
-                del receiving[owner]
 
 
 TextTime = Annotated[str, msgspec.Meta(extra_json_schema={"format": "date-time"})]
@@ -355,7 +340,9 @@ class MessageBatchBody:
             if self._end is not None:
                 at = self._go_on(data, at, lines)
                 continue
-            at = _skip_space(data, at)
+            space = _SKIP.match(data, at)
+            assert space is not None
+            at = space.end()
             if at < size:
                 at = self._step(data, at)
         if lines:
@@ -502,12 +489,6 @@ class MessageBatchBody:
             )
         self._ids.add(digest)
         return custom_id.encode()
-
-
-def _skip_space(data: bytes, at: int) -> int:
-    found = _SKIP.match(data, at)
-    assert found is not None
-    return found.end()
 
 
 def _invalid_json(problem: str) -> GatewayError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +127,14 @@ class LimitedProcess:
         self.meter.ended(reservation, record)
 
     def account(self, subject: str) -> Account:
-        return next(one for one in self.book.all_accounts() if one.subject == subject)
+        return next(one for one in all_accounts(self.book) if one.subject == subject)
+
+
+def all_accounts(book: LimitBook) -> Iterator[Account]:
+    """Every account, those of end users too."""
+    yield from book._accounts.values()
+    for users in book._users.values():
+        yield from users.values()
 
 
 @dataclass(frozen=True)

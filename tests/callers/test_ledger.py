@@ -9,7 +9,7 @@ import operator
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import structlog
@@ -240,7 +240,7 @@ async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_w
 
     own = ProcessIdentity("p.0", "host", 1, NOW)
     store = ReadlessStore()
-    ledger = Ledger(store, own, lambda: NOW, now, lambda _: ())
+    ledger = Ledger(cast("Any", store), own, lambda: NOW, now, lambda _: ())
     problems: list[str | None] = []
     with structlog.testing.capture_logs() as logs:
         task = asyncio.create_task(ledger.worker.run())
@@ -282,7 +282,7 @@ async def test_a_store_that_never_answers_delays_the_end_for_a_bounded_time() ->
 
     clock = Clock()
     own = ProcessIdentity("p.0", "host", 1, NOW)
-    ledger = Ledger(SilentStore(), own, lambda: NOW, clock, lambda _: ())
+    ledger = Ledger(cast("Any", SilentStore()), own, lambda: NOW, clock, lambda _: ())
     ledger.add(a_row("r"))
     await ledger.start(0.01)
     await ledger.close(0.01)
@@ -401,7 +401,7 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
 
     own = ProcessIdentity("p.0", "host", 1, NOW)
     store = SlowStore(connection, seconds)
-    ledger = Ledger(store, own, loop.time, loop.time, running_since)
+    ledger = Ledger(cast("Any", store), own, loop.time, loop.time, running_since)
     ages: list[float] = []
     with running(ledger):
         known: set[str] = set()

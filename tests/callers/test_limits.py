@@ -25,7 +25,7 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
 from gateway.terms import Caller, Priority
-from tests.callers.build import NOW, Clocks, a_caller, a_lease_request
+from tests.callers.build import NOW, Clocks, a_caller, a_lease_request, all_accounts
 from tests.each_case import each_case
 
 DAY = 86400.0
@@ -116,7 +116,7 @@ def test_a_reservation_is_settled_once() -> None:
     for _ in range(3):
         running.release(book.clocks.wall())
         running.settle(100, 0.0, book.clocks.wall())
-    (account,) = book.all_accounts()
+    (account,) = all_accounts(book)
     assert (account.running, account.open, account.reserved_tokens) == (0, 0, 0)
     assert account.tokens.value(book.clocks.clock()) == 100
 
@@ -217,7 +217,7 @@ def test_a_request_that_ends_after_the_clock_was_set_back_leaves_nothing_negativ
     running = book.admit(alice, request=answers(50))
     book.clocks.set_wall(NOW - 3 * DAY)
     running.settle(40, 1.0, book.clocks.wall())
-    (account,) = book.all_accounts()
+    (account,) = all_accounts(book)
     assert account.reserved_tokens == account.running == account.open == 0
     assert account.tokens.value(book.clocks.clock()) == 40
     assert account.mean_seconds >= 0
@@ -244,9 +244,13 @@ def test_all_accounts_must_have_room_and_the_message_names_the_one_that_has_none
     book.use(other, 0)
     assert "all callers together: 4 requests" in book.refusal(other).message
     # What was refused counts nowhere.
-    assert {
-        one.subject: one.requests.value(book.clocks.clock()) for one in book.all_accounts()
-    } == {"total": 4, "group:team": 3, "key:bob": 1, "user:chat/ann": 1, "user:chat/ben": 1}
+    assert {one.subject: one.requests.value(book.clocks.clock()) for one in all_accounts(book)} == {
+        "total": 4,
+        "group:team": 3,
+        "key:bob": 1,
+        "user:chat/ann": 1,
+        "user:chat/ben": 1,
+    }
 
 
 def test_the_wait_is_long_enough_for_all_limits() -> None:
@@ -336,12 +340,12 @@ def test_a_million_end_users_take_bounded_memory_and_nothing_of_others(
     assert "further end users of key 'chat'" in book.refusal(chat, "and another").message
     assert book.refusal(chat, "user-0").code == "rate_limit_exceeded"
     assert book.refusal(other, "ann").code == "rate_limit_exceeded"
-    assert sum(1 for _ in book.all_accounts()) == MOST_USERS + 2
+    assert sum(1 for _ in all_accounts(book)) == MOST_USERS + 2
     # A minute later the oldest make room.
     book.clocks.advance(61.0)
     for number in range(1000):
         book.use(chat, 0, user=f"new-{number}")
-    assert sum(1 for _ in book.all_accounts()) == MOST_USERS + 2
+    assert sum(1 for _ in all_accounts(book)) == MOST_USERS + 2
 
 
 def test_a_kept_head_of_an_evicted_end_user_counts_on_its_new_account() -> None:
@@ -368,7 +372,7 @@ def test_users_that_count_something_do_not_stand_before_those_that_can_go(busy: 
             book.admit(chat, name, request=answers(0))
         else:
             (account,) = book.accounts(chat, name).tracked
-            account.set_others(OtherUse(running=1))
+            account.others = OtherUse(running=1)
     # They have asked for their figures, and used nothing.
     for number in range(MOST_USERS - len(busy_names)):
         book.accounts(chat, f"idle-{number}")
@@ -381,7 +385,7 @@ def test_users_that_count_something_do_not_stand_before_those_that_can_go(busy: 
         (account,) = book.accounts(chat, name).tracked
         assert account.subject == f"user:chat/{name}"
         assert not account.is_idle(book.clocks.clock(), a_calendar(book.clocks.wall()))
-    assert sum(1 for _ in book.all_accounts()) <= MOST_USERS + 1
+    assert sum(1 for _ in all_accounts(book)) <= MOST_USERS + 1
 
 
 def a_calendar(when: float) -> Calendar:
@@ -444,9 +448,9 @@ def test_open_requests_of_other_processes_take_room(
     limits: dict[str, Any], other: OtherUse, tokens: int, cost: float, wanted: str | None
 ) -> None:
     account = an_account(**limits)
-    account.set_others(other)
+    account.others = other
     assert refused(account, tokens, cost) == wanted
-    account.set_others(NO_OTHERS)
+    account.others = NO_OTHERS
     assert refused(account, tokens, cost) is None
 
 
@@ -507,8 +511,8 @@ def holding(account: Account, how: str) -> Callable[[], None]:
         account.release(1.0)
         return lambda: account.give_back(0, 0.0)
     if how == "runs elsewhere":
-        account.set_others(OtherUse(running=1))
-        return lambda: account.set_others(NO_OTHERS)
+        account.others = OtherUse(running=1)
+        return lambda: setattr(account, "others", NO_OTHERS)
     if how == "sent a request":
         account.count_request(AT - 30.0)
     else:

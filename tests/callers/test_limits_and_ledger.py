@@ -26,6 +26,7 @@ from tests.callers.build import (
     LimitedProcess,
     a_caller,
     a_lease_request,
+    all_accounts,
     counted,
     read_rows,
 )
@@ -165,7 +166,7 @@ class SharedLimits(RuleBasedStateMachine):
     @invariant()
     def nothing_is_negative(self) -> None:
         for process in self.processes:
-            for account in process.book.all_accounts():
+            for account in all_accounts(process.book):
                 now = self.clocks.clock()
                 figures = [
                     account.running,
@@ -206,7 +207,7 @@ class SharedLimits(RuleBasedStateMachine):
         rows = self.runner.run(self.store.run(read_rows))
         wall = self.clocks.wall()
         for process in self.processes:
-            for account in process.book.all_accounts():
+            for account in all_accounts(process.book):
                 assert self.figures(account) == counted(rows, account.subject, wall), (
                     process.name,
                     account.subject,

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from gateway.callers.keys import new_key
-from tests.callers.build import counted, read_rows
+from tests.callers.build import all_accounts, counted, read_rows
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
@@ -67,7 +67,7 @@ async def settle(running: Running) -> list[dict[str, Any]]:
     assert gateway.ledger is not None
     assert gateway.store is not None
     ledger = gateway.ledger
-    await until(lambda: all(one.open == 0 for one in gateway.metering.limit_book.all_accounts()))
+    await until(lambda: all(one.open == 0 for one in all_accounts(gateway.metering.limit_book)))
     gateway.bus.flush()
     await until(lambda: not ledger.pending)
     return await gateway.store.run(read_rows)
@@ -77,7 +77,7 @@ async def check_one_sum(running: Running) -> int:
     """Counters and headers are what the ledger says; returns the tokens of all requests."""
     rows = await settle(running)
     book = running.gateway.metering.limit_book
-    (account,) = book.all_accounts()
+    (account,) = all_accounts(book)
     now, wall = running.gateway.clock(), max(row["ended_at"] for row in rows)
     sums = counted(rows, account.subject, wall)
     assert account.requests.value(now) == sums.requests == len(rows)

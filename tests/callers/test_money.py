@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from hypothesis import given
@@ -212,7 +212,9 @@ async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away() -> No
         metadata.create_all(connection)
         store = OneConnection(connection)
         began = now()
-        recorder = NodeHoursRecorder(store, lambda: [NODE], lambda: NOON + now() - began)
+        recorder = NodeHoursRecorder(
+            cast("Any", store), lambda: [NODE], lambda: NOON + now() - began
+        )
         task = asyncio.create_task(recorder.run())
         await asyncio.sleep(5 * INTERVAL + 1)
         assert recorded(connection)["2027-01-15"][0] == pytest.approx(5 * INTERVAL)
@@ -233,7 +235,7 @@ def test_claims_that_nobody_takes_are_bounded() -> None:
     names = itertools.count()
     alive = [AliveNode("", "cpu", 0.1)] * 3000
     recorder = NodeHoursRecorder(
-        store,
+        cast("Any", store),
         lambda: [node._replace(name=f"n{next(names)}") for node in alive],
         lambda: NOON + next(times),
     )

@@ -20,6 +20,7 @@ from gateway.config.keys import GroupSpec, LimitSpec, parse_budget
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.terms import Caller, Priority
+from tests.callers.build import all_accounts
 from tests.fuzz.inputs import Check, Target, divide, seed
 from tests.lease_requests import a_lease_request
 
@@ -137,7 +138,7 @@ class Play:
         self._check()
         for sent in self._sent:
             sent.reservation.settle(0, 0.0, self._clocks.wall)
-        for account in self._book.all_accounts():
+        for account in all_accounts(self._book):
             assert (account.running, account.open, account.reserved_tokens) == (0, 0, 0)
             assert account.reserved_cost == 0.0
 
@@ -227,7 +228,7 @@ class Play:
     def _check(self) -> None:
         """Compare every account with the list of what happened."""
         now = self._clocks.monotonic
-        for account in self._book.all_accounts():
+        for account in all_accounts(self._book):
             own = [sent for sent in self._sent if account.subject in sent.subjects]
             open_now = [sent for sent in own if not sent.settled]
             assert account.running == sum(not sent.released for sent in own)

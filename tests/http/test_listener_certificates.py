@@ -7,13 +7,13 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import trustme
 
+from gateway.config.listeners import TlsFiles
 from gateway.http.certificates import (
     CertificateError,
     ListenerCertificates,
@@ -25,19 +25,13 @@ from tests.gateways import until
 from tests.virtual import in_virtual_time
 
 
-@dataclass(frozen=True)
-class Files:
-    cert: Path
-    key: Path
-
-
-def issue(authority: trustme.CA, folder: Path, name: str, **more: object) -> Files:
+def issue(authority: trustme.CA, folder: Path, name: str, **more: object) -> TlsFiles:
     """Write a new certificate with its key, as a renewal does."""
     own = authority.issue_cert("127.0.0.1", common_name=name, **more)  # type: ignore[arg-type]
-    files = Files(folder / "cert.pem", folder / "key.pem")
-    own.private_key_pem.write_to_path(files.key)
-    files.cert.write_bytes(b"".join(pem.bytes() for pem in own.cert_chain_pems))
-    return files
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    own.private_key_pem.write_to_path(key)
+    cert.write_bytes(b"".join(pem.bytes() for pem in own.cert_chain_pems))
+    return TlsFiles(cert=cert, key=key)
 
 
 @asynccontextmanager
@@ -123,7 +117,7 @@ async def test_the_certificates_of_both_listeners_are_renewed_on_their_own(
     assert str(both.error).startswith("admin.tls: ")
 
 
-# Files that change.
+# TlsFiles that change.
 
 
 class Looks:

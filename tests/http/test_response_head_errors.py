@@ -11,6 +11,7 @@ import pytest
 
 from gateway.callers.keys import new_key
 from gateway.http.response_head import EXPOSED_HEADERS
+from tests.callers.build import all_accounts
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import GENERATION_PATHS, proxy_over
 from tests.nodes.build import a_spec
@@ -273,7 +274,7 @@ async def test_models_and_class_of_limits_hold(
 
 def assert_no_account_is_open(gateway: BareGateway) -> None:
     gateway.bus.flush()
-    for account in gateway.handler.meter.book.all_accounts():
+    for account in all_accounts(gateway.handler.meter.book):
         assert (account.open, account.running, account.reserved_tokens) == (0, 0, 0)
 
 
@@ -292,6 +293,6 @@ async def test_several_prompts_are_one_request_with_the_tokens_of_all() -> None:
         assert response.status_code == 200
         assert response.headers["x-ratelimit-remaining-requests"] == "8"
         assert_no_account_is_open(gateway)
-        (account,) = gateway.handler.meter.book.all_accounts()
+        (account,) = all_accounts(gateway.handler.meter.book)
         used = response.json()["usage"]["total_tokens"]
         assert account.tokens.value(gateway.clock()) == used

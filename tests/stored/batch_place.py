@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from sqlalchemy import Connection, func, select
 
@@ -107,11 +108,17 @@ class BatchPlace:
 
     async def settle(self) -> None:
         """Do all that is due, as `BatchRegistry.run` does."""
+        while await self.round():
+            pass
+
+    async def round(self) -> bool:
+        """Do a round, and wait for what it has begun; whether that is anything."""
         upkeep = self.batches.upkeep
-        while True:
+        with patch.object(upkeep, "_guarded", wraps=upkeep._guarded) as begun:
             await upkeep.round()
-            if not await upkeep.wait_for_work():
-                return
+        if upkeep._tasks:
+            await asyncio.wait(list(upkeep._tasks.values()))
+        return begun.call_count > 0
 
     async def claim(self, limit: int = 1000) -> list[StoredRow]:
         assert self.folder.id is not None
@@ -123,7 +130,7 @@ class BatchPlace:
     async def output(self, batch: Batch, *, errors: bool = False) -> list[Any]:
         found = await self.batches.open_output(batch.owner, batch.id, batch.api, errors=errors)
         try:
-            content = b"".join([piece async for piece in found.pieces()])
+            content = b"".join([piece async for piece in found.pieces])
         finally:
             await found.close()
         assert found.size in {None, len(content)}

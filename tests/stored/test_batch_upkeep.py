@@ -185,7 +185,7 @@ async def test_a_folder_that_can_not_be_read_is_told(tmp_path: Path) -> None:
         assert batch.input_file is not None
         here.folder.delete(batch.input_file)
         (here.folder.location / batch.input_file).mkdir()
-        intake = here.batches.upkeep.intake
+        intake = here.batches.upkeep
         with pytest.raises(FolderError):
             await intake.take_in(batch)
         assert (await here.find(batch)).state is BatchState.VALIDATING
@@ -257,7 +257,7 @@ async def test_of_two_processes_that_end_a_batch_one_has_its_files(
     async with batch_place(store_url, tmp_path / "kept") as here:
         batch = await ran(here, 30)
         async with batch_place(store_url, tmp_path / "kept") as other:
-            ends = [one.batches.upkeep.end.end(batch.id) for one in (here, other)]
+            ends = [one.batches.upkeep.end(batch.id) for one in (here, other)]
             found = await asyncio.gather(*ends)
         assert sum(one is not None for one in found) == 1
         ended = await here.find(batch)
@@ -296,7 +296,7 @@ async def test_a_store_that_refuses_the_end_leaves_no_file(store_url: str, tmp_p
     async with batch_place(store_url, tmp_path / "kept", on_end=on_end) as here:
         batch = await ran(here, 3)
         with pytest.raises(StoreLocked):
-            await here.batches.upkeep.end.end(batch.id)
+            await here.batches.upkeep.end(batch.id)
         assert here.kept("file") == [batch.input_file]
         assert (await here.find(batch)).state is BatchState.FINALIZING
         await here.settle()
@@ -334,7 +334,7 @@ async def test_pieces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
         batch = await ran(here, 60)
         found = await here.batches.open_output("alice", batch.id, "openai")
-        pieces = [piece async for piece in found.pieces()]
+        pieces = [piece async for piece in found.pieces]
         await found.close()
         assert max(map(len, pieces)) < 800
         assert len([json.loads(one) for one in b"".join(pieces).splitlines()]) == 40
@@ -347,7 +347,7 @@ async def test_a_disk_that_can_not_be_read_ends_nothing(tmp_path: Path) -> None:
         here.folder.delete(results)
         here.folder.path(results).mkdir()
         with pytest.raises(FolderError):
-            await here.batches.upkeep.end.end(batch.id)
+            await here.batches.upkeep.end(batch.id)
         assert (await here.find(batch)).state is BatchState.FINALIZING
         reader = ResultReader(here.folder, "openai")
         reader.close()
@@ -479,8 +479,7 @@ async def test_a_full_folder_pauses_the_batch_until_there_is_room(
         monkeypatch.setattr("gateway.stored.batch_upkeep.RETRY_SECONDS", 0.0)
         with capture_logs() as told:
             for _ in range(3):
-                await here.batches.upkeep.round()
-                await here.batches.upkeep.wait_for_work()
+                await here.round()
         assert told == []  # once is enough
         room[0] = 1 << 30
         await here.settle()

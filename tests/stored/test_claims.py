@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pytest
 from sqlalchemy import Connection, func, select
@@ -425,7 +425,7 @@ class LossyStore:
 async def a_ledger(store: Store) -> AsyncIterator[tuple[Ledger, LossyStore]]:
     lossy = LossyStore(store)
     own = ProcessIdentity("p1", "host", 1, NOW)
-    ledger = Ledger(lossy, own, lambda: NOW, lambda: NOW, lambda _: [])
+    ledger = Ledger(cast("Any", lossy), own, lambda: NOW, lambda: NOW, lambda _: [])
     await ledger.start(60.0)
     yield ledger, lossy
     await ledger.close(60.0)

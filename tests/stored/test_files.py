@@ -288,7 +288,7 @@ async def test_the_row_says_what_came(store_url: str, tmp_path: Path) -> None:
         assert found.sha256.startswith("ba7816bf")
         assert found.folder == here.folder.id
         content = await here.registry.open_content("alice", id_)
-        assert b"".join([piece async for piece in content.pieces()]) == b"abc"
+        assert b"".join([piece async for piece in content.pieces]) == b"abc"
         await content.close()
         plan = await here.store.run(partial(_plan_of_a_page, url=store_url))
         assert "ix_files_owner_id" in plan or "postgresql" in store_url

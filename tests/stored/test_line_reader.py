@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tracemalloc
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -45,7 +45,7 @@ class Pieces:
 
 def read(content: bytes, *cuts: int, most_lines: int = 1000, line_bytes: int = 2000) -> list[Line]:
     reader = LineReader(
-        Pieces(content, list(cuts)),
+        cast("Any", Pieces(content, list(cuts))),
         CHAT,
         most_lines=most_lines,
         line_bytes=line_bytes,
@@ -123,7 +123,7 @@ def test_lines_do_not_depend_on_the_cuts(parts: list[bytes], cuts: list[int]) ->
 def test_split_lines_are_those_of_the_file(parts: list[bytes], cuts: list[int], most: int) -> None:
     content, splitter = b"".join(parts), LineSplitter(most)
     found: list[RawLine] = []
-    file = Pieces(content, cuts)
+    file = cast("Any", Pieces(content, cuts))
     while piece := file.read(100):
         found += splitter.feed(piece)
     last = splitter.end()
@@ -334,7 +334,9 @@ def test_memory_is_bounded_whatever_the_file_holds() -> None:
             self.left -= size
             return b"x" * size
 
-    reader = LineReader(Zeros(), CHAT, most_lines=9, line_bytes=1 << 20, rest=lambda: None)
+    reader = LineReader(
+        cast("Any", Zeros()), CHAT, most_lines=9, line_bytes=1 << 20, rest=lambda: None
+    )
     tracemalloc.start()
     (found,) = reader.read_some()
     _, peak = tracemalloc.get_traced_memory()

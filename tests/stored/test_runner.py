@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from gateway import errors
 from gateway.api import sse
@@ -328,11 +329,10 @@ class Runs(RowRuns[HeldRow]):
 
     def __init__(self) -> None:
         self.put_back: list[str] = []
-        self.told: list[str] = []
         self.fails = False  # whether the end of a cancelled run does
         leases = SimpleNamespace(put_back=lambda ids, _, **__: self.put_back.extend(ids))
         anything: Any = None
-        super().__init__(cast("Any", leases), anything, anything, lambda: 0.0, 1.0)
+        super().__init__(cast("Any", leases), anything, anything, lambda: 0.0, 1.0, "failed")
 
     def begin(self) -> asyncio.Task[None]:
         held = self._held["row_1"] = HeldRow(a_row())
@@ -347,9 +347,6 @@ class Runs(RowRuns[HeldRow]):
         if self.fails:
             raise ValueError
         self.leases.put_back([held.row.id], 0.0)
-
-    def _tell_failed(self, id_: str) -> None:
-        self.told.append(id_)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -372,6 +369,8 @@ async def test_a_row_whose_cancelled_run_fails_to_end_waits_again_and_is_told() 
     task = runs.begin()
     await asyncio.sleep(0)
     task.cancel()
-    async with asyncio.timeout(5):
-        await runs.ended()
-    assert runs.put_back == runs.told == ["row_1"]
+    with capture_logs() as told:
+        async with asyncio.timeout(5):
+            await runs.ended()
+    assert runs.put_back == ["row_1"]
+    assert [(one["event"], one["request"]) for one in told] == [("failed", "row_1")]

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from gateway.callers.keys import ApiKey
 from gateway.errors import GatewayError
+from gateway.stored.files import Content
 from gateway.web.files import UNNAMED, ContentResponse, UploadForm, boundary_of, content_headers
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
@@ -646,7 +647,8 @@ async def sent_by(opened: Opened) -> bytes:
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
-    response = ContentResponse(opened, content_headers("ä.jsonl", 6))
+    content = Content("ä.jsonl", 6, opened.pieces(), opened.close)
+    response = ContentResponse(content, content_headers(content.name, content.size))
     scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "GET", "headers": []}
     await response(scope, receive, send)
     return b"".join(message.get("body", b"") for message in sent)

@@ -281,7 +281,11 @@ class RequestSender:
                     b"POST", b"/v1" + self.endpoint.path, _HEADERS, len(body)
                 )
                 while True:
-                    connection = await self._connection(result)
+                    connection = self.pool.take_idle()
+                    if connection is None:
+                        began = self.clock()
+                        connection = await self.pool.connect(self.connect_timeout)
+                        result.connect_seconds += self.clock() - began
                     try:
                         await self._exchange(connection, head, body, result, max_tokens)
                     except StaleConnection:
@@ -304,14 +308,6 @@ class RequestSender:
             if connection is not None:
                 connection.close()
             result.ended = self.clock()
-
-    async def _connection(self, result: RequestResult) -> NodeConnection:
-        connection = self.pool.take_idle()
-        if connection is None:
-            began = self.clock()
-            connection = await self.pool.connect(self.connect_timeout)
-            result.connect_seconds += self.clock() - began
-        return connection
 
     async def _exchange(
         self,

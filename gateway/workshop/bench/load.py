@@ -81,9 +81,11 @@ def closed_loads(text: str, requests: int | None, seconds: float | None) -> list
         raise LoadError(
             f"{text!r}: write whole numbers from 1 to {MOST_CONCURRENCY}, such as 1,4,8"
         )
+    if not requests and seconds is not None:
+        requests = MOST_REQUESTS
     return [
-        Load(Loop.CLOSED, level, requests or _closed_requests(level, seconds), seconds)
-        for level in levels
+        Load(Loop.CLOSED, one, requests or max(LEAST_REQUESTS, REQUESTS_PER_WORKER * one), seconds)
+        for one in levels
     ]
 
 
@@ -114,12 +116,6 @@ def poisson_times(load: Load, rng: random.Random) -> Iterator[float]:
         if load.seconds is not None and at > load.seconds:
             return
         yield at
-
-
-def _closed_requests(level: int, seconds: float | None) -> int:
-    if seconds is not None:
-        return MOST_REQUESTS
-    return max(LEAST_REQUESTS, REQUESTS_PER_WORKER * level)
 
 
 def _parts(text: str) -> list[str]:
@@ -173,14 +169,12 @@ class LagMonitor:
         while True:
             due = self.clock() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
-            self._keep(max(0.0, self.clock() - due))
-
-    def _keep(self, lag: float) -> None:
-        self._seen += 1
-        if len(self._samples) < MOST_SAMPLES:
-            self._samples.append(lag)
-        elif (place := self.rng.randrange(self._seen)) < MOST_SAMPLES:
-            self._samples[place] = lag
+            lag = max(0.0, self.clock() - due)
+            self._seen += 1
+            if len(self._samples) < MOST_SAMPLES:
+                self._samples.append(lag)
+            elif (place := self.rng.randrange(self._seen)) < MOST_SAMPLES:
+                self._samples[place] = lag
 
     def figures(self, start_lags: list[float], held_back: int) -> ClientFigures:
         """The figures of the context."""
@@ -233,21 +227,6 @@ class LoadRun:
     is_whole: bool = False  # False: it was interrupted
 
 
-class _Room:
-    """Room for so many requests of an open loop at a time."""
-
-    def __init__(self, most: int) -> None:
-        self._free = asyncio.Semaphore(most)
-        self.held_back = 0
-
-    async def enter(self) -> None:
-        self.held_back += self._free.locked()
-        await self._free.acquire()
-
-    def leave(self) -> None:
-        self._free.release()
-
-
 @dataclass(slots=True)
 class LoadRunner:
     """Puts loads on one server."""
@@ -264,6 +243,8 @@ class LoadRunner:
     clock: Callable[[], float] = time.monotonic
     on_end: Callable[[RequestResult], None] = lambda _: None
     _number: int = 0  # requests planned so far: each has a text of its own
+    _room: asyncio.Semaphore = field(init=False)  # for requests of an open loop
+    _held_back: int = 0  # requests of this load that have waited for it
 
     async def warm_up(self, requests: int) -> list[RequestResult]:
         """Send so many requests, one after the other."""
@@ -272,7 +253,7 @@ class LoadRunner:
     async def run(self, run: LoadRun) -> None:
         """Put the load on the server, and fill in what comes of it, however it ends."""
         monitor = LagMonitor(self.clock)
-        room = _Room(self.most_in_flight)
+        self._room, self._held_back = asyncio.Semaphore(self.most_in_flight), 0
         # A collection of the objects that are there already would only stall the event loop.
         gc.collect()
         gc.freeze()
@@ -287,15 +268,15 @@ class LoadRunner:
                         await self._closed(run)
                     case Loop.POISSON:
                         rng = random.Random(f"{self.seed} arrivals {run.load.level}")
-                        await self._open(run, poisson_times(run.load, rng), room)
+                        await self._open(run, poisson_times(run.load, rng))
                     case Loop.TRACE:
-                        await self._play(run, room)
+                        await self._play(run)
             run.is_whole = True
         finally:
             gc.unfreeze()
             is_open = run.load.loop is not Loop.CLOSED
             lags = [max(0.0, one.started - one.intended) for one in run.results if is_open]
-            run.client = monitor.figures(lags, room.held_back)
+            run.client = monitor.figures(lags, self._held_back)
             after = None if self.meter is None else self.meter.joules()
             if joules is not None and after is not None:
                 run.joules = after - joules
@@ -304,9 +285,6 @@ class LoadRunner:
         self._number += 1
         text = self.pattern.text(self._number)
         return self._prepare(self._number, text, self.pattern.max_tokens)
-
-    def _turn(self, job: Job) -> PreparedRequest:
-        return self._prepare(job.id, job.prompt, job.output)
 
     def _prepare(self, number: int, text: TracePrompt, max_tokens: int) -> PreparedRequest:
         prompt, endpoint = self.writer.write(text), self.sender.endpoint
@@ -341,37 +319,47 @@ class LoadRunner:
 
     # Open loop.
 
-    async def _open(self, run: LoadRun, times: Iterable[float], room: _Room) -> None:
+    async def _open(self, run: LoadRun, times: Iterable[float]) -> None:
         began = self.clock()
         async with asyncio.TaskGroup() as group:
             for at in times:
                 request = self._next_request()
-                await self._until(began + at)
-                await room.enter()
-                group.create_task(self._arrive(run, request, began + at, room))
+                await self._enter(began + at)
+                group.create_task(self._arrive(run, request, began + at))
+
+    async def _enter(self, due: float) -> None:
+        """Wait until a request is due, and for room."""
+        left = due - self.clock()
+        if left > 0:
+            await asyncio.sleep(left)
+        self._held_back += self._room.locked()
+        await self._room.acquire()
 
     async def _arrive(
-        self, run: LoadRun, request: PreparedRequest, intended: float, room: _Room
+        self, run: LoadRun, request: PreparedRequest, intended: float
     ) -> RequestResult:
         try:
             result = await self._send(request, intended)
         finally:
-            room.leave()
+            self._room.release()
         run.results.append(result)
         return result
 
-    async def _play(self, run: LoadRun, room: _Room) -> None:
+    async def _play(self, run: LoadRun) -> None:
         """Play the trace. A later turn of a conversation starts once the turn before has ended."""
         assert self.trace is not None
         jobs, next_turns = self.trace.jobs, self.trace.next_turns
         speed, seconds = run.load.level, run.load.seconds
         began = self.clock()
 
+        def prepare(job: Job) -> PreparedRequest:
+            return self._prepare(job.id, job.prompt, job.output)
+
         async def converse(place: int, request: PreparedRequest) -> None:
             """Send a turn, for which there is room, and those that follow it."""
             intended = began + jobs[place].time / speed
             while True:
-                result = await self._arrive(run, request, intended, room)
+                result = await self._arrive(run, request, intended)
                 later = next_turns.get(place)
                 if later is None:
                     return
@@ -380,9 +368,8 @@ class LoadRunner:
                 intended = max(due, result.ended + jobs[place].pause / speed)
                 if seconds is not None and intended > began + seconds:
                     return
-                request = self._turn(jobs[place])
-                await self._until(intended)
-                await room.enter()
+                request = prepare(jobs[place])
+                await self._enter(intended)
 
         async with asyncio.TaskGroup() as group:
             for job in jobs:
@@ -391,15 +378,9 @@ class LoadRunner:
                     break
                 if job.is_later_turn:
                     continue
-                request = self._turn(job)
-                await self._until(began + at)
-                await room.enter()
+                request = prepare(job)
+                await self._enter(began + at)
                 group.create_task(converse(job.id, request))
-
-    async def _until(self, due: float) -> None:
-        left = due - self.clock()
-        if left > 0:
-            await asyncio.sleep(left)
 
     async def _send(self, request: PreparedRequest, intended: float | None) -> RequestResult:
         """Send a request that should have started then; None: now."""

@@ -862,13 +862,7 @@ def _difference(
     if len(finite):
         tail = (1 - CONFIDENCE) / 2
         low, high = map(float, np.quantile(finite, [tail, 1 - tail]))
+    less_is_better = figure != THROUGHPUT
     return Difference(
-        label,
-        figure,
-        before=float(was),
-        after=float(now),
-        change=change,
-        low=low,
-        high=high,
-        less_is_better=figure != THROUGHPUT,
+        label, figure, float(was), float(now), change, low, high, less_is_better=less_is_better
     )

@@ -7,6 +7,7 @@ import platform
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -79,11 +80,8 @@ class BenchSession:
     async def run(self) -> None:
         """Measure. Raises TargetError, FitError."""
         plan = self.plan
-        pool = ConnectionPool(server_address(plan.url, plan.key, plan.tls))
-        try:
+        with closing(ConnectionPool(server_address(plan.url, plan.key, plan.tls))) as pool:
             await self._run(pool)
-        finally:
-            pool.close()
 
     async def _run(self, pool: ConnectionPool) -> None:
         plan = self.plan
@@ -124,8 +122,16 @@ class BenchSession:
             "seed": plan.seed,
         }
         notes = list(self._server.notes)
+        client: dict[str, Any] = {
+            "version": __version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "cpus": os.cpu_count(),
+        }
         if probe is not None:
             notes += probe.notes
+            client["prompt_lengths_by"] = probe.calibration.source
+            client["tokens_per_word"] = round(probe.calibration.tokens_per_word, 4)
         if plan.meter is not None and plan.meter.failure is not None:
             notes.append(f"Energy was measured only in part: {plan.meter.failure}")
         return BenchReport(
@@ -134,7 +140,7 @@ class BenchSession:
             started_at=self._began.isoformat(timespec="seconds"),
             server=self._server,
             request=request,
-            client=_client(probe),
+            client=client,
             goal=plan.goal,
             baseline=self._baseline,
             loads=[self._result(run) for run in self.runs],
@@ -155,17 +161,3 @@ class BenchSession:
                 f"{pattern.prompt_tokens} tokens of prompt and {answer} of answer do not fit into "
                 f"a slot of {context} tokens"
             )
-
-
-def _client(probe: Probe | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "version": __version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": os.cpu_count(),
-    }
-    if probe is not None:
-        calibration = probe.calibration
-        found["prompt_lengths_by"] = calibration.source
-        found["tokens_per_word"] = round(calibration.tokens_per_word, 4)
-    return found

@@ -86,12 +86,21 @@ class TuningReport:
         if ties := [row for row in others if row not in ahead and not self._worse(row)]:
             sentences.append(f"Not clearly worse than the best: {_named(ties)}.")
         if untried := search.unsearched_knobs():
+            ended = self.session.end_reason
+            why = "the time was over" if ended == "time" else ended
             sentences.append(
-                f"Not searched to the end ({_why(self.session.end_reason)}): "
-                f"{', '.join(untried)}. The "
-                "same command goes on from here."
+                f"Not searched to the end ({why}): {', '.join(untried)}. The same command goes on "
+                "from here."
             )
-        sentences.extend(_energy_sentence(self.best))
+        figures = self.best.figures
+        written, read = figures.decode_joules, figures.prefill_joules
+        if written is not None and read is not None:
+            sentences.append(
+                f"{self.best.setting} takes {written:.3g} J for a written token "
+                f"({kwh_per_million(written):.3g} kWh a million) and {read:.3g} J for a prompt "
+                "token: processors and memory by RAPL, idle power included; not the rest of the "
+                "machine."
+            )
         if self.disturbed_count:
             sentences.append(
                 f"Other work disturbed {self.disturbed_count} of "
@@ -157,28 +166,11 @@ def _row(row: SettingResult) -> dict[str, Any]:
     }
 
 
-def _energy_sentence(row: SettingResult) -> list[str]:
-    """Say what energy a setting takes, where it was measured."""
-    written, read = row.figures.decode_joules, row.figures.prefill_joules
-    if written is None or read is None:
-        return []
-    sentence = (
-        f"{row.setting} takes {written:.3g} J for a written token ({kwh_per_million(written):.3g} "
-        f"kWh a million) and {read:.3g} J for a prompt token: processors and memory by RAPL, idle "
-        "power included; not the rest of the machine."
-    )
-    return [sentence]
-
-
 def _named(rows: list[SettingResult]) -> str:
     named = "; ".join(str(row.setting) for row in rows[:MOST_NAMED_SETTINGS])
     return named + (
         f"; and {len(rows) - MOST_NAMED_SETTINGS} more" if len(rows) > MOST_NAMED_SETTINGS else ""
     )
-
-
-def _why(ended: str) -> str:
-    return {"time": "the time was over", "interrupted": "interrupted"}.get(ended, ended)
 
 
 HEADER = "# Written by llama-gateway tune"

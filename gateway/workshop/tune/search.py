@@ -203,18 +203,15 @@ class MeasurementLog:
         line = json.dumps({"subject": self.subject, **asdict(one)}, sort_keys=True)
         with self.path.open("a+b") as file:
             # A kill may have cut the last line short: begin a new one.
-            cut = file.tell() > 0 and not self._ends_whole()
-            file.write(("\n" if cut else "").encode() + line.encode() + b"\n")
+            if file.tell() > 0:
+                file.seek(-1, 2)
+                line = line if file.read(1) == b"\n" else f"\n{line}"
+            file.write(f"{line}\n".encode())
 
     def rotate(self) -> None:
         """Begin a new file; the old one stays as `<name>.1`."""
         if self.path.exists():
             self.path.replace(self.path.with_name(f"{self.path.name}.1"))
-
-    def _ends_whole(self) -> bool:
-        with self.path.open("rb") as file:
-            file.seek(-1, 2)
-            return file.read(1) == b"\n"
 
 
 TuningGoal = Literal["latency", "throughput", "balanced"]
