@@ -32,6 +32,7 @@ from gateway.nodes.node import LeasePhase, Node
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.terms import Caller, Priority
 from gateway.transport.pool import ConnectionPool, NodeAddress
+from tests.callers.build import all_accounts
 from tests.lease_requests import a_lease_request
 from tests.schedule.build import a_scheduler, node
 from tests.virtual import now
@@ -369,7 +370,7 @@ class Simulation:
         }
         for one in self.nodes:
             counts[f"leased of {one.name}"] = one.leased + len(one.leases)
-        for account in self.meter.book.all_accounts():
+        for account in all_accounts(self.meter.book):
             counts[account.subject] = account.running + account.open + account.reserved_tokens
         for edge in self.edges:
             session, scheduler = edge.session, edge.services.scheduler

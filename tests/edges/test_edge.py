@@ -17,6 +17,7 @@ from gateway.nodes.node import LeasePhase, NodeState
 from gateway.schedule.decision_log import Grant
 from gateway.transport.pool import ConnectionPool
 from gateway.watch.spans import EndedRequest
+from tests.callers.build import all_accounts
 from tests.edges.edge_beside import Edge, a_brain, an_edge
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -218,7 +219,7 @@ async def test_limits_are_the_brains_and_answers_tell_what_is_left(tmp_path: Pat
         assert [record.status for record in records] == [200, 200, 429]
         await settled(running, edge)
         book = running.gateway.metering.limit_book
-        (account,) = [one for one in book.all_accounts() if one.kind == "key"]
+        (account,) = [one for one in all_accounts(book) if one.kind == "key"]
         assert (account.running, account.open, account.reserved_tokens) == (0, 0, 0)
         assert account.tokens.value(running.gateway.clock()) >= 80
 
